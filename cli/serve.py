@@ -1,4 +1,4 @@
-"""`dflash-mlx serve`: a model behind the HTTP APIs of OpenAI and Anthropic."""
+"""`dflash-mlx serve`: a model behind the HTTP APIs of OpenAI, Anthropic and Ollama."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def serve(
     machines: Machines,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a model over HTTP: the APIs of OpenAI and Anthropic, and a page to chat on.
+    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, and a page to chat on.
 
     The decoding settings are the defaults of requests.
     """

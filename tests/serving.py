@@ -9,6 +9,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.nn as nn
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from starlette.testclient import TestClient
 from transformers import AutoTokenizer
@@ -67,7 +68,13 @@ def make_target(
         }
     wrapper = TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, [2], **markers)
     return SimpleNamespace(
-        tokenizer=wrapper, vocab_size=len(tokenizer), context_length=context, name="told"
+        tokenizer=wrapper,
+        vocab_size=len(tokenizer),
+        context_length=context,
+        name="told",
+        model=nn.Linear(3, 2),
+        hidden_size=3,
+        config={"model_type": "llama", "quantization": {"bits": 4}},
     )
 
 

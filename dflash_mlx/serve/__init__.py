@@ -1,4 +1,4 @@
-"""The HTTP server: the APIs of OpenAI and Anthropic over one internal request.
+"""The HTTP server: the APIs of OpenAI, Anthropic and Ollama over one internal request.
 
 Each API has a file, which turns its JSON into a `GenerationRequest` and the answer into its JSON.
 They share, in the order of a request:

@@ -15,13 +15,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from . import chat, completions, messages, responses
+from . import chat, completions, messages, ollama, responses
 from .auth import Auth
 from .body import read_body
 from .errors import RequestError
 from .handler import RequestHandler, ResponseStream
 from .metrics import CONTENT_TYPE
 from .middleware import with_middleware
+from .model_info import ModelInfo
 from .request import GenerationRequest
 from .sse import EventStream, unless_disconnected
 
@@ -41,7 +42,7 @@ class Endpoints:
         self, handler: RequestHandler, name: str, stalled_seconds: float = STALLED_SECONDS
     ) -> None:
         self._handler, self._name, self._stalled_seconds = handler, name, stalled_seconds
-        self._started = int(time.time())
+        self._info = ModelInfo(name, handler.target, handler.form, int(time.time()))
 
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
@@ -80,6 +81,27 @@ class Endpoints:
             return EventStream(frames, lambda: messages.PING, stream.close)
         return await _complete(request, messages.complete(stream), stream.close)
 
+    async def ollama_chat(self, request: Request) -> Response:
+        """Ollama's chat."""
+        return await self._ollama(request, await read_body(request, ollama.OllamaChatBody))
+
+    async def ollama_generate(self, request: Request) -> Response:
+        """Ollama's generate."""
+        return await self._ollama(request, await read_body(request, ollama.OllamaGenerateBody))
+
+    async def _ollama(
+        self, request: Request, body: ollama.OllamaChatBody | ollama.OllamaGenerateBody
+    ) -> Response:
+        wanted = body.generation_request()
+        if wanted is None:
+            return JSONResponse(body.loaded())
+        (stream,) = await self._start(request, wanted)
+        response = ollama.OllamaResponse(body, stream)
+        if body.stream is not False:
+            close = stream.close
+            return EventStream(response.frames(), response.ping, close, ollama.MEDIA_TYPE)
+        return await _complete(request, response.complete(), stream.close)
+
     async def _start(self, request: Request, *wanted: GenerationRequest) -> list[ResponseStream]:
         """Start to answer. A header of the response will name what is ignored."""
         streams = await self._handler.start(wanted, request.state.salt)
@@ -94,7 +116,7 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         """The list of models, which has one."""
-        content = {"object": "list", "data": [self._model()], "has_more": False}
+        content = {"object": "list", "data": [self._info.openai()], "has_more": False}
         return JSONResponse(content | {"first_id": self._name, "last_id": self._name})
 
     async def model(self, request: Request) -> Response:
@@ -102,22 +124,28 @@ class Endpoints:
         if request.path_params["name"] != self._name:
             message = f"The only model here is {self._name}; it answers under any name."
             raise RequestError(message, 404, code="model_not_found")
-        return JSONResponse(self._model())
+        return JSONResponse(self._info.openai())
 
-    def _model(self) -> dict[str, Any]:
-        """The model in the formats of both APIs."""
-        length = self._handler.target.context_length
-        return {
-            "id": self._name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "dflash-mlx",
-            "type": "model",
-            "display_name": self._name,
-            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started)),
-            "context_length": length,
-            "max_model_len": length,
-        }
+    async def lmstudio_models(self, request: Request) -> Response:
+        """LM Studio's list of models."""
+        return JSONResponse({"object": "list", "data": [self._info.lmstudio()]})
+
+    async def props(self, request: Request) -> Response:
+        """llama.cpp's description of its model."""
+        return JSONResponse(self._info.llama_cpp())
+
+    async def ollama_models(self, request: Request) -> Response:
+        """Ollama's lists of models, the loaded ones among them."""
+        return JSONResponse({"models": [self._info.ollama()]})
+
+    async def ollama_show(self, request: Request) -> Response:
+        """Ollama's description of a model."""
+        await read_body(request, ollama.OllamaShowBody)
+        return JSONResponse(self._info.ollama_details())
+
+    async def ollama_version(self, request: Request) -> Response:
+        """The version of Ollama's API."""
+        return JSONResponse({"version": ollama.VERSION})
 
     async def health(self, request: Request) -> Response:
         """Whether decoding makes progress."""
@@ -200,5 +228,13 @@ def make_app(handler: RequestHandler, name: str, auth: Auth) -> Starlette:
         Route("/health", endpoints.health),
         Route("/ready", endpoints.ready),
         Route("/metrics", endpoints.metrics),
+        Route("/props", endpoints.props),
+        Route("/api/v0/models", endpoints.lmstudio_models),
+        Route("/api/chat", endpoints.ollama_chat, methods=["POST"]),
+        Route("/api/generate", endpoints.ollama_generate, methods=["POST"]),
+        Route("/api/show", endpoints.ollama_show, methods=["POST"]),
+        Route("/api/tags", endpoints.ollama_models),
+        Route("/api/ps", endpoints.ollama_models),
+        Route("/api/version", endpoints.ollama_version),
     ]
     return with_middleware(routes, auth, handler.metrics)

@@ -1,4 +1,4 @@
-"""Errors of requests, in the formats of OpenAI and Anthropic.
+"""Errors of requests, in the formats of OpenAI, Anthropic and Ollama.
 
 Clients act on some of them: they compact a conversation on `context_length_exceeded` or "prompt is
 too long", and try again on 429 and 503.
@@ -76,6 +76,10 @@ class RequestError(DFlashError):
         """The body in Anthropic's format."""
         error = {"type": self.type, "message": str(self)}
         return {"type": "error", "error": error, "request_id": request_id}
+
+    def ollama(self) -> dict[str, Any]:
+        """The body in Ollama's format."""
+        return {"error": str(self)}
 
 
 class ContextLengthError(RequestError):

@@ -12,7 +12,7 @@ from ..events import Stats
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream
-from .openai_common import Thinking, drafting, thinking_settings
+from .openai_common import ModelName, Thinking, drafting, thinking_settings
 from .request import (
     GenerationRequest,
     Tool,
@@ -140,7 +140,7 @@ class OutputConfig(Body):
 class CountBody(Body):
     """POST /v1/messages/count_tokens"""
 
-    model: Annotated[str, Field(max_length=512)] = "default"
+    model: ModelName = "default"
     messages: Annotated[ListOf[AnthropicMessage], Field(min_length=1)]
     system: str | ListOf[ContentBlock] | None = None
     tools: ListOf[AnthropicTool] | None = None

@@ -22,8 +22,10 @@ from .metrics import Metrics
 
 NOT_FOUND: Final = (
     "There is nothing at this path. OpenAI's API is at /v1/chat/completions, /v1/completions, "
-    "/v1/responses and /v1/models, Anthropic's at /v1/messages."
+    "/v1/responses and /v1/models, Anthropic's at /v1/messages, Ollama's at /api/chat and "
+    "/api/generate."
 )
+NO_EMBEDDINGS: Final = "This server makes no embeddings: it serves models that write text."
 IGNORED: Final = b"x-dflash-ignored"  # what a request asks for and does not get
 CLIENT_CLOSED: Final = 499  # nginx's status; only the log shows it
 
@@ -80,8 +82,13 @@ class RequestMiddleware:
 
 def error_response(request: Request, error: RequestError) -> JSONResponse:
     """An error in the format of the path's API."""
-    anthropic = "/messages" in request.url.path
-    content = error.anthropic(request.state.request_id) if anthropic else error.openai()
+    path = request.url.path
+    if path.startswith("/api/"):
+        content = error.ollama()
+    elif "/messages" in path:
+        content = error.anthropic(request.state.request_id)
+    else:
+        content = error.openai()
     return JSONResponse(content, error.status, error.headers)
 
 
@@ -113,7 +120,8 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    messages = {404: NOT_FOUND, 405: "This path takes another method."}
+    not_found = NO_EMBEDDINGS if "/embed" in request.url.path else NOT_FOUND
+    messages = {404: not_found, 405: "This path takes another method."}
     status = error.status_code if error.status_code in messages else 400
     message = messages.get(status, str(error.detail))
     response = error_response(request, RequestError(message, status))

@@ -21,6 +21,7 @@ SEEDS: Final = 2**32
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ModelName = Annotated[str, Field(max_length=512)]
 MaxTokens = Annotated[int, Field(ge=-1)]  # -1, as llama.cpp and LM Studio have it, is the default
 Schema = dict[str, Any] | Json[dict[str, Any]]
 ChoiceName = Literal["none", "auto", "required", "any"]  # "any", as Mistral calls "required"
@@ -77,11 +78,9 @@ class ReasoningOptions(Body):
         return enabled | thinking_settings(self.effort)
 
 
-class SamplingBody(Body):
-    """The sampling fields of chat completions and completions."""
+class SamplingOptions(Body):
+    """How tokens are chosen, in the APIs of OpenAI and Ollama."""
 
-    model: Annotated[str, Field(max_length=512)] = "default"
-    stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -98,8 +97,35 @@ class SamplingBody(Body):
         Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
         | None
     ) = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     draft: bool | None = None
+    mirostat: Literal[0] | None = None
+    typical_p: Literal[1] | None = None
+
+    def settings(self, max_tokens: int | None) -> dict[str, Any]:
+        """The engine's settings that the request names. Negative `max_tokens` are the default."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return without_none(
+            max_tokens=None if (max_tokens or 0) < 0 else max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(0, self.top_k),
+            min_p=self.min_p,
+            seed=None if self.seed is None else self.seed % SEEDS,
+            stop=[text for text in stop if text] or None,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            block_size=1 if self.draft is False else None,
+        )
+
+
+class SamplingBody(SamplingOptions):
+    """The fields that chat completions and completions share."""
+
+    model: ModelName = "default"
+    stream: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
     json_schema: Annotated[
         Schema | None, Field(validation_alias=AliasChoices("json_schema", "guided_json"))
@@ -116,9 +142,7 @@ class SamplingBody(Body):
     ignore_eos: Literal[False] | None = None
     include_stop_str_in_output: Literal[False] | None = None
     min_tokens: Literal[0] | None = None
-    mirostat: Literal[0] | None = None
     stop_token_ids: Nothing = None
-    typical_p: Literal[1] | None = None
     use_beam_search: Literal[False] | None = None
     xtc_probability: Literal[0] | None = None
 
@@ -136,24 +160,6 @@ class SamplingBody(Body):
         if len(given) > 1:
             raise RequestError("The request has two schemas of its answer.")
         return given[0] if given else None
-
-    def settings(self, max_tokens: int | None) -> dict[str, Any]:
-        """The engine's settings that the request names."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return without_none(
-            max_tokens=None if max_tokens == -1 else max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=None if self.top_k is None else max(0, self.top_k),
-            min_p=self.min_p,
-            seed=None if self.seed is None else self.seed % SEEDS,
-            stop=[text for text in stop if text] or None,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias=self.logit_bias,
-            block_size=1 if self.draft is False else None,
-        )
 
 
 class StreamOptions(Body):
@@ -191,7 +197,7 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    arguments: str = "{}"
+    arguments: str | dict[str, Any] = "{}"  # an object in Ollama's API
 
     def tool(self, namespace: str | None = None) -> Tool:
         """The internal tool. Raises `RequestError` if it has no name."""
@@ -221,10 +227,10 @@ def read_content(content: Content, separator: str) -> str:
     return content or ""
 
 
-def template_call(id: str, name: str, arguments: str) -> dict[str, Any]:
+def template_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
     """An earlier call as chat templates take it: arguments are an object."""
     try:
-        value = from_json(arguments or "{}")
+        value = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
     except ValueError:
         value = None
     if not isinstance(value, dict):  # the model wrote what is not JSON

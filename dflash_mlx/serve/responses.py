@@ -22,6 +22,7 @@ from .openai_common import (
     ChoiceName,
     Function,
     MaxTokens,
+    ModelName,
     ReasoningOptions,
     ResponseFormat,
     drafting,
@@ -80,7 +81,7 @@ class ResponsesAllowedChoice(Body):
 class ResponsesBody(Body):
     """POST /v1/responses"""
 
-    model: Annotated[str, Field(max_length=512)] = "default"
+    model: ModelName = "default"
     input: str | ListOf[InputItem]
     instructions: str | None = None
     stream: bool | None = None

@@ -33,13 +33,18 @@ class EventStream(StreamingResponse):
         ping: makes the frame that keeps a silent connection open. It is an event that changes
             nothing: to some clients, comments are silence.
         close: called at the end, even if the stream never began.
+        media_type: how the frames are written.
     """
 
     def __init__(
-        self, frames: Frames, ping: Callable[[], bytes], close: Callable[[], None]
+        self,
+        frames: Frames,
+        ping: Callable[[], bytes],
+        close: Callable[[], None],
+        media_type: str = "text/event-stream",
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        super().__init__(frames, media_type=media_type, headers=headers)
         self._frames, self._ping, self._close = frames, ping, close
         self._silent = True
 

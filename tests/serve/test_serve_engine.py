@@ -73,6 +73,18 @@ def test_completions_keep_the_first_space(pair, prompt, tokens):
     assert "".join(one["choices"][0]["text"] for one in chunks if one["choices"]) == told["text"]
 
 
+def test_ollamas_api_answers_as_openais(pair):
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    with engine_of(pair) as engine, client(engine) as server:
+        more = {"max_tokens": 9, "logprobs": True, "top_logprobs": 2}
+        theirs = server.post("/v1/chat/completions", json=body | more).json()["choices"][0]
+        more |= {"options": {"num_predict": 9}, "stream": False}
+        ours = server.post("/api/chat", json=body | more).json()
+    assert ours["message"]["content"] == theirs["message"]["content"]
+    assert ours["logprobs"] == theirs["logprobs"]["content"] and ours["done_reason"] == "length"
+    assert ours["eval_count"] == 9 and 0 < ours["eval_duration"] < ours["total_duration"]
+
+
 def test_a_prefilled_answer_is_continued(pair):
     question, begun = "What is 47 plus 38?", "Let us add 47 and 38 digit"
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": begun}]

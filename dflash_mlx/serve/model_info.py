@@ -1,0 +1,146 @@
+"""What the lists of models say, in the formats of all APIs."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from mlx.utils import tree_flatten
+from mlx_lm.utils import get_total_parameters
+
+from .. import __version__
+from ..answers.families import AnswerFormat
+
+if TYPE_CHECKING:
+    from ..targets import Target
+
+OWNER: Final = "dflash-mlx"
+NEVER: Final = "9999-12-31T23:59:59Z"  # when a model is unloaded that nothing unloads
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model that the server offers.
+
+    Attributes:
+        name: its name in requests.
+        target: the model.
+        form: how it answers.
+        created: when it was loaded, in seconds since 1970.
+    """
+
+    name: str
+    target: Target
+    form: AnswerFormat
+    created: int
+
+    @cached_property
+    def _bytes(self) -> int:
+        return sum(array.nbytes for _, array in tree_flatten(self.target.model.parameters()))
+
+    @cached_property
+    def _parameters(self) -> int:
+        return int(get_total_parameters(self.target.model))
+
+    @cached_property
+    def _quantization(self) -> str:
+        """The bits of a quantized weight, or the type of the others."""
+        config = self.target.config
+        if "bits" in (found := config.get("quantization") or {}):
+            return f"{found['bits']}-bit"
+        return str(config.get("dtype") or config.get("torch_dtype") or "")
+
+    @property
+    def _architecture(self) -> str:
+        return str(self.target.config.get("model_type", ""))
+
+    @property
+    def _template(self) -> str:
+        template = self.target.tokenizer.chat_template
+        return template if isinstance(template, str) else ""
+
+    @property
+    def _time(self) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.created))
+
+    def openai(self) -> dict[str, Any]:
+        """The model as OpenAI's and Anthropic's lists have it, with what vLLM's adds."""
+        length = self.target.context_length
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": OWNER,
+            "type": "model",
+            "display_name": self.name,
+            "created_at": self._time,
+            "context_length": length,
+            "max_model_len": length,
+            "state": "loaded",
+        }
+
+    def lmstudio(self) -> dict[str, Any]:
+        """The model as LM Studio's list has it."""
+        length = self.target.context_length
+        return self.openai() | {
+            "type": "llm",
+            "arch": self._architecture,
+            "quantization": self._quantization,
+            "max_context_length": length,
+            "loaded_context_length": length,
+        }
+
+    def llama_cpp(self) -> dict[str, Any]:
+        """The model as llama.cpp's /props has it."""
+        return {
+            "default_generation_settings": {"n_ctx": self.target.context_length},
+            "model_alias": self.name,
+            "model_path": self.name,
+            "chat_template": self._template,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"{OWNER} {__version__}",
+        }
+
+    def ollama(self) -> dict[str, Any]:
+        """The model as Ollama's lists have it."""
+        return {
+            "name": self.name,
+            "model": self.name,
+            "modified_at": self._time,
+            "expires_at": NEVER,
+            "size": self._bytes,
+            "size_vram": self._bytes,
+            "digest": hashlib.sha256(self.name.encode()).hexdigest(),
+            "context_length": self.target.context_length,
+            "details": self._details(),
+        }
+
+    def ollama_details(self) -> dict[str, Any]:
+        """The model as Ollama's /api/show has it."""
+        family, thinks = self._architecture, bool(self.form.thought[0])
+        return {
+            "modified_at": self._time,
+            "template": self._template,
+            "details": self._details(),
+            "model_info": {
+                "general.architecture": family,
+                "general.basename": self.name,
+                "general.parameter_count": self._parameters,
+                f"{family}.context_length": self.target.context_length,
+                f"{family}.embedding_length": self.target.hidden_size,
+            },
+            "capabilities": ["completion", "tools", "thinking"][: 2 + thinks],
+        }
+
+    def _details(self) -> dict[str, Any]:
+        family, millions = self._architecture, self._parameters / 1e6
+        return {
+            "format": "mlx",
+            "family": family,
+            "families": [family],
+            "parameter_size": f"{millions / 1e3:.3g}B" if millions >= 1e3 else f"{millions:.3g}M",
+            "quantization_level": self._quantization,
+        }

@@ -1,0 +1,243 @@
+"""Ollama's API: POST /api/chat and /api/generate."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field
+from pydantic_core import to_json
+
+from ..answers.parser import Reasoning, Text, ToolCall
+from .body import Body, ListOf
+from .chat import ChatFunction, ChatMessage
+from .errors import RequestError
+from .handler import Finish, ResponseStream, StepOutput
+from .openai_common import (
+    MAX_TOP_LOGPROBS,
+    ContentPart,
+    Effort,
+    ModelName,
+    Nothing,
+    SamplingOptions,
+    Schema,
+    format_logprob,
+    read_content,
+    thinking_settings,
+)
+from .request import GenerationRequest, Tool
+from .sse import Frames
+
+VERSION: Final = "0.13.0"  # of Ollama's API; editors refuse servers of old ones
+MEDIA_TYPE: Final = "application/x-ndjson"
+LATEST: Final = ":latest"  # clients add it to names without a tag
+_DONE_REASONS: Final = {"stop": "stop", "tool_calls": "stop", "length": "length"}
+
+
+class OllamaOptions(SamplingOptions):
+    """How tokens are chosen. Options of Ollama's own runtime are ignored."""
+
+    num_predict: Annotated[int, Field(ge=-2)] | None = None  # negative: no limit
+    repeat_last_n: Annotated[int, Field(ge=1)] | None = None
+    tfs_z: Literal[1] | None = None
+
+    def engine_settings(self) -> dict[str, Any]:
+        """The engine's settings that the request names."""
+        found = self.settings(self.num_predict)
+        if self.repeat_last_n is not None:
+            for name in ("repetition", "presence", "frequency"):
+                if f"{name}_penalty" in found:
+                    found[f"{name}_context_size"] = self.repeat_last_n
+        return found
+
+
+class OllamaMessage(ChatMessage):
+    """A message of a conversation; calls have their arguments as an object."""
+
+    images: ListOf[str] | None = None
+    reasoning: Annotated[str | None, Field(alias="thinking")] = None
+    name: Annotated[str | None, Field(alias="tool_name")] = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates take it."""
+        parts = [ContentPart(type="text", text=read_content(self.content, ""))]
+        parts += [ContentPart(type="image")] * len(self.images or ())
+        self.content = parts if self.images else self.content
+        return super().for_template()
+
+
+class OllamaBody(Body):
+    """The fields that chat and generate share."""
+
+    model: ModelName
+    stream: bool | None = None
+    format: Literal["", "json"] | Schema | None = None
+    options: OllamaOptions | None = None
+    think: bool | Effort | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    def _request(
+        self, prompt: str | Sequence[OllamaMessage], tools: Sequence[Tool] = ()
+    ) -> GenerationRequest:
+        is_text = isinstance(prompt, str)
+        thinks = self.think
+        return GenerationRequest(
+            self.model.removesuffix(LATEST),
+            prompt if isinstance(prompt, str) else [one.for_template() for one in prompt],
+            self.options.engine_settings() if self.options else {},
+            tools,
+            schema={"type": "object"} if self.format == "json" else self.format or None,
+            top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            template_settings={"enable_thinking": thinks}
+            if isinstance(thinks, bool)
+            else thinking_settings(thinks),
+            prompt_field="prompt" if is_text else "messages",
+        )
+
+    def loaded(self) -> dict[str, Any]:
+        """The response to a request without a prompt, which has a model loaded."""
+        return {**_head(self.model), **_content(self, ""), "done": True, "done_reason": "load"}
+
+
+class OllamaChatBody(OllamaBody):
+    """POST /api/chat"""
+
+    messages: ListOf[OllamaMessage] | None = None
+    tools: ListOf[ChatFunction] | None = None
+
+    def generation_request(self) -> GenerationRequest | None:
+        """The internal request; None without messages. Raises `RequestError`."""
+        if not self.messages:
+            return None
+        return self._request(self.messages, [tool.function.tool() for tool in self.tools or ()])
+
+
+class OllamaGenerateBody(OllamaBody):
+    """POST /api/generate"""
+
+    prompt: str | None = None
+    system: str | None = None
+    images: ListOf[str] | None = None
+    raw: bool | None = None
+    context: Nothing = None
+    height: Literal[0] | None = None
+    steps: Literal[0] | None = None
+    suffix: Literal[""] | None = None
+    template: Literal[""] | None = None
+    width: Literal[0] | None = None
+
+    def generation_request(self) -> GenerationRequest | None:
+        """The internal request; None without a prompt. Raises `RequestError`."""
+        if not self.prompt:
+            return None
+        if self.raw:
+            if self.system or self.images:
+                raise RequestError("A raw prompt is the whole prompt.", param="raw")
+            return self._request(self.prompt)
+        messages = [OllamaMessage(role="user", content=self.prompt, images=self.images)]
+        if self.system:
+            messages.insert(0, OllamaMessage(role="system", content=self.system))
+        return self._request(messages)
+
+
+class OllamaShowBody(Body):
+    """POST /api/show"""
+
+    model: ModelName = ""
+
+
+class OllamaResponse:
+    """The response to one request, whole or as a stream.
+
+    Args:
+        body: the request.
+        stream: the answer.
+    """
+
+    def __init__(self, body: OllamaBody, stream: ResponseStream) -> None:
+        self._body, self._stream, self._start = body, stream, time.monotonic()
+        self._is_raw = stream.request.prompt_field == "prompt"
+
+    async def complete(self) -> dict[str, Any]:
+        """The whole response. Raises `RequestError`."""
+        steps = [step async for step in self._stream.steps()]
+        finish = steps[-1].finish
+        assert finish is not None  # `steps` raises otherwise
+        return self._piece(steps) | self._end(finish)
+
+    async def frames(self) -> Frames:
+        """One line per decode step, and one for the end; an error is the last line."""
+        try:
+            async for step in self._stream.steps():
+                if step.parts or step.logprobs or self._is_raw:
+                    yield _line(self._piece([step]))
+                if step.finish is not None:
+                    yield _line(self._piece([]) | self._end(step.finish))
+        except RequestError as error:
+            yield _line(error.ollama())
+
+    def ping(self) -> bytes:
+        """A line without text."""
+        return _line(self._piece([]))
+
+    def _piece(self, steps: Sequence[StepOutput]) -> dict[str, Any]:
+        parts = [part for step in steps for part in step.parts]
+        calls = [part for part in parts if isinstance(part, ToolCall)]
+        text, thinking = (
+            "".join(part.text for part in parts if isinstance(part, kind))
+            for kind in (Text, Reasoning)
+        )
+        if self._is_raw:
+            text, thinking = "".join(step.event.text for step in steps), ""
+        content = _content(self._body, text, thinking, calls)
+        logprobs = [format_logprob(token) for step in steps for token in step.logprobs or ()]
+        shown = {"logprobs": logprobs} if logprobs else {}
+        return _head(self._body.model) | content | shown | {"done": False}
+
+    def _end(self, finish: Finish) -> dict[str, Any]:
+        """Why the answer ended, tokens, and nanoseconds."""
+        stats = finish.stats
+        seconds = {
+            "total": time.monotonic() - self._start,
+            "load": 0.0,
+            "prompt_eval": stats.prefill_seconds,
+            "eval": stats.decode_seconds,
+        }
+        return {
+            "done": True,
+            "done_reason": _DONE_REASONS[finish.reason],
+            "prompt_eval_count": self._stream.prompt_tokens,
+            "eval_count": stats.output_tokens,
+            **{f"{name}_duration": int(value * 1e9) for name, value in seconds.items()},
+        }
+
+
+def _content(
+    body: OllamaBody, text: str, thinking: str = "", calls: Sequence[ToolCall] = ()
+) -> dict[str, Any]:
+    """A piece of the answer, in the fields of the response."""
+    thought = {"thinking": thinking} if thinking else {}
+    if isinstance(body, OllamaGenerateBody):
+        return {"response": text, **thought}
+    message: dict[str, Any] = {"role": "assistant", "content": text, **thought}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in calls
+        ]
+    return {"message": message}
+
+
+def _head(model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+
+
+def _line(content: dict[str, Any]) -> bytes:
+    return to_json(content) + b"\n"

@@ -1,0 +1,173 @@
+"""Ollama's API over a fake engine."""
+
+import json
+
+import pytest
+from mlx_lm.tool_parsers import json_tools
+from packaging.version import Version
+from serving import FakeEngine, client, make_target
+
+CHAT, GENERATE = "/api/chat", "/api/generate"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target(json_tools, thinking="<think>\n")
+
+
+@pytest.fixture
+def engine(target):
+    return FakeEngine(target, ["Hm</think>", "Yes", "."])
+
+
+def ask(path, **more):
+    prompt = {"prompt": "Hi"} if path == GENERATE else {"messages": [user("Hi")]}
+    return {"model": "m:latest", **prompt, **more}
+
+
+def user(text, **more):
+    return {"role": "user", "content": text, **more}
+
+
+def lines(answer):
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_a_stream_adds_up_to_the_whole_answer(engine, path):
+    """Ollama streams unless it is told not to."""
+    with client(engine) as server:
+        *pieces, end = lines(server.post(path, json=ask(path)))
+        whole = server.post(path, json=ask(path, stream=False)).json()
+    assert not any(one["done"] for one in pieces) and end["done"] and whole["done"]
+
+    def text(one, name):
+        return one["message"].get(name, "") if path == CHAT else one.get(name, "")
+
+    for name in ("thinking", "content" if path == CHAT else "response"):
+        assert text(whole, name) == "".join(text(one, name) for one in pieces)
+    assert text(whole, "thinking") == "Hm"
+    for last in (end, whole):
+        assert last["model"] == "m:latest" and last["done_reason"] == "stop"
+        assert last["prompt_eval_count"] == len(engine.submitted[0][0])
+        assert last["eval_count"] > 3 and last["total_duration"] > 0 == last["load_duration"]
+        assert {"prompt_eval_duration", "eval_duration", "created_at"} <= set(last)
+
+
+def test_calls_and_their_results(target):
+    said = ['</think><tool_call>\n{"name": "f", ', '"arguments": {"a": 1}}\n</tool_call>']
+    engine = FakeEngine(target, said)
+    with client(engine) as server:
+        pieces = lines(server.post(CHAT, json=ask(CHAT, tools=[TOOL])))
+        whole = server.post(CHAT, json=ask(CHAT, tools=[TOOL], stream=False)).json()
+        [call] = whole["message"]["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": {"a": 1}}
+        found = [one["message"]["tool_calls"] for one in pieces if "tool_calls" in one["message"]]
+        assert [one["function"] for [one] in found] == [call["function"]]
+        result = {"role": "tool", "tool_name": "f", "content": "42"}
+        turns = [user("Hi"), whole["message"], result]
+        server.post(CHAT, json=ask(CHAT, messages=turns, tools=[TOOL]))
+    assert '[f {"a": 1}]' in engine.prompt() and "tool\n42" in engine.prompt()
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_options_are_settings(engine, path):
+    options = {"temperature": 0.5, "top_k": 4, "seed": 7, "num_predict": 9, "stop": ["x"]}
+    options |= {"repeat_penalty": 1.5, "repeat_last_n": 30, "num_ctx": 4096, "num_thread": 2}
+    with client(engine, defaults={"max_tokens": 3}) as server:
+        for given in (options, {"num_predict": -1}):
+            assert server.post(path, json=ask(path, options=given)).status_code == 200
+    (_, settings), (_, unlimited) = engine.submitted
+    expected = {"temperature": 0.5, "top_k": 4, "seed": 7, "max_tokens": 9, "stop": ["x"]}
+    expected |= {"repetition_penalty": 1.5, "repetition_context_size": 30}
+    assert {name: settings[name] for name in expected} == expected
+    assert unlimited["max_tokens"] == 3
+
+
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+@pytest.mark.parametrize(("form", "text"), [("json", '{"b": 1'), (SCHEMA, '{"a": 1')])
+def test_a_format_binds_the_answer(engine, path, form, text):
+    with client(engine) as server:
+        assert server.post(path, json=ask(path, format=form)).status_code == 200
+    (grammar,) = engine.submitted[0][1]["logits_processors"]
+    encode = engine.target.tokenizer.encode
+    right, wrong = (encode(one, add_special_tokens=False) for one in (text, "No"))
+    end = encode("</think>", add_special_tokens=False)
+    assert grammar.follows(end, right) == len(right) and grammar.follows(end, wrong) < len(wrong)
+
+
+@pytest.mark.parametrize(("think", "shown"), [(False, "off"), (True, "on"), ("low", "onlow")])
+def test_thinking(think, shown):
+    template = "{{ 'off' if enable_thinking is false else 'on' }}{{ reasoning_effort }}"
+    engine = FakeEngine(make_target(template=template + "{{ messages[0].content }}"))
+    with client(engine) as server:
+        server.post(CHAT, json=ask(CHAT, think=think))
+    assert engine.prompt() == shown + "Hi"
+
+
+def test_a_raw_prompt_is_continued(engine):
+    with client(engine) as server:
+        pieces = lines(server.post(GENERATE, json=ask(GENERATE, raw=True)))
+        server.post(GENERATE, json=ask(GENERATE, system="Be brief."))
+    assert "".join(one["response"] for one in pieces) == "Hm</think>Yes."
+    assert engine.target.tokenizer.decode(engine.submitted[0][0]).endswith("Hi")
+    assert len(engine.submitted[0][0]) < 9 and "system\nBe brief." in engine.prompt()
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "word"),
+    [
+        (GENERATE, {"suffix": "x"}, "suffix"),
+        (GENERATE, {"context": [1]}, "context"),
+        (GENERATE, {"template": "{{ .Prompt }}"}, "template"),
+        (GENERATE, {"raw": True, "system": "s"}, "raw"),
+        (CHAT, {"options": {"mirostat": 2}}, "mirostat"),
+        (CHAT, {"messages": [user("Hi", images=["iVBORw0KGgo="])]}, "image"),
+        (CHAT, {"format": "xml"}, "format"),
+        (CHAT, {"model": None}, "model"),
+    ],
+)
+def test_errors_have_ollamas_form(engine, path, wrong, word):
+    with client(engine) as server:
+        answer = server.post(path, json=ask(path, **wrong))
+    assert answer.status_code == 400 and list(answer.json()) == ["error"] and not engine.submitted
+    assert word in answer.json()["error"]
+
+
+def test_an_error_ends_a_stream(target):
+    with client(FakeEngine(target, error=RuntimeError("no"))) as server:
+        *_, last = lines(server.post(CHAT, json=ask(CHAT)))
+    assert list(last) == ["error"]
+
+
+def test_a_request_without_a_prompt_loads_the_model(engine):
+    with client(engine) as server:
+        for path, prompt in ((CHAT, {"messages": []}), (GENERATE, {"prompt": ""})):
+            answer = server.post(path, json={"model": "m", **prompt}).json()
+            assert answer["done"] and answer["done_reason"] == "load"
+    assert not engine.submitted
+
+
+def test_lists_of_models(engine):
+    """What Ollama's, LM Studio's and llama.cpp's clients look for."""
+    length = engine.target.context_length
+    with client(engine) as server:
+        for path in ("/api/tags", "/api/ps"):
+            [model] = server.get(path).json()["models"]
+            assert model["name"] == model["model"] == "fake" and model["size"] == 2 * 4 * 4
+            assert model["details"]["quantization_level"] == "4-bit"
+        told = server.post("/api/show", json={"model": "fake"}).json()
+        assert told["capabilities"] == ["completion", "tools", "thinking"]
+        assert told["model_info"]["llama.context_length"] == length
+        version = Version(server.get("/api/version").json()["version"])
+        assert version >= Version("0.6.4")  # VS Code asks for it
+        [listed] = server.get("/api/v0/models").json()["data"]
+        assert (listed["state"], listed["max_context_length"]) == ("loaded", length)
+        assert server.get("/props").json()["default_generation_settings"]["n_ctx"] == length
+        assert server.post("/api/pull", json={"model": "m"}).status_code == 404
+        for path in ("/api/embed", "/v1/embeddings"):
+            answer = server.post(path, json={})
+            assert answer.status_code == 404 and "makes no embeddings" in answer.text
