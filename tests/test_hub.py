@@ -153,8 +153,11 @@ def test_a_gguf_file_is_fetched_alone(hub, server, tmp_path, monkeypatch, name):
     assert hub.downloaded(name) == size == sum(server.fetched().values()) * 16
     with pytest.raises(WeightsError, match="a broken header"):
         load_target(name, hub=hub)
-    with pytest.raises(ModelNotFoundError, match="a/b has no GGUF file in Q2_K"):
-        hub.fetch("a/b:Q2_K")
+    for ask in (hub.fetch, hub.remote_bytes):
+        with pytest.raises(ModelNotFoundError, match="no GGUF file in Q2_K.*TYPE: Q4_K_M, Q8_0"):
+            ask("a/b:Q2_K")
+    with pytest.raises(ModelNotFoundError, match="a/b has no config.json.*TYPE: Q4_K_M, Q8_0"):
+        load_target("a/b", hub=hub)
     assert hub.remove(name) >= size
 
 

@@ -44,6 +44,8 @@ def test_a_pair_comes_and_goes(server):
     assert pulled.exit_code == 0, pulled.stderr
     assert [line.split()[0] for line in pulled.stdout.splitlines()] == [TARGET, DRAFTER]
     assert ": yes" in pulled.stderr and downloaded() == [TARGET, DRAFTER]
+    asked = [path for _, path, _ in server.requests]
+    assert asked.count(f"/api/models/{TARGET}") == 1  # for the sizes of its files
     listed = program("list").stdout.splitlines()
     assert len(listed) == 3 and listed[1].split() == [TARGET, "0.7", "MB", "yes"]
     removed = program("rm", TARGET)

@@ -12,10 +12,18 @@ import pytest
 import tinymodels
 from tinymodels import END, LINES
 
-from dflash_mlx.errors import DataError, OutputError
+from dflash_mlx.errors import DataError, OutputError, PromptError
 from dflash_mlx.targets import Target
-from dflash_mlx.train.answers import AnswerSettings, answer_all, append, complete, read_answers
-from dflash_mlx.train.synthesize import user_header, write_turns
+from dflash_mlx.train.answers import (
+    AnswerSettings,
+    answer_all,
+    append,
+    collect_samples,
+    complete,
+    read_answers,
+)
+from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.train.synthesize import turn_start, user_header, write_turns
 
 SMALL = AnswerSettings(max_tokens=6, rows=2, chunk=2)
 
@@ -136,6 +144,18 @@ def test_turns_go_on_from_a_file_and_depend_on_the_seed(tmp_path, target):
     assert write_turns(ending, 5, tmp_path / "b.jsonl", settings, seed=1) == first
     assert write_turns(ending, 5, tmp_path / "c.jsonl", settings, seed=2) != first
     assert all(END not in turn for turn in first)
+
+
+def test_a_base_model_opens_texts_and_continues_them(tmp_path, target, monkeypatch):
+    monkeypatch.setattr(target.tokenizer, "has_chat_template", False)
+    with pytest.raises(PromptError, match="--keep-answers"):
+        turn_start(target)
+    monkeypatch.setattr(target.tokenizer._tokenizer, "bos_token", END)
+    turns = write_turns(target, 5, tmp_path / "a.jsonl", AnswerSettings(rows=4, chunk=8), seed=1)
+    recipe = Recipe(synthesize=5, max_tokens=6, rows=4)
+    samples = collect_samples(target, tmp_path, recipe, turns, lambda event: None)
+    opened = {sample.tokens[: sample.answers[0][0]] for sample in samples}
+    assert opened == {tuple(target.tokenizer.encode(turn)) for turn in turns}
 
 
 def test_a_target_that_repeats_itself_is_told_so(tmp_path, target):

@@ -8,10 +8,11 @@ one-line errors.
 from __future__ import annotations
 
 import errno
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,10 @@ from .registry import hub_gguf, suggestion
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 WEIGHTS = ["*.safetensors"]
 PING_SECONDS = 5.0
+# The quantization that a GGUF file's name ends with, maybe before the number of its part.
+_GGUF_TYPE = re.compile(
+    r"[-./]((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|F32|MXFP4\w*))(?:-\d{5}-of-\d{5})?\.gguf", re.I
+)
 # The parents of `HfHubHTTPError` are the errors of its HTTP library, which has changed once.
 FAILURES = cast(
     tuple[type[Exception], ...], (OSError, HFValidationError, *HfHubHTTPError.__bases__)
@@ -55,6 +60,7 @@ class Hub:
     endpoint: str | None = None
     cache: Path | None = None
     offline: bool = False
+    _listed: dict[str, dict[str, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def url(self) -> str:
@@ -91,7 +97,7 @@ class Hub:
         found = [file for file in folder.rglob("*.gguf") if any(map(file.match, patterns))]
         found = [file for file in found if not file.name.startswith("mmproj")]  # of images
         if not found:
-            raise ModelNotFoundError(f"{gguf[0]} has no GGUF file in {gguf[1]}: see its page.")
+            raise self._no_gguf(*gguf)
         return min(found, key=lambda file: (len(file.name), file.name))
 
     def config(self, name: str) -> Path:
@@ -99,7 +105,10 @@ class Hub:
 
         Raises as `fetch`.
         """
-        return self._snapshot(name, ["config.json"])
+        folder = self._snapshot(name, ["config.json"])
+        if not (folder / "config.json").is_file() and self._gguf_types(name):
+            raise self._no_gguf(name)
+        return folder
 
     def fetch_data(self, name: str, file: str) -> Path:
         """One file of a data set (owner/name), downloaded unless it is there already.
@@ -134,10 +143,11 @@ class Hub:
         """Bytes of a repository's files that `fetch` would bring. Raises as `fetch`."""
         if gguf := hub_gguf(name):
             name, wanted = gguf[0], _gguf_files(gguf[1])
-        with self._explained(name):
-            listed = HfApi(self.endpoint).model_info(name, files_metadata=True, timeout=10)
-        sizes = {file.rfilename: file.size or 0 for file in listed.siblings or []}
-        return sum(sizes[file] for file in filter_repo_objects(sizes, allow_patterns=list(wanted)))
+        sizes = self._sizes(name)
+        found = [*filter_repo_objects(sizes, allow_patterns=list(wanted))]
+        if gguf and not found:
+            raise self._no_gguf(*gguf)
+        return sum(map(sizes.__getitem__, found))
 
     def remove(self, name: str) -> int:
         """Delete a repository's copy, complete or not. Returns the bytes that are free again.
@@ -156,6 +166,29 @@ class Hub:
         strategy = cache.delete_revisions(*revisions)
         strategy.execute()
         return strategy.expected_freed_size
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        """A repository's files and their bytes, asked for once. Raises as `fetch`."""
+        if name not in self._listed:
+            with self._explained(name):
+                found = HfApi(self.endpoint).model_info(name, files_metadata=True, timeout=10)
+            self._listed[name] = {file.rfilename: file.size or 0 for file in found.siblings or []}
+        return self._listed[name]
+
+    def _gguf_types(self, name: str) -> list[str]:
+        """The quantizations of a repository's GGUF files; none without an answer."""
+        with suppress(DFlashError):
+            return sorted(
+                {match[1] for match in map(_GGUF_TYPE.search, self._sizes(name)) if match}
+            )
+        return []
+
+    def _no_gguf(self, name: str, kind: str | None = None) -> ModelNotFoundError:
+        """The error for a quantization that a repository lacks, or that its name leaves open."""
+        lacks = f"GGUF file in {kind}" if kind else "config.json"
+        types = ", ".join(self._gguf_types(name))
+        advice = f"name one of its types, as {name}:TYPE: {types}" if types else "see its page"
+        return ModelNotFoundError(f"{name} has no {lacks}: {advice}.")
 
     def _snapshot(self, name: str, wanted: list[str]) -> Path:
         with self._explained(name):

@@ -53,8 +53,6 @@ _EMBEDDED_FOLDERS = {
     (f"{EMBEDDED}-dflash2", "drafter"): "tiny/dflash2",
     ("smollm2", "drafter"): "smollm2",
 }
-
-
 KEPT_BITS = 16  # of `draft_bits`: as they are
 LARGE_DRAFTER = 10**9  # parameters
 
@@ -390,9 +388,7 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
             raise ConfigError(f"{name} is a target: a drafter is a folder or a repository.")
         return converted(gguf, unpacked=on_cpu())
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    return hub.fetch(name)
+    return folder if folder.is_dir() else hub.fetch(name)
 
 
 def _on_hub(name: str, part: str) -> bool:

@@ -88,7 +88,11 @@ def collect_samples(
     Raises `DataError`, `PromptError`, `OutputError`.
     """
     samples: list[Sample] = []
-    prompts = [encode_prompt(target, [{"role": "user", "content": turn}]) for turn in turns]
+    chat = target.tokenizer.has_chat_template  # a base model continues the turn
+    prompts = [
+        encode_prompt(target, [{"role": "user", "content": turn}] if chat else turn)
+        for turn in turns
+    ]
     for source, record in read_records(recipe.data) if recipe.data else ():
         if isinstance(record, str) or recipe.keep_answers:
             samples.append(encode_record(target.tokenizer, source, record))

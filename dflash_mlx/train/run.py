@@ -30,7 +30,7 @@ from .fit import StepReport
 from .initial import draft_config, init_from_target, mask_token
 from .memory import check_memory, memory_needed
 from .recipe import EPOCHS, TARGET, Recipe, claim_folder
-from .synthesize import TurnProgress, user_header, write_turns
+from .synthesize import TurnProgress, turn_start, user_header, write_turns
 
 TIMED_STEPS = 4  # measured to find the number of steps for --hours
 STEPS_SHARE = 0.5  # of the hours is for steps, however long prompts and answers took
@@ -149,7 +149,9 @@ def train(
 
 def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> None:
     """Raise for everything that can be checked before anything is generated or written."""
-    if not recipe.keep_answers:
+    if recipe.synthesize is not None:
+        turn_start(target)
+    elif not recipe.keep_answers:
         user_header(target)
     config = DraftConfig.from_dict(_shape(target, recipe, (), warm))
     config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)

@@ -1,14 +1,15 @@
 """Let the target write prompts: what a chat model says in the user's place.
 
 An instruction-tuned model that is given only the header of a user's turn continues with a plausible
-one (Magpie, arXiv 2406.08464). Turns that repeat the words of an earlier one are dropped.
+one (Magpie, arXiv 2406.08464). A base model, without a chat template, opens a text instead. Turns
+that repeat the words of an earlier one are dropped.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,8 +21,9 @@ from ..errors import DataError, PromptError
 from ..targets import Target
 from .answers import AnswerSettings, append, complete, whole_lines
 
-TEMPERATURE, TOP_P = 1.0, 0.95
+TEMPERATURE, MIN_P = 1.0, 0.05  # top-p would sort 262,144 tokens a step, for seconds on a CPU
 MAX_BARREN = 20  # rounds in a row without a new turn
+OPENING = 24  # tokens with which a base model opens a text
 _SENTINEL = "user turn goes here"
 
 
@@ -40,9 +42,7 @@ def user_header(target: Target) -> tuple[str, str]:
     """
     tokenizer = target.tokenizer
     if not tokenizer.has_chat_template:
-        raise PromptError(
-            f"{target.name} has no chat template, so it cannot write its own data: give --data."
-        )
+        raise PromptError(f"{target.name} has no chat template: give texts, and --keep-answers.")
     messages = [{"role": "user", "content": _SENTINEL}]
     try:
         text = apply_chat_template(tokenizer, messages)
@@ -52,6 +52,18 @@ def user_header(target: Target) -> tuple[str, str]:
     if not found:
         raise PromptError(f"The chat template of {target.name} leaves out what the user says.")
     return before, after
+
+
+def turn_start(target: Target) -> tuple[list[int], str | None]:
+    """Token ids that a user's turn follows, and the text after it; BOS and None for a base model.
+
+    Raises `PromptError`.
+    """
+    tokenizer = target.tokenizer
+    if tokenizer.has_chat_template or tokenizer.bos_token_id is None:
+        opening, after = user_header(target)
+        return list(tokenizer.encode(opening, add_special_tokens=False)), after
+    return [tokenizer.bos_token_id], None
 
 
 def write_turns(
@@ -67,11 +79,12 @@ def write_turns(
     Args:
         settings: `max_tokens` of a turn, `chunk` turns per round.
 
-    Raises `PromptError` without a chat template, `DataError` if the target only repeats itself,
+    Raises `PromptError` as `turn_start`, `DataError` if the target only repeats itself,
     `OutputError`.
     """
-    opening, after = user_header(target)
-    header = target.tokenizer.encode(opening, add_special_tokens=False)
+    header, after = turn_start(target)
+    if after is None:
+        settings = replace(settings, max_tokens=OPENING)
     rounds = whole_lines(path)
     turns: dict[tuple[str, ...], str] = {}  # by their words
     barren = number = 0
@@ -95,17 +108,19 @@ def write_turns(
 
 
 def _write_round(
-    target: Target, header: Sequence[int], after: str, settings: AnswerSettings, seed: int
+    target: Target, header: Sequence[int], after: str | None, settings: AnswerSettings, seed: int
 ) -> list[str]:
-    """Turns that ended and have more than one word."""
+    """Turns that ended, or openings of a text, of more than one word."""
     mx.random.seed(seed)
-    sampler = make_sampler(TEMPERATURE, top_p=TOP_P)
+    sampler = make_sampler(TEMPERATURE, min_p=MIN_P)
     answers = complete(target, [header] * settings.chunk, settings, sampler)
-    end = after.strip() or after
     turns = []
     for answer in answers:
         tokens = answer.answer[:-1] if answer.ended else answer.answer
-        text, found, _ = target.tokenizer.decode(list(tokens)).partition(end)
-        if (answer.ended or found) and len(text.split()) > 1:
+        text, whole = target.tokenizer.decode(list(tokens)), after is None or answer.ended
+        if after is not None:
+            text, found, _ = text.partition(after.strip() or after)
+            whole = whole or bool(found)
+        if whole and len(text.split()) > 1:
             turns.append(text.strip())
     return turns
