@@ -302,7 +302,7 @@ def _stats_as_json(stats: Stats) -> dict[str, Any]:
     names = (
         "prompt_tokens reused_tokens output_tokens rounds drafted_tokens accepted_tokens "
         "acceptance_length acceptance_rate widths trees prefill_seconds decode_seconds "
-        "first_token_seconds peak_bytes"
+        "first_round_seconds first_token_seconds peak_bytes"
     )
     return {name: getattr(stats, name) for name in names.split()}
 

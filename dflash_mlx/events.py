@@ -30,6 +30,7 @@ class Stats:
     accepted_tokens: int = 0  # drafted tokens in the output
     prefill_seconds: float = 0.0  # with the choice of the first token
     decode_seconds: float = 0.0  # of all rounds
+    first_round_seconds: float = 0.0  # of them: the drafter reads the prompt in the first one
     first_token_seconds: float = 0.0  # from the start to the first token
     peak_bytes: int = 0  # MLX's peak memory in this process so far
     block_size: int = 1  # the most rows of a round; 1 is plain decoding

@@ -333,6 +333,7 @@ class Request:
         drafted, kept = len(step.proposal) - 1, min(len(tokens) - 1, used)
         self.stats.count_step(drafted, kept, used, tree=not step.proposal.is_chain)
         self.stats.decode_seconds += seconds
+        self.stats.first_round_seconds = self.stats.first_round_seconds or seconds
         self.stats.peak_bytes = mx.get_peak_memory()
         # A step that only starts or only ends a pipeline takes two forwards, or part of one.
         is_whole = step.pipelined == bool(self._pending)

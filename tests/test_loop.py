@@ -218,6 +218,7 @@ def test_events_and_stats_are_exact(accepted, block):
     assert stats.acceptance_rate == sum(accepted) / sum(drafted)
     assert stats.tokens_per_second == sum(emitted) / stats.decode_seconds
     assert stats.first_token_seconds == stats.prefill_seconds > 0 and stats.peak_bytes > 0
+    assert 0 < stats.first_round_seconds <= stats.decode_seconds
 
 
 def test_plain_decoding_drafts_nothing():
