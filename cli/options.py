@@ -78,7 +78,8 @@ Draft = Annotated[
     option(
         MODEL,
         "NAME",
-        "A drafter, NAME+lookup, lookup (from the text itself) or none. Default: the known one.",
+        "A drafter or a smaller model of the family, NAME+lookup, lookup (from the text itself) or "
+        "none. Default: the known one.",
         "--draft",
         "-d",
         autocompletion=drafters_beginning,

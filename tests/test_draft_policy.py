@@ -302,3 +302,15 @@ def test_the_loop_follows_the_policy_and_the_text_does_not(temperature):
 def test_a_policy_of_one_row_is_plain_decoding():
     spent, rows = play(DraftPolicy(1), Machine(*MACHINES["rows cheap"]), [15] * 20)
     assert spent == 20 and set(rows) == {1}
+
+
+@pytest.mark.parametrize("guess", [0.02, 0.15, 0.6])
+@pytest.mark.parametrize("slot", [0.05, 0.15, 0.4])
+def test_what_a_drafted_token_costs_is_learnt_and_decides_the_length(guess, slot):
+    """A drafter that drafts token by token: the dearer a token, the shorter the drafts."""
+    machine = Machine({16: 1.3}, {2: slot, 16: 15 * slot})
+    text = text_of(lambda token, at: 0.8, 2000)
+    spent, rows = play(DraftPolicy(LONGEST, slot_cost=guess), machine, text)
+    best = min(range(1, LONGEST + 1), key=lambda length: fixed_cost(length, machine, text))
+    assert spent < 1.06 * fixed_cost(best, machine, text)
+    assert abs(sorted(rows)[len(rows) // 2] - best) <= max(1, best // 3)

@@ -27,8 +27,9 @@ from dflash_mlx.errors import (
     SettingsError,
     WeightsError,
 )
+from dflash_mlx.loading.drafters import quantization_beside
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.load import load, load_drafter, load_target, quantization_beside
+from dflash_mlx.loading.load import load, load_drafter, load_target
 from dflash_mlx.loop import generate
 
 TOKENS = mx.array([[5, 9, 2, 40, 41, 7]])
@@ -223,7 +224,7 @@ def test_a_large_drafter_takes_4_bits_beside_a_quantized_target(tmp_path, monkey
     folder = save_drafter(tmp_path / "drafter")
     stored = [folder / "model.safetensors"]
     assert quantization_beside(folder, stored) is None
-    monkeypatch.setattr("dflash_mlx.loading.load.LARGE_DRAFTER", 1000)
+    monkeypatch.setattr("dflash_mlx.loading.drafters.LARGE_DRAFTER", 1000)
     assert quantization_beside(folder, stored).bits == 4
     (folder / "config.json").write_text(json.dumps({"quantization": {"bits": 8}}))
     assert quantization_beside(folder, stored) is None

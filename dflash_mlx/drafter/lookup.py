@@ -25,6 +25,7 @@ from .protocol import (
     cache_bytes,
     drafts_trees,
     label,
+    slot_cost,
     start_session,
 )
 from .tree import DraftTree
@@ -290,6 +291,10 @@ class CombinedDrafter:
     def cache_bytes(self, tokens: int) -> int:
         """The network's."""
         return cache_bytes(self.network, tokens)
+
+    def slot_cost(self, target: Target) -> float | None:
+        """The network's."""
+        return slot_cost(self.network, target)
 
     def start(self, target: Target, sampler: Sampler) -> CombinedSession:
         """Begin one request. Raises `IncompatibleDrafterError`."""

@@ -95,6 +95,13 @@ ARCHITECTURES = {
 # `speculators_model_type` -> what it is; the architecture's name says no more there.
 SPECULATORS_KINDS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}
 
+# Fields that only drafters' configs have: one of them tells a drafter from a language model.
+DRAFTER_FIELDS = frozenset(
+    (
+        "dflash_config dspark_config eagle_config transformer_layer_config speculators_model_type "
+        "target_layer_ids block_size mask_token_id draft_vocab_size markov_rank"
+    ).split()
+)
 # Fields with several spellings, by our name. The spellings have to agree.
 SPELLINGS = {
     "causal": ("causal", "is_causal", "causal_head", "dflash_query_causal"),

@@ -10,6 +10,8 @@ A drafter may also have these attributes; the functions at the end of this file 
     drafts_trees     whether its sessions have `propose_tree`
     label            its name for people, if not the class's
     cache_bytes(n)   bytes of a session's caches after n tokens
+    slot_cost(t)     of a drafter that drafts token by token over target t: what each token is
+                     likely to cost, in plain steps of the target
 """
 
 from __future__ import annotations
@@ -259,6 +261,12 @@ def cache_bytes(drafter: Drafter | None, tokens: int) -> int:
     """Bytes of a session's caches after this many tokens; 0 if the drafter does not say."""
     count: Callable[[int], int] | None = getattr(drafter, "cache_bytes", None)
     return 0 if count is None else count(tokens)
+
+
+def slot_cost(drafter: Drafter | None, target: Target) -> float | None:
+    """What each drafted token is likely to cost; None if all of a draft cost about as one."""
+    cost: Callable[[Target], float] | None = getattr(drafter, "slot_cost", None)
+    return None if cost is None else cost(target)
 
 
 def check_pair(target: object, drafter: object) -> None:

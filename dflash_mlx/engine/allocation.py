@@ -142,7 +142,7 @@ class RowAllocator:
         """Costs of steps of about so many requests, by the rows of a request."""
         at = requests.bit_length()
         if at not in self._costs:
-            self._costs[at] = StepCosts(self._policy.block_size, requests)
+            self._costs[at] = StepCosts(self._policy.block_size, requests, self._policy.slot_cost)
         return self._costs[at]
 
 

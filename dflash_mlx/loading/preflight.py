@@ -13,8 +13,9 @@ import mlx.nn as nn
 from ..drafter.config import DraftConfig
 from ..errors import ConfigError
 from ..targets.internals import classes_of
-from ..validation import ErrorWrapper
+from ..validation import ErrorWrapper, read_json
 from .checks import check_memory, memory_needed, read_target_config
+from .drafters import is_language_model
 from .hub import Hub
 from .quantization import Quantization, is_quantized
 from .registry import hub_gguf, refusal
@@ -106,9 +107,13 @@ def check_drafter(name: str, hub: Hub, model: nn.Module | None) -> None:
     """
     if (why := refusal(name)) is not None:
         raise ConfigError(f"{name} is known not to load: {why}.")
-    if hub.offline or hub.downloaded(name) is not None:
+    if hub.offline or hub_gguf(name) or hub.downloaded(name) is not None:
         return
-    config = DraftConfig.from_file(hub.config(name) / "config.json")
+    path = hub.config(name) / "config.json"
+    if is_language_model(raw := read_json(path)):
+        model_of(name, raw)
+        return
+    config = DraftConfig.from_file(path)
     if config.unreadable is not None:
         raise ConfigError(f"{name}: {config.unreadable}: it cannot be read.")
     embedding = next(

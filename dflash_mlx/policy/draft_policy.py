@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from ..drafter.protocol import Drafter, check_pair, drafts_trees
+from ..drafter.protocol import Drafter, check_pair, drafts_trees, slot_cost
 from ..drafter.protocol import block_size as drafter_block_size
 from ..errors import SettingsError
 from ..sampling import DraftSharpness
@@ -37,15 +37,19 @@ class DraftPolicy:
     Args:
         block_size: the most rows of a chain.
         trees: whether it drafts trees, too, where they are better.
+        slot_cost: what each drafted token is likely to cost; see `drafter.protocol.slot_cost`.
 
     Attributes:
-        block_size: as given.
+        block_size, slot_cost: as given.
         costs: of steps.
         trees: how trees did, compared with chains; None if there are none.
     """
 
-    def __init__(self, block_size: int, trees: bool = False) -> None:
-        self.block_size, self.costs = block_size, StepCosts(block_size)
+    def __init__(
+        self, block_size: int, trees: bool = False, slot_cost: float | None = None
+    ) -> None:
+        self.block_size, self.slot_cost = block_size, slot_cost
+        self.costs = StepCosts(block_size, slot=slot_cost)
         self.trees = TreeRecord() if trees else None
         self._learnt: dict[float, tuple[AcceptanceEstimates, DraftSharpness]] = {}
         self._plain_tokens, self._pause = 0.0, FIRST_PAUSE
@@ -68,7 +72,8 @@ class DraftPolicy:
             raise SettingsError(f"A policy is for a target and its drafter, not {brief(drafter)}.")
         asked = check_integer("block_size", block_size, most=MOST_ROWS)
         most = min(asked, drafter_block_size(drafter) or MOST_ROWS)
-        return cls(most, trees and target.supports_trees and drafts_trees(drafter))
+        reads_trees = trees and target.supports_trees and drafts_trees(drafter)
+        return cls(most, reads_trees, slot_cost(drafter, target))
 
     def learnt(self, temperature: float) -> tuple[AcceptanceEstimates, DraftSharpness]:
         """What earlier requests at about this temperature have taught."""

@@ -130,6 +130,7 @@ class AdaptivePlanner(Planner):
         self._estimates, sharpness = policy.learnt(temperature)
         super().__init__(sharpness=sharpness)
         self._policy, self._costs, self._trees = policy, policy.costs, policy.trees
+        self._by_slot = policy.slot_cost is not None  # a longer draft costs more, used or not
         self._budget, self._tree = Budget(), None
         self._plain_left = 0  # plain steps that are decided, the current one included
         self._in_vain = 0  # decisions in a row that found nothing to draft
@@ -157,7 +158,7 @@ class AdaptivePlanner(Planner):
             return Proposal([anchor])
         self._unread = network.pending_features
         if self._trees is not None and self._trees.should_draft_tree(self._speed(length)):
-            return self._propose_tree(network, anchor, width)
+            return self._propose_tree(network, anchor, length if self._by_slot else width)
         return checked(network.propose(anchor, length), length)
 
     def can_pipeline(self, session: DraftSession, anchor: int, width: int, shared: bool) -> bool:
@@ -175,7 +176,7 @@ class AdaptivePlanner(Planner):
         if network is None or sum(found) > sum(probs):
             self._kind = "lookup"
             return DraftCandidate(found, partial(session.propose_lookup, anchor))
-        if self._trees is not None and width > 1:
+        if self._trees is not None and width > 1 and not self._by_slot:
             self._kind = "tree"
             return TreeCandidate(network, MOST_ROWS, width, self._ready)
         return DraftCandidate(probs)

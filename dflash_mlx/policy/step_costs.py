@@ -35,14 +35,19 @@ class StepCosts:
     Args:
         block_size: the most rows of a chain.
         requests: that share a step; then rows are those of a request on average.
+        slot: of a drafter that drafts token by token, what each token is likely to cost.
     """
 
-    def __init__(self, block_size: int, requests: int = 1) -> None:
+    def __init__(self, block_size: int, requests: int = 1, slot: float | None = None) -> None:
         cpu = CPU if has_fast_blas() else SLOW_CPU
         row, draft = cpu if mx.default_device() == mx.cpu else GPU
-        row *= requests / (1 + row * (requests - 1))
+        share = requests / (1 + row * (requests - 1))
+        row *= share
+        chain = CostCurve(block_size, row, draft)
+        if slot is not None:
+            chain = CostCurve(block_size, row + slot * share, 0.0, by_slot=True)
         self._kinds = {
-            "chain": CostCurve(block_size, row, draft),
+            "chain": chain,
             "lookup": CostCurve(block_size, row, 0.0),
             "tree": CostCurve(max(MOST_ROWS, block_size), row, draft),
         }
@@ -90,11 +95,18 @@ class CostCurve:
     Each number of rows is corrected by the median of its own recent steps. Steps of other numbers
     of rows count less, the more they differ: so a machine whose rows are all dearer is found out by
     steps of one length, and one length that is dear on its own spoils no other for long.
+
+    Args:
+        rows: the most.
+        row, draft: cost of each further row, and of a draft, before any step has run.
+        by_slot: whether a draft costs so much per row that steps of any length tell the line's
+            slope.
     """
 
-    def __init__(self, rows: int, row: float, draft: float) -> None:
+    def __init__(self, rows: int, row: float, draft: float, by_slot: bool = False) -> None:
         self._prior = [1.0, *(1 + draft + row * further for further in range(1, rows))]
-        self._seen: dict[int, deque[tuple[int, float]]] = {}  # rows -> (step, log of the ratio)
+        self._row, self._by_slot = row, by_slot
+        self._seen: dict[int, deque[tuple[int, float]]] = {}  # rows -> (step, cost)
         self._table, self._expires = self._prior, 0
 
     def table(self, now: int) -> list[float]:
@@ -106,26 +118,36 @@ class CostCurve:
 
     def observe(self, rows: int, cost: float, now: int) -> None:
         """Take in what a step cost."""
-        ratio = min(LARGEST_RATIO, max(1 / LARGEST_RATIO, cost / self._prior[rows - 1]))
-        self._seen.setdefault(rows, deque(maxlen=RECENT)).append((now, log(ratio)))
+        self._seen.setdefault(rows, deque(maxlen=RECENT)).append((now, cost))
         self._expires = now
 
     def _correct(self, now: int) -> None:
-        known = []
+        known, slopes = [], list[float]()
         for rows, samples in self._seen.items():
             while samples and samples[0][0] < now - FORGOTTEN:
                 samples.popleft()
+            slopes += [(cost - 1) / (rows - 1) for _, cost in samples]
+        line = self._prior
+        if self._by_slot and slopes:
+            slope = _low_median(slopes)
+            slope += (self._row - slope) * PRIOR_WEIGHT / (PRIOR_WEIGHT + len(slopes))
+            line = [1 + max(0.0, slope) * further for further in range(len(line))]
+        for rows, samples in self._seen.items():
             if samples:
-                ratios = [ratio for _, ratio in samples]
+                ratios = [_log_ratio(cost, line[rows - 1]) for _, cost in samples]
                 known.append((log2(rows), len(ratios), _low_median(ratios)))
         self._table = [1.0]
-        for rows, cost in enumerate(self._prior[1:], 2):
+        for rows, cost in enumerate(line[1:], 2):
             place, total, weights = log2(rows), 0.0, PRIOR_WEIGHT
             for other, count, ratio in known:
                 weight = count * PER_OCTAVE ** abs(other - place)
                 total += weight * ratio
                 weights += weight
             self._table.append(max(1.0, cost * exp(total / weights)))
+
+
+def _log_ratio(cost: float, expected: float) -> float:
+    return log(min(LARGEST_RATIO, max(1 / LARGEST_RATIO, cost / expected)))
 
 
 def _low_median(values: list[float]) -> float:

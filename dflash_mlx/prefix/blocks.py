@@ -22,6 +22,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..drafter.lookup import CombinedDrafter
+from ..drafter.model import DraftModel
 from ..drafter.protocol import Drafter, DraftSession
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, strip_prefix
@@ -110,7 +111,9 @@ def fingerprint(target: Target, drafter: Drafter | None) -> bytes:
     _add_model(digest, target.model, target.config)
     network = drafter.network if isinstance(drafter, CombinedDrafter) else drafter
     digest.update(type(drafter).__qualname__.encode())
-    if isinstance(network, nn.Module):
+    if isinstance(network, DraftModel):
+        _add_model(digest, network.model.model, network.model.config)
+    elif isinstance(network, nn.Module):
         _add_model(digest, network, repr(getattr(network, "config", None)))
     return digest.digest()
 

@@ -266,13 +266,21 @@ class TargetSession:
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
         """One forward of `prefill`; `last` says whether it is the last one."""
         self.intact = False
-        with self._prefill.installed():
-            logits = self._model(mx.array([list(tokens)]), cache=self._cache)[0, -1:]
-        taps = self._prefill_taps.take(len(tokens))
+        logits, taps = self.read_lazily(mx.array(list(tokens)))
         mx.eval([cache.state for cache in self._cache], [logits] if last else [])
-        self.position += len(tokens)
         self.intact = True
         return logits if last else None, taps
+
+    def read_lazily(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """Read tokens [S] without waiting: the logits [1, V] after them, and their taps."""
+        with self._prefill.installed():
+            logits = self._model(tokens[None], cache=self._cache)[0, -1:]
+        self.position += tokens.size
+        return logits, self._prefill_taps.take(tokens.size)
+
+    def start_computing(self) -> None:
+        """Leave nothing lazy in the caches: the next forward may be another thread's."""
+        mx.async_eval([caches.arrays(cache) for cache in self._cache])
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
         """One forward over the proposal: logits [N, V] after each row, and its taps [1, N, K*D].
@@ -412,8 +420,7 @@ class TargetSession:
         """
         caches.restore_all(self._cache, position, rows, state, room)
         self.position = position
-        # Leave nothing lazy in the caches: the next forward may be another thread's.
-        mx.async_eval([caches.arrays(cache) for cache in self._cache])
+        self.start_computing()
 
     def _reader(self) -> TreeAttention:
         """The reader of this request's trees."""

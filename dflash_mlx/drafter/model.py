@@ -1,0 +1,218 @@
+"""A smaller language model with the target's vocabulary as its drafter.
+
+It reads the same tokens as the target and drafts one token after the other, so it needs no features
+of the target. Its caches hold the text. What it read of a draft leaves them when the draft is made;
+kept tokens are read again, in the same forward as the next anchor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..errors import IncompatibleDrafterError
+from ..proposal import Proposal
+from ..sampling import Sampler
+from ..targets.caches import Arrays, Checkpoint
+from ..targets.target import PREFILL_STEP
+from .candidates import likeliest, read_candidates
+from .protocol import DraftSession
+from .tree import DraftTree
+
+if TYPE_CHECKING:
+    from ..targets import Target
+
+BLOCK_SIZE = 16  # the most rows of a draft
+MOST_PENDING = 256  # tokens that wait for a draft
+SAME = 0.99  # of the target's tokens that must be the draft model's under the same id
+
+
+class DraftModel:
+    """Drafts with any model that mlx-lm loads.
+
+    Args:
+        model: the draft model, as `load_target` returns it.
+
+    Attributes:
+        model: as given.
+    """
+
+    tap_layers = ()
+    block_size = BLOCK_SIZE
+    drafts_trees = True
+    label = "draft model"
+
+    def __init__(self, model: Target) -> None:
+        self.model = model
+
+    def __repr__(self) -> str:
+        """One line."""
+        return f"DraftModel({self.model!r})"
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of a request's caches after so many tokens."""
+        return self.model.cache_bytes(tokens)
+
+    def slot_cost(self, target: Target) -> float:
+        """What a drafted token is likely to cost, in plain steps of the target."""
+        return weight_bytes(self.model.model) / weight_bytes(target.model)
+
+    def check_fits(self, target: Target) -> None:
+        """Raise `IncompatibleDrafterError` unless both models have the same tokens."""
+        own, theirs = (_vocabulary(one) for one in (self.model, target))
+        same = sum(own.get(token) == number for token, number in theirs.items())
+        if same < SAME * len(theirs):
+            raise IncompatibleDrafterError(
+                f"{self.model.name} cannot draft for {target.name}: {same:,} of {len(theirs):,} "
+                "tokens have the same number in both. A draft model needs the target's tokenizer: "
+                "take a smaller model of the same family."
+            )
+
+    def start(self, target: Target, sampler: Sampler | None = None) -> ModelSession:
+        """Begin one request over `target`; without a sampler it drafts greedily.
+
+        Raises `IncompatibleDrafterError`.
+        """
+        self.check_fits(target)
+        return ModelSession(self.model, target.vocab_size, sampler or Sampler())
+
+
+class ModelSession(DraftSession):
+    """Drafts chains and trees for one request with a draft model.
+
+    The caches hold the text, and the anchor once it was drafted after: it is committed next.
+
+    Args:
+        model: the draft model.
+        vocab_size: of the target.
+        sampler: of the request.
+
+    Attributes:
+        position: committed tokens.
+    """
+
+    resumable = storable = True
+    position = 0
+
+    def __init__(self, model: Target, vocab_size: int, sampler: Sampler) -> None:
+        self._session, self._sampler = model.start(), sampler
+        self._own_size, self._vocab_size = model.vocab_size, vocab_size
+        self._pending: list[int] = []  # committed tokens that the caches do not hold
+
+    @property
+    def pending_features(self) -> int:
+        """How many tokens the next draft reads first."""
+        return len(self._pending)
+
+    @property
+    def can_trim(self) -> bool:
+        """Whether the model's caches can go back to any position."""
+        return self._session.can_trim
+
+    def read_tokens(self, tokens: Sequence[int]) -> None:
+        """Add newly committed tokens; those that the caches hold are passed over."""
+        self._pending += tokens[max(0, self._session.position - self.position) :]
+        self.position += len(tokens)
+        if len(self._pending) > MOST_PENDING:
+            self._read_pending()
+
+    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
+        """There are no features."""
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        """Draft a chain of at most `width` rows; nothing waits for the device."""
+        if width == 1:
+            return Proposal([anchor])
+        tokens, _ = self._draft(anchor, width)
+        return Proposal(mx.concatenate([mx.array([anchor]), tokens]))
+
+    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
+        """Draft a tree of at most `rows` rows, 2 or more, from a chain of `width`; this waits."""
+        found = likeliest(self._draft(anchor, width)[1], rows - 1)
+        return DraftTree(anchor, *read_candidates([found])[0], rows)
+
+    def _draft(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
+        """The tokens [L] int32 and scores [L, V] of a chain."""
+        session, kept = self._session, self._session.checkpoint()
+        drafted, scores = mx.zeros((0,), mx.int32), list[mx.array]()
+        tokens, behind_anchor = mx.array([*self._pending, anchor]), None
+        try:
+            for slot in range(min(width, BLOCK_SIZE) - 1):
+                logits = self._logits(tokens)
+                behind_anchor = behind_anchor or session.checkpoint()
+                score, _ = self._sampler.draft_scores(logits, drafted if slot else None)
+                tokens = score.argmax(axis=-1).astype(mx.int32)
+                scores.append(score)
+                drafted = mx.concatenate([drafted, tokens])
+            kept, self._pending = behind_anchor or kept, []
+        finally:  # a processor may fail
+            session.rewind(kept)
+        session.start_computing()
+        return drafted, mx.concatenate(scores)
+
+    def _logits(self, tokens: mx.array) -> mx.array:
+        """The logits [1, V] after tokens [S], for the target's vocabulary."""
+        size, own = self._vocab_size, self._own_size
+        logits, _ = self._session.read_lazily(mx.minimum(tokens, own - 1))
+        if own >= size:
+            return logits[:, :size]
+        return mx.pad(logits, [(0, 0), (0, size - own)], constant_values=-mx.inf)
+
+    def _read_pending(self) -> None:
+        for at in range(0, len(self._pending), PREFILL_STEP):
+            self._session.read(self._pending[at : at + PREFILL_STEP], last=False)
+        self._pending = []
+
+    def resume(self, sampler: Sampler) -> None:
+        """Continue with another request over the same text, with its settings and seed."""
+        self._sampler = sampler
+
+    def trim_to(self, position: int) -> None:
+        """Forget all tokens from a position on."""
+        held = self._session.position
+        self._pending = self._pending[: max(0, position - held)]
+        self._session.trim_to(min(position, held))
+        self.position = position
+
+    def checkpoint(self) -> tuple[Checkpoint, int, list[int]]:
+        """The current state; nothing is copied."""
+        return self._session.checkpoint(), self.position, list(self._pending)
+
+    def rewind(self, checkpoint: tuple[Checkpoint, int, list[int]]) -> None:
+        """Go back to a checkpoint."""
+        held, self.position, pending = checkpoint
+        self._session.rewind(held)
+        self._pending = list(pending)
+
+    def rows(self, start: int, end: int) -> Arrays:
+        """The model's keys and values of the tokens from `start` to `end`."""
+        self._read_pending()
+        return self._session.rows(start, end)
+
+    def state(self) -> Arrays:
+        """The model's windows and recurrent states."""
+        self._read_pending()
+        return self._session.state()
+
+    def dry_run(self, taps: mx.array) -> None:
+        """See `DraftSession`."""
+        self._session.dry_run(taps.shape[1])
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """Start with `position` tokens, which `read_tokens` gets next."""
+        self._session.restore(position, rows, state, room)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's weights."""
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
+def _vocabulary(model: Target) -> dict[str, int]:
+    """The tokens of a model's tokenizer and their numbers."""
+    known: Callable[[], dict[str, int]] | None = getattr(model.tokenizer, "get_vocab", None)
+    return {str(at): at for at in range(model.vocab_size)} if known is None else known()
