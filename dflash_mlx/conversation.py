@@ -57,7 +57,7 @@ class Conversation:
     Raises `SettingsError` for a prefix cache of another pair, or an argument of a wrong type.
 
     Attributes:
-        kv_bits, prefix: as given.
+        target, kv_bits, prefix: as given.
         ids: the tokens in the caches.
         target_session: the target's session of the last request.
         draft_session: the drafter's session.
@@ -82,7 +82,7 @@ class Conversation:
             raise SettingsError(f"salt must be text, not {brief(salt)}.")
         if prefix is not None:
             prefix.check(target, drafter)
-        self._target, self._drafter, self.kv_bits = target, drafter, kv_bits
+        self.target, self._drafter, self.kv_bits = target, drafter, kv_bits
         self.prefix, self._salt = prefix, salt
         self._branches: Sequence[int] = ()
         self._checkpoints: list[PairCheckpoint] = []  # by position
@@ -99,8 +99,8 @@ class Conversation:
 
     def check(self, target: Target, drafter: Drafter | None, kv_bits: int | None) -> None:
         """Raise `SettingsError` unless the conversation was made for these."""
-        if self._target is not target or self._drafter is not drafter:
-            what = "target" if self._target is not target else "drafter"
+        if self.target is not target or self._drafter is not drafter:
+            what = "target" if self.target is not target else "drafter"
             raise SettingsError(f"The conversation is of another {what}: begin a new one.")
         if self.kv_bits != kv_bits:
             raise SettingsError(
@@ -153,7 +153,7 @@ class Conversation:
         ):
             self.draft_session.resume(sampler)
             return len(self.ids)
-        target, drafter, kv_bits = self._target, self._drafter, self.kv_bits
+        target, drafter, kv_bits = self.target, self._drafter, self.kv_bits
         if self.prefix is None:
             self.target_session = target.start(
                 () if drafter is None else drafter.tap_layers, kv_bits

@@ -22,6 +22,7 @@ from .generation import GenerationSettings, make_request
 from .prompt import Prompt
 from .request import Request
 from .targets import Target
+from .targets.fallback import MAYBE_REFUSED
 
 Settings = ParamSpec("Settings")
 T = TypeVar("T")
@@ -32,6 +33,15 @@ def step(request: Request) -> Event:
 
     The engine's `SharedBatch.step` does the same for many requests with one forward for all.
     """
+    try:
+        return _step(request)
+    except MAYBE_REFUSED as error:
+        with request.on_stock(error):  # where none of our kernels runs, it raises the error
+            request.rebuild()
+            return _step(request)
+
+
+def _step(request: Request) -> Event:
     if not request.begin_step():  # else the last step has started this one
         proposal = request.propose()  # propose
         if isinstance(proposal.tokens, mx.array):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from .proposal import Proposal
 from .sampling import Sampler, check_choice
 from .stream import TextStream
 from .targets import TargetSession
+from .targets.fallback import MAYBE_REFUSED, on_stock
 from .targets.target import PREFILL_STEP
 
 
@@ -148,7 +150,17 @@ class Request:
         Args:
             chunk: returns the most tokens of the next forward.
         """
-        self._clock, event = time.perf_counter(), None
+        self._clock = time.perf_counter()
+        try:
+            yield from self._prefill(chunk)
+        except MAYBE_REFUSED as error:
+            with self.on_stock(error):
+                self.release_caches()
+                self.resume()
+                yield from self._prefill(chunk)
+
+    def _prefill(self, chunk: Callable[[], int]) -> Iterator[Event | None]:
+        event = None
         for logits in self._conversation.prefill(self._to_cache, chunk):
             if logits is None:
                 yield None
@@ -182,6 +194,17 @@ class Request:
         self._conversation.drop_caches()
         del self.target_session, self.draft_session
 
+    def rebuild(self) -> None:
+        """Read all tokens into new caches."""
+        self.release_caches()
+        self.resume()
+        for _ in self.prefill():
+            pass
+
+    def on_stock(self, error: BaseException) -> AbstractContextManager[None]:
+        """See `targets.fallback.on_stock`."""
+        return on_stock(self._conversation.target, error)
+
     def close(self) -> None:
         """End the request, and release its conversation."""
         try:
@@ -207,11 +230,9 @@ class Request:
             shared: whether other requests are part of it.
         """
         clock = time.perf_counter()
+        self._consistent = False
         if not self._conversation.flush_features():  # another thread did the prefill
-            self.release_caches()
-            self.resume()
-            for _ in self.prefill():
-                pass
+            self.rebuild()
         self._clock, self._shared, self._consistent = clock, shared, False
         # The most rows of a path: if all are accepted, the target still adds its own token.
         self._width = min(self.stats.block_size, self._text.remaining)

@@ -58,7 +58,7 @@ def test_drafted_text_is_the_plain_text(family, format, drafts):
 def test_a_verify_of_any_size_runs_where_the_table_decides(chip, family):
     """Beyond a kernel's most rows MLX's own runs, for chains and for trees."""
     target, stock = table_target(family, find_chip(chip), quick_factory()), float_target(family)
-    for rows in (65, 1024):
+    for rows in (65, 96, 256, 1024):
         text = families.random_prompt(rows, seed=rows)
         for proposal in (Proposal(text), random_tree(Random(rows), rows)):
             logits, expected = (verified(of, proposal) for of in (target, stock))

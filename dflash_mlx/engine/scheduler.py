@@ -173,28 +173,45 @@ class BatchScheduler:
         slots = next(([slot] for slot in ready if slot.alone), ready)
         if not slots:
             return
+        failed = self._repeat_on_stock(self._take_step(slots))
+        shared = len(failed) > 1 and len(set(failed.values())) == 1
+        for slot, error in failed.items():
+            if shared:  # no cache of the forward can be trusted
+                slot.alone = True
+                slot.request.release_caches()
+                self._start(slot)
+            else:
+                self._end(slot, error)
+
+    def _take_step(self, slots: list[_Slot]) -> dict[_Slot, BaseException]:
+        """Take a step of these texts; returns the errors. One of a shared forward is everyone's."""
         items = [BatchItem(slot.request) for slot in slots]
         with ErrorCapture() as captured:
             self._batch.step(items)
-        if captured.error is not None:
-            self._recover(slots, captured.error)
-            return
+        failed = {}
         for slot, item in zip(slots, items, strict=True):
             slot.alone = False
+            if (error := captured.error or item.error) is not None:
+                failed[slot] = error
+                continue
             if item.event is not None:
                 slot.job.put(item.event)
-            if slot.request.finished or item.error is not None:
-                self._end(slot, item.error)
+            if slot.request.finished:
+                self._end(slot)
+        return failed
 
-    def _recover(self, slots: list[_Slot], error: BaseException) -> None:
-        """After a failed forward: end the request if it was alone, else rebuild all caches."""
-        if len(slots) == 1:
-            self._end(slots[0], error)
-            return
-        for slot in slots:
-            slot.alone = True
-            slot.request.release_caches()
-            self._start(slot)
+    def _repeat_on_stock(self, failed: dict[_Slot, BaseException]) -> dict[_Slot, BaseException]:
+        """Repeat failed steps without our kernels, which may be to blame; returns the errors."""
+        if not failed:
+            return {}
+        (slot, error), left = next(iter(failed.items())), failed
+        with ErrorCapture(), slot.request.on_stock(error):
+            for each in failed:
+                each.request.rebuild()
+            left = self._take_step(list(failed))
+            for again in left.values():
+                raise again
+        return {each: failed[each] for each in left}
 
     def _end(self, slot: _Slot, error: BaseException | None = None) -> None:
         """End a job, and free its caches."""

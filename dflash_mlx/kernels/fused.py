@@ -28,9 +28,10 @@ class VerifyGated(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., D] -> [..., D]."""
-        if x.size // x.shape[-1] not in self._rows:
+        if not is_ours(self, rows_of(x)):
             return super().__call__(x)
-        return self.down_proj(self._kernel(x, weights(self.gate_proj), weights(self.up_proj)))
+        gate, up = weights(self.gate_proj), weights(self.up_proj)
+        return self.down_proj(self._kernels.product(x, gate, up))
 
 
 class VerifySwitchGLU(SwitchGLU):
@@ -38,12 +39,12 @@ class VerifySwitchGLU(SwitchGLU):
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """x [..., D] of tokens sent to experts [..., k] -> [..., k, D]."""
-        if indices.size // indices.shape[-1] not in self._rows:
+        if not is_ours(self, indices.size // indices.shape[-1]):
             return super().__call__(x, indices)
         order = mx.argsort(indices.reshape(-1))
         gate, up, down = (weights(getattr(self, name)) for name in _MLP)
-        hidden = self._kernel(x, gate, indices, up, order)
-        return self._kernel(hidden, down, indices, order=order)
+        kernel = self._kernels.experts
+        return kernel(kernel(x, gate, indices, up, order), down, indices, order=order)
 
 
 class FusedProjections:
@@ -105,7 +106,7 @@ def fuse(model: nn.Module, kernel: VerifyQkv, broken: frozenset[str] = frozenset
     for unit in model.modules():
         if type(unit) in UNITS and _same_rows(getattr(unit, name) for name in _MLP):
             if gated_key(unit) not in {None, *broken}:
-                unit._rows, unit._kernel = unit.gate_proj._rows, unit.gate_proj._kernel
+                unit._rows, unit._kernels = unit.gate_proj._rows, unit.gate_proj._kernels
                 unit.__class__ = UNITS[type(unit)]
     for layers in shared_inputs(model):
         if _same_rows(layers) and projections_key(layers) not in {None, *broken}:
@@ -158,6 +159,16 @@ def _same_rows(layers: Iterable[Any]) -> bool:
     """Whether all of these layers run on our kernels, and for the same rows."""
     rows = {getattr(layer, "_rows", None) for layer in layers}
     return len(rows) == 1 and None not in rows
+
+
+def is_ours(layer: Any, rows: int) -> bool:
+    """Whether one of our layers multiplies so many rows with our kernels now."""
+    return rows in layer._rows and layer._kernels.active
+
+
+def rows_of(x: mx.array) -> int:
+    """The rows of x [..., K]."""
+    return x.size // x.shape[-1]
 
 
 def weights(layer: Any) -> Weights:

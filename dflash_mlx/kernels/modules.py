@@ -21,7 +21,7 @@ from ..machine.chips import Chip
 from .block_attention import MOST_NODES, BlockAttention
 from .choose import WIDEST, exact_by_default, first_row, has_kernel, is_large
 from .delta_replay import DeltaReplay, DeltaVerify
-from .fused import fuse, weights
+from .fused import fuse, is_ours, rows_of, weights
 from .shapes import Matrix, matrices
 from .source import KernelFactory
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
@@ -38,7 +38,12 @@ class Kernels:
     Args:
         metal_kernel: compiles Metal sources; the tests have one that runs them on the CPU.
         large: whether the chip is a Max or an Ultra; None asks the device.
+
+    Attributes:
+        active: whether layers use them.
     """
+
+    active = True
 
     def __init__(
         self, metal_kernel: KernelFactory = mx.fast.metal_kernel, large: bool | None = None
@@ -65,6 +70,7 @@ class Wiring:
         layers: the path of every swapped layer, and the number of rows from which it is ours.
         measured: as in `first_row`; attention asks it at every call.
         broken: the names of kernels that failed their check here and are left to MLX.
+        required: whether exact decoding was asked for, so that no kernel may be left to MLX.
     """
 
     kernels: Kernels
@@ -73,6 +79,7 @@ class Wiring:
     layers: Mapping[str, int]
     measured: Mapping[str, int | None]
     broken: frozenset[str] = frozenset()
+    required: bool = False
 
     @property
     def widest(self) -> int | None:
@@ -85,7 +92,7 @@ class OurLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., K] -> [..., N]."""
-        return _product(self, x) if _is_ours(self, x) else super().__call__(x)
+        return _product(self, x) if is_ours(self, rows_of(x)) else super().__call__(x)
 
 
 class OurHead(nn.Module):
@@ -94,7 +101,7 @@ class OurHead(nn.Module):
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., D] -> logits [..., V]."""
         stock: Any = super()
-        return _product(self, x) if _is_ours(self, x) else stock.as_linear(x)
+        return _product(self, x) if is_ours(self, rows_of(x)) else stock.as_linear(x)
 
 
 class OurSwitchLinear(nn.Module):
@@ -105,12 +112,12 @@ class OurSwitchLinear(nn.Module):
 
         Sorted by expert, x is [tokens * k, 1, K] and the experts [tokens * k].
         """
-        if indices.size // self._top_k not in self._rows:
+        if not is_ours(self, indices.size // self._top_k):
             return super().__call__(x, indices, sorted_indices)
         rows = x.squeeze(-2)
         if rows.shape[:-1] != indices.shape:
             rows = rows.squeeze(-2)  # one row of x for all experts of a token
-        y = self._kernel(rows, weights(self), indices)
+        y = self._kernels.experts(rows, weights(self), indices)
         if "bias" in self:
             y = y + self.bias[indices]
         return y[..., None, :]
@@ -243,20 +250,15 @@ def verifying(layers: Iterable[tuple[nn.Module, Matrix]], kernels: Kernels) -> I
 def _swap(module: Any, matrix: Matrix, kernels: Kernels, rows: range) -> None:
     """Swap a layer's class for these numbers of rows."""
     module.__class__ = SWAPS[type(module)]
-    module._rows = rows
-    module._kernel = kernels.experts if matrix.experts else kernels.product
+    module._rows, module._kernels = rows, kernels
     module._top_k = matrix.top_k
     if "scales" in module:
         module._affine = weights_of(module)
 
 
-def _is_ours(layer: Any, x: mx.array) -> bool:
-    return x.size // x.shape[-1] in layer._rows
-
-
 def _product(layer: Any, x: mx.array) -> mx.array:
     fused = getattr(layer, "_fused", None)
-    y = layer._kernel(x, weights(layer)) if fused is None else fused(layer, x)
+    y = layer._kernels.product(x, weights(layer)) if fused is None else fused(layer, x)
     return _biased(layer, y)
 
 

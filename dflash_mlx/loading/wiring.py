@@ -77,4 +77,6 @@ def _wire(
             stacklevel=5,
         )
     measured |= dict.fromkeys(broken, None)
-    return wire(model, config, kernels, chip, measured, exact and not broken, frozenset(broken))
+    exact = exact and not broken
+    wiring = wire(model, config, kernels, chip, measured, exact, frozenset(broken))
+    return replace(wiring, required=asked)

@@ -1,0 +1,45 @@
+"""Going on with MLX's kernels when one of ours fails in the middle of an answer.
+
+The self-check at load runs every kind of launch once. A device can still refuse one later, when
+memory is short. What failed cannot be told: MLX computes a step's launches together. So all of
+ours are suspended and the step runs again. If it passes now, a kernel was to blame.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import DFlashError, KernelError
+from .target import Target
+
+# A refused launch is a RuntimeError or a ValueError of MLX's. So is much else.
+MAYBE_REFUSED = (RuntimeError, ValueError, KernelError)
+
+
+@contextmanager
+def on_stock(target: Target, error: BaseException) -> Iterator[None]:
+    """Have the code inside repeat what failed with `error`, on MLX's kernels alone.
+
+    If it passes, ours stay off, with a warning. Else they are on again, and `error` is raised. It
+    is raised at once where no kernel can be to blame, and where exact decoding was asked for.
+    """
+    wiring = target.wiring
+    own = isinstance(error, DFlashError) and not isinstance(error, KernelError)
+    if wiring is None or wiring.required or own or not isinstance(error, MAYBE_REFUSED):
+        raise error
+    target.wiring, wiring.kernels.active, passed = None, False, False
+    try:
+        yield
+        passed = True
+    except MAYBE_REFUSED:
+        raise error from None
+    finally:
+        if not passed:
+            target.wiring, wiring.kernels.active = wiring, True
+    warnings.warn(
+        f"dflash-mlx: MLX's kernels run from now on, because one of ours failed: {error} The text "
+        "goes on. Please report this.",
+        stacklevel=4,
+    )
