@@ -9,12 +9,14 @@ tests/test_every_model.py fail if a page is out of date.
 """
 
 import json
-from collections.abc import Iterator
+import tomllib
 from contextlib import suppress
 from enum import Enum
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from pydantic import AliasChoices
 from typer.main import get_command
 
 from dflash_mlx.cli.app import app
@@ -23,17 +25,22 @@ from dflash_mlx.serve.body import Body
 from dflash_mlx.serve.chat import ChatBody
 from dflash_mlx.serve.completions import CompletionsBody
 from dflash_mlx.serve.messages import CountBody, MessagesBody
+from dflash_mlx.serve.ollama import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from dflash_mlx.serve.responses import ResponsesBody
 from dflash_mlx.targets import Target
 from dflash_mlx.targets.internals import classes_of
 
 FIELDS = Path(__file__).parents[1] / "docs" / "fields.md"
+IGNORED = Path(__file__).parent / "ignored_fields.toml"
 BODIES: tuple[type[Body], ...] = (
     ChatBody,
     CompletionsBody,
     ResponsesBody,
     MessagesBody,
     CountBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
 )
 FOLDER = Path(__file__).parents[1] / "docs" / "commands"
 TARGETS = Path(__file__).parents[1] / "docs" / "targets.md"
@@ -113,34 +120,61 @@ def fields() -> str:
         "",
         "Fields that are not listed are ignored, misspelt ones too. Empty strings in `stop` and "
         "`stop_sequences`",
-        "are dropped. Of `seed` the last 32 bits count. `guided_json` is read as `json_schema`,",
-        "`repeat_penalty` as `repetition_penalty`.",
+        "are dropped. Of `seed` the last 32 bits count. Negative `max_tokens` are the server's "
+        "`--max-tokens`.",
         "",
     ]
     for body in BODIES:
-        rows = sorted(support(body))
+        rows = sorted(support(body, depth=2).items())
         lines += [f"## {body.__doc__}", "", "| field | |", "|---|---|"]
         lines += [f"| `{name}` | {text} |" for name, text in rows]
         lines.append("")
-    return "\n".join(lines)
+    lines += ["## Ignored fields", "", "| fields | why |", "|---|---|"]
+    for reason, names in tomllib.loads(IGNORED.read_text()).items():
+        lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {reason} |")
+    return "\n".join([*lines, ""])
 
 
-def support(body: type[Body]) -> Iterator[tuple[str, str]]:
-    """The declared fields of a request by name: "yes" and a range, "refused", or "only ..."."""
-    for name, schema in body.model_json_schema()["properties"].items():
-        merged: dict[str, Any] = {}
-        for one in [*schema.get("anyOf", ()), schema]:
-            merged |= one
-        if merged.get("type") == "null" and "anyOf" not in schema:
-            yield name, "refused"
-        elif "const" in merged:
-            yield name, f"only `{merged['const']!r}`"
-        elif "const" in merged.get("items", {}):
-            yield name, f"only `{[merged['items']['const']]!r}`"
-        elif merged.get("maxItems") == 0:
-            yield name, "only `[]`"
-        else:
-            yield name, "yes" + _range(merged)
+@cache
+def support(body: type[Body], depth: int) -> dict[str, str]:
+    """The declared fields of a request: "yes" and a range, "refused", or "only ...".
+
+    Names of fields in fields have a dot. `depth` is the most parts of a name.
+    """
+    schema, found = body.model_json_schema(), dict[str, str]()
+    properties = schema.get("$defs", {}).get(body.__name__, schema)["properties"]
+    for name, field in body.model_fields.items():
+        alias = field.validation_alias or field.alias or name
+        names = [
+            str(one) for one in (alias.choices if isinstance(alias, AliasChoices) else [alias])
+        ]
+        for one in names:
+            found[one] = _support(properties[names[0]])
+            for nested in _bodies(field.annotation) if depth > 1 else ():
+                for inner, text in support(nested, depth - 1).items():
+                    place = f"{one}.{inner}"
+                    found[place] = text if found.get(place, text) == text else "yes"
+    return found
+
+
+def _bodies(annotation: Any) -> list[type[Body]]:
+    """The models in a type."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        return [annotation]
+    return [body for one in get_args(annotation) for body in _bodies(one)]
+
+
+def _support(schema: dict[str, Any]) -> str:
+    merged: dict[str, Any] = {}
+    for one in [*schema.get("anyOf", ()), schema]:
+        merged |= one
+    if merged.get("type") == "null" and "anyOf" not in schema:
+        return "refused"
+    if "const" in merged:
+        return f"only `{merged['const']!r}`"
+    if "const" in merged.get("items", {}):
+        return f"only `{[merged['items']['const']]!r}`"
+    return "only `[]`" if merged.get("maxItems") == 0 else "yes" + _range(merged)
 
 
 def _range(schema: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from importlib.resources import files
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ from .metrics import CONTENT_TYPE
 from .middleware import with_middleware
 from .model_info import ModelInfo
 from .request import GenerationRequest
+from .response_store import ResponseStore
 from .sse import EventStream, unless_disconnected
 
 STALLED_SECONDS: Final = 30.0  # without a decode step, until /health answers 503
@@ -43,6 +45,7 @@ class Endpoints:
     ) -> None:
         self._handler, self._name, self._stalled_seconds = handler, name, stalled_seconds
         self._info = ModelInfo(name, handler.target, handler.form, int(time.time()))
+        self._stored = ResponseStore()
 
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
@@ -66,11 +69,30 @@ class Endpoints:
     async def responses(self, request: Request) -> Response:
         """OpenAI's responses."""
         body = await read_body(request, responses.ResponsesBody)
-        (stream,) = await self._start(request, body.generation_request())
-        response = responses.ResponsesResponse(body, stream)
+        salt = request.state.salt
+        items = self._stored.conversation(salt, body)
+        (stream,) = await self._start(request, body.generation_request(items))
+        store = partial(self._stored.add, salt, items)
+        response = responses.ResponsesResponse(body, stream, store)
         if body.stream:
             return EventStream(response.stream_frames(), response.ping, stream.close)
         return await _complete(request, response.complete(), stream.close)
+
+    async def stored_response(self, request: Request) -> Response:
+        """A stored response, or its end."""
+        salt, id = request.state.salt, request.path_params["id"]
+        if request.method == "DELETE":
+            self._stored.remove(salt, id)
+            return JSONResponse({"id": id, "object": "response", "deleted": True})
+        return Response(self._stored.get(salt, id), media_type="application/json")
+
+    async def count_input_tokens(self, request: Request) -> Response:
+        """OpenAI's count of a prompt's tokens."""
+        body = await read_body(request, responses.ResponsesBody)
+        items = self._stored.conversation(request.state.salt, body)
+        prompt = await self._handler.encode(body.generation_request(items))
+        content = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
+        return JSONResponse(content)
 
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
@@ -213,6 +235,9 @@ def make_app(handler: RequestHandler, name: str, auth: Auth) -> Starlette:
         ("POST", "/chat/completions", endpoints.chat),
         ("POST", "/completions", endpoints.completions),
         ("POST", "/responses", endpoints.responses),
+        ("POST", "/responses/input_tokens", endpoints.count_input_tokens),
+        ("GET", "/responses/{id}", endpoints.stored_response),
+        ("DELETE", "/responses/{id}", endpoints.stored_response),
         ("POST", "/messages", endpoints.messages),
         ("POST", "/messages/count_tokens", endpoints.count_tokens),
         ("GET", "/models", endpoints.models),

@@ -111,6 +111,7 @@ class ChatBody(SamplingBody):
     function_call: None = None
     functions: None = None
     modalities: ListOf[Literal["text"]] | None = None
+    moderation: None = None
     web_search_options: None = None
 
     def generation_request(self) -> GenerationRequest:

@@ -12,7 +12,7 @@ from ..events import Stats
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream
-from .openai_common import ModelName, Thinking, drafting, thinking_settings
+from .openai_common import ModelName, Nothing, Thinking, drafting, thinking_settings
 from .request import (
     GenerationRequest,
     Tool,
@@ -106,13 +106,25 @@ class AnthropicMessage(Body):
 
 
 class AnthropicTool(Body):
-    """A tool of the client; tools that run on Anthropic's servers are not supported."""
+    """A tool of the client. Other types are known to Anthropic's models and servers alone."""
 
-    type: Literal["custom"] | None = None
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    type: str | None = None
+    name: Annotated[str, Field(max_length=256)] = ""
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+
+    def tool(self) -> Tool:
+        """The internal tool. Raises `RequestError`."""
+        if self.type not in (None, "custom"):
+            message = (
+                f"Tools of type {self.type[:40]!r} are built into Anthropic's models or servers: "
+                "send a custom tool with an input_schema."
+            )
+            raise RequestError(message, param="tools")
+        if not self.name or self.input_schema is None:
+            raise RequestError("A tool needs a name and an input_schema.", param="tools")
+        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict))
 
 
 class AnthropicToolChoice(Body):
@@ -148,7 +160,9 @@ class CountBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    compaction: None = None
+    mcp_servers: Nothing = None
+    thread: None = None
 
     def generation_request(self) -> GenerationRequest:
         """The internal request. Raises `RequestError`."""
@@ -169,10 +183,7 @@ class CountBody(Body):
             self.model,
             messages,
             self._settings(),
-            [
-                Tool(tool.name, tool.description or "", tool.input_schema, bool(tool.strict))
-                for tool in self.tools or ()
-            ],
+            [tool.tool() for tool in self.tools or ()],
             _TOOL_CHOICES[choice.type],
             allowed,
             parallel_calls=not choice.disable_parallel_tool_use,

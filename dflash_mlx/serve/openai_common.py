@@ -71,6 +71,7 @@ class ReasoningOptions(Body):
     effort: Effort | None = None
     enabled: bool | None = None
     max_tokens: None = None
+    mode: Literal["standard"] | None = None
 
     def template_settings(self) -> dict[str, Any]:
         """The variables of the chat template."""

@@ -1,13 +1,10 @@
-"""OpenAI's responses: POST /v1/responses.
-
-Responses are not stored: each request brings the whole conversation, as Codex does.
-"""
+"""OpenAI's responses: POST /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
@@ -25,6 +22,7 @@ from .openai_common import (
     ModelName,
     ReasoningOptions,
     ResponseFormat,
+    SamplingOptions,
     drafting,
     format_logprob,
     responses_usage,
@@ -78,18 +76,17 @@ class ResponsesAllowedChoice(Body):
     tools: ListOf[ResponsesTool]
 
 
-class ResponsesBody(Body):
-    """POST /v1/responses"""
+class ResponsesBody(SamplingOptions):
+    """POST /v1/responses and /v1/responses/input_tokens"""
 
     model: ModelName = "default"
     input: str | ListOf[InputItem]
     instructions: str | None = None
     stream: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
     max_output_tokens: MaxTokens | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    draft: bool | None = None
     include: ListOf[str] | None = None
     tools: ListOf[ResponsesTool] | None = None
     tool_choice: ChoiceName | ResponsesAllowedChoice | ResponsesTool | None = None
@@ -100,27 +97,28 @@ class ResponsesBody(Body):
     background: Literal[False] | None = None
     conversation: None = None
     max_tool_calls: None = None
-    previous_response_id: None = None
+    moderation: None = None
+    personality: None = None
     prompt: None = None
     # Fields of chat completions that would change the answer.
     max_tokens: None = None
     response_format: None = None
-    seed: None = None
-    stop: None = None
 
-    def generation_request(self) -> GenerationRequest:
-        """The internal request. Raises `RequestError`."""
+    @property
+    def items(self) -> list[InputItem]:
+        """The input."""
+        if isinstance(self.input, str):
+            return [InputItem(role="user", content=self.input)]
+        return self.input
+
+    def generation_request(self, items: Sequence[InputItem]) -> GenerationRequest:
+        """The internal request of a conversation's items. Raises `RequestError`."""
         choice, allowed = self._tool_choice()
         form = self.text.format if self.text else None
         return GenerationRequest(
             self.model,
-            self._messages(),
-            without_none(
-                max_tokens=None if self.max_output_tokens == -1 else self.max_output_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                block_size=1 if self.draft is False else None,
-            ),
+            self._messages(items),
+            self.settings(self.max_output_tokens),
             [tool for _, _, tool in self.functions],
             choice,
             allowed,
@@ -164,10 +162,7 @@ class ResponsesBody(Body):
             return choice.mode, frozenset(tool.name for tool in choice.tools)
         return "required" if choice == "any" else choice or "auto", None
 
-    def _messages(self) -> list[dict[str, Any]]:
-        items = self.input
-        if isinstance(items, str):
-            items = [InputItem(role="user", content=items)]
+    def _messages(self, items: Sequence[InputItem]) -> list[dict[str, Any]]:
         messages = list(messages_of(items))
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -185,10 +180,16 @@ class ResponsesResponse:
     Args:
         body: the request.
         stream: the answer.
+        store: keeps a finished response.
     """
 
-    def __init__(self, body: ResponsesBody, stream: ResponseStream) -> None:
-        self._body, self._stream = body, stream
+    def __init__(
+        self,
+        body: ResponsesBody,
+        stream: ResponseStream,
+        store: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._body, self._stream, self._store = body, stream, store
         self._id, self._created = new_id("resp_"), int(time.time())
         self._output: list[dict[str, Any]] = []
         self._is_open = False  # whether the last item may grow
@@ -203,7 +204,7 @@ class ResponsesResponse:
         async for step in self._stream.steps():
             for _ in self._add_step(step):
                 pass
-        return self._response()
+        return self._finished()
 
     async def stream_frames(self) -> Frames:
         """The response as a stream, one item per decode step; an error is its last frame."""
@@ -218,8 +219,15 @@ class ResponsesResponse:
             response = self._response() | {"status": "failed", "error": details}
             yield self._frame("response.failed", response=response)
             return
-        response = self._response()
+        response = self._finished()
         yield self._frame(f"response.{response['status']}", response=response)
+
+    def _finished(self) -> dict[str, Any]:
+        """The finished response, which later requests may refer to."""
+        response = self._response()
+        if response["store"]:
+            self._store(response)
+        return response
 
     def ping(self) -> bytes:
         """The event that the response goes on."""
@@ -342,9 +350,9 @@ class ResponsesResponse:
             "model": body.model,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": None, "summary": None, **fields.get("reasoning", {})},
-            "store": False,
+            "store": body.store is not False,
             "temperature": body.temperature,
             "text": {"format": fields.get("text", {}).get("format", {"type": "text"})},
             "tool_choice": fields.get("tool_choice", "auto"),

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 from .body import Body, ListOf
-from .errors import RequestError
 from .openai_common import ContentPart, flat_name, read_content, read_message, template_call
 from .request import instead_of
 
@@ -18,6 +17,7 @@ CUSTOM_INPUT: Final = "input"  # the argument of a custom tool, as the model rea
 class InputItem(Body):
     """A message, a call, its result, or reasoning."""
 
+    id: str | None = None
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | ListOf[ContentPart] | None = None
@@ -51,8 +51,6 @@ def messages_of(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
         elif kind in ("function_call_output", "custom_tool_call_output"):
             content = read_content(item.output, "\n")
             yield {"role": "tool", "content": content, "tool_call_id": item.call_id or ""}
-        elif kind == "item_reference":
-            raise RequestError("Nothing is stored: send the item itself.", param="input")
         else:  # a call of a tool that runs on OpenAI's servers
             yield {"role": "assistant", "content": instead_of(kind[:40])}
     if turn:

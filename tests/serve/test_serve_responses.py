@@ -7,6 +7,10 @@ import pytest
 from mlx_lm.tool_parsers import json_tools
 from serving import FakeEngine, client, frames, make_target
 
+from dflash_mlx.serve.auth import Auth
+from dflash_mlx.serve.errors import RequestError
+from dflash_mlx.serve.response_store import ResponseStore
+
 PATH = "/v1/responses"
 CODEX = Path(__file__).parents[1] / "data" / "requests" / "codex_responses.json"
 
@@ -140,6 +144,7 @@ def test_codex(target):
     "wrong",
     [
         {"previous_response_id": "r"},
+        {"conversation": "c"},
         {"background": True},
         {"response_format": {"type": "json_object"}},
         {"input": [{"type": "item_reference", "id": "x"}]},
@@ -156,7 +161,51 @@ def test_unsupported_fields_are_refused(target, wrong):
     assert answer.status_code == 400 and answer.json()["error"]["message"] and not engine.submitted
 
 
-def test_nothing_is_stored(target):
-    with client(FakeEngine(target)) as server:
-        for method, path in (("GET", "/x"), ("DELETE", "/x"), ("POST", "/x/cancel")):
-            assert server.request(method, PATH + path).status_code == 404
+def test_a_response_is_continued_by_its_id(target):
+    engine = FakeEngine(target, ["Hm</think>First."])
+    with client(engine) as server:
+        first = server.post(PATH, json=ask(instructions="Be brief.")).json()
+        second = streamed(server, ask(input="More", previous_response_id=first["id"]))[-1]
+        prompt, last = engine.prompt(), second["response"]
+        assert last["previous_response_id"] == first["id"] and last["store"]
+        assert prompt.index("user\nHi") < prompt.index("First.") < prompt.index("user\nMore")
+        assert "Be brief." not in prompt  # instructions are of one response
+        assert server.get(f"{PATH}/{first['id']}").json() == first
+        asked = ask(input="So?", previous_response_id=last["id"])
+        told = server.post(f"{PATH}/input_tokens", json=asked).json()
+        assert told["object"] == "response.input_tokens"
+        assert told["input_tokens"] == server.post(PATH, json=asked).json()["usage"]["input_tokens"]
+        assert engine.prompt().count("First.") == 2
+        # An item by its id, as the AI SDK sends it.
+        items = [{"type": "item_reference", "id": last["output"][1]["id"]}]
+        server.post(PATH, json=ask(input=[*items, {"role": "user", "content": "So?"}]))
+        assert "First." in engine.prompt() and "More" not in engine.prompt()
+        assert server.delete(f"{PATH}/{first['id']}").json()["deleted"]
+        assert server.get(f"{PATH}/{first['id']}").status_code == 404
+        assert server.post(PATH, json=asked).status_code == 200  # of the last one
+
+
+def test_a_response_that_is_not_stored_or_another_users_is_not_found(target):
+    mine, theirs = ({"Authorization": f"Bearer {key}"} for key in "ab")
+    with client(FakeEngine(target), auth=Auth(keys=frozenset("ab"))) as server:
+        kept, left = (
+            server.post(PATH, json=ask(store=store), headers=mine).json()["id"]
+            for store in (None, False)
+        )
+        for id, user, status in ((kept, mine, 200), (kept, theirs, 400), (left, mine, 400)):
+            again = server.post(PATH, json=ask(previous_response_id=id), headers=user)
+            assert again.status_code == status, again.text
+        assert again.json()["error"]["code"] == "previous_response_not_found"
+
+
+def test_the_least_recently_used_response_is_dropped():
+    def add(name):
+        store.add("", [], {"id": name, "output": [], "x": "y" * 400})
+
+    store = ResponseStore(1000)
+    add("a"), add("b")
+    store.get("", "a")
+    add("c")
+    assert store.get("", "a") and store.get("", "c")
+    with pytest.raises(RequestError):
+        store.get("", "b")
