@@ -32,9 +32,9 @@ from .packagings import (
     DFLASH,
     DFLASH2,
     DSPARK,
+    EAGLE3,
     JETSPEC,
     SPECFORGE,
-    SPECULATORS,
     SPECULATORS_KINDS,
     Packaging,
 )
@@ -67,6 +67,22 @@ class Markov:
     type: str = "vanilla"
 
 
+@dataclass(frozen=True)
+class Eagle:
+    """EAGLE-3's norms, which differ between publishers.
+
+    Attributes:
+        norm_before_residual: the residual stream begins with the normed feature.
+        norm_before_fc, fc_norm: a norm of all taps side by side, or one of each tap, comes first.
+        norm_output: the features of drafted rows are the states after the final norm (EAGLE 3.1).
+    """
+
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """The resolved configuration of a block drafter: DFlash (arXiv 2602.06036), DFlash2, DSpark."""
@@ -80,7 +96,8 @@ class DraftConfig:
     vocab_size: int = checked(TOKENS)  # the target's
     block_size: int = checked(ROWS)  # rows of a block, the anchor's included
     mask_token_id: int = checked(whole(least=0))
-    target_layer_ids: tuple[int, ...]  # the target's layers whose outputs are read; -1: embedding
+    # The target's layers whose outputs are read; -1: embedding. EAGLE-3 without any: its authors'.
+    target_layer_ids: tuple[int, ...]
     num_target_layers: int | None = checked(LAYERS, None)  # None: the config does not say
     windows: tuple[int | None, ...]  # per layer: the sliding window, None for full attention
     causal: tuple[bool, ...]  # per layer: are a block's rows blind to later rows of the block?
@@ -109,6 +126,7 @@ class DraftConfig:
     selector_vocab_size: int | None = checked(TOKENS, None)  # ids from here on are never drafted
     markov: Markov | None = None  # this and the one below: of DSpark
     confidence: bool = False  # a head that says how sure each row is
+    eagle: Eagle | None = None  # of EAGLE-3
     runtime_block_size: int | None = checked(ROWS, None)  # rows that the publisher suggests to run
     draft_window_size: int | None = checked(whole(), None)  # and to remember
     quantization: Mapping[str, Any] | None = None  # of weights stored quantized, as mlx-lm says it
@@ -128,6 +146,20 @@ class DraftConfig:
             return self
         return replace(self, windows=tuple(min(own or most, most) for own in self.windows))
 
+    def for_target(self, num_layers: int | None) -> DraftConfig:
+        """The config with taps: in a target of so many layers, EAGLE-3's authors read three.
+
+        Raises `ConfigError` if the file names none and the target is not known.
+        """
+        if self.target_layer_ids:
+            return self
+        if num_layers is None:
+            raise ConfigError(
+                "This EAGLE-3 drafter names no target layers to read: load it with its target, "
+                "load(target, draft=...)."
+            )
+        return replace(self, target_layer_ids=(1, num_layers // 2 - 1, num_layers - 4))
+
     @classmethod
     def from_file(cls, path: str | Path) -> DraftConfig:
         """Read and resolve a config.json. Raises `ConfigError`."""
@@ -143,11 +175,12 @@ class DraftConfig:
         resolved = _kind(read, kind)
         resolved |= _sizes(read, resolved["kind"])
         layers, rows = resolved["num_hidden_layers"], resolved["block_size"]
-        resolved["first_row"] = read_first_row(read, resolved["kind"], rows)
+        is_eagle = resolved["kind"] == EAGLE3
+        resolved["first_row"] = 1 if is_eagle else read_first_row(read, resolved["kind"], rows)
         if rows <= resolved["first_row"]:
             raise read.error(read.place("block_size"), f"must be at least 2, not {rows}")
         resolved["windows"], sliding = read_windows(read, layers)
-        resolved["causal"] = read_causality(read, sliding)
+        resolved["causal"] = (True,) * layers if is_eagle else read_causality(read, sliding)
         resolved["sinks"] = read_sinks(read, resolved["windows"])
         resolved["target_layer_ids"] = read_taps(read)
         positions = resolved["max_position_embeddings"]
@@ -178,10 +211,10 @@ class DraftConfig:
             warnings.warn(
                 f"dflash-mlx: the drafter may be another target's: {message}", stacklevel=1
             )
-        if max(self.target_layer_ids) >= num_layers:
+        last = max(self.for_target(num_layers).target_layer_ids)
+        if last >= num_layers:
             raise IncompatibleDrafterError(
-                f"The drafter was made for another target: it reads layer "
-                f"{max(self.target_layer_ids)} of {num_layers}."
+                f"The drafter was made for another target: it reads layer {last} of {num_layers}."
             )
 
 
@@ -194,12 +227,14 @@ def _packaging(raw: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
         if not isinstance(algorithm, str) or algorithm not in SPECULATORS_KINDS:
             problem = f"must be one of {', '.join(SPECULATORS_KINDS)}, not {brief(algorithm)}"
             raise ConfigError(f"{where}: speculators_model_type {problem}.")
-        return SPECULATORS, SPECULATORS_KINDS[algorithm]
+        return SPECULATORS_KINDS[algorithm]
     if name is None:
         muse = raw.get("model_type") == "muse_glimmer_assistant"
         name = "MuseGlimmerAssistantModel" if muse else "DFlashDraftModel"
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(f"{where}: architectures {brief(name)} is not a known drafter.")
+    if name == "LlamaForCausalLM" and "draft_vocab_size" not in raw:
+        raise ConfigError(f"{where}: this is a whole language model, not a drafter for another.")
     packaging, kind = ARCHITECTURES[name]
     nested = raw.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
@@ -210,6 +245,11 @@ def _packaging(raw: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
 
 def _kind(read: ConfigReader, kind: str) -> dict[str, Any]:
     """What comes after the backbone, and so the drafter's kind and packaging."""
+    if kind == EAGLE3:
+        read.get("use_aux_hidden_state", Check(lambda value: value is True, "true"))
+        read.get("speculators_config", OBJECT)
+        norms = {item.name: read.get(item.name, BOOLEAN, False) for item in fields(Eagle)}
+        return {"kind": kind, "packaging": read.packaging.name, "eagle": Eagle(**norms)}
     read.get("projector_type", one_of(DFLASH, DFLASH2, DSPARK))
     rank = read.get("markov_rank", whole(2**20, 0), REQUIRED if kind == DSPARK else None)
     head = read.get("markov_head_type", one_of("vanilla", "gated", "rnn"), "vanilla")

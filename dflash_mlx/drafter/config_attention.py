@@ -12,7 +12,7 @@ from typing import Any
 
 from ..validation import brief, is_integer
 from .config_reader import BOOLEAN, OBJECT, POSITIVE, Check, ConfigReader, one_of, whole
-from .packagings import FIRST_ROW_FLAGS, FULL, HARMLESS, SLIDING
+from .packagings import EAGLE3, FIRST_ROW_FLAGS, FULL, HARMLESS, SLIDING
 
 TAPS = "target_layer_ids"
 ORIGINAL = "original_max_position_embeddings"
@@ -44,23 +44,28 @@ def _are_layers(value: Any) -> bool:
 
 
 LAYERS = Check(_are_layers, "a list of layer numbers")
+LAYERS_OR_NONE = Check(lambda value: value == [] or _are_layers(value), LAYERS.words)
 
 
 def read_taps(read: ConfigReader) -> tuple[int, ...]:
     """The tapped layers of the target: 0-based, -1 for the embedding's output.
 
-    They are required: published drafters follow no one rule.
+    They are required, but for EAGLE-3: other drafters follow no one rule.
     """
-    taps, shifted = read.get(TAPS, LAYERS), read.get("shifted_layer_ids", LAYERS)
-    if shifted is not None:
+    is_eagle = EAGLE3 in read.packaging.first_row
+    taps, check = read.get(TAPS, LAYERS), LAYERS_OR_NONE if is_eagle else LAYERS
+    shifted, place = read.get("shifted_layer_ids", check), read.place("shifted_layer_ids")
+    if shifted and place.startswith("eagle_config."):
+        taps = shifted  # SGLang's and NVIDIA's name the layers themselves
+    elif shifted:
         # The stream after k layers, which is the output of layer k - 1.
         found = [layer - 1 for layer in shifted]
         if taps not in (None, found):
-            raise read.error(read.place(TAPS), f"contradicts {read.place('shifted_layer_ids')}")
+            raise read.error(read.place(TAPS), f"contradicts {place}")
         taps = found
-    if taps is None:
+    if taps is None and not is_eagle:
         raise read.error(TAPS, "is missing")
-    return tuple(taps)
+    return tuple(taps or ())
 
 
 def read_first_row(read: ConfigReader, kind: str, block: int) -> int:

@@ -19,6 +19,7 @@ import mlx.nn as nn
 from .candidates import CandidateTokens, Slots, likeliest
 from .config import DraftConfig, Markov
 from .dflash2 import DFlash2
+from .eagle3 import Eagle3
 from .network import DFlash
 from .packagings import CONFIDENCE
 
@@ -139,4 +140,4 @@ class DSpark(DFlash):
 
 def network_for(config: DraftConfig) -> type[DFlash]:
     """The class of the network that a config calls for."""
-    return {"dflash2": DFlash2, "dspark": DSpark}.get(config.kind, DFlash)
+    return {"dflash2": DFlash2, "dspark": DSpark, "eagle3": Eagle3}.get(config.kind, DFlash)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
+DFLASH, DFLASH2, DSPARK, EAGLE3 = "dflash", "dflash2", "dspark", "eagle3"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Tensors that some checkpoints bring and others do not, by our names.
@@ -20,7 +20,7 @@ EMBEDDING, HEAD, MASK = "embed_tokens.weight", "lm_head.weight", "mask_embedding
 ADAPTER, CONFIDENCE = "hidden_dim_adapter.proj.weight", "confidence_head.proj.weight"
 
 # Where a field may stand, the place that wins first; "" is the root.
-PLACES = ("dflash_config", "dspark_config", "transformer_layer_config", "")
+PLACES = ("dflash_config", "dspark_config", "eagle_config", "transformer_layer_config", "")
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,27 @@ MUSE = Packaging(
     },
     tensors={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
 )
+# EAGLE-3 by SGLang, SpecForge, NVIDIA and its authors. A head drafts as long as one asks for, the
+# worse the longer, and has no masks: both numbers are ours.
+EAGLE = Packaging(
+    "eagle3",
+    {EAGLE3: 1},
+    defaults={"block_size": 8, "mask_token_id": 0},
+    tensors={
+        prefix + stored: ours
+        for prefix in ("", "model.")
+        for stored, ours in (
+            ("midlayer.hidden_norm.", "hidden_norm."),
+            ("layers.0.hidden_norm.", "hidden_norm."),
+            ("midlayer.", "layers.0."),
+        )
+    }
+    | {"model.": ""},
+    unused_tensors=frozenset({"t2d"}),
+)
+SPECULATORS_EAGLE = replace(
+    EAGLE, name="speculators-eagle3", defaults={**EAGLE.defaults, "draft_vocab_size": 32000}
+)
 
 
 # A name in `architectures` -> its packaging and kind.
@@ -91,9 +112,17 @@ ARCHITECTURES = {
     "DSparkDraftModel": (SPECFORGE, DSPARK),
     "Lfm2DSparkDraftModel": (replace(SPECFORGE, defaults={"rope_neox": False}), DSPARK),
     "MuseGlimmerAssistantModel": (MUSE, DFLASH),
+    "LlamaForCausalLMEagle3": (EAGLE, EAGLE3),
+    "Eagle3LlamaForCausalLM": (EAGLE, EAGLE3),
+    "LlamaForCausalLM": (EAGLE, EAGLE3),  # the authors'; only with a `draft_vocab_size`
 }
 # `speculators_model_type` -> what it is; the architecture's name says no more there.
-SPECULATORS_KINDS = {"dflash": DFLASH, "dflash2": DFLASH2, "dspark": DSPARK}
+SPECULATORS_KINDS = {
+    "dflash": (SPECULATORS, DFLASH),
+    "dflash2": (SPECULATORS, DFLASH2),
+    "dspark": (SPECULATORS, DSPARK),
+    "eagle3": (SPECULATORS_EAGLE, EAGLE3),
+}
 
 # Fields that only drafters' configs have: one of them tells a drafter from a language model.
 DRAFTER_FIELDS = frozenset(
@@ -140,11 +169,15 @@ HARMLESS = frozenset(
         "attention_dropout hidden_dropout embedding_dropout initializer_range num_anchors "
         "max_anchors confidence_head_alpha loss_decay_gamma loss_type loss_weights loss_gamma "
         "loss_config ttt_steps initial_context_length embed_requires_grad freeze_embed "
+        "router_aux_loss_coef output_router_logits "
         # hints for serving: any value gives the same text
         "dflash_initial_block_size prefer_requested_block_size "
         "dspark_draft_topk confidence_threshold confidence_temperatures sts_temperatures "
         # all positions of a text are alike
         "mrope_section mrope_interleaved "
+        # of experts, which `NEUTRAL` refuses
+        "decoder_sparse_step norm_topk_prob mlp_only_layers num_experts_per_tok "
+        "moe_intermediate_size shared_expert_intermediate_size "
         # decided by the tensors
         "confidence_head_with_markov has_own_embed_tokens"
     ).split()
@@ -154,9 +187,7 @@ COPIED = frozenset(
     (
         "partial_rotary_factor attn_output_gate output_gate_type full_attention_interval "
         "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
-        "linear_value_head_dim num_experts num_experts_per_tok num_local_experts "
-        "decoder_sparse_step moe_intermediate_size shared_expert_intermediate_size "
-        "norm_topk_prob mlp_only_layers output_router_logits router_aux_loss_coef "
+        "linear_value_head_dim num_experts num_local_experts "
         "n_routed_experts n_shared_experts n_group topk_group routed_scaling_factor "
         "first_k_dense_replace moe_layer_freq swiglu_limit swiglu_alpha mamba_ssm_dtype "
         "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers "
@@ -172,9 +203,13 @@ NEUTRAL: dict[str, Any] = {
     "draft_ffn_type": "dense",
     "partial_rotary_factor": 1,
     "hc_mult": 1,
+    "parallel_draft_step": 1,
+    **dict.fromkeys(
+        "next_layer_regular use_input_layernorm_in_first_layer use_last_layernorm".split(), True
+    ),
     **dict.fromkeys(
         "mlp_bias attn_output_gate gating enable_qwen35_gated_q_proj log_snr_conditioning fc_norm "
-        "fc_layernorm draft_shift use_heterogeneous_kv attention_k_eq_v".split(),
+        "fc_layernorm draft_shift use_heterogeneous_kv attention_k_eq_v use_mtp_layernorm".split(),
         False,
     ),
     **dict.fromkeys(
@@ -186,7 +221,10 @@ NEUTRAL: dict[str, Any] = {
 }
 
 UNUSED_TENSORS = ("rotary_emb.inv_freq",)  # endings of names, in any packaging
-PACKAGINGS = {row.name: row for row in (ZLAB, JETSPEC, DEEPSPEC, SPECFORGE, SPECULATORS, MUSE)}
+PACKAGINGS = {
+    row.name: row
+    for row in (ZLAB, JETSPEC, DEEPSPEC, SPECFORGE, SPECULATORS, MUSE, EAGLE, SPECULATORS_EAGLE)
+}
 
 
 def our_name(packaging: Packaging, tensor: str) -> str | None:

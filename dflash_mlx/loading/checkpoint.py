@@ -81,12 +81,17 @@ def damaged_weights(model: nn.Module) -> list[str]:
     ]
 
 
-def read_drafter(folder: Path, window: int | None = None) -> DFlash:
+def read_drafter(folder: Path, window: int | None = None, num_layers: int | None = None) -> DFlash:
     """The drafter of a folder, its weights as stored and still on disk.
 
-    `window` bounds the rows that it remembers. Raises: `ConfigError`, `WeightsError`.
+    Args:
+        folder: with config.json and safetensors.
+        window: bounds the rows that it remembers.
+        num_layers: the target's, if it is known.
+
+    Raises: `ConfigError`, `WeightsError`.
     """
-    config = DraftConfig.from_file(folder / "config.json").within(window)
+    config = DraftConfig.from_file(folder / "config.json").within(window).for_target(num_layers)
     if config.unreadable is not None:
         raise ConfigError(f"{folder / 'config.json'}: {config.unreadable}: it cannot be read.")
     weights = _tensors(folder, config)
@@ -97,6 +102,8 @@ def read_drafter(folder: Path, window: int | None = None) -> DFlash:
     drafter = network_for(config)(config, parts)
     if config.quantization is not None:
         _quantize_as_stored(drafter, config, weights)
+    if config.draft_vocab_size == config.vocab_size:
+        weights.pop("d2t", None)  # all zeros, in some files
     _check_tensors(drafter, weights, folder)
     if "d2t" in weights:
         _check_ids(weights["d2t"], config.vocab_size, folder)

@@ -152,7 +152,8 @@ def load(
         if is_language_model(read_json(draft_folder / "config.json")):
             drafter = _open_draft_model(draft, draft_folder, draft_quantization, ours, draft_window)
         else:
-            drafter = _open_drafter(draft, draft_folder, draft_quantization, ours, draft_window)
+            given = draft_quantization, ours, draft_window, target.num_layers
+            drafter = _open_drafter(draft, draft_folder, *given)
         drafter.check_fits(target)
     if isinstance(drafter, DFlash):
         drop_copies(drafter, target)
@@ -309,11 +310,12 @@ def _open_drafter(
     quantization: Quantization | None,
     kernels: Kernels | None,
     window: int | None = None,
+    num_layers: int | None = None,
 ) -> DFlash:
-    """Load the drafter network in a folder."""
+    """Load the drafter network in a folder; `num_layers` are its target's."""
     check_weights(name, check_safetensors(folder), quantization)
     with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
-        drafter = read_drafter(folder, window)
+        drafter = read_drafter(folder, window, num_layers)
     quantized = drafter.config.quantization is not None
     _check_not_quantized(name, quantization, quantized)
     if quantized and on_cpu():

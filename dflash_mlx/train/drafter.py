@@ -245,6 +245,7 @@ def _loss_subset(
 def check_trainable(config: DraftConfig) -> None:
     """Raise `SettingsError` for published parts that the training forward lacks."""
     parts = {
+        "an EAGLE-3 network": config.eagle is not None,
         "a recurrent Markov head": config.markov is not None and config.markov.type == "rnn",
         "a width adapter": config.target_hidden_size != config.hidden_size,
         "attention sinks": any(config.sinks),

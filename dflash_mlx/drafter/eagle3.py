@@ -1,0 +1,108 @@
+"""EAGLE-3 (arXiv 2503.01840): a small decoder that drafts token by token on its own states.
+
+Taps of the target, three as a rule, are fused into one feature per token. A row of the network has
+a token's feature and the embedding of the token after it, side by side; both enter the first
+layer's attention, and the feature alone its residual stream. The features of rows that are drafted
+are the network's own hidden states.
+
+Parameter names are those of Speculators' checkpoints, but for `hidden_norm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
+
+from ..sampling import Sampler
+from .config import DraftConfig, Eagle
+from .layers import Attention, DraftLayer
+from .network import DFlash
+from .stepwise import StepwiseSession
+
+if TYPE_CHECKING:
+    from ..targets import Target
+
+HEAD_NORM = "layers.0.self_attn.q_norm.weight"  # in heads with Qwen3's layers, not with Llama's
+
+
+class Eagle3(DFlash):
+    """The EAGLE-3 head: loaded and borrowed from the target as a DFlash drafter is."""
+
+    def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
+        super().__init__(config, parts)
+        self.eagle = config.eagle or Eagle()
+        first, hidden = self.layers[0].self_attn, config.hidden_size
+        for name in ("q_proj", "k_proj", "v_proj"):
+            width = first[name].weight.shape[0]
+            first[name] = nn.Linear(2 * hidden, width, bias=config.attention_bias)
+        if HEAD_NORM not in parts:
+            for layer in self.layers:
+                for name in ("q_norm", "k_norm"):
+                    layer.self_attn[name] = nn.Identity()
+        eps, width = config.rms_norm_eps, config.target_hidden_size
+        taps = len(config.target_layer_ids)
+        if self.eagle.norm_before_fc:
+            self.input_norm = nn.RMSNorm(taps * width, eps=eps)
+        if self.eagle.fc_norm:
+            self.fc_norm = [nn.RMSNorm(width, eps=eps) for _ in range(taps)]
+
+    def make_cache(self) -> list[Any]:
+        """A cache per layer. Windows are masks here: rows of drafts come and go."""
+        return [KVCache() for _ in self.layers]
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of a request's caches after so many tokens."""
+        config, kept = self.config, -(-tokens // KVCache.step) * KVCache.step
+        row = 2 * config.num_key_value_heads * config.head_dim * self.norm.weight.itemsize
+        return config.num_hidden_layers * row * kept
+
+    def fuse(self, taps: mx.array) -> mx.array:
+        """Features [N, S, D] from the concatenated taps [N, S, K*Dt]."""
+        if "input_norm" in self:
+            taps = self.input_norm(taps)
+        if "fc_norm" in self:
+            each = mx.split(taps, len(self.fc_norm), axis=-1)
+            pairs = zip(self.fc_norm, each, strict=True)
+            taps = mx.concatenate([norm(tap) for norm, tap in pairs], axis=-1)
+        return self.fc(taps)
+
+    def advance(
+        self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
+    ) -> mx.array:
+        """See `StepwiseNetwork`. The hidden states are those before the final norm."""
+        first: DraftLayer = self.layers[0]
+        normed = self.hidden_norm(features)
+        x = normed if self.eagle.norm_before_residual else features
+        both = mx.concatenate([first.input_layernorm(self.embed(tokens, target)), normed], axis=-1)
+        for layer, rows in zip(self.layers, cache, strict=True):
+            given = both if layer is first else layer.input_layernorm(x)
+            x = x + layer.self_attn.output(_attend(layer.self_attn, given, rows))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return x
+
+    def logits(self, hidden: mx.array, target: Target) -> mx.array:
+        """Logits [N, S, DV] of hidden states [N, S, D]."""
+        return super().logits(self.norm(hidden), target)
+
+    def feedback(self, hidden: mx.array) -> mx.array:
+        """The features of the next rows: before the final norm, or (EAGLE 3.1) after it."""
+        return self.norm(hidden) if self.eagle.norm_output else hidden
+
+    def start(self, target: Target, sampler: Sampler | None = None) -> StepwiseSession:  # type: ignore[override]
+        """Begin one request over `target`; without a sampler it drafts greedily.
+
+        Raises `IncompatibleDrafterError`.
+        """
+        self.check_fits(target)
+        return StepwiseSession(self, target, sampler or Sampler())
+
+
+def _attend(attention: Attention, x: mx.array, cache: KVCache) -> mx.array:
+    """The heads' outputs [1, H, S, head_dim] of rows x [1, S, ...], which the cache keeps."""
+    queries = attention.queries(x, cache.offset)
+    keys, values = cache.update_and_fetch(*attention.keys_values(x, cache.offset))
+    return attention.attend(queries, keys, values)
