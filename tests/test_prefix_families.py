@@ -118,6 +118,7 @@ DRAFTERS = {
     "network": random_drafter,
     "windows": lambda: random_drafter(**WINDOW),
     "mixed": lambda: random_drafter(**MIXED),
+    "eagle": lambda: random_drafter(architectures=["LlamaForCausalLMEagle3"]),
     "lookup": LookupDrafter,
     "network beside lookup": lambda: CombinedDrafter(random_drafter()),
 }

@@ -1,0 +1,193 @@
+"""EAGLE-3 drafters: against an oracle of their authors' code, and their text against plain text."""
+
+import functools
+import itertools
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from eagle3_oracle import Eagle3 as Oracle
+from eagle3_oracle import random_weights
+from families import FAMILIES, plain_tokens, random_model, random_prompt, target_of
+
+import dflash_mlx as dm
+from dflash_mlx.drafter import stepwise
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.eagle3 import Eagle3
+from dflash_mlx.loading.checkpoint import read_drafter
+from dflash_mlx.sampling import Sampler
+
+LAYER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+SGLANG = LAYER | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 40}
+SPECULATORS = {
+    "speculators_model_type": "eagle3",
+    "architectures": ["Eagle3Speculator"],
+    "draft_vocab_size": 40,
+    "eagle_aux_hidden_state_layer_ids": [2, 6, 9],
+    "transformer_layer_config": LAYER,
+}
+PUBLISHED = {
+    "authors": (SGLANG | {"architectures": ["LlamaForCausalLM"]}, "midlayer.", False),
+    "sglang": (SGLANG | {"fc_norm": True, "norm_output": True}, "model.midlayer.", False),
+    "wide": (SGLANG | {"target_hidden_size": 24, "draft_vocab_size": 64}, "midlayer.", False),
+    "speculators": (SPECULATORS | {"norm_before_residual": True}, "layers.0.", True),
+    "deep": (
+        SPECULATORS
+        | {"norm_before_fc": True}
+        | {
+            "transformer_layer_config": LAYER
+            | {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
+            | {"sliding_window": 5}
+        },
+        "layers.0.",
+        True,
+    ),
+}
+STEPS = [(3, [0, 1, 2, 3, 4]), (5, [0, 2, 3]), (4, [0]), (2, [0, 1]), (6, [0, 1, 4])]
+
+
+class RecordingSampler(Sampler):
+    """Greedy, and remembers the logits that it was shown."""
+
+    def draft_scores(self, logits, before=None):
+        self.seen = [] if before is None else self.seen
+        self.seen.append(np.array(logits[0]))
+        return super().draft_scores(logits, before)
+
+
+@functools.cache
+def published(kind):
+    """A config, its layer's fields among it, and tensors."""
+    config, prefix, head_norms = PUBLISHED[kind]
+    flat = config.get("transformer_layer_config", {}) | config
+    return config, flat, random_weights(flat, len(kind), prefix, head_norms)
+
+
+def load(folder, kind):
+    config, _, weights = published(kind)
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = {name: mx.array(value) for name, value in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), stored)
+    return read_drafter(folder, num_layers=12)
+
+
+def run(drafter, kind):
+    """Ragged steps with rejected rows -> (drafts, logits) of every step, ours and the oracle's."""
+    _, flat, weights = published(kind)
+    oracle, rng = Oracle(weights, flat), np.random.default_rng(1)
+    sampler = RecordingSampler()
+    session = stepwise.StepwiseSession(drafter, SimpleNamespace(), sampler)
+    width = 3 * flat.get("target_hidden_size", flat["hidden_size"])
+    ours, theirs, anchor = [], [], None
+    for drafts, kept in STEPS:
+        rows = rng.standard_normal((max(kept) + 2, width)).astype(np.float32)
+        tokens = rng.integers(0, 64, len(kept) + 1).tolist()
+        tokens[0] = tokens[0] if anchor is None else anchor
+        anchor = tokens[-1]
+        session.read_tokens(tokens[:-1])
+        session.extend_rows(mx.array(rows)[None], kept)
+        found = session.propose(anchor, drafts + 1).tokens.tolist()
+        ours.append((found[1:], np.stack(sampler.seen)))
+        oracle.extend(tokens[1:], rows[kept])
+        theirs.append(oracle.draft(drafts))
+    return ours, theirs
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_drafts_are_those_of_the_authors_code_over_ragged_steps(kind, tmp_path):
+    drafter = load(tmp_path, kind)
+    for (ours, logits), (theirs, expected) in zip(*run(drafter, kind), strict=True):
+        assert ours == theirs
+        assert np.abs(np.array(drafter.narrow(mx.array(logits))) - expected).max() < 1e-4
+    assert drafter.tap_layers == (
+        (1, 5, 8) if "spec" in kind or kind == "deep" else drafter.tap_layers
+    )
+
+
+def swapped(drafter):
+    attention = drafter.layers[0].self_attn
+    for name in ("q_proj", "k_proj", "v_proj"):
+        attention[name].weight = mx.roll(attention[name].weight, 32, axis=1)
+
+
+def later_positions(drafter):
+    class Rope(nn.Module):
+        def __init__(self, rope):
+            super().__init__()
+            self.rope = rope
+
+        def __call__(self, x, offset):
+            return self.rope(x, offset=offset + (x.shape[2] == 1))
+
+    attention = drafter.layers[0].self_attn
+    attention.rope = Rope(attention.rope)
+
+
+def no_final_norm(drafter):
+    drafter.feedback = lambda hidden: drafter.norm(hidden)
+
+
+@pytest.mark.parametrize("mistake", [swapped, later_positions, no_final_norm, None])
+def test_a_planted_mistake_changes_the_drafts(mistake, tmp_path, monkeypatch):
+    drafter = load(tmp_path, "authors")
+    if mistake is None:  # rejected rows stay in the cache
+        monkeypatch.setattr(stepwise.caches, "trim", lambda cache, rows: None)
+    else:
+        mistake(drafter)
+    ours, theirs = run(drafter, "authors")
+    assert [found for found, _ in ours] != [found for found, _ in theirs]
+
+
+@functools.cache
+def pair(family):
+    """A random target, and a random head for it of half of its tokens."""
+    target = target_of(random_model(family), family)
+    raw = SGLANG | {
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": target.vocab_size // 2,
+    }
+    mx.random.seed(7)
+    drafter = Eagle3(DraftConfig.from_dict(raw).for_target(max(5, target.num_layers)))
+    drafter.config = replace(drafter.config, target_layer_ids=(0, 1, target.num_layers - 1))
+    drafter.d2t = mx.arange(target.vocab_size // 2)  # every other token
+    return target, drafter
+
+
+DEFAULT = (("qwen3", 0.0), ("qwen3_5", 0.8), ("gpt_oss", 0.0))
+
+
+@pytest.mark.parametrize(
+    ("family", "temperature"),
+    [
+        pytest.param(*each, marks=[] if each in DEFAULT else [pytest.mark.matrix])
+        for each in itertools.product(FAMILIES, [0.0, 0.8])
+    ],
+)
+def test_text_is_plain_text_alone_and_among_eight(family, temperature):
+    (target, drafter), settings = pair(family), {"max_tokens": 8, "temperature": temperature}
+    settings |= {"seed": 0} if temperature else {}
+    prompts = [random_prompt(6 + 3 * number, number) for number in range(8)]
+    plain = [dm.generate(target, None, prompt, **settings).tokens for prompt in prompts]
+    if not temperature:
+        assert plain[0] == plain_tokens(target.model, prompts[0], 8)
+    for tree in (None, 8) if target.supports_trees else (None,):
+        result = dm.generate(target, drafter, prompts[0], tree_budget=tree, **settings)
+        assert result.tokens == plain[0] and result.stats.drafted_tokens > 0
+        with dm.Engine(target, drafter) as engine:
+            jobs = [engine.submit(prompt, tree_budget=tree, **settings) for prompt in prompts]
+            assert [job.result().tokens for job in jobs] == plain
