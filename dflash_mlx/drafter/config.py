@@ -231,10 +231,10 @@ def _packaging(raw: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
     if name is None:
         muse = raw.get("model_type") == "muse_glimmer_assistant"
         name = "MuseGlimmerAssistantModel" if muse else "DFlashDraftModel"
+    if name == "LlamaForCausalLM" and "draft_vocab_size" in raw:
+        name = "LlamaForCausalLMEagle3"  # as EAGLE-3's authors label it
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(f"{where}: architectures {brief(name)} is not a known drafter.")
-    if name == "LlamaForCausalLM" and "draft_vocab_size" not in raw:
-        raise ConfigError(f"{where}: this is a whole language model, not a drafter for another.")
     packaging, kind = ARCHITECTURES[name]
     nested = raw.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}

@@ -20,6 +20,7 @@ from mlx_lm.models.cache import KVCache
 from ..sampling import Sampler
 from .config import DraftConfig, Eagle
 from .layers import Attention, DraftLayer
+from .model import weight_bytes
 from .network import DFlash
 from .stepwise import StepwiseSession
 
@@ -59,6 +60,10 @@ class Eagle3(DFlash):
         config, kept = self.config, -(-tokens // KVCache.step) * KVCache.step
         row = 2 * config.num_key_value_heads * config.head_dim * self.norm.weight.itemsize
         return config.num_hidden_layers * row * kept
+
+    def slot_cost(self, target: Target) -> float:
+        """What a drafted token is likely to cost, in plain steps of the target."""
+        return weight_bytes(self) / weight_bytes(target.model)
 
     def fuse(self, taps: mx.array) -> mx.array:
         """Features [N, S, D] from the concatenated taps [N, S, K*Dt]."""

@@ -114,7 +114,6 @@ ARCHITECTURES = {
     "MuseGlimmerAssistantModel": (MUSE, DFLASH),
     "LlamaForCausalLMEagle3": (EAGLE, EAGLE3),
     "Eagle3LlamaForCausalLM": (EAGLE, EAGLE3),
-    "LlamaForCausalLM": (EAGLE, EAGLE3),  # the authors'; only with a `draft_vocab_size`
 }
 # `speculators_model_type` -> what it is; the architecture's name says no more there.
 SPECULATORS_KINDS = {

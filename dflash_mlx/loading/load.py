@@ -152,8 +152,9 @@ def load(
         if is_language_model(read_json(draft_folder / "config.json")):
             drafter = _open_draft_model(draft, draft_folder, draft_quantization, ours, draft_window)
         else:
-            given = draft_quantization, ours, draft_window, target.num_layers
-            drafter = _open_drafter(draft, draft_folder, *given)
+            drafter = _open_drafter(
+                draft, draft_folder, draft_quantization, ours, draft_window, target.num_layers
+            )
         drafter.check_fits(target)
     if isinstance(drafter, DFlash):
         drop_copies(drafter, target)
