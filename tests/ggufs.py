@@ -44,6 +44,14 @@ def tiled(name: str, weight: np.ndarray) -> np.ndarray:
     return weight[order] if "linear_attn" in name and "norm" not in name else weight
 
 
+def by_kind(name: str, weight: np.ndarray) -> np.ndarray:
+    """Qwen3-Next's merged rows, of each key head queries, keys, values and gates, by kind."""
+    if "in_proj_qkvz" in name:
+        parts = np.split(weight.reshape(2, 192, -1), [32, 64, 128], axis=1)
+        return np.concatenate([part.reshape(-1, weight.shape[-1]) for part in parts])
+    return -np.exp(weight) if name.endswith("A_log") else weight.squeeze()
+
+
 def mamba(name: str, weight: np.ndarray) -> np.ndarray:
     if name.endswith(("A_log", "mixer.D")):
         return (-np.exp(weight) if "A_log" in name else weight).reshape(-1, 1)
@@ -55,12 +63,22 @@ CHANGES = {
     **dict.fromkeys(("llama", "mixtral", "granite"), permuted),
     **dict.fromkeys(("gemma2", "gemma3"), plus_one),
     **dict.fromkeys(("qwen35", "qwen35moe"), tiled),
+    "qwen3next": by_kind,
     "lfm2": lambda name, weight: weight.squeeze() if "conv.conv" in name else weight,
-    "nemotron_h": mamba,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), mamba),
 }
 # What a converter calls a tensor that mlx-lm merges or names otherwise.
 HUGGING_FACE = {
     "language_model.": "",
+    "mixer.switch_mlp.fc1": "mlp.experts.up_proj",
+    "mixer.switch_mlp.fc2": "mlp.experts.down_proj",
+    "switch_glu.gate_proj": "gate_up_proj",
+    "switch_glu.up_proj": "gate_up_proj",
+    "switch_glu.": "",
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+    "self_attn.embed_q": "self_attn.k_b_proj",
+    "self_attn.unembed_out": "self_attn.v_b_proj",
     "block_sparse_moe.switch_mlp": "mlp.experts",
     "switch_mlp": "experts",
     "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
@@ -149,7 +167,7 @@ def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any],
     config = SHAPE | sizes | {"tie_word_embeddings": True}
     config |= {"model_type": row["model"]} | row.get("config", {}) | overrides
     model = random_model(config, seed)
-    family = {"mixtral": "llama"}.get(name, name)
+    family = {"mixtral": "llama", "gemma4moe": "gemma4"}.get(name, name)
     layers = config["num_hidden_layers"]
     metadata = {
         "block_count": layers,
@@ -168,16 +186,24 @@ def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any],
     metadata = {f"{family}.{key}": content for key, content in metadata.items()}
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family]
     names, tensors = gguf.get_tensor_name_map(architecture, layers), {}
-    if name == "gemma4":
+    if family == "gemma4":
         tensors["rope_freqs.weight"] = np.array([1.0] * 4 + [1e30] * 12, np.float32)
     for own, array in tree_flatten(model.parameters()):
         if own.endswith("lm_head.weight") and hasattr(model, "tie_word_embeddings"):
             continue
         changed = np.array(array.astype(mx.float32))
         changed = CHANGES[name](own, changed) if name in CHANGES else changed
-        for ours, theirs in HUGGING_FACE.items():
-            own = own.replace(ours, theirs)
-        tensors[names.get_name(own, (".weight", ".bias"))] = np.ascontiguousarray(changed)
+        for ours, hub in HUGGING_FACE.items():
+            own = own.replace(ours, hub)
+        if "mlp.experts" in own:
+            own = own.replace("backbone", "model")
+        theirs = names.get_name(own, (".weight", ".bias", ".scale"))
+        if theirs in tensors:  # the experts' gates
+            changed = np.concatenate([tensors[theirs], changed], axis=1)
+        if "in_proj_qkvz" in own:
+            theirs = theirs.replace("ssm_in", "attn_qkv")
+            tensors[theirs.replace("qkv", "gate")], changed = changed[256:], changed[:256]
+        tensors[theirs] = np.ascontiguousarray(changed)
     return {"general.architecture": family, **metadata, **vocabulary()}, tensors, model
 
 

@@ -57,11 +57,13 @@ def test_logits_are_those_of_the_model_that_was_written(tmp_path: Path, name: st
     logits, truth = np.array(ours(IDS)), np.array(model(IDS))
     assert np.abs(logits - truth).max() <= 1e-4 * np.abs(truth).max()
     half, _ = load_model(converted(tmp_path / "a.gguf", unpacked=False))
-    assert half(IDS).dtype == (mx.bfloat16 if name in ("gemma2", "gemma4") else mx.float16)
+    assert half(IDS).dtype == (
+        mx.bfloat16 if name in ("gemma2", "gemma4", "gemma4moe") else mx.float16
+    )
 
 
 def test_every_architecture_has_a_row() -> None:
-    assert ROWS.keys() - {"mixtral"} == architectures().keys()
+    assert ROWS.keys() - {"mixtral", "gemma4moe"} == architectures().keys()
 
 
 @pytest.mark.parametrize("kind", READABLE)

@@ -7,9 +7,7 @@ The keys are those of github.com/ggml-org/ggml, docs/gguf.md; the fields are tho
 from __future__ import annotations
 
 import math
-import re
 import tomllib
-from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -19,9 +17,7 @@ from gguf.constants import GGMLQuantizationType
 from ...errors import ConfigError
 from ..checks import MOST_LAYERS
 from .header import Header
-
-Config = dict[str, Any]
-Change = Callable[[np.ndarray, Config], np.ndarray]
+from .layout import Config
 
 # Keys that say nothing new, or what mlx-lm's model leaves out too.
 _IGNORED = {
@@ -35,16 +31,9 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_LENGTH = 8192
 ROPE_DIVISORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-_PARTLY_ROTATED = {"phi3", "glm4", "qwen35", "qwen35moe", "minimax-m2"}
+_PARTLY_ROTATED = {"phi3", "glm4", "qwen3next", "qwen35", "qwen35moe", "minimax-m2", "deepseek2"}
+_SIGMOID = 2  # of expert_gating_func
 _REQUIRED = object()
-# mlx-lm's names -> those that the gguf package knows.
-_NAMES = (
-    (r"^language_model\.", ""),
-    (r"(mlp|block_sparse_moe)\.switch_mlp", "mlp.experts"),
-    (r"linear_attn\.dt_bias", "linear_attn.dt_proj.bias"),
-    (r"mixer\.dt_bias", "mixer.dt.bias"),
-    ("e_score_correction_bias", "e_score_correction.bias"),
-)
 
 
 def architectures() -> dict[str, dict[str, Any]]:
@@ -143,7 +132,7 @@ def read_config(path: object, header: Header) -> Config:
     rotated, theta = fields("rope.dimension_count", head_dim), fields("rope.freq_base", 10000.0)
     if rotated != head_dim and kind not in _PARTLY_ROTATED:
         raise fields.wrong("rope.dimension_count", rotated)
-    norm = "layer_norm_epsilon" if kind == "nemotron_h" else "layer_norm_rms_epsilon"
+    norm = "layer_norm_epsilon" if row["model_type"] == "nemotron_h" else "layer_norm_rms_epsilon"
     config = {
         "from_gguf": True,
         "model_type": row["model_type"],
@@ -171,21 +160,6 @@ def read_config(path: object, header: Header) -> Config:
     return {name: value for name, value in config.items() if value is not None}
 
 
-def gguf_name(name: str) -> str:
-    """A parameter of mlx-lm by the name that the gguf package knows."""
-    for ours, theirs in _NAMES:
-        name = re.sub(ours, theirs, name)
-    return name
-
-
-def change_of(name: str, config: Config, kind: str) -> Callable[[np.ndarray], np.ndarray] | None:
-    """What turns a file's tensor into a parameter; None for nothing."""
-    for part, change in _CHANGES.get(kind, {}).items():
-        if re.search(part, name):
-            return lambda array: change(array, config)
-    return None
-
-
 def llama3_divisors(head_dim: int, theta: float, factor: float) -> np.ndarray:
     """The divisors of Llama 3.1's rotation frequencies, [head_dim / 2].
 
@@ -196,32 +170,6 @@ def llama3_divisors(head_dim: int, theta: float, factor: float) -> np.ndarray:
     wavelength = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     blend = np.clip((_LLAMA3_LENGTH / wavelength - low) / (high - low), 0, 1)
     return 1 / ((1 - blend) / factor + blend)
-
-
-def _by_halves(array: np.ndarray, heads: int) -> np.ndarray:
-    """Undo llama.cpp's permutation of the rows [heads * head_dim, ...] of q and k.
-
-    Its converter puts row i of a head's second half behind row i of the first. Whole rows move, so
-    packed weights and their scales move alike.
-    """
-    pairs = array.reshape(heads, len(array) // heads // 2, 2, *array.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(array.shape)
-
-
-def _by_key_head(
-    array: np.ndarray, config: Config, axis: int = 0, after_keys: bool = False
-) -> np.ndarray:
-    """Undo llama.cpp's order of the value heads of linear attention.
-
-    Its converter puts the first value head of each key head first, then the second of each.
-    `after_keys`: queries and keys come before the values.
-    """
-    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
-    start = 2 * keys * config["linear_key_head_dim"] if after_keys else 0
-    array = np.moveaxis(array, axis, 0)
-    moved = array[start:].reshape(values // keys, keys, -1, *array.shape[1:]).swapaxes(0, 1)
-    moved = moved.reshape(-1, *array.shape[1:])
-    return np.moveaxis(np.concatenate([array[:start], moved]), 0, axis)
 
 
 def _llama(fields: Fields, config: Config) -> Config:
@@ -244,6 +192,7 @@ def _gemma(fields: Fields, config: Config) -> Config:
 
 def _gemma4(fields: Fields, config: Config) -> Config:
     """Two kinds of layers, with heads of two sizes; the last layers share keys and values."""
+    experts = fields("expert_count", 0)
     layers, divisors = config["num_hidden_layers"], fields.vector(ROPE_DIVISORS)
     sliding = fields.by_layer("attention.sliding_window_pattern", layers)
     heads = dict(zip(sliding, fields.by_layer("attention.head_count_kv", layers), strict=True))
@@ -261,6 +210,10 @@ def _gemma4(fields: Fields, config: Config) -> Config:
         "intermediate_size": sizes[0],
         "use_double_wide_mlp": sizes[0] != sizes[-1],
         "vocab_size_per_layer_input": config["vocab_size"],
+        "enable_moe_block": experts > 0,
+        "num_experts": experts,
+        "top_k_experts": fields("expert_used_count", 0),
+        "moe_intermediate_size": fields("expert_feed_forward_length", 0),
         "rope_parameters": {
             "full_attention": {"rope_type": "proportional", **full},
             "sliding_attention": local,
@@ -284,6 +237,28 @@ def _linear(fields: Fields, config: Config) -> Config:
     }
 
 
+def _deepseek2(fields: Fields, config: Config) -> Config:
+    """DeepSeek-V3 and models of its layers; V2 chooses experts by a softmax."""
+    if (gating := fields("expert_gating_func", 0)) != _SIGMOID:
+        raise fields.wrong("expert_gating_func", gating)
+    if config["rope_scaling"]:
+        amount = 10 * fields("rope.scaling.yarn_log_multiplier", 0.0)
+        config["rope_scaling"] |= {"mscale": amount, "mscale_all_dim": amount}
+    heads = config["num_attention_heads"]  # files say 1, for the latents that heads share
+    nope = fields("attention.key_length_mla") - config["qk_rope_head_dim"]
+    return {"num_key_value_heads": heads, "qk_nope_head_dim": nope, **_routing(fields)}
+
+
+def _routing(fields: Fields) -> Config:
+    """How experts are chosen and weighted."""
+    return {
+        "n_group": fields("expert_group_count", 1),
+        "topk_group": fields("expert_group_used_count", 1),
+        "norm_topk_prob": fields("expert_weights_norm", False),
+        "routed_scaling_factor": fields("expert_weights_scale", 1.0),
+    }
+
+
 def _lfm2(fields: Fields, config: Config) -> Config:
     heads = fields.by_layer("attention.head_count_kv", config["num_hidden_layers"])
     kinds = ["full_attention" if count else "conv" for count in heads]
@@ -291,50 +266,34 @@ def _lfm2(fields: Fields, config: Config) -> Config:
 
 
 def _nemotron_h(fields: Fields, config: Config) -> Config:
-    """Mamba, attention and MLP layers, told apart by their numbers of heads and neurons."""
+    """Mamba, attention and MLP or expert layers, told apart by their heads and neurons."""
+    mlp = "E" if fields("expert_count", 0) else "-"
     layers = config["num_hidden_layers"]
     heads = fields.by_layer("attention.head_count_kv", layers)
     sizes = fields.by_layer("feed_forward_length", layers)
-    kinds = ["*" if head else "-" if size else "M" for head, size in zip(heads, sizes, strict=True)]
+    kinds = ["*" if head else mlp if size else "M" for head, size in zip(heads, sizes, strict=True)]
     return {
         "num_key_value_heads": max(heads),
         "intermediate_size": max(sizes),
         "hybrid_override_pattern": kinds,
         "mamba_head_dim": fields("ssm.inner_size") // config["mamba_num_heads"],
         "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in fields.tensors),
+        "moe_latent_size": fields("moe_latent_size", None),
+        **_routing(fields),
     }
 
 
 _DERIVED = {
     "llama": _llama,
+    "qwen3next": _linear,
     "qwen35": _linear,
     "qwen35moe": _linear,
+    "deepseek2": _deepseek2,
     "gemma2": _gemma,
     "gemma3": _gemma,
     "gemma4": _gemma4,
     "phi3": _phi3,
     "lfm2": _lfm2,
     "nemotron_h": _nemotron_h,
-}
-_PERMUTED: Mapping[str, Change] = {
-    r"\.q_proj\.": lambda array, config: _by_halves(array, config["num_attention_heads"]),
-    r"\.k_proj\.": lambda array, config: _by_halves(array, config["num_key_value_heads"]),
-}
-_PLUS_ONE: Mapping[str, Change] = {r"norm\.weight$": lambda array, config: array - 1}
-_TILED: Mapping[str, Change] = {
-    "in_proj_qkv|conv1d": lambda array, config: _by_key_head(array, config, after_keys=True),
-    "in_proj_[zab]|dt_bias": _by_key_head,
-    "A_log": lambda array, config: np.log(-_by_key_head(array, config)),
-    r"linear_attn\.out_proj": lambda array, config: _by_key_head(array, config, axis=-1),
-}
-# What undoes a change of llama.cpp's converter, by parts of mlx-lm's names. It moves rows or
-# columns, or computes where tensors are always floats.
-_CHANGES = {
-    "llama": _PERMUTED,
-    "granite": _PERMUTED,
-    "gemma2": _PLUS_ONE,
-    "gemma3": _PLUS_ONE,
-    "qwen35": _TILED,
-    "qwen35moe": _TILED,
-    "nemotron_h": {"A_log": lambda array, config: np.log(-array)},
+    "nemotron_h_moe": _nemotron_h,
 }

@@ -20,9 +20,10 @@ from tqdm import tqdm
 from ...errors import ConfigError, WeightsError
 from ...validation import ErrorWrapper
 from . import tokenizer
-from .architectures import LONG, ROPE_DIVISORS, SHORT, change_of, gguf_name, read_config
+from .architectures import LONG, ROPE_DIVISORS, SHORT, architectures, read_config
 from .blocks import GROUP, PACKINGS, is_readable, pack, unpack
 from .header import Tensor, read_header
+from .layout import change_of, gguf_name, stored_shape
 
 BYTES_PER_FILE = 1 << 30
 EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"
@@ -81,10 +82,11 @@ class Conversion:
     @property
     def size(self) -> int:
         """Bytes of the weights once loaded."""
-        return sum(
-            tensor.size if name in self._packed else self._dtype.size * math.prod(shape)
-            for name, (tensor, shape) in self._sources.items()
-        )
+        total = 0.0
+        for name, (tensor, shape) in self._sources.items():
+            each = tensor.size / math.prod(tensor.shape)
+            total += math.prod(shape) * (each if name in self._packed else self._dtype.size)
+        return int(total)
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer's files. Raises `ConfigError`."""
@@ -108,8 +110,9 @@ class Conversion:
         layers = self.config["num_hidden_layers"]
         architecture = {kind: key for key, kind in MODEL_ARCH_NAMES.items()}[self._kind]
         names = get_tensor_name_map(architecture, layers)
+        own = architectures()[self._kind].get("names", {})
         for name, parameter in tree_flatten(model.parameters()):
-            theirs = names.get_name(gguf_name(name), (".weight", ".bias"))
+            theirs = names.get_name(gguf_name(name, own), (".weight", ".bias", ".scale"))
             found = theirs if theirs in tensors else f"{theirs}.weight"
             if found not in tensors and name.endswith(HEAD):
                 if hasattr(model, "tie_word_embeddings"):
@@ -118,7 +121,8 @@ class Conversion:
             if found not in tensors:
                 raise WeightsError(f"{self._path}: the tensor {theirs or name} is missing.")
             # Files have no dimensions of 1; a vector may be in rows.
-            got, wanted = ([n for n in one.shape if n > 1] for one in (tensors[found], parameter))
+            whole = stored_shape(name, parameter.shape, self._kind)
+            got, wanted = ([n for n in one if n > 1] for one in (tensors[found].shape, whole))
             if got != wanted and (len(wanted) > 1 or math.prod(got) != parameter.size):
                 shapes = f"{tensors[found].shape} and not {parameter.shape}"
                 raise WeightsError(f"{self._path}: the tensor {found} is {shapes}.")
@@ -151,6 +155,7 @@ class Conversion:
         else:
             parts = {"": unpack(tensor.blocks(), tensor.type)}
         change = change_of(name, self.config, self._kind)
+        shape = stored_shape(name, shape, self._kind)
         for part, array in parts.items():
             array = array.reshape(*shape[:-1], -1)
             value = mx.array(np.ascontiguousarray(change(array) if change else array))
