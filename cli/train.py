@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DATA, DRAFTER, TRAINING = "Data", "Drafter", "Training"  # what --help shows
 RATES = {"adamw": 1e-3, "muon": 0.02}  # default learning rates
 FROM_TARGET = "target"  # of --warm-start
-SHAPE = ("kind", "block_size", "layers", "causal")
+SHAPE = ("kind", "block_size", "layers", "causal", "draft_vocab")
 
 
 Out = Annotated[
@@ -60,6 +60,9 @@ class RecipeOptions:
     causal: Annotated[
         bool, flag("--causal", DRAFTER, "Let rows of a block see only earlier rows.")
     ] = False
+    draft_vocab: Annotated[
+        int | None, option(DRAFTER, "N", "Draft only the answers' N commonest tokens.", min=1)
+    ] = None
     warm_start: Annotated[
         str | None, option(DRAFTER, "NAME", "Start from this drafter, or from 'target' layers.")
     ] = None

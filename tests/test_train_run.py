@@ -49,15 +49,21 @@ def recipe(data: Path, **more: Any) -> Recipe:
     return Recipe(data=data, **{**small, **more})
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
-def test_a_drafter_comes_out_that_drafts(tmp_path, target, data, kind):
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("dflash", None), ("dflash", 9), ("dflash2", None), ("dspark", None)]
+)
+def test_a_drafter_comes_out_that_drafts(tmp_path, target, data, kind, tokens):
     seen = []
-    chosen = recipe(data, kind=kind, bits=8)
+    chosen = recipe(data, kind=kind, bits=8, draft_vocab=tokens)
     train(target, tmp_path / "out", chosen, listen=seen.append)
     assert [event.step for event in seen if isinstance(event, StepReport)] == [1, 2, 3]
     [plan] = [event for event in seen if isinstance(event, TrainingPlan)]
     assert plan.samples + plan.held_out == len(PROMPTS)
     drafter = load_drafter(str(tmp_path / "out"))
+    if (ids := drafter.token_ids()) is not None:
+        rows = target.head_rows(ids)
+        assert rows.shape[0] == tokens and mx.allclose(drafter.lm_head.weight, rows, atol=0.02)
+    assert (ids is None) == (tokens is None)
     lines = (tmp_path / "out" / "held_out.jsonl").read_text().splitlines()
     for record in map(json.loads, lines):
         drafted = generate(target, drafter, record["ids"], max_tokens=10).tokens
@@ -93,6 +99,11 @@ def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path, data):
     first, second = (folder / "model.safetensors" for folder in (whole, killed))
     assert first.read_bytes() == second.read_bytes()
     assert "tokens per step" in (killed / "README.md").read_text()
+
+
+def test_only_a_plain_new_drafter_drafts_fewer_tokens(tmp_path, target, data):
+    with pytest.raises(SettingsError, match="--draft-vocab is for"):
+        train(target, tmp_path / "out", recipe(data, kind="dspark", draft_vocab=9))
 
 
 def test_another_recipe_does_not_go_on(tmp_path, target, data):

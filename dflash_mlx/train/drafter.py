@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -253,6 +254,23 @@ def check_trainable(config: DraftConfig) -> None:
     }
     if found := next((name for name, there in parts.items() if there), None):
         raise SettingsError(f"A drafter with {found} cannot be trained further here.")
+
+
+def with_common_tokens(
+    drafter: DFlash, target: Target, samples: Sequence[Sample], count: int
+) -> DFlash:
+    """The drafter with a head of its own, of the target's rows of the answers' commonest tokens.
+
+    The target's head has a row for every token, and in a small model with a large vocabulary most
+    of the weights.
+    """
+    spans = (sample.tokens[a:b] for sample in samples for a, b in sample.answers)
+    common = Counter(token for span in spans for token in span).most_common(count)
+    tokens = mx.array(sorted(token for token, _ in common))
+    reduced = DFlash(replace(drafter.config, draft_vocab_size=len(tokens)))
+    head = {"lm_head.weight": target.head_rows(tokens), "d2t": tokens - mx.arange(len(tokens))}
+    reduced.load_weights([*tree_flatten(drafter.parameters()), *head.items()])
+    return reduced
 
 
 def held_out_metrics(

@@ -34,6 +34,7 @@ class Recipe:
         synthesize: the number of user turns that the target writes instead.
         keep_answers: learn the file's answers instead of the target's.
         kind, block_size, layers, causal: see `draft_config`.
+        draft_vocab: the number of tokens that it can draft, the commonest; None is all.
         steps, hours: length of the training; without either, `EPOCHS` epochs. `hours` includes the
             prompts and answers, but at least half of them are for training.
         anchors, tokens, learning_rate, optimizer, loss_weights, answer_vocabulary, seed: see
@@ -50,6 +51,7 @@ class Recipe:
     block_size: int = 8
     layers: int | None = None
     causal: bool = False
+    draft_vocab: int | None = None
     warm_start: str | None = None
     steps: int | None = None
     hours: float | None = None

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..drafter.config import DraftConfig
+from ..drafter.config import DFLASH, DraftConfig
 from ..drafter.network import DFlash
-from ..errors import OutputError
+from ..errors import OutputError, SettingsError
 from ..targets import Target
 from .answers import AnswerProgress, AnswerSettings, collect_samples, split
 from .dataset import Sample, bucket_length
@@ -25,6 +25,7 @@ from .drafter import (
     new_drafter,
     save_drafter,
     train_drafter,
+    with_common_tokens,
 )
 from .fit import StepReport
 from .initial import draft_config, init_from_target, mask_token
@@ -138,6 +139,9 @@ def train(
         start,
         fresh=warm is None and recipe.warm_start is None,
     )
+    if recipe.draft_vocab is not None:
+        drafter = with_common_tokens(drafter, target, samples, recipe.draft_vocab)
+        raw["draft_vocab_size"] = drafter.config.draft_vocab_size
     try:
         save_drafter(drafter, raw, out)
         lines = "".join(json.dumps(held_out_record(target, s)) + "\n" for s in held_out)
@@ -156,6 +160,8 @@ def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> Non
     config = DraftConfig.from_dict(_shape(target, recipe, (), warm))
     config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     check_trainable(config)
+    if recipe.draft_vocab is not None and (config.kind != DFLASH or warm is not None):
+        raise SettingsError("--draft-vocab is for a new drafter of --kind dflash.")
     # The longest possible samples need the least memory. A file's lengths are still unknown.
     longest = recipe.turn_tokens + recipe.max_tokens if recipe.synthesize else recipe.tokens
     settings = _settings(recipe, 1)
