@@ -36,6 +36,10 @@ TIMEOUT: Final = 5.0  # seconds for a server on this machine to answer
 PAUSE: Final = 0.2  # seconds between two questions
 LOADING: Final = 503  # the status until the model is loaded
 LEAST_CONTEXT: Final = 20_000  # tokens that Claude Code alone says at the start
+# Claude Code keeps 13,000 tokens and those of an answer free. In a context of less than this it
+# would compact its own first prompt, so it learns the limit from the server's error.
+LEAST_TOLD: Final = 48_000
+UNKNOWN: Final = 2**31  # the context length of a model that does not say its own
 KEY: Final = "dflash-mlx"  # agents want one, and a server without keys takes any
 
 
@@ -76,14 +80,14 @@ def launch(
             port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     with signals_to(_end), _server(url, port, api_key, names) as (model, context):
-        if context < LEAST_CONTEXT:
+        if context is not None and context < LEAST_CONTEXT:
             raise SettingsError(
                 f"{model} has a context of {context:,} tokens, and agents begin with "
                 f"{LEAST_CONTEXT:,}: choose another --model, such as {CODER}."
             )
         if names.model not in (EMBEDDED, model):
             note(f"{url} already serves {model}, not {names.model}: another --port starts anew.")
-        command, environment = agent_command(agent, program, url, model, api_key)
+        command, environment = agent_command(agent, program, url, model, api_key, context)
         note(f"{agent.value}: {model} at {url}")
         with signals_to(_leave_ctrl_c):
             command += arguments or ()
@@ -92,14 +96,24 @@ def launch(
 
 
 def agent_command(
-    agent: Agent, program: str, url: str, model: str, key: str
+    agent: Agent, program: str, url: str, model: str, key: str, context: int | None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that has an agent use this server and model, and what its environment needs."""
+    """The command that has an agent use this server and model, and what its environment needs.
+
+    Agents are told the model's context length, if it is known, that it sees no images, and that the
+    server does not search the web.
+    """
+    output = context // 8 if context else 0  # tokens of an answer
     if agent is Agent.claude:
         names = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
         environment = {f"ANTHROPIC_{name}": model for name in names}
         environment |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key}
-        return [program], environment | {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+        environment["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
+        if context and context >= LEAST_TOLD:
+            environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(context)
+            environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(output)
+        denied = {"permissions": {"deny": ["WebSearch"]}}
+        return [program, "--settings", json.dumps(denied)], environment
     if agent is Agent.codex:
         provider = {
             "name": "dflash-mlx",
@@ -107,10 +121,19 @@ def agent_command(
             "env_key": "DFLASH_API_KEY",
             "wire_api": "responses",
         }
-        settings = {f"model_providers.dflash.{name}": value for name, value in provider.items()}
-        settings |= {"model_provider": "dflash", "model": model}
+        settings: dict[str, Any] = {
+            f"model_providers.dflash.{name}": value for name, value in provider.items()
+        }
+        settings |= {"model_provider": "dflash", "model": model, "web_search": "disabled"}
+        settings |= {"features.view_image": False, "features.image_generation": False}
+        if context:
+            settings["model_context_window"] = context
         given = [f"-c{name}={json.dumps(value)}" for name, value in settings.items()]
         return [program, *given], {"DFLASH_API_KEY": key}
+    described = {"name": model, "attachment": False}
+    described["modalities"] = {"input": ["text"], "output": ["text"]}
+    if context:
+        described["limit"] = {"context": context, "output": output}
     config = {
         "model": f"dflash/{model}",
         "small_model": f"dflash/{model}",
@@ -119,7 +142,7 @@ def agent_command(
                 "npm": "@ai-sdk/openai-compatible",
                 "name": "dflash-mlx",
                 "options": {"baseURL": f"{url}/v1", "apiKey": key},
-                "models": {model: {"name": model}},
+                "models": {model: described},
             }
         },
     }
@@ -127,7 +150,9 @@ def agent_command(
 
 
 @contextmanager
-def _server(url: str, port: int, key: str, names: options.Names) -> Iterator[tuple[str, int]]:
+def _server(
+    url: str, port: int, key: str, names: options.Names
+) -> Iterator[tuple[str, int | None]]:
     """Model and context of the server at this address, or of one that ends with the agent."""
     with waiting(f"Waiting for the server at {url}"):
         while (served := _served(url, key)) == LOADING:
@@ -155,16 +180,17 @@ def _server(url: str, port: int, key: str, names: options.Names) -> Iterator[tup
             server.wait()
 
 
-def _served(url: str, key: str) -> tuple[str, int] | int | None:
+def _served(url: str, key: str) -> tuple[str, int | None] | int | None:
     """A server's model and context length, `LOADING` while it loads, or None without a server.
 
-    A server that does not tell its context length is trusted. Raises `ServerError`.
+    The context length is None where the server does not tell it. Raises `ServerError`.
     """
     try:
         asked = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
         with urlopen(asked, timeout=TIMEOUT) as response:
             model = json.load(response)["data"][0]
-            return str(model["id"]), int(model.get("context_length") or LEAST_CONTEXT)
+            context = int(model.get("context_length") or UNKNOWN)
+            return str(model["id"]), context if context < UNKNOWN else None
     except HTTPError as error:
         with error:
             if error.code == LOADING:

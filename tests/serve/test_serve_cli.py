@@ -72,34 +72,42 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
     assert code == 1 and str(MissingDependencyError.of("", "serve")).strip(": ") in told
 
 
-def test_claude_is_told_by_its_environment():
-    command, environment = agent_command(
-        Agent.claude, "/bin/claude", "http://127.0.0.1:8000", "m", "k"
-    )
-    assert command == ["/bin/claude"]
-    assert environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8000"
+@pytest.mark.parametrize("context", [262_144, 40_960, None])
+def test_claude_is_told_by_its_environment(context):
+    """A limit that leaves no room behind its first prompt would have it compact at once."""
+    command, environment = agent_command(Agent.claude, "/bin/claude", URL, "m", "k", context)
+    program, option, settings = command
+    assert program == "/bin/claude" and option == "--settings"
+    assert json.loads(settings)["permissions"]["deny"] == ["WebSearch"]
+    assert environment["ANTHROPIC_BASE_URL"] == URL
     assert environment["ANTHROPIC_AUTH_TOKEN"] == "k"
     assert environment["ANTHROPIC_MODEL"] == "m"
+    told = environment.get("CLAUDE_CODE_MAX_CONTEXT_TOKENS")
+    assert told == ("262144" if context == 262_144 else None)
 
 
-def test_codex_is_told_by_its_arguments():
-    command, environment = agent_command(Agent.codex, "codex", "http://127.0.0.1:8000", 'm"x', "k")
+@pytest.mark.parametrize("context", [40_960, None])
+def test_codex_is_told_by_its_arguments(context):
+    command, environment = agent_command(Agent.codex, "codex", URL, 'm"x', "k", context)
     settings = {}
     for argument in command[1:]:
         name, _, value = argument.removeprefix("-c").partition("=")
         settings[name] = tomllib.loads(f"x = {value}")["x"]  # as codex reads it
     assert settings["model"] == 'm"x' and settings["model_provider"] == "dflash"
-    assert settings["model_providers.dflash.base_url"] == "http://127.0.0.1:8000/v1"
+    assert settings["model_providers.dflash.base_url"] == f"{URL}/v1"
     assert environment == {settings["model_providers.dflash.env_key"]: "k"}
+    assert settings.get("model_context_window") == context
+    assert settings["web_search"] == "disabled" and settings["features.view_image"] is False
 
 
-def test_opencode_is_told_by_its_environment():
-    command, environment = agent_command(
-        Agent.opencode, "opencode", "http://127.0.0.1:8000", "m", "k"
-    )
+@pytest.mark.parametrize("context", [40_960, None])
+def test_opencode_is_told_by_its_environment(context):
+    _, environment = agent_command(Agent.opencode, "opencode", URL, "m", "k", context)
     config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
-    assert config["model"] == "dflash/m" and "m" in config["provider"]["dflash"]["models"]
-    assert config["provider"]["dflash"]["options"]["baseURL"] == "http://127.0.0.1:8000/v1"
+    model = config["provider"]["dflash"]["models"]["m"]
+    assert config["model"] == "dflash/m" and model["modalities"]["input"] == ["text"]
+    assert config["provider"]["dflash"]["options"]["baseURL"] == f"{URL}/v1"
+    assert model.get("limit") == (context and {"context": 40_960, "output": 5_120})
 
 
 def test_port_0_of_an_agents_server_is_a_free_one(tmp_path, monkeypatch):
