@@ -38,7 +38,9 @@ async def read_body(request: Request, model: type[BodyType]) -> BodyType:
     takes too long, 400 if it is not JSON or does not fit the model; and `ClientDisconnect`.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":  # a form of another site cannot send this type
+    # A page of another site cannot send this type, or hide its origin. litellm sends no type to
+    # Ollama's API.
+    if media_type != "application/json" and (media_type or "origin" in request.headers):
         raise RequestError("Content-Type must be application/json.", 415)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_BYTES:
