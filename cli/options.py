@@ -15,7 +15,7 @@ import typer
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, NONE, PACKAGED, pairs
+from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, MTP, NONE, PACKAGED, pairs
 
 from .output import note
 
@@ -58,7 +58,7 @@ def targets_beginning(incomplete: str) -> list[str]:
 
 def drafters_beginning(incomplete: str) -> list[str]:
     """The known drafters that a shell may complete a name to."""
-    names = (LOOKUP, NONE, f"{EMBEDDED}-dflash2", *(pair.drafter for pair in pairs()))
+    names = (LOOKUP, NONE, MTP, f"{EMBEDDED}-dflash2", *(pair.drafter for pair in pairs()))
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -78,8 +78,8 @@ Draft = Annotated[
     option(
         MODEL,
         "NAME",
-        "A drafter or a smaller model of the family, NAME+lookup, lookup (from the text itself) or "
-        "none. Default: the known one.",
+        "A drafter or a smaller model of the family, mtp (the head in the model's checkpoint), "
+        "NAME+lookup, lookup (from the text itself) or none. Default: the known one, else mtp.",
         "--draft",
         "-d",
         autocompletion=drafters_beginning,

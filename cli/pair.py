@@ -7,12 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings, filterwarnings
 
 import dflash_mlx
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.checks import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
-from dflash_mlx.loading.registry import LOOKUP, NONE, WITH_LOOKUP, check_name, known_drafter, short
+from dflash_mlx.loading.registry import NONE, WITH_LOOKUP, check_name, known_drafter, short
 from dflash_mlx.machine.blas import BlasInfo
 
 from .options import AUTO, Names, StepOptions, Weights, tree_rows
@@ -107,7 +108,7 @@ def open_pair(
 
     Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
-    draft = _drafting(names, no_draft)
+    draft = NONE if no_draft else names.draft
     budget = tree_rows(steps.tree_budget)
     check_name(names.model)  # before the seconds that MLX takes to start
     hub = Hub(offline=weights.offline)
@@ -116,19 +117,23 @@ def open_pair(
         announce(draft or known_drafter(names.model), hub, drafter=True)
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
+        from dflash_mlx.drafter.lookup import LookupDrafter
+
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = weights.target_bits, weights.draft_bits
     settings = weights.settings | {"kernels": weights.kernels}
     settings |= {} if member is None else {"cluster": member.cluster}
     downloads = any(map(on_hub, filter(None, (names.model, names.draft))))
     drafter: Drafter | None = None
-    with waiting(f"Loading {names.model}", quiet=downloads):  # downloads have their own bars
+    with waiting(f"Loading {names.model}", quiet=downloads), catch_warnings():
+        # Downloads have their own bars, and a note says that lookup drafts.
+        filterwarnings("ignore", "dflash-mlx: no drafter is known")
         if draft == NONE:
             target = load_target(names.model, target_bits, **settings)
         else:
             settings["draft_window"] = weights.draft_window
             target, drafter = load(names.model, draft, target_bits, draft_bits, **settings)
-    if draft == LOOKUP and names.draft is None:
+    if names.draft is None and isinstance(drafter, LookupDrafter):
         note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")
     if check is not None:
         check(target)
@@ -140,15 +145,6 @@ def open_pair(
         with waiting("Warming up"):
             warm_up(target, drafter, pair.block_size)
     return pair
-
-
-def _drafting(names: Names, no_draft: bool) -> str | None:
-    """The drafter: as --draft names it, the known one (None), or lookup where none is known."""
-    if no_draft:
-        return NONE
-    if names.draft is None and known_drafter(names.model) is None:
-        return LOOKUP
-    return names.draft
 
 
 def _policy(

@@ -27,9 +27,10 @@ from dflash_mlx.errors import (
     SettingsError,
     WeightsError,
 )
-from dflash_mlx.loading.drafters import quantization_beside
+from dflash_mlx.loading.drafters import DraftSource
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.load import load, load_drafter, load_target
+from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loop import generate
 
 TOKENS = mx.array([[5, 9, 2, 40, 41, 7]])
@@ -172,9 +173,9 @@ def test_unknown_names(name, loader):
     assert f"No model '{name}'" in message_of(ModelNotFoundError, loader, name)
 
 
-@pytest.mark.parametrize("name", ["lookup", "none"])
+@pytest.mark.parametrize("name", ["lookup", "none", "mtp"])
 def test_what_drafts_without_a_network_is_no_drafter_to_load(name):
-    assert f"'{name}' is not a network" in message_of(SettingsError, load_drafter, name)
+    assert f"'{name}' needs its target" in message_of(SettingsError, load_drafter, name)
 
 
 def test_a_file_is_no_model(pair):
@@ -221,13 +222,14 @@ def test_a_drafter_remembers_as_many_rows_as_it_is_told(tmp_path, window):
 
 
 def test_a_large_drafter_takes_4_bits_beside_a_quantized_target(tmp_path, monkeypatch):
-    folder = save_drafter(tmp_path / "drafter")
-    stored = [folder / "model.safetensors"]
-    assert quantization_beside(folder, stored) is None
+    folder, four = save_drafter(tmp_path / "drafter"), Quantization(4, 64)
+    source = DraftSource.of("it", folder, {})
+    assert source.quantization_beside(four) is None
     monkeypatch.setattr("dflash_mlx.loading.drafters.LARGE_DRAFTER", 1000)
-    assert quantization_beside(folder, stored).bits == 4
+    assert source.quantization_beside(four) == four
+    assert source.quantization_beside(None) is None
     (folder / "config.json").write_text(json.dumps({"quantization": {"bits": 8}}))
-    assert quantization_beside(folder, stored) is None
+    assert source.quantization_beside(four) is None
 
 
 def test_16_bits_leave_a_drafter_as_it_is(tmp_path):

@@ -26,7 +26,7 @@ from .tree import DraftTree
 if TYPE_CHECKING:
     from ..targets import Target
 
-BLOCK_SIZE = 16  # the most rows of a draft
+BLOCK_SIZE = 8  # the most rows of a draft, which costs more with each
 MOST_PENDING = 256  # tokens that wait for a draft
 SAME = 0.99  # of the target's tokens that must be the draft model's under the same id
 

@@ -1,43 +1,132 @@
-"""What a drafter's folder holds, and in how many bits it loads."""
+"""Opening drafters: networks of their own, and heads of a target's checkpoint."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..drafter.packagings import ARCHITECTURES, DRAFTER_FIELDS
-from ..targets.internals import classes_of
-from ..validation import read_json
-from .checks import read_header
-from .quantization import Quantization, is_quantized
+import mlx.nn as nn
+from mlx_lm.utils import dequantize_model
 
+from ..drafter.mtp import MTPHead
+from ..drafter.network import DFlash
+from ..errors import ConfigError, WeightsError
+from ..targets import Target
+from ..threads import evaluate
+from ..validation import ErrorWrapper, read_json
+from .checkpoint import read_drafter
+from .checks import check_safetensors, read_header
+from .mtp import head_files, read_head, why_no_head
+from .preflight import check_weights, is_language_model, on_cpu
+from .quantization import Quantization, is_quantized, stored_quantization
+from .reading import check_not_quantized, start_reading
+from .registry import MTP
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Kernels
+
+NETWORK, MODEL, HEAD = "network", "model", "head"  # what a folder holds
 LARGE_DRAFTER = 10**9  # parameters
 
 
-def is_language_model(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a model which mlx-lm loads, and not a drafter's."""
-    names = config.get("architectures") or ()
-    if DRAFTER_FIELDS & config.keys() or any(name in ARCHITECTURES for name in names):
-        return False
-    with suppress(KeyError, TypeError, ValueError):  # mlx-lm's, for what it does not know
-        return classes_of(dict(config)) is not None
-    return False
+@dataclass(frozen=True)
+class DraftSource:
+    """A drafter's folder, and what is in it.
 
-
-def quantization_beside(folder: Path, stored: Sequence[Path]) -> Quantization | None:
-    """4 bits for a large drafter beside a quantized target: drafts get cheaper, not worse.
-
-    None for a small one, and for one that is quantized already.
+    Attributes:
+        name: as it was named.
+        folder: where it is.
+        kind: `NETWORK`, `MODEL` or `HEAD`.
+        target: the target's config.json.
+        files: the weight files, but for those that the target reads, too.
     """
-    sizes = (tensor["shape"] for file in stored for tensor in read_header(file).values())
-    if holds_quantized(folder) or sum(map(math.prod, sizes)) <= LARGE_DRAFTER:
-        return None
-    return Quantization(4, 64)
+
+    name: str
+    folder: Path
+    kind: str
+    target: Mapping[str, Any]
+    files: Sequence[Path] = ()
+
+    @classmethod
+    def of(cls, name: str, folder: Path, target: Mapping[str, Any]) -> DraftSource:
+        """What a folder holds for a target. Raises `ConfigError`, `WeightsError`."""
+        if head_files(folder, target):
+            return cls(name, folder, HEAD, target)
+        if name == MTP:
+            raise WeightsError(why_no_head(str(folder), target))
+        is_model = is_language_model(read_json(folder / "config.json"))
+        kind, files = MODEL if is_model else NETWORK, check_safetensors(folder)
+        return cls(name, folder, kind, target, files)
+
+    def quantization_beside(self, target: Quantization | None) -> Quantization | None:
+        """How it is quantized beside a target that is, on load or already; None to leave it.
+
+        A head as the target. Others in 4 bits if they are large: drafts get cheaper, not worse.
+        """
+        if self.kind == HEAD:
+            return target or stored_quantization(self.target)
+        if target is None and not is_quantized(self.target):
+            return None
+        sizes = (tensor["shape"] for file in self.files for tensor in read_header(file).values())
+        stored = is_quantized(read_json(self.folder / "config.json"))
+        if stored or sum(map(math.prod, sizes)) <= LARGE_DRAFTER:
+            return None
+        return Quantization(4, 64)
 
 
-def holds_quantized(folder: Path) -> bool:
-    """Whether a model's folder says that its weights are quantized."""
-    return is_quantized(read_json(folder / "config.json"))
+def open_network(
+    name: str,
+    folder: Path,
+    quantization: Quantization | None,
+    kernels: Kernels | None,
+    window: int | None = None,
+    num_layers: int | None = None,
+) -> DFlash:
+    """Load the drafter network in a folder; `num_layers` are its target's."""
+    check_weights(name, check_safetensors(folder), quantization)
+    with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
+        drafter = read_drafter(folder, window, num_layers)
+    quantized = drafter.config.quantization is not None
+    check_not_quantized(name, quantization, quantized)
+    _read(name, drafter, quantization, quantized, kernels)
+    return drafter
+
+
+def open_head(
+    name: str,
+    folder: Path,
+    target: Target,
+    quantization: Quantization | None,
+    kernels: Kernels | None,
+) -> MTPHead:
+    """Load a target's MTP head from a folder.
+
+    Raises: `WeightsError`, `IncompatibleDrafterError`.
+    """
+    head = read_head(folder, target)
+    quantized = any(hasattr(module, "scales") for module in head.modules())
+    _read(name, head, None if quantized else quantization, quantized, kernels)
+    return head
+
+
+def _read(
+    name: str,
+    drafter: nn.Module,
+    quantization: Quantization | None,
+    quantized: bool,
+    kernels: Kernels | None,
+) -> None:
+    """Read a drafter's weights, and give its layers to our kernels."""
+    if quantized and on_cpu():
+        # MLX's quantized products are slow on a CPU, and drafts do not change the text.
+        dequantize_model(drafter)
+    with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
+        start_reading(name, drafter, quantization)
+        evaluate(drafter)
+    if kernels is not None:
+        from .wiring import wire_drafter
+
+        wire_drafter(drafter, kernels)

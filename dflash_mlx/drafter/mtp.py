@@ -1,0 +1,233 @@
+"""Heads for multi-token prediction, which come in the target's own checkpoint.
+
+The head has one decoder layer of the target's kind. A row joins the target's last hidden state of a
+token, after the final norm, with the embedding of the token after it. The target's head makes
+logits of the output, and the output is the feature of the next row: so one layer drafts any number
+of tokens (DeepSeek-V3, arXiv 2412.19437).
+
+Families differ in the names of tensors, in the order of the two inputs and in how norms are stored.
+`LAYOUTS` is the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import IncompatibleDrafterError
+from ..sampling import Sampler
+from ..targets.internals import (
+    CacheList,
+    DeepseekV32Attention,
+    KVCache,
+    attention_of,
+    mask_of,
+    own_class,
+    text_model,
+)
+from .model import weight_bytes
+from .stepwise import StepwiseSession
+
+if TYPE_CHECKING:
+    from ..targets import Target
+
+BLOCK_SIZE = 8  # the most rows of a draft, which costs more with each
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """How a family stores its head.
+
+    Attributes:
+        prefix: of the head's tensors; {N} is the number of the target's layers.
+        names: beginnings of the names after it -> ours, the first match wins; None: not needed.
+        layers: makes the decoder layers of the class and the arguments of the target's.
+        feature_first: whether the feature comes before the embedding.
+        zero_centred: whether norms may be stored minus one.
+    """
+
+    prefix: str
+    names: Mapping[str, str | None]
+    layers: Callable[[Any, Any], list[nn.Module]]
+    feature_first: bool = False
+    zero_centred: bool = False
+
+
+QWEN = HeadLayout(
+    "mtp.",
+    {
+        "pre_fc_norm_embedding.": "embedding_norm.",
+        "pre_fc_norm_hidden.": "feature_norm.",
+        "fc.": "fc.",
+        "norm.": "norm.",
+        "layers.": "layers.",
+    },
+    lambda layer, args: [layer(args, args.full_attention_interval - 1)],
+    zero_centred=True,
+)
+DEEPSEEK = HeadLayout(
+    "model.layers.{N}.",
+    {
+        "enorm.": "embedding_norm.",
+        "hnorm.": "feature_norm.",
+        "eh_proj.": "fc.",
+        "shared_head.norm.": "norm.",
+        "shared_head.head.": None,  # copies of the target's
+        "embed_tokens.": None,
+        "": "layers.0.",
+    },
+    lambda layer, args: [layer(args, args.num_hidden_layers)],
+)
+MIMO = HeadLayout(
+    "model.mtp_layers.0.",
+    {
+        "token_layernorm.": "embedding_norm.",
+        "hidden_layernorm.": "feature_norm.",
+        "input_proj.": "fc.",
+        "final_layernorm.": "norm.",
+        "": "layers.0.",
+    },
+    lambda layer, args: [layer(args)],
+    feature_first=True,
+)
+NEMOTRON = HeadLayout(
+    "mtp.",
+    {
+        "layers.0.enorm.": "embedding_norm.",
+        "layers.0.hnorm.": "feature_norm.",
+        "layers.0.eh_proj.": "fc.",
+        "layers.1.final_layernorm.": "norm.",
+        "layers.": "layers.",
+    },
+    lambda layer, args: [layer(args, "*"), layer(args, "E")],
+)
+# mlx-lm's module of the target -> its layout.
+LAYOUTS = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), QWEN),
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), DEEPSEEK),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), DEEPSEEK),
+    "mimo": MIMO,
+    "nemotron_h": NEMOTRON,
+}
+
+
+class MTPHead(nn.Module):
+    """The head of a target; its weights are loaded by their names in `HeadLayout.names`.
+
+    Args:
+        target: whose embedding, final norm and head it uses.
+        layout: of the target's family.
+
+    Attributes:
+        tap_layers: the target's last layer.
+
+    Raises `IncompatibleDrafterError` for a target that does not end with a norm in this process.
+    """
+
+    block_size = BLOCK_SIZE
+    drafts_trees = True
+    label = "MTP"
+
+    def __init__(self, target: Target, layout: HeadLayout) -> None:
+        super().__init__()
+        hidden, ending = target.hidden_size, target.parts.norm
+        if ending is None:
+            raise IncompatibleDrafterError(
+                f"{target.name} does not end with a norm here, whose output its MTP head reads."
+            )
+        # Underscores keep what is the target's out of the head's own weights.
+        self._target_norm = ending.weight, ending.eps
+        self._feature_first = layout.feature_first
+        self.tap_layers = (target.num_layers - 1,)
+        self.embedding_norm = nn.RMSNorm(hidden, eps=ending.eps)
+        self.feature_norm = nn.RMSNorm(hidden, eps=ending.eps)
+        self.fc = nn.Linear(2 * hidden, hidden, bias=False)
+        text = text_model(target.model)
+        self.layers = layout.layers(own_class(target.layers[-1]), text.args)
+        self.norm = nn.RMSNorm(hidden, eps=ending.eps)
+        self._predicate = getattr(text, "quant_predicate", None)
+
+    def __repr__(self) -> str:
+        """One line, not MLX's tree of all layers."""
+        return f"MTPHead(layers={len(self.layers)}, hidden_size={self.norm.weight.size})"
+
+    @property
+    def quant_predicate(self) -> Any:
+        """Which layers mlx-lm quantizes, and how: as in the target."""
+        return self._predicate
+
+    def make_cache(self) -> list[Any]:
+        """The empty cache of the layer that attends; an indexer has another one."""
+        indexed = isinstance(attention_of(self.layers[0]), DeepseekV32Attention)
+        return [KVCache() for _ in range(1 + indexed)]
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of a request's caches after so many tokens. Nothing is computed."""
+        cache, hidden = self.make_cache(), self.norm.weight
+        self._rows(mx.zeros((1, tokens, hidden.size), hidden.dtype), cache)
+        return sum(array.nbytes for layer in cache for array in layer.state)
+
+    def slot_cost(self, target: Target) -> float:
+        """What a drafted token is likely to cost, in plain steps of the target."""
+        head = target.parts.head or target.parts.embedding
+        return (weight_bytes(self) + weight_bytes(head)) / weight_bytes(target.model)
+
+    def fuse(self, taps: mx.array) -> mx.array:
+        """Features [1, S, D], normed, from the last layer's outputs [1, S, D]."""
+        return mx.fast.rms_norm(taps, *self._target_norm)
+
+    def advance(
+        self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
+    ) -> mx.array:
+        """See `StepwiseNetwork`. The hidden states are normed."""
+        both = [self.embedding_norm(target.embed(tokens)), self.feature_norm(features)]
+        if self._feature_first:
+            both.reverse()
+        return self.norm(self._rows(self.fc(mx.concatenate(both, axis=-1)), cache))
+
+    def _rows(self, x: mx.array, cache: list[Any]) -> mx.array:
+        """What leaves the decoder layers, [1, S, D]."""
+        mask = mask_of(cache[0], x.shape[1], window_size=None, return_array=True)
+        own: Any = cache[0] if len(cache) == 1 else CacheList(*cache)
+        for layer in self.layers:
+            x = layer(x, mask, own)
+        return x
+
+    def logits(self, hidden: mx.array, target: Target) -> mx.array:
+        """Logits [1, S, V] of hidden states [1, S, D]."""
+        return target.head(hidden)
+
+    def feedback(self, hidden: mx.array) -> mx.array:
+        """The features of the next rows: the normed outputs, as the target's are."""
+        return hidden
+
+    def widen(self, scores: mx.array) -> mx.array:
+        """All tokens can be drafted."""
+        return scores
+
+    def narrow(self, scores: mx.array) -> mx.array:
+        """All tokens can be drafted."""
+        return scores
+
+    def token_ids(self) -> None:
+        """All tokens can be drafted."""
+
+    def check_fits(self, target: Target) -> None:
+        """Raise `IncompatibleDrafterError` unless the target is as wide as the head's own."""
+        own, width = self.norm.weight.size, target.hidden_size
+        if own != width:
+            raise IncompatibleDrafterError(
+                f"The MTP head is another target's: it is {own} wide, {target.name} is {width}."
+            )
+
+    def start(self, target: Target, sampler: Sampler | None = None) -> StepwiseSession:
+        """Begin one request over `target`; without a sampler it drafts greedily.
+
+        Raises `IncompatibleDrafterError`.
+        """
+        self.check_fits(target)
+        return StepwiseSession(self, target, sampler or Sampler())

@@ -1,0 +1,155 @@
+"""Reading the head for multi-token prediction of a target from a checkpoint.
+
+mlx-lm's models drop the head's tensors. They are read from the target's own folder, or from another
+one: conversions often leave them out. Where the head's decoder layer is stored differently from
+mlx-lm's own (experts, MLA, FP8), the target's `sanitize` converts it as one of its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..drafter.mtp import LAYOUTS, HeadLayout, MTPHead
+from ..errors import WeightsError
+from ..targets import Target
+from ..validation import ErrorWrapper, text_config
+from .checkpoint import load_file
+from .checks import read_header
+
+# Before a head's own prefix, in checkpoints of models with vision and in conversions.
+_OUTER = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
+_HALFWAY = 0.5  # the mean of norms stored minus one is below it, that of others above
+
+
+def head_files(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path, str]]:
+    """The tensors in a folder that belong to the head of a target of this config.
+
+    Returns:
+        By the name after the layout's prefix: the file, and the name in it. Empty if there is no
+        head of the target's width.
+    """
+    layout = LAYOUTS.get(str(config.get("model_type")))
+    if layout is None:
+        return {}
+    prefix = _prefix(layout, config)
+    starts = {outer + prefix for outer in _OUTER}
+    found, width = dict[str, tuple[Path, str]](), 0
+    fuse = next(name for name, ours in layout.names.items() if ours == "fc.")
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in read_header(file).items():
+            start = next((one for one in starts if name.startswith(one)), None)
+            if start is not None:
+                found[name.removeprefix(start)] = file, name
+                if name == f"{start}{fuse}weight":
+                    width = tensor["shape"][0]
+    return found if width == text_config(dict(config)).get("hidden_size") else {}
+
+
+def read_head(folder: Path, target: Target) -> MTPHead:
+    """The head of a target, its weights as stored and still on disk. Raises `WeightsError`."""
+    files = head_files(folder, target.config)
+    if not files:
+        raise WeightsError(why_no_head(str(folder), target.config))
+    layout = LAYOUTS[target.config["model_type"]]
+    loaded = {file: load_file(file) for file, _ in files.values()}
+    stored = {name: loaded[file][own] for name, (file, own) in files.items()}
+    head = MTPHead(target, layout)
+    with ErrorWrapper(WeightsError, f"{folder}: the tensors of its MTP head cannot be read"):
+        weights = dict(_ours(layout, stored, target))
+    if layout.zero_centred:
+        _centre(weights)
+    _quantize_as_stored(head, weights)
+    expected = dict(tree_flatten(head.parameters()))
+    for name in sorted(expected.keys() ^ weights.keys()):
+        problem = "is missing" if name in expected else "has no place in it"
+        published = _published(layout, name, target.config)
+        raise WeightsError(f"{folder}: of its MTP head, the tensor {published} {problem}.")
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape:
+            published, shape = _published(layout, name, target.config), expected[name].shape
+            raise WeightsError(f"{folder}: {published} is {tensor.shape} and not {shape}.")
+    head.load_weights(list(weights.items()))
+    return head
+
+
+def why_no_head(folder: str, config: Mapping[str, Any]) -> str:
+    """Why a folder has no head for a target of this config, and what to do."""
+    kind = str(config.get("model_type"))
+    if kind not in LAYOUTS:
+        return f"MTP heads of {kind} cannot be read, only those of {', '.join(LAYOUTS)}."
+    return (
+        f"{folder} has no MTP head for this target: there is no tensor "
+        f"{_prefix(LAYOUTS[kind], config)}*. Conversions leave it out: name the folder or "
+        "repository of the original as the drafter."
+    )
+
+
+def _prefix(layout: HeadLayout, config: Mapping[str, Any]) -> str:
+    """The beginning of the head's tensors' names."""
+    return layout.prefix.format(N=text_config(dict(config)).get("num_hidden_layers"))
+
+
+def _published(layout: HeadLayout, name: str, config: Mapping[str, Any]) -> str:
+    """A tensor's name in the checkpoint, from ours."""
+    for theirs, ours in layout.names.items():
+        if ours is not None and name.startswith(ours):
+            return _prefix(layout, config) + theirs + name.removeprefix(ours)
+    return name
+
+
+def _ours(
+    layout: HeadLayout, stored: Mapping[str, mx.array], target: Target
+) -> Iterator[tuple[str, mx.array]]:
+    """The tensors by our names, those of decoder layers in mlx-lm's form."""
+    layers: dict[str, dict[str, mx.array]] = {}
+    for name, tensor in stored.items():
+        theirs = next(start for start in (*layout.names, name) if name.startswith(start))
+        ours = layout.names.get(theirs)
+        if theirs not in layout.names:
+            yield name, tensor
+        elif ours is not None and ours.startswith("layers"):
+            _, layer, own = (ours + name.removeprefix(theirs)).split(".", 2)
+            layers.setdefault(layer, {})[own] = tensor
+        elif ours is not None:
+            yield ours + name.removeprefix(theirs), tensor
+    for layer, tensors in layers.items():
+        matrices = {own: tensor for own, tensor in tensors.items() if tensor.ndim > 1}
+        vectors = {own: tensor for own, tensor in tensors.items() if tensor.ndim < 2}
+        for own, tensor in {**_sanitized(matrices, target), **vectors}.items():
+            yield f"layers.{layer}.{own}", tensor
+
+
+def _sanitized(tensors: Mapping[str, mx.array], target: Target) -> dict[str, mx.array]:
+    """A layer's matrices in mlx-lm's form: converted as if they were the target's last layer."""
+    backbone = "backbone" if target.config["model_type"] == "nemotron_h" else "model"
+    place = f"layers.{target.num_layers - 1}."
+    given = {f"{backbone}.{place}{name}": tensor for name, tensor in tensors.items()}
+    model: Any = target.model
+    return {name.partition(place)[2]: tensor for name, tensor in model.sanitize(given).items()}
+
+
+def _centre(weights: dict[str, mx.array]) -> None:
+    """Add one to the weights of norms, if they are stored minus one as in Qwen's own files."""
+    norms = [name for name, tensor in weights.items() if tensor.ndim == 1 and "norm" in name]
+    means = mx.stack([weights[name].astype(mx.float32).mean() for name in norms])
+    if norms and (means.mean() < _HALFWAY).item():
+        weights |= {name: weights[name] + 1 for name in norms}
+
+
+def _quantize_as_stored(head: MTPHead, weights: Mapping[str, mx.array]) -> None:
+    """Quantize the layers that are stored quantized, so that their tensors can be loaded."""
+
+    def stored_as(name: str, module: nn.Module) -> bool | dict[str, Any]:
+        if f"{name}.scales" not in weights or not hasattr(module, "to_quantized"):
+            return False
+        columns, scales = module.weight.shape[-1], weights[f"{name}.scales"]
+        bits = weights[f"{name}.weight"].shape[-1] * 32 // columns
+        return {"group_size": columns // scales.shape[-1], "bits": bits}
+
+    nn.quantize(head, class_predicate=stored_as)

@@ -1,0 +1,53 @@
+"""From a model whose weights are on disk to one whose weights are being read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import SettingsError
+from .preflight import on_cpu
+from .quantization import Quantization
+
+if TYPE_CHECKING:
+    from .load import SupportsSharding
+
+
+def check_not_quantized(name: str, wanted: Quantization | None, quantized: bool) -> None:
+    """Raise `SettingsError` if weights that are quantized already should be quantized."""
+    if wanted is not None and quantized:
+        raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
+
+
+def start_reading(
+    name: str,
+    model: nn.Module,
+    quantization: Quantization | None,
+    cluster: SupportsSharding | None = None,
+) -> None:
+    """Cast, quantize and shard the weights, and begin to read them into memory."""
+    if on_cpu():
+        # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
+        model.set_dtype(mx.float32)
+    if quantization is not None:
+        quantization.apply(model)
+    if cluster is not None:
+        cluster.shard(name, model)
+    if on_cpu():
+        _lay_out_by_column(model)
+    model.eval()
+    mx.async_eval(model.parameters())
+
+
+def _lay_out_by_column(model: nn.Module) -> None:
+    """Store matrices transposed, values and shapes unchanged, for the products of the CPU.
+
+    A layer computes x @ W.T. With W stored by rows every BLAS takes its transposed path and
+    packs W anew for each call of several rows; stored by columns, W.T is an ordinary matrix
+    (docs/experiments.md has the measurement).
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight = mx.contiguous(module.weight.T).T

@@ -1,0 +1,191 @@
+"""MTP heads in numpy, written from public code by somebody who had not seen this package's.
+
+Sources: vllm/model_executor/models/{qwen3_5_mtp,deepseek_mtp,glm4_moe_mtp,mimo_mtp}.py and
+vllm/v1/spec_decode; sglang's models/{qwen3_5_mtp,deepseek_nextn}.py; transformers' MtpModel and
+MTPCandidateGenerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+F = np.float32
+# By family: prefix, norms of embedding and feature, the joining matrix, the layer, the final norm.
+NAMES = {
+    "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0.", "norm"),
+    "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "", "final_layernorm"),
+    "deepseek": ("enorm", "hnorm", "eh_proj", "", "shared_head.norm"),
+}
+
+
+def rms(x, weight, eps):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=F) + F(eps)) * weight
+
+
+def sigmoid(x):
+    return F(1) / (F(1) + np.exp(-x))
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def rotate(x, positions, dims, theta, pairs):
+    """The first `dims` of x [T, H, d], by halves or, as in DeepSeek, in pairs."""
+    half = dims // 2
+    angle = np.asarray(positions, F)[:, None, None] * F(theta) ** (-np.arange(half, dtype=F) / half)
+    cos, sin, out = np.cos(angle), np.sin(angle), x.copy()
+    first, second = (
+        (slice(0, dims, 2), slice(1, dims, 2)) if pairs else (slice(half), slice(half, dims))
+    )
+    a, b = x[..., first], x[..., second]
+    out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+class Head:
+    """One request's drafting with a head.
+
+    Attributes:
+        before_norm, swapped, shift, keeps: planted mistakes: own outputs fed back before the final
+            norm, embedding and feature exchanged, a drafted row's position, rows that stay.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        prefix: str,
+        weights: Mapping[str, Any],
+        config: Mapping[str, Any],
+        embed: Any,
+        lm_head: Any,
+    ) -> None:
+        kind = "qwen" if family.startswith("qwen") else family if family == "mimo" else "deepseek"
+        self.enorm, self.hnorm, self.fuse, self.layer, self.final = NAMES[kind]
+        self.kind, self.c, self.embed, self.lm_head = kind, config, embed, lm_head
+        self.w = {name.removeprefix(prefix): np.asarray(w, F) for name, w in weights.items()}
+        self.keys: list[Any] = []
+        self.values: list[Any] = []
+        self.before_norm = self.swapped = self.keeps = False
+        self.shift = 0
+
+    def draft(self, features: Any, tokens: Sequence[int], count: int) -> Any:
+        """Add the rows of features [T, D] and the tokens after each; then draft, greedily.
+
+        Returns the logits [count, V] of the drafts.
+        """
+        hidden = self.rows(features, tokens, 0)[-1:]
+        kept, rows = len(self.keys), [self.normed(hidden) @ self.lm_head.T]
+        while len(rows) < count:
+            feature = hidden if self.before_norm else self.normed(hidden)
+            hidden = self.rows(feature, [int(rows[-1].argmax())], self.shift)
+            rows.append(self.normed(hidden) @ self.lm_head.T)
+        if not self.keeps:
+            del self.keys[kept:], self.values[kept:]
+        return np.concatenate(rows)
+
+    def normed(self, x: Any) -> Any:
+        return self.norm(x, self.final)
+
+    def norm(self, x: Any, name: str) -> Any:
+        return rms(x, self.w[f"{name}.weight"] + (self.kind == "qwen"), self.c["rms_norm_eps"])
+
+    def linear(self, x: Any, name: str) -> Any:
+        return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", F(0))
+
+    def rows(self, features: Any, tokens: Sequence[int], shift: int) -> Any:
+        positions = np.arange(len(self.keys), len(self.keys) + len(tokens)) + shift
+        pair = [self.norm(self.embed[list(tokens)], self.enorm), self.norm(features, self.hnorm)]
+        if (self.kind == "mimo") != self.swapped:
+            pair.reverse()
+        x = self.linear(np.concatenate(pair, -1), self.fuse)
+        is_latent = f"{self.layer}self_attn.kv_b_proj.weight" in self.w
+        attention = self.latent_attention if is_latent else self.attention
+        x = x + attention(self.norm(x, f"{self.layer}input_layernorm"), positions)
+        return x + self.mlp(self.norm(x, f"{self.layer}post_attention_layernorm"))
+
+    def attend(self, q: Any, k: Any, v: Any) -> Any:
+        start = len(self.keys)
+        self.keys.extend(k)
+        self.values.extend(v)
+        keys, values = np.stack(self.keys), np.stack(self.values)
+        groups = q.shape[1] // keys.shape[1]
+        keys, values = keys.repeat(groups, 1), values.repeat(groups, 1)
+        scores = np.einsum("thd,shd->hts", q, keys) * F(q.shape[-1] ** -0.5)
+        visible = np.arange(len(keys))[None] <= np.arange(start, start + len(q))[:, None]
+        weights = softmax(np.where(visible[None], scores, F(-np.inf)))
+        return np.einsum("hts,shd->thd", weights, values).reshape(len(q), -1)
+
+    def attention(self, x: Any, positions: Any) -> Any:
+        c, p, heads = self.c, f"{self.layer}self_attn.", self.c["num_attention_heads"]
+        size = c.get("head_dim") or c["hidden_size"] // heads
+        rope = c.get("rope_parameters") or c
+        q, gate = self.linear(x, f"{p}q_proj"), None
+        if self.kind == "qwen":  # per head [q ; gate]
+            q, gate = np.split(q.reshape(len(x), heads, 2 * size), 2, axis=-1)
+        q = q.reshape(len(x), heads, size)
+        k, v = (self.linear(x, f"{p}{n}_proj").reshape(len(x), -1, size) for n in "kv")
+        if f"{p}q_norm.weight" in self.w:
+            q, k = self.norm(q, f"{p}q_norm"), self.norm(k, f"{p}k_norm")
+        dims = int(size * rope.get("partial_rotary_factor", 1))
+        q, k = (rotate(t, positions, dims, rope["rope_theta"], False) for t in (q, k))
+        out = self.attend(q, k, v)
+        return self.linear(
+            out if gate is None else out * sigmoid(gate.reshape(out.shape)), f"{p}o_proj"
+        )
+
+    def latent_attention(self, x: Any, positions: Any) -> Any:
+        """DeepSeek's MLA, expanded. The norms in it have eps 1e-6."""
+        c, p, heads = self.c, f"{self.layer}self_attn.", self.c["num_attention_heads"]
+        nope, rank = c["qk_nope_head_dim"], c["kv_lora_rank"]
+        q = rms(self.linear(x, f"{p}q_a_proj"), self.w[f"{p}q_a_layernorm.weight"], 1e-6)
+        q = self.linear(q, f"{p}q_b_proj").reshape(len(x), heads, -1)
+        latent, turned = np.split(self.linear(x, f"{p}kv_a_proj_with_mqa"), [rank], axis=-1)
+        latent = rms(latent, self.w[f"{p}kv_a_layernorm.weight"], 1e-6)
+        both = self.linear(latent, f"{p}kv_b_proj").reshape(len(x), heads, -1)
+        k, v = np.split(both, [nope], axis=-1)
+        turns = positions, c["qk_rope_head_dim"], c["rope_theta"], True
+        q_turned, k_turned = (rotate(t, *turns) for t in (q[..., nope:], turned[:, None]))
+        q = np.concatenate([q[..., :nope], q_turned], -1)
+        k = np.concatenate([k, k_turned.repeat(heads, 1)], -1)
+        return self.linear(self.attend(q, k, v), f"{p}o_proj")
+
+    def swiglu(self, x: Any, name: str) -> Any:
+        gate = self.linear(x, f"{name}gate_proj")
+        return self.linear(
+            gate * sigmoid(gate) * self.linear(x, f"{name}up_proj"), f"{name}down_proj"
+        )
+
+    def mlp(self, x: Any) -> Any:
+        p = f"{self.layer}mlp."
+        if f"{p}gate.weight" not in self.w:
+            return self.swiglu(x, p)
+        chosen, weights = self.route(self.linear(x, f"{p}gate"))
+        out = np.zeros_like(x)
+        for row in range(len(x)):
+            for expert, weight in zip(chosen[row], weights[row], strict=True):
+                if f"{p}experts.gate_up_proj" in self.w:
+                    both = self.w[f"{p}experts.gate_up_proj"][expert] @ x[row]
+                    gate, up = np.split(both, 2)
+                    one = self.w[f"{p}experts.down_proj"][expert] @ (gate * sigmoid(gate) * up)
+                else:
+                    one = self.swiglu(x[row][None], f"{p}experts.{expert}.")[0]
+                out[row] += F(weight) * one
+        if f"{p}shared_expert_gate.weight" in self.w:
+            gate = sigmoid(self.linear(x, f"{p}shared_expert_gate"))
+            return out + gate * self.swiglu(x, f"{p}shared_expert.")
+        return out + self.swiglu(x, f"{p}shared_experts.")
+
+    def route(self, logits: Any) -> Any:
+        """Experts and weights: softmax (Qwen), or a sigmoid whose bias only chooses."""
+        bias = self.w.get(f"{self.layer}mlp.gate.e_score_correction_bias")
+        scores = softmax(logits) if bias is None else sigmoid(logits)
+        choice = scores if bias is None else scores + bias
+        chosen = np.argsort(-choice, -1, kind="stable")[:, : self.c["num_experts_per_tok"]]
+        weights = np.take_along_axis(scores, chosen, -1)
+        scale = self.c.get("routed_scaling_factor", 1.0)
+        return chosen, weights / weights.sum(-1, keepdims=True) * F(scale)

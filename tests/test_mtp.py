@@ -1,0 +1,187 @@
+"""MTP heads: read from checkpoints by their published names, drafts as an oracle's, same text."""
+
+import functools
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import mlx.core as mx
+import mtp_oracle
+import numpy as np
+import pytest
+from mtp_heads import HEADS, INDEXED, config_of, head_weights, save_pair, shapes_of
+from tinymodels import greedy
+
+import dflash_mlx as dm
+from dflash_mlx.drafter.mtp import LAYOUTS
+from dflash_mlx.errors import SettingsError, WeightsError
+from dflash_mlx.loading.load import load
+from dflash_mlx.loop import generate
+from dflash_mlx.sampling import Sampler
+
+PROMPT = [5, 9, 2, 40, 41, 7, 100, 3]
+SLOTS = 5
+MISTAKES = {"before_norm": True, "swapped": True, "shift": 1, "keeps": True}
+KNOWN = [family for family in HEADS if family != "nemotron_h"]  # to the oracle
+
+
+@functools.cache
+def pair(family: str):
+    """A target and its head, through the door users take."""
+    with tempfile.TemporaryDirectory() as folder:
+        target, draft = save_pair(Path(folder), family)
+        return load(str(target), draft=draft)
+
+
+def oracle_of(family: str, **mistakes) -> mtp_oracle.Head:
+    target, _ = pair(family)
+    config = config_of(family)
+    config = config.get("text_config", config)
+    prefix = LAYOUTS[family].prefix.format(N=config["num_hidden_layers"])
+    embed = np.array(target.embed(mx.arange(target.vocab_size)[None])[0])
+    lm_head = np.array(target.head(mx.eye(target.hidden_size)[None])[0]).T
+    head = mtp_oracle.Head(family, prefix, head_weights(family), config, embed, lm_head)
+    vars(head).update(mistakes)
+    return head
+
+
+class Steps:
+    """The steps of a text: ragged, with rejections in between and a plain step."""
+
+    def __init__(self, family: str) -> None:
+        target, drafter = pair(family)
+        self.target, self.norm, self.draws = target, target.parts.norm, random.Random(0)
+        self.session, self.reads = (
+            drafter.start(target, Sampler()),
+            target.start(drafter.tap_layers),
+        )
+        self.drafter, self.text, self.fed = drafter, list(PROMPT), 0
+        self.features: list[np.ndarray] = []
+
+    def propose(self, width: int) -> tuple[list[int], np.ndarray, list[int]]:
+        """Our drafts; the new features, and the tokens after them."""
+        done, text = self.reads.position, self.text
+        for _, taps in self.reads.prefill(text[done:]):
+            tokens = text[done : done + taps.shape[1]]
+            self.session.read_tokens(tokens)
+            self.session.extend_rows(taps, range(len(tokens)))
+            self.features.append(np.array(self.norm(taps)[0]))
+            done += len(tokens)
+        anchor = self.draws.randrange(200)
+        drafts = self.session.propose(anchor, width).tokens
+        drafts = drafts if isinstance(drafts, list) else drafts.tolist()
+        new = np.concatenate(self.features), [*text, anchor][self.fed + 1 :]
+        if width > 1:
+            self.features, self.fed = [], len(text)
+        self.text += drafts[: self.draws.randint(1, width)]
+        return drafts[1:], *new
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_drafts_are_the_oracles(family, monkeypatch) -> None:
+    steps, oracle = Steps(family), oracle_of(family)
+    seen: list[np.ndarray] = []
+    own = type(steps.drafter).logits
+
+    def logits(head, hidden, target):
+        found = own(head, hidden, target)
+        seen.append(np.array(found[0]))
+        return found
+
+    monkeypatch.setattr(type(steps.drafter), "logits", logits)
+    for width in (SLOTS, 2, 1, 4, SLOTS):
+        seen.clear()
+        drafts, features, after = steps.propose(width)
+        if width > 1:
+            expected = oracle.draft(features, after, width - 1)
+            assert np.abs(np.concatenate(seen) - expected).max() < 1e-4
+            assert drafts == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_changes_the_drafts(mistake) -> None:
+    steps, wrong = Steps("glm4_moe"), oracle_of("glm4_moe", **{mistake: MISTAKES[mistake]})
+    found = [steps.propose(SLOTS) for _ in range(4)]
+    drafts = [wrong.draft(*new, SLOTS - 1).argmax(-1).tolist() for _, *new in found]
+    assert drafts != [ours for ours, *_ in found]
+
+
+def test_a_feature_before_the_targets_norm_would_change_the_drafts() -> None:
+    steps, oracle = Steps("glm4_moe"), oracle_of("glm4_moe")
+    steps.norm = lambda taps: taps * mx.linspace(0.2, 3, taps.shape[-1])
+    drafts, *new = steps.propose(SLOTS)
+    assert oracle.draft(*new, SLOTS - 1).argmax(-1).tolist() != drafts
+
+
+FEW = [("qwen3_5", 0.0, None), ("glm4_moe", 0.8, 6), ("nemotron_h", 0.8, None)]
+SETTINGS = ((0.0, None), (0.8, None), (0.8, 6))
+ALL = [(family, *of) for family in (*HEADS, *INDEXED) for of in SETTINGS]
+
+
+@pytest.mark.parametrize(
+    ("family", "temperature", "tree"),
+    [*FEW, *(pytest.param(*of, marks=pytest.mark.matrix) for of in ALL if of not in FEW)],
+)
+def test_the_text_is_the_targets(family, temperature, tree) -> None:
+    """Alone, and eight requests in one forward."""
+    target, drafter = pair(family)
+    tree = tree if target.supports_trees else None
+    ways = {"temperature": temperature, "seed": 3, "max_tokens": 20}
+    prompts = [[number, *PROMPT[number:]] for number in range(8)]
+    plain = [generate(target, None, prompt, **ways).tokens for prompt in prompts]
+    drafted = {"block_size": 4, "tree_budget": tree}
+    assert generate(target, drafter, prompts[0], **ways, **drafted).tokens == plain[0]
+    with dm.Engine(target, drafter) as engine:
+        jobs = [engine.submit(prompt, **ways, **drafted) for prompt in prompts]
+        assert [job.result().tokens for job in jobs] == plain
+
+
+def test_a_conversation_goes_on_and_lookup_joins() -> None:
+    target, drafter = pair("glm4_moe")
+    conversation = dm.Conversation(target, drafter)
+    first = generate(target, drafter, PROMPT, max_tokens=9, conversation=conversation)
+    prompt = [*PROMPT, *first.tokens, 8, 7]
+    again = generate(target, drafter, prompt, max_tokens=9, conversation=conversation)
+    assert again.stats.reused_tokens > len(PROMPT) and again.tokens == greedy(target, prompt, 9)
+
+
+def test_a_target_with_a_head_needs_no_other_drafter(tmp_path) -> None:
+    folder, _ = save_pair(tmp_path, "glm4_moe")
+    target, drafter = load(str(folder))
+    assert drafter.label == "MTP+lookup"
+    assert 0 < drafter.slot_cost(target) < 1
+    _, four = load(str(folder), draft="mtp", draft_bits=4)
+    assert "scales" in four.layers[0].self_attn.q_proj
+    with pytest.raises(SettingsError, match="draft_window: mtp reads the whole text"):
+        load(str(folder), draft="mtp", draft_window=4)
+
+
+@pytest.mark.parametrize("family", HEADS)
+def test_a_missing_tensor_is_named(family, tmp_path) -> None:
+    folder, draft = save_pair(tmp_path, family)
+    head = {name: mx.array(value) for name, value in head_weights(family).items()}
+    missing = next(
+        name
+        for name in head
+        if name.endswith(("norm_embedding.weight", "enorm.weight")) or "token_layernorm" in name
+    )
+    file = Path(draft) / "mtp.safetensors" if draft != "mtp" else folder / "model.safetensors"
+    stored = dict(mx.load(str(file)))
+    del stored[missing]
+    mx.save_safetensors(str(file), stored)
+    with pytest.raises(WeightsError, match=f"of its MTP head, the tensor {missing} is missing"):
+        load(str(folder), draft=draft)
+
+
+def test_what_has_no_head_says_so(tmp_path) -> None:
+    folder, _ = save_pair(tmp_path, "glm4_moe")
+    stored = dict(mx.load(str(folder / "model.safetensors")))
+    for name in shapes_of("glm4_moe", config_of("glm4_moe")):
+        del stored[name]
+    mx.save_safetensors(str(folder / "model.safetensors"), stored)
+    with pytest.raises(WeightsError, match=r"no tensor model\.layers\.4\.\*.*the original"):
+        load(str(folder), draft="mtp")
+    (folder / "config.json").write_text(json.dumps(config_of("glm4_moe") | {"model_type": "qwen3"}))
+    with pytest.raises(WeightsError, match="MTP heads of qwen3 cannot be read, only those of"):
+        load(str(folder), draft="mtp")
