@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..drafter.lookup import CombinedDrafter, LookupDrafter
 from ..drafter.model import DraftModel
@@ -28,7 +27,7 @@ from .hub import Hub
 from .mtp import head_files
 from .preflight import check_drafter, check_target, check_weights, float_bytes, on_cpu
 from .quantization import Quantization, is_quantized
-from .reading import check_not_quantized, start_reading
+from .reading import SupportsSharding, check_not_quantized, start_reading
 from .registry import (
     EMBEDDED,
     LOOKUP,
@@ -58,22 +57,6 @@ _EMBEDDED_FOLDERS = {
     ("smollm2", "drafter"): "smollm2",
 }
 KEPT_BITS = 16  # of `draft_bits`: as they are
-
-
-class SupportsSharding(Protocol):
-    """Machines that share a target, such as a `cluster.Cluster`.
-
-    Attributes:
-        size: how many.
-    """
-
-    size: int
-
-    def shard(self, name: str, model: nn.Module) -> None:
-        """Reduce a model to this machine's part, before its weights are read."""
-
-    def open(self, model: nn.Module, tokenizer: Any, config: dict[str, Any], name: str) -> Target:
-        """The target over all machines, from this machine's part. It has run once."""
 
 
 def load(

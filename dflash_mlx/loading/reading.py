@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import SettingsError
+from ..targets import Target
 from .preflight import on_cpu
 from .quantization import Quantization
 
-if TYPE_CHECKING:
-    from .load import SupportsSharding
+
+class SupportsSharding(Protocol):
+    """Machines that share a target, such as a `cluster.Cluster`.
+
+    Attributes:
+        size: how many.
+    """
+
+    size: int
+
+    def shard(self, name: str, model: nn.Module) -> None:
+        """Reduce a model to this machine's part, before its weights are read."""
+
+    def open(self, model: nn.Module, tokenizer: Any, config: dict[str, Any], name: str) -> Target:
+        """The target over all machines, from this machine's part. It has run once."""
 
 
 def check_not_quantized(name: str, wanted: Quantization | None, quantized: bool) -> None:
