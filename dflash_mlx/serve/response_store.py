@@ -61,7 +61,7 @@ class ResponseStore:
                 code = "previous_response_not_found"
                 raise RequestError(str(error), 400, code, "previous_response_id") from error
         for item in body.items:
-            items.append(self._item(salt, item) if item.type == "item_reference" else item)
+            items.append(self._item(salt, item) if item.is_reference else item)
         return items
 
     def _find(self, salt: str, id: str) -> tuple[bytes, bytes]:

@@ -29,6 +29,11 @@ class InputItem(Body):
     input: str | None = None
     output: str | ListOf[ContentPart] | None = None
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether the item stands for a stored one; then it may have its id alone."""
+        return self.type == "item_reference" or self.model_fields_set == {"id"}
+
 
 def messages_of(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
     """The messages as chat templates take them: reasoning, text and calls in a row become one."""

@@ -79,17 +79,12 @@ def test_one_refused_prompt_cancels_the_others(target):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"suffix": "x"},
-        {"best_of": 2},
         {"prompt": []},
         {"prompt": [["a"]]},
         {"prompt": [10**9]},
         {"prompt": ["One"] * 33},
         {"prompt": [[65]] * 33},
         {"logprobs": 6},
-        {"echo": True},
-        {"guided_regex": "a+"},
-        {"min_tokens": 3},
     ],
 )
 def test_unsupported_fields_are_refused(target, wrong):

@@ -119,7 +119,6 @@ def test_a_prefilled_answer(target):
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         {"tool_choice": {"type": "tool", "name": "f"}},
-        {"container": "c"},
         {"temperature": 1.5},
     ],
 )

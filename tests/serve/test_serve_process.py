@@ -150,7 +150,10 @@ def test_openai_responses(chat):
         final = stream.get_final_response()
     whole = chat.responses.create(**settings | {"max_output_tokens": 200})
     assert final.output_text == whole.output_text and final.usage == whole.usage
-    assert whole.status == "completed"
+    assert whole.status == "completed" and chat.responses.retrieve(whole.id).output == whole.output
+    more = {"model": "m", "input": "And 2 plus 3?", "previous_response_id": whole.id}
+    counted = chat.responses.input_tokens.count(**more).input_tokens
+    assert counted == chat.responses.create(**more, max_output_tokens=4).usage.input_tokens > 80
 
 
 @pytest.mark.parametrize(
