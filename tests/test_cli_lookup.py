@@ -52,7 +52,7 @@ def test_names_that_say_nothing_are_refused(folder):
 
 def test_whatever_is_wrong_with_a_drafter_it_is_said_what_drafts_without_one(folder, tmp_path):
     """A name that is none, what is no drafter, one known not to load, one of another target."""
-    refused = "deepseek-ai/dspark_gemma4_12b_block7"
+    refused = "Hikari07jp/DSpark-Gemma-4-31B-draft"
     for name, draft in (
         ("tiny", "a-mistyped-name"),
         ("tiny", str(folder)),

@@ -204,7 +204,7 @@ def test_a_target_that_does_not_fit_is_refused_before_its_download(hub, server):
     assert server.fetched() == {"config.json": 1}
 
 
-@pytest.mark.parametrize("drafter", [DRAFTER, "deepseek-ai/dspark_gemma4_12b_block7"])
+@pytest.mark.parametrize("drafter", [DRAFTER, "Hikari07jp/DSpark-Gemma-4-31B-draft"])
 def test_another_models_drafter_is_refused_before_any_download(hub, server, only_config, drafter):
     config = json.loads((server.repositories[TARGET] / "config.json").read_text())
     name = only_config("somebody/wider", **config | {"hidden_size": 128})

@@ -53,8 +53,8 @@ def test_every_publisher_is_there(name):
 
 
 def test_a_drafter_that_is_known_not_to_load_says_why_and_is_not_fetched():
-    with pytest.raises(ConfigError, match="known not to load: Gemma4DSparkModel is another"):
-        load_drafter("deepseek-ai/dspark_gemma4_12b_block7")
+    with pytest.raises(ConfigError, match="known not to load: its config does not say"):
+        load_drafter("Hikari07jp/DSpark-Gemma-4-31B-draft")
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,9 @@ class DraftConfig:
     markov: Markov | None = None  # this and the one below: of DSpark
     confidence: bool = False  # a head that says how sure each row is
     eagle: Eagle | None = None  # of EAGLE-3
+    gemma4: bool = False  # Gemma 4's layers,
+    keys_are_values: bool = False  # whose values are the keys, before the keys' norm
+    own_embedding_scale: float = 1.0  # on embeddings of its own table; the target scales its own
     runtime_block_size: int | None = checked(ROWS, None)  # rows that the publisher suggests to run
     draft_window_size: int | None = checked(whole(), None)  # and to remember
     quantization: Mapping[str, Any] | None = None  # of weights stored quantized, as mlx-lm says it
@@ -283,6 +286,8 @@ def _sizes(read: ConfigReader, kind: str) -> dict[str, Any]:
     found["num_key_value_heads"] = found["num_key_value_heads"] or heads
     found["head_dim"] = found["head_dim"] or max(hidden // heads, 1)
     found["target_hidden_size"] = found["target_hidden_size"] or hidden
+    if read.packaging.gemma4:
+        found |= _gemma4(read, hidden)
     drafted = found["draft_vocab_size"] or vocabulary
     if read.sources["draft_vocab_size"].startswith("default"):
         drafted = min(drafted, vocabulary)
@@ -303,6 +308,20 @@ def _sizes(read: ConfigReader, kind: str) -> dict[str, Any]:
         if broken:
             raise read.error(read.place(name), problem)
     return found
+
+
+def _gemma4(read: ConfigReader, hidden: int) -> dict[str, Any]:
+    """What is Gemma 4's: its full-attention layers, and the scale of its embeddings."""
+    read.get("hidden_activation", one_of("gelu_pytorch_tanh"))
+    shared = read.get("attention_k_eq_v", BOOLEAN, False)
+    heads = read.get("num_global_key_value_heads", HEADS, REQUIRED if shared else None)
+    return {
+        "gemma4": True,
+        "keys_are_values": shared,
+        "own_embedding_scale": hidden**0.5,
+        "head_dim": read.get("global_head_dim", WIDTH, REQUIRED),
+        **({"num_key_value_heads": heads} if shared else {}),
+    }
 
 
 def _quantization(read: ConfigReader) -> dict[str, Any]:

@@ -153,8 +153,11 @@ def read_sinks(read: ConfigReader, windows: tuple[int | None, ...]) -> tuple[boo
 def read_rope(read: ConfigReader, positions: int) -> tuple[float, Mapping[str, Any] | None]:
     """`rope_theta`, and how the rotary frequencies are scaled, None for not at all.
 
-    `rope_parameters` wins over `rope_scaling`, and both over the root.
+    `rope_parameters` wins over `rope_scaling`, and both over the root. Gemma 4 has one for each
+    kind of layer.
     """
+    if read.packaging.gemma4:
+        return _gemma4_rope(read)
     theta = read.get("rope_theta", POSITIVE, 10000.0)
     found: dict[str, Any] | None = None
     for name in ("rope_scaling", "rope_parameters"):
@@ -173,6 +176,21 @@ def read_rope(read: ConfigReader, positions: int) -> tuple[float, Mapping[str, A
     if found is not None and found["rope_type"] == "yarn":
         found.setdefault(ORIGINAL, positions)
     return float(theta), found
+
+
+def _gemma4_rope(read: ConfigReader) -> tuple[float, Mapping[str, Any]]:
+    place = f"rope_parameters.{FULL}"
+    values = read.check(place, read.get("rope_parameters", OBJECT, {}).get(FULL), OBJECT)
+    found = {
+        name: read.check(f"{place}.{name}", values.get(name), check)
+        for name, check in (
+            ("rope_type", one_of("proportional")),
+            ("rope_theta", POSITIVE),
+            ("partial_rotary_factor", POSITIVE),
+        )
+    }
+    read.sources["rope_theta"] = read.sources["rope_scaling"] = place
+    return float(found.pop("rope_theta")), found
 
 
 def _scaling(read: ConfigReader, place: str, values: dict[str, Any]) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ Parameter names are those of Speculators' checkpoints, but for `hidden_norm`.
 from __future__ import annotations
 
 from collections.abc import Container
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -33,11 +34,13 @@ HEAD_NORM = "layers.0.self_attn.q_norm.weight"  # in heads with Qwen3's layers, 
 class Eagle3(DFlash):
     """The EAGLE-3 head: loaded and borrowed from the target as a DFlash drafter is."""
 
+    label = "EAGLE-3"
+
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__(config, parts)
         self.eagle = config.eagle or Eagle()
         first, hidden = self.layers[0].self_attn, config.hidden_size
-        for name in ("q_proj", "k_proj", "v_proj"):
+        for name in first.keys() & {"q_proj", "k_proj", "v_proj"}:
             width = first[name].weight.shape[0]
             first[name] = nn.Linear(2 * hidden, width, bias=config.attention_bias)
         if HEAD_NORM not in parts:
@@ -84,9 +87,8 @@ class Eagle3(DFlash):
         x = normed if self.eagle.norm_before_residual else features
         both = mx.concatenate([first.input_layernorm(self.embed(tokens, target)), normed], axis=-1)
         for layer, rows in zip(self.layers, cache, strict=True):
-            given = both if layer is first else layer.input_layernorm(x)
-            x = x + layer.self_attn.output(_attend(layer.self_attn, given, rows))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            attend = partial(_attend, layer.self_attn, rows, both if layer is first else None)
+            x = layer(x, attend)
         return x
 
     def logits(self, hidden: mx.array, target: Target) -> mx.array:
@@ -106,8 +108,12 @@ class Eagle3(DFlash):
         return StepwiseSession(self, target, sampler or Sampler())
 
 
-def _attend(attention: Attention, x: mx.array, cache: KVCache) -> mx.array:
-    """The heads' outputs [1, H, S, head_dim] of rows x [1, S, ...], which the cache keeps."""
+def _attend(attention: Attention, cache: KVCache, given: mx.array | None, x: mx.array) -> mx.array:
+    """The heads' outputs [1, H, S, head_dim] of rows, which the cache keeps.
+
+    The rows are `given` [1, S, 2*D], or else the layer's own x [1, S, D].
+    """
+    x = x if given is None else given
     queries = attention.queries(x, cache.offset)
     keys, values = cache.update_and_fetch(*attention.keys_values(x, cache.offset))
     return attention.attend(queries, keys, values)

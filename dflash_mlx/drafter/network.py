@@ -33,6 +33,7 @@ from .candidates import (
 )
 from .config import DraftConfig
 from .context import ContextCache, ContextCheckpoint
+from .gemma4 import Gemma4Layer
 from .layers import DraftLayer
 from .packagings import ADAPTER, EMBEDDING, HEAD, MASK
 from .protocol import DraftSession
@@ -66,7 +67,8 @@ class DFlash(nn.Module):
             width = hidden
         self.fc = nn.Linear(len(config.target_layer_ids) * width, hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
-        self.layers = [self.layer_class(config, i) for i in range(config.num_hidden_layers)]
+        layer_class = Gemma4Layer if config.gemma4 else self.layer_class
+        self.layers = [layer_class(config, i) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(hidden, eps=eps)
         if EMBEDDING in parts:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)
@@ -150,7 +152,10 @@ class DFlash(nn.Module):
         `places` [L] are the tokens' places in their blocks, if each line holds several blocks.
         """
         scale = self.config.input_embedding_scale
-        embeddings = self.embed_tokens(blocks) if "embed_tokens" in self else target.embed(blocks)
+        if "embed_tokens" in self:
+            embeddings, scale = self.embed_tokens(blocks), scale * self.config.own_embedding_scale
+        else:
+            embeddings = target.embed(blocks)
         embeddings = embeddings if scale == 1 else embeddings * scale
         if "mask_embedding" not in self:
             return embeddings

@@ -35,6 +35,7 @@ class Packaging:
         defaults: values of absent fields.
         copied: the file is a copy of the target's config with the drafter's fields added, so the
             target's own fields (`COPIED`) mean nothing.
+        gemma4: the layers are Gemma 4's.
         confidence: without a key in the file, whether a DSpark drafter has a confidence head.
         tensors: beginnings of tensors' names -> our beginnings.
         unused_tensors: stored, and not needed.
@@ -45,6 +46,7 @@ class Packaging:
     causal: Literal["sliding", "never"] = "sliding"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     copied: bool = False
+    gemma4: bool = False
     confidence: bool = False
     tensors: Mapping[str, str] = field(default_factory=dict)
     unused_tensors: frozenset[str] = frozenset()
@@ -99,6 +101,10 @@ EAGLE = Packaging(
     | {"model.": ""},
     unused_tensors=frozenset({"t2d"}),
 )
+# DeepSpec's networks for Gemma 4, and its EAGLE-3.
+DEEPSPEC_GEMMA = replace(DEEPSPEC, name="deepspec-gemma4", gemma4=True)
+DEEPSPEC_EAGLE = replace(EAGLE, name="deepspec-eagle3", copied=True)
+DEEPSPEC_GEMMA_EAGLE = replace(DEEPSPEC_EAGLE, name="deepspec-gemma4-eagle3", gemma4=True)
 SPECULATORS_EAGLE = replace(
     EAGLE, name="speculators-eagle3", defaults={**EAGLE.defaults, "draft_vocab_size": 32000}
 )
@@ -114,6 +120,9 @@ ARCHITECTURES = {
     "MuseGlimmerAssistantModel": (MUSE, DFLASH),
     "LlamaForCausalLMEagle3": (EAGLE, EAGLE3),
     "Eagle3LlamaForCausalLM": (EAGLE, EAGLE3),
+    "Gemma4DSparkModel": (DEEPSPEC_GEMMA, DSPARK),
+    "Qwen3Eagle3Model": (DEEPSPEC_EAGLE, EAGLE3),
+    "Gemma4Eagle3Model": (DEEPSPEC_GEMMA_EAGLE, EAGLE3),
 }
 # `speculators_model_type` -> what it is; the architecture's name says no more there.
 SPECULATORS_KINDS = {
@@ -167,7 +176,8 @@ HARMLESS = frozenset(
         # training
         "attention_dropout hidden_dropout embedding_dropout initializer_range num_anchors "
         "max_anchors confidence_head_alpha loss_decay_gamma loss_type loss_weights loss_gamma "
-        "loss_config ttt_steps initial_context_length embed_requires_grad freeze_embed "
+        "loss_config ttt_steps ttt_length step_loss_decay draft_num_hidden_layers "
+        "target_model_name_or_path initial_context_length embed_requires_grad freeze_embed "
         "router_aux_loss_coef output_router_logits "
         # hints for serving: any value gives the same text
         "dflash_initial_block_size prefer_requested_block_size "
@@ -193,7 +203,8 @@ COPIED = frozenset(
         "rope_interleave use_qk_norm attn_type_list experts_per_token vision_config "
         "language_model_only image_token_id video_token_id vision_start_token_id "
         "vision_end_token_id attn_logit_softcapping query_pre_attn_scalar use_sliding_window "
-        "max_window_layers sliding_window"
+        "max_window_layers sliding_window vocab_size_per_layer_input num_kv_shared_layers "
+        "top_k_experts use_bidirectional_attention"
     ).split()
 )
 # Keys that change the network unless they have this value.
@@ -208,13 +219,14 @@ NEUTRAL: dict[str, Any] = {
     ),
     **dict.fromkeys(
         "mlp_bias attn_output_gate gating enable_qwen35_gated_q_proj log_snr_conditioning fc_norm "
-        "fc_layernorm draft_shift use_heterogeneous_kv attention_k_eq_v use_mtp_layernorm".split(),
+        "fc_layernorm draft_shift use_heterogeneous_kv attention_k_eq_v use_mtp_layernorm "
+        "enable_moe_block use_double_wide_mlp".split(),
         False,
     ),
     **dict.fromkeys(
         "draft_adapter_rank gru_hidden_dim emb_dim pure_draft_prefix_len global_head_dim "
-        "num_global_key_value_heads attn_logit_softcapping num_experts num_local_experts "
-        "n_routed_experts".split(),
+        "hidden_size_per_layer_input num_global_key_value_heads attn_logit_softcapping "
+        "num_experts num_local_experts n_routed_experts".split(),
         0,
     ),
 }
@@ -222,7 +234,10 @@ NEUTRAL: dict[str, Any] = {
 UNUSED_TENSORS = ("rotary_emb.inv_freq",)  # endings of names, in any packaging
 PACKAGINGS = {
     row.name: row
-    for row in (ZLAB, JETSPEC, DEEPSPEC, SPECFORGE, SPECULATORS, MUSE, EAGLE, SPECULATORS_EAGLE)
+    for row in (
+        *(ZLAB, JETSPEC, DEEPSPEC, DEEPSPEC_GEMMA, SPECFORGE, SPECULATORS, MUSE),
+        *(EAGLE, SPECULATORS_EAGLE, DEEPSPEC_EAGLE, DEEPSPEC_GEMMA_EAGLE),
+    )
 }
 
 
