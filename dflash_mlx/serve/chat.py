@@ -32,7 +32,7 @@ from .openai_common import (
     thinking_settings,
     usage,
 )
-from .request import GenerationRequest, ToolChoice, without_none
+from .request import GenerationRequest, ToolChoice
 from .sse import DONE, Frames, frame
 
 
@@ -137,7 +137,7 @@ class ChatBody(SamplingBody):
 
     def _thinking(self) -> dict[str, Any]:
         """The chat template's variables for thinking."""
-        settings = without_none(enable_thinking=self.enable_thinking)
+        settings = thinking_settings(self.enable_thinking)
         if self.thinking is not None:
             settings["enable_thinking"] = self.thinking.type != "disabled"
         if self.reasoning is not None:

@@ -34,7 +34,6 @@ from .sse import Frames
 VERSION: Final = "0.13.0"  # of Ollama's API; editors refuse servers of old ones
 MEDIA_TYPE: Final = "application/x-ndjson"
 LATEST: Final = ":latest"  # clients add it to names without a tag
-_DONE_REASONS: Final = {"stop": "stop", "tool_calls": "stop", "length": "length"}
 
 
 class OllamaOptions(SamplingOptions):
@@ -84,7 +83,6 @@ class OllamaBody(Body):
         self, prompt: str | Sequence[OllamaMessage], tools: Sequence[Tool] = ()
     ) -> GenerationRequest:
         is_text = isinstance(prompt, str)
-        thinks = self.think
         return GenerationRequest(
             self.model.removesuffix(LATEST),
             prompt if isinstance(prompt, str) else [one.for_template() for one in prompt],
@@ -92,9 +90,7 @@ class OllamaBody(Body):
             tools,
             schema={"type": "object"} if self.format == "json" else self.format or None,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            template_settings={"enable_thinking": thinks}
-            if isinstance(thinks, bool)
-            else thinking_settings(thinks),
+            template_settings=thinking_settings(self.think),
             prompt_field="prompt" if is_text else "messages",
         )
 
@@ -209,7 +205,7 @@ class OllamaResponse:
         }
         return {
             "done": True,
-            "done_reason": _DONE_REASONS[finish.reason],
+            "done_reason": "length" if finish.reason == "length" else "stop",
             "prompt_eval_count": self._stream.prompt_tokens,
             "eval_count": stats.output_tokens,
             **{f"{name}_duration": int(value * 1e9) for name, value in seconds.items()},

@@ -239,10 +239,12 @@ def template_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[s
     return {"id": id, "type": "function", "function": {"name": name, "arguments": value}}
 
 
-def thinking_settings(effort: str | None) -> dict[str, Any]:
-    """The chat template's variables for a reasoning effort."""
+def thinking_settings(effort: str | bool | None) -> dict[str, Any]:
+    """The chat template's variables for a reasoning effort, or for thinking at all."""
     if effort is None:
         return {}
+    if isinstance(effort, bool):
+        return {"enable_thinking": effort}
     if effort == "none":
         return {"enable_thinking": False}
     return {"reasoning_effort": effort, "enable_thinking": True}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from serving import FakeEngine, client, make_handler, make_target
 
-from dflash_mlx.serve import body, chat, completions, messages, responses
+from dflash_mlx.serve import body, chat, completions, messages, ollama, responses
 from dflash_mlx.serve.app import Endpoints
 from dflash_mlx.serve.errors import RequestError
 from dflash_mlx.serve.request import GenerationRequest
@@ -23,6 +23,8 @@ BODIES = {
     "/v1/responses": responses.ResponsesBody,
     "/v1/messages": messages.MessagesBody,
     "/v1/messages/count_tokens": messages.CountBody,
+    "/api/chat": ollama.OllamaChatBody,
+    "/api/generate": ollama.OllamaGenerateBody,
 }
 POSTS = [*BODIES]
 REQUEST = GenerationRequest("m", "Hi")
@@ -228,7 +230,7 @@ MESSAGES = st.lists(
 @pytest.mark.parametrize("path", POSTS)
 def test_no_body_makes_the_server_fail(server, path):
     names = st.sampled_from(sorted(BODIES[path].model_fields))
-    plain = {"messages": HI["messages"], "prompt": "x", "input": "x", "max_tokens": 3}
+    plain = {"messages": HI["messages"], "prompt": "x", "input": "x", "max_tokens": 3, "model": "m"}
 
     @settings(max_examples=60)
     @given(st.dictionaries(names, JSON, max_size=4), st.none() | MESSAGES)
