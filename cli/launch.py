@@ -155,7 +155,7 @@ def _server(
 ) -> Iterator[tuple[str, int | None]]:
     """Model and context of the server at this address, or of one that ends with the agent."""
     with waiting(f"Waiting for the server at {url}"):
-        while (served := _served(url, key)) == LOADING:
+        while (served := _served(url, key, names.model)) == LOADING:
             time.sleep(PAUSE)
     if isinstance(served, tuple):
         yield served
@@ -167,7 +167,7 @@ def _server(
         server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             with waiting(f"Starting a server for {names.model}"):
-                while not isinstance(served := _served(url, key), tuple):
+                while not isinstance(served := _served(url, key, names.model), tuple):
                     if server.poll() is not None:
                         log.seek(0)
                         told = log.read().decode(errors="replace").strip().splitlines()
@@ -180,15 +180,17 @@ def _server(
             server.wait()
 
 
-def _served(url: str, key: str) -> tuple[str, int | None] | int | None:
+def _served(url: str, key: str, wanted: str) -> tuple[str, int | None] | int | None:
     """A server's model and context length, `LOADING` while it loads, or None without a server.
 
-    The context length is None where the server does not tell it. Raises `ServerError`.
+    Of several models it is the wanted one, or the first. The context length is None where the
+    server does not tell it. Raises `ServerError`.
     """
     try:
         asked = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
         with urlopen(asked, timeout=TIMEOUT) as response:
-            model = json.load(response)["data"][0]
+            models = json.load(response)["data"]
+            model = next((one for one in models if one["id"] == wanted), models[0])
             context = int(model.get("context_length") or UNKNOWN)
             return str(model["id"]), context if context < UNKNOWN else None
     except HTTPError as error:

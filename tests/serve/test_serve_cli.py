@@ -151,7 +151,8 @@ class Loading(BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.asked.append(self.path)
         status = 503 if len(self.server.asked) == 1 else 200
-        content = json.dumps({"data": [{"id": "m", "context_length": self.server.length}]}).encode()
+        models = [{"id": "m", "context_length": self.server.length}, {"id": "unloaded"}]
+        content = json.dumps({"data": models}).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -161,8 +162,10 @@ class Loading(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize("length", [None, 32_768, 2048])
-def test_a_server_that_loads_is_waited_for(length, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("length", "model"), [(None, "m"), (32_768, "m"), (2048, "m"), (2048, "unloaded")]
+)
+def test_a_server_that_loads_is_waited_for(length, model, tmp_path, monkeypatch):
     """An agent is not started on a model whose context cannot hold its prompt."""
     monkeypatch.setattr("dflash_mlx.cli.launch.PAUSE", 0)
     agent = tmp_path / "codex"
@@ -171,8 +174,9 @@ def test_a_server_that_loads_is_waited_for(length, tmp_path, monkeypatch):
     with HTTPServer(("127.0.0.1", 0), Loading) as server:
         server.asked, server.length = [], length
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        code, told = run("launch", "codex", "--port", str(server.server_port), PATH=str(tmp_path))
+        options = ["--port", str(server.server_port), "--model", model]
+        code, told = run("launch", "codex", *options, PATH=str(tmp_path))
         server.shutdown()
     assert server.asked == ["/v1/models", "/v1/models"]
-    refused = length == 2048
+    refused = (length, model) == (2048, "m")
     assert code == (2 if refused else 7) and ("m has a context of 2,048 tokens" in told) == refused
