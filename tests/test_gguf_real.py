@@ -15,8 +15,12 @@ import numpy as np
 import pytest
 
 import dflash_mlx as dm
+from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.errors import ModelNotFoundError
+from dflash_mlx.train.dataset import Sample
+from dflash_mlx.train.drafter import new_drafter, with_common_tokens
+from dflash_mlx.train.initial import draft_config
 
 TEXTS = json.loads((Path(__file__).parent / "llama_cpp.json").read_text(encoding="utf-8"))
 
@@ -60,8 +64,15 @@ def test_it_writes_what_llama_cpp_writes_after_every_prompt(
 
 
 @pytest.mark.matrix
-def test_drafted_text_is_plain_text_beyond_the_window_and_in_a_batch(model: Any) -> None:
+@pytest.mark.parametrize("draft", ["lookup", "network of fewer tokens"])
+def test_drafted_text_is_plain_text_beyond_the_window_and_in_a_batch(
+    model: Any, draft: str
+) -> None:
     target, drafter = model[1], LookupDrafter()
+    if draft != "lookup":
+        config = DraftConfig.from_dict(draft_config(target, "dflash", 4, mask_token=0, layers=1))
+        common = Sample(tuple(range(1000)), ((1, 1000),))
+        drafter = with_common_tokens(new_drafter(config, seed=0), target, [common], 500)
     count = target.tokenizer.encode("one two three four five six seven " * 100)[:600]
     prompts = [count, "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,", "The capital of France is"]
     plain = [dm.generate(target, None, prompt, max_tokens=24).tokens for prompt in prompts]

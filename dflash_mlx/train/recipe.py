@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +15,6 @@ from ..settings import SEED_BITS
 from ..targets import Target
 from ..validation import read_json
 from .initial import check_kind
-from .losses import LossWeights
 
 TARGET = "target"  # of warm_start: the target's own layers
 # The settings that prompts and answers depend on.
@@ -37,8 +36,7 @@ class Recipe:
         draft_vocab: the number of tokens that it can draft, the commonest; None is all.
         steps, hours: length of the training; without either, `EPOCHS` epochs. `hours` includes the
             prompts and answers, but at least half of them are for training.
-        anchors, tokens, learning_rate, optimizer, loss_weights, answer_vocabulary, seed: see
-            `DrafterSettings`.
+        anchors, tokens, learning_rate, optimizer, seed: see `DrafterSettings`.
         max_tokens, rows: see `AnswerSettings`.
         bits: 4, 6 or 8 to quantize the stored drafter; None stores bf16.
         held_out: number of samples for evaluation.
@@ -59,10 +57,6 @@ class Recipe:
     tokens: int = 1024
     learning_rate: float = 1e-3
     optimizer: str = "adamw"
-    loss_weights: LossWeights = field(
-        default_factory=lambda: LossWeights(cross_entropy=0.5, kl=0.5)
-    )
-    answer_vocabulary: bool = True
     max_tokens: int = 256
     rows: int = 24
     turn_tokens: int = 128

@@ -29,6 +29,7 @@ from .drafter import (
 )
 from .fit import StepReport
 from .initial import draft_config, init_from_target, mask_token
+from .losses import LossWeights
 from .memory import check_memory, memory_needed
 from .recipe import EPOCHS, TARGET, Recipe, claim_folder
 from .synthesize import TurnProgress, turn_start, user_header, write_turns
@@ -214,8 +215,8 @@ def _settings(recipe: Recipe, steps: int) -> DrafterSettings:
         anchors=recipe.anchors,
         learning_rate=recipe.learning_rate,
         optimizer=recipe.optimizer,
-        loss_weights=recipe.loss_weights,
-        answer_vocabulary=recipe.answer_vocabulary,
+        loss_weights=LossWeights(cross_entropy=0.5, kl=0.5),
+        answer_vocabulary=True,
         seed=recipe.seed,
         save_every=every,
         validate_every=every,
