@@ -14,8 +14,9 @@ from mtp_heads import HEADS, INDEXED, config_of, head_weights, save_pair, shapes
 from tinymodels import greedy
 
 import dflash_mlx as dm
+from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.mtp import LAYOUTS
-from dflash_mlx.errors import SettingsError, WeightsError
+from dflash_mlx.errors import ConfigError, SettingsError, WeightsError
 from dflash_mlx.loading.load import load
 from dflash_mlx.loop import generate
 from dflash_mlx.sampling import Sampler
@@ -182,6 +183,21 @@ def test_what_has_no_head_says_so(tmp_path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), stored)
     with pytest.raises(WeightsError, match=r"no tensor model\.layers\.4\.\*.*the original"):
         load(str(folder), draft="mtp")
-    (folder / "config.json").write_text(json.dumps(config_of("glm4_moe") | {"model_type": "qwen3"}))
-    with pytest.raises(WeightsError, match="MTP heads of qwen3 cannot be read, only those of"):
+    (folder / "config.json").write_text(json.dumps(config_of("glm4_moe") | {"model_type": "llama"}))
+    with pytest.raises(WeightsError, match="MTP heads of llama cannot be read, only those of"):
         load(str(folder), draft="mtp")
+
+
+@pytest.mark.parametrize(
+    ("labels", "what"),
+    [
+        ({"architectures": ["Qwen3_5MTP"]}, "an MTP head, which drafts for the one target"),
+        ({"model_type": "qwen3_5_mtp"}, "an MTP head"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "an EAGLE-3 head of another network"),
+        ({"architectures": ["EagleLlamaForCausalLM"]}, "an EAGLE head of version 1 or 2"),
+        ({"speculators_model_type": "peagle"}, "a P-EAGLE head"),
+    ],
+)
+def test_other_heads_are_named_for_what_they_are(labels, what) -> None:
+    with pytest.raises(ConfigError, match=what):
+        DraftConfig.from_dict({"hidden_size": 64, **labels})

@@ -34,6 +34,7 @@ from .packagings import (
     DSPARK,
     EAGLE3,
     JETSPEC,
+    OTHER_KINDS,
     SPECFORGE,
     SPECULATORS_KINDS,
     Packaging,
@@ -228,15 +229,18 @@ def _packaging(raw: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
     algorithm = raw.get("speculators_model_type")
     if algorithm is not None or "transformer_layer_config" in raw:
         if not isinstance(algorithm, str) or algorithm not in SPECULATORS_KINDS:
+            _refuse_other_kinds(where, algorithm)
             problem = f"must be one of {', '.join(SPECULATORS_KINDS)}, not {brief(algorithm)}"
             raise ConfigError(f"{where}: speculators_model_type {problem}.")
         return SPECULATORS_KINDS[algorithm]
     if name is None:
+        _refuse_other_kinds(where, raw.get("model_type"))
         muse = raw.get("model_type") == "muse_glimmer_assistant"
         name = "MuseGlimmerAssistantModel" if muse else "DFlashDraftModel"
     if name == "LlamaForCausalLM" and "draft_vocab_size" in raw:
         name = "LlamaForCausalLMEagle3"  # as EAGLE-3's authors label it
     if not isinstance(name, str) or name not in ARCHITECTURES:
+        _refuse_other_kinds(where, name)
         raise ConfigError(f"{where}: architectures {brief(name)} is not a known drafter.")
     packaging, kind = ARCHITECTURES[name]
     nested = raw.get("dflash_config")
@@ -244,6 +248,15 @@ def _packaging(raw: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
     if kind == DFLASH and ("causal_head" in raw or "causal_head" in nested):
         return JETSPEC, kind
     return packaging, kind
+
+
+def _refuse_other_kinds(where: str, label: Any) -> None:
+    """Raise `ConfigError` that says what a drafter is, where its label tells."""
+    text = str(label).lower()
+    if (part := next((part for part in OTHER_KINDS if part in text), None)) is not None:
+        raise ConfigError(
+            f"{where}: {brief(label)} is {OTHER_KINDS[part]}: it cannot be read here."
+        )
 
 
 def _kind(read: ConfigReader, kind: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Families differ in the names of tensors, in the order of the two inputs and in h
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -105,8 +105,9 @@ NEMOTRON = HeadLayout(
     },
     lambda layer, args: [layer(args, "*"), layer(args, "E")],
 )
-# mlx-lm's module of the target -> its layout.
+# mlx-lm's module of the target -> its layout. Qwen3 has no head of its own; recipes/ trains one.
 LAYOUTS = {
+    "qwen3": replace(QWEN, layers=lambda layer, args: [layer(args)], zero_centred=False),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), QWEN),
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), DEEPSEEK),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), DEEPSEEK),

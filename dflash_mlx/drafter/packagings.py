@@ -132,6 +132,15 @@ SPECULATORS_KINDS = {
     "eagle3": (SPECULATORS_EAGLE, EAGLE3),
 }
 
+# In a label in small letters -> what a drafter is that is not loaded from its config.
+OTHER_KINDS = {
+    "mtp": "an MTP head, which drafts for the one target that it was trained with",
+    "nextn": "an MTP head, which drafts for the one target that it was trained with",
+    "peagle": "a P-EAGLE head, which is another network",
+    "eagle3": "an EAGLE-3 head of another network than Llama's and Qwen3's",
+    "eagle": "an EAGLE head of version 1 or 2, which is another network",
+    "medusa": "a Medusa head, which is another network",
+}
 # Fields that only drafters' configs have: one of them tells a drafter from a language model.
 DRAFTER_FIELDS = frozenset(
     (
