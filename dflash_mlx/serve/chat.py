@@ -107,6 +107,7 @@ class ChatBody(SamplingBody):
     enable_thinking: bool | None = None
     thinking: Thinking | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
     audio: None = None
     function_call: None = None
     functions: None = None
@@ -133,6 +134,7 @@ class ChatBody(SamplingBody):
             n=self.n or 1,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_settings=self._thinking() | (self.chat_template_kwargs or {}),
+            continues_message=bool(self.continue_final_message),
         )
 
     def _thinking(self) -> dict[str, Any]:

@@ -40,17 +40,7 @@ class OllamaOptions(SamplingOptions):
     """How tokens are chosen. Options of Ollama's own runtime are ignored."""
 
     num_predict: Annotated[int, Field(ge=-2)] | None = None  # negative: no limit
-    repeat_last_n: Annotated[int, Field(ge=1)] | None = None
     tfs_z: Literal[1] | None = None
-
-    def engine_settings(self) -> dict[str, Any]:
-        """The engine's settings that the request names."""
-        found = self.settings(self.num_predict)
-        if self.repeat_last_n is not None:
-            for name in ("repetition", "presence", "frequency"):
-                if f"{name}_penalty" in found:
-                    found[f"{name}_context_size"] = self.repeat_last_n
-        return found
 
 
 class OllamaMessage(ChatMessage):
@@ -86,7 +76,7 @@ class OllamaBody(Body):
         return GenerationRequest(
             self.model.removesuffix(LATEST),
             prompt if isinstance(prompt, str) else [one.for_template() for one in prompt],
-            self.options.engine_settings() if self.options else {},
+            self.options.settings(self.options.num_predict) if self.options else {},
             tools,
             schema={"type": "object"} if self.format == "json" else self.format or None,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,

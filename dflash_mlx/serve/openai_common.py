@@ -94,6 +94,7 @@ class SamplingOptions(Body):
         float | None,
         Field(gt=0, le=10, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")),
     ] = None
+    repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 is all
     logit_bias: (
         Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)]
         | None
@@ -105,7 +106,7 @@ class SamplingOptions(Body):
     def settings(self, max_tokens: int | None) -> dict[str, Any]:
         """The engine's settings that the request names. Negative `max_tokens` are the default."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return without_none(
+        found = without_none(
             max_tokens=None if (max_tokens or 0) < 0 else max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -119,6 +120,12 @@ class SamplingOptions(Body):
             logit_bias=self.logit_bias,
             block_size=1 if self.draft is False else None,
         )
+        for name, off in (("repetition", 1), ("presence", 0), ("frequency", 0)):
+            if self.repeat_last_n == 0:
+                found.pop(f"{name}_penalty", None)
+            elif self.repeat_last_n and found.get(f"{name}_penalty", off) != off:
+                found[f"{name}_context_size"] = self.repeat_last_n % 2**31
+        return found
 
 
 class SamplingBody(SamplingOptions):
@@ -135,15 +142,21 @@ class SamplingBody(SamplingOptions):
     # Fields of vLLM and llama.cpp that would change the answer.
     allowed_token_ids: Nothing = None
     bad_words: Nothing = None
+    chat_template: None = None
+    documents: Nothing = None
     dry_multiplier: Literal[0] | None = None
+    dynatemp_range: Literal[0] | None = None
     grammar: Literal[""] | None = None
     guided_choice: None = None
     guided_grammar: None = None
     guided_regex: None = None
     ignore_eos: Literal[False] | None = None
     include_stop_str_in_output: Literal[False] | None = None
+    length_penalty: Literal[1] | None = None
     min_tokens: Literal[0] | None = None
+    prompt_logprobs: Literal[0] | None = None
     stop_token_ids: Nothing = None
+    truncate_prompt_tokens: None = None
     use_beam_search: Literal[False] | None = None
     xtc_probability: Literal[0] | None = None
 

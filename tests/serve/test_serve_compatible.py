@@ -161,9 +161,13 @@ def test_a_schema_by_any_name_binds_the_answer(engine, path, more):
 
 
 def test_other_names_of_settings(engine):
+    turns = [user("Hi"), {"role": "assistant", "content": "Well, I"}]
+    more = {"repeat_penalty": 1.5, "repeat_last_n": -1, "continue_final_message": True}
     with client(engine) as server:
-        assert server.post(CHAT, json=ask(CHAT, repeat_penalty=1.5)).status_code == 200
-    assert engine.submitted[0][1]["repetition_penalty"] == 1.5
+        assert server.post(CHAT, json=ask(CHAT, *turns, **more)).status_code == 200
+    settings = engine.submitted[0][1]
+    assert settings["repetition_penalty"] == 1.5 and settings["continues"]
+    assert settings["repetition_context_size"] > 2**20 and engine.prompt().endswith("Well, I")
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,10 @@ def test_options_are_settings(engine, path):
     options = {"temperature": 0.5, "top_k": 4, "seed": 7, "num_predict": 9, "stop": ["x"]}
     options |= {"repeat_penalty": 1.5, "repeat_last_n": 30, "num_ctx": 4096, "num_thread": 2}
     with client(engine, defaults={"max_tokens": 3}) as server:
-        for given in (options, {"num_predict": -1}):
+        for given in (options, {"num_predict": -1}, options | {"repeat_penalty": 1.0}):
             assert server.post(path, json=ask(path, options=given)).status_code == 200
-    (_, settings), (_, unlimited) = engine.submitted
+    (_, settings), (_, unlimited), (_, without) = engine.submitted
+    assert "repetition_context_size" not in without
     expected = {"temperature": 0.5, "top_k": 4, "seed": 7, "max_tokens": 9, "stop": ["x"]}
     expected |= {"repetition_penalty": 1.5, "repetition_context_size": 30}
     assert {name: settings[name] for name in expected} == expected
