@@ -37,7 +37,7 @@ from .pair import announce, on_hub
 WIDTHS = (16, 8, 4)  # bits per weight
 FAMILY = re.compile(r"[a-z]*[\d.]*")
 
-REPOSITORY = "A Hugging Face repository (owner/name)."
+REPOSITORY = "A Hugging Face repository (owner/name, for GGUF files owner/name:TYPE)."
 Name = Annotated[str, typer.Argument(help=REPOSITORY, autocompletion=options.targets_beginning)]
 Part = Annotated[str, typer.Argument(metavar="NAME", help="Show these models and their drafters.")]
 All = Annotated[bool, options.flag("--all", options.OUTPUT, "Show those that do not fit, too.")]

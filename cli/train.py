@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 DATA, DRAFTER, TRAINING = "Data", "Drafter", "Training"  # what --help shows
 RATES = {"adamw": 1e-3, "muon": 0.02}  # default learning rates
-FROM_TARGET = "target"  # of --warm-start
 SHAPE = ("kind", "block_size", "layers", "causal", "draft_vocab")
 
 
@@ -63,9 +62,7 @@ class RecipeOptions:
     draft_vocab: Annotated[
         int | None, option(DRAFTER, "N", "Draft only the answers' N commonest tokens.", min=1)
     ] = None
-    warm_start: Annotated[
-        str | None, option(DRAFTER, "NAME", "Start from this drafter, or from 'target' layers.")
-    ] = None
+    warm_start: Annotated[str | None, option(DRAFTER, "NAME", "Start from this drafter.")] = None
     bits: Annotated[
         int | None,
         option(DRAFTER, "4|6|8", "Store the drafter in so many bits, not 16.", "--store-bits"),
@@ -105,16 +102,16 @@ def train(
 ) -> None:
     """Train a drafter for a model. If interrupted, the same command resumes."""
     warm_start, hub = choices.warm_start, Hub(offline=offline)
-    if warm_start not in (None, FROM_TARGET):
-        if given := next((name for name in SHAPE if is_given(name, context)), None):
-            raise typer.BadParameter(
-                "cannot be combined with a drafter to start from", param_hint=spelled(given)
-            )
+    given = next((name for name in SHAPE if is_given(name, context)), None)
+    if warm_start is not None and given is not None:
+        raise typer.BadParameter(
+            "cannot be combined with a drafter to start from", param_hint=spelled(given)
+        )
     blas = dflash_mlx.use_fast_blas(stock=stock_blas, flush_denormals=True)
     recipe = choices.recipe()
     with waiting(f"Loading {model}"):
         target = dflash_mlx.load_target(model, target_bits, hub=hub)
-        warm = None if warm_start in (None, FROM_TARGET) else _load_warm(str(warm_start), hub)
+        warm = None if warm_start is None else _load_warm(warm_start, hub)
     from dflash_mlx.train.run import train as train_drafter
 
     from .train_report import JsonProgress, ProgressBar, measure_held_out, write_card

@@ -1,21 +1,10 @@
-"""A new drafter for a target: its config in the published layout, and its first weights.
-
-A drafter can start from the target's own layers. Its layers have the shape of Qwen3's, which the
-target's often nearly have. The drafter's attention reads fused features instead of the target's
-residual stream, so the fusion starts as the mean of the tapped layers, normed like the layer's
-input. Weights that do not fit stay random.
-"""
+"""A new drafter for a target: its config in the published layout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
-
-from ..drafter.network import DFlash
 from ..errors import SettingsError
 from ..targets import Target
 from ..validation import text_config
@@ -136,64 +125,3 @@ def mask_token(target: Target, used: Iterable[int]) -> int:
         if token not in taken and token < target.vocab_size:
             return token
     raise SettingsError(f"{target.name}: every token occurs in the data, so none can be the mask.")
-
-
-def init_from_target(drafter: DFlash, target: Target) -> list[str]:
-    """Copy layers of the target into a new drafter; returns the names of the weights that were set.
-
-    Draft layer i of n becomes target layer round((i + 1) * L / (n + 1)). The final norm is the
-    target's, because the target's head reads its output.
-    """
-    found: dict[str, mx.array] = {}
-    depth, count = target.num_layers, len(drafter.layers)
-    for index in range(count):
-        source = target.layers[min(depth - 1, round((index + 1) * depth / (count + 1)))]
-        for name, weight in _matrices(source):
-            found[f"layers.{index}.{name}"] = weight
-        _scale_norms(found, f"layers.{index}.", drafter, index)
-    found["norm.weight"] = target.norm_weight()
-    found["hidden_norm.weight"] = found.get("layers.0.input_layernorm.weight", mx.array(0.0))
-    width, taps = drafter.config.hidden_size, len(drafter.config.target_layer_ids)
-    found["fc.weight"] = mx.tile(mx.eye(width) / taps, (1, taps))
-    shapes = {name: weight.shape for name, weight in tree_flatten(drafter.parameters())}
-    # Copies in row order: a compiled function refuses arrays shared with the target, and rounding
-    # depends on the layout, which a checkpoint does not store.
-    fitting = {
-        name: mx.contiguous(weight.astype(mx.float32) * 1)
-        for name, weight in found.items()
-        if shapes.get(name) == weight.shape
-    }
-    drafter.load_weights(list(fitting.items()), strict=False)
-    mx.eval(drafter.parameters())
-    return sorted(fitting)
-
-
-def _matrices(layer: nn.Module) -> list[tuple[str, mx.array]]:
-    """The weights of a layer by name, dequantized."""
-    found = []
-    for name, module in layer.named_modules():
-        if isinstance(module, nn.QuantizedLinear):
-            parts = (module.weight, module.scales, module.biases, module.group_size, module.bits)
-            found.append((f"{name}.weight", mx.dequantize(*parts, module.mode)))
-        elif "weight" in module:
-            found.append((f"{name}.weight", module.weight))
-        if isinstance(module, nn.Linear) and "bias" in module:
-            found.append((f"{name}.bias", module.bias))
-    return found
-
-
-def _scale_norms(found: dict[str, mx.array], prefix: str, drafter: DFlash, index: int) -> None:
-    """Set the weights of query and key norms that the target lacks to the usual size of both.
-
-    The input of a projection is normed, its entries about 1 times the norm's weight, so the mean
-    square of an output is the sum of the squares of its row, each times that weight's square.
-    """
-    attention: Any = drafter.layers[index].self_attn
-    norm = found.get(f"{prefix}input_layernorm.weight")
-    for part in ("q", "k"):
-        name, projection = f"{prefix}self_attn.{part}_norm.weight", f"self_attn.{part}_proj.weight"
-        weight = found.get(prefix + projection)
-        if name in found or weight is None or norm is None:
-            continue
-        square = ((weight.astype(mx.float32) * norm.astype(mx.float32)) ** 2).sum(axis=-1)
-        found[name] = mx.full((attention.head_dim,), mx.sqrt(square.mean()).item())

@@ -16,7 +16,6 @@ from ..targets import Target
 from ..validation import read_json
 from .initial import check_kind
 
-TARGET = "target"  # of warm_start: the target's own layers
 # The settings that prompts and answers depend on.
 OF_ANSWERS = frozenset(
     ("target", "data", "synthesize", "keep_answers", "max_tokens", "rows", "turn_tokens", "seed")

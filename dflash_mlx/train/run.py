@@ -28,10 +28,10 @@ from .drafter import (
     with_common_tokens,
 )
 from .fit import StepReport
-from .initial import draft_config, init_from_target, mask_token
+from .initial import draft_config, mask_token
 from .losses import LossWeights
 from .memory import check_memory, memory_needed
-from .recipe import EPOCHS, TARGET, Recipe, claim_folder
+from .recipe import EPOCHS, Recipe, claim_folder
 from .synthesize import TurnProgress, turn_start, user_header, write_turns
 
 TIMED_STEPS = 4  # measured to find the number of steps for --hours
@@ -114,8 +114,6 @@ def train(
     start = new_drafter(config, recipe.seed)
     if warm is not None:
         start.update(warm[0].parameters())
-    elif recipe.warm_start == TARGET:
-        init_from_target(start, target)
     if recipe.hours is not None:
         steps = _steps_of_hours(target, config, settings, training, start, work, recipe, begin)
         settings = _settings(recipe, steps)
@@ -138,7 +136,7 @@ def train(
         work / "checkpoint.safetensors",
         listen,
         start,
-        fresh=warm is None and recipe.warm_start is None,
+        fresh=warm is None,
     )
     if recipe.draft_vocab is not None:
         drafter = with_common_tokens(drafter, target, samples, recipe.draft_vocab)
