@@ -84,7 +84,7 @@ def _load_command(name: str, place: str, *examples: str) -> Any:
     single = typer.Typer(add_completion=False)
     made = expand_groups(vars(import_module(f".{module}", __package__))[function])
     lines = [f"dflash-mlx {name} {example}".rstrip() for example in examples]
-    text = "\n\n".join(("Examples:", *lines)).replace("MODEL", SMALL).replace("CODER", CODER)
+    text = "\n".join(("Examples:", *lines)).replace("MODEL", SMALL).replace("CODER", CODER)
     single.command(name, cls=Command, epilog=text)(made)
     return get_command(single)
 

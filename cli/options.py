@@ -78,8 +78,8 @@ Draft = Annotated[
     option(
         MODEL,
         "NAME",
-        "A drafter or a smaller model of the family, mtp (the head in the model's checkpoint), "
-        "NAME+lookup, lookup (from the text itself) or none. Default: the known one, else mtp.",
+        "Drafter, smaller model, mtp (the model's head), lookup, NAME+lookup or none. "
+        "Default: the known one, else mtp.",
         "--draft",
         "-d",
         autocompletion=drafters_beginning,

@@ -98,6 +98,7 @@ def open_pair(
     warm: bool = True,
     member: Member | None = None,
     check: Callable[[Target], object] | None = None,
+    reserved: int = 0,
 ) -> Pair:
     """Choose the BLAS, load the weights and make a policy.
 
@@ -105,6 +106,7 @@ def open_pair(
         warm: whether to run a few steps first, so that MLX compiles before anything is timed.
         member: this machine among several that share the target.
         check: refuses a target before the steps of `warm`.
+        reserved: bytes of memory that the weights leave to others.
 
     Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
@@ -122,6 +124,7 @@ def open_pair(
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = weights.target_bits, weights.draft_bits
     settings = weights.settings | {"kernels": weights.kernels}
+    settings |= {"reserved": reserved}
     settings |= {} if member is None else {"cluster": member.cluster}
     downloads = any(map(on_hub, filter(None, (names.model, names.draft))))
     drafter: Drafter | None = None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -19,19 +19,21 @@ import typer
 import dflash_mlx
 from dflash_mlx.cluster.supervisor_line import READY
 from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, SettingsError
+from dflash_mlx.loading.registry import LOOKUP, NONE, check_name, short
 from dflash_mlx.machine.signals import signals_to
 
 from . import options
-from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
+from .machines import Machines, Member, cluster_member, inherited_socket, rank, runs_elsewhere
 from .options import option
 from .output import note
 from .pair import Pair, open_pair
 
 if TYPE_CHECKING:
-    from dflash_mlx import Engine, PrefixStore
+    from dflash_mlx import PrefixStore
     from dflash_mlx.serve.auth import Auth
     from dflash_mlx.serve.handler import RequestHandler
     from dflash_mlx.serve.metrics import Metrics
+    from dflash_mlx.serve.models import Models
     from dflash_mlx.serve.server import APIServer
 
 SERVER = "Server"  # the group that --help shows
@@ -41,6 +43,17 @@ LAST_SECONDS: Final = 2.0  # for clients to hear that the machines lost each oth
 Port = Annotated[
     int,
     option(SERVER, "PORT", "Port; 0 takes a free one.", "--port", "-p", min=0, max=65535),
+]
+ModelNames = Annotated[
+    list[str] | None,
+    option(
+        options.MODEL,
+        "NAME",
+        "Folder, GGUF, hub name, smollm2 or tiny. Repeatable.",
+        "--model",
+        "-m",
+        autocompletion=options.targets_beginning,
+    ),
 ]
 Verbose = Annotated[bool, options.flag("--verbose", SERVER, "Log a line for every request.")]
 
@@ -87,6 +100,14 @@ class Load:
     cache_dir: Annotated[
         Path | None, option(SERVER, "DIR", "Keep shared prefixes on disk, too.")
     ] = None
+    cache_disk: Annotated[float, option(SERVER, "GB", "Limit of --cache-dir.", min=0.001)] = 32.0
+    disk_left: Annotated[
+        float, option(SERVER, "GB", "Disk that --cache-dir leaves free.", min=0)
+    ] = 10.0
+    idle: Annotated[
+        float | None,
+        option(SERVER, "MIN", "Unload a model idle this long. Default: never.", min=0),
+    ] = None
     drain_seconds: Annotated[
         float,
         option(SERVER, "S", "Time to finish open answers.", min=0),
@@ -96,7 +117,8 @@ class Load:
 def serve(
     context: typer.Context,
     *,
-    names: options.Names,
+    model: ModelNames = None,
+    draft: options.Draft = None,
     no_draft: options.NoDraft = False,
     weights: options.Weights,
     access: Access,
@@ -108,8 +130,7 @@ def serve(
     machines: Machines,
     verbose: Verbose = False,
 ) -> None:
-    """Serve a model over HTTP: the APIs of OpenAI, Anthropic and Ollama, and a page to chat on.
-
+    """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, and a page to chat on.
     The decoding settings are the defaults of requests.
     """
     try:
@@ -124,29 +145,123 @@ def serve(
         frozenset(origin.lower().rstrip("/") for origin in access.allow_origin or ()),
         access.no_auth,
     )
+    every = _names(model or [options.EMBEDDED], draft, load, machines)
     listening = partial(listen, access.host, access.port)
-    if runs_elsewhere(machines, names, weights, context, listening):
+    if runs_elsewhere(machines, every[0], weights, context, listening):
         return
     _log(verbose)
     with (
         inherited_socket(context) or listening() as socket,  # a taken port fails first
         _serving(socket, auth, load) as (server, metrics, over),
     ):
-        pair = open_pair(names, weights, steps, no_draft, member=cluster_member(context))
+        settings, member = vars(sampling) | {"max_tokens": max_tokens}, cluster_member(context)
+        loader = ModelLoader(weights, steps, no_draft, settings, thinking, load, metrics, member)
+        pair, handler = loader.open(every[0], warm=True)
         from dflash_mlx.settings import SamplingSettings
 
         SamplingSettings(**vars(sampling))  # refuses defaults that no request could use
-        settings = vars(sampling) | {"max_tokens": max_tokens, "kv_bits": pair.kv_bits}
-        settings["chat_template_kwargs"] = thinking.variables(pair.target.tokenizer)
-        if pair.policy is None:
-            settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
-        engine = _open(server, pair, names.model, auth, load, settings, metrics)
+        models = _start(server, every, loader, handler, auth)
+        if member is not None:
+            member.end = partial(_give_up, handler, server)
+            member.tell(READY)
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C stops)")
         with signals_to(partial(_end, server, over, load.drain_seconds)):
             over.result()
-            engine.close()
+            for handler in models.handlers:
+                handler.close()
+
+
+@dataclass(frozen=True)
+class ModelLoader:
+    """Loads models as the options say, and starts their engines.
+
+    Attributes:
+        settings: defaults of requests.
+        member: this machine among several that share the model.
+    """
+
+    weights: options.Weights
+    steps: options.StepOptions
+    no_draft: bool
+    settings: dict[str, Any]
+    thinking: options.Thinking
+    load: Load
+    metrics: Metrics
+    member: Member | None
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        """All engines use the device in one thread."""
+        from dflash_mlx.engine.engine import device_thread
+
+        return device_thread()
+
+    def open(
+        self, names: options.Names, warm: bool = False, reserved: int = 0
+    ) -> tuple[Pair, RequestHandler]:
+        """Load a model beside `reserved` bytes of others; `warm` as in `open_pair`."""
+        of = names, self.weights, self.steps, self.no_draft
+        pair = open_pair(*of, warm, self.member, reserved=reserved)
+        from dflash_mlx.serve.handler import RequestHandler
+
+        settings = self.settings | {"kv_bits": pair.kv_bits}
+        settings["chat_template_kwargs"] = self.thinking.variables(pair.target.tokenizer)
+        if pair.policy is None:
+            settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
+        load = self.load
+        engine = dflash_mlx.Engine(
+            pair.target,
+            pair.drafter,
+            policy=pair.policy,
+            prefix=_prefix(pair, load),
+            memory=None if load.memory is None else int(load.memory * 1e9),
+            most_jobs=load.concurrency,
+            thread=self._thread,
+        )
+        capacity = load.concurrency + load.queue
+        return pair, RequestHandler(pair.target, engine, settings, capacity, self.metrics)
+
+
+def _names(
+    models: list[str], draft: str | None, load: Load, machines: Machines
+) -> list[options.Names]:
+    """Each model with its drafter. Raises `SettingsError`, `ModelNotFoundError`."""
+    several = len(models) > 1
+    shared = machines.hosts is not None or rank() is not None
+    if shared and (several or load.idle is not None):
+        raise SettingsError("--hosts keeps one model loaded: give one --model, and no --idle.")
+    if several and draft not in (None, LOOKUP, NONE):
+        raise SettingsError("--draft of several models is lookup or none; known ones are found.")
+    if len(set(map(short, models))) < len(models):
+        raise SettingsError("Two models have the same name: rename a folder.")
+    for name in models if several else ():  # one of them may be loaded hours later
+        check_name(name)
+    return [options.Names(name, draft) for name in models]
+
+
+def _start(
+    server: APIServer,
+    every: list[options.Names],
+    loader: ModelLoader,
+    handler: RequestHandler,
+    auth: Auth,
+) -> Models:
+    """Answer requests: the first model is loaded, the others will be."""
+    from dflash_mlx.serve.app import make_app
+    from dflash_mlx.serve.models import Models, OfferedModel
+
+    def later(names: options.Names) -> Callable[[int], RequestHandler]:
+        return lambda reserved: loader.open(names, reserved=reserved)[1]
+
+    offered = [
+        OfferedModel(short(names.model), later(names), aliases=(names.model,)) for names in every
+    ]
+    offered[0].handler = handler
+    models = Models(offered, None if loader.load.idle is None else 60 * loader.load.idle)
+    server.set_app(make_app(models, auth, loader.metrics), models)
+    return models
 
 
 @contextmanager
@@ -171,41 +286,9 @@ def _serving(
                 server.stop()
 
 
-def _open(
-    server: APIServer,
-    pair: Pair,
-    name: str,
-    auth: Auth,
-    load: Load,
-    settings: dict[str, Any],
-    metrics: Metrics,
-) -> Engine:
-    """Start the engine and answer requests with it."""
-    from dflash_mlx.serve.app import make_app
-    from dflash_mlx.serve.handler import RequestHandler
-
-    engine = dflash_mlx.Engine(
-        pair.target,
-        pair.drafter,
-        policy=pair.policy,
-        prefix=_prefix(pair, load),
-        memory=None if load.memory is None else int(load.memory * 1e9),
-        most_jobs=load.concurrency,
-    )
-    handler = RequestHandler(pair.target, engine, settings, load.concurrency + load.queue, metrics)
-    server.set_app(make_app(handler, name, auth), handler)
-    if pair.member is not None:
-        pair.member.end = partial(_give_up, engine, handler, server)
-        pair.member.tell(READY)
-    return engine
-
-
-def _give_up(
-    engine: Engine, handler: RequestHandler, server: APIServer, error: DFlashError
-) -> None:
+def _give_up(handler: RequestHandler, server: APIServer, error: DFlashError) -> None:
     """Tell clients that the machines have lost each other, and end the process."""
-    handler.draining = handler.lost = True
-    engine.abandon(error)
+    handler.give_up(error)
     last = threading.Timer(LAST_SECONDS, server.stop)
     last.daemon = True
     last.start()
@@ -231,7 +314,8 @@ def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
     store: type[PrefixStore] = dflash_mlx.PrefixStore
     if pair.member is not None:
         from dflash_mlx.cluster.target import LeaderPrefixCache as store
-    return store(pair.target, pair.drafter, memory=memory, folder=folder)
+    disk, left = int(load.cache_disk * 1e9), int(load.disk_left * 1e9)
+    return store(pair.target, pair.drafter, memory=memory, folder=folder, disk=disk, disk_left=left)
 
 
 def _log(verbose: bool) -> None:

@@ -21,6 +21,7 @@ from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.auth import Auth
 from dflash_mlx.serve.handler import RequestHandler
 from dflash_mlx.serve.metrics import Metrics
+from dflash_mlx.serve.models import Models, OfferedModel
 from dflash_mlx.serve.server import APIServer, listen, make_loading_app
 
 CHATML = (
@@ -132,6 +133,9 @@ class FakeEngine:
         self.jobs.append(job)
         return job
 
+    def close(self) -> None:
+        self.busy = False
+
     def _events(self, stats):
         last = len(self.steps) - 1
         ends = sorted(self.target.tokenizer.eos_token_ids)
@@ -153,9 +157,15 @@ def make_handler(engine: Any, capacity: int = 64, defaults: Any = None) -> Reque
     return RequestHandler(engine.target, engine, defaults or {}, capacity, Metrics())
 
 
+def models_of(handler: RequestHandler, name: str = "fake") -> Models:
+    """The models of a server that has one."""
+    return Models([OfferedModel(name, handler=handler)])
+
+
 def client(engine: Any, capacity: int = 64, defaults: Any = None, auth: Any = None) -> TestClient:
     """A client of the application, in this process."""
-    app = make_app(make_handler(engine, capacity, defaults), "fake", auth or Auth())
+    handler = make_handler(engine, capacity, defaults)
+    app = make_app(models_of(handler), auth or Auth(), handler.metrics)
     return TestClient(app, "http://127.0.0.1:8000", raise_server_exceptions=False)
 
 
@@ -171,7 +181,8 @@ async def running(engine, loaded=True, drain_seconds=0.05):
     handler = make_handler(engine)
     server = APIServer(make_loading_app(Auth(), handler.metrics), drain_seconds)
     if loaded:
-        server.set_app(make_app(handler, "fake", Auth()), handler)
+        models = models_of(handler)
+        server.set_app(make_app(models, Auth(), handler.metrics), models)
     bound = listen("127.0.0.1", 0)
     server.port, server.handler = bound.getsockname()[1], handler
     server.task = asyncio.create_task(server.serve(sockets=[bound]))

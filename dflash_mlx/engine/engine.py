@@ -34,6 +34,11 @@ MOST_JOBS = 32
 STALL_MS = 250.0
 
 
+def device_thread() -> ThreadPoolExecutor:
+    """A thread for the steps of engines. It is joined when the program ends."""
+    return ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
+
+
 class Engine(AbstractContextManager["Engine", None]):
     """Decodes many requests of one pair together, with one forward per step.
 
@@ -48,6 +53,7 @@ class Engine(AbstractContextManager["Engine", None]):
         stall_ms: for how long reading a prompt may delay the other texts in one step.
         most_jobs: how many jobs run at once; the others wait.
         batch: how jobs draft and verify together; None is a `SharedBatch`.
+        thread: takes the steps, of several engines in turn; None is one of the engine's own.
 
     Attributes:
         progressed: when the last step ended, by `time.monotonic`.
@@ -66,6 +72,7 @@ class Engine(AbstractContextManager["Engine", None]):
         stall_ms: float = STALL_MS,
         most_jobs: int = MOST_JOBS,
         batch: SharedBatch | None = None,
+        thread: ThreadPoolExecutor | None = None,
     ) -> None:
         check_pair(target, drafter)
         GenerationSettings(policy=policy, prefix=prefix)  # checks their types
@@ -85,8 +92,8 @@ class Engine(AbstractContextManager["Engine", None]):
         self._submitted: deque[tuple[Job, Request]] = deque()  # by other threads
         self._lock, self._step_due, self._closed = threading.Lock(), False, False
         self.progressed, self._process = time.monotonic(), os.getpid()
-        # The executor's thread ends with the engine, and is joined when the program ends.
-        self._thread = ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
+        self._owns_thread = thread is None
+        self._thread = thread or device_thread()
         self._owner: int | None = None  # the id of its thread, once it took a step
 
     @property
@@ -144,7 +151,10 @@ class Engine(AbstractContextManager["Engine", None]):
             self._closed = True
         self._wake()
         # A logits processor may close the engine from its own thread, which cannot be joined there.
-        self._thread.shutdown(wait=not self._is_mine())
+        if self._owns_thread:
+            self._thread.shutdown(wait=not self._is_mine())
+        elif not self._is_mine():
+            self._thread.submit(int).result()  # after the last step
 
     def __exit__(self, *_: object) -> None:
         """Close it."""

@@ -72,6 +72,7 @@ def load(
     kernels: KernelChoice = "auto",
     metal_kernel: KernelFactory | None = None,
     cluster: SupportsSharding | None = None,
+    reserved: int = 0,
 ) -> tuple[Target, Drafter | None]:
     """Load a target and its drafter.
 
@@ -96,6 +97,7 @@ def load(
             nothing.
         metal_kernel: compiles our kernels in place of `mx.fast.metal_kernel`, as an emulator does.
         cluster: machines that share the target; MLX's own kernels run.
+        reserved: bytes of memory that the weights leave to others.
 
     Raises:
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
@@ -127,14 +129,14 @@ def load(
         if (draft_bits, draft_window) != (None, None):
             given = "draft_window" if draft_bits is None else "draft_bits"
             raise SettingsError(f"{given}: {draft} has no weights, leave it out.")
-        target = _open_target(name, folder, quantization, 0, kernels, ours, cluster)
+        target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster)
         return target, LookupDrafter() if draft == LOOKUP else None
     with _advice_on_drafters():  # downloads may fail: before anything is loaded
         draft_folder = folder if draft == MTP else _folder(draft, "drafter", hub)
         source = DraftSource.of(draft, draft_folder, read_target_config(folder))
     if draft_bits is None and not on_cpu():
         draft_quantization = source.quantization_beside(quantization)
-    reserved = memory_needed(source.files, draft_quantization, float_bytes())
+    reserved += memory_needed(source.files, draft_quantization, float_bytes())
     target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster)
     with _advice_on_drafters():
         drafter = _open_drafter(source, target, draft_quantization, ours, draft_window)
@@ -175,6 +177,7 @@ def load_target(
     kernels: KernelChoice = "auto",
     metal_kernel: KernelFactory | None = None,
     cluster: SupportsSharding | None = None,
+    reserved: int = 0,
 ) -> Target:
     """Load a target alone: any model that mlx-lm loads, or a GGUF file.
 
@@ -186,7 +189,7 @@ def load_target(
     if _on_hub(path, "target"):
         check_target(path, hub, quantization, 1 if cluster is None else cluster.size)
     ours, folder = _kernels(kernels, metal_kernel), _folder(path, "target", hub)
-    return _open_target(path, folder, quantization, 0, kernels, ours, cluster)
+    return _open_target(path, folder, quantization, reserved, kernels, ours, cluster)
 
 
 def load_drafter(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from importlib.resources import files
 from typing import Any, Final
@@ -19,14 +19,14 @@ from starlette.routing import Route
 from . import chat, completions, messages, ollama, responses
 from .auth import Auth
 from .body import read_body
-from .errors import RequestError
-from .handler import RequestHandler, ResponseStream
-from .metrics import CONTENT_TYPE
+from .handler import ResponseStream
+from .metrics import CONTENT_TYPE, Metrics
 from .middleware import with_middleware
-from .model_info import ModelInfo
+from .models import Models
 from .request import GenerationRequest
 from .response_store import ResponseStore
 from .sse import EventStream, unless_disconnected
+from .template import EncodedPrompt
 
 STALLED_SECONDS: Final = 30.0  # without a decode step, until /health answers 503
 
@@ -35,16 +35,15 @@ class Endpoints:
     """The handlers of the paths.
 
     Args:
-        handler: answers requests.
-        name: the model's.
+        models: the models that answer.
+        metrics: what `/metrics` shows.
         stalled_seconds: without a decode step, until `/health` answers 503.
     """
 
     def __init__(
-        self, handler: RequestHandler, name: str, stalled_seconds: float = STALLED_SECONDS
+        self, models: Models, metrics: Metrics, stalled_seconds: float = STALLED_SECONDS
     ) -> None:
-        self._handler, self._name, self._stalled_seconds = handler, name, stalled_seconds
-        self._info = ModelInfo(name, handler.target, handler.form, int(time.time()))
+        self._models, self._metrics, self._stalled_seconds = models, metrics, stalled_seconds
         self._stored = ResponseStore()
 
     async def chat(self, request: Request) -> Response:
@@ -90,7 +89,7 @@ class Endpoints:
         """OpenAI's count of a prompt's tokens."""
         body = await read_body(request, responses.ResponsesBody)
         items = self._stored.conversation(request.state.salt, body)
-        prompt = await self._handler.encode(body.generation_request(items))
+        prompt = await self._encode(body.generation_request(items))
         content = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
         return JSONResponse(content)
 
@@ -116,7 +115,8 @@ class Endpoints:
     ) -> Response:
         wanted = body.generation_request()
         if wanted is None:
-            return JSONResponse(body.loaded())
+            model, _ = await self._models.use(body.model)
+            return JSONResponse(body.loaded() | {"model": model.name})
         (stream,) = await self._start(request, wanted)
         response = ollama.OllamaResponse(body, stream)
         if body.stream is not False:
@@ -126,44 +126,56 @@ class Endpoints:
 
     async def _start(self, request: Request, *wanted: GenerationRequest) -> list[ResponseStream]:
         """Start to answer. A header of the response will name what is ignored."""
-        streams = await self._handler.start(wanted, request.state.salt)
+        model, handler = await self._models.use(wanted[0].model)
+        named = [replace(one, model=model.name) for one in wanted]
+        streams = await handler.start(named, request.state.salt)
         request.state.ignored = streams[0].ignored
         return streams
+
+    async def _encode(self, wanted: GenerationRequest) -> EncodedPrompt:
+        """The token ids of a prompt."""
+        _, handler = await self._models.use(wanted.model)
+        return await handler.encode(wanted)
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's count of a prompt's tokens."""
         body = await read_body(request, messages.CountBody)
-        prompt = await self._handler.encode(body.generation_request())
+        prompt = await self._encode(body.generation_request())
         return JSONResponse({"input_tokens": len(prompt.ids)})
 
     async def models(self, request: Request) -> Response:
-        """The list of models, which has one."""
-        content = {"object": "list", "data": [self._info.openai()], "has_more": False}
-        return JSONResponse(content | {"first_id": self._name, "last_id": self._name})
+        """The list of models."""
+        found = [model.info.openai() for model in self._models.offered]
+        content = {"object": "list", "data": found, "has_more": False}
+        return JSONResponse(content | {"first_id": found[0]["id"], "last_id": found[-1]["id"]})
 
     async def model(self, request: Request) -> Response:
         """A model by its name."""
-        if request.path_params["name"] != self._name:
-            message = f"The only model here is {self._name}; it answers under any name."
-            raise RequestError(message, 404, code="model_not_found")
-        return JSONResponse(self._info.openai())
+        return JSONResponse(self._models.find(request.path_params["name"]).info.openai())
 
     async def lmstudio_models(self, request: Request) -> Response:
         """LM Studio's list of models."""
-        return JSONResponse({"object": "list", "data": [self._info.lmstudio()]})
+        found = [model.info.lmstudio() for model in self._models.offered]
+        return JSONResponse({"object": "list", "data": found})
 
     async def props(self, request: Request) -> Response:
         """llama.cpp's description of its model."""
-        return JSONResponse(self._info.llama_cpp())
+        model = self._models.find(request.query_params.get("model", ""))
+        return JSONResponse(model.info.llama_cpp())
 
     async def ollama_models(self, request: Request) -> Response:
-        """Ollama's lists of models, the loaded ones among them."""
-        return JSONResponse({"models": [self._info.ollama()]})
+        """Ollama's list of models."""
+        return JSONResponse({"models": [model.info.ollama() for model in self._models.offered]})
+
+    async def ollama_loaded(self, request: Request) -> Response:
+        """Ollama's list of loaded models."""
+        found = [model.info.ollama() for model in self._models.offered if model.handler]
+        return JSONResponse({"models": found})
 
     async def ollama_show(self, request: Request) -> Response:
         """Ollama's description of a model."""
-        await read_body(request, ollama.OllamaShowBody)
-        return JSONResponse(self._info.ollama_details())
+        body = await read_body(request, ollama.OllamaShowBody)
+        return JSONResponse(self._models.find(body.model).info.ollama_details())
 
     async def ollama_version(self, request: Request) -> Response:
         """The version of Ollama's API."""
@@ -171,22 +183,21 @@ class Endpoints:
 
     async def health(self, request: Request) -> Response:
         """Whether decoding makes progress."""
-        seconds = self._handler.seconds_since_step
-        stalled = self._handler.lost or seconds > self._stalled_seconds
+        seconds, lost = self._models.seconds_since_step, self._models.lost
+        stalled = lost or seconds > self._stalled_seconds
         status = "stalled" if stalled else "ok"
         content = {"status": status, "seconds_since_round": round(seconds, 3)}
         return JSONResponse(content, 503 if stalled else 200)
 
     async def ready(self, request: Request) -> Response:
         """Whether the server accepts requests."""
-        ready = not self._handler.draining
+        ready = not self._models.draining
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics."""
-        metrics = self._handler.metrics
-        metrics.since_step.set(self._handler.seconds_since_step)
-        return Response(metrics.text(), media_type=CONTENT_TYPE)
+        self._metrics.since_step.set(self._models.seconds_since_step)
+        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
 
 async def _complete(
@@ -228,9 +239,9 @@ def _make_page() -> Callable[[Request], Awaitable[Response]]:
     return page
 
 
-def make_app(handler: RequestHandler, name: str, auth: Auth) -> Starlette:
-    """The application of one server; `name` is the model's."""
-    endpoints = Endpoints(handler, name)
+def make_app(models: Models, auth: Auth, metrics: Metrics) -> Starlette:
+    """The application of one server."""
+    endpoints = Endpoints(models, metrics)
     api: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/chat/completions", endpoints.chat),
         ("POST", "/completions", endpoints.completions),
@@ -259,7 +270,7 @@ def make_app(handler: RequestHandler, name: str, auth: Auth) -> Starlette:
         Route("/api/generate", endpoints.ollama_generate, methods=["POST"]),
         Route("/api/show", endpoints.ollama_show, methods=["POST"]),
         Route("/api/tags", endpoints.ollama_models),
-        Route("/api/ps", endpoints.ollama_models),
+        Route("/api/ps", endpoints.ollama_loaded),
         Route("/api/version", endpoints.ollama_version),
     ]
-    return with_middleware(routes, auth, handler.metrics)
+    return with_middleware(routes, auth, metrics)

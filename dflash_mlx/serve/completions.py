@@ -80,7 +80,7 @@ class CompletionsResponse:
             "id": new_id("cmpl-"),
             "object": "text_completion",
             "created": int(time.time()),
-            "model": body.model,
+            "model": self._streams[0].request.model,
         }
 
     def close(self) -> None:

@@ -199,6 +199,7 @@ class RequestHandler:
     Attributes:
         form: how the model answers.
         draining: the server stops, and accepts no requests.
+        idle: set while no request runs or waits.
         lost: machines that share the model have lost each other.
     """
 
@@ -221,6 +222,8 @@ class RequestHandler:
         self._workers = ThreadPoolExecutor(WORKERS, "dflash-serve", clean_up_at_end)
         self._streams: set[ResponseStream] = set()
         self._reserved, self._busy_since, self._aborted = 0, 0.0, False
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     @property
     def busy(self) -> bool:
@@ -290,6 +293,16 @@ class RequestHandler:
         for stream in list(self._streams):
             stream.close()
 
+    def give_up(self, error: DFlashError) -> None:
+        """End all answers with an error: machines that share the model have lost each other."""
+        self.draining = self.lost = True
+        self._engine.abandon(error)
+
+    def close(self) -> None:
+        """End the engine and the worker threads; from any thread, when no request is left."""
+        self._engine.close()
+        self._workers.shutdown(wait=False)
+
     def _reserve(self, count: int) -> None:
         if count > self._capacity:  # waiting would not help
             raise RequestError(
@@ -305,11 +318,14 @@ class RequestHandler:
                 retry_after=RETRY_SECONDS,
             )
         self._reserved += count
-        self.metrics.open.set(self._reserved)
+        self.idle.clear()
+        self.metrics.open.inc(count)
 
     def _release(self, count: int) -> None:
         self._reserved -= count
-        self.metrics.open.set(self._reserved)
+        if not self._reserved:
+            self.idle.set()
+        self.metrics.open.dec(count)
 
     # These run in a worker thread.
 

@@ -23,19 +23,77 @@ NEVER: Final = "9999-12-31T23:59:59Z"  # when a model is unloaded that nothing u
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that the server offers.
+    """A model that the server offers and has not loaded: little is known of it.
 
     Attributes:
         name: its name in requests.
-        target: the model.
-        form: how it answers.
-        created: when it was loaded, in seconds since 1970.
+        created: when it was offered or loaded, in seconds since 1970.
     """
 
     name: str
+    created: int
+
+    @property
+    def _time(self) -> str:
+        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.created))
+
+    def openai(self) -> dict[str, Any]:
+        """The model as OpenAI's and Anthropic's lists have it."""
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": OWNER,
+            "type": "model",
+            "display_name": self.name,
+            "created_at": self._time,
+            "state": "not-loaded",
+        }
+
+    def lmstudio(self) -> dict[str, Any]:
+        """The model as LM Studio's list has it."""
+        return self.openai() | {"type": "llm"}
+
+    def ollama(self) -> dict[str, Any]:
+        """The model as Ollama's lists have it."""
+        return {
+            "name": self.name,
+            "model": self.name,
+            "modified_at": self._time,
+            "digest": hashlib.sha256(self.name.encode()).hexdigest(),
+            "details": {"format": "mlx"},
+        }
+
+    def ollama_details(self) -> dict[str, Any]:
+        """The model as Ollama's /api/show has it."""
+        return {
+            "modified_at": self._time,
+            "details": {"format": "mlx"},
+            "model_info": {"general.basename": self.name},
+            "capabilities": ["completion", "tools"],
+        }
+
+    def llama_cpp(self) -> dict[str, Any]:
+        """The model as llama.cpp's /props has it."""
+        return {
+            "model_alias": self.name,
+            "model_path": self.name,
+            "modalities": {"vision": False, "audio": False},
+            "build_info": f"{OWNER} {__version__}",
+        }
+
+
+@dataclass(frozen=True)
+class LoadedModelInfo(ModelInfo):
+    """A model that is loaded.
+
+    Attributes:
+        target: the model.
+        form: how it answers.
+    """
+
     target: Target
     form: AnswerFormat
-    created: int
 
     @cached_property
     def _bytes(self) -> int:
@@ -62,31 +120,16 @@ class ModelInfo:
         template = self.target.tokenizer.chat_template
         return template if isinstance(template, str) else ""
 
-    @property
-    def _time(self) -> str:
-        return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.created))
-
     def openai(self) -> dict[str, Any]:
-        """The model as OpenAI's and Anthropic's lists have it, with what vLLM's adds."""
+        """See `ModelInfo`; with what vLLM's list adds."""
         length = self.target.context_length
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": OWNER,
-            "type": "model",
-            "display_name": self.name,
-            "created_at": self._time,
-            "context_length": length,
-            "max_model_len": length,
-            "state": "loaded",
-        }
+        more = {"context_length": length, "max_model_len": length, "state": "loaded"}
+        return super().openai() | more
 
     def lmstudio(self) -> dict[str, Any]:
-        """The model as LM Studio's list has it."""
+        """See `ModelInfo`."""
         length = self.target.context_length
-        return self.openai() | {
-            "type": "llm",
+        return super().lmstudio() | {
             "arch": self._architecture,
             "quantization": self._quantization,
             "max_context_length": length,
@@ -94,32 +137,24 @@ class ModelInfo:
         }
 
     def llama_cpp(self) -> dict[str, Any]:
-        """The model as llama.cpp's /props has it."""
-        return {
+        """See `ModelInfo`."""
+        return super().llama_cpp() | {
             "default_generation_settings": {"n_ctx": self.target.context_length},
-            "model_alias": self.name,
-            "model_path": self.name,
             "chat_template": self._template,
-            "modalities": {"vision": False, "audio": False},
-            "build_info": f"{OWNER} {__version__}",
         }
 
     def ollama(self) -> dict[str, Any]:
-        """The model as Ollama's lists have it."""
-        return {
-            "name": self.name,
-            "model": self.name,
-            "modified_at": self._time,
+        """See `ModelInfo`."""
+        return super().ollama() | {
             "expires_at": NEVER,
             "size": self._bytes,
             "size_vram": self._bytes,
-            "digest": hashlib.sha256(self.name.encode()).hexdigest(),
             "context_length": self.target.context_length,
             "details": self._details(),
         }
 
     def ollama_details(self) -> dict[str, Any]:
-        """The model as Ollama's /api/show has it."""
+        """See `ModelInfo`."""
         family, thinks = self._architecture, bool(self.form.thought[0])
         return {
             "modified_at": self._time,

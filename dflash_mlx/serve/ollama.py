@@ -182,7 +182,7 @@ class OllamaResponse:
         content = _content(self._body, text, thinking, calls)
         logprobs = [format_logprob(token) for step in steps for token in step.logprobs or ()]
         shown = {"logprobs": logprobs} if logprobs else {}
-        return _head(self._body.model) | content | shown | {"done": False}
+        return _head(self._stream.request.model) | content | shown | {"done": False}
 
     def _end(self, finish: Finish) -> dict[str, Any]:
         """Why the answer ended, tokens, and nanoseconds."""

@@ -41,7 +41,7 @@ class GenerationRequest:
     """What to generate, and how.
 
     Attributes:
-        model: the requested name, which the response repeats.
+        model: the requested name, then that of the model that answers.
         prompt: chat messages as templates take them, a text to continue, or token ids. A message
             that brings an image or other media, as a line, says their kind as `media`.
         settings: settings of `Engine.submit` that the client named.

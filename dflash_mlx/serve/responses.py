@@ -347,7 +347,7 @@ class ResponsesResponse:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": body.model,
+            "model": self._stream.request.model,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

@@ -28,7 +28,7 @@ from .metrics import Metrics
 from .middleware import with_middleware
 
 if TYPE_CHECKING:
-    from .handler import RequestHandler
+    from .models import Models
 
 MAX_CONNECTIONS: Final = 256
 MAX_HEADER_BYTES: Final = 2**16
@@ -71,7 +71,7 @@ class APIServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, drain_seconds: float = 30.0) -> None:
         self._app, self._drain_seconds = app, drain_seconds
-        self._handler: RequestHandler | None = None
+        self._models: Models | None = None
         super().__init__(
             uvicorn.Config(
                 self._call_app,
@@ -88,19 +88,25 @@ class APIServer(uvicorn.Server):
             )
         )
 
-    def set_app(self, app: ASGIApp, handler: RequestHandler) -> None:
-        """Replace the application; `handler` has the answers to finish before the end."""
-        self._handler, self._app = handler, app
+    def set_app(self, app: ASGIApp, models: Models) -> None:
+        """Replace the application; `models` have the answers to finish before the end."""
+        self._models, self._app = models, app
+
+    async def on_tick(self, counter: int) -> bool:
+        """What uvicorn does ten times a second; whether to stop."""
+        if self._models is not None:
+            await self._models.unload_idle()
+        return await super().on_tick(counter)
 
     @property
     def busy(self) -> bool:
         """Whether `stop` would wait for open answers."""
-        return not self.should_exit and self._handler is not None and self._handler.busy
+        return not self.should_exit and self._models is not None and self._models.busy
 
     def stop(self) -> None:
         """Stop after the open answers; called a second time, stop at once."""
-        if self._handler is not None:
-            self._handler.draining = True
+        if self._models is not None:
+            self._models.drain()
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -112,16 +118,16 @@ class APIServer(uvicorn.Server):
         draining = asyncio.create_task(self._drain())
         await super().shutdown(sockets)
         draining.cancel()
-        if self._handler is not None:
-            self._handler.abort()
+        if self._models is not None:
+            self._models.abort()
 
     async def _drain(self) -> None:
         """End open answers after `drain_seconds`, and connections after a second `stop`."""
         end = time.monotonic() + self._drain_seconds
         while time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(POLL_SECONDS)
-        if self._handler is not None:
-            self._handler.abort()
+        if self._models is not None:
+            self._models.abort()
         while not self.force_exit:
             await asyncio.sleep(POLL_SECONDS)
         for connection in list(self.server_state.connections):

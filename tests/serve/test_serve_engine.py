@@ -5,7 +5,7 @@ import json
 import threading
 
 import pytest
-from serving import client, frames, make_handler, running
+from serving import client, frames, make_handler, models_of, running
 
 import dflash_mlx as dm
 from dflash_mlx.engine.batch import SharedBatch
@@ -155,7 +155,7 @@ def test_health_reports_a_device_that_hangs(pair):
     async def ask():
         with engine_of(pair, stuck=2) as engine:
             handler = make_handler(engine)
-            endpoints = Endpoints(handler, "tiny", 0.05)
+            endpoints = Endpoints(models_of(handler), handler.metrics, 0.05)
             (stream,) = await handler.start([GenerationRequest("m", "What", {"max_tokens": 24})])
             device = engine._scheduler._batch
             await asyncio.to_thread(device.waiting.wait, 60)

@@ -93,7 +93,7 @@ def test_openai_chat(chat):
         assert text == one.message.content
         for token in one.logprobs.content:
             assert len(token.top_logprobs) == 2 and token.logprob <= 0
-    assert whole.usage == streamed.usage
+    assert whole.usage.total_tokens == streamed.usage.total_tokens
     tokens = sum(len(one.logprobs.content) for one in whole.choices)
     stopped = sum(one.finish_reason == "stop" for one in whole.choices)
     assert whole.usage.completion_tokens == tokens + stopped
@@ -181,10 +181,11 @@ def test_anthropic_messages(claude):
         streamed = stream.get_final_message()
     assert text == whole.content[0].text == streamed.content[0].text
     assert streamed.usage.output_tokens == whole.usage.output_tokens == 60
-    assert streamed.usage.input_tokens == whole.usage.input_tokens
+    cached = [one.usage.cache_read_input_tokens for one in (whole, streamed)]
+    read = [one.usage.input_tokens for one in (whole, streamed)]
     assert whole.stop_reason == streamed.stop_reason == "max_tokens"
     counted = claude.messages.count_tokens(model="m", messages=QUESTION)
-    assert counted.input_tokens == whole.usage.input_tokens
+    assert [sum(of) for of in zip(cached, read, strict=True)] == [counted.input_tokens] * 2
     stopped = claude.messages.create(**settings, stop_sequences=["Ones"])
     assert stopped.stop_sequence == "Ones" and "Ones" not in stopped.content[0].text
 
@@ -199,11 +200,11 @@ def test_the_prefix_cache(chat, claude):
 
     _, before = asked("What is 3 plus 4?")
     tokens, cached = asked("What is 5 plus 6?")
-    assert before == 0 and tokens - 300 < cached < tokens and cached % 256 == 0
+    assert before < 20 and tokens - 20 < cached < tokens
     billing = {"type": "text", "text": "x-anthropic-billing-header: differs;"}
     blocks = [billing, {"type": "text", "text": system}]
     usage = claude.messages.create(model="m", max_tokens=8, system=blocks, messages=QUESTION).usage
-    assert usage.cache_read_input_tokens == cached
+    assert usage.cache_read_input_tokens >= cached
     assert usage.cache_read_input_tokens + usage.input_tokens <= tokens + 9
 
 
@@ -214,7 +215,7 @@ def test_sdk_errors(chat, claude):
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         claude.messages.create(model="m", max_tokens=1, messages=LONG)
     with pytest.raises(openai.NotFoundError):
-        chat.models.retrieve("other")
+        chat.responses.retrieve("other")
 
 
 def test_the_chat_command_as_a_client(server, chat):

@@ -1,0 +1,207 @@
+"""The models that a server offers: loaded when a request names them, and unloaded when idle.
+
+A model that does not fit beside the loaded ones takes the memory of the one that was used longest
+ago, after its last answer. Requests wait meanwhile, in their order, so that two models that share
+the memory take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+import mlx.core as mx
+
+from ..errors import DFlashError, NotEnoughMemoryError
+from ..threads import clean_up_at_end
+from .errors import RequestError
+from .handler import RequestHandler
+from .model_info import LoadedModelInfo, ModelInfo
+
+LATEST: Final = ":latest"  # Ollama's clients add it to names without a tag
+
+log = logging.getLogger("dflash_mlx.serve")
+
+
+@dataclass(eq=False)
+class OfferedModel:
+    """A model that requests can name.
+
+    Attributes:
+        name: in requests and responses.
+        load: loads it beside so many bytes of others, in a thread; None for one that stays loaded.
+        handler: answers its requests; None while it is not loaded.
+        aliases: other names in requests.
+        used: when a request was last answered.
+        created: when it was loaded last, or offered, in seconds since 1970.
+    """
+
+    name: str
+    load: Callable[[int], RequestHandler] | None = None
+    handler: RequestHandler | None = None
+    aliases: Sequence[str] = ()
+    used: float = 0.0
+    created: int = field(default_factory=lambda: int(time.time()))
+    _info: LoadedModelInfo | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """What the lists of models say."""
+        if self._info is None and self.handler is not None:
+            of = self.handler.target, self.handler.form
+            self._info = LoadedModelInfo(self.name, self.created, *of)
+        return self._info or ModelInfo(self.name, self.created)
+
+
+class Models:
+    """The models of one server. All methods are for its event loop.
+
+    A server of a single model answers under any name; of several, the first one answers requests
+    that name none.
+
+    Args:
+        offered: the models, in the order in which they are listed.
+        idle_seconds: without a request, after which a model is unloaded; None keeps it.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        offered: Sequence[OfferedModel],
+        idle_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.offered, self._idle_seconds, self._clock = list(offered), idle_seconds, clock
+        self._stopping = False
+        self._lock = asyncio.Lock()  # held while models come and go
+        self._thread = ThreadPoolExecutor(1, "dflash-load", clean_up_at_end)
+        for model in self._loaded:
+            model.used = clock()
+
+    @property
+    def _loaded(self) -> list[OfferedModel]:
+        return [model for model in self.offered if model.handler is not None]
+
+    @property
+    def handlers(self) -> list[RequestHandler]:
+        """The handlers of the loaded models."""
+        return [model.handler for model in self.offered if model.handler is not None]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a client waits for an answer."""
+        return any(handler.busy for handler in self.handlers)
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server stops."""
+        return self._stopping or any(handler.draining for handler in self.handlers)
+
+    @property
+    def lost(self) -> bool:
+        """Whether machines that share a model have lost each other."""
+        return any(handler.lost for handler in self.handlers)
+
+    @property
+    def seconds_since_step(self) -> float:
+        """Seconds since the last step of an engine that has something to do; 0 if none has."""
+        return max((handler.seconds_since_step for handler in self.handlers), default=0.0)
+
+    def drain(self) -> None:
+        """Refuse new requests; open answers go on."""
+        self._stopping = True
+        for handler in self.handlers:
+            handler.draining = True
+
+    def abort(self) -> None:
+        """End all answers."""
+        for handler in self.handlers:
+            handler.abort()
+
+    def find(self, name: str) -> OfferedModel:
+        """The model that a name means. Raises `RequestError` 404, with the names that there are."""
+        names = {name, name.removesuffix(LATEST)}
+        for model in self.offered:
+            if len(self.offered) == 1 or names & {model.name, *model.aliases}:
+                return model
+        if name in ("", "default"):
+            return self.offered[0]
+        known = ", ".join(model.name for model in self.offered)
+        message = f"There is no model {name[:100]!r} here: this server offers {known}."
+        raise RequestError(message, 404, code="model_not_found")
+
+    async def use(self, name: str) -> tuple[OfferedModel, RequestHandler]:
+        """The model that a name means, loaded, and its handler.
+
+        The handler has to get its request before anything else is awaited: then the model stays.
+        Raises `RequestError`: 404 as `find`, 500 or 503 if the model cannot be loaded.
+        """
+        model = self.find(name)
+        async with self._lock:
+            while model.handler is None:
+                await self._load(model)
+            model.used = self._clock()
+            return model, model.handler
+
+    async def unload_idle(self) -> None:
+        """Unload the models that no request has used for `idle_seconds`."""
+        if self._idle_seconds is None or self._lock.locked() or self.draining:
+            return
+        async with self._lock:
+            for model in self._loaded:
+                assert model.handler is not None
+                if not model.handler.idle.is_set():
+                    model.used = self._clock()
+                elif self._clock() - model.used >= self._idle_seconds:
+                    await self._unload(model)
+
+    async def _load(self, model: OfferedModel) -> None:
+        """Load a model, or make room for it. Raises `RequestError`."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._thread, _open, model)
+        except NotEnoughMemoryError as error:
+            others = [one for one in self._loaded if one.load is not None]
+            if not others:
+                raise RequestError(f"{model.name}: {error}", 503) from error
+            oldest = min(others, key=lambda one: one.used)
+            assert oldest.handler is not None
+            await oldest.handler.idle.wait()
+            await self._unload(oldest)
+        except DFlashError as error:
+            log.error("%s cannot be loaded", model.name, exc_info=error)
+            raise RequestError(f"{model.name} cannot be loaded: {error}", 500) from error
+
+    async def _unload(self, model: OfferedModel) -> None:
+        loop = asyncio.get_running_loop()
+        if model.load is not None:
+            await loop.run_in_executor(self._thread, _close, model)
+            await loop.run_in_executor(self._thread, _free)
+
+
+def _open(model: OfferedModel) -> None:
+    """Load a model beside everything that this process has on the device."""
+    assert model.load is not None
+    _free()
+    model.handler = model.load(mx.get_active_memory())
+    model.created = int(time.time())
+    log.info("%s is loaded", model.name)
+
+
+def _close(model: OfferedModel) -> None:
+    assert model.handler is not None
+    model.handler.close()
+    model.handler = model._info = None
+    log.info("%s is unloaded", model.name)
+
+
+def _free() -> None:
+    """Give the device the memory back that nothing refers to."""
+    gc.collect()
+    mx.clear_cache()

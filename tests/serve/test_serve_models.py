@@ -1,0 +1,188 @@
+"""Several models in one server: loaded on first use, unloaded when idle or for another's memory."""
+
+import asyncio
+import gc
+
+import mlx.core as mx
+import pytest
+from serving import FakeEngine, make_target, models_of
+from starlette.testclient import TestClient
+from tinymodels import target as tiny_target
+
+import dflash_mlx as dm
+from dflash_mlx.engine.engine import device_thread
+from dflash_mlx.errors import NotEnoughMemoryError, WeightsError
+from dflash_mlx.serve.app import make_app
+from dflash_mlx.serve.auth import Auth
+from dflash_mlx.serve.errors import RequestError
+from dflash_mlx.serve.handler import RequestHandler
+from dflash_mlx.serve.metrics import Metrics
+from dflash_mlx.serve.models import Models, OfferedModel
+from dflash_mlx.serve.request import GenerationRequest
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self):
+        return self.seconds
+
+
+class Shelf:
+    """Models that share a memory for `room` of them; fake ones that never end an answer, or real.
+
+    Attributes:
+        loads: the names that were loaded, in order.
+    """
+
+    def __init__(self, *names, room=9, idle=None, make=None):
+        self.loads, self.room, self.clock = [], room, Clock()
+        self.make = make or (lambda name: FakeEngine(make_target(), reason=None))
+        offered = [OfferedModel(name, self.loader(name), aliases=(f"/{name}",)) for name in names]
+        self.models = Models(offered, idle, self.clock)
+
+    def loader(self, name):
+        def load(reserved):
+            if len(self.models.handlers) >= self.room:
+                raise NotEnoughMemoryError("too large")
+            self.loads.append(name)
+            engine = self.make(name)
+            return RequestHandler(engine.target, engine, {}, 64, Metrics())
+
+        return load
+
+    def loaded(self):
+        return [model.name for model in self.models.offered if model.handler]
+
+    async def start(self, name, **settings):
+        _, handler = await self.models.use(name)
+        [stream] = await handler.start([GenerationRequest(name, "Hi", settings)])
+        return stream
+
+
+def test_names_of_models():
+    """Short ones, those of the command line, and Ollama's tags; others are 404 by all APIs."""
+    shelf = Shelf("a", "b", make=lambda name: FakeEngine(make_target()))
+    app = make_app(shelf.models, Auth(), Metrics())
+    with TestClient(app, "http://127.0.0.1:8000") as server:
+        lists = ("/v1/models", "/api/v0/models", "/api/tags", "/api/ps")
+        shown = [len(next(iter(server.get(path).json().values()))) for path in lists[2:]]
+        assert shown == [2, 0] and shelf.loads == []
+        for name, answers in (("b:latest", "b"), ("/b", "b"), ("", "a")):
+            said = server.post(CHAT, json={"model": name, "messages": HI}).json()
+            assert said["model"] == answers
+        said = server.post("/api/chat", json={"model": "b:latest", "messages": HI, "stream": False})
+        assert said.json()["model"] == "b" and shelf.loads == ["b", "a"]
+        for path in (CHAT, "/v1/messages", "/api/chat"):
+            body = {"model": "c", "messages": HI, "max_tokens": 1}
+            refused = server.post(path, json=body)
+            assert refused.status_code == 404 and "a, b" in refused.text
+        assert server.get("/v1/models/c").status_code == 404
+        states = [one["state"] for one in server.get("/v1/models").json()["data"]]
+        assert states == ["loaded", "loaded"] and shelf.loads == ["b", "a"]
+
+
+def test_one_model_answers_under_any_name():
+    handler = RequestHandler(make_target(), FakeEngine(make_target()), {}, 64, Metrics())
+    models = models_of(handler, "it")
+    with TestClient(make_app(models, Auth(), Metrics()), "http://127.0.0.1:8000") as server:
+        said = server.post(CHAT, json={"model": "gpt", "messages": HI}).json()
+        assert said["model"] == "it" and server.get("/v1/models/gpt").json()["id"] == "it"
+
+
+def test_idle_models_are_unloaded_and_busy_ones_are_not():
+    async def play():
+        shelf = Shelf("a", "b", idle=60)
+        stream = await shelf.start("a")
+        (await shelf.start("b")).close()
+        for shelf.clock.seconds in (59, 61, 200):
+            await shelf.models.unload_idle()
+        assert shelf.loaded() == ["a"]  # its answer goes on
+        stream.close()
+        for shelf.clock.seconds, left in ((259, ["a"]), (261, [])):
+            await shelf.models.unload_idle()
+            assert shelf.loaded() == left
+        await shelf.start("a")
+        assert shelf.loads == ["a", "b", "a"]
+
+    asyncio.run(play())
+
+
+def test_a_model_waits_for_the_memory_of_another_and_both_take_turns():
+    async def play():
+        shelf = Shelf("a", "b", room=1)
+        first = await shelf.start("a")
+        other, again = (asyncio.create_task(shelf.start(name)) for name in "ba")
+        while not shelf.models._lock.locked():
+            await asyncio.sleep(0)
+        assert shelf.loaded() == ["a"] and not other.done() and not again.done()
+        first.close()
+        (await other).close()
+        assert shelf.loaded() == ["b"]
+        (await again).close()
+        assert shelf.loads == ["a", "b", "a"]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(("error", "status"), [(NotEnoughMemoryError, 503), (WeightsError, 500)])
+def test_a_model_that_cannot_be_loaded(error, status):
+    def load(reserved):
+        raise error("it is broken")
+
+    models = Models([OfferedModel("a", load)])
+    for _ in range(2):
+        with pytest.raises(RequestError, match="a.*it is broken") as refused:
+            asyncio.run(models.use("a"))
+        assert refused.value.status == status
+
+
+def active():
+    gc.collect()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+def test_eight_clients_on_each_of_two_models():
+    """Text as alone, one thread for both engines, and all memory back when they are idle."""
+    families = {"a": "qwen3", "b": "gpt_oss"}
+    settings = {"max_tokens": 12}
+    thread = device_thread()
+
+    def make(name):
+        target = tiny_target.__wrapped__(families[name])
+        prefix = dm.PrefixStore(target, None, memory=2**24)
+        engine = dm.Engine(target, None, prefix=prefix, thread=thread)
+        engine.target = target
+        return engine
+
+    async def ask(shelf, name, number):
+        _, handler = await shelf.models.use(name)
+        wanted = GenerationRequest(name, f"Hello {number} times {number}", settings)
+        [stream] = await handler.start([wanted])
+        return "".join([step.event.text async for step in stream.steps()])
+
+    async def play():
+        shelf, before = Shelf("a", "b", idle=60, make=make), active()
+        for _ in range(2):
+            asked = [(name, number) for number in range(8) for name in families]
+            texts = await asyncio.gather(*(ask(shelf, *one) for one in asked))
+            yield dict(zip(asked, texts, strict=True))
+            shelf.clock.seconds += 61
+            await shelf.models.unload_idle()
+            assert shelf.loaded() == [] and active() - before < 2**16
+        assert sorted(shelf.loads) == ["a", "a", "b", "b"]
+
+    async def rounds():
+        return [found async for found in play()]
+
+    first, second = asyncio.run(rounds())
+    assert first == second and len(set(first.values())) == 16
+    for (name, number), text in first.items():
+        if number < 2:
+            prompt = f"Hello {number} times {number}"
+            alone = dm.generate(tiny_target(families[name]), None, prompt, **settings)
+            assert text == alone.text
