@@ -148,6 +148,9 @@ DRAFTER_FIELDS = frozenset(
         "target_layer_ids block_size mask_token_id draft_vocab_size markov_rank"
     ).split()
 )
+# `model_type` of Gemma 4's assistants, which are no block drafters.
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+
 # Fields with several spellings, by our name. The spellings have to agree.
 SPELLINGS = {
     "causal": ("causal", "is_causal", "causal_head", "dflash_query_causal"),

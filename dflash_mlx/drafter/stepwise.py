@@ -29,7 +29,10 @@ MOST_PENDING = 256  # features that wait for a draft
 
 
 class StepwiseNetwork(Protocol):
-    """A network that drafts one token at a time."""
+    """A network that drafts one token at a time.
+
+    `drafts_add_rows`, if it is there and False, says that drafted rows do not enter its caches.
+    """
 
     @property
     def block_size(self) -> int:
@@ -129,6 +132,7 @@ class StepwiseSession(DraftSession):
         mx.async_eval(self._features[0][0])  # nothing of the draft computes it
         hidden = drafter.advance(drafter.fuse(taps), mx.array([tokens]), cache, target)[:, -1:]
         drafted, scores, own = mx.zeros((0,), mx.int32), list[mx.array](), 1
+        added = getattr(drafter, "drafts_add_rows", True)
         try:
             for slot in range(slots := min(width, drafter.block_size) - 1):
                 logits = drafter.widen(drafter.logits(hidden, target)[0])
@@ -137,7 +141,7 @@ class StepwiseSession(DraftSession):
                 scores.append(score)
                 drafted = mx.concatenate([drafted, token])
                 if slot + 1 < slots:
-                    features, own = drafter.feedback(hidden), own + 1
+                    features, own = drafter.feedback(hidden), own + added
                     hidden = drafter.advance(features, token[None], cache, target)
         finally:  # a processor may fail
             for layer in cache:

@@ -104,7 +104,7 @@ def read_drafter(folder: Path, window: int | None = None, num_layers: int | None
         _quantize_as_stored(drafter, config, weights)
     if config.draft_vocab_size == config.vocab_size:
         weights.pop("d2t", None)  # all zeros, in some files
-    _check_tensors(drafter, weights, folder)
+    check_tensors(drafter, weights, folder)
     if "d2t" in weights:
         _check_ids(weights["d2t"], config.vocab_size, folder)
     drafter.load_weights(list(weights.items()))
@@ -165,7 +165,7 @@ def _check_ids(offsets: mx.array, vocabulary: int, folder: Path) -> None:
         )
 
 
-def _check_tensors(drafter: DFlash, weights: dict[str, mx.array], folder: Path) -> None:
+def check_tensors(drafter: nn.Module, weights: dict[str, mx.array], folder: Path) -> None:
     """Raise `WeightsError`, naming the tensor, unless the tensors match the config."""
     wrong = f"{folder}: the weights do not fit the config, the tensor"
     expected = dict(tree_flatten(drafter.parameters()))

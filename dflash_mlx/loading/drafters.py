@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import mlx.nn as nn
 from mlx_lm.utils import dequantize_model
 
+from ..drafter.gemma4_assistant import Gemma4Assistant
 from ..drafter.mtp import MTPHead
 from ..drafter.network import DFlash
+from ..drafter.packagings import ASSISTANTS
 from ..errors import ConfigError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper, read_json
-from .checkpoint import read_drafter
+from .checkpoint import check_tensors, load_file, read_drafter
 from .checks import check_safetensors, read_header
-from .mtp import head_files, read_head, why_no_head
+from .mtp import head_files, quantize_as_stored, read_head, why_no_head
 from .preflight import check_weights, is_language_model, on_cpu
 from .quantization import Quantization, is_quantized, stored_quantization
 from .reading import check_not_quantized, start_reading
@@ -28,7 +30,8 @@ from .registry import MTP
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
 
-NETWORK, MODEL, HEAD = "network", "model", "head"  # what a folder holds
+# What a folder holds.
+NETWORK, MODEL, HEAD, ASSISTANT = "network", "model", "head", "assistant"
 LARGE_DRAFTER = 10**9  # parameters
 
 
@@ -39,7 +42,7 @@ class DraftSource:
     Attributes:
         name: as it was named.
         folder: where it is.
-        kind: `NETWORK`, `MODEL` or `HEAD`.
+        kind: `NETWORK`, `MODEL`, `HEAD` or `ASSISTANT`.
         target: the target's config.json.
         files: the weight files, but for those that the target reads, too.
     """
@@ -57,8 +60,10 @@ class DraftSource:
             return cls(name, folder, HEAD, target)
         if name == MTP:
             raise WeightsError(why_no_head(str(folder), target))
-        is_model = is_language_model(read_json(folder / "config.json"))
-        kind, files = MODEL if is_model else NETWORK, check_safetensors(folder)
+        config = read_json(folder / "config.json")
+        kind, files = MODEL if is_language_model(config) else NETWORK, check_safetensors(folder)
+        if config.get("model_type") in ASSISTANTS:
+            kind = ASSISTANT
         return cls(name, folder, kind, target, files)
 
     def quantization_beside(self, target: Quantization | None) -> Quantization | None:
@@ -110,6 +115,30 @@ def open_head(
     quantized = any(hasattr(module, "scales") for module in head.modules())
     _read(name, head, None if quantized else quantization, quantized, kernels)
     return head
+
+
+def open_assistant(
+    name: str,
+    folder: Path,
+    target: Target,
+    quantization: Quantization | None,
+    kernels: Kernels | None,
+) -> Gemma4Assistant:
+    """Load a Gemma 4's assistant. Raises: `ConfigError`, `WeightsError`."""
+    files = check_safetensors(folder)
+    check_weights(name, files, quantization)
+    config = read_json(folder / "config.json")
+    with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no assistant can be made of it"):
+        assistant = Gemma4Assistant(config, target)
+    weights = {tensor: value for file in files for tensor, value in load_file(file).items()}
+    weights.pop("lm_head.weight", None)  # the embedding once more
+    quantize_as_stored(assistant, weights)
+    check_tensors(assistant, weights, folder)
+    assistant.load_weights(list(weights.items()))
+    quantized = is_quantized(config)
+    check_not_quantized(name, quantization, quantized)
+    _read(name, assistant, quantization, quantized, kernels)
+    return assistant
 
 
 def _read(

@@ -10,6 +10,7 @@ from typing import Any
 from ..drafter.config import DraftConfig
 from ..drafter.packagings import (
     ADAPTER,
+    ASSISTANTS,
     CONFIDENCE,
     DRAFTER_FIELDS,
     EMBEDDING,
@@ -41,6 +42,9 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     """
     file = path if path.is_file() else path / "config.json"
     raw = read_json(file)
+    if raw.get("model_type") in ASSISTANTS:
+        found = [ResolvedField(name, value, name) for name, value in raw.items()]
+        return [ResolvedField("network", "a Gemma 4 assistant", "model_type"), *found]
     if not DRAFTER_FIELDS & raw.keys():
         from .preflight import is_language_model  # starts MLX
 

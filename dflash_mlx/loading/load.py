@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import mlx.core as mx
 
+from ..drafter.gemma4_assistant import Gemma4Assistant
 from ..drafter.lookup import CombinedDrafter, LookupDrafter
 from ..drafter.model import DraftModel
 from ..drafter.mtp import MTPHead
@@ -22,7 +23,7 @@ from ..threads import evaluate
 from ..validation import ErrorWrapper, brief, check_integer
 from .checkpoint import check_runs, drop_copies, read_target, read_tokenizer
 from .checks import check_safetensors, memory_needed, read_target_config
-from .drafters import HEAD, NETWORK, DraftSource, open_head, open_network
+from .drafters import ASSISTANT, HEAD, NETWORK, DraftSource, open_assistant, open_head, open_network
 from .hub import Hub
 from .mtp import head_files
 from .preflight import check_drafter, check_target, check_weights, float_bytes, on_cpu
@@ -134,6 +135,8 @@ def load(
     with _advice_on_drafters():  # downloads may fail: before anything is loaded
         draft_folder = folder if draft == MTP else _folder(draft, "drafter", hub)
         source = DraftSource.of(draft, draft_folder, read_target_config(folder))
+    if cluster is not None and source.kind == ASSISTANT:
+        raise SettingsError(f"{draft} reads keys of the target's layers: that needs one machine.")
     if draft_bits is None and not on_cpu():
         draft_quantization = source.quantization_beside(quantization)
     reserved += memory_needed(source.files, draft_quantization, float_bytes())
@@ -297,15 +300,16 @@ def _open_drafter(
     quantization: Quantization | None,
     kernels: Kernels | None,
     window: int | None,
-) -> DFlash | DraftModel | MTPHead:
+) -> DFlash | DraftModel | MTPHead | Gemma4Assistant:
     """Load the network, head or language model in a drafter's folder."""
     of = source.name, source.folder
     if source.kind == NETWORK:
         return open_network(*of, quantization, kernels, window, target.num_layers)
     if window is not None:
         raise SettingsError(f"draft_window: {source.name} reads the whole text, leave it out.")
-    if source.kind == HEAD:
-        return open_head(*of, target, quantization, kernels)
+    if source.kind in (HEAD, ASSISTANT):
+        opened = open_head if source.kind == HEAD else open_assistant
+        return opened(*of, target, quantization, kernels)
     model = _open_target(*of, quantization)
     if kernels is not None:
         from .wiring import wire_drafter

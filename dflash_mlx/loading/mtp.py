@@ -64,7 +64,7 @@ def read_head(folder: Path, target: Target) -> MTPHead:
         weights = dict(_ours(layout, stored, target))
     if layout.zero_centred:
         _centre(weights)
-    _quantize_as_stored(head, weights)
+    quantize_as_stored(head, weights)
     expected = dict(tree_flatten(head.parameters()))
     for name in sorted(expected.keys() ^ weights.keys()):
         problem = "is missing" if name in expected else "has no place in it"
@@ -142,7 +142,7 @@ def _centre(weights: dict[str, mx.array]) -> None:
         weights |= {name: weights[name] + 1 for name in norms}
 
 
-def _quantize_as_stored(head: MTPHead, weights: Mapping[str, mx.array]) -> None:
+def quantize_as_stored(head: nn.Module, weights: Mapping[str, mx.array]) -> None:
     """Quantize the layers that are stored quantized, so that their tensors can be loaded."""
 
     def stored_as(name: str, module: nn.Module) -> bool | dict[str, Any]:

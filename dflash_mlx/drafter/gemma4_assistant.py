@@ -1,0 +1,202 @@
+"""Gemma 4's assistants: small decoders that read the target's own keys and values.
+
+Each layer has queries only. It attends to the keys and values of the target's last layer of its
+kind, full or sliding, that makes any. These are made here once more, from what enters that layer.
+The input joins the embedding of the last token with the target's last hidden state, after the
+final norm; drafted tokens have the assistant's own, projected to the target's width. All drafts of
+a step are made at the position of the newest token that the target has read.
+
+Parameter names are those of the published checkpoints. The layers are mlx-lm's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import gemma4_text
+from mlx_lm.models.cache import KVCache
+
+from ..errors import ConfigError, IncompatibleDrafterError
+from ..sampling import Sampler
+from ..targets.internals import text_model
+from ..validation import is_integer
+from .model import weight_bytes
+from .packagings import SLIDING
+from .stepwise import StepwiseSession
+
+if TYPE_CHECKING:
+    from ..targets import Target
+
+BLOCK_SIZE = 8  # the most rows of a draft
+SIZES = ("backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k")
+
+
+class Gemma4Assistant(nn.Module):
+    """The assistant of one target.
+
+    Args:
+        config: its config.json.
+        target: a Gemma 4.
+
+    Attributes:
+        tap_layers: the layers before those whose keys and values it reads, and the last one.
+
+    Raises: `ConfigError`, `IncompatibleDrafterError`.
+    """
+
+    block_size = BLOCK_SIZE
+    drafts_trees = True
+    drafts_add_rows = False  # drafted rows have no keys
+    label = "Gemma 4 assistant"
+
+    def __init__(self, config: Mapping[str, Any], target: Target) -> None:
+        super().__init__()
+        sizes = {"backbone_hidden_size": 1536, "num_centroids": 2048} | {**config}
+        sizes.setdefault("centroid_intermediate_top_k", 32)
+        shape = config.get("text_config")
+        if not isinstance(shape, Mapping) or not all(is_integer(sizes[name], 1) for name in SIZES):
+            raise ConfigError(f"The assistant's config needs a text_config and {', '.join(SIZES)}.")
+        own = {"num_kv_shared_layers": shape.get("num_hidden_layers")}
+        args = gemma4_text.ModelArgs.from_dict({**shape, **own, "hidden_size_per_layer_input": 0})
+        self._width, self._window = sizes["backbone_hidden_size"], args.sliding_window
+        self._sources = _sources(args, target)
+        read = [target.layers[at].self_attn for at in self._sources.values()]
+        self._row = sum(2 * one.n_kv_heads * one.head_dim for one in read)  # values per token
+        self.tap_layers = (*(at - 1 for at in self._sources.values()), target.num_layers - 1)
+        hidden, self.vocab_size = args.hidden_size, args.vocab_size
+        self.model: dict[str, Any] = {
+            "embed_tokens": nn.Embedding(args.vocab_size, hidden),
+            "layers": [gemma4_text.DecoderLayer(args, at) for at in range(args.num_hidden_layers)],
+            "norm": nn.RMSNorm(hidden, eps=args.rms_norm_eps),
+        }
+        self.pre_projection = nn.Linear(2 * self._width, hidden, bias=False)
+        self.post_projection = nn.Linear(hidden, self._width, bias=False)
+        if config.get("use_ordered_embeddings"):
+            self._kept = sizes["centroid_intermediate_top_k"]
+            self.masked_embedding: dict[str, Any] = {
+                "centroids": nn.Linear(hidden, sizes["num_centroids"], bias=False),
+                "token_ordering": mx.zeros((args.vocab_size,), mx.int64),
+            }
+
+    def __repr__(self) -> str:
+        """One line, not MLX's tree of all layers."""
+        return f"Gemma4Assistant(layers={len(self.model['layers'])}, tap_layers={self.tap_layers})"
+
+    def make_cache(self) -> list[Any]:
+        """The keys and values of the target's layers that it reads."""
+        return [KVCache() for _ in self._sources]
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of a request's caches after so many tokens."""
+        return self._row * tokens * self.pre_projection.weight.itemsize
+
+    def slot_cost(self, target: Target) -> float:
+        """What a drafted token is likely to cost, in plain steps of the target."""
+        return weight_bytes(self) / weight_bytes(target.model)
+
+    def fuse(self, taps: mx.array) -> mx.array:
+        """The taps, [1, S, K*D]: each has its own use."""
+        return taps
+
+    def advance(
+        self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
+    ) -> mx.array:
+        """See `StepwiseNetwork`. Hidden states are those of the last row, [1, 1, D], normed.
+
+        The features are taps [1, S, K*Dt], or of a drafted token [1, 1, Dt].
+        """
+        if features.shape[-1] > self._width:
+            *entered, last = mx.split(features, len(self.tap_layers), axis=-1)
+            for at, x, rows in zip(self._sources.values(), entered, cache, strict=True):
+                rows.update_and_fetch(*_keys_values(target.layers[at], x, rows.offset))
+            features = target.parts.norm(last[:, -1:])
+        both = [target.embed(tokens[:, -1:]), features]
+        x = self.pre_projection(mx.concatenate(both, axis=-1))
+        seen = {
+            kind: self._seen(kind, rows) for kind, rows in zip(self._sources, cache, strict=True)
+        }
+        for layer in self.model["layers"]:
+            x = layer(x, shared_kv=seen[layer.layer_type], offset=cache[0].offset - 1)[0]
+        return self.model["norm"](x)
+
+    def _seen(self, kind: str, rows: KVCache) -> tuple[mx.array, mx.array]:
+        """The keys and values [1, KV, S, head_dim] that layers of a kind attend to."""
+        first = max(0, rows.offset - self._window) if kind == SLIDING else 0
+        keys, values = (x[:, :, first : rows.offset] for x in (rows.keys, rows.values))
+        return keys, values
+
+    def logits(self, hidden: mx.array, target: Target) -> mx.array:
+        """Logits [1, S, V] of hidden states [1, S, D].
+
+        With ordered embeddings only the tokens of the best centroids have any.
+        """
+        embedding = self.model["embed_tokens"]
+        if "masked_embedding" not in self:
+            return embedding.as_linear(hidden)
+        scores, kept = self.masked_embedding["centroids"](hidden), self._kept
+        clusters = self.masked_embedding["token_ordering"].reshape(scores.shape[-1], -1)
+        ids = clusters[mx.argpartition(-scores, kept - 1, axis=-1)[..., :kept]].flatten(2)
+        logits = (embedding(ids) @ hidden[..., None])[..., 0].astype(mx.float32)
+        nothing = mx.full((*hidden.shape[:2], self.vocab_size), -mx.inf)
+        return mx.put_along_axis(nothing, ids, logits, axis=-1)
+
+    def feedback(self, hidden: mx.array) -> mx.array:
+        """The features [1, 1, Dt] of the next slot."""
+        return self.post_projection(hidden)
+
+    def widen(self, scores: mx.array) -> mx.array:
+        """All tokens can be drafted."""
+        return scores
+
+    def narrow(self, scores: mx.array) -> mx.array:
+        """All tokens can be drafted."""
+        return scores
+
+    def token_ids(self) -> None:
+        """All tokens can be drafted."""
+
+    def check_fits(self, target: Target) -> None:
+        """Raise `IncompatibleDrafterError` unless the target is as wide, with as many tokens."""
+        own, theirs = (self._width, self.vocab_size), (target.hidden_size, target.vocab_size)
+        if own != theirs:
+            raise IncompatibleDrafterError(
+                f"The assistant is another target's: its hidden_size and vocab_size are {own}, "
+                f"{target.name} has {theirs}."
+            )
+
+    def start(self, target: Target, sampler: Sampler | None = None) -> StepwiseSession:
+        """Begin one request over `target`; without a sampler it drafts greedily.
+
+        Raises `IncompatibleDrafterError`.
+        """
+        self.check_fits(target)
+        return StepwiseSession(self, target, sampler or Sampler())
+
+
+def _sources(args: gemma4_text.ModelArgs, target: Target) -> dict[str, int]:
+    """The target's last layer of each kind that makes keys and values, by kind."""
+    theirs = getattr(text_model(target.model), "args", None)
+    if not isinstance(theirs, gemma4_text.ModelArgs) or len(target.layers) < 2:
+        raise IncompatibleDrafterError(f"{target.name} is no Gemma 4, which this assistant reads.")
+    making = len(target.layers) - theirs.num_kv_shared_layers
+    found = {kind: at for at, kind in enumerate(theirs.layer_types[:making])}
+    for at, kind in enumerate(args.layer_types):
+        own = gemma4_text.Attention(args, at).head_dim
+        if kind not in found or target.layers[found[kind]].self_attn.head_dim != own:
+            raise IncompatibleDrafterError(
+                f"The assistant is another target's: {target.name} has no {kind} of width {own}."
+            )
+    return {kind: found[kind] for kind in sorted({*args.layer_types})}
+
+
+def _keys_values(layer: Any, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+    """The keys and values [1, KV, S, head_dim] that a layer makes of its input x [1, S, D]."""
+    attention, shape = layer.self_attn, (*x.shape[:2], -1, layer.self_attn.head_dim)
+    x = layer.input_layernorm(x)
+    keys = attention.k_proj(x).reshape(shape)
+    values = keys if attention.use_k_eq_v else attention.v_proj(x).reshape(shape)
+    keys = attention.rope(attention.k_norm(keys).transpose(0, 2, 1, 3), offset=offset)
+    return keys, attention.v_norm(values).transpose(0, 2, 1, 3)

@@ -1,0 +1,134 @@
+"""Gemma 4's assistants: keys are the target's own, drafts are made as in published code."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from families import random_model, random_prompt, target_of
+from mlx.utils import tree_flatten, tree_map
+
+import dflash_mlx as dm
+from dflash_mlx.drafter.gemma4_assistant import Gemma4Assistant
+from dflash_mlx.errors import IncompatibleDrafterError, WeightsError
+from dflash_mlx.loading.drafters import open_assistant
+
+TEXT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "vocab_size": 256,
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}
+CONFIG = {
+    "model_type": "gemma4_assistant",
+    "backbone_hidden_size": 64,
+    "text_config": TEXT,
+    "num_centroids": 16,
+    "centroid_intermediate_top_k": 4,
+}
+ORDERED = {"use_ordered_embeddings": True}
+FAMILIES = ("gemma4_dense", "gemma4_E4B-like")
+
+
+def pair(family, **changes):
+    target = target_of(random_model(family), family)
+    mx.random.seed(5)
+    assistant = Gemma4Assistant(CONFIG | changes, target)
+    noisy = tree_map(lambda w: w + 0.1 * mx.random.normal(w.shape), assistant.parameters())
+    if changes:
+        order = mx.random.permutation(mx.arange(256))
+        noisy["masked_embedding"]["token_ordering"] = order
+    assistant.update(noisy)
+    return target, assistant
+
+
+def reference(target, assistant, tokens, count):
+    """Greedy drafts after these tokens, from mlx-lm's forward and its cache alone."""
+    model = target.model.language_model
+    caches, args = model.make_cache(), model.args
+    hidden = model.model(mx.array([tokens[:-1]]), cache=caches)[:, -1:]
+    last = {kind: at for at, kind in enumerate(args.layer_types[: len(caches)])}
+    position, kept = len(tokens) - 2, {}
+    for kind, at in last.items():
+        rows = caches[at].keys, caches[at].values
+        if kind == "full_attention":
+            kept[kind] = tuple(x[:, :, : len(tokens) - 1] for x in rows)
+        else:
+            kept[kind] = tuple(caches[at]._temporal_order(x)[:, :, -32:] for x in rows)
+    token, drafts = tokens[-1], []
+    for _ in range(count):
+        embedded = model.model.embed_tokens(mx.array([[token]])) * args.hidden_size**0.5
+        x = assistant.pre_projection(mx.concatenate([embedded, hidden], axis=-1))
+        for layer in assistant.model["layers"]:
+            x = layer(x, shared_kv=kept[layer.layer_type], offset=position)[0]
+        x = assistant.model["norm"](x)
+        logits = assistant.model["embed_tokens"].weight @ x[0, 0]
+        if "masked_embedding" in assistant:
+            clusters = assistant.masked_embedding["token_ordering"].reshape(16, -1)
+            best = mx.argsort(-assistant.masked_embedding["centroids"](x)[0, 0])[:4]
+            allowed = set(clusters[best].flatten().tolist())
+            logits = mx.where(mx.array([at in allowed for at in range(256)]), logits, -mx.inf)
+        token, hidden = logits.argmax().item(), assistant.post_projection(x)
+        drafts.append(token)
+    return drafts
+
+
+@pytest.mark.parametrize("changes", [{}, ORDERED])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_are_made_from_the_targets_own_keys(family, changes):
+    """After a prompt beyond the window, and after steps that kept some of their rows."""
+    target, assistant = pair(family, **changes)
+    prompt = random_prompt(40, 2)
+    session, drafting = target.start(assistant.tap_layers), assistant.start(target)
+    for _, taps in session.prefill(prompt[:-1]):
+        drafting.read_tokens(prompt[drafting.position : drafting.position + taps.shape[1]])
+        drafting.extend(taps)
+    text = list(prompt)
+    for new in ([7, 9], [3], [4, 5, 6]):
+        drafted = drafting.propose(text[-1], 6).tokens.tolist()
+        assert drafted[1:] == reference(target, assistant, text, 5)
+        _, taps = session.verify(dm.Proposal([text[-1], *new, 1, 2]))
+        kept = list(range(len(new)))
+        session.commit(kept)
+        drafting.read_tokens([text[-1], *new][: len(new)])
+        drafting.extend_rows(taps, kept)
+        text += new
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_plain_text_alone_and_among_others(family, temperature):
+    target, assistant = pair(family, **(ORDERED if temperature else {}))
+    settings = {"max_tokens": 8, "temperature": temperature}
+    settings |= {"seed": 0} if temperature else {}
+    prompts = [random_prompt(30 + 3 * number, number) for number in range(3)]
+    plain = [dm.generate(target, None, prompt, **settings).tokens for prompt in prompts]
+    for tree in (None, 8) if target.supports_trees else (None,):
+        result = dm.generate(target, assistant, prompts[0], tree_budget=tree, **settings)
+        assert result.tokens == plain[0] and result.stats.drafted_tokens > 0
+    with dm.Engine(target, assistant) as engine:
+        jobs = [engine.submit(prompt, **settings) for prompt in prompts]
+        assert [job.result().tokens for job in jobs] == plain
+
+
+def test_files_are_read_by_their_published_names(tmp_path):
+    target, assistant = pair("gemma4_dense", **ORDERED)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | ORDERED))
+    weights = dict(tree_flatten(assistant.parameters()))
+    assert "model.layers.3.self_attn.q_proj.weight" in weights
+    assert "masked_embedding.token_ordering" in weights
+    file = str(tmp_path / "model.safetensors")
+    mx.save_safetensors(file, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+    found = open_assistant("assistant", tmp_path, target, None, None)
+    assert dict(tree_flatten(found.parameters())).keys() == weights.keys()
+    del weights["post_projection.weight"]
+    mx.save_safetensors(file, weights)
+    with pytest.raises(WeightsError, match="post_projection.weight is missing"):
+        open_assistant("assistant", tmp_path, target, None, None)
+    other = target_of(random_model("qwen3"), "qwen3")
+    with pytest.raises(IncompatibleDrafterError, match="no Gemma 4"):
+        Gemma4Assistant(CONFIG, other)
