@@ -36,7 +36,7 @@ from .progress import Printer
 from .target import collate, new_model, next_token_loss, save_model
 
 SEED = 900_000
-STEPS, TOKENS, RATE = 500, 1536, 0.02
+STEPS, TOKENS, RATE = 200, 1536, 0.02
 PASSES = (1.0, 0.7, 0.5)  # weights of the losses of a head's first, second and third token
 SMALL = {"hidden_size": 96, "num_hidden_layers": 2, "intermediate_size": 256, "head_dim": 32}
 
