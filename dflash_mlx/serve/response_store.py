@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from pydantic import TypeAdapter
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from .errors import RequestError
 from .responses import ResponsesBody
@@ -27,17 +27,19 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
-        # (salt, id) -> the JSON of the response, and of all items of its conversation
+        # By salt and id: the JSON of a response, and of all items of its conversation.
         self._entries: OrderedDict[tuple[str, str], tuple[bytes, bytes]] = OrderedDict()
+        self._writers: dict[tuple[str, str], str] = {}  # of an item: the id of its response
 
     def add(self, salt: str, items: list[InputItem], response: dict[str, Any]) -> None:
         """Keep a response to a conversation of these items."""
         output = _ITEMS.validate_python(response["output"])
         entry = to_json(response), _ITEMS.dump_json([*items, *output], exclude_none=True)
         self._entries[salt, response["id"]] = entry
+        self._writers |= {(salt, str(item.id)): response["id"] for item in output}
         self._bytes += sum(map(len, entry))
         while self._bytes > self._max_bytes:
-            self._bytes -= sum(map(len, self._entries.popitem(last=False)[1]))
+            self.remove(*next(iter(self._entries)))
 
     def get(self, salt: str, id: str) -> bytes:
         """The JSON of a response. Raises `RequestError`, a 404."""
@@ -45,7 +47,10 @@ class ResponseStore:
 
     def remove(self, salt: str, id: str) -> None:
         """Forget a response. Raises `RequestError`, a 404."""
-        self._bytes -= sum(map(len, self._find(salt, id)))
+        entry = self._find(salt, id)
+        self._bytes -= sum(map(len, entry))
+        for item in from_json(entry[0])["output"]:
+            del self._writers[salt, item["id"]]
         del self._entries[salt, id]
 
     def conversation(self, salt: str, body: ResponsesBody) -> list[InputItem]:
@@ -72,11 +77,10 @@ class ResponseStore:
         return self._entries[salt, id]
 
     def _item(self, salt: str, reference: InputItem) -> InputItem:
-        """The item that a reference means."""
-        for (owner, _), (_, items) in reversed(self._entries.items()):
-            if owner == salt and to_json(reference.id) in items:
-                for item in _ITEMS.validate_json(items):
-                    if item.id == reference.id:
-                        return item
-        message = f"Item {str(reference.id)[:100]!r} is not stored: send the item itself."
-        raise RequestError(message, param="input")
+        """The item of a response that a reference means."""
+        writer = self._writers.get((salt, str(reference.id)))
+        if writer is None:
+            message = f"Item {str(reference.id)[:100]!r} is not stored: send the item itself."
+            raise RequestError(message, param="input")
+        output = _ITEMS.validate_python(from_json(self._find(salt, writer)[0])["output"])
+        return next(item for item in output if item.id == reference.id)

@@ -197,9 +197,10 @@ def test_a_response_that_is_not_stored_or_another_users_is_not_found(target):
 
 def test_the_least_recently_used_response_is_dropped():
     def add(name):
-        store.add("", [], {"id": name, "output": [], "x": "y" * 400})
+        output = [{"type": "message", "id": f"{name} 1", "content": "y" * 200}]
+        store.add("", [], {"id": name, "output": output})
 
-    store = ResponseStore(1000)
+    store = ResponseStore(1400)
     add("a"), add("b")
     store.get("", "a")
     add("c")
