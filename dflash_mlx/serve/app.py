@@ -1,14 +1,10 @@
-"""The application: its routes, and the page to chat on."""
+"""The application and its routes."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
-from importlib.resources import files
 from typing import Any, Final
 
 from starlette.applications import Starlette
@@ -27,6 +23,7 @@ from .request import GenerationRequest
 from .response_store import ResponseStore
 from .sse import EventStream, unless_disconnected
 from .template import EncodedPrompt
+from .web_page import WebPage
 
 STALLED_SECONDS: Final = 30.0  # without a decode step, until /health answers 503
 
@@ -210,38 +207,9 @@ async def _complete(
         close()
 
 
-def _make_page() -> Callable[[Request], Awaitable[Response]]:
-    """The handler of the page. Its policy allows its own script and style, and its own server."""
-    index, script = (
-        files(__package__).joinpath("page", name).read_text("utf-8")
-        for name in ("index.html", "conversations.js")
-    )
-    html = index.replace("/* conversations.js */", script)
-
-    def hashes(tag: str) -> str:
-        found = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        digests = (base64.b64encode(hashlib.sha256(one.encode()).digest()) for one in found)
-        return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
-
-    headers = {
-        "Content-Security-Policy": (
-            f"default-src 'none'; script-src {hashes('script')}; style-src {hashes('style')}; "
-            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-            "frame-ancestors 'none'"
-        ),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-    }
-
-    async def page(request: Request) -> Response:
-        return Response(html, media_type="text/html; charset=utf-8", headers=headers)
-
-    return page
-
-
 def make_app(models: Models, auth: Auth, metrics: Metrics) -> Starlette:
     """The application of one server."""
-    endpoints = Endpoints(models, metrics)
+    endpoints, page = Endpoints(models, metrics), WebPage()
     api: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/chat/completions", endpoints.chat),
         ("POST", "/completions", endpoints.completions),
@@ -260,7 +228,8 @@ def make_app(models: Models, auth: Auth, metrics: Metrics) -> Starlette:
         for method, path, function in api
     ]
     routes += [
-        Route("/", _make_page()),
+        Route("/", page.page),
+        Route("/page/render", page.render, methods=["POST"]),
         Route("/health", endpoints.health),
         Route("/ready", endpoints.ready),
         Route("/metrics", endpoints.metrics),

@@ -1,52 +1,160 @@
-"""The page in a real browser: chat, race, stop, conversations, tabs, storage, dark, narrow."""
+"""The page in a real browser, and the endpoint that renders its Markdown."""
 
 import asyncio
-import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
-from serving import FakeEngine, make_target, running
+from serving import FakeEngine, client, make_target, running
 
-SCRIPT = Path(__file__).with_name("page.mjs")
+import dflash_mlx as dm
+
+FOLDER = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-MODULES = Path(os.environ.get("NODE_PATH", "")) / "playwright-core"
+MODULES = Path(os.environ.get("NODE_PATH", ""))
+MARKDOWN = """# Sums
+
+1. *carry*
+2. `add`
+
+   > and so on
+
+| a | b |
+|---|--:|
+| 1 | 2 |
+
+```python
+def f(x):
+    return x  # the same
+```
+
+See [the page](https://example.com/a?b=c).
+"""
+HOSTILE = """<script>window.hacked = 1</script>
+
+![nice](http://evil.test/i.png) [click](javascript:window.hacked=1) [go](http://evil.test/) <http://evil.test/>
+
+<img src=x onerror="window.hacked=1"><svg onload="window.hacked=1"><style>body{display:none}</style>
+<iframe src="http://evil.test"></iframe><form action="http://evil.test"><button>Send</button></form>
+
+[x]: http://evil.test/ "t"
+[x] [data](data:text/html,<script>window.hacked=1</script>) &lt;script&gt;
+
+```"><img/src=x/onerror=window.hacked=1>
+</code></pre><script>window.hacked = 1</script>
+```
+"""
 
 
-class Patient(FakeEngine):
-    """Answers, unless it is told to wait."""
+ANSWERS = {
+    "Show Markdown": MARKDOWN,
+    "Be hostile": HOSTILE,
+    "Think": "<think>\nLet me see.\n</think>\n\nYes.",
+    "14 degrees": "14 degrees, as told.",
+    "Call": '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>',
+    "One, two,": " three.",
+    "Be cut": "One, two,",
+    "Fail": "",
+}
+
+
+class Scripted(FakeEngine):
+    """Answers by the last question. With drafting it is twice as fast as without."""
+
+    def question(self, prompt):
+        return self.target.tokenizer.decode(prompt).rpartition("<|im_start|>user\n")[2]
 
     def submit(self, prompt, **settings):
-        waits = "Wait for ever" in self.target.tokenizer.decode(prompt)
-        self.reason = None if waits else "stop"
+        question = self.question(prompt)
+        same = sum(self.question(one) == question for one, _ in self.submitted)
+        answer = next((text for word, text in ANSWERS.items() if word in question), "It is 85.")
+        if "ount." in question:
+            answer = f"Answer {same + 1}."
+        most = 3 if len(answer) < 40 else 40
+        pieces = rf"</?(?:think|tool_call)>|(?:(?!</?think|</?tool_call).){{1,{most}}}"
+        self.steps = re.findall(pieces, answer, re.DOTALL) or [""]
+        self.error = RuntimeError("boom") if "Fail" in question else None
+        self.reason = "stop"
+        if "Wait for ever" in question:
+            self.reason = None
+        elif answer == ANSWERS["Be cut"]:
+            self.reason = "length"
+        self.plain = settings.get("block_size") == 1
         return super().submit(prompt, **settings)
+
+    def _events(self, stats):
+        for event in super()._events(stats):
+            stats.decode_seconds = 1.0 if self.plain else 0.5
+            yield event
+
+
+def look(script, engine, folder):
+    """Run a script of what a person does in the browser with the page of this engine."""
+    tools = (MODULES / "playwright-core", MODULES / "axe-core")
+    if CHROMIUM is None or shutil.which("node") is None or not all(one.is_dir() for one in tools):
+        pytest.skip("needs Chromium, node, npm's playwright-core and axe-core below NODE_PATH")
+
+    async def run():
+        async with running(engine) as server:
+            command = [
+                "node",
+                FOLDER / script,
+                f"http://127.0.0.1:{server.port}/",
+                CHROMIUM,
+                folder,
+            ]
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+            async with asyncio.timeout(180):
+                _, told = await process.communicate()
+            assert process.returncode == 0, told.decode()
+
+    asyncio.run(run())
+
+
+def render(server, text):
+    return server.post("/page/render", json={"text": text})
+
+
+def test_markdown_is_rendered_without_what_acts():
+    with client(FakeEngine(make_target())) as server:
+        nice, hostile = (render(server, one).json()["html"] for one in (MARKDOWN, HOSTILE))
+    tags = set(re.findall(r"<([a-z0-9]+)", nice + hostile))
+    assert tags == set("h1 ol li em code blockquote table thead tbody tr th td pre p span".split())
+    assert set(re.findall(r" ([a-z]+)=", re.sub(">[^<]*<", "><", nice + hostile))) == {"class"}
+    assert '<span class="c1"># the same</span>' in nice and '<td class="align-right">2' in nice
+    assert '<span class="link">the page</span> <span class="address">https://e' in nice
+
+
+def test_a_text_that_hangs_is_given_up():
+    hanging = f"```c\na{' ' * 20_000}b\n```"  # Pygments takes minutes
+    with client(FakeEngine(make_target())) as server:
+        assert render(server, hanging).status_code == 400
+        assert render(server, "*sound*").json() == {"html": "<p><em>sound</em></p>\n"}
+        assert render(server, "a" * 100_001).status_code == 400
 
 
 @pytest.mark.browser
 def test_the_page_in_a_browser(tmp_path):
-    if CHROMIUM is None or not MODULES.is_dir() or shutil.which("node") is None:
-        pytest.skip("needs Chromium, node, and npm's playwright-core below NODE_PATH")
+    engine = Scripted(make_target("json_tools", thinking="", context=2500))
+    look("page.mjs", engine, tmp_path)
+    settings = [settings for _, settings in engine.submitted]
+    assert "block_size" not in settings[0] and settings[0]["max_tokens"] == 2048
+    raced = [one for one in settings if "seed" in one]
+    assert [one.get("block_size") for one in raced] == [None, 1] and raced[0]["seed"] == raced[1][
+        "seed"
+    ]
+    prompts = [engine.target.tokenizer.decode(prompt) for prompt, _ in engine.submitted]
+    assert any("system\nBe brief." in one for one in prompts)
+    assert not any("word word" in one for one in prompts)
+    assert any(job.cancelled for job in engine.jobs)
 
-    async def look():
-        engine = Patient(make_target(), ["It", " is", " 8", "5."])
-        async with running(engine) as server:
-            command = ["node", SCRIPT, f"http://127.0.0.1:{server.port}/", CHROMIUM, tmp_path]
-            pipe = asyncio.subprocess.PIPE
-            process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-            async with asyncio.timeout(180):
-                said, told = await process.communicate()
-            assert process.returncode == 0, told.decode()
-            return json.loads(said), engine
 
-    seen, engine = asyncio.run(look())
-    assert seen["errors"] == [] and seen["foreign"] == []
-    assert seen["answer"] == "It is 85." and seen["rounds"] == 4 == seen["colors"]
-    assert "tokens per step" in seen["speed"] and "the same text" in seen["race"]
-    assert "block_size" not in engine.submitted[0][1] and engine.submitted[1][1]["block_size"] == 1
-    assert seen["sending"] and engine.jobs[2].cancelled
-    assert seen["conversations"] == 2 and seen["reloaded"][0] == 2
-    assert seen["both"] == ["tab one asks", "tab two asks"] and seen["forked"] == 2
-    assert "it is full" in seen["unkept"] and seen["still"] == "not kept"
-    assert seen["damaged"] == "It is 85."
-    assert seen["dark"] == "rgb(24, 24, 26)" and seen["width"] <= 380 and seen["menu"]
+@pytest.mark.browser
+def test_the_page_with_the_embedded_pair(tmp_path):
+    pair = dm.load("tiny")
+    with dm.Engine(*pair) as engine:
+        engine.target = pair[0]
+        look("page_tiny.mjs", engine, tmp_path)

@@ -1,0 +1,89 @@
+"""Markdown -> inert HTML: nothing of an answer loads, runs or leads anywhere.
+
+HTML in a text stays text. Links and images become their text and their address.
+
+Pygments' regular expressions take minutes for some texts, and let no other thread run meanwhile.
+So this file is also a program: it renders texts, one JSON string per line, and ends if one of them
+takes too long.
+"""
+
+import json
+import signal
+import sys
+
+if __name__ == "__main__":
+    sys.path[:] = json.loads(sys.argv[1])
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from markdown_it import MarkdownIt
+from markdown_it.common.utils import escapeHtml
+from markdown_it.token import Token
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
+
+SECONDS: Final = 1.0  # of the processor, per text
+MAX_ADDRESS: Final = 200  # characters
+
+
+def _render_link(self: Any, tokens: Sequence[Token], index: int, *_: Any) -> str:
+    """The end of a link: its address, unless that is the link's text."""
+    start = next(one for one in reversed(tokens[:index]) if one.type == "link_open")
+    return "</span>" + ("" if start.markup == "autolink" else _address(start.attrs["href"]))
+
+
+def _render_image(self: Any, tokens: Sequence[Token], index: int, *_: Any) -> str:
+    image = tokens[index]
+    return f"<span>[image: {escapeHtml(image.content)}]</span>" + _address(image.attrs["src"])
+
+
+def _render_cell(self: Any, tokens: Sequence[Token], index: int, *rest: Any) -> str:
+    """A cell's alignment is a class: the page's policy allows no other style."""
+    attributes = tokens[index].attrs
+    if style := attributes.pop("style", None):
+        attributes["class"] = str(style).replace("text-align:", "align-")
+    return str(self.renderToken(tokens, index, *rest))
+
+
+def _address(address: str | int | float) -> str:
+    text = str(address)
+    shown = text if len(text) <= MAX_ADDRESS else text[:MAX_ADDRESS] + "…"
+    return f' <span class="address">{escapeHtml(shown)}</span>'
+
+
+def _highlight(code: str, language: str, _: str) -> str:
+    """Code as spans with Pygments' classes; "" leaves it to be escaped."""
+    try:
+        lexer = get_lexer_by_name(language)
+    except ClassNotFound:
+        return ""
+    return highlight(code, lexer, HtmlFormatter(nowrap=True))
+
+
+def make_renderer() -> MarkdownIt:
+    """CommonMark with tables and strikethrough."""
+    options = {"html": False, "highlight": _highlight}
+    markdown = MarkdownIt("commonmark", options).enable(["table", "strikethrough"])
+    markdown.add_render_rule("link_open", lambda self, *_: '<span class="link">')
+    markdown.add_render_rule("link_close", _render_link)
+    markdown.add_render_rule("image", _render_image)
+    for cell in ("th_open", "td_open"):
+        markdown.add_render_rule(cell, _render_cell)
+    return markdown
+
+
+def main() -> None:
+    """Render the texts of stdin to stdout."""
+    markdown = make_renderer()
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # the signal ends this process
+        html = markdown.render(json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(html), flush=True)
+
+
+if __name__ == "__main__":
+    main()
