@@ -76,6 +76,13 @@ def test_another_network_is_refused_by_the_name_of_the_key(entry):
     assert all(word in message for word in NAMED[entry["name"]]) and "\n" not in message
 
 
+def test_a_drafter_with_experts_is_refused_for_them():
+    entry = next(entry for entry in LOADED if entry["expect"]["packaging"] == "specforge")
+    experts = {"router_z_loss": 0.1, "num_experts": 64, "num_experts_per_tok": 8}
+    with pytest.raises(ConfigError, match="num_experts must be 0, not 64"):
+        DraftConfig.from_dict(experts | entry["config"])
+
+
 @pytest.mark.parametrize("place", ["", "dflash_config", "transformer_layer_config"])
 @pytest.mark.parametrize("entry", LOADED, ids=named)
 def test_a_key_that_nobody_knows_is_an_error_wherever_it_stands(entry, place):

@@ -45,12 +45,15 @@ class Slots(NamedTuple):
         weight: what one unit of logit counts in the scores.
         hidden: [L, D], the hidden states that gave the logits.
         anchor: the token before the first slot, an array without axes.
+        lattice: of LiLiCorr: candidates [L, K], their own scores [L, K], and scores [L, K, K] after
+            each candidate of the slot before.
     """
 
     scores: mx.array
     weight: float
     hidden: mx.array
     anchor: mx.array
+    lattice: tuple[mx.array, mx.array, mx.array] | None = None
 
 
 class CandidateTokens(NamedTuple):

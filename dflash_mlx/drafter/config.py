@@ -34,6 +34,7 @@ from .packagings import (
     DSPARK,
     EAGLE3,
     JETSPEC,
+    LILICORR,
     OTHER_KINDS,
     SPECFORGE,
     SPECULATORS_KINDS,
@@ -66,6 +67,20 @@ class Markov:
 
     rank: int
     type: str = "vanilla"
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """LiLiCorr's head; fields as published, without their `lilicorr_`."""
+
+    candidate_topk: int
+    hidden_size: int  # absent or 0: the drafter's
+    num_layers: int
+    num_heads: int
+    mlp_ratio: float
+    factor_dim: int
+    vector_eps: float
+    logit_scale: float
 
 
 @dataclass(frozen=True)
@@ -128,6 +143,7 @@ class DraftConfig:
     markov: Markov | None = None  # this and the one below: of DSpark
     confidence: bool = False  # a head that says how sure each row is
     eagle: Eagle | None = None  # of EAGLE-3
+    lattice: Lattice | None = None  # of LiLiCorr
     gemma4: bool = False  # Gemma 4's layers,
     keys_are_values: bool = False  # whose values are the keys, before the keys' norm
     own_embedding_scale: float = 1.0  # on embeddings of its own table; the target scales its own
@@ -245,6 +261,8 @@ def _packaging(raw: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
     packaging, kind = ARCHITECTURES[name]
     nested = raw.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
+    if nested.get("projector_type") == LILICORR or nested.get("lilicorr_enabled"):
+        return ARCHITECTURES["LiLiCorrDraftModel"]
     if kind == DFLASH and ("causal_head" in raw or "causal_head" in nested):
         return JETSPEC, kind
     return packaging, kind
@@ -266,7 +284,10 @@ def _kind(read: ConfigReader, kind: str) -> dict[str, Any]:
         read.get("speculators_config", OBJECT)
         norms = {item.name: read.get(item.name, BOOLEAN, False) for item in fields(Eagle)}
         return {"kind": kind, "packaging": read.packaging.name, "eagle": Eagle(**norms)}
-    read.get("projector_type", one_of(DFLASH, DFLASH2, DSPARK))
+    read.get("projector_type", one_of(DFLASH, DFLASH2, DSPARK, LILICORR))
+    if kind == LILICORR:
+        read.get("lilicorr_enabled", Check(lambda value: value is True, "true"))
+        return {"kind": kind, "packaging": read.packaging.name, "lattice": _lattice(read)}
     rank = read.get("markov_rank", whole(2**20, 0), REQUIRED if kind == DSPARK else None)
     head = read.get("markov_head_type", one_of("vanilla", "gated", "rnn"), "vanilla")
     confidence = read.get("confidence", BOOLEAN, read.packaging.confidence and kind == DSPARK)
@@ -283,6 +304,19 @@ def _kind(read: ConfigReader, kind: str) -> dict[str, Any]:
         "markov": Markov(rank, head) if rank else None,
         "confidence": confidence and kind == DSPARK,
     }
+
+
+def _lattice(read: ConfigReader) -> Lattice:
+    width = read.get("lilicorr_hidden_size", whole(2**20, 0), 0)
+    width = width or read.get("hidden_size", WIDTH, REQUIRED)
+    found = {}
+    for item in fields(Lattice):
+        check = POSITIVE if item.type == "float" else whole(2**20)
+        if item.name != "hidden_size":
+            found[item.name] = read.get(f"lilicorr_{item.name}", check, REQUIRED)
+    if width % found["num_heads"]:
+        raise read.error("lilicorr_num_heads", f"must divide {width}")
+    return Lattice(hidden_size=width, **found)
 
 
 def _sizes(read: ConfigReader, kind: str) -> dict[str, Any]:
@@ -317,6 +351,10 @@ def _sizes(read: ConfigReader, kind: str) -> dict[str, Any]:
             "draft_vocab_size": (drafted != vocabulary, f"must be {vocabulary}, the selector's"),
             "conv_group_size": (hidden % found["conv_group_size"], f"must divide {hidden}"),
         }
+    if kind == LILICORR and read.get("conv_kernel_size", whole(64, 0), 0):
+        found["conv_kernel_size"] = read.get("conv_kernel_size", whole(64))
+        found["conv_group_size"] = group = read.get("conv_group_size", WIDTH, REQUIRED)
+        rules["conv_group_size"] = (hidden % group, f"must divide {hidden}")
     for name, (broken, problem) in rules.items():
         if broken:
             raise read.error(read.place(name), problem)

@@ -115,6 +115,7 @@ class ConfigReader:
         Raises `ConfigError` for one that may change the network.
         """
         unused, harmless = {}, HARMLESS | (COPIED if self.packaging.copied else frozenset())
+        unknown = list[str]()
         for prefix, values in self._places:
             for name in [key for key in values if key not in self._asked]:
                 place = prefix + name
@@ -122,9 +123,12 @@ class ConfigReader:
                 if value is None or name in harmless:
                     continue
                 if name not in NEUTRAL:
-                    raise self.error(place, "is not understood by this version")
+                    unknown.append(place)
+                    continue
                 # In some files a 0 or an empty text stands for "none".
                 neutral = NEUTRAL[name]
                 if value != neutral and (value or neutral not in (0, False)):
                     raise self.error(place, f"must be {neutral!r}, not {brief(value)}")
+        if unknown:  # last: another network is named for what it is, not for a key of its training
+            raise self.error(unknown[0], "is not understood by this version")
         return unused

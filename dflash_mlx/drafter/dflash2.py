@@ -143,7 +143,7 @@ class DFlash2(DFlash):
 
     def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
         """The selector's chain [L] of every request."""
-        return [self.candidate_selector.walk(*slots) for slots in requests]
+        return [self.candidate_selector.walk(*slots[:4]) for slots in requests]
 
     def widen(self, scores: mx.array) -> mx.array:
         """Scores [L, V], minus infinity beyond the selector's vocabulary."""

@@ -20,6 +20,7 @@ from .candidates import CandidateTokens, Slots, likeliest
 from .config import DraftConfig, Markov
 from .dflash2 import DFlash2
 from .eagle3 import Eagle3
+from .lilicorr import ConvolvedLiLiCorr, LiLiCorr
 from .network import DFlash
 from .packagings import CONFIDENCE
 
@@ -140,4 +141,6 @@ class DSpark(DFlash):
 
 def network_for(config: DraftConfig) -> type[DFlash]:
     """The class of the network that a config calls for."""
-    return {"dflash2": DFlash2, "dspark": DSpark, "eagle3": Eagle3}.get(config.kind, DFlash)
+    lilicorr = ConvolvedLiLiCorr if config.conv_kernel_size else LiLiCorr
+    kinds = {"dflash2": DFlash2, "dspark": DSpark, "eagle3": Eagle3, "lilicorr": lilicorr}
+    return kinds.get(config.kind, DFlash)

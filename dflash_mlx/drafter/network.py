@@ -199,6 +199,10 @@ class DFlash(nn.Module):
         ids = self.token_ids()
         return scores if ids is None else scores[:, ids]
 
+    def prepare(self, slots: Slots, logits: mx.array, newest: mx.array, target: Target) -> Slots:
+        """Complete the slots, from logits [L, DV] and the newest taps [1, 1, K*D] of the text."""
+        return slots
+
     def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
         """The drafted tokens [L] of every request; nothing waits."""
         return [slots.scores.argmax(axis=-1) for slots in requests]
@@ -251,6 +255,7 @@ class NetworkSession(DraftSession):
         self._cache = drafter.make_cache()
         self.can_trim = not any(drafter.config.windows)
         self._pending: list[PendingFeatures] = []
+        self._newest = self._take_pending()  # the taps of the newest token that was read
 
     @property
     def position(self) -> int:
@@ -295,7 +300,8 @@ class NetworkSession(DraftSession):
     def score(self, logits: mx.array, hidden: mx.array, anchor: int) -> Slots:
         """The slots of a block, from logits [L, DV] and hidden states [L, D]; processors run."""
         scores, weight = self._sampler.draft_scores(self.drafter.widen(logits))
-        return Slots(scores, weight, hidden, mx.array(anchor))
+        slots = Slots(scores, weight, hidden, mx.array(anchor))
+        return self.drafter.prepare(slots, logits, self._newest, self.target)
 
     def _draft(self, anchor: int, width: int) -> Slots:
         """The slots of a block; an anchor's row that drafts nothing is none."""
@@ -371,6 +377,8 @@ class NetworkSession(DraftSession):
         self._pending, self.pending_features = [], 0
         if not pending:
             return mx.zeros((1, 0, len(config.target_layer_ids) * config.target_hidden_size))
-        if len(pending) == 1:
-            return gathered(*pending[0])
-        return mx.concatenate([gathered(taps, kept) for taps, kept in pending], axis=1)
+        taken = [gathered(taps, kept) for taps, kept in pending]
+        taps = mx.concatenate(taken, axis=1) if len(taken) > 1 else taken[0]
+        if config.lattice is not None:
+            self._newest = taps[:, -1:]
+        return taps

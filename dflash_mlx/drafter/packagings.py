@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 DFLASH, DFLASH2, DSPARK, EAGLE3 = "dflash", "dflash2", "dspark", "eagle3"
+LILICORR = "lilicorr"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Tensors that some checkpoints bring and others do not, by our names.
@@ -83,6 +84,7 @@ MUSE = Packaging(
     },
     tensors={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
 )
+NVIDIA = Packaging("lilicorr", {LILICORR: 1}, causal="never", tensors={"model.": ""})
 # EAGLE-3 by SGLang, SpecForge, NVIDIA and its authors. A head drafts as long as one asks for, the
 # worse the longer, and has no masks: both numbers are ours.
 EAGLE = Packaging(
@@ -118,6 +120,7 @@ ARCHITECTURES = {
     "DSparkDraftModel": (SPECFORGE, DSPARK),
     "Lfm2DSparkDraftModel": (replace(SPECFORGE, defaults={"rope_neox": False}), DSPARK),
     "MuseGlimmerAssistantModel": (MUSE, DFLASH),
+    "LiLiCorrDraftModel": (NVIDIA, LILICORR),
     "LlamaForCausalLMEagle3": (EAGLE, EAGLE3),
     "Eagle3LlamaForCausalLM": (EAGLE, EAGLE3),
     "Gemma4DSparkModel": (DEEPSPEC_GEMMA, DSPARK),
@@ -248,7 +251,7 @@ PACKAGINGS = {
     row.name: row
     for row in (
         *(ZLAB, JETSPEC, DEEPSPEC, DEEPSPEC_GEMMA, SPECFORGE, SPECULATORS, MUSE),
-        *(EAGLE, SPECULATORS_EAGLE, DEEPSPEC_EAGLE, DEEPSPEC_GEMMA_EAGLE),
+        *(NVIDIA, EAGLE, SPECULATORS_EAGLE, DEEPSPEC_EAGLE, DEEPSPEC_GEMMA_EAGLE),
     )
 }
 

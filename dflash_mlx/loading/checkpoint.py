@@ -102,8 +102,8 @@ def read_drafter(folder: Path, window: int | None = None, num_layers: int | None
     drafter = network_for(config)(config, parts)
     if config.quantization is not None:
         _quantize_as_stored(drafter, config, weights)
-    if config.draft_vocab_size == config.vocab_size:
-        weights.pop("d2t", None)  # all zeros, in some files
+    if config.eagle is not None and config.draft_vocab_size == config.vocab_size:
+        weights.pop("d2t", None)  # all zeros, in some EAGLE-3 files
     check_tensors(drafter, weights, folder)
     if "d2t" in weights:
         _check_ids(weights["d2t"], config.vocab_size, folder)

@@ -22,7 +22,13 @@ from ..drafter.packagings import (
 from ..validation import read_json, text_config
 from .checks import check_safetensors, read_header
 
-NETWORKS = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "eagle3": "EAGLE-3"}
+NETWORKS = {
+    "dflash": "DFlash",
+    "dflash2": "DFlash2",
+    "dspark": "DSpark",
+    "lilicorr": "LiLiCorr",
+    "eagle3": "EAGLE-3",
+}
 
 
 @dataclass(frozen=True)

@@ -247,6 +247,7 @@ def check_trainable(config: DraftConfig) -> None:
     """Raise `SettingsError` for published parts that the training forward lacks."""
     parts = {
         "an EAGLE-3 network": config.eagle is not None,
+        "LiLiCorr's head": config.lattice is not None,
         "a recurrent Markov head": config.markov is not None and config.markov.type == "rnn",
         "a width adapter": config.target_hidden_size != config.hidden_size,
         "attention sinks": any(config.sinks),

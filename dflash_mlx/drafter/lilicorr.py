@@ -1,0 +1,185 @@
+"""LiLiCorr (NVIDIA, arXiv 2608.20530): a DFlash whose head scores neighbouring candidates together.
+
+The likeliest tokens of all slots form a lattice. A small bidirectional transformer reads all of
+them, with their probabilities and the block's hidden states, and gives each a vector on either
+side: a candidate follows another as well as their vectors agree. The newest feature of the text
+stands in for the anchor. Checkpoints may have DFlash2's convolutions.
+
+Parameter names are those of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .candidates import CandidateTokens, Slots, log_softmax, top_candidates
+from .config import DraftConfig, Lattice
+from .dflash2 import DFlash2Layer
+from .network import DFlash
+
+if TYPE_CHECKING:
+    from ..targets import Target
+
+
+class LatticeAttention(nn.Module):
+    """Attention of all candidates over all, with a bias by the distance of their slots."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.in_proj_weight = mx.zeros((3 * width, width))
+        self.in_proj_bias = mx.zeros((3 * width,))
+        self.out_proj = nn.Linear(width, width)
+
+    def __call__(self, x: mx.array, bias: mx.array) -> mx.array:
+        """Outputs [N, W] of x [N, W]; the bias is [H, N, N]."""
+        joint = x @ self.in_proj_weight.T + self.in_proj_bias
+        parts = joint.reshape(1, len(x), 3, self.heads, -1).transpose(2, 0, 3, 1, 4)
+        scale = parts.shape[-1] ** -0.5
+        seen = mx.fast.scaled_dot_product_attention(*parts, scale=scale, mask=bias[None])
+        return self.out_proj(seen[0].swapaxes(0, 1).flatten(1))
+
+
+class LatticeLayer(nn.Module):
+    """A layer of the lattice's transformer."""
+
+    def __init__(self, width: int, shape: Lattice, eps: float) -> None:
+        super().__init__()
+        inner = int(width * shape.mlp_ratio)
+        self.attn_norm = nn.RMSNorm(width, eps=eps)
+        self.attn = LatticeAttention(width, shape.num_heads)
+        self.mlp_norm = nn.RMSNorm(width, eps=eps)
+        self.mlp = [nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, width)]
+
+    def __call__(self, x: mx.array, bias: mx.array) -> mx.array:
+        """Outputs [N, W] of x [N, W]."""
+        x = x + self.attn(self.attn_norm(x), bias)
+        return x + _sequence(self.mlp, self.mlp_norm(x))
+
+
+class LatticeHead(nn.Module):
+    """Scores how well each candidate follows each of the slot before."""
+
+    def __init__(self, config: DraftConfig, shape: Lattice) -> None:
+        super().__init__()
+        hidden, width, eps = config.hidden_size, shape.hidden_size, config.rms_norm_eps
+        self.shape, slots = shape, config.block_size - 1
+        if hidden != width:
+            self.token_proj = nn.Linear(hidden, width)
+        self.pass_hidden_proj = nn.Linear(hidden, width)
+        # Of a candidate's log-probability, probability, lag behind the best, rank, being the best.
+        first = nn.LayerNorm(5), nn.Linear(5, width)
+        self.feature_mlp = [*first, nn.SiLU(), nn.Linear(width, width)]
+        self.slot_embedding = mx.zeros((1, 1, slots, 1, width))
+        self.rank_embedding = mx.zeros((1, 1, 1, shape.candidate_topk, width))
+        self.relative_slot_bias = mx.zeros((shape.num_heads, 2 * slots + 1))
+        self.same_slot_bias = mx.zeros((shape.num_heads,))
+        self.context_proj = nn.Linear(hidden, width)
+        self.layers = [LatticeLayer(width, shape, eps) for _ in range(shape.num_layers)]
+        self.output_norm = nn.RMSNorm(width, eps=eps)
+        self.anchor_norm = nn.RMSNorm(width, eps=eps)
+        self.factor_input_proj = nn.Linear(3 * width, width)
+        self.out_head = nn.Linear(width, shape.factor_dim)
+        self.in_head = nn.Linear(width, shape.factor_dim)
+        self.anchor_out_head = nn.Linear(width, shape.factor_dim)
+
+    def pairs(
+        self, embeddings: mx.array, log_probs: mx.array, hidden: mx.array, newest: mx.array
+    ) -> mx.array:
+        """Scores [L, K, K] in f32 of every candidate after every candidate of the slot before.
+
+        Args:
+            embeddings: [L, K, D] of the candidates, the likeliest first.
+            log_probs: [L, K], theirs among all tokens, in f32.
+            hidden: [L, D], the slots' hidden states.
+            newest: [D], the newest feature of the text; in the first slot, all rows are its.
+        """
+        slots, count = log_probs.shape
+        ranks = mx.broadcast_to(mx.arange(count), log_probs.shape)
+        lag = log_probs - log_probs[:, :1]
+        given = [log_probs, mx.exp(log_probs), lag, ranks / max(count - 1, 1), ranks == 0]
+        features = mx.stack(given, axis=-1).astype(hidden.dtype)
+        x = self.token_proj(embeddings) if "token_proj" in self else embeddings
+        x = x + self.pass_hidden_proj(hidden)[:, None] + _sequence(self.feature_mlp, features)
+        x = (x + self.slot_embedding[0, 0, :slots] + self.rank_embedding[0, 0]).flatten(0, 1)
+        at = mx.repeat(mx.arange(slots), count)
+        apart = at[:, None] - at
+        bias = self.relative_slot_bias[:, apart + self.slot_embedding.shape[2]]
+        bias = bias + (apart == 0) * self.same_slot_bias[:, None, None]
+        for layer in self.layers:
+            x = layer(x, bias.astype(x.dtype))
+        x = self.output_norm(x).reshape(slots, count, -1)
+        anchor = self.anchor_norm(self.context_proj(newest))
+        rows = mx.broadcast_to(anchor, x.shape)
+        x = nn.silu(self.factor_input_proj(mx.concatenate([x, rows, x * rows], axis=-1)))
+        before, after = self._unit(self.out_head(x)), self._unit(self.in_head(x))
+        first = mx.broadcast_to(self._unit(self.anchor_out_head(anchor)), (1, *before.shape[1:]))
+        scores = mx.concatenate([first, before[:-1]]) @ after.swapaxes(-1, -2)
+        return scores.astype(mx.float32) * self.shape.logit_scale
+
+    def _unit(self, x: mx.array) -> mx.array:
+        return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), self.shape.vector_eps)
+
+
+def _sequence(parts: Sequence[nn.Module], x: mx.array) -> mx.array:
+    for part in parts:
+        x = part(x)
+    return x
+
+
+class LiLiCorr(DFlash):
+    """The LiLiCorr drafter: used, cached and fed exactly as a DFlash one."""
+
+    def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
+        super().__init__(config, parts)
+        assert config.lattice is not None
+        self.lilicorr = LatticeHead(config, config.lattice)
+
+    def prepare(self, slots: Slots, logits: mx.array, newest: mx.array, target: Target) -> Slots:
+        """Slots with candidates, their own scores and their scores after each other.
+
+        The head has read the candidates' probabilities: their logits count no more.
+        """
+        log_probs = log_softmax(logits)
+        tokens = top_candidates(log_probs, self.lilicorr.shape.candidate_topk)
+        ours = mx.take_along_axis(log_probs, tokens, axis=-1)
+        order = mx.argsort(-ours, axis=-1)
+        tokens, ours = (mx.take_along_axis(x, order, axis=-1) for x in (tokens, ours))
+        ids = self.token_ids()
+        tokens = tokens if ids is None else ids[tokens]
+        context = self.fuse(newest)[0, 0]
+        pairs = self.lilicorr.pairs(self.embed(tokens, target), ours, slots.hidden, context)
+        own = mx.take_along_axis(slots.scores, tokens, axis=-1).astype(mx.float32)
+        return slots._replace(lattice=(tokens, own - slots.weight * ours, pairs))
+
+    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
+        """The chain [L] of every request: each slot's best candidate after the one before it."""
+        chains = []
+        for slots in requests:
+            tokens, scores = self._scored(slots)
+            best = scores.argmax(axis=-1)
+            path = [best[0, 0]]
+            for successors in best[1:]:
+                path.append(successors[path[-1]])
+            chains.append(mx.take_along_axis(tokens, mx.stack(path)[:, None], axis=-1)[:, 0])
+        return chains
+
+    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
+        """The lattice: its candidates, after each one before them."""
+        tokens, scores = self._scored(slots)
+        return CandidateTokens(tokens, log_softmax(scores))
+
+    def _scored(self, slots: Slots) -> tuple[mx.array, mx.array]:
+        assert slots.lattice is not None
+        tokens, own, pairs = slots.lattice
+        return tokens, own[:, None] + slots.weight * pairs
+
+
+class ConvolvedLiLiCorr(LiLiCorr):
+    """With DFlash2's convolutions."""
+
+    layer_class = DFlash2Layer
