@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -16,16 +16,12 @@ from .output import NOTHING, make_table, note, print_json, stdout, waiting
 from .pair import Pair, open_pair
 
 if TYPE_CHECKING:
-    from dflash_mlx.bench.kernels import ShapeTiming
+    from dflash_mlx.targets.autotune import Timing
 
 MILLISECONDS, MICROSECONDS = 1e3, 1e6
 PROMPT, TOKENS = "Count from 1 to 40.", 48
 ROWS = (1, 2, 4, 8, 12, 16)
-
-Again = Annotated[
-    bool,
-    options.flag("--again", options.OUTPUT, "Time kernels again, even if results are stored."),
-]
+SECONDS, REPEATS = 60.0, 5  # of timing kernels; loading takes 3 and 2
 
 
 def tune(
@@ -33,13 +29,12 @@ def tune(
     names: options.Names,
     weights: options.Weights,
     kv_bits: options.KvBits = None,
-    again: Again = False,
     json: options.Json = False,
 ) -> None:
     """On Metal, choose the faster kernels; anywhere, show what the steps of a model take."""
     warning = busy()
     # Only on macOS, because elsewhere there is no Metal, and the BLAS has to come before MLX.
-    kernels = _time_kernels(names, weights, again) if sys.platform == "darwin" else None
+    kernels = _time_kernels(names, weights) if sys.platform == "darwin" else None
     pair = open_pair(names, weights)  # with the kernels that have just won
     with waiting("Timing steps of each length"):
         steps = {rows: _milliseconds(pair, rows, kv_bits) for rows in ROWS if rows <= pair.rows}
@@ -58,39 +53,38 @@ def tune(
         note(warning)
 
 
-def _time_kernels(
-    names: options.Names, weights: options.Weights, again: bool
-) -> list[ShapeTiming] | None:
-    """Time every shape of the model that has no stored timing, and store it; None without Metal.
+def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing] | None:
+    """Time the kernels for a model, longer than loading does, and keep the answer.
 
-    Raises the errors of `dflash_mlx.load_target`.
+    None without Metal. Raises the errors of `dflash_mlx.load_target`.
     """
     with waiting("Starting MLX"):
         load_target = dflash_mlx.load_target
         import mlx.core as mx
 
-        from dflash_mlx.bench.kernels import time_shapes
-        from dflash_mlx.kernels.choose import read_timings, store_timings
         from dflash_mlx.kernels.modules import Kernels
+        from dflash_mlx.loading.wiring import time_kernels
+        from dflash_mlx.targets.autotune import Stopwatch
     if not mx.metal.is_available():
         return None
     with waiting(f"Loading {names.model}"):
         target = load_target(names.model, weights.target_bits, **weights.settings, kernels="off")
-    with waiting("Timing every shape, with MLX's kernels and ours in turns"):
-        known = {} if again else read_timings()
-        rows = list(time_shapes(target.model, target.config, Kernels(), known))
-    store_timings({row.key: row.timing for row in rows})
-    return rows
+    with waiting("Timing MLX's kernels and ours in turns"):
+        return time_kernels(target, Kernels(), Stopwatch(SECONDS, REPEATS))[1]
 
 
-def _kernel_table(rows: list[ShapeTiming]) -> Table:
-    """The timings, stock / ours, and from how many rows ours runs."""
-    counts = [f"{count}" for count in (rows[0].timing.stock if rows else ())]
-    table = make_table("microseconds, stock/ours", "layers", *counts, "ours from")
-    for row in rows:
-        pairs = zip(row.timing.stock.values(), row.timing.ours.values(), strict=True)
-        cells = [f"{MICROSECONDS * a:.0f}/{MICROSECONDS * b:.0f}" for a, b in pairs]
-        table.add_row(row.key, f"{row.layers}", *cells, f"{row.timing.first_row or NOTHING}")
+def _kernel_table(timings: list[Timing]) -> Table:
+    """The timings, stock / ours."""
+    counts = sorted({rows for timing in timings for rows in timing.stock})
+    table = make_table("microseconds, stock/ours", "layers", *map(str, counts))
+    for timing in timings:
+        cells = [
+            f"{MICROSECONDS * timing.stock[rows]:.0f}/{MICROSECONDS * timing.ours[rows]:.0f}"
+            if rows in timing.stock
+            else NOTHING
+            for rows in counts
+        ]
+        table.add_row(timing.key, f"{timing.layers}", *cells)
     return table
 
 

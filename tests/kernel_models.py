@@ -10,6 +10,7 @@ from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.machine.chips import Chip
 from dflash_mlx.targets import Target
+from dflash_mlx.targets.autotune import guesses
 
 HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
 
@@ -36,9 +37,9 @@ class Launches:
         return launch
 
 
-def half_precision(family: str, bits: int | None = 4, dtype: mx.Dtype = mx.bfloat16):
+def half_precision(family: str, bits: int | None = 4, dtype: mx.Dtype = mx.bfloat16, **changes):
     """A random model in half precision, its matrices in so many bits."""
-    model = families.random_model(family, seed=3, head_dim=HEAD)
+    model = families.random_model(family, seed=3, head_dim=HEAD, **changes)
     model.set_dtype(dtype)
     if quantization := Quantization.of(bits, "affine", 32):
         quantization.apply(model)
@@ -50,14 +51,15 @@ def exact_target(
 ) -> Target:
     """Such a model with all of its verify on our kernels."""
     model, config = half_precision(family, bits, dtype), copy.deepcopy(families.CONFIGS[family])
-    wiring = wire(model, config, Kernels(factory), None, {}, exact=True)
+    wiring = wire(model, config, Kernels(factory), {}, exact=True)
     return Target(model, families.Letters(), config, family, wiring)
 
 
 def table_target(family: str, chip: Chip | None, factory) -> Target:
-    """Such a model in float32 with the kernels that the table gives it on a chip."""
+    """Such a model in float32 with the kernels that are the guess for a chip."""
     model, config = half_precision(family, None, mx.float32), families.CONFIGS[family]
-    wiring = wire(model, config, Kernels(factory, large=False), chip, {}, exact=False)
+    rows = guesses(model, config, chip)
+    wiring = wire(model, config, Kernels(factory, large=False), rows)
     return Target(model, families.Letters(), config, family, wiring)
 
 

@@ -1,29 +1,31 @@
-"""The table of kernels: where ours run, where stock does, and when exact decoding is free."""
+"""Which kernels run: the guess by costs, what was timed, and when exact decoding is free."""
 
 from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 
 from dflash_mlx.kernels import choose
 from dflash_mlx.kernels.choose import (
-    Timing,
-    attention_from,
-    choices,
+    NONE,
+    attention_rows,
+    chosen,
     exact_by_default,
-    first_row,
+    guess,
+    guess_attention,
     has_kernel,
-    read_timings,
+    key_at,
+    read_choices,
     stock_seconds,
-    store_timings,
+    store_choices,
     tile_seconds,
 )
-from dflash_mlx.kernels.shapes import Matrix, attention_key
+from dflash_mlx.kernels.shapes import Matrix
 from dflash_mlx.machine.chips import chip_named, chips
 
 FOUR = Matrix(12288, 4096, 12288 * 4096 * 9 // 16, "affine", 4, 64)
 EIGHT = Matrix(12288, 4096, 12288 * 4096 * 17 // 16, "affine", 8, 64)
 HALF = Matrix(12288, 4096, 12288 * 4096 * 2, "float", 16)
-SINGLE = Matrix(12288, 4096, 12288 * 4096 * 4, "float", 32)
 # Of 8 experts 2 a token, and of 128 experts 8.
 FEW = replace(FOUR, experts=8, top_k=2)
 MANY = replace(FOUR, experts=128, top_k=8)
@@ -32,46 +34,47 @@ MANY = replace(FOUR, experts=128, top_k=8)
 @pytest.mark.parametrize(
     ("chip", "matrix", "row"),
     [
-        ("M1", FOUR, 6),
-        ("M2 Max", EIGHT, 6),
-        ("M3 Max", FOUR, 13),
-        ("M4", replace(FOUR, columns=4096), 15),
-        ("M4", replace(FOUR, columns=1024, depth=1024), 13),
-        ("M1 Ultra", replace(FOUR, columns=4096), 18),  # never reached by 16 rows
-        ("M4 Max", HALF, 2),
-        ("M4 Max", SINGLE, None),
+        ("M1", FOUR, 4),
+        ("M4 Max", FOUR, 4),
+        ("M4 Max", EIGHT, 4),
+        ("M4 Max", HALF, 4),
         ("M1 Max", MANY, None),  # 1.6 rows an expert at 16: half a tile costs more
         ("M4 Max", MANY, 15),
         ("M5 Max", FOUR, None),
         ("M5", HALF, None),
-        ("M4", replace(FOUR, kind="mxfp4", group_size=32), None),
-        ("M4", replace(FOUR, bits=6), None),
-        ("M4", replace(FOUR, group_size=16), None),
     ],
 )
-def test_the_rows_from_which_ours_run(chip, matrix, row):
-    assert first_row(chip_named(chip), matrix, {}) == row
+def test_the_guess_follows_the_costs(chip, matrix, row):
+    rows = guess(chip_named(chip), [matrix])
+    assert rows == (frozenset() if row is None else frozenset(range(row, 17)))
+    assert guess(None, [matrix]) == frozenset()  # a chip that nobody knows
+
+
+def test_what_is_chosen_together_has_one_guess():
+    """Of two matrices, the larger one decides."""
+    chip, small = chip_named("M1 Max"), replace(MANY, columns=128, size=MANY.size // 96)
+    assert guess(chip, [FOUR, small]) == guess(chip, [FOUR]) != guess(chip, [small])
 
 
 def test_experts_wait_for_enough_rows_each():
     """Half a tile in 4 bits takes 1.475 times as long as reading the weights, in 8 bits less."""
     chip = chip_named("M4 Max")
-    row = first_row(chip, FEW, {})
-    assert row is not None
+    row = min(guess(chip, [FEW]))
     assert row * 2 / FEW.active(row) > 1.475 > (row - 1) * 2 / FEW.active(row - 1)
-    in_eight_bits = first_row(chip, replace(EIGHT, experts=8, top_k=2), {})
-    assert in_eight_bits is not None and in_eight_bits < row
+    assert min(guess(chip, [replace(EIGHT, experts=8, top_k=2)])) < row
 
 
-def test_a_measurement_overrules_the_table():
-    m5 = chip_named("M5 Max")
-    assert first_row(m5, FOUR, {FOUR.key: 9}) == 9
-    assert first_row(chip_named("M1"), FOUR, {FOUR.key: None}) is None
-    assert first_row(None, FOUR, {FOUR.key: 9}) == 9  # a chip that is newer than the table
-    assert first_row(None, FOUR, {}) is None
-    # What has no kernel was not measured, whatever a file says.
-    nothing = replace(FOUR, kind="mxfp4")
-    assert first_row(m5, nothing, {nothing.key: 2}) is None and not has_kernel(nothing)
+@pytest.mark.parametrize(
+    ("change", "runs"),
+    [
+        ({}, True),
+        ({"kind": "mxfp4", "group_size": 32}, False),
+        ({"bits": 6}, False),
+        ({"group_size": 16}, False),
+    ],
+)
+def test_what_has_a_kernel(change, runs):
+    assert has_kernel(replace(FOUR, **change)) == runs
 
 
 @pytest.mark.parametrize(
@@ -79,23 +82,33 @@ def test_a_measurement_overrules_the_table():
     [(1, 9), (2, 9), (4, 9), (5, 7), (8, 5), (16, 3), (64, 1)],
 )
 def test_attention_runs_where_stock_does_not_split_the_keys(group, row):
-    shape = (2 * group, 2, 128)
-    assert attention_from(chip_named("M4"), *shape, {}) == row
-    assert attention_from(chip_named("M5"), *shape, {}) is None
-    assert attention_from(None, *shape, {}) is None
-    assert attention_from(chip_named("M5"), *shape, {attention_key(*shape): 2}) == 2
+    heads = 2 * group, 2
+    assert guess_attention(chip_named("M4"), *heads) == frozenset(range(row, 65))
+    assert guess_attention(chip_named("M5"), *heads) == guess_attention(None, *heads) == frozenset()
+
+
+def test_attention_is_chosen_by_depth():
+    near, far = frozenset({4}), frozenset({8})
+    rows = {key_at("attention", 1024): near, key_at("attention", 16384): far}
+    found = [attention_rows(rows, "attention", depth) for depth in (1, 1024, 1025, 4097, 10**6)]
+    assert found == [near, near, frozenset(), far, far]
+
+
+def test_rows_between_those_that_were_timed_follow_the_next():
+    assert chosen([4, 8, 16]) == {4, 7, 8, 13, 14, 15, 16}
+    assert chosen([1, 2, 3, 4, 6, 8, 12, 16]) == set(range(1, 17))
+    assert chosen([6]) == {5, 6} and chosen([12, 16], 20) == set(range(9, 21))
 
 
 def test_exact_is_the_default_where_it_was_measured_to_be_free():
-    free = {HALF.key: 1, EIGHT.key: 1}
+    every = frozenset(range(1, 17))
+    free = {HALF.key: every, EIGHT.key: every}
     assert exact_by_default([HALF, EIGHT], free)
     assert not exact_by_default([HALF, FOUR], free), "4 bits were not measured"
-    assert not exact_by_default([HALF, FOUR], free | {FOUR.key: 6}), "one row is slower"
-    assert not exact_by_default([HALF, FOUR], free | {FOUR.key: None})
+    assert not exact_by_default([HALF, FOUR], free | {FOUR.key: every - {1}}), "one row is slower"
     assert not exact_by_default([HALF], {})
-    assert not exact_by_default([HALF, MANY], free), "experts were not measured"
     # Without a kernel for every matrix there is nothing exact to offer.
-    assert not exact_by_default([replace(HALF, bits=64)], {replace(HALF, bits=64).key: 1})
+    assert not exact_by_default([replace(HALF, bits=64)], {replace(HALF, bits=64).key: every})
 
 
 def test_the_experts_that_more_rows_read():
@@ -108,41 +121,35 @@ def test_the_experts_that_more_rows_read():
 
 
 @pytest.mark.parametrize("matrix", [FOUR, EIGHT, HALF, FEW, MANY])
-def test_costs_do_not_fall_with_rows_and_the_table_follows_them(matrix):
+def test_costs_do_not_fall_with_rows(matrix):
     for chip in chips():
         ours = [tile_seconds(chip, matrix, rows) for rows in range(1, 17)]
         stock = [stock_seconds(chip, matrix, rows) for rows in range(1, 17)]
         assert ours == sorted(ours) and stock == sorted(stock)
-        row = first_row(chip, matrix, {})
-        if row is not None and row <= 16:
-            # Ours is never chosen where the estimate says that it is clearly slower.
-            assert all(ours[at] <= 1.05 * stock[at] for at in range(row - 1, 16))
 
 
-@pytest.mark.parametrize(
-    ("ours", "row"),
-    [
-        ((3.0, 3.0, 3.0, 3.0), 4),  # of stock's 1, 2, 4, 8
-        ((0.9, 1.0, 2.0, 3.0), 1),
-        ((0.5, 3.0, 3.0, 3.0), 4),  # winning at one row and losing at two is no place to begin
-        ((3.0, 3.0, 3.0, 7.9), None),  # one part in 80 may be chance
-        ((9.0, 9.0, 9.0, 9.0), None),
-    ],
-)
-def test_ours_run_from_the_row_where_they_stay_ahead(ours, row):
-    stock = {1: 1.0, 2: 2.0, 4: 4.0, 8: 8.0}
-    assert Timing(stock, dict(zip(stock, ours, strict=True))).first_row == row
-
-
-def test_timings_are_kept_for_the_machine(monkeypatch, tmp_path):
+def test_choices_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_path):
+    """A file that says it is of another is not believed, even in the right place."""
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
-    assert read_timings() == {}
-    better, worse = Timing({1: 2.0, 16: 4.0}, {1: 2.0, 16: 3.0}), Timing({16: 1.0}, {16: 2.0})
-    store_timings({FOUR.key: better})
-    path = store_timings({HALF.key: worse})  # of another model
-    assert read_timings() == {FOUR.key: better, HALF.key: worse}
-    assert choices(read_timings()) == {FOUR.key: 16, HALF.key: None}
-    path.write_text("{")
-    assert read_timings() == {}
-    monkeypatch.setattr(choose, "version", lambda package: "another")
-    assert store_timings({FOUR.key: worse}) != path
+    model, rows = [FOUR.key, FOUR.key, HALF.key], {FOUR.key: frozenset({4, 5}), HALF.key: NONE}
+    assert read_choices(model) is None
+    store_choices(model, rows)
+    assert read_choices(model) == rows and read_choices([*reversed(model)]) == rows
+    [file] = (tmp_path / "kernels").iterdir()
+    stored = file.read_text()
+    chip = {"device_name": "Apple M9", "memory_size": 2**34}
+    for change in (
+        lambda patch: patch.setattr(choose, "version", lambda package: "another"),
+        lambda patch: patch.setattr(mx, "device_info", lambda: chip),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert read_choices(model) is None
+            store_choices(model, {})
+            [other] = set((tmp_path / "kernels").iterdir()) - {file}
+            other.write_text(stored)
+            assert read_choices(model) is None
+            other.unlink()
+    assert read_choices([FOUR.key, HALF.key]) is None, "a model of other layers"
+    file.write_text("{")
+    assert read_choices(model) is None

@@ -7,12 +7,12 @@ import mlx.core as mx
 import pytest
 from crowd import Knowing
 from kernel_check import on_gpu_or_emulator
-from kernel_models import HEAD, Launches, float_target, half_precision
+from kernel_models import Launches, float_target, half_precision
 
 import dflash_mlx as dm
 from dflash_mlx.kernels.modules import Kernels, wire
-from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.targets import Target
+from dflash_mlx.targets.autotune import candidates
 
 pytestmark = on_gpu_or_emulator
 
@@ -58,9 +58,8 @@ def wired(family: str, factory: Launches) -> Target:
     A recurrence too, so that one is exact, though nobody asked for it.
     """
     model, config = half_precision(family, None, mx.float32), families.CONFIGS[family]
-    ours = {matrix.key: 2 for _, _, matrix in matrices(model, config)}
-    ours[f"attention 4/2 heads of {HEAD}"] = 2
-    wiring = wire(model, config, Kernels(factory), None, ours, exact=family == "qwen3_5")
+    ours = dict.fromkeys(candidates(model, config), frozenset(range(2, 17)))
+    wiring = wire(model, config, Kernels(factory), ours, exact=family == "qwen3_5")
     return Target(model, families.Letters(), config, family, wiring)
 
 

@@ -9,7 +9,14 @@ from kernel_models import Launches, half_precision
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from dflash_mlx.kernels.fused import projections_key, shared_inputs
-from dflash_mlx.kernels.modules import EXACT_ROWS, Kernels, VerifyConv1d, verifying, wire
+from dflash_mlx.kernels.modules import (
+    EXACT_ROWS,
+    Kernels,
+    VerifyConv1d,
+    chosen_together,
+    verifying,
+    wire,
+)
 from dflash_mlx.kernels.shapes import matrices
 
 pytestmark = on_gpu_or_emulator
@@ -62,7 +69,7 @@ def test_up_to_64_tokens_are_ours_and_more_are_not(kind, quantized):
     if kind.endswith("biases"):
         layer.bias = mx.random.normal(layer.bias.shape)
     expected = {rows: call(layer, rows) for rows in (1, 33, EXACT_ROWS, EXACT_ROWS + 1)}
-    wire(model, CONFIG, Kernels(launches), None, {}, exact=True)
+    wire(model, CONFIG, Kernels(launches), {}, exact=True)
     for rows, y in expected.items():
         launches.counts.clear()
         assert relative_error(call(layer, rows), y) < 1e-5
@@ -80,7 +87,7 @@ def test_no_tokens_are_left_to_mlx(kind):
     found = [(module, matrix) for _, module, matrix in matrices(model, CONFIG)]
     with verifying(found, kernels):
         assert call(layer, 0).size == 0
-    wire(model, CONFIG, kernels, None, {}, exact=True)
+    wire(model, CONFIG, kernels, {}, exact=True)
     assert call(layer, 0).size == 0
 
 
@@ -93,32 +100,37 @@ def test_only_convolutions_of_single_channels_are_ours():
     others += [nn.Conv1d(8, 8, 4), nn.Conv1d(8, 8, 4, groups=4), nn.Conv1d(8, 16, 4, groups=8)]
     for exact in (False, True):
         model = nn.Sequential(*ours, *others)
-        wire(model, {}, Kernels(kernel_factory()), None, {}, exact)
+        wire(model, {}, Kernels(kernel_factory()), {}, exact)
         swapped = [layer for layer in model.layers if type(layer) is VerifyConv1d]
         assert swapped == (ours if exact else [])
     model, config = half_precision("qwen3_5"), families.CONFIGS["qwen3_5"]
-    wire(model, config, Kernels(kernel_factory()), None, {}, exact=True)
+    wire(model, config, Kernels(kernel_factory()), {}, exact=True)
     convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv1d)]
     assert convolutions and {type(layer) for layer in convolutions} == {VerifyConv1d}
 
 
 @pytest.mark.parametrize(
-    ("first_q", "first_kv", "broken", "shared"),
-    [
-        (4, 4, False, True),
-        (4, 5, False, False),
-        (4, None, False, False),
-        (None, None, False, False),
-        (4, 4, True, False),
-    ],
+    ("q_rows", "kv_rows", "broken", "shared"),
+    [(4, 4, False, True), (4, 5, False, False), (4, 0, False, False), (4, 4, True, False)],
 )
-def test_only_layers_for_the_same_rows_share_a_launch(first_q, first_kv, broken, shared):
+def test_only_layers_for_the_same_rows_share_a_launch(q_rows, kv_rows, broken, shared):
     model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
     shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
-    measured = {key: None for key in shape.values()} | {shape[256]: first_q, shape[128]: first_kv}
+    rows = {shape[256]: frozenset(range(q_rows)), shape[128]: frozenset(range(kv_rows))}
     groups = list(shared_inputs(model))
     left = frozenset(map(projections_key, groups)) if broken else frozenset()
-    wire(model, config, Kernels(kernel_factory()), None, measured, False, left)
+    wire(model, config, Kernels(kernel_factory()), rows, broken=left)
     for layers in groups:
         together = {id(getattr(layer, "_fused", None)) for layer in layers}
         assert len(together) == 1 and (together != {id(None)}) == shared
+
+
+def test_what_shares_a_launch_is_chosen_together():
+    model = families.random_model("qwen3", head_dim=64, num_key_value_heads=1)
+    groups = chosen_together(model, families.CONFIGS["qwen3"])
+    shapes = [{tuple(map(int, key.split()[0].split("x"))) for key in group} for group in groups]
+    queries_and_keys, gated, out = {(256, 64), (64, 64)}, {(128, 64), (64, 128)}, {(64, 256)}
+    assert all(group in shapes for group in (queries_and_keys, gated, out)) and len(shapes) == 3
+    # The head, of 256 tokens, has the form of the queries.
+    layers = sum(len(of) for group in groups for of in group.values())
+    assert layers == len(list(matrices(model, {})))

@@ -55,7 +55,7 @@ def test_drafted_text_is_the_plain_text(family, format, drafts):
 @pytest.mark.parametrize(
     ("family", "chip"), [("qwen3", "Apple M1"), ("gpt_oss", "Apple M4"), ("qwen3", "Apple M5")]
 )
-def test_a_verify_of_any_size_runs_where_the_table_decides(chip, family):
+def test_a_verify_of_any_size_runs_where_the_guess_decides(chip, family):
     """Beyond a kernel's most rows MLX's own runs, for chains and for trees."""
     target, stock = table_target(family, find_chip(chip), quick_factory()), float_target(family)
     for rows in (65, 96, 256, 1024):

@@ -15,8 +15,8 @@ from kernel_trees import random_tree
 
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.block_attention import MOST_NODES, BlockAttention, TreeMask
-from dflash_mlx.kernels.choose import attention_from
+from dflash_mlx.kernels.block_attention import BlockAttention, TreeMask
+from dflash_mlx.kernels.choose import attention_rows
 from dflash_mlx.kernels.fused import UNITS, gated_key
 from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
 from dflash_mlx.kernels.selfcheck import Noise, faults
@@ -24,6 +24,7 @@ from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.kernels.weights import AffineWeights
 from dflash_mlx.loading import wiring
 from dflash_mlx.machine.chips import chip_named
+from dflash_mlx.targets.autotune import candidates, guesses
 from dflash_mlx.targets.selfcheck import check_rows, model_checks, weight_checks
 
 pytestmark = on_gpu_or_emulator
@@ -85,10 +86,10 @@ def not_a_number(results):
     return [results[0] * float("nan"), *results[1:]]
 
 
-def found(family, factory, bits=4, exact=True, chip=None):
+def found(family, factory, bits=4):
     """What the self-check finds in a random model."""
     model, config = half_precision(family, bits), families.CONFIGS[family]
-    return faults(model_checks(model, config, Kernels(factory), chip, {}, exact))
+    return faults(model_checks(model, config, Kernels(factory), {}, exact=True))
 
 
 def keys(family, bits=4):
@@ -112,17 +113,17 @@ def test_every_form_of_attention_that_can_run_is_checked(bits, key_heads):
     model.set_dtype(mx.bfloat16)
     config = families.CONFIGS["qwen3"]
     checked, ran, noise = Recorder(), Recorder(), Noise(mx.bfloat16)
-    chip, heads = chip_named("M4"), model.layers[0].self_attn.n_heads
-    for check in model_checks(model, config, Kernels(checked), chip, {}, exact=False):
+    rows, heads = guesses(model, config, chip_named("M4")), model.layers[0].self_attn.n_heads
+    for check in model_checks(model, config, Kernels(checked), rows, exact=False):
         if check.key.startswith("attention"):
             check.ours()
     keys: Any = noise(1, key_heads, 80, 64)
     if bits:
         keys = AffineWeights(*mx.quantize(keys, 64, bits), bits, 64)
     attention = BlockAttention(ran)
-    for rows in range(attention_from(chip, heads, key_heads, 64, {}), MOST_NODES + 1):
-        for tree in (None, TreeMask(*random_tree(rows))):
-            attention(noise(1, heads, rows, 64), keys, keys, scale=0.1, tree=tree)
+    for count in attention_rows(rows, f"attention {heads}/{key_heads} heads of 64", 80):
+        for tree in (None, TreeMask(*random_tree(count))):
+            attention(noise(1, heads, count, 64), keys, keys, scale=0.1, tree=tree)
     assert set(ran.wrappers) <= set(checked.wrappers)
 
 
@@ -210,23 +211,22 @@ def test_every_kind_of_layer_is_asked():
 
     def checks(attention):
         kernels.attention = attention
-        every = model_checks(model, config, kernels, None, {}, True)
+        every = model_checks(model, config, kernels, {}, True)
         return [check for check in every if check.key.startswith("attention")]
 
     assert {of["window"] for of in asked_of(checks)} == {None, config["sliding_window"]}
     both = nn.Module()
     both.a, both.b = nn.Linear(64, 32, bias=False), nn.Linear(64, 32, bias=False)
     both.a.set_dtype(mx.bfloat16), both.b.set_dtype(mx.float16)  # of one size, and so of one name
-    dtypes = {c.ours()[0].dtype for c in weight_checks(both, {}, kernels, None, {}, True)}
+    dtypes = {c.ours()[0].dtype for c in weight_checks(both, {}, kernels, {}, True)}
     assert dtypes == {mx.bfloat16, mx.float16}
 
 
-def wired(family, broken, chip="M4"):
+def wired(family, broken):
     """A random model wired as `load` does it."""
     model, config = half_precision(family), families.CONFIGS[family]
-    kernels, chip = Kernels(quick_factory()), chip_named(chip)
-    measured = {key: 1 for key in keys(family)} | {ATTENTION: 1} | dict.fromkeys(broken)
-    return model, wire(model, config, kernels, chip, measured, False, frozenset(broken))
+    kernels, rows = Kernels(quick_factory()), candidates(model, config)
+    return model, wire(model, config, kernels, rows, broken=frozenset(broken))
 
 
 def test_what_is_broken_is_left_to_mlx_and_the_rest_is_not():
@@ -248,7 +248,8 @@ def test_broken_attention_over_quantized_keys_leaves_the_other():
     factory = Broken(lambda name, given: called.append(name), None)
     model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
     broken = frozenset({f"{ATTENTION} over 8-bit keys"})
-    wiring = wire(model, config, Kernels(factory), None, {ATTENTION: 1}, False, broken)
+    rows = {key: of for key, of in candidates(model, config).items() if key.startswith(ATTENTION)}
+    wiring = wire(model, config, Kernels(factory), rows, broken=broken)
     target = dm.Target(model, families.Letters(), config, "qwen3", wiring)
     for bits, used in ((None, True), (8, False), (4, True)):
         called.clear()
@@ -302,9 +303,9 @@ def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
         dm.load_target(folder, **load, kernels="exact")
     # Where nobody asked, the model is loaded all the same, and drafts are not taken for exact.
     with monkeypatch.context() as patch:
-        patch.setattr(wiring, "choices", lambda timings: {key: 1 for key in free})
         model = dm.load_target(folder, bits=4, group_size=32, kernels="off")
-        free = {matrix.key for _, _, matrix in matrices(model.model, model.config)}
+        free = candidates(model.model, model.config)
+        patch.setattr(wiring, "read_choices", lambda forms: free)
         with pytest.warns(UserWarning, match="has other bits here than alone"):
             assert not dm.load_target(folder, **load).wiring.exact
 

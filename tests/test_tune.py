@@ -8,14 +8,14 @@ import pytest
 from program import run
 from rich.console import Console
 
-from dflash_mlx.bench.kernels import ShapeTiming
 from dflash_mlx.cli.output import rate, times
 from dflash_mlx.cli.tune import _kernel_table
-from dflash_mlx.kernels.choose import Timing
+from dflash_mlx.targets.autotune import Timing
 
-ROW = ShapeTiming(
-    "4096x4096 affine 4-bit g64", 36, Timing({1: 1e-4, 16: 5e-4}, {1: 2e-4, 16: 3e-4})
-)
+TIMINGS = [
+    Timing("4096x4096 affine 4-bit g64", 36, {1: 1e-4, 16: 5e-4}, {1: 2e-4, 16: 3e-4}),
+    Timing("whole forward", 1, {16: 5e-3}, {16: 4e-3}),
+]
 
 
 def test_steps_of_each_length_are_timed(pair, tmp_path, monkeypatch):
@@ -52,6 +52,6 @@ def test_a_speedup_that_cannot_be_is_marked():
 
 
 def test_the_table_of_timings(capsys):
-    Console(width=100).print(_kernel_table([ROW]))
-    printed = capsys.readouterr().out
-    assert "100/200" in printed and "500/300" in printed and printed.split()[-1] == "16"
+    Console(width=100).print(_kernel_table(TIMINGS))
+    *_, one, forward = capsys.readouterr().out.splitlines()
+    assert "100/200" in one and "500/300" in one and forward.split()[-2:] == ["-", "5000/4000"]

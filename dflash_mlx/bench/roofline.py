@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import ConfigError, SettingsError
-from ..kernels.choose import stock_seconds, tile_seconds
+from ..kernels.choose import guess, stock_seconds, tile_seconds
 from ..kernels.shapes import Matrix, matrices
 from ..loading.quantization import Quantization
 from ..machine.chips import Chip
@@ -61,18 +61,16 @@ class StepPrediction:
 
     Attributes:
         rows: tokens verified at once; 1 is plain decoding.
-        stock_ms, tile_ms: time of the forward, with MLX's kernels and with 16-row tiles.
+        milliseconds: time of the forward, with the kernels that would run.
         tokens: expected acceptance length.
-        stock_speedup, tile_speedup: upper bounds, over plain decoding with MLX's kernels.
-        tokens_per_second: upper bound, with the faster of the two kernels.
+        speedup: upper bound, over plain decoding.
+        tokens_per_second: upper bound.
     """
 
     rows: int
-    stock_ms: float
-    tile_ms: float
+    milliseconds: float
     tokens: float
-    stock_speedup: float
-    tile_speedup: float
+    speedup: float
     tokens_per_second: float
 
 
@@ -89,21 +87,24 @@ def predict_steps(shapes: Shapes, chip: Chip, acceptance: float) -> list[StepPre
     """
     probability = slot_probability(acceptance)
     rest = chip.reading(shapes.other + shapes.context)
-    plain = rest + sum(stock_seconds(chip, matrix, 1) for matrix in shapes.matrices)
-    steps = []
+    ours = {matrix: guess(chip, [matrix]) for matrix in set(shapes.matrices)}
+
+    def forward(rows: int) -> float:
+        """Seconds with our kernels where they should be faster."""
+        cost = {of: tile_seconds if rows in ours[of] else stock_seconds for of in ours}
+        return rest + sum(cost[of](chip, of, rows) for of in shapes.matrices)
+
+    plain, steps = forward(1), []
     for rows in range(1, MAX_ROWS + 1):
-        stock = rest + sum(stock_seconds(chip, matrix, rows) for matrix in shapes.matrices)
-        tile = rest + sum(tile_seconds(chip, matrix, rows) for matrix in shapes.matrices)
+        seconds = forward(rows)
         tokens = sum(probability**slot for slot in range(rows))
         steps.append(
             StepPrediction(
                 rows=rows,
-                stock_ms=1e3 * stock,
-                tile_ms=1e3 * tile,
+                milliseconds=1e3 * seconds,
                 tokens=tokens,
-                stock_speedup=tokens * plain / stock,
-                tile_speedup=tokens * plain / tile,
-                tokens_per_second=tokens / min(stock, tile),
+                speedup=tokens * plain / seconds,
+                tokens_per_second=tokens / seconds,
             )
         )
     return steps

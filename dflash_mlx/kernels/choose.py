@@ -1,27 +1,34 @@
-"""Which kernel runs: one table, keyed on chip generation, shape, bits and rows.
+"""Which kernel runs, by the form of the weights or of the attention, and the number of rows.
 
-Ours run where stock kernels are known to waste time, or where `dflash-mlx tune` measured that ours
-are faster: a measurement overrules the table. Measurements are kept in one small file per chip,
-version of MLX and text of our kernels. `dflash-mlx roofline` prints the costs below.
+`targets.autotune` times both when a model is loaded here for the first time. The answer is kept in
+one small file per machine, version of MLX, text of our kernels and model. Before that, and for what
+was not timed, the costs below are the guess. `dflash-mlx roofline` prints them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from ..machine.chips import Chip
 from ..machine.facts import cache_folder
-from .shapes import Matrix, attention_key
+from .block_attention import MOST_NODES
+from .shapes import Matrix
+
+Rows = Mapping[str, frozenset[int]]  # the rows at which ours run, by form
+NONE: frozenset[int] = frozenset()
 
 WIDEST = 16  # rows of a tile, and of the widest chain
+# What is timed: rows, and keys that attention reads.
+ROWS, DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16), (1024, 4096, 16384)
 HALF = 8  # up to this many rows, half a tile is multiplied
 # What half a tile costs, in rows of a whole one: the weights are unpacked for 8 rows as for 16. An
 # estimate, from 4 operations to unpack a weight and 1.25 for each row.
@@ -38,20 +45,12 @@ STOCK_TILES = {
     "Ultra": (32, 18, 12),  # whatever its generation
 }
 
-# Rows from which our kernel runs; generations that are not named keep the stock kernels.
-#
-# affine: where stock begins to use 32-row tiles. Measured in public on an
-#   M3 Max, 5120 -> 17408 in 4 bits: 0.129 ms for 1 row, for 16 rows 0.509 with the stock tile and
-#   0.306 with one of 16 rows. No public timing says who wins below stock's limit: stock stays.
-# float: from 2 rows on stock has tiles of 32 rows, of 64 where N > K (steel_matmul,
-#   mlx/backend/metal/matmul.cpp).
-# experts: where the costs below say so. Stock goes row by row (gather_qmv) and reads an expert's
-#   weights once a row; ours reads them once, but multiplies half a tile or a whole one for whatever
-#   rows there are. With many small experts hardly any two rows share one, and stock is better.
-# The M5 is not named: its tensor units (mpp::tensor_ops) beat kernels on SIMD-group matrices.
-#   Public timing, M5 Max, 27B in 4 bits, 16 rows: stock 112.6 ms, a kernel on tensor units 53.7.
+# Where the costs below are the guess. Measured in public on an M3 Max, 5120 -> 17408 in 4 bits:
+# 0.129 ms for 1 row, for 16 rows 0.509 with the stock tile and 0.306 with one of 16 rows. The M5 is
+# not named: what its tensor units (mpp::tensor_ops) add to stock kernels is known in part only.
+# Public timing, M5 Max, 27B in 4 bits, 16 rows: stock 112.6 ms, a kernel on tensor units 53.7.
 GENERATIONS = ("M1", "M2", "M3", "M4")
-FLOAT_FROM = 2
+FEWEST = 4  # rows for which a public timing shows a tile of 16 rows ahead (ml-explore/mlx#3839)
 
 # Queries up to which stock attention has a kernel that splits the keys, and the most query rows
 # per head of keys for it. Beyond, 16 queries run with no split over the keys, and head sizes 192
@@ -61,30 +60,59 @@ FLOAT_FROM = 2
 STOCK_QUERIES, STOCK_QUERY_ROWS = 8, 32
 
 
-def first_row(chip: Chip | None, matrix: Matrix, measured: Mapping[str, int | None]) -> int | None:
-    """The rows from which our kernel multiplies by this matrix, None for never.
+def guess(chip: Chip | None, together: Sequence[Matrix]) -> frozenset[int]:
+    """The rows at which our kernels are expected to be faster, before they were timed.
 
     Args:
-        chip: where it runs; None for one that is not known.
-        matrix: its shape.
-        measured: the answer for the shapes (`Matrix.key`) that were timed on this machine.
+        chip: where they run; None for one that is not known.
+        together: the matrices whose kernels are chosen together.
     """
-    if not has_kernel(matrix):
-        return None
-    if matrix.key in measured:
-        return measured[matrix.key]
     if chip is None or chip.generation not in GENERATIONS:
-        return None
-    if matrix.experts:
-        return next((r for r in range(2, WIDEST + 1) if _tile_wins(chip, matrix, r)), None)
-    if matrix.kind == "affine":
-        return stock_tiles_from(chip, matrix)
-    # In float32 even stock's tile multiplies faster than the weights can be read.
-    return FLOAT_FROM if matrix.bits == 16 else None
+        return NONE
+    return frozenset(
+        rows
+        for rows in range(FEWEST, WIDEST + 1)
+        if sum(tile_seconds(chip, matrix, rows) for matrix in together)
+        < sum(stock_seconds(chip, matrix, rows) for matrix in together)
+    )
 
 
-def _tile_wins(chip: Chip, matrix: Matrix, rows: int) -> bool:
-    return tile_seconds(chip, matrix, rows) <= stock_seconds(chip, matrix, rows)
+def guess_attention(chip: Chip | None, heads: int, key_heads: int) -> frozenset[int]:
+    """The same of attention, by its number of queries. Queries and keys have so many heads."""
+    if chip is None or chip.generation not in GENERATIONS:
+        return NONE
+    first = min(STOCK_QUERIES, STOCK_QUERY_ROWS * key_heads // heads) + 1
+    return frozenset(range(first, MOST_NODES + 1))
+
+
+def attention_rows(rows: Rows, key: str, depth: int) -> frozenset[int]:
+    """The queries for which our attention runs.
+
+    Args:
+        rows: the choices for a model.
+        key: as of `attention_key`.
+        depth: how many keys there are.
+    """
+    at = next((each for each in DEPTHS if depth <= each), DEPTHS[-1])
+    return rows.get(key_at(key, at), NONE)
+
+
+def key_at(key: str, depth: int) -> str:
+    """The name of attention over so many keys."""
+    return f"{key} at {depth}"
+
+
+def chosen(won: Iterable[int], most: int = WIDEST) -> frozenset[int]:
+    """All rows at which ours run, where it `won` at these of `ROWS`.
+
+    A number of rows that was not timed is decided by the next one that was, and more than 16 by 16.
+    """
+    won = set(won)
+    return frozenset(
+        rows
+        for rows in range(1, most + 1)
+        if next((timed for timed in ROWS if rows <= timed), WIDEST) in won
+    )
 
 
 def has_kernel(matrix: Matrix) -> bool:
@@ -94,44 +122,13 @@ def has_kernel(matrix: Matrix) -> bool:
     return matrix.kind == "affine" and matrix.bits in (4, 8) and matrix.group_size in (32, 64, 128)
 
 
-def attention_from(
-    chip: Chip | None,
-    heads: int,
-    key_heads: int,
-    head_dim: int,
-    measured: Mapping[str, int | None],
-) -> int | None:
-    """The queries from which our attention runs, None for never.
-
-    Args:
-        chip: where it runs; None for one that is not known.
-        heads, key_heads, head_dim: the shape, of queries and of keys.
-        measured: as of `first_row`, by `attention_key`.
-    """
-    key = attention_key(heads, key_heads, head_dim)
-    if key in measured:
-        return measured[key]
-    if chip is None or chip.generation not in GENERATIONS:
-        return None
-    return min(STOCK_QUERIES, STOCK_QUERY_ROWS * key_heads // heads) + 1
-
-
-def exact_by_default(model: Iterable[Matrix], measured: Mapping[str, int | None]) -> bool:
+def exact_by_default(model: Iterable[Matrix], rows: Rows) -> bool:
     """Whether sending every row through our kernels costs nothing, from 1 row to 16.
 
-    Only this machine's timings (`dflash-mlx tune`) can show it, not the table's estimates.
+    Only this machine's timings can show it: a guess never has one row.
     """
-    return all(has_kernel(matrix) and measured.get(matrix.key) == 1 for matrix in model)
-
-
-def summary(chip: Chip) -> str:
-    """Where our kernels run on a chip of `GENERATIONS`, in one line."""
-    limits = _limits(chip)
-    return (
-        f"4- and 8-bit products from {min(limits)} to {max(limits)} rows on (by shape), 16-bit "
-        f"ones from {FLOAT_FROM}, attention from {STOCK_QUERIES + 1} queries, experts that "
-        "several rows share"
-    )
+    every = set(range(1, WIDEST + 1))
+    return all(has_kernel(matrix) and every <= rows.get(matrix.key, NONE) for matrix in model)
 
 
 def is_large(chip: str) -> bool:
@@ -142,11 +139,8 @@ def is_large(chip: str) -> bool:
 def stock_tiles_from(chip: Chip, matrix: Matrix) -> int:
     """The rows from which MLX multiplies by these quantized weights with 32-row tiles."""
     largest = max(matrix.columns, matrix.depth)
-    return _limits(chip)[0 if largest <= 2048 else 1 if largest <= 4096 else 2]
-
-
-def _limits(chip: Chip) -> tuple[int, int, int]:
-    return STOCK_TILES["Ultra" if "Ultra" in chip.name else chip.generation]
+    limits = STOCK_TILES["Ultra" if "Ultra" in chip.name else chip.generation]
+    return limits[0 if largest <= 2048 else 1 if largest <= 4096 else 2]
 
 
 def stock_seconds(chip: Chip, matrix: Matrix, rows: int) -> float:
@@ -170,65 +164,39 @@ def tile_seconds(chip: Chip, matrix: Matrix, rows: int) -> float:
     return (matrix.active(rows) - crowded) * half + crowded * whole
 
 
-GAIN = 0.98  # of stock's time; a smaller gain may be noise, so stock stays
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one product by number of rows, with MLX's kernel and with ours."""
-
-    stock: Mapping[int, float]
-    ours: Mapping[int, float]
-
-    @property
-    def first_row(self) -> int | None:
-        """The fewest rows from which ours always wins; None if never."""
-        first = None
-        for rows in sorted(self.stock, reverse=True):
-            if self.ours[rows] > GAIN * self.stock[rows]:
-                break
-            first = rows
-        return first
-
-
-_TIMED = ("stock", "ours")
-
-
-def read_timings() -> dict[str, Timing]:
-    """This machine's timings, by `Matrix.key`; empty before `tune` has run."""
+def read_choices(forms: Iterable[str]) -> Rows | None:
+    """What was timed here for a model with these forms; None where nothing was."""
+    model, path = _identity(forms)
     try:
-        content = json.loads(_file().read_text(encoding="utf-8"))
-        return {
-            key: Timing(
-                *({int(r): float(s) for r, s in timing[way].items()} for way in ("stock", "ours"))
-            )
-            for key, timing in content.items()
-        }
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["timed"] != model:
+            return None
+        return {key: frozenset(map(int, rows)) for key, rows in content["rows"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # never measured, or not readable
+        return None  # never timed, or not readable
 
 
-def store_timings(timings: Mapping[str, Timing]) -> Path:
-    """Add timings to this machine's. Raises `OSError` where the folder cannot be written."""
-    every = read_timings() | dict(timings)
-    path = _file()
+def store_choices(forms: Iterable[str], rows: Rows) -> None:
+    """Keep the choices. Raises `OSError` where the folder cannot be written."""
+    model, path = _identity(forms)
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {key: {"stock": one.stock, "ours": one.ours} for key, one in every.items()}
+    content = {"timed": model, "rows": {key: sorted(of) for key, of in rows.items()}}
     path.write_text(json.dumps(content), encoding="utf-8")
-    return path
 
 
-def choices(timings: Mapping[str, Timing]) -> dict[str, int | None]:
-    """The rows from which ours runs, by `Matrix.key`."""
-    return {key: timing.first_row for key, timing in timings.items()}
-
-
-def _file() -> Path:
+def _identity(forms: Iterable[str]) -> tuple[dict[str, Any], Path]:
+    """What timings depend on, as in their file: machine, MLX, kernels and model; and the file."""
     sources = sorted(
         path.read_text("utf-8")
         for path in files("dflash_mlx.metal").iterdir()
         if path.name.endswith((".metal", ".h"))
     )
-    chip = str(mx.device_info().get("device_name", ""))
-    name = hashlib.sha256(repr([chip, version("mlx"), sources]).encode()).hexdigest()[:16]
-    return cache_folder("kernels") / f"{name}.json"
+    device = mx.device_info()
+    identity = {
+        "machine": [str(device.get(name)) for name in ("device_name", "memory_size")],
+        "mlx": version("mlx"),
+        "kernels": hashlib.sha256("".join(sources).encode()).hexdigest(),
+        "model": dict(sorted(Counter(forms).items())),
+    }
+    name = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+    return identity, cache_folder("kernels") / f"{name}.json"

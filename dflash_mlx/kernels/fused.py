@@ -115,6 +115,14 @@ def fuse(model: nn.Module, kernel: VerifyQkv, broken: frozenset[str] = frozenset
                 layer._fused = fused
 
 
+def launches(model: nn.Module) -> Iterator[list[Any]]:
+    """The groups of a model's layers that share launches: gated units and shared inputs."""
+    for unit in model.modules():
+        if type(unit) in UNITS:
+            yield [getattr(unit, name) for name in _MLP]
+    yield from shared_inputs(model)
+
+
 def gated_key(unit: Any) -> str | None:
     """The name of a unit's launch for gate and up; None where they cannot share one."""
     layers = [getattr(unit, name) for name in _MLP]

@@ -2,14 +2,15 @@
 
 `wire` swaps layers once, when a model is loaded: a layer keeps its weights, their names and its
 identity, and gets a subclass of its own class. Few rows go through the kernel, more rows (a prompt)
-through the stock layer. No class is patched, and layers that the table leaves to MLX are untouched.
+through the stock layer. No class is patched, and layers that are left to MLX are untouched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -17,11 +18,10 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import SettingsError
-from ..machine.chips import Chip
 from .block_attention import MOST_NODES, BlockAttention
-from .choose import WIDEST, exact_by_default, first_row, has_kernel, is_large
+from .choose import NONE, Rows, exact_by_default, has_kernel, is_large
 from .delta_replay import DeltaReplay, DeltaVerify
-from .fused import fuse, is_ours, rows_of, weights
+from .fused import fuse, is_ours, launches, rows_of, weights
 from .shapes import Matrix, matrices
 from .source import KernelFactory
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
@@ -30,6 +30,7 @@ from .verify_qkv import VerifyQkv
 from .weights import weights_of
 
 EXACT_ROWS = MOST_NODES  # the most rows of a verify that goes through our kernels alone
+EXACT = frozenset(range(1, EXACT_ROWS + 1))
 
 
 class Kernels:
@@ -41,15 +42,19 @@ class Kernels:
 
     Attributes:
         active: whether layers use them.
+        on_device: whether Metal compiles them. What an emulator takes says nothing.
+        chosen: the rows at which the target runs on them.
     """
 
     active = True
+    chosen: Rows = MappingProxyType({})
 
     def __init__(
         self, metal_kernel: KernelFactory = mx.fast.metal_kernel, large: bool | None = None
     ) -> None:
         if large is None:
             large = is_large(str(mx.device_info().get("device_name", "")))
+        self.on_device = metal_kernel is mx.fast.metal_kernel
         enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
         self.product = VerifyMatmul(metal_kernel, enough)
         self.qkv = VerifyQkv(metal_kernel, enough)
@@ -60,24 +65,22 @@ class Kernels:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Which of a model's layers run on our kernels, and why.
+    """Which of a model's layers run on our kernels, and when.
 
     Attributes:
         kernels: the kernels.
-        chip: the chip whose table decided.
+        rows: the rows at which they run, by `Matrix.key`; attention asks `attention_rows`.
         exact: whether every row of a verify goes through our kernels, so that its bits do not
             depend on the number of rows.
-        layers: the path of every swapped layer, and the number of rows from which it is ours.
-        measured: as in `first_row`; attention asks it at every call.
+        layers: the path of every swapped layer.
         broken: the names of kernels that failed their check here and are left to MLX.
         required: whether exact decoding was asked for, so that no kernel may be left to MLX.
     """
 
     kernels: Kernels
-    chip: Chip | None
+    rows: Rows
     exact: bool
-    layers: Mapping[str, int]
-    measured: Mapping[str, int | None]
+    layers: frozenset[str]
     broken: frozenset[str] = frozenset()
     required: bool = False
 
@@ -158,65 +161,74 @@ def wire(
     model: nn.Module,
     config: dict[str, Any],
     kernels: Kernels,
-    chip: Chip | None,
-    measured: Mapping[str, int | None],
-    exact: bool | None = None,
+    rows: Rows,
+    exact: bool = False,
     broken: frozenset[str] = frozenset(),
 ) -> Wiring:
-    """Swap in the layers that the table gives to our kernels.
+    """Swap in the layers that run on our kernels.
 
     Args:
         model: an mlx-lm model, changed in place.
         config: its config.json.
         kernels: the kernels that the layers run on.
-        chip: the chip whose table decides; None for an unknown one.
-        measured: as in `first_row`.
-        exact: True sends every verify of up to 64 rows through our kernels; False asks the table;
-            None is True where that was measured to cost nothing.
+        rows: the rows at which they run, by `Matrix.key`.
+        exact: whether to send every verify of up to 64 rows through our kernels instead.
         broken: the names of kernels that are left to MLX.
 
     Raises `SettingsError` for exact=True with a layer that no kernel of ours can run.
     """
-    found = list(matrices(model, config))
-    foreign = [
-        (path, module, matrix) for path, module, matrix in found if not can_swap(module, matrix)
-    ]
-    if exact is None:
-        exact = will_be_exact(model, config, measured)
-    if exact and foreign:
-        path, module, matrix = foreign[0]
-        raise SettingsError(
-            f"kernels=exact: {path} ({type(module).__name__}, {matrix.key}) has no kernel whose "
-            "rows are independent; leave it out."
-        )
-    layers = {}
+    layers, found = set(), list(matrices(model, config))
+    for path, module, matrix in found if exact else ():
+        if not can_swap(module, matrix):
+            raise SettingsError(
+                f"kernels=exact: {path} ({type(module).__name__}, {matrix.key}) has no kernel "
+                "whose rows are independent; leave it out."
+            )
     for path, module, matrix in found:
-        first = 1 if exact else first_row(chip, matrix, measured)
-        if matrix.key in broken:
-            first = None
-        if first is not None and first <= WIDEST and can_swap(module, matrix):
-            _swap(module, matrix, kernels, range(first, (EXACT_ROWS if exact else WIDEST) + 1))
-            layers[path] = first
+        of = EXACT if exact else rows.get(matrix.key, NONE)
+        if of and matrix.key not in broken and can_swap(module, matrix):
+            _swap(module, matrix, kernels, of)
+            layers.add(path)
     fuse(model, kernels.qkv, broken)
     if exact:
         _swap_convolutions(model)
-    return Wiring(kernels, chip, exact, layers, measured, broken)
+    return Wiring(kernels, rows, exact, frozenset(layers), broken)
 
 
-def will_be_exact(
-    model: nn.Module, config: dict[str, Any], measured: Mapping[str, int | None]
-) -> bool:
-    """Whether `wire` chooses exact decoding by default."""
+def will_be_exact(model: nn.Module, config: dict[str, Any], rows: Rows) -> bool:
+    """Whether these timings make exact decoding the default."""
     found = list(matrices(model, config))
     swappable = all(can_swap(module, matrix) for _, module, matrix in found)
-    return swappable and exact_by_default([matrix for _, _, matrix in found], measured)
+    return swappable and exact_by_default([matrix for _, _, matrix in found], rows)
+
+
+def chosen_together(
+    model: nn.Module, config: dict[str, Any]
+) -> list[dict[str, list[tuple[nn.Module, Matrix]]]]:
+    """The layers that can run on our kernels, by `Matrix.key`.
+
+    Keys are chosen together if layers with them share a launch, because these share it only at the
+    same rows.
+    """
+    layers: dict[str, list[tuple[nn.Module, Matrix]]] = {}
+    for _, module, matrix in matrices(model, config):
+        if can_swap(module, matrix):
+            layers.setdefault(matrix.key, []).append((module, matrix))
+    key_of = {id(module): key for key, each in layers.items() for module, _ in each}
+    together = {key: {key} for key in layers}
+    for sharing in launches(model):
+        keys = {key_of[id(layer)] for layer in sharing if id(layer) in key_of}
+        merged = set().union(*(together[key] for key in keys))
+        together |= dict.fromkeys(merged, merged)
+    groups = dict.fromkeys(map(frozenset, together.values()))
+    return [{key: layers[key] for key in layers if key in group} for group in groups]
 
 
 def _swap_convolutions(model: nn.Module) -> None:
     """Swap the convolutions of recurrent layers."""
     for module in model.modules():
         if type(module) is nn.Conv1d and _own_channel(module):
-            module.__class__, module._rows = VerifyConv1d, range(1, EXACT_ROWS + 1)
+            module.__class__, module._rows = VerifyConv1d, EXACT
 
 
 def _own_channel(convolution: Any) -> bool:
@@ -234,20 +246,28 @@ def can_swap(module: nn.Module, matrix: Matrix) -> bool:
 
 
 @contextmanager
-def verifying(layers: Iterable[tuple[nn.Module, Matrix]], kernels: Kernels) -> Iterator[None]:
-    """Run stock layers on our kernels for the code inside, whatever the table says."""
-    layers = list(layers)
-    originals = [type(module) for module, _ in layers]
+def restored(model: nn.Module) -> Iterator[None]:
+    """Give a model's layers their own classes again after the code inside."""
+    originals = [(module, type(module)) for module in model.modules()]
     try:
-        for module, matrix in layers:
-            _swap(module, matrix, kernels, range(1, EXACT_ROWS + 1))
         yield
     finally:
-        for (module, _), original in zip(layers, originals, strict=True):
+        for module, original in originals:
             module.__class__ = original
+            vars(module).pop("_fused", None)
 
 
-def _swap(module: Any, matrix: Matrix, kernels: Kernels, rows: range) -> None:
+@contextmanager
+def verifying(layers: Sequence[tuple[nn.Module, Matrix]], kernels: Kernels) -> Iterator[None]:
+    """Run stock layers, each by itself, on our kernels for the code inside."""
+    with ExitStack() as stack:
+        for module, matrix in layers:
+            stack.enter_context(restored(module))
+            _swap(module, matrix, kernels, EXACT)
+        yield
+
+
+def _swap(module: Any, matrix: Matrix, kernels: Kernels, rows: frozenset[int]) -> None:
     """Swap a layer's class for these numbers of rows."""
     module.__class__ = SWAPS[type(module)]
     module._rows, module._kernels = rows, kernels

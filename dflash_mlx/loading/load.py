@@ -282,15 +282,13 @@ def _open_target(
         evaluate(model)
     if cluster is not None:
         return cluster.open(model, tokenizer, config, name)
-    wiring = None
+    target = Target(model, tokenizer, config, name)
+    check_runs(target)
     if kernels is not None:
         from .wiring import check_exact, wire_target
 
-        wiring = wire_target(model, config, kernels, exact or None)
-    target = Target(model, tokenizer, config, name, wiring)
-    check_runs(target)
-    if wiring is not None and wiring.exact:
-        check_exact(target, wiring, asked=exact)
+        target = wire_target(target, kernels, exact or None)
+        check_exact(target)
     return target
 
 

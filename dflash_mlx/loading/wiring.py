@@ -6,69 +6,109 @@ Imported only where our kernels can run.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from ..kernels.choose import choices, read_timings
-from ..kernels.modules import Kernels, Wiring, will_be_exact, wire
+from ..kernels.choose import Rows, guess, read_choices, store_choices
+from ..kernels.modules import Kernels, chosen_together, will_be_exact, wire
 from ..kernels.selfcheck import Check, faults
-from ..machine.chips import find_chip
+from ..machine.chips import Chip, find_chip
 from ..targets import Target
 from ..targets.attention import attends_exactly
+from ..targets.autotune import Stopwatch, Timing, autotune, candidates, forms, guesses
 from ..targets.selfcheck import check_rows, model_checks, weight_checks
 
 
 def wire_target(
-    model: nn.Module, config: dict[str, Any], kernels: Kernels, exact: bool | None
-) -> Wiring:
-    """Give a target's layers to our kernels where they are faster on this machine.
+    target: Target, kernels: Kernels, exact: bool | None, stopwatch: Stopwatch | None = None
+) -> Target:
+    """The target with its layers given to our kernels where they are faster on this machine.
+
+    What was not timed yet is timed, and the answer is kept. Without a `stopwatch` an emulator's
+    kernels run by a guess.
 
     A kernel that fails its check is replaced by MLX's, with a warning, or raises `KernelError` if
     `exact` is True and needs it.
     """
+    model, config, required = target.model, target.config, bool(exact)
+    if stopwatch is None and kernels.on_device:
+        stopwatch = Stopwatch()
     if exact is None and not attends_exactly(model):
         exact = False
-    return _wire(model, config, kernels, exact, model_checks)
+    rows, broken = read_choices(forms(model, config)), frozenset[str]()
+    if rows is None and stopwatch is not None and not required:
+        rows, _, broken = time_kernels(target, kernels, stopwatch)
+    rows = guesses(model, config, _chip()) if rows is None else rows
+    if exact is None:
+        exact = not broken and will_be_exact(model, config, rows)
+    broken |= _broken(model_checks(model, config, kernels, rows, exact), required)
+    wiring = wire(model, config, kernels, rows, exact and not broken, broken)
+    wiring, kernels.chosen = replace(wiring, required=required), rows
+    return Target(model, target.tokenizer, config, target.name, wiring)
+
+
+def time_kernels(
+    target: Target, kernels: Kernels, stopwatch: Stopwatch
+) -> tuple[Rows, list[Timing], frozenset[str]]:
+    """Time a target whose layers are MLX's, as `autotune` does, and keep the answer.
+
+    Kernels that fail their check are not timed, with a warning; their names come last.
+    """
+    model, config = target.model, target.config
+    every = candidates(model, config)
+    broken = _broken(model_checks(model, config, kernels, every, exact=False))
+    rows, timings = autotune(target, kernels, broken, stopwatch)
+    with suppress(OSError):  # then the next load times again
+        store_choices(forms(model, config), rows)
+    return rows, timings, broken
 
 
 def wire_drafter(drafter: nn.Module, kernels: Kernels) -> None:
-    """The same for a drafter, never exact: drafts do not change the text."""
-    _wire(drafter, {}, kernels, False, weight_checks)
+    """The same for a drafter, never exact: drafts do not change the text.
+
+    Forms of weights that a target with these kernels has, too, run as there. Others are guessed.
+    """
+    rows: dict[str, frozenset[int]] = {}
+    for group in chosen_together(drafter, {}):
+        if set(group) <= set(kernels.chosen):
+            rows |= {key: kernels.chosen[key] for key in group}
+        else:
+            every = [matrix for layers in group.values() for _, matrix in layers]
+            rows |= dict.fromkeys(group, guess(_chip(), every))
+    broken = _broken(weight_checks(drafter, {}, kernels, rows, exact=False))
+    wire(drafter, {}, kernels, rows, broken=broken)
 
 
-def check_exact(target: Target, wiring: Wiring, asked: bool) -> None:
+def check_exact(target: Target) -> None:
     """Check that exact decoding is exact on this device.
 
     If it is not, raises `KernelError` if the user asked for it, else warns and turns it off.
     """
+    wiring = target.wiring
+    if wiring is None or not wiring.exact:
+        return
     try:
         check_rows(target)
     except KernelError as error:
-        if asked:
+        if wiring.required:
             raise
         target.wiring = replace(wiring, exact=False)
         warnings.warn(f"dflash-mlx: {error}", stacklevel=4)
 
 
-def _wire(
-    model: nn.Module,
-    config: dict[str, Any],
-    kernels: Kernels,
-    exact: bool | None,
-    checks: Callable[..., Iterable[Check]],
-) -> Wiring:
-    chip = find_chip(str(mx.device_info().get("device_name", "")))
-    measured = choices(read_timings())
-    asked = bool(exact)
-    if exact is None:
-        exact = will_be_exact(model, config, measured)
-    broken = faults(checks(model, config, kernels, chip, measured, exact))
-    if broken and asked:
+def _chip() -> Chip | None:
+    return find_chip(str(mx.device_info().get("device_name", "")))
+
+
+def _broken(checks: Iterable[Check], required: bool = False) -> frozenset[str]:
+    """The names of the kernels that fail; each with a warning, or a `KernelError`."""
+    broken = faults(checks)
+    if broken and required:
         [problem, *_] = broken.values()
         raise KernelError(f"Exact decoding needs our kernels: {problem}. Please report this.")
     for problem in broken.values():
@@ -76,7 +116,4 @@ def _wire(
             f"dflash-mlx: MLX's kernel runs, ours is broken here: {problem}. Please report this.",
             stacklevel=5,
         )
-    measured |= dict.fromkeys(broken, None)
-    exact = exact and not broken
-    wiring = wire(model, config, kernels, chip, measured, exact, frozenset(broken))
-    return replace(wiring, required=asked)
+    return frozenset(broken)

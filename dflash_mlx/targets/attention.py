@@ -20,7 +20,7 @@ import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, BlockAttention, TreeMask
-from ..kernels.choose import attention_from
+from ..kernels.choose import attention_rows
 from ..kernels.shapes import AttentionShape, attention_key, dtype_of, key_over
 from ..kernels.weights import AffineWeights
 from .caches import GROUP_SIZES, make_cache
@@ -107,7 +107,7 @@ def calls_attention(attention: nn.Module) -> bool:
 
 
 def attention_function(wiring: Wiring) -> Callable[..., mx.array]:
-    """The replacement of mlx-lm's function: the kernel where the table chooses it."""
+    """The replacement of mlx-lm's function: the kernel where it was chosen."""
     kernel = wiring.kernels.attention
 
     def attend(
@@ -121,23 +121,22 @@ def attention_function(wiring: Wiring) -> Callable[..., mx.array]:
     ) -> mx.array:
         """Attend with queries [1, H, N, D], as mlx-lm's `scaled_dot_product_attention` does."""
         _, heads, rows, head_dim = queries.shape
-        first: int | None = 1 if wiring.kernels.active else None
-        if not wiring.exact and first:
-            shape = (heads, _key_heads(keys), head_dim)
-            first = attention_from(wiring.chip, *shape, wiring.measured)
-            if wiring.broken and _key(shape, cache) in wiring.broken:
-                first = None
-        if first is None or rows < first or not _readable(queries, cache, mask):
+        ours = wiring.kernels.active
+        if ours and not wiring.exact:
+            key_heads, depth = _heads_and_length(keys)
+            key = attention_key(heads, key_heads, head_dim)
+            ours = rows in attention_rows(wiring.rows, key, depth)
+            ours = ours and not (wiring.broken and _key(key, cache) in wiring.broken)
+        if not ours or not _readable(queries, cache, mask):
             return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
         return _with_kernel(kernel, queries, keys, values, cache, scale, mask, sinks)
 
     return attend
 
 
-def _key(shape: tuple[int, int, int], cache: Any) -> str:
+def _key(key: str, cache: Any) -> str:
     """The name of the kernel that reads a cache."""
-    bits = cache.bits if isinstance(cache, QuantizedKVCache) else None
-    return key_over(attention_key(*shape), bits)
+    return key_over(key, cache.bits if isinstance(cache, QuantizedKVCache) else None)
 
 
 def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:
@@ -194,6 +193,7 @@ def _tree(mask: mx.array, past: int) -> TreeMask:
     return TreeMask(past - 1 + ancestors.sum(axis=-1), ancestors)  # a depth counts ancestors
 
 
-def _key_heads(keys: Any) -> int:
-    """KV of keys [1, KV, L, D], or of the parts of quantized ones."""
-    return int((keys[0] if isinstance(keys, tuple | list) else keys).shape[1])
+def _heads_and_length(keys: Any) -> tuple[int, int]:
+    """KV and L of keys [1, KV, L, D], or of the parts of quantized ones."""
+    _, heads, length, _ = (keys[0] if isinstance(keys, tuple | list) else keys).shape
+    return heads, length

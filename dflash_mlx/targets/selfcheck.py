@@ -7,14 +7,14 @@ rows, which only the device can show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from ..kernels.choose import WIDEST, attention_from, first_row
+from ..kernels.choose import DEPTHS, WIDEST, Rows, key_at
 from ..kernels.fused import UNITS, gated_key, projections_key, shared_inputs
 from ..kernels.modules import Kernels, can_swap
 from ..kernels.selfcheck import (
@@ -29,7 +29,6 @@ from ..kernels.selfcheck import (
 )
 from ..kernels.shapes import Matrix, dtype_of, matrices
 from ..kernels.weights import weights_of
-from ..machine.chips import Chip
 from ..proposal import Proposal
 from .attention import attention_shape
 from .caches import make_cache
@@ -44,22 +43,20 @@ def model_checks(
     model: Any,
     config: dict[str, Any],
     kernels: Kernels,
-    chip: Chip | None,
-    measured: Mapping[str, int | None],
+    choices: Rows,
     exact: bool,
 ) -> Iterator[Check]:
     """One check per kind of kernel call that a target may make.
 
-    Args as in `kernels.modules.wire`; `exact`: whether every verify runs on the kernels.
+    Args as in `kernels.modules.wire`; `choices` are its rows.
     """
-    yield from weight_checks(model, config, kernels, chip, measured, exact)
+    yield from weight_checks(model, config, kernels, choices, exact)
     rows, seen = _rows(exact), set()
     for layer, cache in find_parts(model).pairs(make_cache(model)):
         shape = attention_shape(layer, cache)
         if shape is not None and shape not in seen:
             seen.add(shape)
-            heads = shape.heads, shape.key_heads, shape.head_dim
-            if exact or attention_from(chip, *heads, measured) is not None:
+            if exact or any(choices.get(key_at(shape.key, depth)) for depth in DEPTHS):
                 yield from attention_checks(kernels.attention, shape, {*rows, ALL_ROWS})
     for delta in dict.fromkeys(filter(None, map(delta_shape, model.layers))) if exact else ():
         yield from delta_checks(kernels.delta, kernels.delta_replay, delta, rows)
@@ -69,16 +66,14 @@ def weight_checks(
     model: nn.Module,
     config: dict[str, Any],
     kernels: Kernels,
-    chip: Chip | None,
-    measured: Mapping[str, int | None],
+    choices: Rows,
     exact: bool,
 ) -> Iterator[Check]:
     """The checks of products, gated units and fused projections, which drafters have too."""
     ours: dict[int, Matrix] = {}  # by the identity of the module
     kinds: dict[tuple[str, mx.Dtype], nn.Module] = {}
     for _, module, matrix in matrices(model, config):
-        runs = exact or first_row(chip, matrix, measured) is not None
-        if runs and can_swap(module, matrix):
+        if (exact or choices.get(matrix.key)) and can_swap(module, matrix):
             ours[id(module)] = matrix
             kinds.setdefault((matrix.key, dtype_of(module)), module)
     for (key, _), module in kinds.items():

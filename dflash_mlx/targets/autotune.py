@@ -1,0 +1,286 @@
+"""Autotuning: MLX's kernels and ours are timed on this machine, for a model's own layers.
+
+Every form of weights and of attention is timed alone, in turns, and ours run at the rows where they
+win. Then the whole forward decides: a kernel that wins alone may still make it slower. There is a
+limit on the time that all of this takes; what was not timed by then is left to MLX.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from tqdm import tqdm
+
+from ..kernels.block_attention import MOST_NODES
+from ..kernels.choose import DEPTHS, NONE, ROWS, Rows, chosen, guess, guess_attention, key_at
+from ..kernels.modules import Kernels, chosen_together, restored, verifying, wire
+from ..kernels.shapes import AttentionShape, Matrix, dtype_of, matrices
+from ..machine.chips import Chip
+from ..proposal import Proposal
+from .attention import attention_shape
+from .caches import make_cache
+from .parts import find_parts
+from .target import Target
+
+FORWARD, TITLE = "whole forward", "Timing kernels, once on this machine"
+LAYERS = 4  # layers of one form run together, or waiting for the device would be timed
+ALONE = 0.5  # of the time, at most, before the whole forward is timed
+GAIN = 0.98  # of MLX's time; a smaller gain alone may be noise
+LOSS = 1.01  # of MLX's time in the whole forward
+ORDER = (16, 4, 8, 2, 6, 12, 3, 1)  # rows of whole forwards, the commonest first
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds by number of rows, with MLX's kernels and with ours; only what was timed.
+
+    Attributes:
+        key: `Matrix.key`, attention's name by depth, or `FORWARD`.
+        layers: how many layers of the model have this form.
+        stock, ours: seconds per layer, or of the forward.
+    """
+
+    key: str
+    layers: int
+    stock: Mapping[int, float]
+    ours: Mapping[int, float]
+
+    @property
+    def won(self) -> list[int]:
+        """The rows at which ours clearly took less."""
+        return [rows for rows in self.ours if self.ours[rows] <= GAIN * self.stock[rows]]
+
+    @property
+    def not_lost(self) -> list[int]:
+        """The rows at which ours did not take longer."""
+        return [rows for rows in self.ours if self.ours[rows] <= LOSS * self.stock[rows]]
+
+
+@dataclass
+class Stopwatch:
+    """Times two calls in turns, until its time is up.
+
+    Args:
+        seconds: the most that it takes, but for the call that runs when they have passed.
+        repeats: how often each call is timed. The fastest counts: other programs only add time.
+        clock: returns seconds.
+    """
+
+    seconds: float = 3.0
+    repeats: int = 2
+    clock: Callable[[], float] = time.perf_counter
+    start: float | None = field(default=None, init=False)
+
+    def both(
+        self,
+        stock: Callable[[], list[mx.array]],
+        ours: Callable[[], list[mx.array]],
+        share: float = 1.0,
+        warm_up: bool = True,
+    ) -> tuple[float, float] | None:
+        """Seconds of each; None if its `share` of the time has passed before."""
+        calls, fastest = (stock, ours), [float("inf"), float("inf")]
+        for repeat in range(self.repeats + warm_up):
+            for at, call in enumerate(calls):
+                now = self.clock()
+                self.start = now if self.start is None else self.start
+                if now - self.start >= share * self.seconds:
+                    return None
+                mx.eval(call())
+                if repeat >= warm_up:
+                    fastest[at] = min(fastest[at], self.clock() - now)
+        return fastest[0], fastest[1]
+
+
+def forms(model: nn.Module, config: dict[str, Any]) -> list[str]:
+    """The names of all weights and attention of a model, one a layer: what its timings are for."""
+    found = [matrix.key for _, _, matrix in matrices(model, config)]
+    return found + [shape.key for shape in _attention_shapes(model).elements()]
+
+
+def guesses(model: nn.Module, config: dict[str, Any], chip: Chip | None) -> Rows:
+    """The rows at which our kernels should win on a chip, before they were timed."""
+    rows: dict[str, frozenset[int]] = {}
+    for group in chosen_together(model, config):
+        every = [matrix for layers in group.values() for _, matrix in layers]
+        rows |= dict.fromkeys(group, guess(chip, every))
+    for shape in _attention_shapes(model):
+        of = guess_attention(chip, shape.heads, shape.key_heads)
+        rows |= {key_at(shape.key, depth): of for depth in DEPTHS}
+    return rows
+
+
+def candidates(model: nn.Module, config: dict[str, Any]) -> Rows:
+    """All rows, for whatever our kernels can run."""
+    keys = [key for group in chosen_together(model, config) for key in group]
+    keys += [key_at(shape.key, depth) for shape in _attention_shapes(model) for depth in DEPTHS]
+    return {key: chosen(ROWS, MOST_NODES) for key in keys}
+
+
+def autotune(
+    target: Target, kernels: Kernels, broken: frozenset[str], stopwatch: Stopwatch
+) -> tuple[Rows, list[Timing]]:
+    """Time a target whose layers are MLX's; returns the rows at which ours run, and the timings.
+
+    Args:
+        target: it has no wiring, before and afterwards.
+        kernels: ours.
+        broken: the names of kernels that do not take part.
+        stopwatch: a new one.
+    """
+    model, config = target.model, target.config
+    groups, shapes = chosen_together(model, config), _attention_shapes(model)
+    alone = {key: partial(_time_products, key, of) for group in groups for key, of in group.items()}
+    alone |= {
+        key_at(shape.key, depth): partial(_time_attention, shape, count, depth)
+        for shape, count in shapes.items()
+        for depth in DEPTHS
+        if shape.key not in broken
+    }
+    bar = tqdm(alone.items(), TITLE, leave=False, disable=None)
+    timings = {key: timed(kernels, stopwatch) for key, timed in bar if key not in broken}
+    rows = {key: chosen(one.won, MOST_NODES) for key, one in timings.items()}
+    for group in groups:
+        keys = [key for key in group if key in timings]
+        rows |= dict.fromkeys(keys, chosen(_total([timings[key] for key in keys]).won))
+    # The forward reads few keys. Attention that wins over many takes part in it all the same.
+    near = {
+        key_at(shape.key, DEPTHS[0]): frozenset().union(
+            *(rows.get(key_at(shape.key, depth), NONE) for depth in DEPTHS)
+        )
+        for shape in shapes
+    }
+    with restored(model):
+        target.wiring = wire(model, config, kernels, rows | near, broken=broken)
+        forward = _time_forward(target, kernels, frozenset().union(*rows.values()), stopwatch)
+        target.wiring = None
+    used = chosen(forward.not_lost, MOST_NODES)
+    return {key: of & used for key, of in rows.items()}, [*timings.values(), forward]
+
+
+def _total(timings: Sequence[Timing]) -> Timing:
+    """The layers of several forms together, at the rows for which all were timed."""
+    timed = [rows for rows in ROWS if all(rows in one.ours for one in timings)]
+
+    def total(of: Callable[[Timing], Mapping[int, float]]) -> dict[int, float]:
+        return {rows: sum(one.layers * of(one)[rows] for one in timings) for rows in timed}
+
+    return Timing("", 1, total(lambda one: one.stock), total(lambda one: one.ours))
+
+
+def _timing(
+    key: str, count: int, rows: Iterable[int], both: Callable[[int], tuple[float, float] | None]
+) -> Timing:
+    """The timing of `count` layers, with the seconds that `both` returns while there is time."""
+    taken = {}
+    for at in rows:
+        if (seconds := both(at)) is None:
+            break
+        taken[at] = seconds
+    stock, ours = ({at: seconds[way] for at, seconds in taken.items()} for way in (0, 1))
+    return Timing(key, count, stock, ours)
+
+
+def _time_products(
+    key: str, layers: list[tuple[nn.Module, Matrix]], kernels: Kernels, stopwatch: Stopwatch
+) -> Timing:
+    some = layers[:LAYERS]
+
+    def both(rows: int) -> tuple[float, float] | None:
+        calls = [_forward(module, matrix, rows) for module, matrix in some]
+
+        def stock() -> list[mx.array]:
+            return [call() for call in calls]
+
+        def ours() -> list[mx.array]:
+            with verifying(some, kernels):
+                return stock()
+
+        return _each(stopwatch.both(stock, ours, ALONE), len(some))
+
+    return _timing(key, len(layers), ROWS, both)
+
+
+def _time_attention(
+    shape: AttentionShape, count: int, depth: int, kernels: Kernels, stopwatch: Stopwatch
+) -> Timing:
+    """Attention over `depth` keys, in caches of two layers that take turns."""
+    scale, size = shape.head_dim**-0.5, (1, shape.key_heads, depth, shape.head_dim)
+    keys, values, *others = (_noise(size, shape.dtype, seed) for seed in range(4))
+    caches = [(keys, values), (others[0], others[1])]
+    fused = mx.fast.scaled_dot_product_attention
+
+    def both(rows: int) -> tuple[float, float] | None:
+        q = _noise((1, shape.heads, rows, shape.head_dim), shape.dtype)
+        mask = "causal" if rows > 1 else None
+        return _each(
+            stopwatch.both(
+                lambda: [fused(q, k, v, scale=scale, mask=mask) for k, v in caches],
+                lambda: [kernels.attention(q, k, v, scale=scale) for k, v in caches],
+                ALONE,
+            ),
+            len(caches),
+        )
+
+    return _timing(key_at(shape.key, depth), count, ROWS, both)
+
+
+def _time_forward(
+    target: Target, kernels: Kernels, ours: frozenset[int], stopwatch: Stopwatch
+) -> Timing:
+    """A verify of a wired target, at the rows at which anything of ours runs."""
+
+    def verify(rows: int, active: bool) -> list[mx.array]:
+        kernels.active = active
+        try:
+            logits, _ = target.start().verify(Proposal(list(range(rows))))
+        finally:
+            kernels.active = True
+        return [logits]
+
+    def both(rows: int) -> tuple[float, float] | None:
+        stock, with_ours = partial(verify, rows, False), partial(verify, rows, True)
+        return stopwatch.both(stock, with_ours, warm_up=False)
+
+    return _timing(FORWARD, 1, [rows for rows in ORDER if rows in ours], both)
+
+
+def _each(seconds: tuple[float, float] | None, layers: int) -> tuple[float, float] | None:
+    return None if seconds is None else (seconds[0] / layers, seconds[1] / layers)
+
+
+def _attention_shapes(model: nn.Module) -> Counter[AttentionShape]:
+    """How many layers have each. Windows do not matter to what is timed."""
+    pairs = find_parts(model).pairs(make_cache(model))
+    return Counter(
+        AttentionShape(shape.heads, shape.key_heads, shape.head_dim, shape.dtype)
+        for shape in (attention_shape(*of) for of in pairs)
+        if shape
+    )
+
+
+def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:
+    noise = mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+    mx.eval(noise)
+    return noise
+
+
+def _forward(module: Any, matrix: Matrix, rows: int) -> Callable[[], mx.array]:
+    """A forward of the layer over rows of noise."""
+    x = _noise((1, rows, matrix.depth), dtype_of(module))
+    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+        return lambda: module.as_linear(x)
+    if not matrix.experts:
+        return lambda: module(x)
+    # Each row has experts of its own, as behind a router.
+    scores = _noise((1, rows, matrix.experts), mx.float32)
+    experts = mx.argsort(scores, axis=-1)[..., : matrix.top_k]
+    mx.eval(experts)
+    return lambda: module(x[..., None, None, :], experts)
