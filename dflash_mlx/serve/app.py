@@ -112,8 +112,10 @@ class Endpoints:
     ) -> Response:
         wanted = body.generation_request()
         if wanted is None:
+            if body.unloads and await self._models.unload(body.model):
+                return JSONResponse(body.without_prompt("unload"))
             model, _ = await self._models.use(body.model)
-            return JSONResponse(body.loaded() | {"model": model.name})
+            return JSONResponse(body.without_prompt("load") | {"model": model.name})
         (stream,) = await self._start(request, wanted)
         response = ollama.OllamaResponse(body, stream)
         if body.stream is not False:
@@ -149,16 +151,6 @@ class Endpoints:
     async def model(self, request: Request) -> Response:
         """A model by its name."""
         return JSONResponse(self._models.find(request.path_params["name"]).info.openai())
-
-    async def lmstudio_models(self, request: Request) -> Response:
-        """LM Studio's list of models."""
-        found = [model.info.lmstudio() for model in self._models.offered]
-        return JSONResponse({"object": "list", "data": found})
-
-    async def props(self, request: Request) -> Response:
-        """llama.cpp's description of its model."""
-        model = self._models.find(request.query_params.get("model", ""))
-        return JSONResponse(model.info.llama_cpp())
 
     async def ollama_models(self, request: Request) -> Response:
         """Ollama's list of models."""
@@ -233,8 +225,6 @@ def make_app(models: Models, auth: Auth, metrics: Metrics) -> Starlette:
         Route("/health", endpoints.health),
         Route("/ready", endpoints.ready),
         Route("/metrics", endpoints.metrics),
-        Route("/props", endpoints.props),
-        Route("/api/v0/models", endpoints.lmstudio_models),
         Route("/api/chat", endpoints.ollama_chat, methods=["POST"]),
         Route("/api/generate", endpoints.ollama_generate, methods=["POST"]),
         Route("/api/show", endpoints.ollama_show, methods=["POST"]),

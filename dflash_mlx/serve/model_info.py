@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from .. import __version__
 from ..answers.families import AnswerFormat
 
 if TYPE_CHECKING:
@@ -50,10 +49,6 @@ class ModelInfo:
             "state": "not-loaded",
         }
 
-    def lmstudio(self) -> dict[str, Any]:
-        """The model as LM Studio's list has it."""
-        return self.openai() | {"type": "llm"}
-
     def ollama(self) -> dict[str, Any]:
         """The model as Ollama's lists have it."""
         return {
@@ -71,15 +66,6 @@ class ModelInfo:
             "details": {"format": "mlx"},
             "model_info": {"general.basename": self.name},
             "capabilities": ["completion", "tools"],
-        }
-
-    def llama_cpp(self) -> dict[str, Any]:
-        """The model as llama.cpp's /props has it."""
-        return {
-            "model_alias": self.name,
-            "model_path": self.name,
-            "modalities": {"vision": False, "audio": False},
-            "build_info": f"{OWNER} {__version__}",
         }
 
 
@@ -121,27 +107,11 @@ class LoadedModelInfo(ModelInfo):
         return template if isinstance(template, str) else ""
 
     def openai(self) -> dict[str, Any]:
-        """See `ModelInfo`; with what vLLM's list adds."""
+        """See `ModelInfo`; the context length by the names of other servers' lists."""
+        names = ("context_length", "max_model_len", "max_context_length", "loaded_context_length")
         length = self.target.context_length
-        more = {"context_length": length, "max_model_len": length, "state": "loaded"}
-        return super().openai() | more
-
-    def lmstudio(self) -> dict[str, Any]:
-        """See `ModelInfo`."""
-        length = self.target.context_length
-        return super().lmstudio() | {
-            "arch": self._architecture,
-            "quantization": self._quantization,
-            "max_context_length": length,
-            "loaded_context_length": length,
-        }
-
-    def llama_cpp(self) -> dict[str, Any]:
-        """See `ModelInfo`."""
-        return super().llama_cpp() | {
-            "default_generation_settings": {"n_ctx": self.target.context_length},
-            "chat_template": self._template,
-        }
+        more = {"meta": {"n_ctx_train": length}, "state": "loaded"}
+        return super().openai() | dict.fromkeys(names, length) | more
 
     def ollama(self) -> dict[str, Any]:
         """See `ModelInfo`."""

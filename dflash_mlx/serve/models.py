@@ -149,6 +149,14 @@ class Models:
             model.used = self._clock()
             return model, model.handler
 
+    async def unload(self, name: str) -> bool:
+        """Unload a model, unless it is busy or stays. Whether it is unloaded; raises as `find`."""
+        model = self.find(name)
+        async with self._lock:
+            if model.handler is not None and model.handler.idle.is_set():
+                await self._unload(model)
+        return model.handler is None
+
     async def unload_idle(self) -> None:
         """Unload the models that no request has used for `idle_seconds`."""
         if self._idle_seconds is None or self._lock.locked() or self.draining:

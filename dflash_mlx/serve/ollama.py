@@ -65,6 +65,7 @@ class OllamaBody(Body):
     stream: bool | None = None
     format: Literal["", "json"] | Schema | None = None
     options: OllamaOptions | None = None
+    keep_alive: float | str | None = None
     think: bool | Effort | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -84,9 +85,14 @@ class OllamaBody(Body):
             prompt_field="prompt" if is_text else "messages",
         )
 
-    def loaded(self) -> dict[str, Any]:
-        """The response to a request without a prompt, which has a model loaded."""
-        return {**_head(self.model), **_content(self, ""), "done": True, "done_reason": "load"}
+    @property
+    def unloads(self) -> bool:
+        """Whether a request without a prompt has a model unloaded, not loaded."""
+        return str(self.keep_alive) in ("0", "0.0", "0s", "0m")
+
+    def without_prompt(self, reason: str) -> dict[str, Any]:
+        """The response to a request without a prompt, which has a model loaded or unloaded."""
+        return {**_head(self.model), **_content(self, ""), "done": True, "done_reason": reason}
 
 
 class OllamaChatBody(OllamaBody):

@@ -68,8 +68,8 @@ def test_names_of_models():
     shelf = Shelf("a", "b", make=lambda name: FakeEngine(make_target()))
     app = make_app(shelf.models, Auth(), Metrics())
     with TestClient(app, "http://127.0.0.1:8000") as server:
-        lists = ("/v1/models", "/api/v0/models", "/api/tags", "/api/ps")
-        shown = [len(next(iter(server.get(path).json().values()))) for path in lists[2:]]
+        lists = ("/v1/models", "/api/tags", "/api/ps")
+        shown = [len(next(iter(server.get(path).json().values()))) for path in lists[1:]]
         assert shown == [2, 0] and shelf.loads == []
         for name, answers in (("b:latest", "b"), ("/b", "b"), ("", "a")):
             said = server.post(CHAT, json={"model": name, "messages": HI}).json()
@@ -83,6 +83,8 @@ def test_names_of_models():
         assert server.get("/v1/models/c").status_code == 404
         states = [one["state"] for one in server.get("/v1/models").json()["data"]]
         assert states == ["loaded", "loaded"] and shelf.loads == ["b", "a"]
+        told = server.post("/api/generate", json={"model": "a", "keep_alive": 0}).json()
+        assert told["done_reason"] == "unload" and shelf.loaded() == ["b"]
 
 
 def test_one_model_answers_under_any_name():
