@@ -63,7 +63,7 @@ def generated(name: str, command: Any) -> str:
         "",
         "For example:",
     ]
-    lines += ["", *(f"    {example}" for example in command.epilog.split("\n\n")[1:]), ""]
+    lines += ["", *(f"    {example}" for example in command.epilog.split("\n")[1:]), ""]
     lines += ["| | | default |", "|---|---|---|", *map(_row, command.params), ""]
     return "\n".join([*lines, MARK])
 
