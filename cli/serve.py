@@ -68,7 +68,7 @@ class Access:
         None
     )
     api_key_file: Annotated[
-        Path | None, option(SERVER, "FILE", "Require a key of FILE (one per line).")
+        Path | None, option(SERVER, "FILE", "Require a key of FILE (one per line; # comments).")
     ] = None
     no_auth: Annotated[
         bool, options.flag("--no-auth", SERVER, "Answer other machines without a key.")
@@ -331,7 +331,8 @@ def _keys(access: Access) -> frozenset[str]:
     if access.api_key_file is not None:
         path = access.api_key_file.expanduser()
         try:
-            found = set(filter(None, map(str.strip, path.read_text().splitlines())))
+            lines = map(str.strip, path.read_text().splitlines())
+            found = {line for line in lines if line and not line.startswith("#")}
         except (OSError, UnicodeDecodeError) as error:
             raise OutputError(f"{path}: the keys cannot be read ({error}).") from error
         keys |= found or {""}

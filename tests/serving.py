@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 import dflash_mlx
 from dflash_mlx.answers.families import FAMILIES
+from dflash_mlx.engine.engine import EngineLoad
 from dflash_mlx.events import Event, Stats
 from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.auth import Auth
@@ -123,6 +124,7 @@ class FakeEngine:
     cached: int = 0
     progressed: float = 0.0
     busy: bool = False
+    load: EngineLoad = EngineLoad(running=2, waiting=3, prefix_bytes=5)
     submitted: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     jobs: list[FakeJob] = field(default_factory=list)
 

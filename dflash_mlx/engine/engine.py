@@ -11,7 +11,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
@@ -37,6 +37,14 @@ STALL_MS = 250.0
 def device_thread() -> ThreadPoolExecutor:
     """A thread for the steps of engines. It is joined when the program ends."""
     return ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
+
+
+class EngineLoad(NamedTuple):
+    """Jobs that run, jobs that wait, and bytes of cached prefixes."""
+
+    running: int
+    waiting: int
+    prefix_bytes: int
 
 
 class Engine(AbstractContextManager["Engine", None]):
@@ -100,6 +108,16 @@ class Engine(AbstractContextManager["Engine", None]):
     def busy(self) -> bool:
         """Whether any job is left, cancelled ones included."""
         return bool(self._submitted) or self._scheduler.busy
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engine has to do, and keeps."""
+        waiting = len(self._submitted) + self._scheduler.waiting
+        return EngineLoad(
+            len(self._scheduler.jobs) - self._scheduler.waiting,
+            waiting,
+            0 if self._prefix is None else self._prefix.used,
+        )
 
     def submit(self, prompt: Prompt, **settings: Any) -> Job:
         """Start a job; from any thread.

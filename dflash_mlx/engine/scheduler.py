@@ -40,7 +40,7 @@ class _Slot:
 
 
 class BatchScheduler:
-    """Schedules the requests of an engine. All methods but `jobs` and `busy` are for one thread.
+    """Schedules the requests of an engine. All methods are for one thread.
 
     Args:
         batch: drafts and verifies for all requests of a step.
@@ -69,6 +69,11 @@ class BatchScheduler:
     def jobs(self) -> list[Job]:
         """The jobs of all requests that are left; for any thread."""
         return [slot.job for slot in [*self._running, *self._waiting]]
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait; for any thread."""
+        return len(self._waiting)
 
     def add(self, job: Job, request: Request) -> None:
         """Add a request to the waiting ones."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
+import mlx.core as mx
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -185,8 +186,13 @@ class Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics."""
-        self._metrics.since_step.set(self._models.seconds_since_step)
-        return Response(self._metrics.text(), media_type=CONTENT_TYPE)
+        metrics, handlers = self._metrics, self._models.handlers
+        metrics.since_step.set(self._models.seconds_since_step)
+        metrics.running.set(sum(handler.load.running for handler in handlers))
+        metrics.waiting.set(sum(handler.load.waiting for handler in handlers))
+        metrics.prefix_bytes.set(sum(handler.load.prefix_bytes for handler in handlers))
+        metrics.device_bytes.set(mx.get_active_memory())
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
 
 
 async def _complete(

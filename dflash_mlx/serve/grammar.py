@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _ANYTHING: Final = "/(?s:.*)/"
 _NEWLINES: Final = "/\\n{0,2}/"  # after a thought; more would never end
+MAX_PROPERTIES: Final = 1000  # of an object; the time to compile grows with their square
 MAX_CALLS: Final = 16  # forced at once; small models would never stop
 
 
@@ -60,6 +61,9 @@ class GrammarFactory:
             rules = f"{rest}\n{self._until('free', family.start)}\n{self._body(tools)}"
         else:
             return [None] * request.n
+        schemas = [request.schema, *(tool.parameters for tool in tools)]
+        if _count_properties(schemas) > 5 * MAX_PROPERTIES:
+            raise RequestError(f"All schemas have more than {5 * MAX_PROPERTIES:,} properties.")
         with self._lock:
             self._tokens = self._tokens or GrammarTokens(self._target)
         start = self._start(starts_in_reasoning)
@@ -171,6 +175,17 @@ class GrammarFactory:
 def json_rule(schema: Mapping[str, Any]) -> str:
     """The right side of a rule for a JSON schema. What no grammar can hold of it is left out."""
     return f"%json {json.dumps({'x-guidance': SPACES | {'lenient': True}, **schema})}"
+
+
+def _count_properties(schema: Any) -> int:
+    """The properties of all objects of a schema. Raises `RequestError` for too many of one."""
+    own, parts = 0, list(schema) if isinstance(schema, list) else []
+    if isinstance(schema, Mapping):
+        parts, properties = list(schema.values()), schema.get("properties")
+        own = len(properties) if isinstance(properties, Mapping) else 0
+    if own > MAX_PROPERTIES:
+        raise RequestError(f"An object of a schema has more than {MAX_PROPERTIES:,} properties.")
+    return own + sum(map(_count_properties, parts))
 
 
 def _parameters(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:

@@ -30,7 +30,7 @@ from .request import GenerationRequest
 from .template import EncodedPrompt, encode
 
 if TYPE_CHECKING:
-    from ..engine.engine import Engine
+    from ..engine.engine import Engine, EngineLoad
     from ..engine.job import Job
     from ..targets import Target
 
@@ -229,6 +229,11 @@ class RequestHandler:
     def busy(self) -> bool:
         """Whether a client waits for an answer."""
         return bool(self._streams)
+
+    @property
+    def load(self) -> EngineLoad:
+        """The engine's."""
+        return self._engine.load
 
     @property
     def seconds_since_step(self) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from resource import RUSAGE_SELF, getrusage
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -9,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from ..events import Event, Stats
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_MAXRSS_UNIT: Final = 1 if sys.platform == "darwin" else 1024  # bytes
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -18,6 +22,14 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.open = self._gauge("open_answers", "Answers running or waiting")
+        self.running = self._gauge("requests_running", "Answers that are decoded together")
+        self.waiting = self._gauge("requests_waiting", "Answers in the queue")
+        self.prefix_bytes = self._gauge("prefix_cache_bytes", "Prefixes kept in memory")
+        self.device_bytes = self._gauge("device_bytes", "Weights and caches of all models")
+        cpu = self._gauge("process_cpu_seconds", "CPU time of this process")
+        cpu.set_function(time.process_time)
+        peak = self._gauge("process_peak_bytes", "The most memory that this process had")
+        peak.set_function(lambda: getrusage(RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT)
         self.since_step = self._gauge(
             "seconds_since_last_round", "Since the last decode step; 0 while there is nothing to do"
         )

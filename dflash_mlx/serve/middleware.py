@@ -98,7 +98,11 @@ def with_middleware(routes: Sequence[Route], auth: Auth, metrics: Metrics) -> St
     if auth.origins:
         origins = sorted(auth.origins)
         cors = Middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,  # Chrome asks before it lets a page use this machine
         )
         middleware.insert(0, cors)
     return Starlette(

@@ -59,11 +59,13 @@ def test_an_allowed_page_gets_cors_headers(target):
     auth = Auth(origins=frozenset({"http://web.example"}))
     preflight = {"origin": "http://web.example", "access-control-request-method": "POST"}
     preflight["access-control-request-headers"] = "content-type, authorization"
+    preflight["access-control-request-private-network"] = "true"
     with client(FakeEngine(target), auth=auth) as server:
         allowed = server.options(CHAT, headers=preflight)
         answer = server.post(CHAT, json=HI, headers={"origin": "http://web.example"})
     assert allowed.status_code == 200 and answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == "http://web.example"
+    assert allowed.headers["access-control-allow-private-network"] == "true"
 
 
 @pytest.mark.parametrize(

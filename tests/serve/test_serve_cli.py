@@ -39,7 +39,7 @@ def test_another_host_needs_a_key():
 )
 def test_errors_are_one_line(options, word, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "blank").write_text("\n \n")
+    (tmp_path / "blank").write_text("\n \n# no key yet\n")
     code, told = run("serve", *options)
     assert code == expected and word in told and told.strip().count("\n") == 0
 

@@ -185,3 +185,19 @@ def test_invalid_schemas_are_refused(target):
     for schema in ({"type": "nonsense"}, {"$ref": "https://example.org/x"}, {"$ref": "#"}):
         with pytest.raises((SettingsError, RequestError)):
             grammars(target).make(ask(schema=schema), False)
+
+
+@pytest.mark.parametrize(("objects", "each", "told"), [(1, 1001, "An object"), (7, 900, "All")])
+def test_large_schemas_are_refused_before_they_take_seconds(objects, each, told):
+    properties = {f"p{number}": {"type": "string"} for number in range(each)}
+    parts = [{"type": "object", "properties": properties}] * objects
+    for more in (
+        {"schema": {"anyOf": parts}},
+        {"tools": [Tool("f", "", parts[0])], "schema": {"anyOf": parts[1:]}},
+        {
+            "tools": [Tool(f"f{at}", "", part) for at, part in enumerate(parts)],
+            "tool_choice": "required",
+        },
+    ):
+        with pytest.raises(RequestError, match=f"{told}.* properties"):
+            grammars(make_target(json_tools)).make(ask(**more), False)

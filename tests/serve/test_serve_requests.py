@@ -184,6 +184,10 @@ def test_metrics(target):
     assert float(told["dflash_cached_tokens_total"]) == 2
     assert told['dflash_responses_total{status="400"}'] == "1.0"
     assert told["dflash_time_to_first_token_seconds_count"] == "1.0"
+    names = ("requests_running", "requests_waiting", "prefix_cache_bytes")
+    assert [told[f"dflash_{name}"] for name in names] == ["2.0", "3.0", "5.0"]
+    for name in ("process_cpu_seconds", "process_peak_bytes", "device_bytes"):
+        assert float(told[f"dflash_{name}"]) > 0
 
 
 def test_logs_contain_no_prompts(target, caplog):

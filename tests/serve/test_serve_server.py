@@ -73,21 +73,42 @@ def test_hundreds_of_clients_that_leave_leave_nothing_behind(target):
     asyncio.run(run())
 
 
-def test_more_connections_than_the_limit_get_503(target, monkeypatch):
+def test_more_answers_than_the_limit_get_503(target, monkeypatch):
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 3)
 
     async def run():
-        async with running(FakeEngine(target)) as server:
-            silent = [await connect(server) for _ in range(3)]
-            await until(lambda: len(server.server_state.connections) == 3)
-            reader, writer = await connect(server, HEALTH)
+        async with running(FakeEngine(target, ["Hello"], reason=None)) as server:
+            busy = [await connect(server, post(stream=True)) for _ in range(3)]
+            await until(lambda: len(server.server_state.tasks) == 3)
+            reader, writer = await connect(server, post(stream=True))
             assert (await reader.readline()).startswith(b"HTTP/1.1 503")
-            for _, one in [*silent, (reader, writer)]:
+            for _, one in [*busy, (reader, writer)]:
                 one.close()
             await until(lambda: not server.server_state.connections)
             reader, writer = await connect(server, HEALTH)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             writer.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("sent", [b"", HEALTH[:-2], post()[:-1]], ids=["nothing", "head", "body"])
+def test_requests_that_never_come_keep_nobody_out(target, monkeypatch, sent):
+    """Those that wait for longest go. An answer goes on."""
+    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 8)
+
+    async def run():
+        async with running(FakeEngine(target, ["Hello"], reason=None)) as server:
+            reading, busy = await connect(server, post(stream=True))
+            await until(lambda: server.handler.busy)
+            for _ in range(5):
+                silent = [await connect(server, sent) for _ in range(9)]
+                reader, writer = await connect(server, HEALTH)
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+                for one in (writer, silent[-1][1]):
+                    one.close()
+            assert server.handler.busy and (await reading.readline()).startswith(b"HTTP/1.1 200")
+            busy.close()
 
     asyncio.run(run())
 
