@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DATA, DRAFTER, TRAINING = "Data", "Drafter", "Training"  # what --help shows
 RATES = {"adamw": 1e-3, "muon": 0.02}  # default learning rates
-SHAPE = ("kind", "block_size", "layers", "causal", "draft_vocab")
+SHAPE = ("kind", "block_size", "layers", "causal")
 
 
 Out = Annotated[

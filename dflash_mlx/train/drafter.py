@@ -268,9 +268,10 @@ def with_common_tokens(
     spans = (sample.tokens[a:b] for sample in samples for a, b in sample.answers)
     common = Counter(token for span in spans for token in span).most_common(count)
     tokens = mx.array(sorted(token for token, _ in common))
-    reduced = DFlash(replace(drafter.config, draft_vocab_size=len(tokens)))
-    head = {"lm_head.weight": target.head_rows(tokens), "d2t": tokens - mx.arange(len(tokens))}
-    reduced.load_weights([*tree_flatten(drafter.parameters()), *head.items()])
+    weights = dict(tree_flatten(drafter.parameters()))
+    weights |= {"lm_head.weight": target.head_rows(tokens), "d2t": tokens - mx.arange(len(tokens))}
+    reduced = DFlash(replace(drafter.config, draft_vocab_size=len(tokens)), weights)
+    reduced.load_weights([*weights.items()])
     return reduced
 
 

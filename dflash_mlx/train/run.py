@@ -159,8 +159,9 @@ def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> Non
     config = DraftConfig.from_dict(_shape(target, recipe, (), warm))
     config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     check_trainable(config)
-    if recipe.draft_vocab is not None and (config.kind != DFLASH or warm is not None):
-        raise SettingsError("--draft-vocab is for a new drafter of --kind dflash.")
+    own = warm is not None and ("lm_head" in warm[0] or "embed_tokens" in warm[0])
+    if recipe.draft_vocab is not None and (config.kind != DFLASH or own):
+        raise SettingsError("--draft-vocab is for --kind dflash, without a head of its own.")
     # The longest possible samples need the least memory. A file's lengths are still unknown.
     longest = recipe.turn_tokens + recipe.max_tokens if recipe.synthesize else recipe.tokens
     settings = _settings(recipe, 1)
