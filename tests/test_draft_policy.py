@@ -305,12 +305,14 @@ def test_a_policy_of_one_row_is_plain_decoding():
 
 
 @pytest.mark.parametrize("guess", [0.02, 0.15, 0.6])
+@pytest.mark.parametrize("begin", [0.0, 0.4])
 @pytest.mark.parametrize("slot", [0.05, 0.15, 0.4])
-def test_what_a_drafted_token_costs_is_learnt_and_decides_the_length(guess, slot):
+def test_what_a_drafted_token_costs_is_learnt_and_decides_the_length(guess, begin, slot):
     """A drafter that drafts token by token: the dearer a token, the shorter the drafts."""
-    machine = Machine({16: 1.3}, {2: slot, 16: 15 * slot})
-    text = text_of(lambda token, at: 0.8, 2000)
+    machine = Machine({16: 1.3}, {2: begin + slot, 16: begin + 15 * slot})
+    text = text_of(lambda token, at: 0.8, 3000)
     spent, rows = play(DraftPolicy(LONGEST, slot_cost=guess), machine, text)
     best = min(range(1, LONGEST + 1), key=lambda length: fixed_cost(length, machine, text))
-    assert spent < 1.06 * fixed_cost(best, machine, text)
-    assert abs(sorted(rows)[len(rows) // 2] - best) <= max(1, best // 3)
+    assert spent < 1.07 * fixed_cost(best, machine, text)
+    drafted = sorted(count for count in rows if count > 1)
+    assert abs(drafted[len(drafted) // 2] - best) <= max(1, best // 2)

@@ -8,6 +8,7 @@ after them, and old comparisons are forgotten.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from math import exp, log, log2
 
 import mlx.core as mx
@@ -45,7 +46,7 @@ class StepCosts:
         row *= share
         chain = CostCurve(block_size, row, draft)
         if slot is not None:
-            chain = CostCurve(block_size, row + slot * share, 0.0, by_slot=True)
+            chain = CostCurve(block_size, row + slot * share, draft, by_slot=True)
         self._kinds = {
             "chain": chain,
             "lookup": CostCurve(block_size, row, 0.0),
@@ -99,13 +100,12 @@ class CostCurve:
     Args:
         rows: the most.
         row, draft: cost of each further row, and of a draft, before any step has run.
-        by_slot: whether a draft costs so much per row that steps of any length tell the line's
-            slope.
+        by_slot: whether each drafted token costs so much that the line follows the real steps.
     """
 
     def __init__(self, rows: int, row: float, draft: float, by_slot: bool = False) -> None:
         self._prior = [1.0, *(1 + draft + row * further for further in range(1, rows))]
-        self._row, self._by_slot = row, by_slot
+        self._row, self._draft, self._by_slot = row, draft, by_slot
         self._seen: dict[int, deque[tuple[int, float]]] = {}  # rows -> (step, cost)
         self._table, self._expires = self._prior, 0
 
@@ -122,20 +122,14 @@ class CostCurve:
         self._expires = now
 
     def _correct(self, now: int) -> None:
-        known, slopes = [], list[float]()
-        for rows, samples in self._seen.items():
+        for samples in self._seen.values():
             while samples and samples[0][0] < now - FORGOTTEN:
                 samples.popleft()
-            slopes += [(cost - 1) / (rows - 1) for _, cost in samples]
-        line = self._prior
-        if self._by_slot and slopes:
-            slope = _low_median(slopes)
-            slope += (self._row - slope) * PRIOR_WEIGHT / (PRIOR_WEIGHT + len(slopes))
-            line = [1 + max(0.0, slope) * further for further in range(len(line))]
-        for rows, samples in self._seen.items():
-            if samples:
-                ratios = [_log_ratio(cost, line[rows - 1]) for _, cost in samples]
-                known.append((log2(rows), len(ratios), _low_median(ratios)))
+        seen = {rows: [cost for _, cost in known] for rows, known in self._seen.items() if known}
+        line, known = self._line(seen) if self._by_slot else self._prior, []
+        for rows, costs in seen.items():
+            ratios = [_log_ratio(cost, line[rows - 1]) for cost in costs]
+            known.append((log2(rows), len(ratios), _low_median(ratios)))
         self._table = [1.0]
         for rows, cost in enumerate(line[1:], 2):
             place, total, weights = log2(rows), 0.0, PRIOR_WEIGHT
@@ -145,11 +139,24 @@ class CostCurve:
                 weights += weight
             self._table.append(max(1.0, cost * exp(total / weights)))
 
+    def _line(self, seen: Mapping[int, Sequence[float]]) -> list[float]:
+        """The line through the medians of the costs by rows: least squares, beside the prior."""
+        n, nx, nxx, ny, nxy = PRIOR_WEIGHT, 0.0, PRIOR_WEIGHT, 0.0, 0.0
+        for rows, costs in seen.items():
+            x, count = rows - 1, len(costs)
+            y = _low_median(costs) - self._prior[rows - 1]
+            n, nx, nxx = n + count, nx + count * x, nxx + count * x * x
+            ny, nxy = ny + count * y, nxy + count * x * y
+        determinant = n * nxx - nx * nx
+        begin = max(0.0, self._draft + (nxx * ny - nx * nxy) / determinant)
+        slope = max(0.0, self._row + (n * nxy - nx * ny) / determinant)
+        return [1.0, *(1 + begin + slope * further for further in range(1, len(self._prior)))]
+
 
 def _log_ratio(cost: float, expected: float) -> float:
     return log(min(LARGEST_RATIO, max(1 / LARGEST_RATIO, cost / expected)))
 
 
-def _low_median(values: list[float]) -> float:
+def _low_median(values: Sequence[float]) -> float:
     """The median, the lower one of two: a step that stalled only ever takes longer."""
     return sorted(values)[(len(values) - 1) // 2]
