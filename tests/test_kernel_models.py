@@ -71,3 +71,27 @@ def verified(target: Target, proposal: Proposal) -> mx.array:
     session = target.start()
     list(session.prefill(PROMPT))
     return session.verify(proposal)[0]
+
+
+def test_windows_do_not_make_a_tree_of_a_chain():
+    """The mask of a sliding layer says no more than its window; a tree's kernel reads more."""
+    kinds = []
+
+    def watched(**arguments):
+        kernel = quick_factory()(**arguments)
+
+        def launch(**call):
+            kinds.extend(value for name, value in call["template"] if name == "TREE")
+            return kernel(**call)
+
+        return launch
+
+    session = exact_target("gpt_oss", watched).start()
+    list(session.prefill(PROMPT))
+    kinds.clear()
+    session.verify(Proposal([7] * 6))
+    assert set(kinds) == {False}
+    session.commit([0])
+    kinds.clear()
+    session.verify(Proposal([7] * 6, (-1, 0, 0, 1, 2, 4)))
+    assert set(kinds) == {True}

@@ -137,7 +137,7 @@ def test_layers_share_a_launch_only_if_all_of_them_can():
     shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
     wire(model, config, kernels, {shape[256]: four})
     attention = model.layers[0].self_attn
-    assert type(attention.q_proj) in SWAPS.values() and "_fused" not in vars(attention.q_proj)
+    assert type(attention.q_proj) in SWAPS.values() and attention.q_proj._fused is None
     unit, plain = model.layers[0].mlp, nn.Linear(64, 128, bias=False)
     unit.gate_proj, unit.up_proj = (
         nn.QuantizedLinear.from_linear(plain, group, 4) for group in (32, 64)

@@ -7,12 +7,12 @@ and why a row's bits do not depend on the chain or tree around it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..errors import KernelError
-from .source import KernelFactory, dtype_name, in_device_memory, metal_source
+from .source import FEWEST, KernelFactory, Launch, dtype_name, in_device_memory, metal_source
 from .weights import FLOATS, AffineWeights
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -22,6 +22,7 @@ MOST_NODES = 64
 # partial sums in a long one.
 CHUNK = 512
 _UNLIMITED = 2**30  # a window that no context fills
+MOST_ROUNDS = 32  # kinds of layers and lengths that are remembered, in this round and before
 
 _MEMORY = """
   constexpr int KEYS = dflash::keys_per_tile(D * sizeof(T));
@@ -71,6 +72,11 @@ class TreeMask(NamedTuple):
     ancestors: mx.array
 
 
+# What the layers of one kind share in a round: both launches with their numbers. The tree is kept,
+# so that its id stays its own.
+Round = tuple[Launch, list[mx.array], Launch, list[mx.array], TreeMask | None]
+
+
 class BlockAttention:
     """Attention of the last N rows of a cache over all of it.
 
@@ -106,6 +112,9 @@ class BlockAttention:
             source=_MERGE,
             header=header,
         )
+        self._rounds: dict[Any, Round] = {}
+        self._no_sinks = mx.array([0.0] * FEWEST)
+        self._sinks: dict[int, tuple[mx.array, mx.array]] = {}  # by id, which stays its own
 
     def __call__(
         self,
@@ -134,6 +143,41 @@ class BlockAttention:
 
         Sums are float32. Raises `KernelError`.
         """
+        of = queries.shape, queries.dtype, _kind(keys), _kind(values), sinks is None
+        key = *of, scale, first, window, None if tree is None else id(tree)
+        prepared = self._rounds.get(key)
+        if prepared is None:
+            if len(self._rounds) >= MOST_ROUNDS:
+                self._rounds.clear()
+            given = queries, keys, values, scale, first, window, sinks, tree
+            prepared = self._rounds[key] = self._prepare(*given)
+        attend, numbers, merge, counts, _ = prepared
+        inputs = [mx.contiguous(queries), *_arrays(keys), *_arrays(values), *numbers]
+        partial, stats = attend(inputs)
+        weights = self._no_sinks if sinks is None else self._in_float32(sinks)
+        sums = in_device_memory(partial), in_device_memory(stats)
+        return merge([*sums, weights, *counts])[0]
+
+    def _in_float32(self, sinks: mx.array) -> mx.array:
+        """A layer's sinks as the kernel takes them, computed once."""
+        known, converted = self._sinks.get(id(sinks), (None, self._no_sinks))
+        if known is not sinks:
+            converted = in_device_memory(sinks.astype(mx.float32))
+            mx.eval(converted)  # other threads' forwards use it
+            self._sinks[id(sinks)] = sinks, converted
+        return converted
+
+    def _prepare(
+        self,
+        queries: mx.array,
+        keys: mx.array | AffineWeights,
+        values: mx.array | AffineWeights,
+        scale: float,
+        first: int,
+        window: int | None,
+        sinks: mx.array | None,
+        tree: TreeMask | None,
+    ) -> Round:
         check(queries, keys, values, sinks, tree)
         _, heads, nodes, head_dim = queries.shape
         key_heads, length = keys.shape[1:3]
@@ -148,36 +192,35 @@ class BlockAttention:
             shares = whole * tiles + (chunks - whole) * nodes * -(-group // rows)
         template = [("T", queries.dtype), ("D", head_dim), ("CHUNK", CHUNK), ("BLOCKS", blocks)]
         template.append(("TREE", bool(tree)))
-        attend = self._attend
+        kernel = self._attend
         if isinstance(keys, AffineWeights):
-            attend = self._attend_quantized
+            kernel = self._attend_quantized
             template += [("BITS", keys.bits), ("GROUP", keys.group_size)]
-        numbers = mx.array(first), mx.array(window or _UNLIMITED), mx.array(scale, mx.float32)
-        partial, stats = attend(
-            inputs=[
-                mx.contiguous(queries),
-                *_arrays(keys),
-                *_arrays(values),
-                *_tree_inputs(tree, first + length - nodes, nodes),
-                *numbers,
-            ],
-            template=template,
-            grid=(key_heads * 32 * simdgroups, shares, 1),
-            threadgroup=(32 * simdgroups, 1, 1),
-            output_shapes=[(chunks, heads * nodes, head_dim), (chunks, heads * nodes, 2)],
-            output_dtypes=[mx.float32, mx.float32],
+        attend = Launch(
+            kernel,
+            {
+                "template": template,
+                "grid": (key_heads * 32 * simdgroups, shares, 1),
+                "threadgroup": (32 * simdgroups, 1, 1),
+                "output_shapes": [(chunks, heads * nodes, head_dim), (chunks, heads * nodes, 2)],
+                "output_dtypes": [mx.float32, mx.float32],
+            },
         )
-        weights = mx.array(0.0) if sinks is None else sinks.astype(mx.float32)
-        floats = (in_device_memory(x) for x in (partial, stats, weights))
-        (out,) = self._merge(
-            inputs=[*floats, mx.array(chunks), mx.array(nodes)],
-            template=[("T", queries.dtype), ("SINKS", sinks is not None)],
-            grid=(head_dim, heads * nodes, 1),
-            threadgroup=(head_dim, 1, 1),
-            output_shapes=[queries.shape],
-            output_dtypes=[queries.dtype],
+        merge = Launch(
+            self._merge,
+            {
+                "template": [("T", queries.dtype), ("SINKS", sinks is not None)],
+                "grid": (head_dim, heads * nodes, 1),
+                "threadgroup": (head_dim, 1, 1),
+                "output_shapes": [queries.shape],
+                "output_dtypes": [queries.dtype],
+            },
         )
-        return out
+        numbers = [
+            *_tree_inputs(tree, first + length - nodes, nodes),
+            *(mx.array(first), mx.array(window or _UNLIMITED), mx.array(scale, mx.float32)),
+        ]
+        return attend, numbers, merge, [mx.array(chunks), mx.array(nodes)], tree
 
 
 def block_attention_reference(
@@ -253,8 +296,9 @@ def _tiling(rows: int, queries: mx.array) -> tuple[int, int]:
 
 def _tree_inputs(tree: TreeMask | None, past: int, nodes: int) -> list[mx.array]:
     """Positions and ancestors; for a chain from position `past`, ancestors that are not read."""
-    if tree is None:
-        tree = TreeMask(mx.arange(past, past + nodes), mx.array(True))
+    if tree is None:  # numbers of the host: a launch would cost more than it computes
+        rows = range(past, past + max(nodes, FEWEST))
+        return [mx.array(list(rows), mx.int32), mx.array([True] * FEWEST)]
     pair = (tree.positions.astype(mx.int32), tree.ancestors.astype(mx.bool_))
     return [in_device_memory(mx.contiguous(x)) for x in pair]
 
@@ -266,9 +310,11 @@ def _arrays(stored: mx.array | AffineWeights) -> list[mx.array]:
     return [stored]
 
 
-def _kind(stored: mx.array | AffineWeights) -> tuple[int, int] | None:
-    """Bits and group size, None for plain numbers."""
-    return (stored.bits, stored.group_size) if isinstance(stored, AffineWeights) else None
+def _kind(stored: mx.array | AffineWeights) -> tuple[Any, ...]:
+    """The shape, and how it is stored."""
+    if isinstance(stored, AffineWeights):
+        return stored.kind
+    return stored.shape, stored.dtype
 
 
 def _plain(stored: mx.array | AffineWeights) -> mx.array:

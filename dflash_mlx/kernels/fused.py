@@ -41,10 +41,9 @@ class VerifySwitchGLU(SwitchGLU):
         """x [..., D] of tokens sent to experts [..., k] -> [..., k, D]."""
         if not is_ours(self, indices.size // indices.shape[-1]):
             return super().__call__(x, indices)
-        order = mx.argsort(indices.reshape(-1))
         gate, up, down = (weights(getattr(self, name)) for name in _MLP)
         kernel = self._kernels.experts
-        return kernel(kernel(x, gate, indices, up, order), down, indices, order=order)
+        return kernel(kernel(x, gate, indices, up), down, indices)
 
 
 class FusedProjections:
@@ -57,15 +56,16 @@ class FusedProjections:
 
     def __init__(self, kernel: VerifyQkv, layers: Sequence[nn.Module]) -> None:
         self._kernel, self._layers = kernel, tuple(layers)
+        self._places = {id(layer): place for place, layer in enumerate(layers)}
         self._x: mx.array | None = None  # the input of the waiting results
         self._results: dict[int, mx.array] = {}  # of the layers that were not called yet
 
     def __call__(self, layer: nn.Module, x: mx.array) -> mx.array:
         """The product of x [..., K] with a layer's weights, [..., N]."""
-        place = next(i for i, each in enumerate(self._layers) if each is layer)
+        place = self._places[id(layer)]
         if self._x is not x or place not in self._results:
             self._x = x
-            self._results = dict(enumerate(self._kernel(x, list(map(weights, self._layers)))))
+            self._results = dict(enumerate(self._kernel(x, [*map(weights, self._layers)])))
         y = self._results.pop(place)
         if not self._results:
             self._x = None

@@ -117,13 +117,10 @@ class OurSwitchLinear(nn.Module):
         """
         if not is_ours(self, indices.size // self._top_k):
             return super().__call__(x, indices, sorted_indices)
-        rows = x.squeeze(-2)
-        if rows.shape[:-1] != indices.shape:
-            rows = rows.squeeze(-2)  # one row of x for all experts of a token
-        y = self._kernels.experts(rows, weights(self), indices)
+        y = self._kernels.experts(x, weights(self), indices)
         if "bias" in self:
             y = y + self.bias[indices]
-        return y[..., None, :]
+        return mx.expand_dims(y, -2)
 
 
 class VerifyConv1d(nn.Conv1d):
@@ -271,13 +268,13 @@ def _swap(module: Any, matrix: Matrix, kernels: Kernels, rows: frozenset[int]) -
     """Swap a layer's class for these numbers of rows."""
     module.__class__ = SWAPS[type(module)]
     module._rows, module._kernels = rows, kernels
-    module._top_k = matrix.top_k
+    module._top_k, module._fused = matrix.top_k, None
     if "scales" in module:
         module._affine = weights_of(module)
 
 
 def _product(layer: Any, x: mx.array) -> mx.array:
-    fused = getattr(layer, "_fused", None)
+    fused = layer._fused
     y = layer._kernels.product(x, weights(layer)) if fused is None else fused(layer, x)
     return _biased(layer, y)
 

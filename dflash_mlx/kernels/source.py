@@ -8,7 +8,8 @@ indentation and empty lines are removed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -20,9 +21,27 @@ from ..errors import KernelError
 # function of inputs, template, grid, threadgroup, output_shapes and output_dtypes.
 KernelFactory = Callable[..., Any]
 
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel call without its inputs: what it takes from shapes and dtypes is worked out once.
+
+    Attributes:
+        kernel: the kernel.
+        arguments: template, grid, threadgroup, output_shapes and output_dtypes.
+    """
+
+    kernel: Callable[..., list[mx.array]]
+    arguments: Mapping[str, Any]
+
+    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
+        """The kernel's results."""
+        return self.kernel(inputs=inputs, **self.arguments)
+
+
 _COMMENT = re.compile(r"//.*")
 _LOCAL_INCLUDE = re.compile(r'^#include "(?P<name>[^"]+)"$')
-_FEWEST = 8  # elements: MLX declares a smaller input `constant` instead of `device`
+FEWEST = 8  # elements: MLX declares a smaller input `constant` instead of `device`
 
 
 def metal_source(name: str) -> str:
@@ -55,9 +74,9 @@ def in_device_memory(array: mx.array) -> mx.array:
     MLX passes smaller inputs as `const constant T*`, which does not convert to the
     `const device T*` of our functions. Only for inputs whose shape the kernel does not read.
     """
-    if array.size >= _FEWEST:
+    if array.size >= FEWEST:
         return array
-    return mx.pad(array.reshape(-1), (0, _FEWEST - array.size))
+    return mx.pad(array.reshape(-1), (0, FEWEST - array.size))
 
 
 def dtype_name(array: Any) -> str:

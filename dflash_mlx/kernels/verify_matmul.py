@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .source import KernelFactory, in_device_memory, metal_source
+from .source import KernelFactory, Launch, in_device_memory, metal_source
 from .weights import (
     AffineWeights,
     Weights,
@@ -22,11 +23,14 @@ from .weights import (
     dequantized,
     input_names,
     inputs,
+    kind,
     result_dtype,
     traits,
 )
 
 TILE_ROWS, TILE_COLUMNS, THREADS = 16, 32, 128  # as in metal/matmul_tile.h
+
+Prepared = tuple[mx.Dtype, Launch, Launch | None]  # of the product, and of the sums of its splits
 
 # K is split until there are this many tiles, a few per core, but no split is shorter than the last.
 ENOUGH_TILES, ENOUGH_TILES_LARGE = 256, 512
@@ -103,6 +107,7 @@ class VerifyMatmul:
             source=_MERGE,
             header=metal_source("merge_splits.metal"),
         )
+        self._launches: dict[Any, Prepared] = {}  # by the shapes and kinds of their inputs
 
     def __call__(self, x: mx.array, w: Weights, up: Weights | None = None) -> mx.array:
         """x [..., K] by w [N, K] -> [..., N], in the dtype MLX gives x @ w.T.
@@ -110,38 +115,47 @@ class VerifyMatmul:
         Any number of rows; w is read once per 16 of them. `up`, if given, is of w's shape and kind,
         and w is then the gate. Sums are float32. Raises `KernelError`.
         """
+        key = x.shape, x.dtype, kind(w), kind(up)
+        prepared = self._launches.get(key)
+        if prepared is None:
+            prepared = self._launches[key] = self._prepare(x, w, up)
+        dtype, product, merge = prepared
+        rows = x.reshape(-1, key[0][-1])
+        rows = rows if key[1] == dtype else rows.astype(dtype)
+        (y,) = product([rows, *inputs(w), *(inputs(up) if up is not None else ())])
+        return y if merge is None else merge([in_device_memory(y)])[0]
+
+    def _prepare(self, x: mx.array, w: Weights, up: Weights | None) -> Prepared:
         weights = [w] if up is None else [w, up]
         check_product(x, "[N, K]", *weights)
         dtype, gate_up = result_dtype(x, *weights), up is not None
         rows, (columns, depth) = prod(x.shape[:-1]), w.shape
         splits = splits_of_k(columns, depth, gate_up, self._enough)
         tiles = -(-columns // (TILE_COLUMNS // len(weights)))
-        shape = (splits, len(weights), rows, columns) if splits > 1 else (rows, columns)
-        (y,) = self._products[isinstance(w, AffineWeights), gate_up](
-            inputs=[x.astype(dtype).reshape(rows, depth), *(a for m in weights for a in inputs(m))],
-            template=[
-                ("T", dtype),
-                *traits(w).items(),
-                ("GATE_UP", gate_up),
-                ("SPLIT", splits > 1),
-            ],
-            grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[shape],
-            output_dtypes=[mx.float32 if splits > 1 else dtype],
+        outputs, shape = rows * columns, (*x.shape[:-1], columns)
+        product = Launch(
+            self._products[isinstance(w, AffineWeights), gate_up],
+            {
+                "template": [
+                    *(("T", dtype), *traits(w).items()),
+                    *(("GATE_UP", gate_up), ("SPLIT", splits > 1)),
+                ],
+                "grid": (tiles * THREADS, splits, -(-rows // TILE_ROWS)),
+                "threadgroup": (THREADS, 1, 1),
+                "output_shapes": [(splits, len(weights), rows, columns) if splits > 1 else shape],
+                "output_dtypes": [mx.float32 if splits > 1 else dtype],
+            },
         )
-        if splits > 1:
-            y = self._merged(y, dtype)
-        return y.reshape(*x.shape[:-1], columns)
-
-    def _merged(self, sums: mx.array, dtype: mx.Dtype) -> mx.array:
-        """Sums [splits, 1 or 2, M, N] of the splits -> [M, N]."""
-        splits, parts, rows, columns = sums.shape
-        return self._merge(
-            inputs=[in_device_memory(sums)],
-            template=[("GATE_UP", parts == 2), ("SPLITS", splits)],
-            grid=(rows * columns, 1, 1),
-            threadgroup=(min(rows * columns, 256), 1, 1),
-            output_shapes=[(rows, columns)],
-            output_dtypes=[dtype],
-        )[0]
+        if splits == 1:
+            return dtype, product, None
+        merge = Launch(
+            self._merge,
+            {
+                "template": [("GATE_UP", gate_up), ("SPLITS", splits)],
+                "grid": (outputs, 1, 1),
+                "threadgroup": (min(outputs, 256), 1, 1),
+                "output_shapes": [shape],
+                "output_dtypes": [dtype],
+            },
+        )
+        return dtype, product, merge

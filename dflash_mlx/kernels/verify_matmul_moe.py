@@ -6,13 +6,14 @@ The stock gathered product runs row by row and reads an expert's weights once pe
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from .source import KernelFactory, in_device_memory, metal_source
+from .source import KernelFactory, Launch, in_device_memory, metal_source
 from .verify_matmul import THREADS, TILE_COLUMNS, product_kernels
 from .weights import (
     AffineWeights,
@@ -20,6 +21,7 @@ from .weights import (
     check_product,
     dequantized,
     inputs,
+    kind,
     result_dtype,
     traits,
 )
@@ -70,6 +72,9 @@ class VerifyMatmulMoe:
         self._products = product_kernels(
             metal_kernel, "verify_matmul_moe", ["order", "experts"], _CALL, header
         )
+        # By the shapes and kinds of their inputs.
+        self._launches: dict[Any, tuple[mx.Dtype, Launch]] = {}
+        self._routing: tuple[mx.array | None, Sequence[mx.array]] = None, ()  # of the last experts
 
     def __call__(
         self,
@@ -77,40 +82,57 @@ class VerifyMatmulMoe:
         w: Weights,
         experts: mx.array,
         up: Weights | None = None,
-        order: mx.array | None = None,
     ) -> mx.array:
         """The products of each row with each of its experts: [..., k, N].
 
         Args:
-            x: [..., K], a row per token, or [..., k, K], a row per token and expert.
+            x: [..., K], rows for the tokens, or for each token and each of its experts.
             w: [E, N, K], the weights of all experts; read once for up to 16 rows of an expert.
             experts: integers in [0, E), [..., k]: the experts of every token.
             up: if given, of w's shape and kind; w is then the gate.
-            order: what sorts the experts, `mx.argsort(experts.reshape(-1))`, if it is known.
 
         The dtype is MLX's for x @ w.T, sums are float32. Raises `KernelError`.
         """
+        key = x.shape, x.dtype, kind(w), kind(up), experts.shape
+        prepared = self._launches.get(key)
+        if prepared is None:
+            prepared = self._launches[key] = self._prepare(x, w, experts, up)
+        dtype, product = prepared
+        rows = x.reshape(-1, x.shape[-1])
+        rows = rows if x.dtype == dtype else rows.astype(dtype)
+        routing = self._sorted(experts)
+        return product([rows, *routing, *inputs(w), *(inputs(up) if up is not None else ())])[0]
+
+    def _sorted(self, experts: mx.array) -> Sequence[mx.array]:
+        """What sorts the experts, and the experts, flat; the products of one unit share them."""
+        known, routing = self._routing
+        if known is not experts:
+            pairs = experts.reshape(-1).astype(mx.uint32)
+            routing = [in_device_memory(mx.argsort(pairs)), in_device_memory(pairs)]
+            self._routing = experts, routing
+        return routing
+
+    def _prepare(
+        self, x: mx.array, w: Weights, experts: mx.array, up: Weights | None
+    ) -> tuple[mx.Dtype, Launch]:
         weights = [w] if up is None else [w, up]
         check_product(x, "[E, N, K]", *weights)
         _check_routing(x, experts)
-        dtype, (_, columns, depth) = result_dtype(x, *weights), w.shape
-        pairs = experts.reshape(-1).astype(mx.uint32)
-        order = mx.argsort(pairs) if order is None else order
+        dtype, columns = result_dtype(x, *weights), w.shape[1]
         tiles = -(-columns // (TILE_COLUMNS // len(weights)))
-        rows = x.astype(dtype).reshape(prod(x.shape[:-1]), depth)
-        routing = [in_device_memory(order), in_device_memory(pairs)]
-        (y,) = self._products[isinstance(w, AffineWeights), up is not None](
-            inputs=[rows, *routing, *(a for m in weights for a in inputs(m))],
-            template=[("T", dtype), *traits(w).items(), ("GATE_UP", up is not None)],
-            grid=(tiles * THREADS, pairs.size, 1),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[(pairs.size, columns)],
-            output_dtypes=[dtype],
-        )
-        return y.reshape(*experts.shape, columns)
+        arguments = {
+            "template": [("T", dtype), *traits(w).items(), ("GATE_UP", up is not None)],
+            "grid": (tiles * THREADS, experts.size, 1),
+            "threadgroup": (THREADS, 1, 1),
+            "output_shapes": [(*experts.shape, columns)],
+            "output_dtypes": [dtype],
+        }
+        kernel = self._products[isinstance(w, AffineWeights), up is not None]
+        return dtype, Launch(kernel, arguments)
 
 
 def _check_routing(x: mx.array, experts: mx.array) -> None:
     """One row of x per token, or per token and expert. Raises `KernelError`."""
-    if x.shape[:-1] not in (experts.shape, experts.shape[:-1]):
+    rows = x.size // x.shape[-1]
+    if not experts.ndim or rows not in (experts.size, experts.size // experts.shape[-1]):
         raise KernelError(f"Rows {x.shape[:-1]} do not belong to experts {experts.shape}.")

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product, zip_longest
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
 from ..errors import KernelError
-from .source import KernelFactory, in_device_memory, metal_source
+from .source import KernelFactory, Launch, in_device_memory, metal_source
 from .verify_matmul import (
     ENOUGH_TILES,
     THREADS,
     TILE_COLUMNS,
     TILE_ROWS,
+    Prepared,
     splits_of_k,
     verify_matmul_reference,
 )
@@ -29,6 +31,7 @@ from .weights import (
     declaration,
     input_names,
     inputs,
+    kind,
     result_dtype,
     traits,
 )
@@ -76,6 +79,7 @@ class VerifyQkv:
             )
             for count in COUNTS
         }
+        self._launches: dict[Any, Prepared] = {}  # by the shapes and kinds of their inputs
 
     def __call__(self, x: mx.array, weights: Sequence[Weights]) -> list[mx.array]:
         """x [..., K] by two to four w [N, K] -> as many [..., N], in the dtype of x @ w.T.
@@ -83,31 +87,48 @@ class VerifyQkv:
         Any number of rows; the weights, alike in kind, are read once per 16 of them. Sums are
         float32. Raises `KernelError`.
         """
+        key = x.shape, x.dtype, *map(kind, weights)
+        prepared = self._launches.get(key)
+        if prepared is None:
+            prepared = self._launches[key] = self._prepare(x, weights)
+        dtype, product, merge = prepared
+        rows = x.reshape(-1, x.shape[-1])
+        given = [rows if x.dtype == dtype else rows.astype(dtype)]
+        for w in weights:
+            given += inputs(w)
+        results = product(given)
+        return results if merge is None else merge([in_device_memory(*results)])
+
+    def _prepare(self, x: mx.array, weights: Sequence[Weights]) -> Prepared:
         check(x, weights)
         dtype, count = result_dtype(x, *weights), len(weights)
         rows, depth, columns = prod(x.shape[:-1]), x.shape[-1], [w.shape[0] for w in weights]
         tiles = sum(-(-n // TILE_COLUMNS) for n in columns)
         splits = splits_of_k(tiles * TILE_COLUMNS, depth, enough=self._enough)
-        shapes = [(rows, n) for n in columns]
-        results = self._products[count, isinstance(weights[0], AffineWeights), splits > 1](
-            inputs=[x.astype(dtype).reshape(rows, depth), *(a for w in weights for a in inputs(w))],
-            template=[("T", dtype), *traits(weights[0]).items()],
-            grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[(splits, rows, sum(columns))] if splits > 1 else shapes,
-            output_dtypes=[mx.float32] if splits > 1 else [dtype] * count,
+        shapes = [(*x.shape[:-1], n) for n in columns]
+        product = Launch(
+            self._products[count, isinstance(weights[0], AffineWeights), splits > 1],
+            {
+                "template": [("T", dtype), *traits(weights[0]).items()],
+                "grid": (tiles * THREADS, splits, -(-rows // TILE_ROWS)),
+                "threadgroup": (THREADS, 1, 1),
+                "output_shapes": [(splits, rows, sum(columns))] if splits > 1 else shapes,
+                "output_dtypes": [mx.float32] if splits > 1 else [dtype] * count,
+            },
         )
-        if splits > 1:
-            named = zip_longest("ABCD", columns, fillvalue=0)
-            results = self._merges[count](
-                inputs=[in_device_memory(*results)],
-                template=[("SPLITS", splits), *named],
-                grid=(sum(columns), rows, 1),
-                threadgroup=(min(sum(columns), 256), 1, 1),
-                output_shapes=shapes,
-                output_dtypes=[dtype] * count,
-            )
-        return [y.reshape(*x.shape[:-1], n) for y, n in zip(results, columns, strict=True)]
+        if splits == 1:
+            return dtype, product, None
+        merge = Launch(
+            self._merges[count],
+            {
+                "template": [("SPLITS", splits), *zip_longest("ABCD", columns, fillvalue=0)],
+                "grid": (sum(columns), rows, 1),
+                "threadgroup": (min(sum(columns), 256), 1, 1),
+                "output_shapes": shapes,
+                "output_dtypes": [dtype] * count,
+            },
+        )
+        return dtype, product, merge
 
 
 def _product(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -50,10 +51,20 @@ class AffineWeights:
                 f"{dtype_name(biases)} have no kernel."
             )
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The shape of the matrix they stand for: [..., N, K]."""
         return (*self.words.shape[:-1], self.words.shape[-1] * 32 // self.bits)
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Shape, dtype of the scales, bits and group size."""
+        return self.shape, self.scales.dtype, self.bits, self.group_size
+
+    @cached_property
+    def inputs(self) -> list[mx.array]:
+        """The arrays for `input_names`."""
+        return [self.words, in_device_memory(self.scales), in_device_memory(self.biases)]
 
 
 Weights = AffineWeights | mx.array
@@ -113,9 +124,14 @@ def input_names(name: str, affine: bool) -> list[str]:
 
 def inputs(w: Weights) -> list[mx.array]:
     """The arrays for `input_names`."""
-    if isinstance(w, AffineWeights):
-        return [w.words, in_device_memory(w.scales), in_device_memory(w.biases)]
-    return [w]
+    return w.inputs if isinstance(w, AffineWeights) else [w]
+
+
+def kind(w: Weights | None) -> tuple[Any, ...] | None:
+    """What a launch depends on: weights of one kind share it."""
+    if w is None:
+        return None
+    return w.kind if isinstance(w, AffineWeights) else (w.shape, w.dtype)
 
 
 def declaration(variable: str, name: str, affine: bool) -> str:

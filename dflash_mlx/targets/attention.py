@@ -11,7 +11,8 @@ latents), keeps the stock function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Container, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ from .internals import (
     has_sinks,
     head_size,
     in_temporal_order,
+    is_hooked,
     is_mla,
     key_heads,
     mixer_of,
@@ -50,12 +52,11 @@ if TYPE_CHECKING:
 
 def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Overrides) -> None:
     """Have a model's attention layers use the kernel while `overrides` is installed."""
+    attend = attention_function(wiring)
     for layer in layers:
         attention = attention_of(layer)
         if attention is not None and calls_attention(attention) and not is_mla(layer):
-            call = rebind_globals(
-                type(attention).__call__, **{ATTENTION: attention_function(wiring)}
-            )
+            call = rebind_globals(type(attention).__call__, **{ATTENTION: attend})
             overrides.replace(attention, call)
 
 
@@ -108,7 +109,9 @@ def calls_attention(attention: nn.Module) -> bool:
 
 def attention_function(wiring: Wiring) -> Callable[..., mx.array]:
     """The replacement of mlx-lm's function: the kernel where it was chosen."""
-    kernel = wiring.kernels.attention
+    kernel, trees = wiring.kernels.attention, _Trees()
+    # The layers of a forward ask the same.
+    rows_of = functools.lru_cache(maxsize=8)(functools.partial(_rows, wiring))
 
     def attend(
         queries: mx.array,
@@ -123,20 +126,46 @@ def attention_function(wiring: Wiring) -> Callable[..., mx.array]:
         _, heads, rows, head_dim = queries.shape
         ours = wiring.kernels.active
         if ours and not wiring.exact:
-            key_heads, depth = _heads_and_length(keys)
-            key = attention_key(heads, key_heads, head_dim)
-            ours = rows in attention_rows(wiring.rows, key, depth)
-            ours = ours and not (wiring.broken and _key(key, cache) in wiring.broken)
+            bits = cache.bits if isinstance(cache, QuantizedKVCache) else None
+            ours = rows in rows_of(heads, *_heads_and_length(keys), head_dim, bits)
         if not ours or not _readable(queries, cache, mask):
             return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
-        return _with_kernel(kernel, queries, keys, values, cache, scale, mask, sinks)
+        tree = None
+        # A window's mask says no more than the window: only a tree's has more to say.
+        if isinstance(mask, mx.array) and (is_hooked(cache) or not _has_window(cache)):
+            tree = trees.of(mask, cache.offset - rows)
+        return _with_kernel(kernel, queries, keys, values, cache, scale, tree, sinks)
 
     return attend
 
 
-def _key(key: str, cache: Any) -> str:
-    """The name of the kernel that reads a cache."""
-    return key_over(key, cache.bits if isinstance(cache, QuantizedKVCache) else None)
+class _Trees:
+    """The trees of a forward's masks, each worked out once: layers share their masks."""
+
+    def __init__(self) -> None:
+        self._last: list[tuple[mx.array, int, TreeMask]] = []  # of full and of sliding layers
+
+    def of(self, mask: mx.array, past: int) -> TreeMask:
+        """The tree of a mask's last N columns [..., N, K], after `past` tokens; or a chain's."""
+        for known, position, tree in self._last:
+            if known is mask and position == past:
+                return tree
+        nodes = mask.shape[-2]
+        ancestors = mask.reshape(nodes, -1)[:, -nodes:]
+        # A depth counts ancestors.
+        tree = TreeMask(past - 1 + ancestors.sum(axis=-1), ancestors)
+        self._last = [*self._last, (mask, past, tree)][-2:]
+        return tree
+
+
+def _rows(
+    wiring: Wiring, heads: int, key_heads: int, length: int, head_dim: int, bits: int | None
+) -> Container[int]:
+    """The numbers of queries for which the kernel runs, over a cache of so many bits."""
+    key = attention_key(heads, key_heads, head_dim)
+    if key_over(key, bits) in wiring.broken:
+        return ()
+    return attention_rows(wiring.rows, key, length)
 
 
 def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:
@@ -146,9 +175,13 @@ def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:
         return False
     if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
         return False
-    if isinstance(cache, RotatingKVCache):
+    if _has_window(cache):
         return not cache.keep and rows <= cache.max_size
     return isinstance(cache, KVCache | QuantizedKVCache)
+
+
+def _has_window(cache: Any) -> bool:
+    return isinstance(cache, RotatingKVCache)
 
 
 def _with_kernel(
@@ -158,18 +191,17 @@ def _with_kernel(
     values: Any,
     cache: Any,
     scale: float,
-    mask: Any,
+    tree: TreeMask | None,
     sinks: mx.array | None,
 ) -> mx.array:
     """Attend to a cache that already holds the queries' rows."""
     window = None
-    if isinstance(cache, RotatingKVCache):
+    if _has_window(cache):
         window = cache.max_size
         keys, values = _in_order(cache, keys), _in_order(cache, values)
     elif isinstance(cache, QuantizedKVCache):
         keys, values = _affine(cache, *keys), _affine(cache, *values)
     first = cache.offset - keys.shape[2]
-    tree = _tree(mask, cache.offset - queries.shape[2]) if isinstance(mask, mx.array) else None
     return kernel(
         queries, keys, values, scale=scale, first=first, window=window, sinks=sinks, tree=tree
     )
@@ -184,13 +216,6 @@ def _affine(
 def _in_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
     """A sliding window's rows by position: a step of one row leaves them as a ring."""
     return rows if cache.offset <= rows.shape[2] else in_temporal_order(cache, rows)
-
-
-def _tree(mask: mx.array, past: int) -> TreeMask:
-    """The tree of a mask's last N columns [..., N, K]; a chain is one too."""
-    nodes = mask.shape[-2]
-    ancestors = mask.reshape(nodes, -1)[:, -nodes:]
-    return TreeMask(past - 1 + ancestors.sum(axis=-1), ancestors)  # a depth counts ancestors
 
 
 def _heads_and_length(keys: Any) -> tuple[int, int]:

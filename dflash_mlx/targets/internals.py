@@ -244,6 +244,11 @@ def hook(
     cache.make_mask, cache.update_and_fetch = make_mask, update_and_fetch
 
 
+def is_hooked(cache: Any) -> bool:
+    """Whether a cache's methods are replaced: it reads a tree."""
+    return "make_mask" in vars(cache)
+
+
 def unhook(cache: Any) -> None:
     """Give a cache its methods back."""
     del cache.make_mask, cache.update_and_fetch

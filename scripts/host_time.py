@@ -1,0 +1,181 @@
+"""Host time of a verify, per layer: MLX's own layers against ours, graphs built and never run.
+
+    taskset -c 1 python scripts/host_time.py [--rows 16] [--repeats 300]
+
+Models have the published layers, few of them, and weights of zeros. Our kernels, and
+MLX's operations that are one node on a GPU and many on a CPU, are stood in for by one lazy node, so
+what is timed is the Python code around them. Prints microseconds, graph nodes and launches (nodes
+that are not views) of a layer, and of a whole verify at the published depth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import io
+import re
+import time
+from collections import Counter
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from dflash_mlx.kernels.modules import Kernels, wire
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.targets import Target
+
+VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze"}
+VIEWS |= {"StopGradient", "Transpose", "Unflatten", "Full", "AsStrided"}
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 1024,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+QWEN35 = QWEN3 | {
+    "model_type": "qwen3_5",
+    "head_dim": 256,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 1024,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "num_experts": 0,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 1024,
+    "sliding_window": 128,
+    "rope_theta": 150000,
+    "rope_scaling": None,
+}
+# The config, a period of layers, and how many the model has.
+MODELS = {
+    "Qwen3-8B": (QWEN3, 1, 36),
+    "Qwen3.5-9B": (QWEN35, 4, 32),
+    "gpt-oss-20b": (GPT_OSS, 2, 24),
+}
+
+
+def stand_in(**_: Any) -> Any:
+    """A kernel factory: a launch is one lazy node that depends on the inputs."""
+    results: dict[Any, list[mx.array]] = {}
+
+    def launch(inputs: list[mx.array], grid: Any, output_shapes: Any, **given: Any) -> Any:
+        key = grid, *map(tuple, output_shapes)
+        if key not in results:
+            shapes = zip(output_shapes, given["output_dtypes"], strict=True)
+            results[key] = [mx.zeros(*one) for one in shapes]
+            mx.eval(results[key])
+        return mx.depends(results[key], inputs)
+
+    return launch
+
+
+def one_node(like: mx.array, *others: Any, **_: Any) -> mx.array:
+    """A result of the shape of the first argument, which depends on all arrays among them."""
+    [result] = mx.depends([like], [one for one in others if isinstance(one, mx.array)])
+    return result
+
+
+def on_a_gpu() -> ExitStack:
+    """Have norms, rotations and attention be one node each."""
+    stack = ExitStack()
+    for name in ("rms_norm", "layer_norm", "rope", "scaled_dot_product_attention"):
+        stack.enter_context(patch.object(mx.fast, name, one_node))
+    return stack
+
+
+def model_of(config: dict[str, Any], layers: int, ours: bool) -> Target:
+    """A model in 4 bits."""
+    config = config | {"num_hidden_layers": layers}
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(
+        model,
+        group_size=64,
+        bits=4,
+        class_predicate=lambda path, layer: (
+            hasattr(layer, "to_quantized")
+            and "gate" != path.split(".")[-1]
+            and "router" not in path
+        ),
+    )
+    model.update(tree_map(lambda array: mx.zeros(array.shape, array.dtype), model.parameters()))
+    # As where every product and attention of this many rows was chosen to be ours.
+    wiring = wire(model, config, Kernels(stand_in, large=True), {}, exact=True) if ours else None
+    tokenizer = type("Tokenizer", (), {"eos_token_ids": (), "has_chat_template": False})()
+    return Target(model, tokenizer, config, "host", wiring)
+
+
+def build(target: Target, rows: int) -> tuple[float, mx.array]:
+    """Seconds that the host takes to build a verify, and its lazy logits."""
+    session, proposal = target.start(), Proposal([7] * rows)
+    with on_a_gpu():
+        start = time.perf_counter()
+        logits, _ = session.verify(proposal)
+        return time.perf_counter() - start, logits
+
+
+def nodes(logits: mx.array) -> Counter[str]:
+    """The graph's nodes by primitive."""
+    text = io.StringIO()
+    mx.export_to_dot(text, logits)
+    return Counter(re.findall(r'label ?= ?"(\w*[a-z]\w*)"', text.getvalue()))
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=300)
+    args = parser.parse_args()
+    for name, (config, period, depth) in MODELS.items():
+        pairs = [[model_of(config, n * period, ours) for n in (1, 2)] for ours in (False, True)]
+        best = [[1.0, 1.0], [1.0, 1.0]]
+        for _ in range(args.repeats):  # all take turns
+            for side, targets in enumerate(pairs):
+                for at, target in enumerate(targets):
+                    best[side][at] = min(best[side][at], build(target, args.rows)[0])
+        micros = [1e6 * (more - less) / period for less, more in best]
+        for side, targets in zip(("MLX", "ours"), pairs, strict=True):
+            less, more = (nodes(build(target, args.rows)[1]) for target in targets)
+            added = more - less
+            launches = sum(n for kind, n in added.items() if kind not in VIEWS)
+            at = micros[side == "ours"]
+            print(
+                f"{name:12} {side:4} {at:6.1f} us, {added.total() / period:6.1f} nodes, "
+                f"{launches / period:5.1f} launches a layer; {1e-3 * at * depth:.2f} ms and "
+                f"{launches * depth // period} launches a verify"
+            )
+        print(f"{name:12} ours over MLX's: {micros[1] / micros[0]:.2f}")
+
+
+if __name__ == "__main__":
+    main()
