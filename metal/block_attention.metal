@@ -143,6 +143,8 @@ struct QueryRows {
   Fragment output[BLOCKS][D / 8];
   float top[BLOCKS], total[BLOCKS];  // of this lane's rows: largest score, sum of the weights
 
+  QueryRows() thread {}  // see TileSums
+
   void begin(int block, const device T* row, bool mine, Place place) thread {
     DFLASH_UNROLL
     for (int i = 0; i < D / 8; i++) {

@@ -103,6 +103,10 @@ struct TileSums {
   Fragment totals[kColumnBlocks][ROW_BLOCKS];  // read where `scaled`
   float x_sums[2 * ROW_BLOCKS];                // of the lane's rows and of its k, in one step
 
+  // An implicit constructor is not one of `thread` objects, which Metal 4.1 asks for: so are those
+  // of simdgroup_matrix.
+  TileSums() thread {}
+
   static void clear(thread Fragment (&matrices)[kColumnBlocks][ROW_BLOCKS]) {
     DFLASH_UNROLL
     for (int c = 0; c < kColumnBlocks; c++) {

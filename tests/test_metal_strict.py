@@ -4,6 +4,7 @@ Nothing here runs on a GPU or needs one: clang reads the text that MLX would han
 for OpenCL, which has Metal's address spaces and Metal 4.1's rule for `this`.
 """
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from metal_host.wrapper import Wrapper
 from dflash_mlx.kernels.source import metal_source
 
 METAL = Path(__file__).parents[1] / "metal"
+STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
+MATRIX_MEMBER = re.compile(r"^  (?:Fragment|Operand|simdgroup_\w+(?:<.*>)?) \w+(?:\[.*\])*;", re.M)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,16 @@ def test_loops_are_unrolled_whole():
     ]
     unrolls = {line for line in pragmas if "unroll" in line}
     assert unrolls == {'#define DFLASH_UNROLL _Pragma("clang loop unroll(full)")'}
+
+
+def test_structs_with_matrices_have_a_constructor_of_thread_objects():
+    """An implicit one takes a generic `this`, and Apple's matrices have none for such objects."""
+    texts = [path.read_text() for path in METAL.glob("*.*")]
+    structs = [found for text in texts for found in STRUCT.findall(text)]
+    holding = [name for name, body in structs if MATRIX_MEMBER.search(body)]
+    assert {"TileSums", "QueryRows"} <= set(holding)
+    bodies = dict(structs)
+    assert all(f"  {name}() thread {{}}" in bodies[name] for name in holding)
 
 
 HEADER = """

@@ -197,15 +197,20 @@ bool simd_any(bool);
 bool simd_all(bool);
 bool simd_is_first();
 
+// As Apple declares it: the storage is a vector of all 64 elements, of which a lane's are the first,
+// and operands are values. Apple's constructors are of `thread` objects, so a struct with matrices
+// needs one too; for members and temporaries clang finds no such constructor, so
+// test_metal_strict.py looks at the structs instead.
 template <class T, int Rows = 8, int Columns = 8>
 struct simdgroup_matrix {
   static_assert(Rows == 8 && Columns == 8, "Metal has 8x8 only");
-  vec<T, 2> elements;
+  typedef vec<T, 64> storage_type;
+  storage_type elements;
 
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T diagonal);
-  thread vec<T, 2>& thread_elements() thread { return elements; }
-  const thread vec<T, 2>& thread_elements() const thread { return elements; }
+  thread storage_type& thread_elements() thread { return elements; }
+  const thread storage_type& thread_elements() const thread { return elements; }
 };
 typedef simdgroup_matrix<float> simdgroup_float8x8;
 typedef simdgroup_matrix<half> simdgroup_half8x8;
@@ -224,11 +229,10 @@ METAL_HOST_LOAD_STORE(device)
 METAL_HOST_LOAD_STORE(threadgroup)
 #undef METAL_HOST_LOAD_STORE
 template <class D, class A, class B, class C>
-void simdgroup_multiply_accumulate(thread simdgroup_matrix<D>&, const thread simdgroup_matrix<A>&,
-    const thread simdgroup_matrix<B>&, const thread simdgroup_matrix<C>&);
+void simdgroup_multiply_accumulate(
+    thread simdgroup_matrix<D>&, simdgroup_matrix<A>, simdgroup_matrix<B>, simdgroup_matrix<C>);
 template <class D, class A, class B>
-void simdgroup_multiply(thread simdgroup_matrix<D>&, const thread simdgroup_matrix<A>&,
-    const thread simdgroup_matrix<B>&);
+void simdgroup_multiply(thread simdgroup_matrix<D>&, simdgroup_matrix<A>, simdgroup_matrix<B>);
 
 enum memory_order { memory_order_relaxed };
 template <class T>
