@@ -45,7 +45,9 @@ TESTS = {
     "dflash_mlx/kernels/weights.py": [*PRODUCT, *EXPERTS],
     "dflash_mlx/kernels/fused.py": ["test_kernel_qkv", *LAYERS],
     "dflash_mlx/kernels/modules.py": LAYERS,
-    "dflash_mlx/kernels/choose.py": ["test_choose", *LAYERS],
+    "dflash_mlx/kernels/choose.py": ["test_choose", "test_autotune", *LAYERS],
+    "dflash_mlx/targets/autotune.py": ["test_autotune", "test_kernel_wiring"],
+    "dflash_mlx/targets/fallback.py": ["test_kernel_fallback"],
 }
 # What is replaced by what, wherever it stands in a line of code.
 SWAPS = [
