@@ -175,11 +175,9 @@ class PrefixCache:
             checkpoint: make this position one to start from, also for a pair that needs one.
             salt: as in `open`.
         """
-        if not drafter.storable or not target.intact:
+        if not (ids and drafter.storable and target.intact):
             return
         if not len(ids) == target.position == drafter.position:
-            return
-        if not ids:
             return
         text, size, trims = packed(ids), self._chunk, can_trim(target, drafter)
         path = [self._root(target.kv_bits, salt)]
@@ -189,7 +187,8 @@ class PrefixCache:
             for start, (block, key) in zip(count(step=size), pairwise(path), strict=False):
                 if key not in self._entries:
                     rows = copy_rows(target, drafter, start, start + size)
-                    new.append(Entry(key, rows, block, text[start : start + size], True))
+                    own = text[start : start + size].copy()
+                    new.append(Entry(key, rows, block, own, True))
             if checkpoint:
                 key, rest = self._end(path, text, trims)
                 path.append(key)
@@ -197,7 +196,7 @@ class PrefixCache:
                     start = len(ids) - len(rest)
                     rows = copy_rows(target, drafter, start, len(ids)) if len(rest) else {}
                     arrays = rows | copy_state(target, drafter)
-                    new.append(Entry(key, arrays, path[-2], rest, False))
+                    new.append(Entry(key, arrays, path[-2], rest.copy(), False))
             self._add(new, path)
             if checkpoint:
                 self._thin_out(path[:-1], text, trims)
@@ -317,7 +316,7 @@ class PrefixCache:
                     target = self._target.start(like.tap_layers, like.kv_bits)
                     drafter = start_session(self._drafter, self._target, Sampler())
                     layout = Layout(target, drafter, held, size)
-                tokens = text[start : start + size]
+                tokens = text[start : start + size].copy()
                 end, is_block = start + len(tokens), len(tokens) == size
                 arrays = self._disk.read(key, layout.arrays(start, end, not is_block))
                 entry = None if arrays is None else Entry(key, arrays, block, tokens, is_block)

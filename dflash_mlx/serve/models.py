@@ -20,7 +20,7 @@ import mlx.core as mx
 
 from ..errors import DFlashError, NotEnoughMemoryError
 from ..threads import clean_up_at_end
-from .errors import RequestError
+from .errors import RETRY_SECONDS, RequestError
 from .handler import RequestHandler
 from .model_info import LoadedModelInfo, ModelInfo
 
@@ -66,7 +66,7 @@ class Models:
     that name none.
 
     Args:
-        offered: the models, in the order in which they are listed.
+        offered: the models, in the order in which they are listed; each has an engine of its own.
         idle_seconds: without a request, after which a model is unloaded; None keeps it.
         clock: in seconds.
     """
@@ -145,6 +145,9 @@ class Models:
         model = self.find(name)
         async with self._lock:
             while model.handler is None:
+                if self._stopping:
+                    message = "The server is shutting down."
+                    raise RequestError(message, 503, retry_after=RETRY_SECONDS)
                 await self._load(model)
             model.used = self._clock()
             return model, model.handler
