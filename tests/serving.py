@@ -178,12 +178,16 @@ def frames(text: str) -> list[dict[str, Any]]:
 
 
 @asynccontextmanager
-async def running(engine, loaded=True, drain_seconds=0.05):
-    """A server in this event loop; if not `loaded`, its model still loads."""
+async def running(engine, loaded=True, drain_seconds=0.05, others=()):
+    """A server in this event loop; if not `loaded`, its model still loads.
+
+    `others` are more models that it offers.
+    """
     handler = make_handler(engine)
     server = APIServer(make_loading_app(Auth(), handler.metrics), drain_seconds)
     if loaded:
         models = models_of(handler)
+        models.offered += others
         server.set_app(make_app(models, Auth(), handler.metrics), models)
     bound = listen("127.0.0.1", 0)
     server.port, server.handler = bound.getsockname()[1], handler

@@ -25,9 +25,13 @@ async function chats() {
   await page.click("#list li:first-child button");
   await page.keyboard.press("Escape");
   await last(page).getByText("Stopped.").waitFor();
+  await send(page, "Wait, and Show Markdown.");
+  await page.locator("[aria-busy] .markdown .nf").waitFor(); // what is finished of it, already
+  await page.click("#stop");
+  await last(page).getByText("Stopped.").waitFor();
   assert.equal(await page.locator("#list li").count(), 2);
   await page.reload();
-  await last(page).getByText("It is 85.").waitFor();
+  await last(page).getByText("Sums").waitFor();
   assert.equal(await page.locator("#list li").count(), 2);
 }
 
@@ -63,6 +67,9 @@ async function versions() {
   await page.click("[aria-label='Next version']");
   assert.equal(await page.locator(".turn").count(), 4);
   await page.locator(".turn >> nth=0").getByText("Edit").click();
+  await page.keyboard.press("Escape");
+  await page.click("[aria-label='Previous version']");
+  await page.press("#input", "ArrowUp");
   await page.keyboard.type(" Again: count.");
   await page.keyboard.press("Enter");
   await last(page).getByText("Answer 1.").waitFor();
@@ -132,6 +139,16 @@ async function races() {
   assert.match(told[3], /^1.50× plain/);
   const uneven = await page.evaluate(() => [isEven([0, 100, 200, 300, 400]), isEven([0, 100, 200, 300, 900])]);
   assert.deepEqual(uneven, [true, false]);
+}
+
+async function models() {
+  await fresh();
+  await page.selectOption("#model", { label: "other (not loaded)" });
+  await ask(page, "Who are you?");
+  assert.equal(await said(page), "Hello world");
+  await page.locator("#model option", { hasText: /^other$/ }).waitFor({ state: "attached" });
+  await page.keyboard.press("Alt+ArrowDown");
+  assert.equal(await page.inputValue("#model"), "fake");
 }
 
 async function files() {
@@ -226,7 +243,7 @@ async function storage([one, two, kept]) {
   assert.equal(await two.locator(".turn").count(), 4);
 }
 
-for (const part of [chats, markdown, versions, thoughtsAndCalls, limitsAndErrors, races, files, looks]) await part();
+for (const part of [chats, markdown, versions, thoughtsAndCalls, limitsAndErrors, races, models, files, looks]) await part();
 await storage(await tabs());
 await context.close();
 await end();

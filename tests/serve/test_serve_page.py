@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from serving import FakeEngine, client, make_target, running
+from serving import FakeEngine, client, make_handler, make_target, running
 
 import dflash_mlx as dm
+from dflash_mlx.serve.models import OfferedModel
 
 FOLDER = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -77,7 +78,7 @@ class Scripted(FakeEngine):
         self.steps = re.findall(pieces, answer, re.DOTALL) or [""]
         self.error = RuntimeError("boom") if "Fail" in question else None
         self.reason = "stop"
-        if "Wait for ever" in question:
+        if "Wait" in question:
             self.reason = None
         elif answer == ANSWERS["Be cut"]:
             self.reason = "length"
@@ -90,14 +91,14 @@ class Scripted(FakeEngine):
             yield event
 
 
-def look(script, engine, folder):
+def look(script, engine, folder, others=()):
     """Run a script of what a person does in the browser with the page of this engine."""
     tools = (MODULES / "playwright-core", MODULES / "axe-core")
     if CHROMIUM is None or shutil.which("node") is None or not all(one.is_dir() for one in tools):
         pytest.skip("needs Chromium, node, npm's playwright-core and axe-core below NODE_PATH")
 
     async def run():
-        async with running(engine) as server:
+        async with running(engine, others=others) as server:
             command = [
                 "node",
                 FOLDER / script,
@@ -139,7 +140,10 @@ def test_a_text_that_hangs_is_given_up():
 @pytest.mark.browser
 def test_the_page_in_a_browser(tmp_path):
     engine = Scripted(make_target("json_tools", thinking="", context=2500))
-    look("page.mjs", engine, tmp_path)
+    other = FakeEngine(engine.target)
+    offered = OfferedModel("other", lambda _: make_handler(other))
+    look("page.mjs", engine, tmp_path, [offered])
+    assert len(other.submitted) == 1
     settings = [settings for _, settings in engine.submitted]
     assert "block_size" not in settings[0] and settings[0]["max_tokens"] == 2048
     raced = [one for one in settings if "seed" in one]

@@ -119,7 +119,7 @@ class AnswerView {
     this.markdown.append(nodesOf(told));
     this.done = end;
     this.drawTail(end);
-    this.tail.classList.toggle("code", blocksEnd(this.turn.content, end).inCode);
+    this.settle(); // more has come meanwhile
   }
 
   // All of it at once: lists and references may reach across blank lines.

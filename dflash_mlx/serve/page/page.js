@@ -88,10 +88,12 @@ function applyLook() {
 async function loadModels() {
   const response = await fetch("/v1/models", { headers: headers() }).catch(() => null);
   const told = await response?.json().catch(() => null);
-  if (!told?.data) return notice(told?.error?.message ?? "The server does not answer.");
-  notice("");
-  $("model").replaceChildren(...told.data.map(({ id, loaded }) => {
-    const option = make("option", "", loaded === false ? `${id} (not loaded)` : id);
+  if (!told?.data) notice(told?.error?.message ?? "The server does not answer.");
+  else if (state.silent) notice("");
+  state.silent = !told?.data;
+  if (state.silent) return;
+  $("model").replaceChildren(...told.data.map(({ id, state: known }) => {
+    const option = make("option", "", known === "not-loaded" ? `${id} (not loaded)` : id);
     option.value = id;
     return option;
   }));
@@ -131,7 +133,7 @@ $("as-defaults").onclick = () => {
 };
 $("settings").onchange = takeSettings;
 $("settings").onclose = () => { loadModels(); $("input").focus(); };
-window.onfocus = () => { if (!$("model").options.length) loadModels(); };
+window.onfocus = () => { if (state.silent) loadModels(); };
 document.onkeydown = (event) => {
   const writing = event.target.matches("input, textarea, select");
   if ($("settings").open) return;

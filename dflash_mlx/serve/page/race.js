@@ -26,7 +26,7 @@ async function race(one, place) {
     const run = running(one, { place: null, view: side.view }, work);
     if (side === drafted && one === state.here) $("turns").querySelector(`[data-place="${place}"]`)?.append(panel);
     await run;
-    if (side.turn.finish !== "stop") break;
+    if (!isWhole(side.turn)) break;
   }
   clearInterval(watch);
   controls();
@@ -36,6 +36,7 @@ async function race(one, place) {
   await keep(one);
 }
 
+const isWhole = ({ finish }) => ["stop", "length"].includes(finish); // both sides have the same limit
 async function openAnswers() {
   const response = await fetch("/metrics", { headers: headers() }).catch(() => null);
   return Number(/^dflash_open_answers (\S+)/m.exec(response?.ok ? await response.text() : "")?.[1] ?? 0);

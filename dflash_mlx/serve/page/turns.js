@@ -1,8 +1,10 @@
 // The turns of the conversation that is shown, and what can be done with each.
 function show() {
   const one = state.here;
+  const inside = $("turns").contains(document.activeElement);
   $("turns").replaceChildren(...path(one).map((place) => turnNode(one, place)));
   $("turns").scrollTop = $("turns").scrollHeight;
+  if (inside) $("turns").focus(); // what had the focus is gone
   $("live").textContent = "";
   showModel();
   controls();
@@ -81,7 +83,7 @@ function foot(one, place, view) {
   if (answer) node.append(change("Regenerate", () => reply(one, turn.parent), "Another answer; this one stays"));
   else if (place === one.leaf) node.append(change("Try again", () => reply(one, place)));
   if (answer) node.append(change("Branch", () => branch(one, place), "A new conversation that begins like this one"));
-  if (speed && turn.finish === "stop") node.append(change("Race", () => race(one, place), "Answer again, with and without drafting"));
+  if (speed && isWhole(turn)) node.append(change("Race", () => race(one, place), "Answer again, with and without drafting"));
   if (turn.steps) node.append(button("Steps", () => view.toggle(), "What each decode step brought"));
   return node;
 }
@@ -212,4 +214,5 @@ async function settled(one) {
   if (one === state.here) show();
   await keep(one);
   await refresh();
+  if ($("model").options.length > 1) await loadModels(); // the answer may have loaded another one
 }
