@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
@@ -111,14 +112,14 @@ class Endpoints:
     async def _ollama(
         self, request: Request, body: ollama.OllamaChatBody | ollama.OllamaGenerateBody
     ) -> Response:
-        wanted = body.generation_request()
+        start, wanted = time.monotonic(), body.generation_request()
         if wanted is None:
             if body.unloads and await self._models.unload(body.model):
                 return JSONResponse(body.without_prompt("unload"))
             model, _ = await self._models.use(body.model)
             return JSONResponse(body.without_prompt("load") | {"model": model.name})
         (stream,) = await self._start(request, wanted)
-        response = ollama.OllamaResponse(body, stream)
+        response = ollama.OllamaResponse(body, stream, start)
         if body.stream is not False:
             close = stream.close
             return EventStream(response.frames(), response.ping, close, ollama.MEDIA_TYPE)

@@ -13,6 +13,9 @@ from .errors import RequestError, from_validation
 
 MAX_BYTES: Final = 32 * 2**20
 MAX_SECONDS: Final = 30.0
+# The types of litellm and of `curl -d`, which name none. A page of another site can send them, but
+# not without its origin.
+NOT_NAMED: Final = ("", "application/x-www-form-urlencoded")
 
 Item = TypeVar("Item")
 ListOf = Annotated[list[Item], Field(fail_fast=True)]  # one error, not one per wrong item
@@ -38,9 +41,9 @@ async def read_body(request: Request, model: type[BodyType]) -> BodyType:
     takes too long, 400 if it is not JSON or does not fit the model; and `ClientDisconnect`.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # A page of another site cannot send this type, or hide its origin. litellm sends no type to
-    # Ollama's API.
-    if media_type != "application/json" and (media_type or "origin" in request.headers):
+    if media_type != "application/json" and (
+        media_type not in NOT_NAMED or "origin" in request.headers
+    ):
         raise RequestError("Content-Type must be application/json.", 415)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_BYTES:

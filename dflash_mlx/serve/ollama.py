@@ -148,10 +148,12 @@ class OllamaResponse:
     Args:
         body: the request.
         stream: the answer.
+        start: when the request came, on the monotonic clock.
     """
 
-    def __init__(self, body: OllamaBody, stream: ResponseStream) -> None:
-        self._body, self._stream, self._start = body, stream, time.monotonic()
+    def __init__(self, body: OllamaBody, stream: ResponseStream, start: float) -> None:
+        self._body, self._stream, self._start = body, stream, start
+        self._load_seconds = time.monotonic() - start  # of the model, if it was not loaded
         self._is_raw = stream.request.prompt_field == "prompt"
 
     async def complete(self) -> dict[str, Any]:
@@ -195,7 +197,7 @@ class OllamaResponse:
         stats = finish.stats
         seconds = {
             "total": time.monotonic() - self._start,
-            "load": 0.0,
+            "load": self._load_seconds,
             "prompt_eval": stats.prefill_seconds,
             "eval": stats.decode_seconds,
         }

@@ -53,12 +53,13 @@ def test_bodies_that_are_not_json_objects(server, path):
     assert answer.status_code == 415  # what a form of another site could send
 
 
-def test_a_body_without_a_type_is_json_unless_a_browser_sends_it(server):
-    """litellm names none to Ollama's API; a page may send none, but never without its origin."""
+@pytest.mark.parametrize("named", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+def test_a_body_without_a_type_is_json_unless_a_browser_sends_it(server, named):
+    """litellm and `curl -d` name no type; a page may do so, but never without its origin."""
     content = json.dumps(HI).encode()
-    assert server.post(CHAT, content=content).status_code == 200
-    headers = {"origin": "http://127.0.0.1:8000"}
-    assert server.post(CHAT, content=content, headers=headers).status_code == 415
+    assert server.post(CHAT, content=content, headers=named).status_code == 200
+    named = named | {"origin": "http://127.0.0.1:8000"}
+    assert server.post(CHAT, content=content, headers=named).status_code == 415
 
 
 @pytest.mark.parametrize("path", POSTS)
