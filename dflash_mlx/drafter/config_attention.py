@@ -65,6 +65,8 @@ def read_taps(read: ConfigReader) -> tuple[int, ...]:
         taps = found
     if taps is None and not is_eagle:
         raise read.error(TAPS, "is missing")
+    if not taps:
+        read.sources[TAPS] = "the authors' rule: 1, the one before the middle, the fourth last"
     return tuple(taps or ())
 
 

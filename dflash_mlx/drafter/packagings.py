@@ -143,6 +143,7 @@ OTHER_KINDS = {
     "eagle3": "an EAGLE-3 head of another network than Llama's and Qwen3's",
     "eagle": "an EAGLE head of version 1 or 2, which is another network",
     "medusa": "a Medusa head, which is another network",
+    "gemma4": "a Gemma 4 assistant, which loads with its target only",
 }
 # Fields that only drafters' configs have: one of them tells a drafter from a language model.
 DRAFTER_FIELDS = frozenset(
