@@ -168,7 +168,7 @@ def pair(family):
     return target, drafter
 
 
-DEFAULT = (("qwen3", 0.0), ("qwen3_5", 0.8), ("gpt_oss", 0.0))
+DEFAULT = (("qwen3", 0.0), ("qwen3_5", 0.8))
 
 
 @pytest.mark.parametrize(
