@@ -2,6 +2,7 @@
 
 import random
 
+import families
 import mlx.core as mx
 import pytest
 import tinymodels
@@ -111,3 +112,27 @@ def test_a_folder_of_one_is_a_drafter(tmp_path, pair) -> None:
     assert text.tokens == greedy(target, target.tokenizer.encode("The quick"), 20)
     with pytest.raises(SettingsError, match="draft_window"):
         load(pair[1], draft=str(folder), draft_window=8)
+
+
+FEW = [("gpt_oss", 0.8, None), ("llama", 0.0, 6)]
+ALL = [(family, *of) for family in families.FAMILIES for of in ((0.0, None), (0.8, None), (0.8, 6))]
+
+
+@pytest.mark.parametrize(
+    ("family", "temperature", "tree"),
+    [*FEW, *(pytest.param(*of, marks=pytest.mark.matrix) for of in ALL if of not in FEW)],
+)
+def test_the_text_is_the_targets(family, temperature, tree) -> None:
+    """Alone, and eight requests in one forward; target and drafter have the family's caches."""
+    target, other = (
+        families.target_of(families.random_model(family, seed), family) for seed in (0, 1)
+    )
+    drafter, tree = DraftModel(other), tree if target.supports_trees else None
+    ways = {"temperature": temperature, "seed": 3, "max_tokens": 16}
+    prompts = [[number, *families.random_prompt(30, 1)] for number in range(8)]
+    plain = [generate(target, None, prompt, **ways).tokens for prompt in prompts]
+    drafted = {"block_size": 4, "tree_budget": tree}
+    assert generate(target, drafter, prompts[0], **ways, **drafted).tokens == plain[0]
+    with dm.Engine(target, drafter) as engine:
+        jobs = [engine.submit(prompt, **ways, **drafted) for prompt in prompts]
+        assert [job.result().tokens for job in jobs] == plain

@@ -17,6 +17,7 @@ import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.mtp import LAYOUTS
 from dflash_mlx.errors import ConfigError, SettingsError, WeightsError
+from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.loading.load import load
 from dflash_mlx.loop import generate
 from dflash_mlx.sampling import Sampler
@@ -152,6 +153,9 @@ def test_a_target_with_a_head_needs_no_other_drafter(tmp_path) -> None:
     target, drafter = load(str(folder))
     assert drafter.label == "MTP+lookup"
     assert 0 < drafter.slot_cost(target) < 1
+    assert [one.value for one in inspect_drafter(folder)][
+        -1
+    ] == f"{len(head_weights('glm4_moe'))} tensors"
     _, four = load(str(folder), draft="mtp", draft_bits=4)
     assert "scales" in four.layers[0].self_attn.q_proj
     with pytest.raises(SettingsError, match="draft_window: mtp reads the whole text"):

@@ -151,10 +151,6 @@ class Gemma4Assistant(nn.Module):
         """All tokens can be drafted."""
         return scores
 
-    def narrow(self, scores: mx.array) -> mx.array:
-        """All tokens can be drafted."""
-        return scores
-
     def token_ids(self) -> None:
         """All tokens can be drafted."""
 

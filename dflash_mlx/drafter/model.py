@@ -15,13 +15,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import IncompatibleDrafterError
-from ..proposal import Proposal
 from ..sampling import Sampler
 from ..targets.caches import Arrays, Checkpoint
 from ..targets.target import PREFILL_STEP
-from .candidates import likeliest, read_candidates
-from .protocol import DraftSession
-from .tree import DraftTree
+from .stepwise import ChainSession
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -81,7 +78,7 @@ class DraftModel:
         return ModelSession(self.model, target.vocab_size, sampler or Sampler())
 
 
-class ModelSession(DraftSession):
+class ModelSession(ChainSession):
     """Drafts chains and trees for one request with a draft model.
 
     The caches hold the text, and the anchor once it was drafted after: it is committed next.
@@ -94,9 +91,6 @@ class ModelSession(DraftSession):
     Attributes:
         position: committed tokens.
     """
-
-    resumable = storable = True
-    position = 0
 
     def __init__(self, model: Target, vocab_size: int, sampler: Sampler) -> None:
         self._session, self._sampler = model.start(), sampler
@@ -123,20 +117,7 @@ class ModelSession(DraftSession):
     def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
         """There are no features."""
 
-    def propose(self, anchor: int, width: int) -> Proposal:
-        """Draft a chain of at most `width` rows; nothing waits for the device."""
-        if width == 1:
-            return Proposal([anchor])
-        tokens, _ = self._draft(anchor, width)
-        return Proposal(mx.concatenate([mx.array([anchor]), tokens]))
-
-    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
-        """Draft a tree of at most `rows` rows, 2 or more, from a chain of `width`; this waits."""
-        found = likeliest(self._draft(anchor, width)[1], rows - 1)
-        return DraftTree(anchor, *read_candidates([found])[0], rows)
-
     def _draft(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
-        """The tokens [L] int32 and scores [L, V] of a chain."""
         session, kept = self._session, self._session.checkpoint()
         drafted, scores = mx.zeros((0,), mx.int32), list[mx.array]()
         tokens, behind_anchor = mx.array([*self._pending, anchor]), None
@@ -166,10 +147,6 @@ class ModelSession(DraftSession):
         for at in range(0, len(self._pending), PREFILL_STEP):
             self._session.read(self._pending[at : at + PREFILL_STEP], last=False)
         self._pending = []
-
-    def resume(self, sampler: Sampler) -> None:
-        """Continue with another request over the same text, with its settings and seed."""
-        self._sampler = sampler
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""

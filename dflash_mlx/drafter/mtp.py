@@ -210,10 +210,6 @@ class MTPHead(nn.Module):
         """All tokens can be drafted."""
         return scores
 
-    def narrow(self, scores: mx.array) -> mx.array:
-        """All tokens can be drafted."""
-        return scores
-
     def token_ids(self) -> None:
         """All tokens can be drafted."""
 

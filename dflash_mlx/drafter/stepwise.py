@@ -61,27 +61,58 @@ class StepwiseNetwork(Protocol):
     def widen(self, scores: mx.array) -> mx.array:
         """Scores [L, DV] as scores [L, V]."""
 
-    def narrow(self, scores: mx.array) -> mx.array:
-        """Scores [L, V] as scores [L, DV]."""
-
     def token_ids(self) -> mx.array | None:
         """The ids [DV] of the tokens that can be drafted; None for all."""
 
 
-class StepwiseSession(DraftSession):
-    """Drafts chains and trees for one request, token by token.
+class ChainSession(DraftSession):
+    """Drafts a request's chains token by token, and trees around them.
 
     A tree's slots have the candidates that the network sees after the favourites before them, as in
     DSpark: a tree needs no more passes than a chain.
+    """
+
+    resumable = storable = True
+    position = 0
+    _sampler: Sampler
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        """Draft a chain of at most `width` rows; nothing waits for the device."""
+        if width == 1 or not self.position:
+            return Proposal([anchor])
+        tokens, _ = self._draft(anchor, width)
+        return Proposal(mx.concatenate([mx.array([anchor]), tokens]))
+
+    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
+        """Draft a tree of at most `rows` rows, 2 or more, from a chain of `width`; this waits."""
+        _, scores = self._draft(anchor, width)
+        ids = self._token_ids()
+        tokens, log_probs = likeliest(scores if ids is None else scores[:, ids], rows - 1)
+        found = CandidateTokens(tokens if ids is None else ids[tokens], log_probs)
+        return DraftTree(anchor, *read_candidates([found])[0], rows)
+
+    def resume(self, sampler: Sampler) -> None:
+        """Continue with another request over the same text, with its settings and seed."""
+        self._sampler = sampler
+
+    def _draft(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
+        """The tokens [L] int32 and scores [L, V] of a chain."""
+        raise NotImplementedError
+
+    def _token_ids(self) -> mx.array | None:
+        """The ids [DV] of the tokens that can be drafted; None for all."""
+        return None
+
+
+class StepwiseSession(ChainSession):
+    """Drafts for one request with a network that reads the target's features.
 
     Attributes:
         position: tokens whose features were added.
         can_trim: False, for the newest features belong to one position only.
     """
 
-    resumable = storable = True
     can_trim = False
-    position = 0
 
     def __init__(self, drafter: StepwiseNetwork, target: Target, sampler: Sampler) -> None:
         self.drafter, self.target, self._sampler = drafter, target, sampler
@@ -110,23 +141,10 @@ class StepwiseSession(DraftSession):
             self._features.append((taps, kept))
             self.position += len(kept)
 
-    def propose(self, anchor: int, width: int) -> Proposal:
-        """Draft a chain of at most `width` rows; nothing waits for the device."""
-        if width == 1 or not self.position:
-            return Proposal([anchor])
-        tokens, _ = self._draft(anchor, width)
-        return Proposal(mx.concatenate([mx.array([anchor]), tokens]))
-
-    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
-        """Draft a tree of at most `rows` rows, 2 or more, from a chain of `width`; this waits."""
-        _, scores = self._draft(anchor, width)
-        tokens, log_probs = likeliest(self.drafter.narrow(scores), rows - 1)
-        ids = self.drafter.token_ids()
-        found = CandidateTokens(tokens if ids is None else ids[tokens], log_probs)
-        return DraftTree(anchor, *read_candidates([found])[0], rows)
+    def _token_ids(self) -> mx.array | None:
+        return self.drafter.token_ids()
 
     def _draft(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
-        """The tokens [L] int32 and scores [L, V] of a chain."""
         drafter, cache, target = self.drafter, self._cache, self.target
         taps, tokens = self._take_pending([anchor])
         mx.async_eval(self._features[0][0])  # nothing of the draft computes it
@@ -175,10 +193,6 @@ class StepwiseSession(DraftSession):
         mx.async_eval(self._features[0][0])
         if self._rows:
             mx.async_eval([layer.state for layer in self._cache])
-
-    def resume(self, sampler: Sampler) -> None:
-        """Continue with another request over the same text, with its settings and seed."""
-        self._sampler = sampler
 
     def checkpoint(self) -> tuple[int, list[tuple[mx.array, Sequence[int]]]]:
         """The position and the newest features; nothing is copied."""

@@ -52,12 +52,15 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
         found = [ResolvedField(name, value, name) for name, value in raw.items()]
         return [ResolvedField("network", "a Gemma 4 assistant", "model_type"), *found]
     if not DRAFTER_FIELDS & raw.keys():
-        from .preflight import is_language_model  # starts MLX
+        from .mtp import head_files  # these two start MLX
+        from .preflight import is_language_model
 
         if is_language_model(raw):
             shown = (name for name in ("model_type", "vocab_size") if name in text_config(raw))
             model = [ResolvedField(name, text_config(raw)[name], name) for name in shown]
-            return [ResolvedField("network", "a draft model", "model_type"), *model]
+            count = 0 if path.is_file() else len(head_files(path, raw))
+            head = ResolvedField("MTP head", f"{count} tensors" if count else "none", "its tensors")
+            return [ResolvedField("network", "a draft model", "model_type"), *model, head]
     config = DraftConfig.from_file(file)
     shapes = {} if path.is_file() else _shapes(path, config)
     if shapes:
