@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +23,7 @@ from ..targets import Target
 from ..validation import ErrorWrapper
 from .checks import check_safetensors
 from .inspect import settle
+from .reading import load_file
 
 SAMPLE = 256  # rows of an embedding that are compared
 
@@ -137,12 +138,6 @@ def drop_copies(drafter: DFlash, target: Target) -> list[str]:
             del drafter["lm_head"]
             dropped.append("head")
     return dropped
-
-
-def load_file(file: Path) -> dict[str, mx.array]:
-    """A file's tensors by name, still on disk. Raises `WeightsError`."""
-    with ErrorWrapper(WeightsError, f"{file}: the weights cannot be read"):
-        return cast(dict[str, mx.array], mx.load(str(file)))
 
 
 def _tensors(folder: Path, config: DraftConfig) -> dict[str, mx.array]:

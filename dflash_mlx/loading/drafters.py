@@ -19,12 +19,12 @@ from ..errors import ConfigError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper, read_json
-from .checkpoint import check_tensors, load_file, read_drafter
+from .checkpoint import check_tensors, read_drafter
 from .checks import check_safetensors, read_header
 from .mtp import head_files, quantize_as_stored, read_head, why_no_head
 from .preflight import check_weights, is_language_model, on_cpu
 from .quantization import Quantization, is_quantized, stored_quantization
-from .reading import check_not_quantized, start_reading
+from .reading import check_not_quantized, load_file, start_reading
 from .registry import MTP
 
 if TYPE_CHECKING:

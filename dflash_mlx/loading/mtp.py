@@ -19,8 +19,8 @@ from ..drafter.mtp import LAYOUTS, HeadLayout, MTPHead
 from ..errors import WeightsError
 from ..targets import Target
 from ..validation import ErrorWrapper, text_config
-from .checkpoint import load_file
 from .checks import read_header
+from .reading import load_file
 
 # Before a head's own prefix, in checkpoints of models with vision and in conversions.
 _OUTER = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")

@@ -1,14 +1,16 @@
-"""From a model whose weights are on disk to one whose weights are being read."""
+"""Reading weights: from the disk, and into a model that is quantized or sharded on the way."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import SettingsError
+from ..errors import SettingsError, WeightsError
 from ..targets import Target
+from ..validation import ErrorWrapper
 from .preflight import on_cpu
 from .quantization import Quantization
 
@@ -27,6 +29,12 @@ class SupportsSharding(Protocol):
 
     def open(self, model: nn.Module, tokenizer: Any, config: dict[str, Any], name: str) -> Target:
         """The target over all machines, from this machine's part. It has run once."""
+
+
+def load_file(file: Path) -> dict[str, mx.array]:
+    """A file's tensors by name, still on disk. Raises `WeightsError`."""
+    with ErrorWrapper(WeightsError, f"{file}: the weights cannot be read"):
+        return cast(dict[str, mx.array], mx.load(str(file)))
 
 
 def check_not_quantized(name: str, wanted: Quantization | None, quantized: bool) -> None:
