@@ -1,0 +1,159 @@
+"""Compare many requests in our engine with mlx-lm's BatchGenerator: same model, prompts and core.
+
+    python scripts/many_requests.py --requests 1,8,32 --repeats 3
+    python scripts/many_requests.py --model smollm2 --draft lookup --requests 8 --repeats 1
+    python scripts/many_requests.py --counts          launches and host time per step, not speed
+
+All methods take turns in one process on one core, from the first request to the last token. Prints
+tokens per second over BatchGenerator's (medians of the turns), and how many texts equal those that
+plain decoding gives each request alone. `--counts` builds a model of Qwen3-8B's layers and heads
+with tiny widths, and counts what a plain step launches (primitives other than views).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+from experiment import options_of
+
+import dflash_mlx as dm
+
+Texts = list[list[int]]
+BASELINE = "mlx-lm"
+# Primitives that read their input in place.
+VIEWS = {"AsStrided", "Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze"}
+VIEWS |= {"StopGradient", "Transpose", "Unflatten", "View"}
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "vocab_size": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    doc = __doc__ or ""
+    options = options_of(doc, requests="1,8,32", repeats=3, max_tokens=64, counts=0, core=-1)
+    if options.core >= 0:
+        os.sched_setaffinity(0, {options.core})
+    dm.use_fast_blas(stock=options.stock_blas)
+    if options.counts:
+        print_counts(options.counts)
+        return
+    target, drafter = dm.load(options.model, options.draft)
+    counts = [int(count) for count in options.requests.split(",")]
+    prompts = token_prompts(target, max(counts))
+    alone = [
+        dm.generate(target, None, prompt, max_tokens=options.max_tokens).tokens
+        for prompt in prompts
+    ]
+    policy = dm.DraftPolicy.of(target, drafter)
+    engines = {
+        "plain": dm.Engine(target, None),
+        "policy": dm.Engine(target, drafter, policy=policy),
+        "blocks": dm.Engine(target, drafter),
+    }
+    methods: dict[str, Callable[[Sequence[list[int]]], Texts]] = {
+        BASELINE: lambda asked: batch_generator(target, asked, options.max_tokens)
+    }
+    for name, engine in engines.items():
+        methods[name] = lambda asked, engine=engine: engine_texts(engine, asked, options.max_tokens)
+    print(f"{'requests':>8}  {BASELINE} tok/s" + "".join(f"{name:>8}" for name in engines), end="")
+    print("   texts as alone: " + " / ".join(methods))
+    for count in counts:
+        print(_line(count, methods, prompts[:count], alone, options.repeats), flush=True)
+    for engine in engines.values():
+        engine.close()
+
+
+def token_prompts(target: dm.Target, count: int) -> list[list[int]]:
+    """So many different prompts of the embedded set, as token ids."""
+    from dflash_mlx.bench.datasets import embedded_prompts
+    from dflash_mlx.prompt import encode_prompt
+
+    questions = [list(prompt.messages) for prompt in embedded_prompts()[:count]]
+    return [encode_prompt(target, question) for question in questions]
+
+
+def engine_texts(engine: dm.Engine, prompts: Sequence[list[int]], max_tokens: int) -> Texts:
+    """The texts of our engine."""
+    jobs = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
+    return [job.result().tokens for job in jobs]
+
+
+def batch_generator(target: dm.Target, prompts: Sequence[list[int]], max_tokens: int) -> Texts:
+    """The texts of mlx-lm's batching."""
+    from mlx_lm.generate import BatchGenerator
+
+    ends = target.tokenizer.eos_token_ids
+    generator = BatchGenerator(
+        target.model, max_tokens=max_tokens, stop_tokens=[[end] for end in ends]
+    )
+    texts: dict[int, list[int]] = {number: [] for number in generator.insert(list(prompts))}
+    left = len(texts)
+    while left:
+        for response in generator.next_generated():
+            if response.finish_reason != "stop":
+                texts[response.uid].append(response.token)
+            left -= response.finish_reason is not None
+    generator.close()
+    return list(texts.values())
+
+
+def _line(
+    count: int,
+    methods: dict[str, Callable[[Sequence[list[int]]], Texts]],
+    prompts: Sequence[list[int]],
+    alone: Texts,
+    repeats: int,
+) -> str:
+    """Time all methods in turns; the first turn warms up."""
+    speeds: dict[str, list[float]] = {name: [] for name in methods}
+    right = {}
+    for turn in range(1 + repeats):
+        for name in methods if turn % 2 else reversed(methods):
+            clock = time.perf_counter()
+            texts = methods[name](prompts)
+            speeds[name].append(sum(map(len, texts)) / (time.perf_counter() - clock))
+            right[name] = sum(a == b for a, b in zip(texts, alone, strict=False))
+    over = {
+        name: median(a / b for a, b in zip(each[1:], speeds[BASELINE][1:], strict=True))
+        for name, each in speeds.items()
+    }
+    ratios = "".join(f"{over[name]:8.2f}" for name in methods if name != BASELINE)
+    same = " / ".join(f"{right[name]} of {count}" for name in methods)
+    return f"{count:8}  {median(speeds[BASELINE][1:]):12,.0f}{ratios}   {same}"
+
+
+# Counts
+
+
+def print_counts(steps: int) -> None:
+    """Print what a plain step of 8 and 32 requests costs, ours and mlx-lm's."""
+    print("requests  method   launches a step   host ms a step")
+    for count in (8, 32):
+        for name, (launches, seconds) in counts_of(count, steps).items():
+            print(f"{count:8}  {name:7}{launches:17,.0f}{1e3 * seconds:17.2f}")
+
+
+def counts_of(count: int, steps: int = 4) -> dict[str, tuple[float, float]]:
+    """Launches and host seconds per plain step of `count` requests, by method."""
+    return {}
+
+
+if __name__ == "__main__":
+    main()
