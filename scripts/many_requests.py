@@ -12,8 +12,11 @@ with tiny widths, and counts what a plain step launches (primitives other than v
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -144,15 +147,82 @@ def _line(
 
 def print_counts(steps: int) -> None:
     """Print what a plain step of 8 and 32 requests costs, ours and mlx-lm's."""
-    print("requests  method   launches a step   host ms a step")
+    print("requests   launches a step: mlx-lm, ours    host ms a step: mlx-lm, ours")
     for count in (8, 32):
-        for name, (launches, seconds) in counts_of(count, steps).items():
-            print(f"{count:8}  {name:7}{launches:17,.0f}{1e3 * seconds:17.2f}")
+        theirs, ours = counts_of(random_target(), count, steps)
+        print(f"{count:8}{theirs[0]:25,.0f}{ours[0]:7,.0f}{theirs[1]:25.2f}{ours[1]:7.2f}")
 
 
-def counts_of(count: int, steps: int = 4) -> dict[str, tuple[float, float]]:
-    """Launches and host seconds per plain step of `count` requests, by method."""
-    return {}
+def counts_of(target: dm.Target, count: int, steps: int) -> list[tuple[float, float]]:
+    """Launches and host milliseconds of a plain step of `count` requests: mlx-lm's, ours."""
+    import mlx.core as mx
+    from mlx_lm.generate import BatchGenerator
+
+    from dflash_mlx.engine.batch import BatchItem, SharedBatch
+    from dflash_mlx.generation import GenerationSettings, make_request
+
+    prompts = [[1 + (7 * at + row) % 1000 for row in range(20 + at)] for at in range(count)]
+    generator = BatchGenerator(target.model, max_tokens=1000, prefill_batch_size=count)
+    generator.insert([*prompts])
+    while len(generator._generation_batch) < count:
+        generator.next()
+    settings = GenerationSettings(max_tokens=1000)
+    requests = [make_request(target, None, prompt, settings) for prompt in prompts]
+    for request in requests:
+        request.resume()
+        for _ in request.prefill():
+            pass
+    batch = SharedBatch(target, None)
+    found = []
+    for take in (generator.next, lambda: batch.step([BatchItem(one) for one in requests])):
+        for _ in range(3):  # a pipeline has begun, and no request enters or leaves
+            take()
+        mx.synchronize()
+        with evaluated() as names:
+            for _ in range(steps):
+                take()
+        clock = time.perf_counter()
+        for _ in range(steps):
+            take()
+        launches = sum(count for name, count in names.items() if name not in VIEWS)
+        found.append((launches / steps, 1e3 * (time.perf_counter() - clock) / steps))
+    return found
+
+
+def random_target(**changes: Any) -> dm.Target:
+    """A target of the layers and heads of Qwen3-8B, with tiny widths and random weights."""
+    from mlx_lm.models.qwen3 import Model, ModelArgs
+
+    from dflash_mlx.loading.load import load_target
+
+    config = QWEN3_8B | changes
+    tokenizer = load_target("tiny").tokenizer
+    return dm.Target(Model(ModelArgs.from_dict(config)), tokenizer, config, "of Qwen3-8B's shape")
+
+
+@contextmanager
+def evaluated() -> Iterator[Counter[str]]:
+    """Counts the primitives that every `mx.eval` and `mx.async_eval` inside has to run."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    own, names = (mx.eval, mx.async_eval), Counter[str]()
+
+    def counted(call: Callable[..., None]) -> Callable[..., None]:
+        def evaluate(*values: Any) -> None:
+            arrays = [x for _, x in tree_flatten(values) if isinstance(x, mx.array)]
+            graph = io.StringIO()
+            mx.export_to_dot(graph, *arrays)
+            names.update(re.findall(r'label ="(\w+)"', graph.getvalue()))
+            call(*values)
+
+        return evaluate
+
+    mx.eval, mx.async_eval = counted(mx.eval), counted(mx.async_eval)
+    try:
+        yield names
+    finally:
+        mx.eval, mx.async_eval = own
 
 
 if __name__ == "__main__":

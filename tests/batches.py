@@ -4,10 +4,12 @@ import gc
 import random
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 from families import random_model, random_prompt, target_of
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 from trees import random_tree
 
 from dflash_mlx.proposal import Proposal
@@ -35,9 +37,14 @@ def same(found: mx.array, expected: mx.array) -> bool:
     return found.shape == expected.shape and mx.allclose(found, expected, atol=TOLERANCE).item()
 
 
+def _state(cache: Any) -> Any:
+    """What a cache holds, without the room behind its rows."""
+    return [*cache.keys_and_values(), cache.offset] if type(cache) is KVCache else cache.state
+
+
 def states_are_same(one: TargetSession, other: TargetSession) -> bool:
     """Whether all that two sessions' caches hold is the same."""
-    states = [tree_flatten([cache.state for cache in each._cache]) for each in (one, other)]
+    states = [tree_flatten([_state(cache) for cache in each._cache]) for each in (one, other)]
     pairs = zip(*states, strict=True)
     return all(same(a[1], b[1]) if isinstance(a[1], mx.array) else a[1] == b[1] for a, b in pairs)
 
@@ -95,4 +102,5 @@ class BatchAndSingles:
     def check_states(self) -> None:
         for at, (one, other) in enumerate(zip(self.together, self.alone, strict=True)):
             assert one.position == other.position and one.intact
+            one.leave_slot()
             assert states_are_same(one, other), f"caches of request {at}"

@@ -86,9 +86,13 @@ class SharedBatch:
         if running:
             chosen, taps = zip(*[item.request.pending for item in running], strict=True)
             choices = mx.concatenate(list(chosen))
-            if self._can_pipeline(items) and all(item.request.can_start_next for item in running):
-                self._start_next(running)
+            can_start = all(item.request.can_start_next for item in running)
+            pipelined = can_start and self._can_pipeline(items)
+            if pipelined:
+                self._build_next(running)
             mx.eval(choices, *taps)
+            if pipelined:
+                mx.async_eval([item.request.pending for item in _without_errors(running)])
             values: Any = choices.tolist()
             for item, own in zip(running, chosen, strict=True):
                 with item:
@@ -102,14 +106,17 @@ class SharedBatch:
             tokens = [(request, len(event.tokens)) for request, event in events]
             self._allocator.observe(tokens, pipelined)
 
-    def _start_next(self, items: Sequence[BatchItem]) -> None:
-        """Start a plain step of all before this one is read."""
+    def _build_next(self, items: Sequence[BatchItem]) -> None:
+        """Build a plain step of all, while the device computes this one.
+
+        It must not start before this one has ended: MLX writes to an array in place only if nothing
+        that runs reads it, and would copy all keys and values.
+        """
         mx.async_eval([item.request.pending for item in items])
         for item in items:
             with item:
                 item.proposal = item.request.next_anchor()
         self._verify(items)
-        mx.async_eval([item.request.pending for item in _without_errors(items)])
 
     def _verify(self, items: Sequence[BatchItem]) -> None:
         """Verify the proposals, and choose the token after each row. Lazy."""

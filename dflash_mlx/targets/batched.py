@@ -15,6 +15,7 @@ modules being what they are in that request's own verify.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -30,6 +31,7 @@ from .batched_rows import (
     BatchRows,
     PerRequest,
     RequestRows,
+    SlotKVCache,
     join,
     pick,
 )
@@ -37,11 +39,13 @@ from .internals import (
     ATTENTION,
     DeepseekV3Attention,
     DeepseekV32Attention,
+    KVCache,
     attention_of,
     is_mla,
     mixer_of,
     scaled_dot_product_attention,
 )
+from .kv_slots import KVSlots
 from .overrides import Entry, Overrides, rebind_globals, swapped_classes
 from .recurrent import RecurrentRollback, batched_recurrence
 from .taps import TapRecorder
@@ -118,9 +122,13 @@ class BatchVerifier:
         """One forward over several requests."""
         for session, request in zip(sessions, requests, strict=True):
             session.begin(request.proposal, request.tree)
+        layers.slots.arrange(sessions, [len(request.proposal) for request in requests])
         wanted = [session.tap_layers for session in sessions]
         tapped = tuple(dict.fromkeys(layer for each in wanted for layer in each))
-        rows, (overrides, recorder) = BatchRows(requests), self._taps(tapped)
+        rows, (overrides, recorder) = (
+            BatchRows(requests, [session.slot for session in sessions]),
+            self._taps(tapped),
+        )
         logits = layers.forward(rows, overrides)
         taps = recorder.take(len(rows))
         parts = zip(rows.split(logits, 0), rows.split(taps), wanted, strict=True)
@@ -143,7 +151,7 @@ class BatchVerifier:
         proposals = Proposal([0, 0]), Proposal([0])
         rows = [one.request_rows(of) for one, of in zip(sessions, proposals, strict=True)]
         try:
-            layers = BatchedLayers(self._target, rows[0].rollbacks, level)
+            layers = BatchedLayers(self._target, rows[0], level)
             self._verify(layers, sessions, rows)
         except UNFIT:
             return None
@@ -157,16 +165,18 @@ class BatchedLayers:
 
     Args:
         target: the target.
-        rollbacks: those of a session, which tell the layers' kinds.
+        request: of a session, whose caches and rollbacks tell the layers' kinds.
         level: 1 to keep rows together in attention; 0 to call attention per request.
 
     Attributes:
         level: 0 if any layer is called per request.
+        slots: where layers with plain keys and values have those of all requests.
     """
 
-    def __init__(self, target: Target, rollbacks: Sequence[Any], level: int) -> None:
+    def __init__(self, target: Target, request: RequestRows, level: int) -> None:
+        rollbacks, in_slots = request.rollbacks, list[int]()
         self._model, self._overrides, self.level = target.model, Overrides(target.forward_lock), 1
-        self._kinds: list[type[BatchedCache]] = []
+        self._kinds: list[Callable[..., BatchedCache]] = []
         self._layer_of: dict[int, int] = {}  # by the identity of modules called per request
         self._rows: BatchRows  # of the current forward
         self._entries: list[dict[int, list[Entry]]] = []  # each request's overrides by layer
@@ -182,8 +192,12 @@ class BatchedLayers:
                 if attention_of(layer) is not None
             )
             for index, (layer, rollback) in enumerate(pairs):
-                kind = self._override(index, layer, rollback, level, bool(shared))
+                kind: Any = self._override(index, layer, rollback, level, bool(shared))
+                if kind is BatchedKVCache and self._fits_slots(layer, request.caches[index:][:1]):
+                    kind = partial(SlotKVCache, len(in_slots))
+                    in_slots.append(index)
                 self._kinds.append(kind)
+            self.slots = KVSlots(in_slots)
             for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
                 if shared and id(rope) not in self._layer_of:
                     self._overrides.replace(rope, self._by_position(type(rope).__call__))
@@ -234,6 +248,14 @@ class BatchedLayers:
         self._overrides.replace(module, call)
         return BatchedCache
 
+    def _fits_slots(self, layer: nn.Module | None, caches: Sequence[Any]) -> bool:
+        """Whether a layer's cache, if it has one, may be in slots.
+
+        Exact kernels read one request's cache. MLA's latents have an attention of their own.
+        """
+        exact = self._wiring is not None and self._wiring.exact
+        return not exact and not is_mla(layer) and [*map(type, caches)] == [KVCache]
+
     def _for_each(
         self, index: int, module: nn.Module, join: Callable[[Sequence[Any]], Any]
     ) -> Callable[..., Any]:
@@ -277,11 +299,19 @@ class BatchedLayers:
             sinks: mx.array | None = None,
         ) -> mx.array:
             """queries [1, H, R, D] -> [1, H, R, Dv]; no cache for an earlier layer's keys."""
-            rows = self._rows.split(queries, 2)
-            caches = [None] * len(rows) if cache is None else cache.parts
-            each = zip(rows, keys.parts, values.parts, caches, mask.parts, strict=True)
-            outputs = [own(q, k, v, one, scale, seen, sinks) for q, k, v, one, seen in each]
-            return mx.concatenate(outputs, axis=2)
+            rows = self._rows
+            slots = zip(rows.slots, keys.in_slots, values.in_slots, mask.in_slots, strict=False)
+            shared = [
+                own(of.rows_of(queries), k, v, None, scale, seen, sinks) for of, k, v, seen in slots
+            ]
+            numbers = rows.own if shared else range(len(rows.requests))
+            caches = [None] * len(rows.requests) if cache is None else cache.parts
+            parts = rows.split(queries, 2) if numbers else []
+            outputs = []
+            for at in numbers:
+                held = keys.parts[at], values.parts[at], caches[at]
+                outputs.append(own(parts[at], *held, scale, mask.parts[at], sinks))
+            return rows.join(shared, outputs) if shared else mx.concatenate(outputs, axis=2)
 
         return attend
 

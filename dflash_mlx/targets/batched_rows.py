@@ -15,9 +15,11 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..proposal import Proposal
 from .internals import mask_of
+from .kv_slots import Member, Slot, SlotArray, SlotRows
 from .overrides import Entry
 from .tree import Tree
 
@@ -49,28 +51,54 @@ class RequestRows:
 
 
 class PerRequest:
-    """One value per request, in their order."""
+    """One value per request, in their order.
 
-    def __init__(self, parts: Iterable[Any]) -> None:
-        self.parts = tuple(parts)
+    Attributes:
+        parts: the values; None for the keys and values of requests in slots.
+        in_slots: the values of `BatchRows.slots`, for masks and for keys and values in slots.
+    """
+
+    def __init__(self, parts: Iterable[Any], in_slots: Iterable[Any] = ()) -> None:
+        self.parts, self.in_slots = tuple(parts), tuple(in_slots)
 
 
 class BatchRows:
     """The R rows of a forward, one request's after another's.
 
-    Attributes:
+    Args:
         requests: the requests' parts.
+        slots: of each request that has one; left out, none has.
+
+    Attributes:
+        requests: as given.
         widths: the number of rows of each.
+        slots: the rows of requests with slots, by array.
+        own: the other requests, by number.
     """
 
-    def __init__(self, requests: Sequence[RequestRows]) -> None:
+    def __init__(self, requests: Sequence[RequestRows], slots: Sequence[Slot | None] = ()) -> None:
         self.requests = requests
         self.widths = [len(request.proposal) for request in requests]
-        self._cuts = list(accumulate(self.widths))[:-1]
+        ends = list(accumulate(self.widths))
+        self._cuts, self._rows = ends[:-1], sum(self.widths)
         self._windows: dict[int, mx.array] = {}
+        members: dict[SlotArray, dict[int, Member]] = {}
+        self.own = []
+        for at, (request, slot) in enumerate(
+            zip(requests, slots or [None] * len(requests), strict=True)
+        ):
+            if slot is None or slot.array is None:
+                self.own.append(at)
+                continue
+            member = Member(ends[at] - self.widths[at], self.widths[at], request.position)
+            members.setdefault(slot.array, {})[slot.index] = member
+        self.slots = [
+            SlotRows(array, [found[index] for index in range(len(found))])
+            for array, found in members.items()
+        ]
 
     def __len__(self) -> int:
-        return sum(self.widths)
+        return self._rows
 
     @property
     def tokens(self) -> mx.array:
@@ -105,6 +133,26 @@ class BatchRows:
         if x.shape[axis] != len(self):
             raise ValueError(f"{x.shape} does not have {len(self)} rows on axis {axis}.")
         return list(mx.split(x, self._cuts, axis=axis))
+
+    def join(self, in_slots: Sequence[mx.array], own: Sequence[mx.array]) -> mx.array:
+        """All rows [1, H, R, D] in order: those in slots [n, H, W, D], and others [1, H, N, D]."""
+        parts = [x.swapaxes(0, 1).flatten(1, 2)[None] for x in in_slots]
+        x = mx.concatenate([*parts, *own], axis=2) if len(parts) + len(own) > 1 else parts[0]
+        return x if self._order is None else x[:, :, self._order]
+
+    @cached_property
+    def _order(self) -> mx.array | None:
+        """The place of each row in what `join` joins; None if they are in order."""
+        starts = [
+            end - width for end, width in zip([*self._cuts, len(self)], self.widths, strict=True)
+        ]
+        own = [np.arange(starts[at], starts[at] + self.widths[at]) for at in self.own]
+        rows = np.concatenate([*(one.table.reshape(-1) for one in self.slots), *own])
+        if np.array_equal(rows, np.arange(len(self))):
+            return None
+        order = np.zeros(len(self), np.int32)
+        order[rows] = np.arange(len(rows))
+        return mx.array(order)
 
     @contextmanager
     def reading_trees(self) -> Iterator[None]:
@@ -161,6 +209,43 @@ class BatchedKVCache(BatchedCache):
         new = zip(self.parts, self.rows.split(keys, 2), self.rows.split(values, 2), strict=True)
         held = [cache.update_and_fetch(*rows) for cache, *rows in new]
         return PerRequest(keys for keys, _ in held), PerRequest(values for _, values in held)
+
+
+class SlotKVCache(BatchedKVCache):
+    """Of an attention layer whose plain keys and values may be in slots.
+
+    Args:
+        layer: its number among those layers.
+        rows, parts: as for the others.
+    """
+
+    def __init__(self, layer: int, rows: BatchRows, parts: Iterable[Any]) -> None:
+        super().__init__(rows, parts)
+        self._layer = layer
+
+    def make_mask(self, N: int, **settings: Any) -> PerRequest:
+        """Those of each request, and of the rows in each slot array."""
+        window = settings.get("window_size")
+        own = super().make_mask(N, **settings)
+        return PerRequest(own.parts, [slots.mask(window) for slots in self.rows.slots])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerRequest, PerRequest]:
+        """Write all rows of a slot array at once."""
+        rows = self.rows
+        if not rows.slots:
+            return super().update_and_fetch(keys, values)
+        in_slots = [slots.update(self._layer, keys, values) for slots in rows.slots]
+        held: list[Any] = [(None, None)] * len(self.parts)
+        if rows.own:
+            new = rows.split(keys, 2), rows.split(values, 2)
+            for at in rows.own:
+                held[at] = self.parts[at].update_and_fetch(new[0][at], new[1][at])
+        for at, cache in enumerate(self.parts):
+            if held[at][0] is None:
+                cache.offset += rows.widths[at]
+        both = zip(*in_slots, strict=True), zip(*held, strict=True)
+        (slot_keys, slot_values), (own_keys, own_values) = both
+        return PerRequest(own_keys, slot_keys), PerRequest(own_values, slot_values)
 
 
 def pick(value: Any, index: int) -> Any:

@@ -17,6 +17,8 @@ from . import caches, internals
 from .attention import attend_with, check_exact
 from .batched_rows import RequestRows
 from .caches import Arrays, Checkpoint, make_cache
+from .internals import KVCache
+from .kv_slots import Slot
 from .mla import use_absorbed_mla
 from .overrides import Overrides
 from .parts import find_parts, scale_between
@@ -205,6 +207,7 @@ class TargetSession:
         can_pipeline: whether the next forward may start before its token is known. False for caches
             with windows or states, which could not forget that token again.
         position: committed tokens in the caches.
+        slot: where a batch has this request's keys and values.
         intact: False while a forward changes the caches, and after one that failed.
     """
 
@@ -238,6 +241,7 @@ class TargetSession:
         self._tree_reader: TreeAttention | None = None  # made for the first tree
         self._layers, self.kv_bits = layers, kv_bits
         self._uncommitted: Proposal | None = None  # of the last verify
+        self.slot: Slot | None = None
         self.position, self.intact = 0, True
 
     def prefill(
@@ -265,6 +269,7 @@ class TargetSession:
 
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
         """One forward of `prefill`; `last` says whether it is the last one."""
+        self.leave_slot()
         self.intact = False
         logits, taps = self.read_lazily(mx.array(list(tokens)))
         mx.eval([cache.state for cache in self._cache], [logits] if last else [])
@@ -290,6 +295,7 @@ class TargetSession:
         for more rows than exact verification takes.
         """
         tree = self._tree_of(proposal)
+        self.leave_slot()
         self.begin(proposal, tree)
         with ExitStack() as stack:
             if tree is None:
@@ -305,6 +311,8 @@ class TargetSession:
     def request_rows(self, proposal: Proposal) -> RequestRows:
         """This request's part of a batched forward. Raises as `verify` does."""
         tree = self._tree_of(proposal)
+        if tree is not None:
+            self.leave_slot()
         reader = None if tree is None else self._reader()
         entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
         rows = proposal, proposal.array(self._target.vocab_size), self.position
@@ -321,6 +329,20 @@ class TargetSession:
             return None
         self._target.check_trees()
         return Tree(proposal)
+
+    def slot_caches(self, numbers: Sequence[int]) -> list[KVCache]:
+        """The caches of these numbers if they can be in a slot; else none.
+
+        Those of a request whose drafts were trees, and quantized ones, stay as they are.
+        """
+        found = [self._cache[number] for number in numbers]
+        plain = self.position > 0 and all(type(cache) is KVCache for cache in found)
+        return found if plain and self._tree_reader is None else []
+
+    def leave_slot(self) -> None:
+        """Have the keys and values in this session's own caches."""
+        if self.slot is not None:
+            self.slot.leave()
 
     def begin(self, proposal: Proposal, tree: Tree | None) -> None:
         """Prepare the caches for a forward over the proposal; `commit` must follow it."""
@@ -403,6 +425,7 @@ class TargetSession:
 
     def rows(self, start: int, end: int) -> Arrays:
         """The cached rows of the tokens from `start` to `end`, by name: lazy slices."""
+        self.leave_slot()
         return caches.rows_of_all(self._cache, self._target.owners, start, end)
 
     def state(self) -> Arrays:
