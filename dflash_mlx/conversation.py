@@ -124,6 +124,8 @@ class Conversation:
     def drop_caches(self) -> None:
         """Drop the caches; `resume` and `prefill` rebuild them."""
         if self._started:
+            if self.target_session.slot is not None:
+                self.target_session.slot.leave(keep=False)
             del self.target_session, self.draft_session
         self._started, self._checkpoints, self.ids = False, [], []
         self._pending, self._flushed = [], True
@@ -217,6 +219,11 @@ class Conversation:
             self.prefix.insert(
                 self.target_session, self.draft_session, self.ids, checkpoint, self._salt
             )
+
+    def leave_batch(self) -> None:
+        """Take the target's caches out of a batch, after which any thread may use them."""
+        if self._started:
+            self.target_session.leave_slot()
 
     def feed_drafter(self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int]) -> None:
         """Give the drafter tokens that the target has just committed.

@@ -209,6 +209,7 @@ class Request:
         """End the request, and release its conversation."""
         try:
             self._store()
+            self._conversation.leave_batch()
         finally:
             self.ended = True
 

@@ -17,6 +17,7 @@ class Scripted:
     name, context_length, num_layers, hidden_size = "scripted", 2**31, 4, 8
     supports_trees = can_trim = intact = True
     can_pipeline = False  # it reads its rows on the host
+    slot = None
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], vocab_size: int) -> None:
         self.text, self.vocab_size, self.position = [*prompt, *answer], vocab_size, 0
@@ -31,6 +32,9 @@ class Scripted:
         return session
 
     def check_trees(self):
+        pass
+
+    def leave_slot(self):
         pass
 
     def prefill(self, tokens, stops=(), step=None):

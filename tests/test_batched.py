@@ -11,7 +11,7 @@ from dflash_mlx.accept import accept
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import SamplingSettings
-from dflash_mlx.targets import batched, batched_rows, deepseek_v41
+from dflash_mlx.targets import batched, batched_rows, deepseek_v41, kv_slots
 from dflash_mlx.targets.batched import BatchVerifier
 
 pytestmark = pytest.mark.by_family
@@ -150,6 +150,11 @@ def whole_masks(self, N, **settings):
     return batched_rows.PerRequest(None for _ in self.parts)
 
 
+def masks_of_all_rows(self, window=None):
+    """The mistake: in slots, rows see the rooms behind a shorter request."""
+    return mx.ones((len(self.table), 1, self.table.shape[1], self._end), mx.bool_)
+
+
 def windows_of_one(self, size):
     """The mistake: the convolution runs on from one request into the next."""
     return mx.arange(len(self))[:, None] + mx.arange(size)
@@ -169,7 +174,7 @@ FAMILY_OF = {
     "qwen3": [
         (batched_rows.BatchRows, "split", shifted_split),
         (batched_rows.BatchRows, "positions", property(positions_of_the_first)),
-        (batched_rows.BatchedCache, "make_mask", whole_masks),
+        (kv_slots.SlotRows, "mask", masks_of_all_rows),
     ],
     "gpt_oss": [(batched_rows.BatchedCache, "make_mask", masks_of_the_last)],
     "deepseek_v3": [

@@ -46,15 +46,16 @@ class Slot:
         self.array: SlotArray | None = array
         self.index, self.caches = index, caches
 
-    def leave(self) -> None:
-        """Copy the rows back into the caches, and free the slot."""
+    def leave(self, keep: bool = True) -> None:
+        """Free the slot; with `keep`, after its rows were copied back into the caches."""
         array, self.array = self.array, None
         if array is None:
             return
-        for layer, cache in enumerate(self.caches):
-            cache.keys, cache.values = array.copied(layer, self.index, cache.offset)
-        # A lazy copy would hold the arrays, which could then not be written in place.
-        mx.async_eval([(cache.keys, cache.values) for cache in self.caches])
+        if keep:
+            for layer, cache in enumerate(self.caches):
+                cache.keys, cache.values = array.copied(layer, self.index, cache.offset)
+            # A lazy copy would hold the arrays, which could then not be written in place.
+            mx.async_eval([(cache.keys, cache.values) for cache in self.caches])
         array.slots.discard(self)
         if not array.slots:
             array.layers = []

@@ -340,9 +340,9 @@ class TargetSession:
         return found if plain and self._tree_reader is None else []
 
     def leave_slot(self) -> None:
-        """Have the keys and values in this session's own caches."""
+        """Have the keys and values in this session's own caches, if they can be trusted."""
         if self.slot is not None:
-            self.slot.leave()
+            self.slot.leave(keep=self.intact)
 
     def begin(self, proposal: Proposal, tree: Tree | None) -> None:
         """Prepare the caches for a forward over the proposal; `commit` must follow it."""
