@@ -76,6 +76,20 @@ def test_going_back(family):
     pair.check_states()
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_requests_come_go_and_outgrow_their_slots(family, monkeypatch):
+    """Slots of eight rows and more; each request's rows are as alone, whoever sat beside it."""
+    monkeypatch.setattr(kv_slots, "STEP", 8)
+    pair = BatchAndSingles(tiny_target(family), 8)
+    for members in (range(8), (5, 0, 7), (1, 0, 5, 6, 2, 7), (3, 2), range(8)):
+        pair.round(members)
+        arrays = {pair.together[at].slot.array for at in members}
+        assert sum(len(array.slots) for array in arrays) == len(members)
+    assert len(arrays) > 1 and max(array.capacity for array in arrays) >= 64
+    pair.check_states()
+    assert not any(array.slots or array.layers for array in arrays), "all have left"
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
 def test_texts_are_those_alone(family):
     """Oracles that are right at different rates, greedy and with a seed, beside each other."""

@@ -175,6 +175,7 @@ class BatchedLayers:
 
     def __init__(self, target: Target, request: RequestRows, level: int) -> None:
         rollbacks, in_slots = request.rollbacks, list[int]()
+        self._vocab_size = target.vocab_size
         self._model, self._overrides, self.level = target.model, Overrides(target.forward_lock), 1
         self._kinds: list[Callable[..., BatchedCache]] = []
         self._layer_of: dict[int, int] = {}  # by the identity of modules called per request
@@ -210,7 +211,7 @@ class BatchedLayers:
             self._rows = rows
             self._entries = [self._by_layer(request.entries) for request in rows.requests]
             try:
-                return self._model(rows.tokens[None], cache=caches)[0]
+                return self._model(rows.tokens(self._vocab_size)[None], cache=caches)[0]
             finally:
                 self._rows, self._entries = BatchRows([]), []  # keep no request's caches alive
 

@@ -32,7 +32,6 @@ class RequestRows:
 
     Attributes:
         proposal: its rows.
-        ids: their tokens [N].
         position: of the first row.
         caches, rollbacks: one per layer, fewer where layers share them.
         entries: the classes of the model's modules in this request's own verify.
@@ -41,7 +40,6 @@ class RequestRows:
     """
 
     proposal: Proposal
-    ids: mx.array
     position: int
     caches: Sequence[Any]
     rollbacks: Sequence[Any]
@@ -100,10 +98,14 @@ class BatchRows:
     def __len__(self) -> int:
         return self._rows
 
-    @property
-    def tokens(self) -> mx.array:
-        """The rows' token ids [R]."""
-        return mx.concatenate([request.ids.astype(mx.int32) for request in self.requests])
+    def tokens(self, vocab_size: int) -> mx.array:
+        """The rows' token ids [R], clipped to the vocabulary as in `Proposal.array`."""
+        given = [request.proposal.tokens for request in self.requests]
+        arrays = [
+            each if isinstance(each, mx.array) else mx.array(list(each), mx.int32) for each in given
+        ]
+        ids = mx.concatenate(arrays).astype(mx.uint32)
+        return mx.minimum(ids, vocab_size - 1)
 
     @cached_property
     def positions(self) -> mx.array:

@@ -315,8 +315,8 @@ class TargetSession:
             self.leave_slot()
         reader = None if tree is None else self._reader()
         entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
-        rows = proposal, proposal.array(self._target.vocab_size), self.position
-        return RequestRows(*rows, self._cache, self._rollback, entries, tree, reader)
+        caches = self._cache, self._rollback
+        return RequestRows(proposal, self.position, *caches, entries, tree, reader)
 
     def _tree_of(self, proposal: Proposal) -> Tree | None:
         """The proposal's tree; None for a chain. Raises as `verify` does."""
