@@ -13,16 +13,13 @@ request has a slot its caches keep their offsets, so rejected rows go as from an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 import mlx.core as mx
 import numpy as np
 
 from .internals import KVCache
-
-if TYPE_CHECKING:
-    from .target import TargetSession
 
 STEP = KVCache.step  # rows of the smallest slot
 SPARE = 4  # an array grows by this part of its slots, so that most entries copy no other rows
@@ -155,6 +152,16 @@ class SlotArray:
             self.layers = []
 
 
+class SupportsSlots(Protocol):
+    """A request's session, of which `TargetSession` is the only kind."""
+
+    slot: Slot | None
+    position: int
+
+    def slot_caches(self, numbers: Sequence[int]) -> list[KVCache]:
+        """The caches of these numbers if they can be in a slot; else none."""
+
+
 class KVSlots:
     """The slot arrays of a batch.
 
@@ -166,7 +173,7 @@ class KVSlots:
         self._layers = layers
         self._arrays: dict[int, SlotArray] = {}
 
-    def arrange(self, sessions: Sequence[TargetSession], rows: Sequence[int]) -> None:
+    def arrange(self, sessions: Sequence[SupportsSlots], rows: Sequence[int]) -> None:
         """Have these sessions' requests in slots, and no others.
 
         Requests that cannot have one keep their own caches: new ones without any rows, those with
@@ -183,7 +190,7 @@ class KVSlots:
             return
         for absent in [slot for array in arrays for slot in array.slots if slot not in staying]:
             absent.leave()
-        joining: dict[int, dict[TargetSession, Sequence[KVCache]]] = {}
+        joining: dict[int, dict[SupportsSlots, Sequence[KVCache]]] = {}
         for session, more in zip(sessions, rows, strict=True):
             capacity = capacity_for(session.position + more)
             slot = session.slot
