@@ -64,8 +64,8 @@ def _highlight(code: str, language: str, _: str) -> str:
 
 
 def make_renderer() -> MarkdownIt:
-    """CommonMark with tables and strikethrough."""
-    options = {"html": False, "highlight": _highlight}
+    """CommonMark with tables and strikethrough; a line break stays one, as models mean it."""
+    options = {"html": False, "breaks": True, "highlight": _highlight}
     markdown = MarkdownIt("commonmark", options).enable(["table", "strikethrough"])
     markdown.add_render_rule("link_open", lambda self, *_: '<span class="link">')
     markdown.add_render_rule("link_close", _render_link)

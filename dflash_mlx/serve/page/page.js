@@ -88,7 +88,7 @@ function applyLook() {
 async function loadModels() {
   const response = await fetch("/v1/models", { headers: headers() }).catch(() => null);
   const told = await response?.json().catch(() => null);
-  if (!told?.data) notice(told?.error?.message ?? "The server does not answer.");
+  if (!told?.data) notice(told?.error ? whatToDo(told.error) : "The server does not answer.");
   else if (state.silent) notice("");
   state.silent = !told?.data;
   if (state.silent) return;

@@ -205,6 +205,7 @@ async function running(one, { place, view }, work) {
 }
 
 function whatToDo(error) {
+  if (error.code === "invalid_api_key") return "The API key is missing or wrong: see Settings.";
   if (error.code !== "context_length_exceeded") return error.message;
   return `${error.message} Edit the question, or go on from an earlier turn: this one will not be sent again.`;
 }
