@@ -22,8 +22,10 @@ EVERYWHERE, ALONE, TOGETHER = (-0.05, -0.01), (-0.05, 0.01), (0.05, -0.01)
 class Clock(Launches):
     """A clock that launches of ours move by `alone` or, in a wired target's forward, `together`.
 
-    The launches compute nothing.
+    The launches compute nothing. With `deep_only` those alone that read fewer than 40 keys lose.
     """
+
+    deep_only = False
 
     def __init__(self, target: dm.Target, alone: float, together: float) -> None:
         super().__init__(Recorder())
@@ -33,7 +35,11 @@ class Clock(Launches):
         kernel = super().__call__(name, **definition)
 
         def launch(**given):
-            self.now += self.alone if self.target.wiring is None else self.together
+            apart = self.target.wiring is None
+            if apart and self.deep_only and given["inputs"][1].shape[-2] < 40:
+                self.now += 1.0
+            else:
+                self.now += self.alone if apart else self.together
             return kernel(**given)
 
         return launch
@@ -87,6 +93,16 @@ def test_the_whole_forward_decides(launch, wins):
     }
     [forward] = [one for one in timings if one.key == FORWARD]
     assert sorted(forward.stock) == (list(ROWS) if launch is not TOGETHER else [])
+
+
+@pytest.mark.parametrize(("together", "wins"), [(-0.01, True), (0.05, False)])
+def test_attention_that_wins_over_many_keys_takes_part_in_the_forward(together, wins):
+    target, clock, stopwatch = timed((-0.2, together))
+    clock.deep_only = True
+    keys = {key for key in forms(target.model, target.config) if not key.startswith("attention")}
+    rows, _ = autotune(target, Kernels(clock), frozenset(keys), stopwatch)
+    assert [key for key in rows if rows[key]] == [key for key in rows if wins and " at 40" in key]
+    assert rows
 
 
 def test_what_is_broken_takes_no_part():

@@ -17,6 +17,7 @@ from dflash_mlx.kernels.choose import (
     key_at,
     read_choices,
     stock_seconds,
+    stock_tiles_from,
     store_choices,
     tile_seconds,
 )
@@ -126,6 +127,10 @@ def test_costs_do_not_fall_with_rows(matrix):
         ours = [tile_seconds(chip, matrix, rows) for rows in range(1, 17)]
         stock = [stock_seconds(chip, matrix, rows) for rows in range(1, 17)]
         assert ours == sorted(ours) and stock == sorted(stock)
+        if matrix in (FOUR, EIGHT):  # its tiles take the same for all of their rows
+            tiles = stock_tiles_from(chip, matrix)
+            before, first, last = (stock_seconds(chip, matrix, n) for n in (tiles - 1, tiles, 32))
+            assert before < first == last
 
 
 def test_choices_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_path):
