@@ -23,6 +23,7 @@ function go(one) {
   if (!one) return;
   state.here = one;
   menu(false);
+  if (!state.silent) notice("");
   show();
   $("input").focus();
 }
