@@ -33,7 +33,6 @@ from .sse import Frames
 
 VERSION: Final = "0.13.0"  # of Ollama's API; editors refuse servers of old ones
 MEDIA_TYPE: Final = "application/x-ndjson"
-LATEST: Final = ":latest"  # clients add it to names without a tag
 
 
 class OllamaOptions(SamplingOptions):
@@ -75,7 +74,7 @@ class OllamaBody(Body):
     ) -> GenerationRequest:
         is_text = isinstance(prompt, str)
         return GenerationRequest(
-            self.model.removesuffix(LATEST),
+            self.model,
             prompt if isinstance(prompt, str) else [one.for_template() for one in prompt],
             self.options.settings(self.options.num_predict) if self.options else {},
             tools,
