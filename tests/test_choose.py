@@ -107,6 +107,7 @@ def test_exact_is_the_default_where_it_was_measured_to_be_free():
     assert exact_by_default([HALF, EIGHT], free)
     assert not exact_by_default([HALF, FOUR], free), "4 bits were not measured"
     assert not exact_by_default([HALF, FOUR], free | {FOUR.key: every - {1}}), "one row is slower"
+    assert not exact_by_default([HALF, FOUR], free | {FOUR.key: every - {16}})
     assert not exact_by_default([HALF], {})
     # Without a kernel for every matrix there is nothing exact to offer.
     assert not exact_by_default([replace(HALF, bits=64)], {replace(HALF, bits=64).key: every})
@@ -130,7 +131,30 @@ def test_costs_do_not_fall_with_rows(matrix):
         if matrix in (FOUR, EIGHT):  # its tiles take the same for all of their rows
             tiles = stock_tiles_from(chip, matrix)
             before, first, last = (stock_seconds(chip, matrix, n) for n in (tiles - 1, tiles, 32))
-            assert before < first == last
+            assert before < first == last == pytest.approx(_of_32_rows(chip, matrix))
+        if matrix is HALF:  # tiles of 64 rows only where N > K
+            square = replace(HALF, columns=4096, size=HALF.size // 3)
+            assert stock_seconds(chip, square, 2) == pytest.approx(_of_32_rows(chip, square))
+
+
+def _of_32_rows(chip, matrix):
+    multiplied = chip.multiplying(32, matrix.columns * matrix.depth, chip.stock_share)
+    return max(chip.reading(matrix.size), multiplied)
+
+
+@pytest.mark.parametrize(
+    ("chip", "rows"),
+    [
+        ("M2", (14, 10, 6)),
+        ("M3 Max", (13, 15, 13)),
+        ("M1 Ultra", (32, 18, 12)),
+        ("M5", (33, 25, 13)),
+    ],
+)
+def test_the_rows_from_which_stock_has_tiles(chip, rows):
+    for columns, first in zip((2048, 4096, 12288), rows, strict=True):
+        matrix = replace(FOUR, columns=columns, depth=1024)
+        assert stock_tiles_from(chip_named(chip), matrix) == first
 
 
 def test_choices_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_path):
