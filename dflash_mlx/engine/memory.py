@@ -7,13 +7,14 @@ and fill the budget; then the scheduler preempts the youngest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..drafter.protocol import Drafter, cache_bytes
 from ..errors import NotEnoughMemoryError
 from ..prefix.cache import PrefixCache
 from ..request import Request
 from ..targets import Target
+from ..targets.kv_slots import SPARE, capacity_for
 
 RESERVE = 1024  # tokens
 BLOCK = 256  # tokens; mlx-lm's caches grow by as many
@@ -57,20 +58,32 @@ class MemoryBudget:
         """Whether a request fits beside the running ones."""
         if self._size is None:
             return True
-        return sum(self.bytes(one, self._reserve) for one in [request, *running]) <= self._size
+        return self._shared_bytes([request, *running], lambda _: self._reserve) <= self._size
 
     def overflows(self, running: Sequence[Request]) -> bool:
         """Whether the next step of these requests could exceed the budget."""
         if self._size is None and self._prefix is None:
             return False
-        needed = sum(self.bytes(one, one.stats.block_size) for one in running)
+        needed = self._shared_bytes(running, lambda one: one.stats.block_size)
         reserved = self._prefix is None or self._prefix.reserve(needed)
         return not reserved or (self._size is not None and needed > self._size)
 
     def bytes(self, request: Request, further: int) -> int:
         """Bytes of a request's caches after `further` more tokens."""
-        tokens = request.tokens + min(further, request.remaining)
-        blocks, kv_bits = -(-tokens // BLOCK), request.kv_bits
+        return self._bytes_of(request.tokens + min(further, request.remaining), request.kv_bits)
+
+    def _shared_bytes(self, requests: Sequence[Request], further: Callable[[Request], int]) -> int:
+        """Bytes of requests that share steps, whose rows are in slots, and of spare slots."""
+        count, total = len(requests), 0
+        for one in requests:
+            tokens = one.tokens + min(further(one), one.remaining)
+            in_slot = count > 1 and one.kv_bits is None
+            total += self._bytes_of(capacity_for(tokens) if in_slot else tokens, one.kv_bits)
+        return total * (count + count // SPARE) // max(1, count)
+
+    def _bytes_of(self, tokens: int, kv_bits: int | None) -> int:
+        """Bytes of the caches of so many tokens."""
+        blocks = -(-tokens // BLOCK)
         if blocks <= MEASURED:
             return self._measured(blocks, kv_bits)
         # Sliding windows are full by then, so growth is linear.
