@@ -6,6 +6,7 @@
 Some survivors are no bugs: a changed line may mean the same. Read each before writing a test.
 Known ones:
 
+- `choose.guess`: `<=` for `<`; two estimated costs that are equal are no reason for either.
 - `autotune.Timing`: `<` for `<=`; two measured times are never equal to that digit.
 - `autotune._time_attention`: which two of the four arrays a cache has; only a GPU's cache can tell.
 """

@@ -72,6 +72,7 @@ def test_experts_wait_for_enough_rows_each():
         ({"kind": "mxfp4", "group_size": 32}, False),
         ({"bits": 6}, False),
         ({"group_size": 16}, False),
+        ({"kind": "float", "bits": 32, "group_size": 0}, True),
     ],
 )
 def test_what_has_a_kernel(change, runs):
