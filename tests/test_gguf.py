@@ -28,8 +28,9 @@ from dflash_mlx.loading.gguf import conversion, convert
 from dflash_mlx.loading.gguf.architectures import architectures, llama3_divisors
 from dflash_mlx.loading.gguf.blocks import PACKINGS, is_readable, pack, unpack
 from dflash_mlx.loading.gguf.convert import converted
-from dflash_mlx.loading.load import load_drafter, load_target
+from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loading.registry import PACKAGES, gguf_file, known_drafter
+from dflash_mlx.loop import generate
 
 IDS = mx.array([tokenizer().encode(LINES[1])])
 READABLE = [kind.name for kind in GGMLQuantizationType if is_readable(kind)]
@@ -243,8 +244,13 @@ def test_names_of_models_that_are_files(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="there is no such file"):
         load_target("/nowhere/model.gguf")
     assert gguf_file("some/repository") is None
-    with pytest.raises(ConfigError, match="a drafter is a folder"):
-        load_drafter(str(one(tmp_path)[0]))
+
+
+def test_a_file_drafts_for_another(tmp_path: Path) -> None:
+    path, prompt = str(one(tmp_path)[0]), tokenizer().encode(LINES[0])
+    target, drafter = load(path, draft=path)
+    result = generate(target, drafter, prompt, max_tokens=12)
+    assert result.tokens == greedy(target, prompt, 12) and result.stats.acceptance_length > 1
 
 
 def test_the_drafter_is_that_of_the_model_that_a_file_was_made_of(tmp_path: Path) -> None:
