@@ -2,7 +2,7 @@
 
     python scripts/many_requests.py --requests 1,8,32 --repeats 3
     python scripts/many_requests.py --model smollm2 --draft lookup --requests 8 --repeats 1
-    python scripts/many_requests.py --counts          launches and host time per step, not speed
+    python scripts/many_requests.py --counts          launches per step, not speed
 
 All methods take turns in one process on one core, from the first request to the last token. Prints
 tokens per second over BatchGenerator's (medians of the turns), and how many texts equal those that
@@ -147,14 +147,14 @@ def _line(
 
 def print_counts(steps: int) -> None:
     """Print what a plain step of 8 and 32 requests costs, ours and mlx-lm's."""
-    print("requests   launches a step: mlx-lm, ours    host ms a step: mlx-lm, ours")
+    print("requests   launches a step: mlx-lm, ours    ms a step: mlx-lm, ours")
     for count in (8, 32):
         theirs, ours = counts_of(random_target(), count, steps)
         print(f"{count:8}{theirs[0]:25,.0f}{ours[0]:7,.0f}{theirs[1]:25.2f}{ours[1]:7.2f}")
 
 
 def counts_of(target: dm.Target, count: int, steps: int) -> list[tuple[float, float]]:
-    """Launches and host milliseconds of a plain step of `count` requests: mlx-lm's, ours."""
+    """Launches and milliseconds of a plain step of `count` requests: mlx-lm's, ours."""
     import mlx.core as mx
     from mlx_lm.generate import BatchGenerator
 
