@@ -18,6 +18,7 @@ def main() -> None:
     """
     gc.set_threshold(100_000)  # imports make many objects and hardly any garbage
     warnings.formatwarning = _format_warning
+    warnings.filterwarnings("ignore", "dflash-mlx: no drafter is known")  # a note says so
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without the character shows "?"

@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from warnings import catch_warnings, filterwarnings
 
 import dflash_mlx
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
@@ -128,9 +127,7 @@ def open_pair(
     settings |= {} if member is None else {"cluster": member.cluster}
     downloads = any(map(on_hub, filter(None, (names.model, names.draft))))
     drafter: Drafter | None = None
-    with waiting(f"Loading {names.model}", quiet=downloads), catch_warnings():
-        # Downloads have their own bars, and a note says that lookup drafts.
-        filterwarnings("ignore", "dflash-mlx: no drafter is known")
+    with waiting(f"Loading {names.model}", quiet=downloads):  # downloads have their own bars
         if draft == NONE:
             target = load_target(names.model, target_bits, **settings)
         else:
