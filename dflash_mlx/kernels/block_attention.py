@@ -22,7 +22,7 @@ MOST_NODES = 64
 # partial sums in a long one.
 CHUNK = 512
 _UNLIMITED = 2**30  # a window that no context fills
-MOST_ROUNDS = 32  # kinds of layers and lengths that are remembered, in this round and before
+MOST_STEPS = 32  # kinds of layers and lengths that are remembered, in this step and before
 
 _MEMORY = """
   constexpr int KEYS = dflash::keys_per_tile(D * sizeof(T));
@@ -72,7 +72,7 @@ class TreeMask(NamedTuple):
     ancestors: mx.array
 
 
-# What the layers of one kind share in a round: both launches with their numbers. The tree is kept,
+# What the layers of one kind share in a step: both launches with their numbers. The tree is kept,
 # so that its id stays its own.
 Round = tuple[Launch, list[mx.array], Launch, list[mx.array], TreeMask | None]
 
@@ -147,7 +147,7 @@ class BlockAttention:
         key = *of, scale, first, window, None if tree is None else id(tree)
         prepared = self._rounds.get(key)
         if prepared is None:
-            if len(self._rounds) >= MOST_ROUNDS:
+            if len(self._rounds) >= MOST_STEPS:
                 self._rounds.clear()
             given = queries, keys, values, scale, first, window, sinks, tree
             prepared = self._rounds[key] = self._prepare(*given)
