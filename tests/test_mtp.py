@@ -162,6 +162,22 @@ def test_a_target_with_a_head_needs_no_other_drafter(tmp_path) -> None:
         load(str(folder), draft="mtp", draft_window=4)
 
 
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_a_head_that_is_stored_quantized_loads_as_it_is(mode, tmp_path) -> None:
+    folder, _ = save_pair(tmp_path, "glm4_moe")
+    file = folder / "model.safetensors"
+    stored = dict(mx.load(str(file)))
+    name = next(name for name in stored if name.endswith("eh_proj.weight"))
+    parts = mx.quantize(stored.pop(name), group_size=32, bits=4, mode=mode)
+    names = (name.replace("weight", part) for part in ("weight", "scales", "biases"))
+    mx.save_safetensors(str(file), stored | dict(zip(names, parts, strict=False)))
+    _, head = load(str(folder), draft="mtp")
+    expected = mx.dequantize(*parts, group_size=32, bits=4, mode=mode)
+    assert mx.allclose(head.fc.weight, expected, rtol=1e-2)  # its layers are unpacked on a CPU
+    with pytest.raises(SettingsError, match="quantized already"):
+        load(str(folder), draft="mtp", draft_bits=4)
+
+
 @pytest.mark.parametrize("family", HEADS)
 def test_a_missing_tensor_is_named(family, tmp_path) -> None:
     folder, draft = save_pair(tmp_path, family)

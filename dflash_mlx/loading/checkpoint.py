@@ -23,7 +23,7 @@ from ..targets import Target
 from ..validation import ErrorWrapper
 from .checks import check_safetensors
 from .inspect import settle
-from .reading import load_file
+from .reading import load_as_stored, load_file
 
 SAMPLE = 256  # rows of an embedding that are compared
 
@@ -101,14 +101,11 @@ def read_drafter(folder: Path, window: int | None = None, num_layers: int | None
     if weights.get(CONFIDENCE, mx.zeros((1, 0))).shape[-1] == config.hidden_size:
         parts.add(CONFIDENCE_ALONE)
     drafter = network_for(config)(config, parts)
-    if config.quantization is not None:
-        _quantize_as_stored(drafter, config, weights)
     if config.eagle is not None and config.draft_vocab_size == config.vocab_size:
         weights.pop("d2t", None)  # all zeros, in some EAGLE-3 files
-    check_tensors(drafter, weights, folder)
+    load_as_stored(drafter, weights, f"{folder}: the weights do not fit the config,")
     if "d2t" in weights:
         _check_ids(weights["d2t"], config.vocab_size, folder)
-    drafter.load_weights(list(weights.items()))
     return drafter
 
 
@@ -158,32 +155,3 @@ def _check_ids(offsets: mx.array, vocabulary: int, folder: Path) -> None:
         raise WeightsError(
             f"{folder}: the tensor d2t does not name {len(ids)} different tokens of {vocabulary}."
         )
-
-
-def check_tensors(drafter: nn.Module, weights: dict[str, mx.array], folder: Path) -> None:
-    """Raise `WeightsError`, naming the tensor, unless the tensors match the config."""
-    wrong = f"{folder}: the weights do not fit the config, the tensor"
-    expected = dict(tree_flatten(drafter.parameters()))
-    for name in sorted(expected.keys() ^ weights.keys()):
-        problem = "is missing" if name in expected else "has no place in this drafter"
-        raise WeightsError(f"{wrong} {name} {problem}.")
-    for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
-            raise WeightsError(f"{wrong} {name} is {tensor.shape} and not {expected[name].shape}.")
-
-
-def _quantize_as_stored(drafter: DFlash, config: DraftConfig, weights: dict[str, mx.array]) -> None:
-    """Quantize the layers that are stored quantized, so that their tensors can be loaded."""
-    stored = dict(config.quantization or {})
-
-    def predicate(name: str, module: nn.Module) -> bool | dict[str, object]:
-        # A layer may have its own entry, as in mlx-lm's mixed quantizations.
-        return f"{name}.scales" in weights and stored.get(name, True)
-
-    nn.quantize(
-        drafter,
-        group_size=stored["group_size"],
-        bits=stored["bits"],
-        mode=stored.get("mode", "affine"),
-        class_predicate=predicate,
-    )

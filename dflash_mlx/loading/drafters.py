@@ -19,12 +19,12 @@ from ..errors import ConfigError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper, read_json
-from .checkpoint import check_tensors, read_drafter
+from .checkpoint import read_drafter
 from .checks import check_safetensors, read_header
-from .mtp import head_files, quantize_as_stored, read_head, why_no_head
+from .mtp import head_files, read_head, why_no_head
 from .preflight import check_weights, is_language_model, on_cpu
 from .quantization import Quantization, is_quantized, stored_quantization
-from .reading import check_not_quantized, load_file, start_reading
+from .reading import check_not_quantized, load_as_stored, load_file, start_reading
 from .registry import MTP
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class DraftSource:
         A head as the target. Others in 4 bits if they are large: drafts get cheaper, not worse.
         """
         if self.kind == HEAD:
-            return target or stored_quantization(self.target)
+            stored = any(name.endswith(".scales") for name in head_files(self.folder, self.target))
+            return None if stored else target or stored_quantization(self.target)
         if target is None and not is_quantized(self.target):
             return None
         sizes = (tensor["shape"] for file in self.files for tensor in read_header(file).values())
@@ -94,9 +95,7 @@ def open_network(
     check_weights(name, check_safetensors(folder), quantization)
     with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
         drafter = read_drafter(folder, window, num_layers)
-    quantized = drafter.config.quantization is not None
-    check_not_quantized(name, quantization, quantized)
-    _read(name, drafter, quantization, quantized, kernels)
+    _read(name, drafter, quantization, kernels)
     return drafter
 
 
@@ -109,11 +108,10 @@ def open_head(
 ) -> MTPHead:
     """Load a target's MTP head from a folder.
 
-    Raises: `WeightsError`, `IncompatibleDrafterError`.
+    Raises: `WeightsError`, `IncompatibleDrafterError`, `SettingsError`.
     """
     head = read_head(folder, target)
-    quantized = any(hasattr(module, "scales") for module in head.modules())
-    _read(name, head, None if quantized else quantization, quantized, kernels)
+    _read(name, head, quantization, kernels)
     return head
 
 
@@ -124,7 +122,7 @@ def open_assistant(
     quantization: Quantization | None,
     kernels: Kernels | None,
 ) -> Gemma4Assistant:
-    """Load a Gemma 4's assistant. Raises: `ConfigError`, `WeightsError`."""
+    """Load a Gemma 4's assistant. Raises: `ConfigError`, `WeightsError`, `SettingsError`."""
     files = check_safetensors(folder)
     check_weights(name, files, quantization)
     config = read_json(folder / "config.json")
@@ -132,12 +130,8 @@ def open_assistant(
         assistant = Gemma4Assistant(config, target)
     weights = {tensor: value for file in files for tensor, value in load_file(file).items()}
     weights.pop("lm_head.weight", None)  # the embedding once more
-    quantize_as_stored(assistant, weights)
-    check_tensors(assistant, weights, folder)
-    assistant.load_weights(list(weights.items()))
-    quantized = is_quantized(config)
-    check_not_quantized(name, quantization, quantized)
-    _read(name, assistant, quantization, quantized, kernels)
+    load_as_stored(assistant, weights, f"{folder}: the weights do not fit the config,")
+    _read(name, assistant, quantization, kernels)
     return assistant
 
 
@@ -145,10 +139,11 @@ def _read(
     name: str,
     drafter: nn.Module,
     quantization: Quantization | None,
-    quantized: bool,
     kernels: Kernels | None,
 ) -> None:
     """Read a drafter's weights, and give its layers to our kernels."""
+    quantized = any("scales" in module for module in drafter.modules())
+    check_not_quantized(name, quantization, quantized)
     if quantized and on_cpu():
         # MLX's quantized products are slow on a CPU, and drafts do not change the text.
         dequantize_model(drafter)

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..drafter.mtp import LAYOUTS, HeadLayout, MTPHead
 from ..errors import WeightsError
 from ..targets import Target
 from ..validation import ErrorWrapper, text_config
 from .checks import read_header
-from .reading import load_file
+from .reading import load_as_stored, load_file
 
 # Before a head's own prefix, in checkpoints of models with vision and in conversions.
 _OUTER = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
@@ -64,17 +62,12 @@ def read_head(folder: Path, target: Target) -> MTPHead:
         weights = dict(_ours(layout, stored, target))
     if layout.zero_centred:
         _centre(weights)
-    quantize_as_stored(head, weights)
-    expected = dict(tree_flatten(head.parameters()))
-    for name in sorted(expected.keys() ^ weights.keys()):
-        problem = "is missing" if name in expected else "has no place in it"
-        published = _published(layout, name, target.config)
-        raise WeightsError(f"{folder}: of its MTP head, the tensor {published} {problem}.")
-    for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
-            published, shape = _published(layout, name, target.config), expected[name].shape
-            raise WeightsError(f"{folder}: {published} is {tensor.shape} and not {shape}.")
-    head.load_weights(list(weights.items()))
+    load_as_stored(
+        head,
+        weights,
+        f"{folder}: of its MTP head,",
+        lambda name: _published(layout, name, target.config),
+    )
     return head
 
 
@@ -137,19 +130,6 @@ def _sanitized(tensors: Mapping[str, mx.array], target: Target) -> dict[str, mx.
 def _centre(weights: dict[str, mx.array]) -> None:
     """Add one to the weights of norms, if they are stored minus one as in Qwen's own files."""
     norms = [name for name, tensor in weights.items() if tensor.ndim == 1 and "norm" in name]
-    means = mx.stack([weights[name].astype(mx.float32).mean() for name in norms])
-    if norms and (means.mean() < _HALFWAY).item():
+    means = [weights[name].astype(mx.float32).mean() for name in norms]
+    if norms and (mx.stack(means).mean() < _HALFWAY).item():
         weights |= {name: weights[name] + 1 for name in norms}
-
-
-def quantize_as_stored(head: nn.Module, weights: Mapping[str, mx.array]) -> None:
-    """Quantize the layers that are stored quantized, so that their tensors can be loaded."""
-
-    def stored_as(name: str, module: nn.Module) -> bool | dict[str, Any]:
-        if f"{name}.scales" not in weights or not hasattr(module, "to_quantized"):
-            return False
-        columns, scales = module.weight.shape[-1], weights[f"{name}.scales"]
-        bits = weights[f"{name}.weight"].shape[-1] * 32 // columns
-        return {"group_size": columns // scales.shape[-1], "bits": bits}
-
-    nn.quantize(head, class_predicate=stored_as)

@@ -34,6 +34,16 @@ def stored_quantization(config: Mapping[str, Any]) -> Quantization | None:
     return Quantization(stored["bits"], stored["group_size"], stored.get("mode", "affine"))
 
 
+def mode_of(bits: int, group_size: int, biases: bool) -> str:
+    """The mode of stored weights with or without biases, which only "affine" has."""
+    sizes = {
+        (widths[0], groups[0]): mode
+        for mode, (widths, groups, _) in _MODES.items()
+        if mode != "affine"
+    }
+    return "affine" if biases else sizes.get((bits, group_size), "affine")
+
+
 @dataclass(frozen=True)
 class Quantization:
     """How weights are quantized on load, in the terms of MLX (`mx.quantize`)."""

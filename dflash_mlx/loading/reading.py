@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..errors import SettingsError, WeightsError
 from ..targets import Target
 from ..validation import ErrorWrapper
 from .preflight import on_cpu
-from .quantization import Quantization
+from .quantization import Quantization, mode_of
 
 
 class SupportsSharding(Protocol):
@@ -35,6 +37,46 @@ def load_file(file: Path) -> dict[str, mx.array]:
     """A file's tensors by name, still on disk. Raises `WeightsError`."""
     with ErrorWrapper(WeightsError, f"{file}: the weights cannot be read"):
         return cast(dict[str, mx.array], mx.load(str(file)))
+
+
+def load_as_stored(
+    drafter: nn.Module,
+    weights: Mapping[str, mx.array],
+    wrong: str,
+    published: Callable[[str], str] = str,
+) -> None:
+    """Give a drafter its weights, lazily; layers that are stored quantized become quantized.
+
+    Args:
+        drafter: changed in place.
+        weights: by our names.
+        wrong: the beginning of an error.
+        published: the name of a tensor in its file, from ours.
+
+    Raises `WeightsError`, naming the tensor, unless the tensors match the network.
+    """
+
+    def stored_as(name: str, module: nn.Module) -> bool | dict[str, Any]:
+        if f"{name}.scales" not in weights or not hasattr(module, "to_quantized"):
+            return False
+        columns = module.weight.shape[-1]
+        bits = weights[f"{name}.weight"].shape[-1] * 32 // columns
+        group_size = columns // weights[f"{name}.scales"].shape[-1]
+        mode = mode_of(bits, group_size, f"{name}.biases" in weights)
+        return {"bits": bits, "group_size": group_size, "mode": mode}
+
+    with ErrorWrapper(WeightsError, f"{wrong} the quantized weights cannot be used"):
+        nn.quantize(drafter, class_predicate=stored_as)
+    expected = dict(tree_flatten(drafter.parameters()))
+    for name in sorted(expected.keys() ^ weights.keys()):
+        problem = "is missing" if name in expected else "has no place in it"
+        raise WeightsError(f"{wrong} the tensor {published(name)} {problem}.")
+    for name, tensor in weights.items():
+        shape = expected[name].shape
+        if tensor.shape != shape:
+            problem = f"is {tensor.shape} and not {shape}"
+            raise WeightsError(f"{wrong} the tensor {published(name)} {problem}.")
+    drafter.load_weights(list(weights.items()))
 
 
 def check_not_quantized(name: str, wanted: Quantization | None, quantized: bool) -> None:
