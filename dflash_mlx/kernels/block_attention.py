@@ -74,7 +74,7 @@ class TreeMask(NamedTuple):
 
 # What the layers of one kind share in a step: both launches with their numbers. The tree is kept,
 # so that its id stays its own.
-Round = tuple[Launch, list[mx.array], Launch, list[mx.array], TreeMask | None]
+Launches = tuple[Launch, list[mx.array], Launch, list[mx.array], TreeMask | None]
 
 
 class BlockAttention:
@@ -112,7 +112,7 @@ class BlockAttention:
             source=_MERGE,
             header=header,
         )
-        self._rounds: dict[Any, Round] = {}
+        self._launches: dict[Any, Launches] = {}
         self._no_sinks = mx.array([0.0] * FEWEST)
         self._sinks: dict[int, tuple[mx.array, mx.array]] = {}  # by id, which stays its own
 
@@ -145,12 +145,12 @@ class BlockAttention:
         """
         of = queries.shape, queries.dtype, _kind(keys), _kind(values), sinks is None
         key = *of, scale, first, window, None if tree is None else id(tree)
-        prepared = self._rounds.get(key)
+        prepared = self._launches.get(key)
         if prepared is None:
-            if len(self._rounds) >= MOST_STEPS:
-                self._rounds.clear()
+            if len(self._launches) >= MOST_STEPS:
+                self._launches.clear()
             given = queries, keys, values, scale, first, window, sinks, tree
-            prepared = self._rounds[key] = self._prepare(*given)
+            prepared = self._launches[key] = self._prepare(*given)
         attend, numbers, merge, counts, _ = prepared
         inputs = [mx.contiguous(queries), *_arrays(keys), *_arrays(values), *numbers]
         partial, stats = attend(inputs)
@@ -177,7 +177,7 @@ class BlockAttention:
         window: int | None,
         sinks: mx.array | None,
         tree: TreeMask | None,
-    ) -> Round:
+    ) -> Launches:
         check(queries, keys, values, sinks, tree)
         _, heads, nodes, head_dim = queries.shape
         key_heads, length = keys.shape[1:3]

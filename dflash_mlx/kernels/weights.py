@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import KernelError
-from .source import dtype_name, in_device_memory
+from .source import FEWEST, dtype_name, in_device_memory
 
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 
@@ -106,8 +106,8 @@ def check_product(x: mx.array, layout: str, w: Weights, up: Weights | None = Non
         raise KernelError(f"Gate and up differ: {shape} {traits(w)} and {up.shape} {traits(up)}.")
     if x.shape[-1] != shape[-1]:
         raise KernelError(f"x has {x.shape[-1]} columns, the weights have {shape[-1]}.")
-    if x.size < 8 or inputs(w)[0].size < 8:
-        raise KernelError("The matrix kernels take no arrays of fewer than 8 elements.")
+    if min(x.size, inputs(w)[0].size) < FEWEST:
+        raise KernelError(f"The matrix kernels take no arrays of fewer than {FEWEST} elements.")
 
 
 def traits(w: Weights) -> dict[str, Any]:
