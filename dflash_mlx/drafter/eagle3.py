@@ -21,9 +21,8 @@ from mlx_lm.models.cache import KVCache
 from ..sampling import Sampler
 from .config import DraftConfig, Eagle
 from .layers import Attention, DraftLayer
-from .model import weight_bytes
 from .network import DFlash
-from .stepwise import StepwiseSession
+from .stepwise import StepwiseDrafter, StepwiseSession
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 HEAD_NORM = "layers.0.self_attn.q_norm.weight"  # in heads with Qwen3's layers, not with Llama's
 
 
-class Eagle3(DFlash):
+class Eagle3(DFlash, StepwiseDrafter):
     """The EAGLE-3 head: loaded and borrowed from the target as a DFlash drafter is."""
 
     label = "EAGLE-3"
@@ -64,10 +63,6 @@ class Eagle3(DFlash):
         row = 2 * config.num_key_value_heads * config.head_dim * self.norm.weight.itemsize
         return config.num_hidden_layers * row * kept
 
-    def slot_cost(self, target: Target) -> float:
-        """What a drafted token is likely to cost, in plain steps of the target."""
-        return weight_bytes(self) / weight_bytes(target.model)
-
     def fuse(self, taps: mx.array) -> mx.array:
         """Features [N, S, D] from the concatenated taps [N, S, K*Dt]."""
         if "input_norm" in self:
@@ -81,7 +76,7 @@ class Eagle3(DFlash):
     def advance(
         self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
     ) -> mx.array:
-        """See `StepwiseNetwork`. The hidden states are those before the final norm."""
+        """See `StepwiseDrafter`. The hidden states are those before the final norm."""
         first: DraftLayer = self.layers[0]
         normed = self.hidden_norm(features)
         x = normed if self.eagle.norm_before_residual else features
@@ -100,12 +95,8 @@ class Eagle3(DFlash):
         return self.norm(hidden) if self.eagle.norm_output else hidden
 
     def start(self, target: Target, sampler: Sampler | None = None) -> StepwiseSession:  # type: ignore[override]
-        """Begin one request over `target`; without a sampler it drafts greedily.
-
-        Raises `IncompatibleDrafterError`.
-        """
-        self.check_fits(target)
-        return StepwiseSession(self, target, sampler or Sampler())
+        """See `StepwiseDrafter`."""
+        return StepwiseDrafter.start(self, target, sampler)
 
 
 def _attend(attention: Attention, cache: KVCache, given: mx.array | None, x: mx.array) -> mx.array:

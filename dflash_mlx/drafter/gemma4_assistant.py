@@ -20,21 +20,18 @@ from mlx_lm.models import gemma4_text
 from mlx_lm.models.cache import KVCache
 
 from ..errors import ConfigError, IncompatibleDrafterError
-from ..sampling import Sampler
 from ..targets.internals import text_model
 from ..validation import is_integer
-from .model import weight_bytes
 from .packagings import SLIDING
-from .stepwise import StepwiseSession
+from .stepwise import StepwiseDrafter
 
 if TYPE_CHECKING:
     from ..targets import Target
 
-BLOCK_SIZE = 8  # the most rows of a draft
 SIZES = ("backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k")
 
 
-class Gemma4Assistant(nn.Module):
+class Gemma4Assistant(StepwiseDrafter, nn.Module):
     """The assistant of one target.
 
     Args:
@@ -47,8 +44,6 @@ class Gemma4Assistant(nn.Module):
     Raises: `ConfigError`, `IncompatibleDrafterError`.
     """
 
-    block_size = BLOCK_SIZE
-    drafts_trees = True
     drafts_add_rows = False  # drafted rows have no keys
     label = "Gemma 4 assistant"
 
@@ -93,18 +88,10 @@ class Gemma4Assistant(nn.Module):
         """Bytes of a request's caches after so many tokens."""
         return self._row * tokens * self.pre_projection.weight.itemsize
 
-    def slot_cost(self, target: Target) -> float:
-        """What a drafted token is likely to cost, in plain steps of the target."""
-        return weight_bytes(self) / weight_bytes(target.model)
-
-    def fuse(self, taps: mx.array) -> mx.array:
-        """The taps, [1, S, K*D]: each has its own use."""
-        return taps
-
     def advance(
         self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
     ) -> mx.array:
-        """See `StepwiseNetwork`. Hidden states are those of the last row, [1, 1, D], normed.
+        """See `StepwiseDrafter`. Hidden states are those of the last row, [1, 1, D], normed.
 
         The features are taps [1, S, K*Dt], or of a drafted token [1, 1, Dt].
         """
@@ -147,13 +134,6 @@ class Gemma4Assistant(nn.Module):
         """The features [1, 1, Dt] of the next slot."""
         return self.post_projection(hidden)
 
-    def widen(self, scores: mx.array) -> mx.array:
-        """All tokens can be drafted."""
-        return scores
-
-    def token_ids(self) -> None:
-        """All tokens can be drafted."""
-
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the target is as wide, with as many tokens."""
         own, theirs = (self._width, self.vocab_size), (target.hidden_size, target.vocab_size)
@@ -162,14 +142,6 @@ class Gemma4Assistant(nn.Module):
                 f"The assistant is another target's: its hidden_size and vocab_size are {own}, "
                 f"{target.name} has {theirs}."
             )
-
-    def start(self, target: Target, sampler: Sampler | None = None) -> StepwiseSession:
-        """Begin one request over `target`; without a sampler it drafts greedily.
-
-        Raises `IncompatibleDrafterError`.
-        """
-        self.check_fits(target)
-        return StepwiseSession(self, target, sampler or Sampler())
 
 
 def _sources(args: gemma4_text.ModelArgs, target: Target) -> dict[str, int]:

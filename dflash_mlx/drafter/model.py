@@ -11,20 +11,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..errors import IncompatibleDrafterError
 from ..sampling import Sampler
 from ..targets.caches import Arrays, Checkpoint
 from ..targets.target import PREFILL_STEP
-from .stepwise import ChainSession
+from .stepwise import BLOCK_SIZE, MOST_PENDING, ChainSession, weight_bytes
 
 if TYPE_CHECKING:
     from ..targets import Target
 
-BLOCK_SIZE = 8  # the most rows of a draft, which costs more with each
-MOST_PENDING = 256  # tokens that wait for a draft
 SAME = 0.99  # of the target's tokens that must be the draft model's under the same id
 
 
@@ -182,11 +178,6 @@ class ModelSession(ChainSession):
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Start with `position` tokens, which `read_tokens` gets next."""
         self._session.restore(position, rows, state, room)
-
-
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a model's weights."""
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 
 def _vocabulary(model: Target) -> dict[str, int]:

@@ -19,7 +19,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import IncompatibleDrafterError
-from ..sampling import Sampler
 from ..targets.internals import (
     CacheList,
     DeepseekV32Attention,
@@ -29,13 +28,10 @@ from ..targets.internals import (
     own_class,
     text_model,
 )
-from .model import weight_bytes
-from .stepwise import StepwiseSession
+from .stepwise import StepwiseDrafter, weight_bytes
 
 if TYPE_CHECKING:
     from ..targets import Target
-
-BLOCK_SIZE = 8  # the most rows of a draft, which costs more with each
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ LAYOUTS = {
 }
 
 
-class MTPHead(nn.Module):
+class MTPHead(StepwiseDrafter, nn.Module):
     """The head of a target; its weights are loaded by their names in `HeadLayout.names`.
 
     Args:
@@ -129,8 +125,6 @@ class MTPHead(nn.Module):
     Raises `IncompatibleDrafterError` for a target that does not end with a norm in this process.
     """
 
-    block_size = BLOCK_SIZE
-    drafts_trees = True
     label = "MTP"
 
     def __init__(self, target: Target, layout: HeadLayout) -> None:
@@ -184,7 +178,7 @@ class MTPHead(nn.Module):
     def advance(
         self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
     ) -> mx.array:
-        """See `StepwiseNetwork`. The hidden states are normed."""
+        """See `StepwiseDrafter`. Hidden states, the next rows' features, are normed."""
         both = [self.embedding_norm(target.embed(tokens)), self.feature_norm(features)]
         if self._feature_first:
             both.reverse()
@@ -202,17 +196,6 @@ class MTPHead(nn.Module):
         """Logits [1, S, V] of hidden states [1, S, D]."""
         return target.head(hidden)
 
-    def feedback(self, hidden: mx.array) -> mx.array:
-        """The features of the next rows: the normed outputs, as the target's are."""
-        return hidden
-
-    def widen(self, scores: mx.array) -> mx.array:
-        """All tokens can be drafted."""
-        return scores
-
-    def token_ids(self) -> None:
-        """All tokens can be drafted."""
-
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the target is as wide as the head's own."""
         own, width = self.norm.weight.size, target.hidden_size
@@ -220,11 +203,3 @@ class MTPHead(nn.Module):
             raise IncompatibleDrafterError(
                 f"The MTP head is another target's: it is {own} wide, {target.name} is {width}."
             )
-
-    def start(self, target: Target, sampler: Sampler | None = None) -> StepwiseSession:
-        """Begin one request over `target`; without a sampler it drafts greedily.
-
-        Raises `IncompatibleDrafterError`.
-        """
-        self.check_fits(target)
-        return StepwiseSession(self, target, sampler or Sampler())

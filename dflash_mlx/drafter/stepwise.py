@@ -9,11 +9,13 @@ after the draft, even if the target accepts their tokens: kept rows come from th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from ..proposal import Proposal
+from ..sampling import Sampler
 from ..targets import caches
 from ..targets.caches import Arrays, strip_prefix
 from ..targets.taps import gathered
@@ -22,27 +24,33 @@ from .protocol import DraftSession
 from .tree import DraftTree
 
 if TYPE_CHECKING:
-    from ..sampling import Sampler
     from ..targets import Target
 
-MOST_PENDING = 256  # features that wait for a draft
+BLOCK_SIZE = 8  # the most rows of a draft, which costs more with each
+MOST_PENDING = 256  # features or tokens that wait for a draft
 
 
-class StepwiseNetwork(Protocol):
-    """A network that drafts one token at a time.
+class StepwiseDrafter:
+    """A network that drafts one token at a time; mixed into an MLX module.
 
-    `drafts_add_rows`, if it is there and False, says that drafted rows do not enter its caches.
+    Attributes:
+        drafts_add_rows: whether drafted rows enter its caches.
     """
+
+    drafts_trees = drafts_add_rows = True
 
     @property
     def block_size(self) -> int:
         """The most rows of a draft, the anchor included."""
+        return BLOCK_SIZE
 
     def make_cache(self) -> list[Any]:
         """Empty caches of mlx-lm's kinds that can be trimmed."""
+        raise NotImplementedError
 
     def fuse(self, taps: mx.array) -> mx.array:
-        """Features [1, S, D] from the concatenated taps [1, S, K*Dt]."""
+        """Features [1, S, D] from the concatenated taps [1, S, K*Dt]; here these themselves."""
+        return taps
 
     def advance(
         self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
@@ -51,18 +59,39 @@ class StepwiseNetwork(Protocol):
 
         Each row has the features [1, S, D] of a token, and the token after it, of `tokens` [1, S].
         """
+        raise NotImplementedError
 
     def logits(self, hidden: mx.array, target: Target) -> mx.array:
         """Logits [1, S, DV] of hidden states [1, S, D], for the tokens that can be drafted."""
+        raise NotImplementedError
 
     def feedback(self, hidden: mx.array) -> mx.array:
-        """The features [1, S, D] of the next rows, from hidden states [1, S, D]."""
+        """The features [1, S, D] of the next rows; here the hidden states [1, S, D]."""
+        return hidden
 
     def widen(self, scores: mx.array) -> mx.array:
-        """Scores [L, DV] as scores [L, V]."""
+        """Scores [L, DV] as scores [L, V]; here all tokens can be drafted."""
+        return scores
 
     def token_ids(self) -> mx.array | None:
         """The ids [DV] of the tokens that can be drafted; None for all."""
+        return None
+
+    def slot_cost(self, target: Target) -> float:
+        """What a drafted token is likely to cost, in plain steps of the target."""
+        return weight_bytes(self) / weight_bytes(target.model)
+
+    def check_fits(self, target: Target) -> None:
+        """Raise `IncompatibleDrafterError` unless the target is its own."""
+        raise NotImplementedError
+
+    def start(self, target: Target, sampler: Sampler | None = None) -> StepwiseSession:
+        """Begin one request over `target`; without a sampler it drafts greedily.
+
+        Raises `IncompatibleDrafterError`.
+        """
+        self.check_fits(target)
+        return StepwiseSession(self, target, sampler or Sampler())
 
 
 class ChainSession(DraftSession):
@@ -114,7 +143,7 @@ class StepwiseSession(ChainSession):
 
     can_trim = False
 
-    def __init__(self, drafter: StepwiseNetwork, target: Target, sampler: Sampler) -> None:
+    def __init__(self, drafter: StepwiseDrafter, target: Target, sampler: Sampler) -> None:
         self.drafter, self.target, self._sampler = drafter, target, sampler
         self._cache = drafter.make_cache()
         self._rows = 0  # of the cache; row i has the features of token i and token i + 1
@@ -150,7 +179,6 @@ class StepwiseSession(ChainSession):
         mx.async_eval(self._features[0][0])  # nothing of the draft computes it
         hidden = drafter.advance(drafter.fuse(taps), mx.array([tokens]), cache, target)[:, -1:]
         drafted, scores, own = mx.zeros((0,), mx.int32), list[mx.array](), 1
-        added = getattr(drafter, "drafts_add_rows", True)
         try:
             for slot in range(slots := min(width, drafter.block_size) - 1):
                 logits = drafter.widen(drafter.logits(hidden, target)[0])
@@ -159,7 +187,7 @@ class StepwiseSession(ChainSession):
                 scores.append(score)
                 drafted = mx.concatenate([drafted, token])
                 if slot + 1 < slots:
-                    features, own = drafter.feedback(hidden), own + added
+                    features, own = drafter.feedback(hidden), own + drafter.drafts_add_rows
                     hidden = drafter.advance(features, token[None], cache, target)
         finally:  # a processor may fail
             for layer in cache:
@@ -235,3 +263,8 @@ class StepwiseSession(ChainSession):
         self.position, self._rows = position, position - 1
         self._features = [(state["features"], [0])]
         self._start_computing()
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of an MLX module's weights."""
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from ..answers.families import AnswerFormat
+from ..drafter.stepwise import weight_bytes
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -83,7 +83,7 @@ class LoadedModelInfo(ModelInfo):
 
     @cached_property
     def _bytes(self) -> int:
-        return sum(array.nbytes for _, array in tree_flatten(self.target.model.parameters()))
+        return weight_bytes(self.target.model)
 
     @cached_property
     def _parameters(self) -> int:
