@@ -147,8 +147,7 @@ class DraftConfig:
     gemma4: bool = False  # Gemma 4's layers,
     keys_are_values: bool = False  # whose values are the keys, before the keys' norm
     own_embedding_scale: float = 1.0  # on embeddings of its own table; the target scales its own
-    runtime_block_size: int | None = checked(ROWS, None)  # rows that the publisher suggests to run
-    draft_window_size: int | None = checked(whole(), None)  # and to remember
+    draft_window_size: int | None = checked(whole(), None)  # rows that it should remember
     quantization: Mapping[str, Any] | None = None  # of weights stored quantized, as mlx-lm says it
     unreadable: str | None = None  # why the weights cannot be read, if they cannot
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -196,7 +196,7 @@ HARMLESS = frozenset(
         "target_model_name_or_path initial_context_length embed_requires_grad freeze_embed "
         "router_aux_loss_coef output_router_logits "
         # hints for serving: any value gives the same text
-        "dflash_initial_block_size prefer_requested_block_size "
+        "dflash_initial_block_size prefer_requested_block_size runtime_block_size "
         "dspark_draft_topk confidence_threshold confidence_temperatures sts_temperatures "
         # all positions of a text are alike
         "mrope_section mrope_interleaved "
