@@ -125,10 +125,8 @@ class BatchVerifier:
         layers.slots.arrange(sessions, [len(request.proposal) for request in requests])
         wanted = [session.tap_layers for session in sessions]
         tapped = tuple(dict.fromkeys(layer for each in wanted for layer in each))
-        rows, (overrides, recorder) = (
-            BatchRows(requests, [session.slot for session in sessions]),
-            self._taps(tapped),
-        )
+        rows = BatchRows(requests, [session.slot for session in sessions])
+        overrides, recorder = self._taps(tapped)
         logits = layers.forward(rows, overrides)
         taps = recorder.take(len(rows))
         parts = zip(rows.split(logits, 0), rows.split(taps), wanted, strict=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..proposal import Proposal
 from .internals import mask_of
-from .kv_slots import Member, Slot, SlotArray, SlotRows
+from .kv_slots import RowSpan, Slot, SlotArray, SlotRows
 from .overrides import Entry
 from .tree import Tree
 
@@ -77,10 +77,9 @@ class BatchRows:
     def __init__(self, requests: Sequence[RequestRows], slots: Sequence[Slot | None] = ()) -> None:
         self.requests = requests
         self.widths = [len(request.proposal) for request in requests]
-        ends = list(accumulate(self.widths))
-        self._cuts, self._rows = ends[:-1], sum(self.widths)
+        *self._starts, self._rows = accumulate(self.widths, initial=0)
         self._windows: dict[int, mx.array] = {}
-        members: dict[SlotArray, dict[int, Member]] = {}
+        members: dict[SlotArray, dict[int, RowSpan]] = {}
         self.own = []
         for at, (request, slot) in enumerate(
             zip(requests, slots or [None] * len(requests), strict=True)
@@ -88,7 +87,7 @@ class BatchRows:
             if slot is None or slot.array is None:
                 self.own.append(at)
                 continue
-            member = Member(ends[at] - self.widths[at], self.widths[at], request.position)
+            member = RowSpan(self._starts[at], self.widths[at], request.position)
             members.setdefault(slot.array, {})[slot.index] = member
         self.slots = [
             SlotRows(array, [found[index] for index in range(len(found))])
@@ -134,7 +133,7 @@ class BatchRows:
         """Each request's part of x, whose axis has R rows."""
         if x.shape[axis] != len(self):
             raise ValueError(f"{x.shape} does not have {len(self)} rows on axis {axis}.")
-        return list(mx.split(x, self._cuts, axis=axis))
+        return list(mx.split(x, self._starts[1:], axis=axis))
 
     def join(self, in_slots: Sequence[mx.array], own: Sequence[mx.array]) -> mx.array:
         """All rows [1, H, R, D] in order: those in slots [n, H, W, D], and others [1, H, N, D]."""
@@ -145,10 +144,7 @@ class BatchRows:
     @cached_property
     def _order(self) -> mx.array | None:
         """The place of each row in what `join` joins; None if they are in order."""
-        starts = [
-            end - width for end, width in zip([*self._cuts, len(self)], self.widths, strict=True)
-        ]
-        own = [np.arange(starts[at], starts[at] + self.widths[at]) for at in self.own]
+        own = [self._starts[at] + np.arange(self.widths[at]) for at in self.own]
         rows = np.concatenate([*(one.table.reshape(-1) for one in self.slots), *own])
         if np.array_equal(rows, np.arange(len(self))):
             return None

@@ -86,11 +86,8 @@ class SlotArray:
         ):
             lengths = [cache.offset for cache in caches]
             for at, name in enumerate(("keys", "values")):
-                rows, held, start = (
-                    [getattr(one, name) for one in caches],
-                    pair[at],
-                    first * sizes[at],
-                )
+                rows = [getattr(one, name) for one in caches]
+                held, start = pair[at], first * sizes[at]
                 if start + len(rows) * sizes[at] > len(held):
                     spare = (first + len(rows)) // SPARE
                     entering = self._padded(rows, lengths, spare)
@@ -207,7 +204,7 @@ class KVSlots:
                 session.slot = slot
 
 
-class Member(NamedTuple):
+class RowSpan(NamedTuple):
     """A request in a slot: its first row in a forward, its number of rows, their first position."""
 
     first: int
@@ -229,16 +226,15 @@ class SlotRows:
         table: [n, W], the places of the rows in the forward.
     """
 
-    def __init__(self, array: SlotArray, members: Sequence[Member]) -> None:
+    def __init__(self, array: SlotArray, members: Sequence[RowSpan]) -> None:
         first, width, position = np.array(members, np.int32).T[:, :, None]
         places = np.minimum(np.arange(width.max(), dtype=np.int32), width - 1)
         self._array, self.table = array, first + places
-        start, count = int(self.table[0, 0]), self.table.size
+        rows, start = self.table.reshape(-1), int(self.table[0, 0])
+        span = slice(start, start + len(rows))
         # Rows side by side are read in place.
-        side_by_side = np.array_equal(self.table.reshape(-1), np.arange(start, start + count))
-        self._rows = (
-            slice(start, start + count) if side_by_side else mx.array(self.table.reshape(-1))
-        )
+        side_by_side = np.array_equal(rows, np.arange(span.start, span.stop))
+        self._rows = span if side_by_side else mx.array(rows)
         self._positions, self._end = position + places, int((position + width).max())
         self._places: dict[int, mx.array] = {}
         self._masks: dict[int | None, mx.array] = {}
