@@ -1,6 +1,6 @@
 """The shapes of a model's matrices, attention and recurrence, by which kernels are chosen.
 
-The table, the benchmark and the roofline all use this list. Weights may be lazy.
+Autotuning, the guess and the roofline all use this list. Weights may be lazy.
 """
 
 from __future__ import annotations
