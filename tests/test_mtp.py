@@ -170,12 +170,19 @@ def test_a_head_that_is_stored_quantized_loads_as_it_is(mode, tmp_path) -> None:
     name = next(name for name in stored if name.endswith("eh_proj.weight"))
     parts = mx.quantize(stored.pop(name), group_size=32, bits=4, mode=mode)
     names = (name.replace("weight", part) for part in ("weight", "scales", "biases"))
-    mx.save_safetensors(str(file), stored | dict(zip(names, parts, strict=False)))
+    stored = {one: mx.array(value) for one, value in stored.items()}  # read, before it is written
+    stored |= dict(zip(names, parts, strict=False))
+    mx.save_safetensors(str(file), stored)
     _, head = load(str(folder), draft="mtp")
     expected = mx.dequantize(*parts, group_size=32, bits=4, mode=mode)
     assert mx.allclose(head.fc.weight, expected, rtol=1e-2)  # its layers are unpacked on a CPU
     with pytest.raises(SettingsError, match="quantized already"):
         load(str(folder), draft="mtp", draft_bits=4)
+    if mode == "affine":
+        del stored[name.replace("weight", "biases")]
+        mx.save_safetensors(str(file), stored)
+        with pytest.raises(WeightsError, match=r"eh_proj\.biases is missing"):
+            load(str(folder), draft="mtp")
 
 
 @pytest.mark.parametrize("family", HEADS)

@@ -144,10 +144,10 @@ def _read(
     """Read a drafter's weights, and give its layers to our kernels."""
     quantized = any("scales" in module for module in drafter.modules())
     check_not_quantized(name, quantization, quantized)
-    if quantized and on_cpu():
-        # MLX's quantized products are slow on a CPU, and drafts do not change the text.
-        dequantize_model(drafter)
     with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
+        if quantized and on_cpu():
+            # MLX's quantized products are slow on a CPU, and drafts do not change the text.
+            dequantize_model(drafter)
         start_reading(name, drafter, quantization)
         evaluate(drafter)
     if kernels is not None:

@@ -34,14 +34,12 @@ def stored_quantization(config: Mapping[str, Any]) -> Quantization | None:
     return Quantization(stored["bits"], stored["group_size"], stored.get("mode", "affine"))
 
 
-def mode_of(bits: int, group_size: int, biases: bool) -> str:
-    """The mode of stored weights with or without biases, which only "affine" has."""
-    sizes = {
-        (widths[0], groups[0]): mode
-        for mode, (widths, groups, _) in _MODES.items()
-        if mode != "affine"
-    }
-    return "affine" if biases else sizes.get((bits, group_size), "affine")
+def mode_of(bits: int, group_size: int, bytes_as_scales: bool) -> str:
+    """The mode of stored weights; "affine" has scales in floating point."""
+    for mode, (widths, groups, _) in _MODES.items() if bytes_as_scales else ():
+        if mode != "affine" and bits in widths and group_size in groups:
+            return mode
+    return "affine"
 
 
 @dataclass(frozen=True)

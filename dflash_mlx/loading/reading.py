@@ -59,10 +59,10 @@ def load_as_stored(
     def stored_as(name: str, module: nn.Module) -> bool | dict[str, Any]:
         if f"{name}.scales" not in weights or not hasattr(module, "to_quantized"):
             return False
-        columns = module.weight.shape[-1]
+        columns, scales = module.weight.shape[-1], weights[f"{name}.scales"]
         bits = weights[f"{name}.weight"].shape[-1] * 32 // columns
-        group_size = columns // weights[f"{name}.scales"].shape[-1]
-        mode = mode_of(bits, group_size, f"{name}.biases" in weights)
+        group_size = columns // scales.shape[-1]
+        mode = mode_of(bits, group_size, scales.dtype == mx.uint8)
         return {"bits": bits, "group_size": group_size, "mode": mode}
 
     with ErrorWrapper(WeightsError, f"{wrong} the quantized weights cannot be used"):
