@@ -118,9 +118,9 @@ def open_pair(
         announce(draft or known_drafter(names.model), hub, drafter=True)
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
+        load, load_target = dflash_mlx.load, dflash_mlx.load_target
         from dflash_mlx.drafter.lookup import LookupDrafter
 
-        load, load_target = dflash_mlx.load, dflash_mlx.load_target
     target_bits, draft_bits = weights.target_bits, weights.draft_bits
     settings = weights.settings | {"kernels": weights.kernels}
     settings |= {"reserved": reserved}

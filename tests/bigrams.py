@@ -20,6 +20,7 @@ class BigramTarget:
 
     name, context_length, position = "bigrams", 2**31, 0
     supports_trees = can_trim = can_pipeline = True
+    wiring = None
 
     def __init__(self, table: np.ndarray) -> None:
         self.table, self.vocab_size = mx.array(table.astype(np.float32)), len(table)
@@ -33,6 +34,9 @@ class BigramTarget:
         return session
 
     def check_trees(self):
+        pass
+
+    def leave_slot(self):
         pass
 
     def prefill(self, tokens, stops=(), step=None):

@@ -336,7 +336,9 @@ def test_models_ask_their_caches(family):
     parts = [part for cache in asked for part in getattr(cache, "caches", (cache,))]
     for part in parts:
         masks, keeps = told("mask", part.make_mask), told("keep", part.update_and_fetch)
+        assert not internals.is_hooked(part)
         internals.hook(part, masks, keeps)
+        assert internals.is_hooked(part)
     logits = model(tokens, cache=asked)
     assert mx.array_equal(logits, model(tokens, cache=plain))
     assert seen.count("keep") == len(parts) and "mask" in seen

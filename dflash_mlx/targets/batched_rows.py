@@ -7,7 +7,7 @@ any other array. So a model that does more with them fails while its forward is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,8 +170,12 @@ class BatchedCache:
 
     def make_mask(self, N: int, **settings: Any) -> PerRequest:
         """The masks that the caches make for their own rows; N is R."""
+        return PerRequest(self.masks(settings))
+
+    def masks(self, settings: Mapping[str, Any]) -> list[Any]:
+        """The masks, by request."""
         pairs = zip(self.parts, self.rows.widths, strict=True)
-        return PerRequest(mask_of(cache, rows, **settings) for cache, rows in pairs)
+        return [mask_of(cache, rows, **settings) for cache, rows in pairs]
 
     def __getitem__(self, index: int) -> Any:
         """The caches at an index of a layer with several; `keys` where arrays are there."""
@@ -224,8 +228,8 @@ class SlotKVCache(BatchedKVCache):
     def make_mask(self, N: int, **settings: Any) -> PerRequest:
         """Those of each request, and of the rows in each slot array."""
         window = settings.get("window_size")
-        own = super().make_mask(N, **settings)
-        return PerRequest(own.parts, [slots.mask(window) for slots in self.rows.slots])
+        own = self.masks(settings)
+        return PerRequest(own, [slots.mask(window) for slots in self.rows.slots])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerRequest, PerRequest]:
         """Write all rows of a slot array at once."""
