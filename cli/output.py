@@ -112,10 +112,11 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
     fastest = max((speed for _, speed, _ in rows), default=0.0)
     width = min(BAR_WIDTH, max(4, stderr().width - BESIDE_BAR))
     figure, remarks = Column(justify="right", no_wrap=True), Column(style="bold green")
-    table = Table.grid("", Column(width=width), figure, remarks, padding=(0, 1))
-    for name, speed, remark in rows:
+    name = Column(no_wrap=True, overflow="fold")  # never shortened for an empty remark
+    table = Table.grid(name, Column(width=width), figure, remarks, padding=(0, 1))
+    for label, speed, remark in rows:
         bar = ProgressBar(fastest, speed, width, complete_style="blue", finished_style="green")
-        table.add_row(name, bar, f"{rate(speed)} tok/s", remark)
+        table.add_row(label, bar, f"{rate(speed)} tok/s", remark)
     return table
 
 

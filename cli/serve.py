@@ -234,8 +234,9 @@ def _names(
         raise SettingsError("--hosts keeps one model loaded: give one --model, and no --idle.")
     if several and draft not in (None, LOOKUP, NONE):
         raise SettingsError("--draft of several models is lookup or none; known ones are found.")
-    if len(set(map(short, models))) < len(models):
-        raise SettingsError("Two models have the same name: rename a folder.")
+    names = list(map(short, models))
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise SettingsError(f"Two models are called {twice[0]}: give it once, or rename a folder.")
     for name in models if several else ():  # one of them may be loaded hours later
         check_name(name)
     return [options.Names(name, draft) for name in models]
@@ -334,7 +335,8 @@ def _keys(access: Access) -> frozenset[str]:
             lines = map(str.strip, path.read_text().splitlines())
             found = {line for line in lines if line and not line.startswith("#")}
         except (OSError, UnicodeDecodeError) as error:
-            raise OutputError(f"{path}: the keys cannot be read ({error}).") from error
+            why = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise OutputError(f"{path}: the keys cannot be read ({why}).") from error
         keys |= found or {""}
     if "" in keys:
         raise SettingsError("An API key is empty: give a key, or a file with one in each line.")

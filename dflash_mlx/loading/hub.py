@@ -160,9 +160,7 @@ class Hub:
             copies = [repo for repo in cache.repos if repo.repo_id == name]
             revisions = [one.commit_hash for repo in copies for one in repo.revisions]
         if not revisions:
-            raise ModelNotFoundError(
-                f"{name} is not downloaded; 'dflash-mlx models' shows what is."
-            )
+            raise ModelNotFoundError(f"{name} is not downloaded; 'dflash-mlx list' shows what is.")
         strategy = cache.delete_revisions(*revisions)
         strategy.execute()
         return strategy.expected_freed_size
