@@ -11,6 +11,7 @@ host, so a step waits for its drafts, and once more for each that does not fit (
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 # One space between parts: small models would fill an answer with white space if they could.
 SPACES: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Around the reason in an error about a schema in a grammar of ours: its place and the grammar.
+_PLACE: Final = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?|\n *\d+ \| (?s:.*)")
 
 
 class GrammarTokens:
@@ -76,7 +79,9 @@ class GrammarTokens:
             problem = "no text fits it" if matcher.is_error() else ""
         if problem:
             # All lines: for a regular expression the last one has the reason.
-            raise SettingsError(f"{what} cannot be used: {' '.join(problem.split())}")
+            raise SettingsError(
+                f"{what} cannot be used: {' '.join(_PLACE.sub('', problem).split())}"
+            )
         return matcher
 
 

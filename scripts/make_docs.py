@@ -120,8 +120,9 @@ def fields() -> str:
         "",
         "Fields that are not listed are ignored, misspelt ones too. Empty strings in `stop` and "
         "`stop_sequences`",
-        "are dropped. Of `seed` the last 32 bits count. Negative `max_tokens` are the server's "
-        "`--max-tokens`.",
+        "are dropped. Of `seed` the last 32 bits count. `max_tokens: -1`, and a negative "
+        "`num_predict`, are",
+        "the server's `--max-tokens`.",
         "",
     ]
     for body in BODIES:

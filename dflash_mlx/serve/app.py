@@ -166,7 +166,7 @@ class Endpoints:
     async def ollama_show(self, request: Request) -> Response:
         """Ollama's description of a model."""
         body = await read_body(request, ollama.OllamaShowBody)
-        return JSONResponse(self._models.find(body.model).info.ollama_details())
+        return JSONResponse(self._models.find(body.wanted).info.ollama_details())
 
     async def ollama_version(self, request: Request) -> Response:
         """The version of Ollama's API."""

@@ -10,6 +10,7 @@ import secrets
 from typing import Any, Final
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from ..errors import DFlashError, NotEnoughMemoryError, PromptError, SettingsError
 
@@ -112,11 +113,28 @@ class ContextLengthError(RequestError):
 def from_validation(error: ValidationError) -> RequestError:
     """The error of a body that does not fit its model."""
     # The last error is about the last type of a union, a list or an object: it says most.
-    last = error.errors(include_url=False, include_input=False, include_context=False)[-1]
+    errors = error.errors(include_url=False, include_input=False)
+    last = errors[-1]
     names = [str(part) for part in last["loc"] if isinstance(part, int) or _is_field(part)]
     param = ".".join(names)[:200]
-    message = "is not supported" if last["type"] == "none_required" else last["msg"]
+    message = _message(last)
+    # In a union the type ends the path, and no field does.
+    place = last["loc"][:-1] if last["loc"] and not _is_field(str(last["loc"][-1])) else None
+    choices = [one for one in errors if one["type"] == "literal_error" and one["loc"][:-1] == place]
+    if choices and last not in choices:
+        other = "a JSON schema" if last["type"].startswith("json") else "an object"
+        expected = choices[0]["ctx"]["expected"].removeprefix("'' or ")
+        message = f"Input should be {expected}, or {other}"
     return RequestError(f"{param}: {message}" if param else message, param=param or None)
+
+
+def _message(error: ErrorDetails) -> str:
+    """What is wrong, without names of classes."""
+    if error["type"] == "none_required":
+        return "is not supported"
+    if error["type"] in ("model_type", "dict_type"):
+        return "Input should be an object" if error["loc"] else "The body should be a JSON object."
+    return error["msg"]
 
 
 def _is_field(part: str) -> bool:

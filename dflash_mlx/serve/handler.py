@@ -19,6 +19,7 @@ from ..answers.families import AnswerFormat
 from ..answers.parser import AnswerParser, MarkedText, Part, Reasoning, stop_scope
 from ..errors import DFlashError
 from ..events import Event, Stats
+from ..prompt import thinks
 from ..stream import skip_text_start, text_of
 from ..threads import clean_up_at_end
 from ..validation import ErrorWrapper
@@ -344,6 +345,7 @@ class RequestHandler:
         self, request: GenerationRequest, salt: str, unless_all: ExitStack
     ) -> ResponseStream:
         """Submit a request's jobs. `unless_all` cancels them if another one fails."""
+        asks_to_think = request.template_settings.get("enable_thinking")
         template = {**self._template, **request.template_settings}
         request = replace(request, template_settings=template)
         prompt = encode(self.target, self.form, request)
@@ -373,6 +375,8 @@ class RequestHandler:
         if request.schema is not None and request.tool_choice == "auto" and request.tools:
             if not self._grammars.may_call_beside_schema:
                 ignored.append("tools beside a response format")
+        if asks_to_think and not self.form.thought[0] and thinks(self.target.tokenizer, {}) is None:
+            ignored.append("thinking")
         return ResponseStream(self, request, len(prompt.ids), choices, ignored)
 
     def _reader(

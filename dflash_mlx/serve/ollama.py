@@ -139,6 +139,14 @@ class OllamaShowBody(Body):
     """POST /api/show"""
 
     model: ModelName = ""
+    name: ModelName = ""  # the older field
+
+    @property
+    def wanted(self) -> str:
+        """The model's name in either field. Raises `RequestError` if both are empty."""
+        if not (self.model or self.name):
+            raise RequestError("model: Field required", param="model")
+        return self.model or self.name
 
 
 class OllamaResponse:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 from .body import Body, ListOf
+from .errors import RequestError
 from .openai_common import ContentPart, flat_name, read_content, read_message, template_call
 from .request import instead_of
 
 CALLS: Final = ("function_call", "custom_tool_call")
+# Of tools that run on OpenAI's servers, and what Codex keeps: agents send them back.
+_HOSTED: Final = re.compile(r"mcp_\w+|\w+_(call|output)|\w*compaction\w*|ghost_snapshot")
 CUSTOM_INPUT: Final = "input"  # the argument of a custom tool, as the model reads it
 
 
@@ -36,7 +40,10 @@ class InputItem(Body):
 
 
 def messages_of(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
-    """The messages as chat templates take them: reasoning, text and calls in a row become one."""
+    """The messages as chat templates take them: reasoning, text and calls in a row become one.
+
+    Raises `RequestError` for an item of an unknown type.
+    """
     turn: dict[str, Any] = {}
     for item in items:
         kind = "assistant" if item.role == "assistant" else item.type
@@ -56,7 +63,9 @@ def messages_of(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
         elif kind in ("function_call_output", "custom_tool_call_output"):
             content = read_content(item.output, "\n")
             yield {"role": "tool", "content": content, "tool_call_id": item.call_id or ""}
-        else:  # a call of a tool that runs on OpenAI's servers
+        elif not _HOSTED.fullmatch(kind):
+            raise RequestError(f"input: items of type {kind[:40]!r} are unknown", param="input")
+        else:
             yield {"role": "assistant", "content": instead_of(kind[:40])}
     if turn:
         yield turn

@@ -185,6 +185,12 @@ def test_invalid_schemas_are_refused(target):
     for schema in ({"type": "nonsense"}, {"$ref": "https://example.org/x"}, {"$ref": "#"}):
         with pytest.raises((SettingsError, RequestError)):
             grammars(target).make(ask(schema=schema), False)
+    for schema, reason in (
+        ({"type": "strang"}, "Invalid type: strang"),
+        ({"pattern": "(a"}, "group"),
+    ):
+        with pytest.raises(SettingsError, match=f"cannot be used: [^|%]*{reason}$"):
+            grammars(target).make(ask(schema=schema), False)
 
 
 @pytest.mark.parametrize(("objects", "each", "told"), [(1, 1001, "An object"), (7, 900, "All")])

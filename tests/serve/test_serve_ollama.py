@@ -109,6 +109,19 @@ def test_thinking(think, shown):
     assert engine.prompt() == shown + "Hi"
 
 
+def test_a_header_says_that_the_model_does_not_think(engine):
+    def ignored(target, path, **more):
+        with client(FakeEngine(target)) as server:
+            return server.post(path, json=ask(path, **more)).headers.get("x-dflash-ignored")
+
+    plain = make_target()
+    enabled = {"thinking": {"type": "enabled"}, "max_tokens": 3}
+    assert ignored(plain, CHAT, think=True) == "thinking"
+    assert ignored(plain, "/v1/messages", **enabled) == "thinking"
+    assert ignored(plain, "/v1/chat/completions", reasoning_effort="low") == "thinking"
+    assert ignored(plain, CHAT, think=False) is ignored(engine.target, CHAT, think=True) is None
+
+
 def test_a_raw_prompt_is_continued(engine):
     with client(engine) as server:
         pieces = lines(server.post(GENERATE, json=ask(GENERATE, raw=True)))
@@ -127,7 +140,8 @@ def test_a_raw_prompt_is_continued(engine):
         (GENERATE, {"raw": True, "system": "s"}, "raw"),
         (CHAT, {"options": {"mirostat": 2}}, "mirostat"),
         (CHAT, {"messages": [user("Hi", images=["iVBORw0KGgo="])]}, "image"),
-        (CHAT, {"format": "xml"}, "format"),
+        (CHAT, {"format": "yaml"}, "'json', or a JSON schema"),
+        (CHAT, {"options": []}, "options: Input should be an object"),
         (CHAT, {"model": None}, "model"),
     ],
 )
@@ -161,6 +175,8 @@ def test_lists_of_models(engine):
             assert model["name"] == model["model"] == "fake" and model["size"] == 2 * 4 * 4
             assert model["details"]["quantization_level"] == "4-bit"
         told = server.post("/api/show", json={"model": "fake"}).json()
+        assert server.post("/api/show", json={"name": "fake"}).json() == told
+        assert server.post("/api/show", json={}).status_code == 400
         assert told["capabilities"] == ["completion", "tools", "thinking"]
         assert told["model_info"]["llama.context_length"] == length
         version = Version(server.get("/api/version").json()["version"])

@@ -53,6 +53,17 @@ def test_bodies_that_are_not_json_objects(server, path):
     assert answer.status_code == 415  # what a form of another site could send
 
 
+def test_errors_name_what_fits_and_no_classes(server):
+    def told(sent):
+        return server.post(CHAT, json=sent).json()["error"]["message"]
+
+    assert told([]) == "The body should be a JSON object."
+    expected = "tool_choice: Input should be 'none', 'auto', 'required' or 'any', or an object"
+    assert told(HI | {"tool_choice": "sometimes"}) == expected
+    assert told(HI | {"messages": [5]}) == "messages.0: Input should be an object"
+    assert told(HI | {"tool_choice": {}}).endswith("Field required")
+
+
 @pytest.mark.parametrize("named", [{}, {"content-type": "application/x-www-form-urlencoded"}])
 def test_a_body_without_a_type_is_json_unless_a_browser_sends_it(server, named):
     """litellm and `curl -d` name no type; a page may do so, but never without its origin."""

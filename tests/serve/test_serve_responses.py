@@ -145,6 +145,7 @@ def test_codex(target):
     [
         {"input": [{"type": "item_reference", "id": "x"}]},
         {"input": []},
+        {"input": [{"type": "weird"}]},
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
         {"tools": [{"type": "function"}]},
         {"tool_choice": {"type": "function", "name": "f"}},
