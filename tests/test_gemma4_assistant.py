@@ -2,7 +2,9 @@
 
 import json
 
+import gemma4_assistant_oracle as oracle
 import mlx.core as mx
+import numpy as np
 import pytest
 from families import random_model, random_prompt, target_of
 from mlx.utils import tree_flatten, tree_map
@@ -38,6 +40,8 @@ def pair(family, **changes):
     mx.random.seed(5)
     assistant = Gemma4Assistant(CONFIG | changes, target)
     noisy = tree_map(lambda w: w + 0.1 * mx.random.normal(w.shape), assistant.parameters())
+    for layer in noisy["model"]["layers"]:  # attention that does not magnify rounding
+        layer["self_attn"]["q_norm"]["weight"] *= 0.3
     if changes:
         order = mx.random.permutation(mx.arange(256))
         noisy["masked_embedding"]["token_ordering"] = order
@@ -45,25 +49,30 @@ def pair(family, **changes):
     return target, assistant
 
 
-def reference(target, assistant, tokens, count):
-    """Greedy drafts after these tokens, from mlx-lm's forward and its cache alone."""
+def read(target, tokens):
+    """The hidden state, keys and values after these tokens, from mlx-lm's forward and its cache."""
     model = target.model.language_model
-    caches, args = model.make_cache(), model.args
-    hidden = model.model(mx.array([tokens[:-1]]), cache=caches)[:, -1:]
-    last = {kind: at for at, kind in enumerate(args.layer_types[: len(caches)])}
-    position, kept = len(tokens) - 2, {}
-    for kind, at in last.items():
+    caches, kinds = model.make_cache(), model.args.layer_types
+    hidden = model.model(mx.array([tokens]), cache=caches)[:, -1:]
+    kept = {}
+    for kind, at in {kind: at for at, kind in enumerate(kinds[: len(caches)])}.items():
         rows = caches[at].keys, caches[at].values
         if kind == "full_attention":
-            kept[kind] = tuple(x[:, :, : len(tokens) - 1] for x in rows)
+            kept[kind] = tuple(x[:, :, : len(tokens)] for x in rows)
         else:
             kept[kind] = tuple(caches[at]._temporal_order(x)[:, :, -32:] for x in rows)
+    return hidden, kept
+
+
+def reference(target, assistant, tokens, count):
+    """Greedy drafts after these tokens, with mlx-lm's layers."""
+    model, (hidden, kept) = target.model.language_model, read(target, tokens[:-1])
     token, drafts = tokens[-1], []
     for _ in range(count):
-        embedded = model.model.embed_tokens(mx.array([[token]])) * args.hidden_size**0.5
+        embedded = model.model.embed_tokens(mx.array([[token]])) * model.args.hidden_size**0.5
         x = assistant.pre_projection(mx.concatenate([embedded, hidden], axis=-1))
         for layer in assistant.model["layers"]:
-            x = layer(x, shared_kv=kept[layer.layer_type], offset=position)[0]
+            x = layer(x, shared_kv=kept[layer.layer_type], offset=len(tokens) - 2)[0]
         x = assistant.model["norm"](x)
         logits = assistant.model["embed_tokens"].weight @ x[0, 0]
         if "masked_embedding" in assistant:
@@ -79,10 +88,8 @@ def reference(target, assistant, tokens, count):
 PAIRS = [("gemma4_dense", {}), ("gemma4_E4B-like", ORDERED)]  # as they are published
 
 
-@pytest.mark.parametrize(("family", "changes"), PAIRS)
-def test_drafts_are_made_from_the_targets_own_keys(family, changes):
-    """After a prompt beyond the window, and after steps that kept some of their rows."""
-    target, assistant = pair(family, **changes)
+def steps(target, assistant, count):
+    """Drafts and logits after a prompt beyond the window, and after steps that kept some rows."""
     prompt = random_prompt(40, 2)
     session, drafting = target.start(assistant.tap_layers), assistant.start(target)
     for _, taps in session.prefill(prompt[:-1]):
@@ -90,14 +97,48 @@ def test_drafts_are_made_from_the_targets_own_keys(family, changes):
         drafting.extend(taps)
     text = list(prompt)
     for new in ([7, 9], [3], [4, 5, 6]):
-        drafted = drafting.propose(text[-1], 6).tokens.tolist()
-        assert drafted[1:] == reference(target, assistant, text, 5)
+        drafts, logits = drafting._draft(text[-1], count + 1)
+        yield list(text), drafts.tolist(), np.array(logits)
         _, taps = session.verify(dm.Proposal([text[-1], *new, 1, 2]))
         kept = list(range(len(new)))
         session.commit(kept)
         drafting.read_tokens([text[-1], *new][: len(new)])
         drafting.extend_rows(taps, kept)
         text += new
+
+
+@pytest.mark.parametrize(("family", "changes"), PAIRS)
+def test_drafts_are_made_from_the_targets_own_keys(family, changes):
+    target, assistant = pair(family, **changes)
+    for text, drafts, _ in steps(target, assistant, 5):
+        assert drafts == reference(target, assistant, text, 5)
+
+
+def oracles(target, assistant, changes, text, shift=0, **mistake):
+    """The oracle's drafts and logits after a text."""
+    weights = {name: np.array(x) for name, x in tree_flatten(assistant.parameters())}
+    table = np.array(target.model.language_model.model.embed_tokens.weight)
+    hidden, kept = read(target, text[:-1])
+    shared = {kind: [np.array(x[0]) for x in rows] for kind, rows in kept.items()}
+    author = oracle.Assistant(weights, CONFIG | changes, table, **mistake)
+    return author.draft(text[-1], np.array(hidden[0, 0]), shared, 5, len(text) - 2 + shift)
+
+
+@pytest.mark.parametrize(("family", "changes"), PAIRS)
+def test_logits_are_the_oracles(family, changes):
+    target, assistant = pair(family, **changes)
+    for text, drafts, logits in steps(target, assistant, 5):
+        found, expected = oracles(target, assistant, changes, text)
+        assert drafts == found and logits.dtype == np.float32
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("mistake", [{"swapped": True}, {"shift": 1}])
+def test_a_mistake_would_change_the_drafts(mistake):
+    target, assistant = pair("gemma4_dense")
+    found = list(steps(target, assistant, 5))
+    wrong = [oracles(target, assistant, {}, text, **mistake)[0] for text, *_ in found]
+    assert wrong != [drafts for _, drafts, _ in found]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
