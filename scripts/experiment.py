@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import io
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from random import sample
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import dflash_mlx as dm
 from dflash_mlx.loading.registry import known_drafter
 
+# Primitives that read their input in place.
+VIEWS = {"AsStrided", "Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze"}
+VIEWS |= {"StopGradient", "Transpose", "Unflatten", "View"}
 TURN = 16  # tokens that a method decodes before the next one's turn
 Method = TypeVar("Method")
 
@@ -58,3 +64,12 @@ def in_turns(
             mx.synchronize()
             done[method][0].decode_seconds += time.perf_counter() - clock
     return done
+
+
+def graph_nodes(*arrays: Any) -> Counter[str]:
+    """How many nodes of each primitive the graphs of lazy MLX arrays have."""
+    import mlx.core as mx
+
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *arrays)
+    return Counter(re.findall(r'label ="(\w+)"', graph.getvalue()))

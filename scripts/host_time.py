@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import io
-import re
 import time
-from collections import Counter
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
@@ -23,14 +20,14 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
+from experiment import VIEWS, graph_nodes
 from mlx.utils import tree_map
 
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
 
-VIEWS = {"Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze"}
-VIEWS |= {"StopGradient", "Transpose", "Unflatten", "Full", "AsStrided"}
+CONSTANTS = {"Full"}  # they stay from step to step
 QWEN3 = {
     "model_type": "qwen3",
     "hidden_size": 4096,
@@ -143,13 +140,6 @@ def build(target: Target, rows: int) -> tuple[float, mx.array]:
         return time.perf_counter() - start, logits
 
 
-def nodes(logits: mx.array) -> Counter[str]:
-    """The graph's nodes by primitive."""
-    text = io.StringIO()
-    mx.export_to_dot(text, logits)
-    return Counter(re.findall(r'label ?= ?"(\w*[a-z]\w*)"', text.getvalue()))
-
-
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser()
@@ -165,9 +155,9 @@ def main() -> None:
                     best[side][at] = min(best[side][at], build(target, args.rows)[0])
         micros = [1e6 * (more - less) / period for less, more in best]
         for side, targets in zip(("MLX", "ours"), pairs, strict=True):
-            less, more = (nodes(build(target, args.rows)[1]) for target in targets)
+            less, more = (graph_nodes(build(target, args.rows)[1]) for target in targets)
             added = more - less
-            launches = sum(n for kind, n in added.items() if kind not in VIEWS)
+            launches = sum(n for kind, n in added.items() if kind not in VIEWS | CONSTANTS)
             at = micros[side == "ours"]
             print(
                 f"{name:12} {side:4} {at:6.1f} us, {added.total() / period:6.1f} nodes, "

@@ -12,9 +12,7 @@ with tiny widths, and counts what a plain step launches (primitives other than v
 
 from __future__ import annotations
 
-import io
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +20,12 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
-from experiment import options_of
+from experiment import VIEWS, graph_nodes, options_of
 
 import dflash_mlx as dm
 
 Texts = list[list[int]]
 BASELINE = "mlx-lm"
-# Primitives that read their input in place.
-VIEWS = {"AsStrided", "Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze"}
-VIEWS |= {"StopGradient", "Transpose", "Unflatten", "View"}
 QWEN3_8B = {
     "model_type": "qwen3",
     "num_hidden_layers": 36,
@@ -211,9 +206,7 @@ def evaluated() -> Iterator[Counter[str]]:
     def counted(call: Callable[..., None]) -> Callable[..., None]:
         def evaluate(*values: Any) -> None:
             arrays = [x for _, x in tree_flatten(values) if isinstance(x, mx.array)]
-            graph = io.StringIO()
-            mx.export_to_dot(graph, *arrays)
-            names.update(re.findall(r'label ="(\w+)"', graph.getvalue()))
+            names.update(graph_nodes(*arrays))
             call(*values)
 
         return evaluate

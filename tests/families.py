@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import _get_classes
 
+import dflash_mlx as dm
 from dflash_mlx.targets import Target
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -110,3 +112,30 @@ def truth(family: str, seed: int) -> tuple[Target, list[int], list[int]]:
         if len(set(answer)) > VARIED:
             return target_of(model, family), prompt, answer
     raise AssertionError(f"{family}: every text repeats itself; scale its weights in random_model")
+
+
+def check_drafted_text(
+    target: Target,
+    drafter: Any,
+    prompts: list[list[int]],
+    trees: Sequence[int | None] = (None, 8),
+    block_size: int | None = None,
+    **ways: Any,
+) -> list[list[int]]:
+    """Drafted text is plain text, of the first request alone and of all in one forward.
+
+    Args:
+        trees: their rows, one after the other; None is a chain. Left out where a target reads none.
+        ways: settings of both sides.
+
+    Returns the plain texts.
+    """
+    plain = [dm.generate(target, None, prompt, **ways).tokens for prompt in prompts]
+    for tree in dict.fromkeys(trees if target.supports_trees else [None]):
+        drafted = ways | {"block_size": block_size, "tree_budget": tree}
+        alone = dm.generate(target, drafter, prompts[0], **drafted)
+        assert alone.tokens == plain[0] and alone.stats.drafted_tokens > 0
+        with dm.Engine(target, drafter) as engine:
+            jobs = [engine.submit(prompt, **drafted) for prompt in prompts]
+            assert [job.result().tokens for job in jobs] == plain
+    return plain

@@ -9,6 +9,7 @@ import tinymodels
 from tinymodels import greedy
 
 import dflash_mlx as dm
+from dflash_mlx.drafter import model as draft_model
 from dflash_mlx.drafter.model import DraftModel
 from dflash_mlx.errors import IncompatibleDrafterError, SettingsError
 from dflash_mlx.loading.load import load
@@ -104,6 +105,20 @@ def test_another_vocabulary_is_refused_and_padding_is_not(tmp_path) -> None:
         DraftModel(padded).check_fits(target)
 
 
+def test_vocabularies_are_compared_once(monkeypatch) -> None:
+    """They may have hundreds of thousands of tokens, and every request begins a session."""
+    asked = []
+    own = draft_model._vocabulary
+    monkeypatch.setattr(draft_model, "_vocabulary", lambda model: asked.append(model) or own(model))
+    target, other = (
+        families.target_of(families.random_model("qwen3", seed), "qwen3") for seed in (0, 1)
+    )
+    drafter = DraftModel(other)
+    for _ in range(3):
+        drafter.start(target)
+    assert len(asked) == 2
+
+
 def test_a_folder_of_one_is_a_drafter(tmp_path, pair) -> None:
     folder = tinymodels.save_target(tmp_path / "small", "llama")
     target, drafter = load(pair[1], draft=f"{folder}+lookup", target_bits=None)
@@ -127,12 +142,7 @@ def test_the_text_is_the_targets(family, temperature, tree) -> None:
     target, other = (
         families.target_of(families.random_model(family, seed), family) for seed in (0, 1)
     )
-    drafter, tree = DraftModel(other), tree if target.supports_trees else None
+    drafter = DraftModel(other)
     ways = {"temperature": temperature, "seed": 3, "max_tokens": 16}
     prompts = [[number, *families.random_prompt(30, 1)] for number in range(8)]
-    plain = [generate(target, None, prompt, **ways).tokens for prompt in prompts]
-    drafted = {"block_size": 4, "tree_budget": tree}
-    assert generate(target, drafter, prompts[0], **ways, **drafted).tokens == plain[0]
-    with dm.Engine(target, drafter) as engine:
-        jobs = [engine.submit(prompt, **ways, **drafted) for prompt in prompts]
-        assert [job.result().tokens for job in jobs] == plain
+    families.check_drafted_text(target, drafter, prompts, [tree], block_size=4, **ways)

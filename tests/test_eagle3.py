@@ -12,9 +12,15 @@ import numpy as np
 import pytest
 from eagle3_oracle import Eagle3 as Oracle
 from eagle3_oracle import random_weights
-from families import FAMILIES, plain_tokens, random_model, random_prompt, target_of
+from families import (
+    FAMILIES,
+    check_drafted_text,
+    plain_tokens,
+    random_model,
+    random_prompt,
+    target_of,
+)
 
-import dflash_mlx as dm
 from dflash_mlx.drafter import stepwise
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.eagle3 import Eagle3
@@ -182,12 +188,6 @@ def test_text_is_plain_text_alone_and_among_eight(family, temperature):
     (target, drafter), settings = pair(family), {"max_tokens": 8, "temperature": temperature}
     settings |= {"seed": 0} if temperature else {}
     prompts = [random_prompt(6 + 3 * number, number) for number in range(8)]
-    plain = [dm.generate(target, None, prompt, **settings).tokens for prompt in prompts]
+    plain = check_drafted_text(target, drafter, prompts, **settings)
     if not temperature:
         assert plain[0] == plain_tokens(target.model, prompts[0], 8)
-    for tree in (None, 8) if target.supports_trees else (None,):
-        result = dm.generate(target, drafter, prompts[0], tree_budget=tree, **settings)
-        assert result.tokens == plain[0] and result.stats.drafted_tokens > 0
-        with dm.Engine(target, drafter) as engine:
-            jobs = [engine.submit(prompt, tree_budget=tree, **settings) for prompt in prompts]
-            assert [job.result().tokens for job in jobs] == plain

@@ -6,7 +6,7 @@ import gemma4_assistant_oracle as oracle
 import mlx.core as mx
 import numpy as np
 import pytest
-from families import random_model, random_prompt, target_of
+from families import check_drafted_text, random_model, random_prompt, target_of
 from mlx.utils import tree_flatten, tree_map
 
 import dflash_mlx as dm
@@ -148,13 +148,7 @@ def test_text_is_plain_text_alone_and_among_others(family, changes, temperature)
     settings = {"max_tokens": 6, "temperature": temperature}
     settings |= {"seed": 0} if temperature else {}
     prompts = [random_prompt(30 + 3 * number, number) for number in range(3)]
-    plain = [dm.generate(target, None, prompt, **settings).tokens for prompt in prompts]
-    for tree in (None, 8) if target.supports_trees else (None,):
-        result = dm.generate(target, assistant, prompts[0], tree_budget=tree, **settings)
-        assert result.tokens == plain[0] and result.stats.drafted_tokens > 0
-    with dm.Engine(target, assistant) as engine:
-        jobs = [engine.submit(prompt, **settings) for prompt in prompts]
-        assert [job.result().tokens for job in jobs] == plain
+    check_drafted_text(target, assistant, prompts, **settings)
 
 
 def test_files_are_read_by_their_published_names(tmp_path):

@@ -5,10 +5,9 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from families import random_model, random_prompt, target_of
+from families import check_drafted_text, random_model, random_prompt, target_of
 from mlx.utils import tree_flatten, tree_unflatten
 
-import dflash_mlx as dm
 from dflash_mlx.drafter.batch import BlockDraft, draft_batch
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dspark import network_for
@@ -107,13 +106,7 @@ def test_text_is_plain_text_in_chains_trees_and_batches(temperature, changes, tm
     settings = {"max_tokens": 8, "temperature": temperature}
     settings |= {"seed": 0} if temperature else {}
     prompts = [random_prompt(9 + number, number) for number in range(3)]
-    plain = [dm.generate(target, None, prompt, **settings).tokens for prompt in prompts]
-    for tree in (None, 8):
-        result = dm.generate(target, drafter, prompts[0], tree_budget=tree, **settings)
-        assert result.tokens == plain[0] and result.stats.drafted_tokens > 0
-    with dm.Engine(target, drafter) as engine:
-        jobs = [engine.submit(prompt, **settings) for prompt in prompts]
-        assert [job.result().tokens for job in jobs] == plain
+    check_drafted_text(target, drafter, prompts, **settings)
 
 
 def test_drafts_read_the_newest_feature_also_when_none_waits():

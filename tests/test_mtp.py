@@ -10,6 +10,7 @@ import mlx.core as mx
 import mtp_oracle
 import numpy as np
 import pytest
+from families import check_drafted_text
 from mtp_heads import HEADS, INDEXED, config_of, head_weights, save_pair, shapes_of
 from tinymodels import greedy
 
@@ -128,15 +129,9 @@ ALL = [(family, *of) for family in (*HEADS, *INDEXED) for of in SETTINGS]
 def test_the_text_is_the_targets(family, temperature, tree) -> None:
     """Alone, and eight requests in one forward."""
     target, drafter = pair(family)
-    tree = tree if target.supports_trees else None
     ways = {"temperature": temperature, "seed": 3, "max_tokens": 20}
     prompts = [[number, *PROMPT[number:]] for number in range(8)]
-    plain = [generate(target, None, prompt, **ways).tokens for prompt in prompts]
-    drafted = {"block_size": 4, "tree_budget": tree}
-    assert generate(target, drafter, prompts[0], **ways, **drafted).tokens == plain[0]
-    with dm.Engine(target, drafter) as engine:
-        jobs = [engine.submit(prompt, **ways, **drafted) for prompt in prompts]
-        assert [job.result().tokens for job in jobs] == plain
+    check_drafted_text(target, drafter, prompts, [tree], block_size=4, **ways)
 
 
 def test_a_conversation_goes_on_and_lookup_joins() -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import mlx.core as mx
 
 from ..errors import IncompatibleDrafterError
+from ..kernels.shapes import weight_bytes
 from ..sampling import Sampler
 from ..targets.caches import Arrays, Checkpoint
 from ..targets.target import PREFILL_STEP
-from .stepwise import BLOCK_SIZE, MOST_PENDING, ChainSession, weight_bytes
+from .stepwise import BLOCK_SIZE, MOST_PENDING, ChainSession
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -41,6 +43,7 @@ class DraftModel:
 
     def __init__(self, model: Target) -> None:
         self.model = model
+        self._fits: WeakSet[Target] = WeakSet()  # targets whose tokens were compared
 
     def __repr__(self) -> str:
         """One line."""
@@ -55,7 +58,12 @@ class DraftModel:
         return weight_bytes(self.model.model) / weight_bytes(target.model)
 
     def check_fits(self, target: Target) -> None:
-        """Raise `IncompatibleDrafterError` unless both models have the same tokens."""
+        """Raise `IncompatibleDrafterError` unless both models have the same tokens.
+
+        A target's tokens, which may be hundreds of thousands, are compared once.
+        """
+        if target in self._fits:
+            return
         own, theirs = (_vocabulary(one) for one in (self.model, target))
         same = sum(own.get(token) == number for token, number in theirs.items())
         if same < SAME * len(theirs):
@@ -64,6 +72,7 @@ class DraftModel:
                 "tokens have the same number in both. A draft model needs the target's tokenizer: "
                 "take a smaller model of the same family."
             )
+        self._fits.add(target)
 
     def start(self, target: Target, sampler: Sampler | None = None) -> ModelSession:
         """Begin one request over `target`; without a sampler it drafts greedily.

@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import IncompatibleDrafterError
+from ..kernels.shapes import weight_bytes
 from ..targets.internals import (
     CacheList,
     DeepseekV32Attention,
@@ -28,7 +29,7 @@ from ..targets.internals import (
     own_class,
     text_model,
 )
-from .stepwise import StepwiseDrafter, weight_bytes
+from .stepwise import StepwiseDrafter
 
 if TYPE_CHECKING:
     from ..targets import Target

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
+from ..kernels.shapes import weight_bytes
 from ..proposal import Proposal
 from ..sampling import Sampler
 from ..targets import caches
@@ -263,8 +263,3 @@ class StepwiseSession(ChainSession):
         self.position, self._rows = position, position - 1
         self._features = [(state["features"], [0])]
         self._start_computing()
-
-
-def weight_bytes(model: Any) -> int:
-    """Bytes of an MLX module's weights."""
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))

@@ -160,9 +160,14 @@ def dtype_of(layer: Any) -> mx.Dtype:
     return layer.scales.dtype if "scales" in layer else layer.weight.dtype
 
 
+def weight_bytes(model: Any) -> int:
+    """Bytes of an MLX module's weights."""
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
 def _matrix(module: Any, experts_of_a_token: int) -> Matrix:
     *stacked, columns, depth = module.weight.shape
-    size = sum(value.nbytes for _, value in tree_flatten(module.parameters()))
+    size = weight_bytes(module)
     quantized = "scales" in module
     kind = getattr(module, "mode", "affine") if quantized else "float"
     bits = module.bits if quantized else 8 * module.weight.itemsize

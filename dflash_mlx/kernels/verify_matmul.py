@@ -25,6 +25,7 @@ from .weights import (
     inputs,
     kind,
     result_dtype,
+    rows_in,
     traits,
 )
 
@@ -120,9 +121,7 @@ class VerifyMatmul:
         if prepared is None:
             prepared = self._launches[key] = self._prepare(x, w, up)
         dtype, product, merge = prepared
-        rows = x.reshape(-1, key[0][-1])
-        rows = rows if key[1] == dtype else rows.astype(dtype)
-        (y,) = product([rows, *inputs(w), *(inputs(up) if up is not None else ())])
+        (y,) = product([rows_in(dtype, x), *inputs(w), *(inputs(up) if up is not None else ())])
         return y if merge is None else merge([in_device_memory(y)])[0]
 
     def _prepare(self, x: mx.array, w: Weights, up: Weights | None) -> Prepared:

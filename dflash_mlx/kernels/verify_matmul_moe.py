@@ -23,6 +23,7 @@ from .weights import (
     inputs,
     kind,
     result_dtype,
+    rows_in,
     traits,
 )
 
@@ -98,10 +99,10 @@ class VerifyMatmulMoe:
         if prepared is None:
             prepared = self._launches[key] = self._prepare(x, w, experts, up)
         dtype, product = prepared
-        rows = x.reshape(-1, x.shape[-1])
-        rows = rows if x.dtype == dtype else rows.astype(dtype)
         routing = self._sorted(experts)
-        return product([rows, *routing, *inputs(w), *(inputs(up) if up is not None else ())])[0]
+        return product(
+            [rows_in(dtype, x), *routing, *inputs(w), *(inputs(up) if up is not None else ())]
+        )[0]
 
     def _sorted(self, experts: mx.array) -> Sequence[mx.array]:
         """What sorts the experts, and the experts, flat; the products of one unit share them."""

@@ -33,6 +33,7 @@ from .weights import (
     inputs,
     kind,
     result_dtype,
+    rows_in,
     traits,
 )
 
@@ -92,8 +93,7 @@ class VerifyQkv:
         if prepared is None:
             prepared = self._launches[key] = self._prepare(x, weights)
         dtype, product, merge = prepared
-        rows = x.reshape(-1, x.shape[-1])
-        given = [rows if x.dtype == dtype else rows.astype(dtype)]
+        given = [rows_in(dtype, x)]
         for w in weights:
             given += inputs(w)
         results = product(given)

@@ -97,6 +97,12 @@ def result_dtype(x: mx.array, *weights: Weights) -> mx.Dtype:
     return mx.result_type(x, *arrays)
 
 
+def rows_in(dtype: mx.Dtype, x: mx.array) -> mx.array:
+    """x [..., K] as rows [M, K] of a dtype."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if x.dtype == dtype else rows.astype(dtype)
+
+
 def check_product(x: mx.array, layout: str, w: Weights, up: Weights | None = None) -> None:
     """x [..., K] times weights of one kind, shaped as `layout`, "[N, K]". Raises `KernelError`."""
     shape = w.shape

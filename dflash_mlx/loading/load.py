@@ -118,14 +118,8 @@ def load(
         if draft not in (LOOKUP, NONE, MTP) and _on_hub(draft, "drafter"):
             check_drafter(draft, hub, model)
     folder = _folder(name, "target", hub)
-    if draft == LOOKUP and wanted != LOOKUP and head_files(folder, read_target_config(folder)):
-        draft, with_lookup = MTP, True
     if draft == LOOKUP and wanted != LOOKUP:
-        warnings.warn(
-            f"dflash-mlx: no drafter is known for {name}, so its text is drafted by lookup; name a "
-            f"drafter with draft= (--draft on the command line). {OTHERWISE}",
-            stacklevel=2,
-        )
+        draft, with_lookup = _drafter_of_its_own(name, folder)
     if draft in (LOOKUP, NONE):
         if (draft_bits, draft_window) != (None, None):
             given = "draft_window" if draft_bits is None else "draft_bits"
@@ -147,6 +141,18 @@ def load(
     if isinstance(drafter, DFlash):
         drop_copies(drafter, target)
     return target, CombinedDrafter(drafter) if with_lookup else drafter
+
+
+def _drafter_of_its_own(name: str, folder: Path) -> tuple[str, bool]:
+    """What drafts for a target of which no drafter is known, and whether a lookup joins it."""
+    if head_files(folder, read_target_config(folder)):
+        return MTP, True
+    warnings.warn(
+        f"dflash-mlx: no drafter is known for {name}, so its text is drafted by lookup; name a "
+        f"drafter with draft= (--draft on the command line). {OTHERWISE}",
+        stacklevel=3,
+    )
+    return LOOKUP, False
 
 
 @contextmanager

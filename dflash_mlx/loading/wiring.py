@@ -14,13 +14,21 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from ..kernels.choose import Rows, guess, read_choices, store_choices
-from ..kernels.modules import Kernels, chosen_together, will_be_exact, wire
+from ..kernels.choose import Rows, read_choices, store_choices
+from ..kernels.modules import Kernels, will_be_exact, wire
 from ..kernels.selfcheck import Check, faults
 from ..machine.chips import Chip, find_chip
 from ..targets import Target
 from ..targets.attention import attends_exactly
-from ..targets.autotune import Stopwatch, Timing, autotune, candidates, forms, guesses
+from ..targets.autotune import (
+    Stopwatch,
+    Timing,
+    autotune,
+    candidates,
+    forms,
+    guess_products,
+    guesses,
+)
 from ..targets.selfcheck import check_rows, model_checks, weight_checks
 
 
@@ -73,13 +81,7 @@ def wire_drafter(drafter: nn.Module, kernels: Kernels) -> None:
 
     Forms of weights that a target with these kernels has, too, run as there. Others are guessed.
     """
-    rows: dict[str, frozenset[int]] = {}
-    for group in chosen_together(drafter, {}):
-        if set(group) <= set(kernels.chosen):
-            rows |= {key: kernels.chosen[key] for key in group}
-        else:
-            every = [matrix for layers in group.values() for _, matrix in layers]
-            rows |= dict.fromkeys(group, guess(_chip(), every))
+    rows = guess_products(drafter, {}, _chip(), kernels.chosen)
     broken = _broken(weight_checks(drafter, {}, kernels, rows, exact=False))
     wire(drafter, {}, kernels, rows, broken=broken)
 

@@ -187,11 +187,11 @@ class Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics."""
-        metrics, handlers = self._metrics, self._models.handlers
+        metrics, loads = self._metrics, [handler.load for handler in self._models.handlers]
         metrics.since_step.set(self._models.seconds_since_step)
-        metrics.running.set(sum(handler.load.running for handler in handlers))
-        metrics.waiting.set(sum(handler.load.waiting for handler in handlers))
-        metrics.prefix_bytes.set(sum(handler.load.prefix_bytes for handler in handlers))
+        metrics.running.set(sum(load.running for load in loads))
+        metrics.waiting.set(sum(load.waiting for load in loads))
+        metrics.prefix_bytes.set(sum(load.prefix_bytes for load in loads))
         metrics.device_bytes.set(mx.get_active_memory())
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 

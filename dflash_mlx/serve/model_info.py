@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from mlx_lm.utils import get_total_parameters
 
 from ..answers.families import AnswerFormat
-from ..drafter.stepwise import weight_bytes
+from ..kernels.shapes import weight_bytes
 
 if TYPE_CHECKING:
     from ..targets import Target

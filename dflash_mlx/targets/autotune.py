@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -33,6 +34,7 @@ FORWARD, TITLE = "whole forward", "Timing kernels, once on this machine"
 LAYERS = 4  # layers of one form run together, or waiting for the device would be timed
 ALONE = 0.5  # of the time, at most, before the whole forward is timed
 GAIN = 0.98  # of MLX's time; a smaller gain alone may be noise
+NONE_KNOWN: Rows = MappingProxyType({})
 LOSS = 1.01  # of MLX's time in the whole forward
 ORDER = (16, 4, 8, 2, 6, 12, 3, 1)  # rows of whole forwards, the commonest first
 
@@ -105,12 +107,23 @@ def forms(model: nn.Module, config: dict[str, Any]) -> list[str]:
     return found + [shape.key for shape in _attention_shapes(model).elements()]
 
 
-def guesses(model: nn.Module, config: dict[str, Any], chip: Chip | None) -> Rows:
-    """The rows at which our kernels should win on a chip, before they were timed."""
+def guess_products(
+    model: nn.Module, config: dict[str, Any], chip: Chip | None, known: Rows = NONE_KNOWN
+) -> dict[str, frozenset[int]]:
+    """The rows at which our products should win on a chip, where `known` does not say it."""
     rows: dict[str, frozenset[int]] = {}
     for group in chosen_together(model, config):
-        every = [matrix for layers in group.values() for _, matrix in layers]
-        rows |= dict.fromkeys(group, guess(chip, every))
+        if group.keys() <= known.keys():
+            rows |= {key: known[key] for key in group}
+        else:
+            every = [matrix for layers in group.values() for _, matrix in layers]
+            rows |= dict.fromkeys(group, guess(chip, every))
+    return rows
+
+
+def guesses(model: nn.Module, config: dict[str, Any], chip: Chip | None) -> Rows:
+    """The rows at which our kernels should win on a chip, before they were timed."""
+    rows = guess_products(model, config, chip)
     for shape in _attention_shapes(model):
         of = guess_attention(chip, shape.heads, shape.key_heads)
         rows |= {key_at(shape.key, depth): of for depth in DEPTHS}

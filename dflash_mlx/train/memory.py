@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from ..drafter.config import DraftConfig
 from ..drafter.dspark import network_for
 from ..errors import NotEnoughMemoryError
+from ..kernels.shapes import weight_bytes
 from ..machine.facts import GB, memory_bytes
 from ..targets import Target
 from .dataset import bucket_length
@@ -30,7 +31,7 @@ def memory_needed(
     Args:
         lengths: tokens of each sample.
     """
-    weights = sum(a.nbytes for _, a in tree_flatten(target.model.parameters()))
+    weights = weight_bytes(target.model)
     drafter = 4 * sum(a.size for _, a in tree_flatten(network_for(config)(config).parameters()))
     step = max(_values(config, settings, length) for length in {*map(bucket_length, lengths)})
     # Two micro-batches are side by side.
