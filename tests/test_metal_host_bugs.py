@@ -1,11 +1,15 @@
 """The bugs that Metal kernels have, planted one at a time: the emulator names each of them."""
 
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import metal_host
 import mlx.core as mx
 import pytest
-from metal_host import CheckError, EmulatedKernel, samples
+from metal_host import CheckError, EmulatedKernel, compiler, samples
 
 pytestmark = metal_host.needs_compiler
 
@@ -164,3 +168,22 @@ def test_too_much_private_memory_is_found(threads):
     assert kinds(caught) & {"stack-overflow", "thread-memory", "out-of-bounds"}, caught.value
     (result,) = kernel(template=[("SIZE", 100)], **call)
     assert result[0].item() == 0
+
+
+RUN_A_COPY = """
+import sys
+from pathlib import Path
+from metal_host import compiler
+compiler.CACHE = Path(sys.argv[1])
+import test_metal_host_bugs
+test_metal_host_bugs.sample().run(checked=False)
+"""
+
+
+def test_a_copied_cache_has_a_runtime_of_its_own(tmp_path):
+    """Its kernels once loaded the original's beside it, and the process died."""
+    sample().run(checked=False)
+    for library in compiler.CACHE.glob("*.so"):
+        shutil.copy(library, tmp_path)
+    command = [sys.executable, "-c", RUN_A_COPY, str(tmp_path)]
+    subprocess.run(command, cwd=Path(__file__).parent, check=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).parent
 _INCLUDE = f"-I{HERE / 'include'}"
@@ -113,17 +114,15 @@ def _digest(*folders: str) -> str:
 
 
 class Build:
-    """Compiles for one mode, keeping everything in `folder`. No compiler: the first there is."""
+    """Compiles for one mode, keeping everything in `CACHE`. No compiler: the first there is."""
 
-    def __init__(
-        self, checked: bool = True, compiler: Compiler | None = None, folder: Path = CACHE
-    ):
+    def __init__(self, checked: bool = True, compiler: Compiler | None = None):
         compiler = compiler or next(iter(compilers()), None)
         if compiler is None:
             raise CompilationError("there is no C++ compiler here: install g++ or clang")
         self.checked = checked
         self.compiler = compiler
-        self._folder = folder.resolve()
+        self._folder = CACHE.resolve()
         self._base = (compiler.path, *_COMMON, *compiler.exact_half, _INCLUDE)
 
     def _library(
@@ -135,17 +134,21 @@ class Build:
         linked:   other libraries, and options for the linker
         """
         command = [*self._base, *options]
-        key = "\0".join([self.compiler.version, *command, *linked, included, source])
+        # A runtime is found by name: a kernel of a copied cache would load that of the original by
+        # its path, a second one beside the copied one, which runs the launch.
+        named = "-Wl,-soname"
+        key = "\0".join([self.compiler.version, *command, *linked, named, included, source])
         key = key.replace(str(HERE), "").replace(str(self._folder), "")  # a copy has the same
         path = self._folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
         if not path.exists():
             self._folder.mkdir(parents=True, exist_ok=True)
-            compiled, unfinished = (path.with_suffix(f".{os.getpid()}.{x}") for x in ("o", "so"))
-            _run([*command, "-c", "-x", "c++", "-", "-o", str(compiled)], text=source)
-            # Without the options, or a sanitizer of the compiler's own would be linked.
-            _run([self.compiler.path, "-shared", str(compiled), *linked, "-o", str(unfinished)])
-            compiled.unlink()
-            os.replace(unfinished, path)  # whole or not at all, whoever else is compiling it
+            with TemporaryDirectory(dir=self._folder) as unfinished:
+                compiled, library = (str(Path(unfinished, f"{kind}.{x}")) for x in ("o", "so"))
+                _run([*command, "-c", "-x", "c++", "-", "-o", compiled], text=source)
+                # Without the options, or a sanitizer of the compiler's own would be linked.
+                link = [self.compiler.path, "-shared", compiled, f"{named},{path.name}"]
+                _run([*link, *linked, "-o", library])
+                os.replace(library, path)  # whole or not at all, whoever else is compiling it
         return path
 
     @property

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from metal_host.compiler import CACHE, Build, Compiler
+from metal_host.compiler import Build, Compiler
 from metal_host.glue import program
 from metal_host.launch import Memory, launch
 from metal_host.wrapper import TemplateArguments, Wrapper, wrap
@@ -44,12 +44,11 @@ def described(array: np.ndarray, suffix: str) -> np.ndarray:
 
 
 class EmulatedKernel:
-    """A Metal kernel that runs on the CPU; the arguments of `mx.fast.metal_kernel`, and three more.
+    """A Metal kernel that runs on the CPU; the arguments of `mx.fast.metal_kernel`, and two more.
 
     checked:   find races, accesses out of bounds, uninitialised reads and the rest of what
                runtime/checks.cpp knows; a finding raises CheckError
     compiler:  one of `compilers()`
-    cache_dir: where compiled kernels are kept
 
     A source is compiled for each set of dtypes and template arguments that it is called with.
     Arithmetic is IEEE's, as with MLX's default, the math mode "safe".
@@ -66,7 +65,6 @@ class EmulatedKernel:
         *,
         checked: bool = True,
         compiler: Compiler | None = None,
-        cache_dir: Path = CACHE,
     ):
         (header + source).encode("ascii")  # MLX passes the text on as ASCII
         self.name = name
@@ -75,7 +73,7 @@ class EmulatedKernel:
         self.source = source
         self.header = header
         self.ensure_row_contiguous = ensure_row_contiguous
-        self.build = Build(checked, compiler, cache_dir)
+        self.build = Build(checked, compiler)
         self._libraries: dict[str, Path] = {}
 
     def wrapper(
