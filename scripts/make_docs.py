@@ -1,11 +1,12 @@
-"""Write docs/commands/, a page for each command, from the declarations that --help prints, and
-docs/fields.md, what requests to the server may say, from the models that read them; and the table
-of docs/targets.md, from a tiny model of every kind.
+"""Write the generated parts of docs/.
 
     python scripts/make_docs.py
 
-Text below the mark of a page is written by hand and kept. tests/test_docs.py and
-tests/test_every_model.py fail if a page is out of date.
+- docs/commands/: a page for each command, from what --help prints; text below its mark is kept.
+- docs/fields.md: what requests to the server may say, from the models that read them.
+- docs/targets.md: its table, from a tiny model of every kind.
+
+tests/test_docs.py and tests/test_every_model.py fail if a page is out of date.
 """
 
 import json
@@ -108,32 +109,24 @@ def pages() -> dict[Path, str]:
 
 
 def fields() -> str:
-    """The fields of every request."""
-    lines = [
-        "# Fields of requests",
-        "",
-        "`scripts/make_docs.py` writes this page from the models that validate requests.",
-        "",
-        "- *yes*: supported, with the range of its values.",
-        "- *refused*: would change the answer, and is answered with 400; *only* names the values "
-        "that are accepted.",
-        "",
-        "Fields that are not listed are ignored, misspelt ones too. Empty strings in `stop` and "
-        "`stop_sequences`",
-        "are dropped. Of `seed` the last 32 bits count. `max_tokens: -1`, and a negative "
-        "`num_predict`, are",
-        "the server's `--max-tokens`.",
-        "",
-    ]
+    """docs/fields.md with its tables written anew."""
+    lines = []
     for body in BODIES:
-        rows = sorted(support(body, depth=2).items())
-        lines += [f"## {body.__doc__}", "", "| field | |", "|---|---|"]
-        lines += [f"| `{name}` | {text} |" for name, text in rows]
+        table = sorted(support(body, depth=2).items())
+        lines += [f"## {body.__doc__}", "", "| | fields |", "|---|---|"]
+        for kind in ("yes", "only", "refused"):
+            named = [_field(name, text, kind) for name, text in table if text.startswith(kind)]
+            lines += [f"| {kind} | {', '.join(named)} |"] if named else []
         lines.append("")
     lines += ["## Ignored fields", "", "| fields | why |", "|---|---|"]
     for reason, names in tomllib.loads(IGNORED.read_text()).items():
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {reason} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([FIELDS.read_text().partition("## ")[0] + lines[0], *lines[1:], ""])
+
+
+def _field(name: str, text: str, kind: str) -> str:
+    values = text.removeprefix(kind).lstrip(", ")
+    return f"`{name}` ({values})" if values else f"`{name}`"
 
 
 @cache
