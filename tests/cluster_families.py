@@ -2,7 +2,7 @@
 
     MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_families.py --quick llama --pipeline glm4_moe
 
-Rank 0 prints a JSON object a family; tests/test_cluster.py and scripts/cluster_check.py read them.
+Rank 0 prints a JSON object a family, for tests/test_cluster.py.
 """
 
 from __future__ import annotations

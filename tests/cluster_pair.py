@@ -2,7 +2,7 @@
 
     MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_pair.py texts turns together sums=256
 
-Rank 0 prints JSON objects, for tests/test_cluster.py and scripts/cluster_check.py.
+Rank 0 prints JSON objects, for tests/test_cluster.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from clusters import find, run_ranks
-from families import random_model
+from families import FAMILIES, random_model
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -87,8 +87,8 @@ def test_drafting_divides_the_sums(played):
     assert found["drafted"]["sums"] < found["plain"]["sums"] / 2
 
 
-def all_is_well(found):
-    assert found["ranks"] == 2 and len(found["texts"]) == 3
+def all_is_well(found, size=2):
+    assert found["ranks"] == size and len(found["texts"]) >= 3
     assert all(found["texts"].values()), json.dumps(found["texts"])
     assert found["messages"] == found["rounds"] and found["sums a message"] == 1
 
@@ -130,6 +130,29 @@ def test_taps_are_carried_of_those_who_have_some():
         assert tap.shape == expected.shape and mx.array_equal(tap, expected)
     logits, tap = gather_taps(mx.distributed.init(), (None, one))
     assert logits is None and mx.array_equal(tap, one)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("by", ["heads", "layers"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_over_ranks(family, size, by, tmp_path):
+    """Waiting ranks keep a core busy, so four of them take minutes on two cores."""
+    options = ["--pipeline"] if by == "layers" else []
+    [found] = run_ranks("cluster_families.py", size, tmp_path, *options, family, seconds=1800)
+    if "refused" in found:
+        pytest.skip(found["refused"])
+    all_is_well(found, size)
+    caches = found["caches"] if by == "layers" else found["caches"]["as held"]
+    assert caches and found["taps off by"] < 1e-4
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_pair_over_ranks(size, tmp_path):
+    parts = ("texts", "turns", "together", "sums=256")
+    found = run_ranks("cluster_pair.py", size, tmp_path, *parts, seconds=1800)
+    assert len(found) == 7 and all(all(one["equal"]) for one in found if "equal" in one)
 
 
 GROUP = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
