@@ -10,6 +10,7 @@ from tinymodels import greedy
 
 import dflash_mlx as dm
 from dflash_mlx.drafter import model as draft_model
+from dflash_mlx.drafter.lookup import CombinedDrafter
 from dflash_mlx.drafter.model import DraftModel
 from dflash_mlx.errors import IncompatibleDrafterError, SettingsError
 from dflash_mlx.loading.load import load
@@ -71,9 +72,8 @@ def test_conversations_and_stored_prefixes_go_on_with_it() -> None:
 
 def test_itself_drafts_all_of_its_text_and_a_failing_processor_leaves_no_trace() -> None:
     target = tinymodels.target("qwen3")
-    assert (
-        generate(target, DraftModel(target), PROMPT, max_tokens=33, block_size=8).stats.rounds == 4
-    )
+    for drafter in (DraftModel(target), CombinedDrafter(DraftModel(target))):
+        assert generate(target, drafter, PROMPT, max_tokens=33, block_size=8).stats.rounds == 4
 
     def fail(history, logits):
         raise ValueError("no")

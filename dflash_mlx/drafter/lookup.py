@@ -160,6 +160,7 @@ class CombinedSession(DraftSession):
 
     def read_tokens(self, tokens: Sequence[int]) -> None:
         """Add tokens to the text, and learn from the drafts that it has passed."""
+        self._network.read_tokens(tokens)
         for token in tokens:
             self._index.add(token)
         text = self._index.tokens
