@@ -6,6 +6,8 @@ import mlx.nn as nn
 import pytest
 from kernel_check import kernel_factory, on_gpu_or_emulator, relative_error
 from kernel_models import Launches, half_precision
+from mlx_lm.models import switch_layers
+from mlx_lm.models.gpt_oss import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from dflash_mlx.kernels.fused import projections_key, shared_inputs
@@ -43,6 +45,7 @@ LAYERS = {
     "experts": ("proj", lambda: SwitchLinear(64, 24, 5, bias=False)),
     "experts with biases": ("proj", lambda: SwitchLinear(64, 24, 5)),
     "gated experts": ("mlp", lambda: SwitchGLU(64, 32, 5)),
+    "gated experts with biases": ("mlp", lambda: SwitchGLU(64, 32, 5, SwigluOAI(), bias=True)),
 }
 
 
@@ -66,16 +69,25 @@ def test_up_to_64_tokens_are_ours_and_more_are_not(kind, quantized):
     mx.random.seed(0)
     model, launches = Alone(name, make(), quantized), Launches()
     layer = getattr(model, name)
-    if kind.endswith("biases"):
-        layer.bias = mx.random.normal(layer.bias.shape)
+    for part in layer.modules() if kind.endswith("biases") else ():
+        if "bias" in part:
+            part.bias = mx.random.normal(part.bias.shape)
     expected = {rows: call(layer, rows) for rows in (1, 33, EXACT_ROWS, EXACT_ROWS + 1)}
     wire(model, CONFIG, Kernels(launches), {}, exact=True)
     for rows, y in expected.items():
         launches.counts.clear()
         assert relative_error(call(layer, rows), y) < 1e-5
-        # A gated unit whose parts are called one by one has no launch for two of them.
-        ours = [name for name in launches.counts if name.endswith("gate_up") or "gated" not in kind]
-        assert bool(ours) == (rows <= EXACT_ROWS), rows
+        # Gate and up share a launch, but for biases and other activations.
+        parts = {"gated experts": 2, "gated experts with biases": 3}.get(kind, 1)
+        assert sum(launches.counts.values()) == (parts if rows <= EXACT_ROWS else 0), rows
+
+
+def test_our_experts_are_not_sorted_by_mlx_too(monkeypatch):
+    """As MLX does from 64 pairs of a token and an expert on."""
+    model = Alone("mlp", SwitchGLU(64, 32, 5, SwigluOAI(), bias=True), True)
+    wire(model, CONFIG, Kernels(kernel_factory()), {}, exact=True)
+    monkeypatch.setattr(switch_layers, "_gather_sort", None)
+    assert call(model.mlp, 48).shape == (1, 48, TOP_K, 64)
 
 
 @pytest.mark.parametrize("kind", ["linear", "experts"])

@@ -7,6 +7,7 @@ and why a row's bits do not depend on the chain or tree around it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -153,10 +154,10 @@ class BlockAttention:
             prepared = self._launches[key] = self._prepare(*given)
         attend, numbers, merge, counts, _ = prepared
         inputs = [mx.contiguous(queries), *_arrays(keys), *_arrays(values), *numbers]
-        partial, stats = attend(inputs)
+        partial, stats = attend(inputs=inputs)
         weights = self._no_sinks if sinks is None else self._in_float32(sinks)
         sums = in_device_memory(partial), in_device_memory(stats)
-        return merge([*sums, weights, *counts])[0]
+        return merge(inputs=[*sums, weights, *counts])[0]
 
     def _in_float32(self, sinks: mx.array) -> mx.array:
         """A layer's sinks as the kernel takes them, computed once."""
@@ -196,25 +197,21 @@ class BlockAttention:
         if isinstance(keys, AffineWeights):
             kernel = self._attend_quantized
             template += [("BITS", keys.bits), ("GROUP", keys.group_size)]
-        attend = Launch(
+        attend = partial(
             kernel,
-            {
-                "template": template,
-                "grid": (key_heads * 32 * simdgroups, shares, 1),
-                "threadgroup": (32 * simdgroups, 1, 1),
-                "output_shapes": [(chunks, heads * nodes, head_dim), (chunks, heads * nodes, 2)],
-                "output_dtypes": [mx.float32, mx.float32],
-            },
+            template=template,
+            grid=(key_heads * 32 * simdgroups, shares, 1),
+            threadgroup=(32 * simdgroups, 1, 1),
+            output_shapes=[(chunks, heads * nodes, head_dim), (chunks, heads * nodes, 2)],
+            output_dtypes=[mx.float32, mx.float32],
         )
-        merge = Launch(
+        merge = partial(
             self._merge,
-            {
-                "template": [("T", queries.dtype), ("SINKS", sinks is not None)],
-                "grid": (head_dim, heads * nodes, 1),
-                "threadgroup": (head_dim, 1, 1),
-                "output_shapes": [queries.shape],
-                "output_dtypes": [queries.dtype],
-            },
+            template=[("T", queries.dtype), ("SINKS", sinks is not None)],
+            grid=(head_dim, heads * nodes, 1),
+            threadgroup=(head_dim, 1, 1),
+            output_shapes=[queries.shape],
+            output_dtypes=[queries.dtype],
         )
         numbers = [
             *_tree_inputs(tree, first + length - nodes, nodes),

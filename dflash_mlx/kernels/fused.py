@@ -30,20 +30,24 @@ class VerifyGated(nn.Module):
         """x [..., D] -> [..., D]."""
         if not is_ours(self, rows_of(x)):
             return super().__call__(x)
-        gate, up = weights(self.gate_proj), weights(self.up_proj)
-        return self.down_proj(self._kernels.product(x, gate, up))
+        gate, up = weights(self["gate_proj"]), weights(self["up_proj"])
+        return self["down_proj"](self._kernels.product(x, gate, up))
 
 
 class VerifySwitchGLU(SwitchGLU):
-    """The gated units of experts on our kernel."""
+    """The gated units of experts on our kernel, which sorts the rows itself."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """x [..., D] of tokens sent to experts [..., k] -> [..., k, D]."""
         if not is_ours(self, indices.size // indices.shape[-1]):
             return super().__call__(x, indices)
-        gate, up, down = (weights(getattr(self, name)) for name in _MLP)
-        kernel = self._kernels.experts
-        return kernel(kernel(x, gate, indices, up), down, indices)
+        gate, up = self["gate_proj"], self["up_proj"]
+        if self._shares_launch:
+            y = self._kernels.experts(x, weights(gate), indices, weights(up))
+        else:  # biases, or another activation
+            ups, gates = (of_experts(layer, x, indices) for layer in (up, gate))
+            y = self.activation(ups, gates)
+        return of_experts(self["down_proj"], y, indices)
 
 
 class FusedProjections:
@@ -105,7 +109,8 @@ def fuse(model: nn.Module, kernel: VerifyQkv, broken: frozenset[str] = frozenset
     """
     for unit in model.modules():
         if type(unit) in UNITS and _same_rows(getattr(unit, name) for name in _MLP):
-            if gated_key(unit) not in {None, *broken}:
+            unit._shares_launch = gated_key(unit) not in {None, *broken}
+            if unit._shares_launch or type(unit) is SwitchGLU:
                 unit._rows, unit._kernels = unit.gate_proj._rows, unit.gate_proj._kernels
                 unit.__class__ = UNITS[type(unit)]
     for layers in shared_inputs(model):
@@ -181,4 +186,10 @@ def rows_of(x: mx.array) -> int:
 
 def weights(layer: Any) -> Weights:
     """The weights of one of our layers as the kernels take them."""
-    return layer._affine if "scales" in layer else layer.weight
+    return layer._affine if "scales" in layer else layer["weight"]
+
+
+def of_experts(layer: Any, x: mx.array, indices: mx.array) -> mx.array:
+    """x [..., K] or [..., k, K] by the experts [..., k] of one of our layers -> [..., k, N]."""
+    y = layer._kernels.experts(x, weights(layer), indices)
+    return y + layer["bias"][indices] if "bias" in layer else y

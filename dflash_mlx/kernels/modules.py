@@ -21,7 +21,7 @@ from ..errors import SettingsError
 from .block_attention import MOST_NODES, BlockAttention
 from .choose import NONE, Rows, exact_by_default, has_kernel, is_large
 from .delta_replay import DeltaReplay, DeltaVerify
-from .fused import fuse, is_ours, launches, rows_of, weights
+from .fused import fuse, is_ours, launches, of_experts, rows_of, weights
 from .shapes import Matrix, matrices
 from .source import KernelFactory
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
@@ -117,10 +117,7 @@ class OurSwitchLinear(nn.Module):
         """
         if not is_ours(self, indices.size // self._top_k):
             return super().__call__(x, indices, sorted_indices)
-        y = self._kernels.experts(x, weights(self), indices)
-        if "bias" in self:
-            y = y + self.bias[indices]
-        return mx.expand_dims(y, -2)
+        return mx.expand_dims(of_experts(self, x, indices), -2)
 
 
 class VerifyConv1d(nn.Conv1d):
@@ -280,4 +277,4 @@ def _product(layer: Any, x: mx.array) -> mx.array:
 
 
 def _biased(layer: nn.Module, y: mx.array) -> mx.array:
-    return y + layer.bias if "bias" in layer else y
+    return y + layer["bias"] if "bias" in layer else y

@@ -8,8 +8,8 @@ indentation and empty lines are removed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -20,23 +20,8 @@ from ..errors import KernelError
 # The signature of `mx.fast.metal_kernel`: name, input_names, output_names, source and header give a
 # function of inputs, template, grid, threadgroup, output_shapes and output_dtypes.
 KernelFactory = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel call without its inputs: what it takes from shapes and dtypes is worked out once.
-
-    Attributes:
-        kernel: the kernel.
-        arguments: template, grid, threadgroup, output_shapes and output_dtypes.
-    """
-
-    kernel: Callable[..., list[mx.array]]
-    arguments: Mapping[str, Any]
-
-    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
-        """The kernel's results."""
-        return self.kernel(inputs=inputs, **self.arguments)
+# A kernel with all of its call but the inputs, which shapes and dtypes determine.
+Launch = partial[list[mx.array]]
 
 
 _COMMENT = re.compile(r"//.*")

@@ -7,6 +7,7 @@ Stock kernels change with the number of rows, and use 32-row tiles for 16 rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any
@@ -121,8 +122,9 @@ class VerifyMatmul:
         if prepared is None:
             prepared = self._launches[key] = self._prepare(x, w, up)
         dtype, product, merge = prepared
-        (y,) = product([rows_in(dtype, x), *inputs(w), *(inputs(up) if up is not None else ())])
-        return y if merge is None else merge([in_device_memory(y)])[0]
+        given = [rows_in(dtype, x), *inputs(w), *(inputs(up) if up is not None else ())]
+        (y,) = product(inputs=given)
+        return y if merge is None else merge(inputs=[in_device_memory(y)])[0]
 
     def _prepare(self, x: mx.array, w: Weights, up: Weights | None) -> Prepared:
         weights = [w] if up is None else [w, up]
@@ -132,29 +134,25 @@ class VerifyMatmul:
         splits = splits_of_k(columns, depth, gate_up, self._enough)
         tiles = -(-columns // (TILE_COLUMNS // len(weights)))
         outputs, shape = rows * columns, (*x.shape[:-1], columns)
-        product = Launch(
+        product = partial(
             self._products[isinstance(w, AffineWeights), gate_up],
-            {
-                "template": [
-                    *(("T", dtype), *traits(w).items()),
-                    *(("GATE_UP", gate_up), ("SPLIT", splits > 1)),
-                ],
-                "grid": (tiles * THREADS, splits, -(-rows // TILE_ROWS)),
-                "threadgroup": (THREADS, 1, 1),
-                "output_shapes": [(splits, len(weights), rows, columns) if splits > 1 else shape],
-                "output_dtypes": [mx.float32 if splits > 1 else dtype],
-            },
+            template=[
+                *(("T", dtype), *traits(w).items()),
+                *(("GATE_UP", gate_up), ("SPLIT", splits > 1)),
+            ],
+            grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(splits, len(weights), rows, columns) if splits > 1 else shape],
+            output_dtypes=[mx.float32 if splits > 1 else dtype],
         )
         if splits == 1:
             return dtype, product, None
-        merge = Launch(
+        merge = partial(
             self._merge,
-            {
-                "template": [("GATE_UP", gate_up), ("SPLITS", splits)],
-                "grid": (outputs, 1, 1),
-                "threadgroup": (min(outputs, 256), 1, 1),
-                "output_shapes": [shape],
-                "output_dtypes": [dtype],
-            },
+            template=[("GATE_UP", gate_up), ("SPLITS", splits)],
+            grid=(outputs, 1, 1),
+            threadgroup=(min(outputs, 256), 1, 1),
+            output_shapes=[shape],
+            output_dtypes=[dtype],
         )
         return dtype, product, merge

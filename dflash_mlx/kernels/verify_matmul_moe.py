@@ -7,6 +7,7 @@ The stock gathered product runs row by row and reads an expert's weights once pe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -100,9 +101,8 @@ class VerifyMatmulMoe:
             prepared = self._launches[key] = self._prepare(x, w, experts, up)
         dtype, product = prepared
         routing = self._sorted(experts)
-        return product(
-            [rows_in(dtype, x), *routing, *inputs(w), *(inputs(up) if up is not None else ())]
-        )[0]
+        given = [rows_in(dtype, x), *routing, *inputs(w), *(inputs(up) if up is not None else ())]
+        return product(inputs=given)[0]
 
     def _sorted(self, experts: mx.array) -> Sequence[mx.array]:
         """What sorts the experts, and the experts, flat; the products of one unit share them."""
@@ -121,15 +121,14 @@ class VerifyMatmulMoe:
         _check_routing(x, experts)
         dtype, columns = result_dtype(x, *weights), w.shape[1]
         tiles = -(-columns // (TILE_COLUMNS // len(weights)))
-        arguments = {
-            "template": [("T", dtype), *traits(w).items(), ("GATE_UP", up is not None)],
-            "grid": (tiles * THREADS, experts.size, 1),
-            "threadgroup": (THREADS, 1, 1),
-            "output_shapes": [(*experts.shape, columns)],
-            "output_dtypes": [dtype],
-        }
-        kernel = self._products[isinstance(w, AffineWeights), up is not None]
-        return dtype, Launch(kernel, arguments)
+        return dtype, partial(
+            self._products[isinstance(w, AffineWeights), up is not None],
+            template=[("T", dtype), *traits(w).items(), ("GATE_UP", up is not None)],
+            grid=(tiles * THREADS, experts.size, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(*experts.shape, columns)],
+            output_dtypes=[dtype],
+        )
 
 
 def _check_routing(x: mx.array, experts: mx.array) -> None:

@@ -7,6 +7,7 @@ launches a layer instead of one or two.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product, zip_longest
 from math import prod
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import KernelError
-from .source import KernelFactory, Launch, in_device_memory, metal_source
+from .source import KernelFactory, in_device_memory, metal_source
 from .verify_matmul import (
     ENOUGH_TILES,
     THREADS,
@@ -96,8 +97,8 @@ class VerifyQkv:
         given = [rows_in(dtype, x)]
         for w in weights:
             given += inputs(w)
-        results = product(given)
-        return results if merge is None else merge([in_device_memory(*results)])
+        results = product(inputs=given)
+        return results if merge is None else merge(inputs=[in_device_memory(*results)])
 
     def _prepare(self, x: mx.array, weights: Sequence[Weights]) -> Prepared:
         check(x, weights)
@@ -106,27 +107,23 @@ class VerifyQkv:
         tiles = sum(-(-n // TILE_COLUMNS) for n in columns)
         splits = splits_of_k(tiles * TILE_COLUMNS, depth, enough=self._enough)
         shapes = [(*x.shape[:-1], n) for n in columns]
-        product = Launch(
+        product = partial(
             self._products[count, isinstance(weights[0], AffineWeights), splits > 1],
-            {
-                "template": [("T", dtype), *traits(weights[0]).items()],
-                "grid": (tiles * THREADS, splits, -(-rows // TILE_ROWS)),
-                "threadgroup": (THREADS, 1, 1),
-                "output_shapes": [(splits, rows, sum(columns))] if splits > 1 else shapes,
-                "output_dtypes": [mx.float32] if splits > 1 else [dtype] * count,
-            },
+            template=[("T", dtype), *traits(weights[0]).items()],
+            grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(splits, rows, sum(columns))] if splits > 1 else shapes,
+            output_dtypes=[mx.float32] if splits > 1 else [dtype] * count,
         )
         if splits == 1:
             return dtype, product, None
-        merge = Launch(
+        merge = partial(
             self._merges[count],
-            {
-                "template": [("SPLITS", splits), *zip_longest("ABCD", columns, fillvalue=0)],
-                "grid": (sum(columns), rows, 1),
-                "threadgroup": (min(sum(columns), 256), 1, 1),
-                "output_shapes": shapes,
-                "output_dtypes": [dtype] * count,
-            },
+            template=[("SPLITS", splits), *zip_longest("ABCD", columns, fillvalue=0)],
+            grid=(sum(columns), rows, 1),
+            threadgroup=(min(sum(columns), 256), 1, 1),
+            output_shapes=shapes,
+            output_dtypes=[dtype] * count,
         )
         return dtype, product, merge
 
