@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -16,19 +14,10 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from dflash_mlx import __version__
-from dflash_mlx.errors import (
-    DFlashError,
-    PromptError,
-    SettingsError,
-    UnsupportedTreeError,
-    error_of_import,
-)
 from dflash_mlx.machine.facts import installed
 
-from .output import error_line
+from .failures import one_line_errors
 
-FAILED, USAGE = 1, 2
-WRONG_USAGE = (SettingsError, PromptError, UnsupportedTreeError)
 COMMANDS = {  # name -> the module beside this one with its function, and two examples
     "generate": ("generate.generate", "'What is 47 plus 38?' --compare", "Summarize -f notes.txt"),
     "chat": ("chat.chat", "--model MODEL", "--server http://127.0.0.1:8000"),
@@ -95,29 +84,19 @@ class Program(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings | {"commands": Commands()})
 
+    def make_context(self, *args: Any, **settings: Any) -> Any:
+        """Read the options before the command."""
+        with one_line_errors():
+            return super().make_context(*args, **settings)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
         logging.disable(logging.WARNING)  # of other libraries
-        try:
+        with one_line_errors():
             try:
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()  # a full disk must fail here, not at interpreter exit
-        except DFlashError as error:
-            error_line(str(error))
-            raise typer.Exit(USAGE if isinstance(error, WRONG_USAGE) else FAILED) from error
-        except ValueError as error:
-            if (known := error_of_import(error)) is None:
-                raise
-            error_line(str(known))
-            raise typer.Exit(FAILED) from error
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # Typer exits quietly
-                raise
-            error_line(str(error) if error.filename else f"stdout: {error.strerror or error}.")
-            # Discard what is buffered, or Python tries to write it again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(FAILED) from error
 
 
 app = typer.Typer(

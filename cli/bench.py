@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.progress import track
@@ -31,13 +31,14 @@ from dflash_mlx.bench.report import (
 from dflash_mlx.bench.server import ServerClient
 from dflash_mlx.bench.suites import SUITES, suite_prompts
 from dflash_mlx.bench.summary import PromptRuns, drafting_methods
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, NONE, known_drafter
 from dflash_mlx.machine.facts import busy, computer, machine
 
 from . import options, output
 from .machines import Machines, cluster_member, runs_elsewhere
-from .options import DECODING, OFF, OUTPUT, is_given, option, tree_rows
+from .options import OFF, OUTPUT, argument, is_given, option, tree_rows
 from .pair import WHOLE_BLOCKS, Pair, open_pair
 
 PROMPTS = "What is measured"  # the group that --help shows
@@ -47,45 +48,12 @@ PROTOCOL = "zlab"  # the one that --protocol knows
 SEED = 0  # of sampling, so that every run makes the same texts
 
 
-# The prefill brings the first token, so it takes two tokens to measure a speed.
-MaxTokens = Annotated[
-    int, option(DECODING, "N", "Stop after N tokens.", "--max-tokens", "-n", min=2)
-]
-BlockSize = Annotated[
-    int | None,
-    option(
-        DECODING, "N", "Rows of a step. Default: the drafter's block.", "--block-size", "-b", min=1
-    ),
-]
-Suite = Annotated[
-    list[str] | None,
-    option(PROMPTS, "NAME", f"{EMBEDDED_SUITE} (default), {', '.join(SUITES)}. Repeatable."),
-]
-Prompts = Annotated[
-    Path | None,
-    option(PROMPTS, "FILE", 'JSONL of {"prompt" or "messages", "category", "answer"} instead.'),
-]
-Data = Annotated[
-    Path | None, option(PROMPTS, "DIR", "Read suites from this folder instead of the hub.")
-]
-Protocol = Annotated[
-    str | None,
-    option(PROMPTS, "NAME", "zlab: prompts, lengths and means of z-lab's papers."),
-]
-Limit = Annotated[
-    int | None,
-    option(PROMPTS, "N", f"Prompts per category. Default: {SUITE_LIMIT} for hub suites.", min=1),
-]
-Repeats = Annotated[int, option(PROMPTS, "N", "Runs of each prompt and method.", min=1)]
-TreeBudget = Annotated[str, option(PROMPTS, "N", "Also measure draft trees of N tokens, or auto.")]
-Server = Annotated[
-    str | None,
-    option(PROMPTS, "URL", "Measure an OpenAI-compatible server; --model is its name there."),
-]
-Concurrency = Annotated[
-    str | None, option(PROMPTS, "N,N", "With --openai: this many clients at once.")
-]
-Out = Annotated[Path | None, option(OUTPUT, "DIR", "Write bench.json here.", parser=options.named)]
+SUITE = f"{EMBEDDED_SUITE} (default), {', '.join(SUITES)}. Repeatable."
+FILE = 'JSONL of {"prompt" or "messages", "category", "answer"} instead.'
+LIMIT = f"Prompts per category. Default: {SUITE_LIMIT} for hub suites."
+ZLAB = "zlab: prompts, lengths and means of z-lab's papers."
+CLIENTS = "With --openai: this many clients at once."
+SERVED = "Measure an OpenAI-compatible server; --model is its name there."
 
 
 def bench(
@@ -93,33 +61,36 @@ def bench(
     *,
     names: options.Names,
     weights: options.Weights,
-    max_tokens: MaxTokens = 256,
-    block_size: BlockSize = None,
-    temperature: options.Temperature = 0.0,
+    # The prefill brings the first token, so it takes two tokens to measure a speed.
+    max_tokens: int = options.max_tokens(256, least=2),
+    block_size: int | None = options.block_size("Rows of a step. Default: the drafter's block."),
+    temperature: float = options.TEMPERATURE,
     thinking: options.Thinking,
-    suite: Suite = None,
-    prompts: Prompts = None,
-    data: Data = None,
-    protocol: Protocol = None,
-    limit: Limit = None,
-    repeats: Repeats = 3,
-    tree_budget: TreeBudget = OFF,
-    openai: Server = None,
-    concurrency: Concurrency = None,
-    out: Out = None,
+    suite: list[str] | None = option(None, PROMPTS, "NAME", SUITE),
+    prompts: Path | None = option(None, PROMPTS, "FILE", FILE),
+    data: Path | None = option(None, PROMPTS, "DIR", "Read suites from here, not the hub."),
+    protocol: str | None = option(None, PROMPTS, "NAME", ZLAB),
+    limit: int | None = option(None, PROMPTS, "N", LIMIT, min=1),
+    repeats: int = option(3, PROMPTS, "N", "Runs of each prompt and method.", min=1),
+    tree_budget: str = option(OFF, PROMPTS, "N", "Also measure draft trees of N tokens, or auto."),
+    openai: str | None = option(None, PROMPTS, "URL", SERVED),
+    concurrency: str | None = option(None, PROMPTS, "N,N", CLIENTS),
+    out: Path | None = option(None, OUTPUT, "DIR", "Write bench.json here.", parser=options.named),
     machines: Machines,
-    json: options.Json = False,
+    json: bool = options.JSON,
 ) -> None:
-    """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns."""
+    """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns.
+    The drafter is measured alone and in whole blocks: `generate` adds lookup and chooses lengths.
+    """
     if runs_elsewhere(machines, names, weights, context):
         return
     if names.draft == NONE:
-        raise typer.BadParameter(f"must not be {NONE} here: name a drafter", param_hint="--draft")
+        raise SettingsError(f"--draft must not be {NONE} here: name a drafter.")
     budget = tree_rows(tree_budget)
     clients = _numbers(concurrency)
     if protocol is not None:
         if protocol != PROTOCOL:
-            raise typer.BadParameter(f"must be {PROTOCOL}", param_hint="--protocol")
+            raise SettingsError(f"--protocol must be {PROTOCOL}, not {protocol!r}.")
         repeats = 1
         max_tokens = max_tokens if is_given("max_tokens", context) else PROTOCOL_MAX_TOKENS
     hub = Hub(offline=weights.offline)
@@ -159,11 +130,8 @@ def bench(
 
 
 def report(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="DIR", help="Folders written by 'dflash-mlx bench --out'."),
-    ],
-    json: options.Json = False,
+    folders: list[Path] = argument(..., "Folders that 'bench --out' has written.", metavar="DIR"),
+    json: bool = options.JSON,
 ) -> None:
     """Show benchmark runs again, of this machine or of others."""
     runs = {str(folder): read_run(folder) for folder in folders}
@@ -182,7 +150,7 @@ def _numbers(text: str | None) -> list[int]:
     except ValueError:
         numbers = [0]
     if any(number < 1 for number in numbers):
-        raise typer.BadParameter("must be positive numbers, like 1,8", param_hint="--concurrency")
+        raise SettingsError(f"--concurrency must be positive numbers, like 1,8, not {text!r}.")
     return numbers
 
 
@@ -210,7 +178,7 @@ def _prompts(
                 found = limit_per_category(found, SUITE_LIMIT)
         else:
             known = ", ".join((EMBEDDED_SUITE, *SUITES))
-            raise typer.BadParameter(f"{name} is not one of {known}", param_hint="--suite")
+            raise SettingsError(f"--suite must be one of {known}, not {name!r}.")
         chosen += found if limit is None else limit_per_category(found, limit)
     return chosen
 
@@ -321,6 +289,10 @@ def _show(content: Mapping[str, Any]) -> None:
     rows = (*content["categories"], overall)
     runs = output.counted(content["repeats"], "run")
     output.note(f"{content['title']}; medians of {runs} per prompt, then quartiles of all")
+    if content["block_size"]:
+        output.note(
+            "In whole blocks; generate chooses lengths, and adds lookup to a known drafter."
+        )
     if any("?" in cell for row in rows for cell in _figures(row, overall["methods"], "median")):
         output.note(output.DOUBTFUL)
     if content.get("busy"):

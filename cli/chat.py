@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from dflash_mlx.errors import PromptError
 from dflash_mlx.loading.registry import EMBEDDED
@@ -16,7 +16,7 @@ from . import options
 from .chat_commands import read_conversation, run_command
 from .chat_conversation import Chat
 from .chat_models import ChatModel, LocalModel, ServedModel
-from .generate import System, check_text
+from .generate import check_text
 from .options import DECODING, MODEL, SMALL, option
 from .output import counted, note
 from .pair import open_pair
@@ -28,32 +28,25 @@ TOY = (
     "tiny is a toy to try things on: sums, counting, short stories. A real model of 2.3 GB: "
     f"dflash-mlx chat --model {SMALL}"
 )
+SAVED = "Continue a conversation saved with /save."
 HINT = "/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves."
-
-Resume = Annotated[
-    Path | None, option(DECODING, "FILE", "Continue a conversation saved with /save.")
-]
-Address = Annotated[
-    str | None, option(MODEL, "URL", "Talk to a running server instead.", "--server")
-]
-ApiKey = Annotated[str | None, option(MODEL, "KEY", "The key for --server.")]
 
 
 def chat(
     *,
     names: options.Names,
-    no_draft: options.NoDraft = False,
+    no_draft: bool = options.NO_DRAFT,
     weights: options.Weights,
-    server: Address = None,
-    api_key: ApiKey = None,
-    max_tokens: options.MaxTokens = 1024,
+    server: str | None = option(None, MODEL, "URL", "Talk to a running server instead."),
+    api_key: str | None = option(None, MODEL, "KEY", "The key for --server."),
+    max_tokens: int = options.max_tokens(1024),
     sampling: options.Sampling,
     thinking: options.Thinking,
     steps: options.StepOptions,
-    stop: options.Stop = None,
-    system: System = None,
-    resume: Resume = None,
-    verbose: options.Verbose = False,
+    stop: list[str] | None = options.STOP,
+    system: str | None = options.SYSTEM,
+    resume: Path | None = option(None, DECODING, "FILE", SAVED),
+    verbose: bool = options.VERBOSE,
 ) -> None:
     """Chat with a model. In a pipe, each line is a message and stdout has only the answers."""
     if system is not None:

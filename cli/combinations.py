@@ -34,7 +34,7 @@ VALUES = {  # an option and its value -> the options that have no effect beside 
 
 
 def check_combinations(context: typer.Context) -> None:
-    """Raise `BadParameter` for an option that has no effect beside the others."""
+    """Raise `SettingsError` for an option that has no effect beside the others."""
     given = context.params
     for option, others in EXCLUDED.items():
         if given.get(option):

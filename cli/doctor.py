@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from packaging.requirements import Requirement
@@ -44,31 +44,17 @@ REQUIRED = ("mlx", "mlx-lm")  # nothing works without these packages
 LITTLE_DISK = 10  # GB below which most models do not fit
 TOKENS = 16
 
-HostsFile = Annotated[
-    Path | None,
-    options.option(
-        options.MODEL, "FILE", "Check these machines and their link instead (mlx.launch's file)."
-    ),
-]
-Model = Annotated[
-    str | None,
-    options.option(
-        options.MODEL,
-        "NAME",
-        "Also load this model and check its weights; with --hosts, the model to share.",
-        "--model",
-        "-m",
-    ),
-]
+LINK = "Check these machines and their link instead (mlx.launch's file)."
+WEIGHTS = "Also load this model and check its weights; with --hosts, the model to share."
 
 
 def doctor(
     context: typer.Context,
-    hosts: HostsFile = None,
-    model: Model = None,
-    offline: options.Offline = False,
-    stock_blas: options.StockBlas = False,
-    json: options.Json = False,
+    hosts: Path | None = options.option(None, options.MODEL, "FILE", LINK),
+    model: str | None = options.model(None, WEIGHTS),
+    offline: bool = options.OFFLINE,
+    stock_blas: bool = options.STOCK_BLAS,
+    json: bool = options.JSON,
 ) -> None:
     """Check that this machine has what decoding needs, and say how to fix what it lacks."""
     blas = dflash_mlx.use_fast_blas(stock=stock_blas)  # before any check imports MLX

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Group
@@ -17,12 +17,12 @@ from rich.text import Text
 import dflash_mlx
 from dflash_mlx.errors import DataError, PromptError, SettingsError
 from dflash_mlx.loading.registry import WITH_LOOKUP, known_drafter, known_facts
-from dflash_mlx.validation import UTF8, parse_json, read_json
+from dflash_mlx.validation import UTF8, brief, parse_json, read_json
 
 from . import options
 from .chat_conversation import Writer
 from .machines import Machines, cluster_member, runs_elsewhere, stdin_ends
-from .options import DECODING, OUTPUT
+from .options import DECODING, OUTPUT, argument, flag, option
 from .output import (
     DOUBTFUL,
     MIN_STEPS,
@@ -47,66 +47,39 @@ if TYPE_CHECKING:
 # A short answer takes a tenth of a second, which is too short to time once.
 COMPARE_SECONDS, MAX_COMPARED = 2.0, 9
 
+PROMPT = "Prompt"  # a panel of --help
 STDIN = "-"  # a file of this name is stdin, or stdout
 
-Prompt = Annotated[
-    str | None, typer.Argument(help="The prompt. Piped text follows it; '-' puts it here.")
-]
-Files = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--file", "-f", metavar="FILE", help="Add a file to the prompt; '-' is stdin. Repeatable."
-    ),
-]
-System = Annotated[str | None, options.option(DECODING, "TEXT", "A system message.")]
-Raw = Annotated[
-    bool,
-    options.flag("--no-chat-template", DECODING, "Continue the prompt as plain text."),
-]
-JsonSchema = Annotated[
-    str | None,
-    options.option(DECODING, "SCHEMA", "Answer with JSON that fits this schema (JSON or a file)."),
-]
-Compare = Annotated[
-    bool,
-    options.flag("--compare/--no-compare", OUTPUT, "Also decode without the drafter, to compare."),
-]
-ShowStats = Annotated[bool, options.flag("--stats", OUTPUT, "Show token counts, times and memory.")]
-Output = Annotated[
-    Path | None,
-    options.option(
-        OUTPUT,
-        "FILE",
-        "Write to FILE when the answer is complete.",
-        "--output",
-        "-o",
-        parser=options.named,
-    ),
-]
+PIPED = "The prompt. Piped text follows it; '-' puts it here."
+FILES = "Add a file to the prompt; '-' is stdin. Repeatable."
+SCHEMA = "Answer with JSON that fits this schema (JSON or a file)."
+COMPLETE = "Write to FILE when the answer is complete."
 
 
 def generate(
     context: typer.Context,
     *,
-    prompt: Prompt = None,
-    files: Files = None,
+    prompt: str | None = argument(None, PIPED),
+    files: list[Path] | None = option(None, PROMPT, "FILE", FILES, "--file", "-f"),
     names: options.Names,
-    no_draft: options.NoDraft = False,
+    no_draft: bool = options.NO_DRAFT,
     weights: options.Weights,
-    max_tokens: options.MaxTokens = 256,
+    max_tokens: int = options.max_tokens(256),
     sampling: options.Sampling,
     thinking: options.Thinking,
     steps: options.StepOptions,
-    stop: options.Stop = None,
-    system: System = None,
-    raw: Raw = False,
-    json_schema: JsonSchema = None,
-    compare: Compare = False,
-    verbose: options.Verbose = False,
-    stats: ShowStats = False,
+    stop: list[str] | None = options.STOP,
+    system: str | None = options.SYSTEM,
+    raw: bool = flag("--no-chat-template", DECODING, "Continue the prompt as plain text."),
+    json_schema: str | None = option(None, DECODING, "SCHEMA", SCHEMA),
+    compare: bool = flag("--compare/--no-compare", OUTPUT, "Also decode plainly, to compare."),
+    verbose: bool = options.VERBOSE,
+    stats: bool = flag("--stats", OUTPUT, "Show token counts, times and memory."),
     machines: Machines,
-    output: Output = None,
-    json: options.Json = False,
+    output: Path | None = option(
+        None, OUTPUT, "FILE", COMPLETE, "--output", "-o", parser=options.named
+    ),
+    json: bool = options.JSON,
 ) -> None:
     """Answer one prompt. The text goes to stdout, a summary to stderr."""
     if runs_elsewhere(machines, names, weights, context):
@@ -323,16 +296,16 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
     file, the first call takes them all.
 
     Raises:
-        typer.BadParameter: stdin is asked for twice or never ends, or there is no prompt.
-        PromptError: the text is empty or not UTF-8.
+        SettingsError: stdin is asked for twice or never ends.
+        PromptError: there is no text, or it is empty or not UTF-8.
         DataError: a file cannot be read.
     """
     sources = ([] if prompt is None else [prompt]) + [str(file) for file in files]
     dashes = sources.count(STDIN)
     if dashes > 1:
-        raise typer.BadParameter(f"{STDIN} is stdin and can be read only once", param_hint="--file")
+        raise SettingsError(f"{STDIN} is stdin, which can be read only once: name another --file.")
     if dashes and not stdin_ends:
-        raise typer.BadParameter("mlx.launch never ends stdin: give a text or a --file")
+        raise SettingsError("mlx.launch never ends stdin: give a text or a --file.")
     parts = [] if prompt in (None, STDIN) else [check_text(str(prompt))]
     if prompt == STDIN:
         parts.append(_decoded(sys.stdin.buffer.read(), "stdin"))
@@ -347,7 +320,7 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
         if piped.strip() or not parts:
             parts.append(_decoded(piped, "The piped text"))
     if not parts:
-        raise typer.BadParameter("give some text, or pipe it in", param_hint="PROMPT")
+        raise PromptError("There is no prompt: give some text, or pipe it in.")
     return parts[0] if len(parts) == 1 else "\n\n".join(part.strip("\n") for part in parts)
 
 
@@ -388,6 +361,11 @@ def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 def read_schema(given: str | None) -> Any:
     """The JSON schema in a file, or given itself. Raises `DataError` for one that is none."""
-    if given is None or not given.lstrip().startswith("{"):
-        return given and read_json(given, DataError)
-    return parse_json(given, "--json-schema", DataError)
+    if given is not None and given.lstrip().startswith("{"):
+        return parse_json(given, "--json-schema", DataError)
+    if given is not None and not Path(given).exists():
+        raise DataError(
+            f'--json-schema takes a JSON schema, such as \'{{"type": "object"}}\', or a file '
+            f"with one: {brief(given)} is neither."
+        )
+    return given and read_json(given, DataError)

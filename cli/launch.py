@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from typing import Any, Final
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -28,9 +28,9 @@ from dflash_mlx.loading.registry import EMBEDDED
 from dflash_mlx.machine.signals import signals_to
 
 from . import options
-from .options import CODER
+from .options import CODER, argument, option
 from .output import note, waiting
-from .serve import SERVER, Port
+from .serve import PORT, SERVER
 
 TIMEOUT: Final = 5.0  # seconds for a server on this machine to answer
 PAUSE: Final = 0.2  # seconds between two questions
@@ -57,19 +57,14 @@ PACKAGES: Final = {  # in npm
     Agent.opencode: "opencode-ai",
 }
 
-ApiKey = Annotated[
-    str, options.option(SERVER, "KEY", "The key of the running server.", "--api-key")
-]
-Arguments = Annotated[list[str] | None, typer.Argument(help="The agent's own arguments, after --.")]
-
 
 def launch(
     *,
-    agent: Annotated[Agent, typer.Argument(help="claude, codex or opencode.")],
-    arguments: Arguments = None,
+    agent: Agent = argument(..., "claude, codex or opencode."),
+    arguments: list[str] | None = argument(None, "The agent's own arguments, after --."),
     names: options.Names,
-    port: Port = 8000,
-    api_key: ApiKey = KEY,
+    port: int = PORT,
+    api_key: str = option(KEY, SERVER, "KEY", "The key of the running server."),
 ) -> None:
     """Start a coding agent on this machine's model, and a server if none runs."""
     program = shutil.which(agent.value)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
@@ -21,7 +21,7 @@ from dflash_mlx.errors import ClusterError, DFlashError
 from dflash_mlx.loading.registry import check_name
 
 from . import options
-from .options import MODEL
+from .options import MODEL, flag, group, option
 from .output import error_line, note
 
 MLX_RANK: Final = "MLX_RANK"
@@ -30,19 +30,15 @@ LOST_CODE: Final = 1
 MEMBER: Final = "dflash_mlx.member"  # key of rank 0's member in a context
 
 
-@dataclass(frozen=True)
+@group
 class Machines:
     """The machines that share the model."""
 
-    hosts: Annotated[
-        Path | None, options.option(MODEL, "FILE", "Share the model (mlx.launch's file).")
-    ] = None
-    stall_seconds: Annotated[
-        float, options.option(MODEL, "S", "Give up a machine silent for S seconds.", min=1)
-    ] = 20.0
-    pipeline: Annotated[
-        bool, options.flag("--pipeline", MODEL, "Split the layers over them, not the heads.")
-    ] = False
+    hosts: Path | None = option(None, MODEL, "FILE", "Share the model (mlx.launch's file).")
+    stall_seconds: float = option(
+        20.0, MODEL, "S", "Give up a machine silent for S seconds.", min=1
+    )
+    pipeline: bool = flag("--pipeline", MODEL, "Split the layers over them, not the heads.")
 
 
 @dataclass

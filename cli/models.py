@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -32,6 +31,7 @@ from dflash_mlx.loading.registry import (
 from dflash_mlx.machine.facts import GB, cache_folder
 
 from . import options
+from .options import MODEL, OUTPUT, argument, flag, option
 from .output import NOTHING, make_table, note, print_json, sized, stdout
 from .pair import announce, on_hub
 
@@ -39,20 +39,16 @@ WIDTHS = (16, 8, 4)  # bits per weight
 FAMILY = re.compile(r"[a-z]*[\d.]*")
 
 REPOSITORY = "A Hugging Face repository (owner/name, for GGUF files owner/name:TYPE)."
-Name = Annotated[str, typer.Argument(help=REPOSITORY, autocompletion=options.targets_beginning)]
-Part = Annotated[str, typer.Argument(metavar="NAME", help="Show these models and their drafters.")]
-All = Annotated[bool, options.flag("--all", options.OUTPUT, "Show those that do not fit, too.")]
-NoDrafter = Annotated[
-    bool, options.flag("--no-draft", options.MODEL, "Do not download the drafter.")
-]
-Inspect = Annotated[
-    Path | None,
-    options.option(options.OUTPUT, "PATH", "Show how a drafter's config.json is read."),
-]
+NAME = argument(..., REPOSITORY, autocompletion=options.targets_beginning)
 
 
 def models(
-    name: Part = "", everything: All = False, json: options.Json = False, inspect: Inspect = None
+    name: str = argument("", "Show these models and their drafters.", metavar="NAME"),
+    everything: bool = flag("--all", OUTPUT, "Show those that do not fit, too."),
+    json: bool = options.JSON,
+    inspect: Path | None = option(
+        None, OUTPUT, "PATH", "Show how a drafter's config.json is read."
+    ),
 ) -> None:
     """List the models that have a known drafter, those that fit this machine first."""
     if inspect is not None:
@@ -82,7 +78,12 @@ def models(
     note("'dflash-mlx models NAME' shows a model's drafters; --draft chooses one.")
 
 
-def pull(*, name: Name, no_draft: NoDrafter = False, offline: options.Offline = False) -> None:
+def pull(
+    *,
+    name: str = NAME,
+    no_draft: bool = flag("--no-draft", MODEL, "Do not download the drafter."),
+    offline: bool = options.OFFLINE,
+) -> None:
     """Download a model and its known drafter, and print where they are."""
     check_name(name)
     if "/" not in name:
@@ -106,7 +107,7 @@ def pull(*, name: Name, no_draft: NoDrafter = False, offline: options.Offline = 
         print(f"{one}  {hub.fetch(one)}", flush=True)
 
 
-def list_(*, json: options.Json = False) -> None:
+def list_(*, json: bool = options.JSON) -> None:
     """List the downloaded models with their sizes."""
     copies = Hub().copies()
     fit = {name: fits(size, looks_quantized(name)) for name, size in copies.items()}
@@ -123,7 +124,7 @@ def list_(*, json: options.Json = False) -> None:
     stdout().print(table)
 
 
-def rm(*, name: Name) -> None:
+def rm(*, name: str = NAME) -> None:
     """Delete a downloaded model from this disk."""
     if name == EMBEDDED:
         raise ModelNotFoundError(f"{name} is part of dflash-mlx and cannot be deleted.")

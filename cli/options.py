@@ -1,14 +1,14 @@
-"""Options that several commands share. Related ones are a dataclass, see `expand_groups`."""
+"""Options that several commands share. Related ones are a group, see `expand_groups`."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, dataclass_transform, get_type_hints
 
 import typer
 
@@ -20,27 +20,46 @@ from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, MTP, NONE, PACKAGED, p
 from .output import note
 
 KEPT_BITS = 16  # of --draft-bits: as they are
-MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the groups that --help shows
+MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the panels that --help shows
+DECLARED = "declared_options"  # attribute of a group: its options by name
 AUTO, OFF = "auto", "off"  # of --tree-budget
 # Real models to name instead of the embedded one, in 4 bits: 2.3 GB and 17 GB.
 SMALL, CODER = (f"mlx-community/Qwen3-{name}-4bit" for name in ("4B", "Coder-30B-A3B-Instruct"))
 
-
-def option(group: str, metavar: str, help: str, *names: str, **limits: Any) -> Any:
-    """An option with a value; without names it is called like the parameter."""
-    return typer.Option(*names, metavar=metavar, help=help, rich_help_panel=group, **limits)
+Group = TypeVar("Group")
 
 
-def flag(name: str, group: str, help: str) -> Any:
+class Option(NamedTuple):
+    """A declared option: its default, and what Typer knows of it."""
+
+    default: Any
+    info: Any
+
+
+def option(default: Any, panel: str, metavar: str, help: str, *names: str, **limits: Any) -> Any:
+    """An option with a value, ... if required; without names it is called like the parameter."""
+    info = typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **limits)
+    return Option(default, info)
+
+
+def flag(name: str, panel: str, help: str) -> Any:
     """A switch."""
-    return typer.Option(name, metavar="", help=help, rich_help_panel=group)
+    return Option(False, typer.Option(name, metavar="", help=help, rich_help_panel=panel))
 
 
-def four_or_eight(bits: int | None) -> int | None:
-    """A callback."""
-    if bits not in (None, 4, 8):
-        raise typer.BadParameter(f"must be 4 or 8, not {bits}")
-    return bits
+@dataclass_transform(frozen_default=True)
+def group(declared: type[Group]) -> type[Group]:
+    """Make a dataclass of a class whose fields are declared by `option` and `flag`."""
+    found = {name: one for name, one in vars(declared).items() if isinstance(one, Option)}
+    for name, one in found.items():
+        setattr(declared, name, one.default)
+    setattr(declared, DECLARED, found)
+    return dataclass(frozen=True)(declared)
+
+
+def argument(default: Any, help: str, **settings: Any) -> Any:
+    """A word without a name."""
+    return Option(default, typer.Argument(help=help, **settings))
 
 
 def named(path: str) -> Path:
@@ -62,106 +81,71 @@ def drafters_beginning(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-Model = Annotated[
-    str,
-    option(
-        MODEL,
-        "NAME",
-        "Folder, GGUF, hub name or smollm2.",
-        "--model",
-        "-m",
-        autocompletion=targets_beginning,
-    ),
-]
-Draft = Annotated[
-    str | None,
-    option(
-        MODEL,
-        "NAME",
-        "Drafter, smaller model, mtp (the model's head), lookup, NAME+lookup or none. "
-        "Default: the known one, else mtp.",
-        "--draft",
-        "-d",
-        autocompletion=drafters_beginning,
-    ),
-]
-NoDraft = Annotated[bool, flag("--no-draft", MODEL, "Decode without a drafter.")]
-TargetBits = Annotated[int | None, option(MODEL, "4|8", "Quantize the model's weights on load.")]
-DraftBits = Annotated[
-    int | None, option(MODEL, "4|8|16", "Quantize the drafter's on load; 16 keeps them.")
-]
-DraftWindow = Annotated[
-    int | None, option(MODEL, "N", "Tokens that the drafter remembers. Default: all.", min=1)
-]
-Mode = Annotated[str, option(MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")]
-GroupSize = Annotated[int | None, option(MODEL, "N", "Weights per scale. Default: the mode's own.")]
-KernelsOption = Annotated[
-    str, option(MODEL, "auto|off|exact", "Metal kernels; exact: bit for bit.", "--kernels")
-]
-Offline = Annotated[bool, flag("--offline", MODEL, "Use only what is already downloaded.")]
-StockBlas = Annotated[bool, flag("--stock-blas", MODEL, "On Linux, keep MLX's own slow BLAS.")]
-MaxTokens = Annotated[
-    int, option(DECODING, "N", "Stop after N tokens.", "--max-tokens", "-n", min=0)
-]
-Temperature = Annotated[
-    float,
-    option(DECODING, "T", "0 picks the likeliest token; 1 samples.", "--temperature", "-t", min=0),
-]
-TopP = Annotated[float, option(DECODING, "P", "Only tokens within probability P.", min=0, max=1)]
-TopK = Annotated[int, option(DECODING, "K", "Only the K likeliest tokens; 0 for all.", min=0)]
-MinP = Annotated[float, option(DECODING, "P", "Only tokens over P x the top one.", min=0, max=1)]
-Seed = Annotated[
-    int | None, option(DECODING, "N", "The same seed gives the same text, drafted or not.", min=0)
-]
-Stop = Annotated[list[str] | None, option(DECODING, "TEXT", "Stop before this text. Repeatable.")]
-Think = Annotated[bool, flag("--think", DECODING, "Think before the answer.")]
-NoThink = Annotated[bool, flag("--no-think", DECODING, "Answer at once.")]
-Effort = Annotated[str | None, option(DECODING, "HOW", "Think this much: low, medium or high.")]
-BlockSize = Annotated[
-    int | None,
-    option(
-        DECODING,
-        "N",
-        "Verify N tokens in each step. Default: what is fastest.",
-        "--block-size",
-        "-b",
-        min=1,
-    ),
-]
-TreeBudget = Annotated[str, option(DECODING, "N", "Draft trees of N tokens, or 'auto'.")]
-KvBits = Annotated[
-    int | None,
-    option(
-        DECODING, "4|8", "Quantize the KV cache, if the model allows it.", callback=four_or_eight
-    ),
-]
-NoPolicy = Annotated[
-    bool, flag("--no-policy", DECODING, "Always draft whole blocks, even where that is slower.")
-]
-Verbose = Annotated[bool, flag("--verbose", OUTPUT, "Explain the draft lengths; show the seed.")]
-Json = Annotated[bool, flag("--json", OUTPUT, "Print one JSON object and nothing else.")]
+def model(default: Any, help: str) -> Any:
+    """--model."""
+    names = ("--model", "-m")
+    return option(default, MODEL, "NAME", help, *names, autocompletion=targets_beginning)
 
 
-@dataclass(frozen=True)
+def max_tokens(default: int, least: int = 0) -> Any:
+    """--max-tokens."""
+    names = ("--max-tokens", "-n")
+    return option(default, DECODING, "N", "Stop after N tokens.", *names, min=least)
+
+
+def block_size(help: str) -> Any:
+    """--block-size."""
+    return option(None, DECODING, "N", help, "--block-size", "-b", min=1)
+
+
+MODEL_NAME = model(EMBEDDED, "Folder, GGUF, hub name or smollm2.")
+DRAFT = option(
+    None,
+    MODEL,
+    "NAME",
+    "Drafter, smaller model, mtp (the model's head), lookup, NAME+lookup or none. "
+    "Default: the known one, else mtp.",
+    "--draft",
+    "-d",
+    autocompletion=drafters_beginning,
+)
+NO_DRAFT = flag("--no-draft", MODEL, "Decode without a drafter.")
+TARGET_BITS = option(None, MODEL, "4|8", "Quantize the model's weights on load.")
+OFFLINE = flag("--offline", MODEL, "Use only what is already downloaded.")
+STOCK_BLAS = flag("--stock-blas", MODEL, "On Linux, keep MLX's own slow BLAS.")
+SAMPLES = "0 picks the likeliest token; 1 samples."
+TEMPERATURE = option(0.0, DECODING, "T", SAMPLES, "--temperature", "-t", min=0)
+STOP = option(None, DECODING, "TEXT", "Stop before this text. Repeatable.")
+SYSTEM = option(None, DECODING, "TEXT", "A system message.")
+KV_BITS = option(None, DECODING, "4|8", "Quantize the KV cache, if the model allows it.")
+VERBOSE = flag("--verbose", OUTPUT, "Explain the draft lengths; show the seed.")
+JSON = flag("--json", OUTPUT, "Print one JSON object and nothing else.")
+
+
+@group
 class Names:
     """The model and its drafter."""
 
-    model: Model = EMBEDDED
-    draft: Draft = None
+    model: str = MODEL_NAME
+    draft: str | None = DRAFT
 
 
-@dataclass(frozen=True)
+@group
 class Weights:
     """How weights are loaded. Raises `SettingsError`."""
 
-    target_bits: TargetBits = None
-    draft_bits: DraftBits = None
-    draft_window: DraftWindow = None
-    quant_mode: Mode = "affine"
-    group_size: GroupSize = None
-    kernels: KernelsOption = "auto"
-    offline: Offline = False
-    stock_blas: StockBlas = False
+    target_bits: int | None = TARGET_BITS
+    draft_bits: int | None = option(
+        None, MODEL, "4|8|16", "Quantize the drafter's on load; 16 keeps them."
+    )
+    draft_window: int | None = option(
+        None, MODEL, "N", "Tokens that the drafter remembers. Default: all.", min=1
+    )
+    quant_mode: str = option("affine", MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")
+    group_size: int | None = option(None, MODEL, "N", "Weights per scale. Default: the mode's own.")
+    kernels: str = option(AUTO, MODEL, "auto|off|exact", "Metal kernels; exact: bit for bit.")
+    offline: bool = OFFLINE
+    stock_blas: bool = STOCK_BLAS
 
     def __post_init__(self) -> None:
         kept = self.draft_bits == KEPT_BITS
@@ -178,15 +162,17 @@ class Weights:
         }
 
 
-@dataclass(frozen=True)
+@group
 class Sampling:
     """How tokens are chosen. Raises `SettingsError`."""
 
-    temperature: Temperature = 0.0
-    top_p: TopP = 1.0
-    top_k: TopK = 0
-    min_p: MinP = 0.0
-    seed: Seed = None
+    temperature: float = TEMPERATURE
+    top_p: float = option(1.0, DECODING, "P", "Only tokens within probability P.", min=0, max=1)
+    top_k: int = option(0, DECODING, "K", "Only the K likeliest tokens; 0 for all.", min=0)
+    min_p: float = option(0.0, DECODING, "P", "Only tokens over P x the top one.", min=0, max=1)
+    seed: int | None = option(
+        None, DECODING, "N", "The same seed gives the same text, drafted or not.", min=0
+    )
 
     def __post_init__(self) -> None:  # before MLX starts, and before a note about these options
         if not self.top_p > 0:
@@ -206,13 +192,15 @@ class Sampling:
         return settings
 
 
-@dataclass(frozen=True)
+@group
 class Thinking:
     """Whether and how much an answer thinks first, where the chat template knows it."""
 
-    think: Think = False
-    no_think: NoThink = False
-    reasoning_effort: Effort = None
+    think: bool = flag("--think", DECODING, "Think before the answer.")
+    no_think: bool = flag("--no-think", DECODING, "Answer at once.")
+    reasoning_effort: str | None = option(
+        None, DECODING, "HOW", "Think this much: low, medium or high."
+    )
 
     def settings(self) -> dict[str, Any]:
         """Of `stream_generate`."""
@@ -226,23 +214,33 @@ class Thinking:
         return thinking_variables(tokenizer, **self.settings())
 
 
-@dataclass(frozen=True)
+@group
 class StepOptions:
-    """What a step drafts and verifies."""
+    """What a step drafts and verifies. Raises `SettingsError`."""
 
-    block_size: BlockSize = None
-    tree_budget: TreeBudget = OFF
-    kv_bits: KvBits = None
-    no_policy: NoPolicy = False
+    block_size: int | None = block_size("Verify N tokens in each step. Default: what is fastest.")
+    tree_budget: str = option(OFF, DECODING, "N", "Draft trees of N tokens, or 'auto'.")
+    kv_bits: int | None = KV_BITS
+    no_policy: bool = flag(
+        "--no-policy", DECODING, "Always draft whole blocks, even where that is slower."
+    )
+
+    def __post_init__(self) -> None:
+        check_kv_bits(self.kv_bits)
+
+
+def check_kv_bits(bits: int | None) -> None:
+    """Raise `SettingsError` for a wrong value of --kv-bits."""
+    if bits not in (None, 4, 8):
+        raise SettingsError(f"--kv-bits must be 4 or 8, not {bits}.")
 
 
 def tree_rows(text: str) -> int | str | None:
-    """The value of --tree-budget; None is chains. Raises `typer.BadParameter`."""
+    """The value of --tree-budget; None is chains. Raises `SettingsError`."""
     if text in (AUTO, OFF):
         return AUTO if text == AUTO else None
     if not text.isdecimal():
-        wanted = f"must be a number, {AUTO} or {OFF}, not {text}"
-        raise typer.BadParameter(wanted, param_hint="--tree-budget")
+        raise SettingsError(f"--tree-budget must be a number, {AUTO} or {OFF}, not {text!r}.")
     return int(text)
 
 
@@ -258,28 +256,29 @@ def is_given(parameter: str, context: typer.Context) -> bool:
 
 
 def refuse(context: typer.Context, reason: str, *parameters: str) -> None:
-    """Raise `BadParameter` with the reason if one of these options was given, and not off."""
+    """Raise `SettingsError` with the reason if one of these options was given, and not off."""
     for parameter in context.command.params:
         if parameter.name in parameters and is_given(parameter.name, context):
             if context.params[parameter.name] not in (False, OFF):
-                raise typer.BadParameter(reason, context, param_hint=parameter.opts[0])
+                raise SettingsError(f"{parameter.opts[0]} {reason}.")
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each dataclass parameter of a command by parameters for its fields.
+    """Turn the options of a command into parameters for Typer, those of its groups among them.
 
-    `chat(*, names: Names, stop: Stop)` becomes `chat(*, model: Model, draft: Draft, stop: Stop)`.
-    Annotations and defaults of the fields declare the options, like those of parameters in Typer.
+    `chat(*, names: Names, stop: list[str] | None = STOP)` has the parameters model, draft and stop.
     """
     groups: dict[str, Any] = {}
     parameters = []
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in signature(command).parameters.items():
-        if is_dataclass(hints[name]):
+        if hasattr(hints[name], DECLARED):
             groups[name] = hints[name]
-            parameters += _fields(hints[name])
+            types = get_type_hints(hints[name])
+            declared = getattr(hints[name], DECLARED).items()
+            parameters += [_parameter(field, types[field], one) for field, one in declared]
         else:
-            parameters.append(parameter.replace(annotation=hints[name]))
+            parameters.append(_parameter(name, hints[name], parameter.default))
 
     @wraps(command)
     def grouped(**given: Any) -> None:
@@ -292,14 +291,8 @@ def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
     return grouped
 
 
-def _fields(group: Any) -> list[Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        Parameter(
-            field.name,
-            Parameter.KEYWORD_ONLY,
-            default=Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(group)
-    ]
+def _parameter(name: str, kind: Any, default: Any) -> Parameter:
+    if isinstance(default, Option):
+        kind = Annotated[kind, default.info]
+        default = Parameter.empty if default.default is ... else default.default
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)

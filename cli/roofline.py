@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.table import Table
 
 import dflash_mlx
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.checks import fits_here
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.quantization import Quantization
@@ -19,6 +19,7 @@ from dflash_mlx.machine.chips import Chip, chip_named
 from dflash_mlx.validation import read_json
 
 from . import options
+from .options import option
 from .output import counted, make_table, note, print_json, sized, stdout, waiting
 
 if TYPE_CHECKING:
@@ -26,27 +27,18 @@ if TYPE_CHECKING:
 
 EMBEDDED_ACCEPTANCE = 12.0  # from its model card, over all categories
 
-ChipName = Annotated[
-    str | None, typer.Option(metavar="NAME", help="M1 to M5 Max. Default: this machine's chip.")
-]
-Acceptance = Annotated[
-    float | None,
-    typer.Option(
-        metavar="TOKENS",
-        help="Acceptance length at 16 rows, as 'bench' reports. Default: the published figure.",
-    ),
-]
-Context = Annotated[int, typer.Option(min=0, metavar="N", help="Tokens of context to attend to.")]
+PREDICTED = "What is predicted"  # the panel that --help shows
+MEASURED = "Acceptance length at 16 rows, as 'bench' reports. Default: the published figure."
 
 
 def roofline(
-    model: options.Model = EMBEDDED,
-    chip: ChipName = None,
-    target_bits: options.TargetBits = None,
-    acceptance: Acceptance = None,
-    context: Context = 1024,
-    offline: options.Offline = False,
-    json: options.Json = False,
+    model: str = options.MODEL_NAME,
+    chip: str | None = option(None, PREDICTED, "NAME", "M1 to M5 Max. Default: this machine's."),
+    target_bits: int | None = options.TARGET_BITS,
+    acceptance: float | None = option(None, PREDICTED, "TOKENS", MEASURED),
+    context: int = option(1024, PREDICTED, "N", "Tokens of context to attend to.", min=0),
+    offline: bool = options.OFFLINE,
+    json: bool = options.JSON,
 ) -> None:
     """Predict how long steps of 1 to 16 rows take on a chip, and the best possible speedup."""
     where = _chip(chip)
@@ -55,9 +47,9 @@ def roofline(
     published = EMBEDDED_ACCEPTANCE if model == EMBEDDED else published
     tokens = published if acceptance is None else acceptance
     if tokens is None:
-        raise typer.BadParameter(
-            f"no figure is published for {model}: measure it with 'dflash-mlx bench'",
-            param_hint="--acceptance",
+        raise SettingsError(
+            f"No acceptance length is published for {model}: measure it with 'dflash-mlx bench', "
+            "and give it as --acceptance."
         )
     quantization = Quantization.of(target_bits)
     config, file = _config(model, Hub(offline=offline))

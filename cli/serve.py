@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -24,7 +24,7 @@ from dflash_mlx.machine.signals import signals_to
 
 from . import options
 from .machines import Machines, Member, cluster_member, inherited_socket, rank, runs_elsewhere
-from .options import option
+from .options import flag, group, option
 from .output import note
 from .pair import Pair, open_pair
 
@@ -36,99 +36,67 @@ if TYPE_CHECKING:
     from dflash_mlx.serve.models import Models
     from dflash_mlx.serve.server import APIServer
 
-SERVER = "Server"  # the group that --help shows
+SERVER = "Server"  # the panel that --help shows
+MODELS = "Folder, GGUF, hub name, smollm2 or tiny. Repeatable."
 LAST_SECONDS: Final = 2.0  # for clients to hear that the machines lost each other
 
 
-Port = Annotated[
-    int,
-    option(SERVER, "PORT", "Port; 0 takes a free one.", "--port", "-p", min=0, max=65535),
-]
-ModelNames = Annotated[
-    list[str] | None,
-    option(
-        options.MODEL,
-        "NAME",
-        "Folder, GGUF, hub name, smollm2 or tiny. Repeatable.",
-        "--model",
-        "-m",
-        autocompletion=options.targets_beginning,
-    ),
-]
-Verbose = Annotated[bool, options.flag("--verbose", SERVER, "Log a line for every request.")]
+PORT = option(8000, SERVER, "PORT", "Port; 0 takes a free one.", "--port", "-p", min=0, max=65535)
 
 
-@dataclass(frozen=True)
+@group
 class Access:
     """How clients reach the server, and which ones it answers."""
 
-    host: Annotated[str, option(SERVER, "HOST", "Address to listen on.")] = "127.0.0.1"
-    port: Port = 8000
-    api_key: Annotated[list[str] | None, option(SERVER, "KEY", "Require this key. Repeatable.")] = (
-        None
+    host: str = option("127.0.0.1", SERVER, "HOST", "Address to listen on.")
+    port: int = PORT
+    api_key: list[str] | None = option(None, SERVER, "KEY", "Require this key. Repeatable.")
+    api_key_file: Path | None = option(
+        None, SERVER, "FILE", "Require a key of FILE (one per line; # comments)."
     )
-    api_key_file: Annotated[
-        Path | None, option(SERVER, "FILE", "Require a key of FILE (one per line; # comments).")
-    ] = None
-    no_auth: Annotated[
-        bool, options.flag("--no-auth", SERVER, "Answer other machines without a key.")
-    ] = False
-    allow_host: Annotated[
-        list[str] | None, option(SERVER, "NAME", "Another name of this server. Repeatable.")
-    ] = None
-    allow_origin: Annotated[
-        list[str] | None, option(SERVER, "URL", "Answer web pages of this origin. Repeatable.")
-    ] = None
+    no_auth: bool = flag("--no-auth", SERVER, "Answer other machines without a key.")
+    allow_host: list[str] | None = option(
+        None, SERVER, "NAME", "Another name of this server. Repeatable."
+    )
+    allow_origin: list[str] | None = option(
+        None, SERVER, "URL", "Answer web pages of this origin. Repeatable."
+    )
 
 
-@dataclass(frozen=True)
+@group
 class Load:
     """How much the server takes on."""
 
-    concurrency: Annotated[
-        int, option(SERVER, "N", "Requests decoded together.", min=1, max=1024)
-    ] = 32
-    queue: Annotated[int, option(SERVER, "N", "Requests that may wait.", min=0)] = 64
-    memory: Annotated[
-        float | None,
-        option(SERVER, "GB", "Limit of all KV caches. Default: none.", min=0.001),
-    ] = None
-    prefix_cache: Annotated[
-        float,
-        option(SERVER, "GB", "Shared prefixes in memory.", min=0),
-    ] = 4.0
-    cache_dir: Annotated[
-        Path | None, option(SERVER, "DIR", "Keep shared prefixes on disk, too.")
-    ] = None
-    cache_disk: Annotated[float, option(SERVER, "GB", "Limit of --cache-dir.", min=0.001)] = 32.0
-    disk_left: Annotated[
-        float, option(SERVER, "GB", "Disk that --cache-dir leaves free.", min=0)
-    ] = 10.0
-    idle: Annotated[
-        float | None,
-        option(SERVER, "MIN", "Unload a model idle this long. Default: never.", min=0),
-    ] = None
-    drain_seconds: Annotated[
-        float,
-        option(SERVER, "S", "Time to finish open answers.", min=0),
-    ] = 30.0
+    concurrency: int = option(32, SERVER, "N", "Requests decoded together.", min=1, max=1024)
+    queue: int = option(64, SERVER, "N", "Requests that may wait.", min=0)
+    memory: float | None = option(
+        None, SERVER, "GB", "Limit of all KV caches. Default: none.", min=0.001
+    )
+    prefix_cache: float = option(4.0, SERVER, "GB", "Shared prefixes in memory.", min=0)
+    cache_dir: Path | None = option(None, SERVER, "DIR", "Keep shared prefixes on disk, too.")
+    cache_disk: float = option(32.0, SERVER, "GB", "Limit of --cache-dir.", min=0.001)
+    disk_left: float = option(10.0, SERVER, "GB", "Disk that --cache-dir leaves free.", min=0)
+    idle: float | None = option(
+        None, SERVER, "MIN", "Unload a model idle this long. Default: never.", min=0
+    )
+    drain_seconds: float = option(30.0, SERVER, "S", "Time to finish open answers.", min=0)
 
 
 def serve(
     context: typer.Context,
     *,
-    model: ModelNames = None,
-    draft: options.Draft = None,
-    no_draft: options.NoDraft = False,
+    model: list[str] | None = options.model(None, MODELS),
+    draft: str | None = options.DRAFT,
+    no_draft: bool = options.NO_DRAFT,
     weights: options.Weights,
     access: Access,
     load: Load,
-    max_tokens: options.MaxTokens = 4096,
+    max_tokens: int = options.max_tokens(4096),
     sampling: options.Sampling,
     thinking: options.Thinking,
     steps: options.StepOptions,
     machines: Machines,
-    verbose: Verbose = False,
+    verbose: bool = flag("--verbose", SERVER, "Log a line for every request."),
 ) -> None:
     """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, and a page to chat on.
     The decoding settings are the defaults of requests.

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import dflash_mlx
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 
 from . import options
-from .options import OUTPUT, flag, is_given, option, spelled
+from .options import OUTPUT, flag, group, is_given, option, spelled
 from .output import note, waiting
 
 if TYPE_CHECKING:
@@ -25,66 +25,50 @@ RATES = {"adamw": 1e-3, "muon": 0.02}  # default learning rates
 SHAPE = ("kind", "block_size", "layers", "causal")
 
 
-Out = Annotated[
-    Path, option(OUTPUT, "DIR", "Folder for the drafter, and to resume from.", parser=options.named)
-]
-Json = Annotated[bool, flag("--json", OUTPUT, "Print JSON lines and nothing else.")]
-
-
-@dataclass(frozen=True)
+@group
 class RecipeOptions:
     """The options of a `Recipe`, under the names of its fields."""
 
-    data: Annotated[
-        Path | None, option(DATA, "FILE", "JSON lines of prompts, chats or texts; or a .txt file.")
-    ] = None
-    synthesize: Annotated[
-        int | None, option(DATA, "N", "Let the model write N prompts itself.", min=2)
-    ] = None
-    keep_answers: Annotated[
-        bool, flag("--keep-answers", DATA, "Learn the file's answers, not the model's own.")
-    ] = False
-    max_tokens: Annotated[
-        int, option(DATA, "N", "End an answer after N tokens.", "--answer-tokens", min=2)
-    ] = 256
-    rows: Annotated[int, option(DATA, "N", "Answers generated together.", min=1)] = 24
-    kind: Annotated[str, option(DRAFTER, "KIND", "dflash, dflash2 or dspark.")] = "dflash"
-    block_size: Annotated[
-        int, option(DRAFTER, "N", "Rows of a block, with the known first one.", min=2)
-    ] = 8
-    layers: Annotated[
-        int | None,
-        option(DRAFTER, "N", "Default: one per eight of the model's, plus one.", min=1),
-    ] = None
-    causal: Annotated[
-        bool, flag("--causal", DRAFTER, "Let rows of a block see only earlier rows.")
-    ] = False
-    draft_vocab: Annotated[
-        int | None, option(DRAFTER, "N", "Draft only the answers' N commonest tokens.", min=1)
-    ] = None
-    warm_start: Annotated[str | None, option(DRAFTER, "NAME", "Start from this drafter.")] = None
-    bits: Annotated[
-        int | None,
-        option(DRAFTER, "4|6|8", "Store the drafter in so many bits, not 16.", "--store-bits"),
-    ] = None
-    steps: Annotated[int | None, option(TRAINING, "N", "Default: six epochs.", min=1)] = None
-    hours: Annotated[
-        float | None, option(TRAINING, "H", "As many steps as fit into H hours.", min=0)
-    ] = None
-    anchors: Annotated[int, option(TRAINING, "N", "Blocks per sequence and step.", min=1)] = 64
-    tokens: Annotated[int, option(TRAINING, "N", "Tokens of half a step.", min=16)] = 1024
-    learning_rate: Annotated[
-        float | None, option(TRAINING, "R", "Peak. Default: the optimizer's.", min=0)
-    ] = None
-    optimizer: Annotated[str, option(TRAINING, "NAME", "adamw or muon.")] = "adamw"
-    seed: Annotated[int, option(TRAINING, "N", "Seed of everything random.", min=0)] = 0
+    data: Path | None = option(
+        None, DATA, "FILE", "JSON lines of prompts, chats or texts; or a .txt file."
+    )
+    synthesize: int | None = option(None, DATA, "N", "Let the model write N prompts itself.", min=2)
+    keep_answers: bool = flag(
+        "--keep-answers", DATA, "Learn the file's answers, not the model's own."
+    )
+    max_tokens: int = option(
+        256, DATA, "N", "End an answer after N tokens.", "--answer-tokens", min=2
+    )
+    rows: int = option(24, DATA, "N", "Answers generated together.", min=1)
+    kind: str = option("dflash", DRAFTER, "KIND", "dflash, dflash2 or dspark.")
+    block_size: int = option(8, DRAFTER, "N", "Rows of a block, with the known first one.", min=2)
+    layers: int | None = option(
+        None, DRAFTER, "N", "Default: one per eight of the model's, plus one.", min=1
+    )
+    causal: bool = flag("--causal", DRAFTER, "Let rows of a block see only earlier rows.")
+    draft_vocab: int | None = option(
+        None, DRAFTER, "N", "Draft only the answers' N commonest tokens.", min=1
+    )
+    warm_start: str | None = option(None, DRAFTER, "NAME", "Start from this drafter.")
+    bits: int | None = option(
+        None, DRAFTER, "4|6|8", "Store the drafter in so many bits, not 16.", "--store-bits"
+    )
+    steps: int | None = option(None, TRAINING, "N", "Default: six epochs.", min=1)
+    hours: float | None = option(None, TRAINING, "H", "As many steps as fit into H hours.", min=0)
+    anchors: int = option(64, TRAINING, "N", "Blocks per sequence and step.", min=1)
+    tokens: int = option(1024, TRAINING, "N", "Tokens of half a step.", min=16)
+    learning_rate: float | None = option(
+        None, TRAINING, "R", "Peak. Default: the optimizer's.", min=0
+    )
+    optimizer: str = option("adamw", TRAINING, "NAME", "adamw or muon.")
+    seed: int = option(0, TRAINING, "N", "Seed of everything random.", min=0)
 
     def recipe(self) -> Recipe:
         """The recipe. Raises `SettingsError`."""
         from dflash_mlx.train.recipe import Recipe
 
         if self.optimizer not in RATES:
-            raise typer.BadParameter(f"must be {' or '.join(RATES)}", param_hint="--optimizer")
+            raise SettingsError(f"--optimizer must be {' or '.join(RATES)}.")
         rate = RATES[self.optimizer] if self.learning_rate is None else self.learning_rate
         return Recipe(**vars(self) | {"learning_rate": rate})
 
@@ -92,21 +76,21 @@ class RecipeOptions:
 def train(
     context: typer.Context,
     *,
-    model: options.Model = "tiny",
-    target_bits: options.TargetBits = None,
-    offline: options.Offline = False,
-    stock_blas: options.StockBlas = False,
-    out: Out,
+    model: str = options.MODEL_NAME,
+    target_bits: int | None = options.TARGET_BITS,
+    offline: bool = options.OFFLINE,
+    stock_blas: bool = options.STOCK_BLAS,
+    out: Path = option(
+        ..., OUTPUT, "DIR", "Folder for the drafter, and to resume from.", parser=options.named
+    ),
     choices: RecipeOptions,
-    json: Json = False,
+    json: bool = flag("--json", OUTPUT, "Print JSON lines and nothing else."),
 ) -> None:
     """Train a drafter for a model. If interrupted, the same command resumes."""
     warm_start, hub = choices.warm_start, Hub(offline=offline)
     given = next((name for name in SHAPE if is_given(name, context)), None)
     if warm_start is not None and given is not None:
-        raise typer.BadParameter(
-            "cannot be combined with a drafter to start from", param_hint=spelled(given)
-        )
+        raise SettingsError(f"{spelled(given)} cannot be combined with --warm-start.")
     blas = dflash_mlx.use_fast_blas(stock=stock_blas, flush_denormals=True)
     recipe = choices.recipe()
     with waiting(f"Loading {model}"):

@@ -77,14 +77,18 @@ def thinking_variables(
             f"reasoning_effort must be {', '.join(EFFORTS)}, not {brief(reasoning_effort)}."
         )
     found: dict[str, Any] = {}
-    wanted = (("think", think, SWITCHES), ("reasoning_effort", reasoning_effort, (EFFORT,)))
+    switch = f"think={think} ({'--think' if think else '--no-think'})"
+    wanted = (
+        (switch, think, SWITCHES),
+        ("reasoning_effort (--reasoning-effort)", reasoning_effort, (EFFORT,)),
+    )
     for setting, value, names in wanted:
         known = [name for name in names if value is not None and _reads(tokenizer, name)]
         found |= dict.fromkeys(known, value)
         if value is not None and not known:
             warnings.warn(
-                f"dflash-mlx: the chat template knows no {' or '.join(names)}: {setting} changes "
-                "nothing.",
+                f"dflash-mlx: {setting} changes nothing: this model's chat template has no such "
+                "switch.",
                 stacklevel=2,
             )
     return found

@@ -61,7 +61,7 @@ def test_the_settings_reach_every_request(switching):
 
 def test_what_the_template_does_not_know_is_said():
     one = target("qwen3")
-    with pytest.warns(UserWarning, match="knows no enable_thinking or thinking: think changes"):
+    with pytest.warns(UserWarning, match=r"think=False \(--no-think\) changes nothing"):
         assert text_of(one, think=False) == text_of(one)
     assert thinks(one.tokenizer, {}) is None
 

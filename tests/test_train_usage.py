@@ -29,7 +29,7 @@ def target() -> Target:
         (["--hours", "0"], "above 0"),
         (["--learning-rate", "0"], "above 0"),
         (["--seed", str(2**64)], "below 2**32"),
-        (["--warm-start", "tiny", "--layers", "2"], "a drafter to start from"),
+        (["--warm-start", "tiny", "--layers", "2"], "--warm-start"),
     ],
 )
 def test_mistakes_of_usage_are_told_first(tmp_path, options, message, monkeypatch):

@@ -116,7 +116,29 @@ def test_a_wrong_value_fails_before_anything_is_loaded(command, options):
 def test_an_option_without_effect_is_refused(command, option, other):
     done = invoke(*command.split(), *option.split())
     assert done.exit_code == 2 and not done.stdout, done.stderr
-    assert f"Invalid value for {option.split()[0]}: " in done.stderr and other in done.stderr
+    assert f"error: {option.split()[0]} " in done.stderr and other in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate hi -n many", "--max-tokens must be a whole number, not many."),
+        ("generate hi -n -1", "--max-tokens must be at least 0, not -1."),
+        ("generate hi -t hot", "--temperature must be a number, not hot."),
+        ("serve --port 70000", "--port must be at most 65535, not 70000."),
+        ("launch x", "AGENT: 'x' is not one of 'claude', 'codex', 'opencode'."),
+        ("pull", "NAME is missing."),
+        ("genrate hi", "No such command 'genrate'. Did you mean 'generate'?"),
+        ("--nope", "No such option: --nope."),
+        ("generate -n", "Option '-n' requires an argument."),
+        ("generate hi --json-schema 5", "--json-schema takes a JSON schema, such as"),
+    ],
+)
+def test_what_is_wrong_is_one_line_in_words_for_people(arguments, message):
+    """No box, no usage, and no validator's words."""
+    done = invoke(*arguments.split())
+    assert done.exit_code in (1, 2) and not done.stdout and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {message}"), done.stderr
 
 
 @pytest.mark.parametrize("command", ["bench --out", "train --synthesize 9 --out"])
