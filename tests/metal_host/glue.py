@@ -4,34 +4,22 @@ import re
 
 from metal_host.wrapper import Wrapper
 
-# The attributes, in terms of `place`: metal_host_thread of include/host/runtime.h.
+# Attributes, in terms of `place`: metal_host_thread of include/host/runtime.h. Those that no kernel
+# asks for are not here.
 _ATTRIBUTE_VALUES = {
-    "dispatch_quadgroups_per_threadgroup": "(METAL_HOST_COUNT(dispatched_size) + 3) / 4",
-    "dispatch_simdgroups_per_threadgroup": "(METAL_HOST_COUNT(dispatched_size) + 31) / 32",
-    "dispatch_threads_per_threadgroup": "METAL_HOST_UINT3(dispatched_size)",
-    "grid_origin": "uint3(0)",
-    "grid_size": "METAL_HOST_UINT3(grid)",
-    "quadgroup_index_in_threadgroup": "place->index / 4",
-    "quadgroups_per_threadgroup": "(place->threads + 3) / 4",
     "simdgroup_index_in_threadgroup": "place->simdgroup",
     "simdgroups_per_threadgroup": "place->simdgroups",
-    "thread_execution_width": "32",
-    "thread_index_in_quadgroup": "place->index % 4",
     "thread_index_in_simdgroup": "place->lane",
     "thread_index_in_threadgroup": "place->index",
     "thread_position_in_grid": "METAL_HOST_UINT3(grid_position)",
-    "thread_position_in_threadgroup": "METAL_HOST_UINT3(position)",
     "threadgroup_position_in_grid": "METAL_HOST_UINT3(group_position)",
     "threadgroups_per_grid": "METAL_HOST_UINT3(threadgroups)",
     "threads_per_grid": "METAL_HOST_UINT3(grid)",
-    "threads_per_simdgroup": "32",
-    "threads_per_threadgroup": "METAL_HOST_UINT3(size)",
 }
 
 _PRELUDE = """\
 #include "host/metal.h"
 #define METAL_HOST_UINT3(field) uint3(place->field[0], place->field[1], place->field[2])
-#define METAL_HOST_COUNT(field) (place->field[0] * place->field[1] * place->field[2])
 """
 
 _ENTRY = """\

@@ -16,12 +16,6 @@ RED_ZONE = 4096  # bytes before and after every buffer, for accesses that miss i
 _WRITABLE, _INITIALISED = 1, 2
 
 
-class _Traffic(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_uint64) for name in ("read", "written", "distinct_read", "distinct_written")
-    ]
-
-
 class _Buffer(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
@@ -29,7 +23,6 @@ class _Buffer(ctypes.Structure):
         ("size", ctypes.c_uint64),
         ("element", ctypes.c_uint64),
         ("flags", ctypes.c_uint32),
-        ("traffic", _Traffic),
     ]
 
 
@@ -43,10 +36,6 @@ class _Launch(ctypes.Structure):
         ("last_group", ctypes.c_uint32),
         ("buffer_count", ctypes.c_uint32),
         ("buffers", ctypes.POINTER(_Buffer)),
-        ("matrix_products", ctypes.c_uint64),
-        ("fmas", ctypes.c_uint64),
-        ("barriers", ctypes.c_uint64),
-        ("exchanges", ctypes.c_uint64),
     ]
 
 

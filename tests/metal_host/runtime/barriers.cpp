@@ -4,8 +4,6 @@
 
 namespace metal_host {
 
-uint64_t matrix_products, fmas, barriers, exchanges;
-
 namespace {
 
 int first_lane(int simdgroup) { return simdgroup * kLanes; }
@@ -80,7 +78,6 @@ void release_barrier() {
     Fiber& other = group.fibers[i];
     if (other.state == State::at_barrier) other.state = State::ready;
   }
-  barriers++;
   group.waiting = 0;
   group.mixed = false;
   for (Space space : {kThreadgroupSpace, kDeviceSpace}) {
@@ -158,7 +155,6 @@ const char* metal_host_exchange(const void* value, unsigned size, int site, uint
   char* slot = simdgroup.slots[simdgroup.round & 1] + METAL_HOST_SLOT * self.place.lane;
   __builtin_memcpy(slot, value, size);
   self.value = slot;
-  if (simdgroup.waiting == 0) exchanges++;
   wait_for_lanes(self, simdgroup, 0, site);
   *lanes = self.lanes;
   return self.slots;
@@ -183,7 +179,6 @@ const float* metal_host_multiply_accumulate(
       for (int k = 0; k < 8; k++) sum += simdgroup.a[i * 8 + k] * *(Row*)(simdgroup.b + k * 8);
       *(Row*)(product + i * 8) = sum;
     }
-    matrix_products++;
   }
   self.value = nullptr;
   wait_for_lanes(self, simdgroup, 0, site);
@@ -193,8 +188,6 @@ const float* metal_host_multiply_accumulate(
   }
   return product;
 }
-
-void metal_host_count_fma() { fmas++; }
 
 void metal_host_inactive_lane() {
   report("inactive-lane", nullptr, "a SIMD-group function at line %d takes the value of a lane "

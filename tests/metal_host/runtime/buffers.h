@@ -11,16 +11,11 @@ namespace metal_host {
 
 enum BufferFlag : uint32_t { kWritable = 1, kInitialised = 2 };
 
-struct Traffic {
-  uint64_t read, written, distinct_read, distinct_written;  // bytes
-};
-
 struct Buffer {
   const char* name;
   char* data;
   uint64_t size, element;  // bytes
   uint32_t flags;
-  Traffic traffic;
 };
 
 struct Launch {
@@ -31,7 +26,6 @@ struct Launch {
   uint32_t first_group, last_group;  // of the threadgroups, counted along x, then y, then z
   uint32_t buffer_count;
   Buffer* buffers;
-  uint64_t matrix_products, fmas, barriers, exchanges;
 };
 
 extern Launch* launch;

@@ -9,10 +9,8 @@
 namespace metal_host {
 namespace {
 
-enum Access { kRead, kWrite, kAtomicRead, kAtomicWrite };
-const char* const kAccess[] = {"read", "write", "atomic read", "atomic write"};
-constexpr bool reads(Access access) { return access == kRead || access == kAtomicRead; }
-constexpr bool is_atomic(Access access) { return access >= kAtomicRead; }
+enum Access { kRead, kWrite };
+const char* const kAccess[] = {"read", "write"};
 constexpr ptrdiff_t kRedZone = 4096;  // around every buffer: launch.py
 
 struct Place {
@@ -33,8 +31,8 @@ void report_race(Access access, const Place& place, Stamp earlier, bool written)
 
 template <Space space, Access access>
 inline void check_cell(Cell& cell, Stamp mine, bool initialised, const Place& place) {
-  if (access == kRead && cell.read == mine) return;
-  if (reads(access)) {
+  if (access == kRead) {
+    if (cell.read == mine) return;
     const bool seen = space == kDeviceSpace ? initialised || cell.written
                                             : epoch_of(cell.written) >= first_epochs[space];
     if (!seen) {
@@ -44,16 +42,14 @@ inline void check_cell(Cell& cell, Stamp mine, bool initialised, const Place& pl
       return;
     }
   }
-  if (!is_atomic(access)) {  // atomic accesses are in order with each other
-    if (unordered<space>(cell.written, mine)) {
-      report_race<space>(access, place, cell.written, true);
-    } else if (access == kWrite && unordered<space>(cell.read, mine)) {
-      report_race<space>(access, place, cell.read, false);
-    }
+  if (unordered<space>(cell.written, mine)) {
+    report_race<space>(access, place, cell.written, true);
+  } else if (access == kWrite && unordered<space>(cell.read, mine)) {
+    report_race<space>(access, place, cell.read, false);
   }
   if (access == kRead) {
     cell.read = joined(cell.read, mine);
-  } else if (!reads(access)) {
+  } else {
     cell.written = mine;
   }
 }
@@ -135,16 +131,10 @@ void check_buffer(Buffer& buffer, const char* address, unsigned size, const void
   const size_t offset = address - buffer.data;
   const Place place = {buffer.name, offset, code};
   Shadow& shadow = buffer_shadows[&buffer - launch->buffers];
-  (reads(access) ? buffer.traffic.read : buffer.traffic.written) += size;
-  if (reads(access) && !(buffer.flags & kWritable)) {
-    if (size < 1u << shadow.shift) shadow.split(__builtin_ctz(size));
-    Cell* cell = &shadow.cells[offset >> shadow.shift];
-    for (unsigned i = 0; i < size; i += 1u << shadow.shift) (cell++)->read = 1;
-  } else if (!(buffer.flags & kWritable)) {
-    report("write-to-input", code, "%s of input '%s' at byte %zu", kAccess[access], buffer.name,
-        offset);
-  } else {
+  if (buffer.flags & kWritable) {
     check_cells<kDeviceSpace, access>(shadow, size, buffer.flags & kInitialised, place);
+  } else if (access == kWrite) {
+    report("write-to-input", code, "write to input '%s' at byte %zu", buffer.name, offset);
   }
 }
 
@@ -213,47 +203,6 @@ void* __tsan_memset(void* to, int value, size_t size) {
   check_range<kWrite>((char*)to, size, CODE);
   return memset(to, value, size);
 }
-
-#define METAL_HOST_ATOMICS(bits, T)                                                          \
-  T __tsan_atomic##bits##_load(const volatile T* a, int) {                                   \
-    check<kAtomicRead>((const char*)a, sizeof(T), true, CODE);                               \
-    return *a;                                                                               \
-  }                                                                                          \
-  void __tsan_atomic##bits##_store(volatile T* a, T value, int) {                            \
-    check<kAtomicWrite>((const char*)a, sizeof(T), true, CODE);                              \
-    *a = value;                                                                              \
-  }                                                                                          \
-  static bool compare_exchange##bits(volatile T* a, T* expected, T value) {                  \
-    const T old = *a;                                                                        \
-    if (old == *expected) *a = value;                                                        \
-    const bool equal = old == *expected;                                                     \
-    *expected = old;                                                                         \
-    return equal;                                                                            \
-  }                                                                                          \
-  int __tsan_atomic##bits##_compare_exchange_weak(                                           \
-      volatile T* a, T* expected, T value, int, int) {                                       \
-    check<kAtomicWrite>((const char*)a, sizeof(T), true, CODE);                              \
-    return compare_exchange##bits(a, expected, value);                                       \
-  }                                                                                          \
-  int __tsan_atomic##bits##_compare_exchange_strong(                                         \
-      volatile T* a, T* expected, T value, int, int) {                                       \
-    check<kAtomicWrite>((const char*)a, sizeof(T), true, CODE);                              \
-    return compare_exchange##bits(a, expected, value);                                       \
-  }
-// What g++ has as _weak and _strong, clang calls so; it returns what was there.
-#define METAL_HOST_EXCHANGE(bits, T)                                                         \
-  T __tsan_atomic##bits##_compare_exchange_val(                                              \
-      volatile T* a, T expected, T value, int, int) {                                        \
-    check<kAtomicWrite>((const char*)a, sizeof(T), true, CODE);                              \
-    compare_exchange##bits(a, &expected, value);                                             \
-    return expected;                                                                         \
-  }
-METAL_HOST_ATOMICS(8, uint8_t)
-METAL_HOST_ATOMICS(16, uint16_t)
-METAL_HOST_ATOMICS(32, uint32_t)
-METAL_HOST_ATOMICS(64, uint64_t)
-METAL_HOST_EXCHANGE(32, uint32_t)
-METAL_HOST_EXCHANGE(64, uint64_t)
 
 // The same for what the language leaves undefined: -fsanitize=shift,bounds,integer-divide-by-zero.
 // After an index or a division the host has no way to go on.

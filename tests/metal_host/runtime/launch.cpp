@@ -29,15 +29,11 @@ void place_thread(uint32_t index, const Extent& at, const Extent& size, const Ex
   place.lane = index % kLanes;
   place.simdgroup = index / kLanes;
   place.simdgroups = group.simdgroups.size();
-  place.threads = group.size;
   const Extent position = place_in(index, size);
   for (int i = 0; i < 3; i++) {
-    place.position[i] = position.x[i];
     place.group_position[i] = at.x[i];
     place.grid_position[i] = at.x[i] * dispatched.x[i] + position.x[i];
     place.threadgroups[i] = groups.x[i];
-    place.size[i] = size.x[i];
-    place.dispatched_size[i] = dispatched.x[i];
     place.grid[i] = launch->grid[i];
   }
 }
@@ -69,7 +65,6 @@ void begin(Launch& started) {
   launch = &started;
   clear_findings();
   stopped = false;
-  matrix_products = fmas = barriers = exchanges = 0;
   kernel = started.kernel;
   buffer_shadows.clear();
 #ifdef METAL_HOST_CHECKED
@@ -79,20 +74,6 @@ void begin(Launch& started) {
     buffer_shadows.back().resize(buffer.size, buffer.element);
   }
 #endif
-}
-
-void count_distinct(Launch& done) {
-  done.matrix_products = matrix_products;
-  done.fmas = fmas;
-  done.barriers = barriers;
-  done.exchanges = exchanges;
-  for (size_t i = 0; i < buffer_shadows.size(); i++) {
-    Traffic& traffic = done.buffers[i].traffic;
-    for (const Cell& cell : buffer_shadows[i].cells) {
-      traffic.distinct_read += (uint64_t)!!cell.read << buffer_shadows[i].shift;
-      traffic.distinct_written += (uint64_t)!!cell.written << buffer_shadows[i].shift;
-    }
-  }
 }
 
 }  // namespace
@@ -115,5 +96,4 @@ extern "C" METAL_HOST_EXPORT void metal_host_launch(metal_host::Launch* started)
     start_threadgroup(i, dispatched, groups);
     run_threadgroup();
   }
-  count_distinct(*launch);
 }

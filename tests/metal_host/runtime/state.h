@@ -74,8 +74,6 @@ int stack_of(const char* address);  // whose private memory it is; -1: nobody's
 // barriers.cpp
 void release_divergent();  // nobody can run: let go some of those who wait
 void lane_done(Fiber& done);
-// Of this launch. A product is 8x8x8; an exchange is one of a SIMD-group.
-extern uint64_t matrix_products, fmas, barriers, exchanges;
 
 // findings.cpp
 void report(const char* kind, const void* where, const char* format, ...)

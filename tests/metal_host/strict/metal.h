@@ -15,7 +15,6 @@
 #define __HAVE_BFLOAT__ 1
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
-#define M_PI_F 3.14159265358979323846264338327950288f
 #define bfloat __bf16
 
 typedef unsigned char uchar;
@@ -70,33 +69,6 @@ typedef vec<bfloat, 2> bfloat2;
 typedef vec<bfloat, 3> bfloat3;
 typedef vec<bfloat, 4> bfloat4;
 
-template <bool Condition, class T = void>
-struct enable_if {};
-template <class T>
-struct enable_if<true, T> {
-  typedef T type;
-};
-template <bool Condition, class T = void>
-using enable_if_t = typename enable_if<Condition, T>::type;
-template <bool Condition, class A, class B>
-struct conditional {
-  typedef A type;
-};
-template <class A, class B>
-struct conditional<false, A, B> {
-  typedef B type;
-};
-template <bool Condition, class A, class B>
-using conditional_t = typename conditional<Condition, A, B>::type;
-template <class A, class B>
-constexpr constant bool is_same_v = __is_same(A, B);
-template <class T>
-struct same {
-  typedef T type;
-};
-template <class T>
-using same_t = typename same<T>::type;  // takes part in no deduction
-
 // What the front end makes of `vec<T, N>(...)`: clang's vectors have no constructors.
 template <class T, int N, class Only>
 vec<T, N> make_vector(Only);
@@ -109,93 +81,24 @@ To as_type(From from) {
   return metal_host_any<To>();
 }
 
-// Mathematical functions, of float and half; a bfloat becomes a float first.
-#define METAL_HOST_FUNCTION(name) \
-  float name(float);              \
-  half name(half);
-#define METAL_HOST_FUNCTIONS                                                                  \
-  METAL_HOST_FUNCTION(exp) METAL_HOST_FUNCTION(exp2) METAL_HOST_FUNCTION(exp10)               \
-  METAL_HOST_FUNCTION(log) METAL_HOST_FUNCTION(log2) METAL_HOST_FUNCTION(log10)               \
-  METAL_HOST_FUNCTION(sqrt) METAL_HOST_FUNCTION(rsqrt) METAL_HOST_FUNCTION(sin)               \
-  METAL_HOST_FUNCTION(cos) METAL_HOST_FUNCTION(tan) METAL_HOST_FUNCTION(sinh)                 \
-  METAL_HOST_FUNCTION(cosh) METAL_HOST_FUNCTION(tanh) METAL_HOST_FUNCTION(floor)              \
-  METAL_HOST_FUNCTION(ceil) METAL_HOST_FUNCTION(round) METAL_HOST_FUNCTION(rint)              \
-  METAL_HOST_FUNCTION(trunc) METAL_HOST_FUNCTION(fabs)
-METAL_HOST_FUNCTIONS
-namespace precise {
-METAL_HOST_FUNCTIONS
-}
-namespace fast {
-METAL_HOST_FUNCTIONS
-}
-#undef METAL_HOST_FUNCTIONS
-#undef METAL_HOST_FUNCTION
+float exp(float);
+float exp2(float);
 float fma(float, float, float);
-half fma(half, half, half);
-template <class T, int N>
-vec<T, N> fma(vec<T, N>, vec<T, N>, vec<T, N>);
-float pow(float, float);
-float fmod(float, float);
-float fmax(float, float);
-float fmin(float, float);
-float copysign(float, float);
-bool isnan(float);
-bool isinf(float);
 bool isfinite(float);
-template <class T>
-T abs(T);
 template <class T>
 T max(T, T);
 template <class T>
 T min(T, T);
-template <class T>
-T max3(T, T, T);
-template <class T>
-T min3(T, T, T);
-template <class T>
-T clamp(T, T, T);
-template <class T>
-T select(T, T, bool);
-template <class T, int N>
-T dot(vec<T, N>, vec<T, N>);
-int popcount(uint);
-int clz(uint);
-int ctz(uint);
 
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
 mem_flags operator|(mem_flags, mem_flags);
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
 
-#define METAL_HOST_REDUCTION(name) \
-  template <class T>               \
-  T name(T);
-METAL_HOST_REDUCTION(simd_sum)
-METAL_HOST_REDUCTION(simd_product)
-METAL_HOST_REDUCTION(simd_max)
-METAL_HOST_REDUCTION(simd_min)
-METAL_HOST_REDUCTION(simd_and)
-METAL_HOST_REDUCTION(simd_or)
-METAL_HOST_REDUCTION(simd_xor)
-METAL_HOST_REDUCTION(simd_broadcast_first)
-METAL_HOST_REDUCTION(simd_prefix_exclusive_sum)
-METAL_HOST_REDUCTION(simd_prefix_inclusive_sum)
-METAL_HOST_REDUCTION(quad_sum)
-#undef METAL_HOST_REDUCTION
-#define METAL_HOST_SHUFFLE(name) \
-  template <class T>             \
-  T name(T, ushort);
-METAL_HOST_SHUFFLE(simd_shuffle)
-METAL_HOST_SHUFFLE(simd_shuffle_xor)
-METAL_HOST_SHUFFLE(simd_shuffle_up)
-METAL_HOST_SHUFFLE(simd_shuffle_down)
-METAL_HOST_SHUFFLE(simd_shuffle_rotate_down)
-METAL_HOST_SHUFFLE(simd_broadcast)
-METAL_HOST_SHUFFLE(quad_shuffle_xor)
-#undef METAL_HOST_SHUFFLE
-bool simd_any(bool);
-bool simd_all(bool);
-bool simd_is_first();
+template <class T>
+T simd_shuffle(T, ushort);
+template <class T>
+T simd_shuffle_xor(T, ushort);
 
 // As Apple declares it: the storage is a vector of all 64 elements, of which a lane's are the first,
 // and operands are values. Apple's constructors are of `thread` objects, so a struct with matrices
@@ -212,12 +115,7 @@ struct simdgroup_matrix {
   thread storage_type& thread_elements() thread { return elements; }
   const thread storage_type& thread_elements() const thread { return elements; }
 };
-typedef simdgroup_matrix<float> simdgroup_float8x8;
-typedef simdgroup_matrix<half> simdgroup_half8x8;
-typedef simdgroup_matrix<bfloat> simdgroup_bfloat8x8;
 
-template <class T, int Rows, int Columns>
-simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T);
 #define METAL_HOST_LOAD_STORE(space)                                                        \
   template <class T>                                                                        \
   void simdgroup_load(thread simdgroup_matrix<T>&, const space T*, ulong = 8,               \
@@ -231,36 +129,6 @@ METAL_HOST_LOAD_STORE(threadgroup)
 template <class D, class A, class B, class C>
 void simdgroup_multiply_accumulate(
     thread simdgroup_matrix<D>&, simdgroup_matrix<A>, simdgroup_matrix<B>, simdgroup_matrix<C>);
-template <class D, class A, class B>
-void simdgroup_multiply(thread simdgroup_matrix<D>&, simdgroup_matrix<A>, simdgroup_matrix<B>);
-
-enum memory_order { memory_order_relaxed };
-template <class T>
-struct atomic {
-  T value;
-};
-typedef atomic<int> atomic_int;
-typedef atomic<uint> atomic_uint;
-typedef atomic<float> atomic_float;
-#define METAL_HOST_UPDATE(space, name) \
-  template <class T>                   \
-  T name(space atomic<T>*, same_t<T>, memory_order);
-#define METAL_HOST_ATOMICS(space)                                \
-  template <class T>                                             \
-  T atomic_load_explicit(const space atomic<T>*, memory_order);  \
-  template <class T>                                             \
-  void atomic_store_explicit(space atomic<T>*, same_t<T>, memory_order); \
-  METAL_HOST_UPDATE(space, atomic_exchange_explicit)             \
-  METAL_HOST_UPDATE(space, atomic_fetch_add_explicit)            \
-  METAL_HOST_UPDATE(space, atomic_fetch_sub_explicit)            \
-  METAL_HOST_UPDATE(space, atomic_fetch_or_explicit)             \
-  METAL_HOST_UPDATE(space, atomic_fetch_and_explicit)            \
-  METAL_HOST_UPDATE(space, atomic_fetch_max_explicit)            \
-  METAL_HOST_UPDATE(space, atomic_fetch_min_explicit)
-METAL_HOST_ATOMICS(device)
-METAL_HOST_ATOMICS(threadgroup)
-#undef METAL_HOST_ATOMICS
-#undef METAL_HOST_UPDATE
 
 template <class T>
 struct numeric_limits {

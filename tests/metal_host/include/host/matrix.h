@@ -30,16 +30,6 @@ struct simdgroup_matrix {
   thread vec<T, 2>& thread_elements() { return elements; }
   const thread vec<T, 2>& thread_elements() const { return elements; }
 };
-typedef simdgroup_matrix<float> simdgroup_float8x8;
-typedef simdgroup_matrix<half> simdgroup_half8x8;
-typedef simdgroup_matrix<bfloat> simdgroup_bfloat8x8;
-
-template <class T, int Rows, int Columns>
-inline simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value) {
-  simdgroup_matrix<T, Rows, Columns> filled;
-  filled.elements = vec<T, 2>(value);
-  return filled;
-}
 
 #define METAL_HOST_LOAD_STORE(space)                                                          \
   template <class T>                                                                          \
@@ -77,11 +67,6 @@ inline void simdgroup_multiply_accumulate(thread simdgroup_matrix<D>& d,
       metal_host_multiply_accumulate(left, right, added, site) + at.row * 8 + at.column;
   d.elements[0] = (D)result[0];
   d.elements[1] = (D)result[1];
-}
-template <class D, class A, class B>
-inline void simdgroup_multiply(thread simdgroup_matrix<D>& d,
-    const thread simdgroup_matrix<A>& a, const thread simdgroup_matrix<B>& b, METAL_HOST_SITE) {
-  simdgroup_multiply_accumulate(d, a, b, simdgroup_matrix<D>(D(0)), site);
 }
 
 }  // namespace metal

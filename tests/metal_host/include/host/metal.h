@@ -8,7 +8,6 @@
 #include "math.h"
 #include "simdgroup.h"
 #include "matrix.h"
-#include "atomic.h"
 
 using namespace metal;
 

@@ -12,9 +12,8 @@ extern "C" {
 
 // Where a thread is in its launch; the kernel's attributes ([[thread_position_in_grid]] ...).
 struct metal_host_thread {
-  uint32_t index, lane, simdgroup, simdgroups, threads;
-  uint32_t position[3], group_position[3], grid_position[3];
-  uint32_t threadgroups[3], size[3], dispatched_size[3], grid[3];
+  uint32_t index, lane, simdgroup, simdgroups;
+  uint32_t group_position[3], grid_position[3], threadgroups[3], grid[3];
 };
 
 // The sources and results of SIMD-group functions: one slot for each lane.
@@ -37,6 +36,5 @@ uint32_t metal_host_lane();
 void* metal_host_threadgroup_variable(int id, size_t size, size_t element, const char* name);
 
 void metal_host_inactive_lane();
-void metal_host_count_fma();
 }
 #pragma GCC visibility pop

@@ -1,7 +1,6 @@
-// Scalar types, their traits and limits, and as_type.
+// Scalar types and as_type.
 #pragma once
 
-#include <limits>
 #include <type_traits>
 
 #include "address_spaces.h"
@@ -13,7 +12,6 @@ typedef unsigned long ulong;
 
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
-#define M_PI_F 3.14159265358979323846264338327950288f
 
 namespace metal {
 
@@ -66,53 +64,13 @@ METAL_HOST_OPERATOR(-)
 METAL_HOST_OPERATOR(*)
 METAL_HOST_OPERATOR(/)
 #undef METAL_HOST_OPERATOR
-inline bfloat operator-(bfloat a) {
-  a.bits ^= 0x8000;
-  return a;
-}
 
-using std::conditional;
-using std::enable_if;
-using std::false_type;
-using std::integral_constant;
-using std::is_convertible;
-using std::is_integral;
-using std::is_pointer;
-using std::is_same;
-using std::make_signed;
-using std::make_unsigned;
-using std::remove_cv_t;
-using std::remove_reference_t;
-using std::true_type;
-template <bool B>
-using bool_constant = std::integral_constant<bool, B>;
-template <class A, class B>
-constexpr bool is_same_v = std::is_same<A, B>::value;
 template <bool C, class T = void>
 using enable_if_t = std::enable_if_t<C, T>;
-template <bool C, class A, class B>
-using conditional_t = std::conditional_t<C, A, B>;
 template <class T>
 struct is_floating_point
-    : bool_constant<std::is_floating_point<T>::value || std::is_same<T, half>::value ||
-                    std::is_same<T, bfloat>::value> {};
-
-template <class T>
-struct numeric_limits : std::numeric_limits<T> {};
-template <>
-struct numeric_limits<half> {
-  static constexpr half max() { return (half)65504.f; }
-  static constexpr half min() { return (half)6.103515625e-05f; }
-  static constexpr half lowest() { return (half)-65504.f; }
-  static constexpr half infinity() { return (half)INFINITY; }
-};
-template <>
-struct numeric_limits<bfloat> {
-  static bfloat max() { return bfloat(3.3895314e38f); }
-  static bfloat min() { return bfloat(1.17549435e-38f); }
-  static bfloat lowest() { return bfloat(-3.3895314e38f); }
-  static bfloat infinity() { return bfloat(INFINITY); }
-};
+    : std::bool_constant<std::is_floating_point<T>::value || std::is_same<T, half>::value ||
+                         std::is_same<T, bfloat>::value> {};
 
 template <class To, class From>
 inline To as_type(From from) {
