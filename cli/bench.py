@@ -192,17 +192,16 @@ def _measure_pair(
     """Measure plain decoding, drafting and mlx-lm. Returns the content of bench.json."""
     from dflash_mlx.bench.measure import measure_all
 
-    sampling = {key: setup[key] for key in ("temperature", "seed")} if setup["temperature"] else {}
+    names = ("max_tokens", "temperature", "seed") if setup["temperature"] else ("max_tokens",)
     measured = measure_all(
         pair.target,
         pair.drafter,
         prompts,
         setup["repeats"],
+        {name: setup[name] for name in names},
         template,
-        max_tokens=setup["max_tokens"],
-        block_size=pair.block_size,
-        sampling=sampling,
-        tree_settings=_tree_settings(pair, setup["tree_budget"]),
+        drafting={"block_size": pair.block_size},
+        trees=_tree_settings(pair, setup["tree_budget"]),
         with_mlx_lm=pair.member is None,
     )
     about = {"model": pair.target.name, "title": pair.title, "block_size": pair.rows}
@@ -215,10 +214,11 @@ def _tree_settings(pair: Pair, budget: int | str | None) -> dict[str, Any] | Non
 
     if budget is None:
         return None
+    settings: dict[str, Any] = {"block_size": pair.block_size}
     if isinstance(budget, int):
-        return {"tree_budget": budget}
+        return settings | {"tree_budget": budget}
     assert pair.drafter is not None  # bench always drafts
-    return {"policy": DraftPolicy.of(pair.target, pair.drafter, trees=True)}
+    return settings | {"policy": DraftPolicy.of(pair.target, pair.drafter, trees=True)}
 
 
 def _measure_server(

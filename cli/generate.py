@@ -101,19 +101,13 @@ def generate(
         settings["logits_processors"] = [JsonSchema(pair.target, schema)]
     from dflash_mlx.bench.measure import Comparison
 
-    comparison = Comparison(
-        pair.target,
-        pair.drafter,
-        encoded(pair.target),
-        max_tokens,
-        stop=stop or [],
-        sampling=settings,
-        **pair.settings,
-    )
+    settings |= {"max_tokens": max_tokens, "stop": stop or [], "kv_bits": pair.kv_bits}
+    ids = encoded(pair.target)
+    comparison = Comparison(pair.target, pair.drafter, ids, settings, pair.drafting)
     untaught = comparison.untaught() if compare else comparison
     thoughts = Thoughts(pair.target, comparison.prompt)
     result = _stream(comparison, thoughts, shown=output is None and not json)
-    comparison.drafted.append(result)
+    comparison.runs[comparison.chain] = [result]
     newline = "\n" if result.text and not result.text.endswith("\n") else ""
     if output is None and not json:
         print(newline, end="", flush=True)
@@ -168,13 +162,8 @@ def _stream(comparison: Comparison, thoughts: Thoughts, shown: bool) -> Result:
         comparison.target,
         comparison.drafter,
         comparison.prompt,
-        max_tokens=comparison.max_tokens,
-        block_size=comparison.block_size,
-        kv_bits=comparison.kv_bits,
-        stop=comparison.stop,
-        policy=comparison.policy,
-        tree_budget=comparison.tree_budget,
-        **comparison.sampling,
+        **comparison.settings,
+        **comparison.drafting,
     ):
         text += event.text
         tokens += event.tokens
@@ -192,19 +181,22 @@ def _compare(untaught: Comparison) -> None:
     `untaught` has a policy and a drafter that have not seen this prompt: what the answer taught
     them would show a speed that the answer did not have.
     """
+    from dflash_mlx.bench.summary import PLAIN
+
     start = time.perf_counter()
-    untaught.run_plain()
-    while len(untaught.plain) < MAX_COMPARED and time.perf_counter() - start < COMPARE_SECONDS:
-        untaught.untaught().run_pair()
+    untaught.run(PLAIN)
+    runs = untaught.runs[PLAIN]
+    while len(runs) < MAX_COMPARED and time.perf_counter() - start < COMPARE_SECONDS:
+        untaught.untaught().run(PLAIN, untaught.chain)
 
 
 def _summary(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -> Panel:
     """A panel about the answer; a figure behind a ~ is estimated, not measured."""
     stats, name = result.stats, pair.drafts
     rows = [(name, stats.tokens_per_second, "")]
-    if runs.plain:
+    if compared := len(runs.runs) > 1:
         speedup = times(runs.speedup, stats.acceptance_length)
-        rows = [("plain", runs.plain_speed, ""), (name, runs.drafted_speed, speedup)]
+        rows = [("plain", runs.speed("plain"), ""), (name, runs.speed(name), speedup)]
     elif pair.drafter is not None and stats.rounds >= MIN_STEPS:
         if plain := pair.plain_speed():
             speedup = f"~{times(stats.tokens_per_second / plain, stats.acceptance_length)}"
@@ -220,7 +212,7 @@ def _summary(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -
         lines.append(Text(DOUBTFUL, style="yellow"))
     if result.finish_reason == "length":
         lines[0].append(f" ({pair.limit_reached(stats)})", style="yellow")
-    if runs.plain:
+    if compared:
         found = runs.first_difference
         verdict = ("yes", "bold green")
         if found is not None:
@@ -257,12 +249,12 @@ def _as_json(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -
         "trees": dict(sorted(stats.trees.items())),
         "seed": stats.seed,
         "tokens_per_round": stats.acceptance_length,
-        "tokens_per_second": runs.drafted_speed,
+        "tokens_per_second": runs.speed(runs.chain),
         "blas": pair.blas.name,
     }
-    compared = runs.plain or None  # the four are null without --compare
+    compared = len(runs.runs) > 1 or None  # the four are null without --compare
     return content | {
-        "plain_tokens_per_second": compared and runs.plain_speed,
+        "plain_tokens_per_second": compared and runs.speed("plain"),
         "speedup": compared and runs.speedup,
         "identical": compared and runs.first_difference is None,
         "first_difference": compared and runs.first_difference,

@@ -62,8 +62,13 @@ class Pair:
     @property
     def settings(self) -> dict[str, Any]:
         """Of `stream_generate`, for every request to this pair."""
+        return {"kv_bits": self.kv_bits, **self.drafting}
+
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """The settings that say how it drafts."""
         steps = {"block_size": self.block_size, "tree_budget": self.tree_budget}
-        return {"kv_bits": self.kv_bits, "policy": self.policy, **steps}
+        return {"policy": self.policy, **steps}
 
     @property
     def title(self) -> str:

@@ -45,6 +45,7 @@ class Scores:
 def measure_held_out(target: Target, out: Path) -> Scores:
     """Answer the prompts of held_out.jsonl plainly and with the stored drafter."""
     from dflash_mlx.bench.measure import Comparison, warm_up
+    from dflash_mlx.bench.summary import PLAIN
 
     drafter = dflash_mlx.load_drafter(str(out))
     warm_up(target, drafter)
@@ -52,9 +53,9 @@ def measure_held_out(target: Target, out: Path) -> Scores:
     prompts = [json.loads(line)["ids"] for line in lines if line][:MEASURED]
     runs = []
     for ids in prompts:
-        runs.append(Comparison(target, drafter, ids, max_tokens=MAX_TOKENS))
-        runs[-1].run_pair()
-    plain, drafted = ([getattr(r, way)[0].stats for r in runs] for way in ("plain", "drafted"))
+        runs.append(Comparison(target, drafter, ids, {"max_tokens": MAX_TOKENS}))
+        runs[-1].run(PLAIN, runs[-1].chain)
+    plain, drafted = ([r.runs[way][0].stats for r in runs] for way in (PLAIN, runs[0].chain))
     tokens = sum(stats.round_tokens for stats in drafted)
     rounds = sum(stats.rounds for stats in drafted)
     seconds = [sum(stats.decode_seconds for stats in way) for way in (plain, drafted)]

@@ -41,9 +41,7 @@ def result(tokens: list[int], seconds: float = 1.0, text: str = "") -> Result:
 
 def compared(plain: list[Result], drafted: list[Result]) -> Comparison:
     """A comparison whose runs are made up."""
-    made_up = Comparison(tinymodels.target(), None, PROMPT)
-    made_up.plain, made_up.drafted = plain, drafted
-    return made_up
+    return Comparison(tinymodels.target(), None, PROMPT, runs={"plain": plain, "drafted": drafted})
 
 
 def test_prompts_of_a_file(tmp_path):
@@ -110,48 +108,31 @@ def test_first_difference(runs, place):
 def test_drafted_runs_are_compared_with_plain_and_mlx_lm(p):
     target = tinymodels.target()
     answer = tinymodels.greedy(target, PROMPT, 40)
-    comparison = Comparison(target, None, PROMPT, max_tokens=40, block_size=8)
+    comparison = Comparison(target, None, PROMPT, {"max_tokens": 40}, {"block_size": 8})
     for _ in range(3):
         comparison.drafter = Oracle(PROMPT, answer, target.vocab_size, p)
-        comparison.run_pair()
-    comparison.run_mlx_lm()
-    assert [run.tokens for run in comparison.drafted] == [answer] * 3
-    assert comparison.first_difference is None
+        comparison.run("plain", "Oracle")
+    comparison.run("mlx-lm")
+    assert [run.tokens for run in comparison.runs["Oracle"]] == [answer] * 3
+    assert comparison.first_difference is None and comparison.speedup > 0
     assert comparison.differences() == {"plain": None, "Oracle": None, "mlx-lm": None}
-    assert comparison.plain_speed > 0 and comparison.drafted_speed > 0
-    for runs in comparison.methods.values():
+    for runs in comparison.runs.values():
         assert all(run.stats.tokens_per_second > 0 < run.stats.peak_bytes for run in runs)
         assert all(0 < run.stats.first_token_seconds for run in runs)
 
 
-class Listed(Comparison):
-    """Runs nothing, but writes down what would have run."""
-
-    def run_plain(self):
-        self.order.append("plain")
-        self.plain.append(result([1]))
-
-    def run_drafted(self):
-        self.order.append("drafted")
-
-    def run_tree(self):
-        self.order.append("tree")
-
-    def run_mlx_lm(self):
-        self.order.append("mlx-lm")
-
-
-def test_turns_change_their_order():
-    comparison = Listed(tinymodels.target(), None, PROMPT)
-    comparison.order = []
+def test_turns_change_their_order(monkeypatch):
+    order = []
+    monkeypatch.setattr(Comparison, "_run", lambda self, method: order.append(method))
+    comparison = Comparison(tinymodels.target(), None, PROMPT)
     for _ in range(3):
-        comparison.run_pair()
-    assert comparison.order == ["plain", "drafted", "drafted", "plain", "plain", "drafted"]
-    comparison.order, comparison.plain = [], []
-    for comparison.tree_settings in (None, {"tree_budget": 8}):
+        comparison.run("plain", "drafted")
+    assert order == ["plain", "drafted", "drafted", "plain", "plain", "drafted"]
+    order.clear(), comparison.runs.clear()
+    for comparison.trees in (None, {"tree_budget": 8}):
         comparison.run_all()
-    there, back = ["plain", "drafted", "mlx-lm"], ["mlx-lm", "tree", "drafted", "plain"]
-    assert comparison.order == there + back
+    there, back = ["plain", "drafted", "mlx-lm"], ["mlx-lm", "DDTree", "drafted", "plain"]
+    assert order == there + back
 
 
 def test_a_difference_has_its_place_and_its_gap():
@@ -159,28 +140,27 @@ def test_a_difference_has_its_place_and_its_gap():
     answer = tinymodels.greedy(target, PROMPT, 6)
     wrong = [*answer[:4], (answer[4] + 1) % target.vocab_size, answer[5]]
     comparison = compared([result(answer)], [result(answer), result(wrong)])
-    comparison.mlx_lm = [result(answer[:3])]
+    comparison.runs["mlx-lm"] = [result(answer[:3])]
     found = comparison.differences()
     logits = next_logits(target, [*PROMPT, *answer[:4]])
     gap = logits[answer[4]].item() - logits[wrong[4]].item()
     assert gap > 0 and found["plain"] is None
     assert found["drafted"] == Difference(4, answer[4], wrong[4], pytest.approx(gap))
     assert found["mlx-lm"] == Difference(3, answer[3], None, None)
-    comparison.sampling = {"temperature": 1.0, "seed": 0}
+    comparison.settings = {"temperature": 1.0, "seed": 0}
     assert "mlx-lm" not in comparison.differences()
 
 
 def test_speeds_are_medians():
     plain = [result([1] * 5, seconds) for seconds in (1, 2, 100)]
     drafted = [result([1] * 5, seconds) for seconds in (0.5, 1, 50)]
-    assert compared(plain, drafted).plain_speed == 2
-    assert compared(plain, drafted).speedup == 2
+    assert compared(plain, drafted).speed("plain") == compared(plain, drafted).speedup == 2
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 12])
 def test_mlx_lm_runs_as_far_as_asked(max_tokens):
     target = tinymodels.target()
-    run = run_mlx_lm(target, PROMPT, max_tokens)
+    run = run_mlx_lm(target, PROMPT, {"max_tokens": max_tokens})
     assert run.tokens == tinymodels.greedy(target, PROMPT, max_tokens)
 
 
@@ -195,8 +175,8 @@ def test_warm_up_leaves_no_trace():
 def test_measure_prompts():
     more = BenchPrompt("sums", ASKED.messages, then=("and 1 more?",))
     pair = tinymodels.target(), tinymodels.random_drafter()
-    settings = {"max_tokens": 10, "block_size": 4}
-    one, first, second = measure_all(*pair, [ASKED, more], 2, **settings)
+    drafting = {"block_size": 4}
+    one, first, second = measure_all(*pair, [ASKED, more], 2, {"max_tokens": 10}, drafting=drafting)
     assert {name: len(runs) for name, runs in one.runs.items()} == dict.fromkeys(METHODS, 2)
     assert one.differences == dict.fromkeys(METHODS)
     assert one.exact is False
@@ -206,14 +186,14 @@ def test_measure_prompts():
 
 def test_trees_take_part_where_they_are_asked_for():
     pair = tinymodels.target(), tinymodels.random_drafter()
-    [one] = measure_all(*pair, [ASKED], 1, max_tokens=10, tree_settings={"tree_budget": 8})
+    [one] = measure_all(*pair, [ASKED], 1, {"max_tokens": 10}, trees={"tree_budget": 8})
     assert list(one.runs) == ["plain", "DFlash", "DDTree", "mlx-lm"]
     assert one.differences == dict.fromkeys(one.runs)
     [drafted] = one.runs["DDTree"]
     assert max(drafted.stats.widths) == 8
 
 
-@pytest.mark.parametrize("of", ["policy", "tree_settings"])
+@pytest.mark.parametrize("of", ["drafting", "trees"])
 def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
     """Else the median is of turns that were drafted by a policy which has seen the answer."""
     knew = []
@@ -224,28 +204,27 @@ def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
             return super().learnt(temperature)
 
     pair = tinymodels.target(), tinymodels.random_drafter()
-    policy = Watched(8, trees=of == "tree_settings")
+    policy = Watched(8, trees=of == "trees")
     unknown = sum(DraftPolicy(8).learnt(0.0)[0].path_probs)
-    given = policy if of == "policy" else {"policy": policy}
-    list(measure_all(*pair, [ASKED, ASKED], 3, max_tokens=24, **{of: given}))
+    list(measure_all(*pair, [ASKED, ASKED], 3, {"max_tokens": 24}, **{of: {"policy": policy}}))
     _warm_up, *first = knew[:4]
     assert first == [unknown] * 3
     assert knew[4] < unknown and knew[4:] == [knew[4]] * 3  # the first prompt has taught it, once
 
 
 def test_sampled_runs_are_plain_decodings_own():
-    settings = {"max_tokens": 10, "sampling": {"temperature": 1.0, "seed": 3}}
+    settings = {"max_tokens": 10, "temperature": 1.0, "seed": 3}
     pair = tinymodels.target(), tinymodels.random_drafter()
-    [one] = measure_all(*pair, [ASKED], 1, **settings)
+    [one] = measure_all(*pair, [ASKED], 1, settings)
     assert one.differences == {"plain": None, "DFlash": None}
-    again = generate(pair[0], None, list(ASKED.messages), **settings["sampling"], max_tokens=10)
+    again = generate(pair[0], None, list(ASKED.messages), **settings)
     assert one.runs["DFlash"][0].tokens == again.tokens
     assert one.runs["mlx-lm"][0].tokens != tinymodels.greedy(pair[0], PROMPT, 10)
 
 
 def test_no_prompt_is_refused_when_half_of_the_work_is_done():
     long = BenchPrompt("sums", ({"role": "user", "content": "x" * 100_000},), source="a.jsonl, 7")
-    measured = measure_all(tinymodels.target(), None, [ASKED, long], 1, max_tokens=4)
+    measured = measure_all(tinymodels.target(), None, [ASKED, long], 1, {"max_tokens": 4})
     with pytest.raises(DataError, match="^a.jsonl, 7: .* tokens"):
         next(measured)
 

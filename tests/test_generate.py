@@ -142,7 +142,7 @@ def test_the_counters(scripted):
 
 def test_it_decodes_once_unless_asked_to_compare(loaded, monkeypatch):
     runs = []
-    monkeypatch.setattr(command, "_compare", lambda untaught: runs.append(untaught.run_plain()))
+    monkeypatch.setattr(command, "_compare", lambda untaught: runs.append(untaught.run("plain")))
     once = invoke(*ASKED)
     assert not runs and "identical" not in once.stderr and "~" not in once.stderr
     twice = invoke(*ASKED, "--compare")

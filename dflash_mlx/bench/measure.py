@@ -8,11 +8,11 @@ baseline of our own would inflate every speedup.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm import stream_generate as mlx_lm_generate
@@ -23,7 +23,6 @@ from ..errors import DataError, PromptError
 from ..events import FinishReason, Result, Stats
 from ..generation import resolve_block_size
 from ..loop import generate
-from ..policy.draft_policy import DraftPolicy
 from ..prompt import encode_prompt
 from ..targets import Target
 from .datasets import BenchPrompt
@@ -35,120 +34,84 @@ DRAFTED = "drafted"  # name of the method when the drafter is unknown
 
 @dataclass
 class Comparison:
-    """The runs of one prompt. Speeds are medians over the runs, in tokens per second.
+    """The runs of one prompt by several methods.
 
     Attributes:
         target, drafter: see `stream_generate`.
         prompt: token ids.
-        max_tokens, block_size, stop, kv_bits, policy, tree_budget: see `stream_generate`.
-        sampling: sampling settings of `stream_generate`, with a seed.
-        tree_settings: settings that draft trees, as a `tree_budget`; None leaves trees out.
+        settings: of `stream_generate`, for all runs; sampling with a seed.
+        drafting: further settings of drafted runs.
+        trees: the same of runs that draft trees; None leaves them out.
         with_mlx_lm: whether mlx-lm takes part. It cannot for a target on several machines.
-        plain, drafted, tree, mlx_lm: the runs so far.
+        runs: the results so far, by method.
     """
 
     target: Target
     drafter: Drafter | None
     prompt: list[int]
-    max_tokens: int = 256
-    block_size: int | None = None
-    stop: Sequence[str] = ()
-    kv_bits: int | None = None
-    policy: DraftPolicy | None = None
-    tree_budget: int | Literal["auto"] | None = None
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    tree_settings: Mapping[str, Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    drafting: Mapping[str, Any] = field(default_factory=dict)
+    trees: Mapping[str, Any] | None = None
     with_mlx_lm: bool = True
-    plain: list[Result] = field(default_factory=list)
-    drafted: list[Result] = field(default_factory=list)
-    tree: list[Result] = field(default_factory=list)
-    mlx_lm: list[Result] = field(default_factory=list)
+    runs: dict[str, list[Result]] = field(default_factory=dict)
 
     @property
-    def methods(self) -> dict[str, list[Result]]:
-        """The runs by method, without methods that have none."""
-        drafted = DRAFTED if self.drafter is None else label(self.drafter)
-        runs = {PLAIN: self.plain, drafted: self.drafted, DDTREE: self.tree, MLX_LM: self.mlx_lm}
-        return {name: found for name, found in runs.items() if found}
+    def chain(self) -> str:
+        """The name of drafting with chains."""
+        return DRAFTED if self.drafter is None else label(self.drafter)
 
     def untaught(self) -> Comparison:
         """A copy that adds to the same runs, but whose policies learn apart.
 
         A second run of the same prompt must not profit from what the first one taught.
         """
-        policy, tree_settings = deepcopy((self.policy, self.tree_settings))
-        return replace(self, policy=policy, tree_settings=tree_settings)
+        drafting, trees = deepcopy((self.drafting, self.trees))
+        return replace(self, drafting=drafting, trees=trees)
 
-    def run_plain(self) -> None:
-        """Decode once without a drafter."""
-        self.plain.append(self._generate(None))
-
-    def run_drafted(self) -> None:
-        """Decode once with the drafter."""
-        settings = {"block_size": self.block_size, "policy": self.policy}
-        run = self._generate(self.drafter, tree_budget=self.tree_budget, **settings)
-        self.drafted.append(run)
-
-    def run_tree(self) -> None:
-        """Decode once with draft trees."""
-        settings = {"block_size": self.block_size, **(self.tree_settings or {})}
-        self.tree.append(self._generate(self.drafter, **settings))
-
-    def run_mlx_lm(self) -> None:
-        """Decode once with mlx-lm's own generator, which knows no stop strings."""
-        temperature, seed = self.sampling.get("temperature", 0.0), self.sampling.get("seed")
-        self.mlx_lm.append(run_mlx_lm(self.target, self.prompt, self.max_tokens, temperature, seed))
-
-    def run_pair(self) -> None:
-        """Decode plainly and with the drafter, in the opposite order of the last pair."""
-        self._take_turns([self.run_plain, self.run_drafted])
+    def run(self, *methods: str) -> None:
+        """Decode once with each method, in the opposite order of the last turn."""
+        for method in reversed(methods) if len(self.runs.get(PLAIN, ())) % 2 else methods:
+            self.runs.setdefault(method, []).append(self._run(method))
 
     def run_all(self) -> None:
-        """Decode once with every method, in the opposite order of the last turn."""
-        runs = [self.run_plain, self.run_drafted]
-        runs += [] if self.tree_settings is None else [self.run_tree]
-        runs += [self.run_mlx_lm] if self.with_mlx_lm else []
-        self._take_turns(runs)
+        """Decode once with every method."""
+        trees = [] if self.trees is None else [DDTREE]
+        self.run(PLAIN, self.chain, *trees, *([MLX_LM] if self.with_mlx_lm else []))
 
-    def _take_turns(self, runs: list[Callable[[], None]]) -> None:
-        for run in reversed(runs) if len(self.plain) % 2 else runs:
-            run()
-
-    def _generate(self, drafter: Drafter | None, **settings: Any) -> Result:
-        settings |= {"max_tokens": self.max_tokens, "stop": self.stop, "kv_bits": self.kv_bits}
+    def _run(self, method: str) -> Result:
         mx.reset_peak_memory()  # a benchmark run has the process to itself
-        return generate(self.target, drafter, self.prompt, **settings, **self.sampling)
+        if method == MLX_LM:
+            return run_mlx_lm(self.target, self.prompt, self.settings)
+        drafter = None if method == PLAIN else self.drafter
+        drafting: Any = {PLAIN: {}, DDTREE: self.trees}.get(method, self.drafting)
+        return generate(self.target, drafter, self.prompt, **self.settings, **drafting)
 
-    @property
-    def plain_speed(self) -> float:
-        """Median speed of plain decoding."""
-        return median(run.stats.tokens_per_second for run in self.plain)
-
-    @property
-    def drafted_speed(self) -> float:
-        """Median speed with the drafter."""
-        return median(run.stats.tokens_per_second for run in self.drafted)
+    def speed(self, method: str) -> float:
+        """Median speed of a method, in tokens per second."""
+        return median(run.stats.tokens_per_second for run in self.runs[method])
 
     @property
     def speedup(self) -> float:
         """Drafted over plain; 1.0 when nothing was generated."""
-        return self.drafted_speed / self.plain_speed if self.plain_speed else 1.0
+        plain = self.speed(PLAIN)
+        return self.speed(self.chain) / plain if plain else 1.0
 
     @property
     def first_difference(self) -> int | None:
         """The first position at which a drafted token is not the plain one; None if identical."""
-        plain = self.plain[0].tokens
-        return first_difference([run.tokens for run in (*self.plain, *self.drafted)], plain)
+        plain = self.runs[PLAIN]
+        runs = (*plain, *self.runs[self.chain])
+        return first_difference([run.tokens for run in runs], plain[0].tokens)
 
     def differences(self) -> dict[str, Difference | None]:
         """By method, where its first differing run departs from the plain text; None if none does.
 
         mlx-lm samples with noise of its own, so its sampled texts are not compared.
         """
-        plain = self.plain[0].tokens
+        plain = self.runs[PLAIN][0].tokens
         found: dict[str, Difference | None] = {}
-        for name, runs in self.methods.items():
-            if name == MLX_LM and self.sampling.get("temperature"):
+        for name, runs in self.runs.items():
+            if name == MLX_LM and self.settings.get("temperature"):
                 continue
             other = next((run.tokens for run in runs if run.tokens != plain), None)
             found[name] = None if other is None else self._difference(plain, other)
@@ -160,7 +123,8 @@ class Comparison:
         theirs = other[place] if place < len(other) else None
         gap = None
         if ours is not None and theirs is not None:
-            logits = next_logits(self.target, [*self.prompt, *plain[:place]], self.kv_bits)
+            text, kv_bits = [*self.prompt, *plain[:place]], self.settings.get("kv_bits")
+            logits = next_logits(self.target, text, kv_bits)
             gap = float(logits[ours]) - float(logits[theirs])
         return Difference(place, ours, theirs, gap)
 
@@ -170,8 +134,9 @@ def measure_all(
     drafter: Drafter | None,
     prompts: Sequence[BenchPrompt],
     repeats: int,
+    settings: Mapping[str, Any],
     template: Mapping[str, Any] | None = None,
-    **settings: Any,
+    **further: Any,
 ) -> Iterator[PromptRuns]:
     """Measure prompts one after another, each conversation to its end.
 
@@ -181,27 +146,26 @@ def measure_all(
 
     Args:
         repeats: runs of each prompt and method.
+        settings, further: attributes of `Comparison`.
         template: variables of the chat template.
-        settings: further attributes of `Comparison`.
 
     Raises `PromptError` for a prompt that does not fit the target; `DataError` for one of a file.
     """
-    settings |= {"target": target, "drafter": drafter}
     ids = [_encoded(target, prompt, template) for prompt in prompts]
-    shorter = settings | {"max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
-    Comparison(prompt=ids[0], **shorter).untaught().run_all()
+    shorter = {**settings, "max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
+    Comparison(target, drafter, ids[0], shorter, **further).untaught().run_all()
     for prompt, tokens in zip(prompts, ids, strict=True):
         turn: BenchPrompt | None = prompt
         while turn is not None:
             if turn is not prompt:
                 tokens = _encoded(target, turn, template)
-            runs = Comparison(prompt=tokens, **settings)
-            untaught = runs.untaught()
-            runs.run_all()
+            compared = Comparison(target, drafter, tokens, settings, **further)
+            untaught = compared.untaught()
+            compared.run_all()
             for _ in range(repeats - 1):
                 untaught.untaught().run_all()
-            yield PromptRuns(turn, runs.methods, runs.differences())
-            turn = turn.answered(runs.plain[0].text)
+            yield PromptRuns(turn, compared.runs, compared.differences())
+            turn = turn.answered(compared.runs[PLAIN][0].text)
 
 
 def _encoded(target: Target, prompt: BenchPrompt, template: Mapping[str, Any] | None) -> list[int]:
@@ -220,23 +184,20 @@ def next_logits(target: Target, text: Sequence[int], kv_bits: int | None = None)
     return logits[0].astype(mx.float32)
 
 
-def run_mlx_lm(
-    target: Target,
-    prompt: Sequence[int],
-    max_tokens: int,
-    temperature: float = 0.0,
-    seed: int | None = None,
-) -> Result:
+def run_mlx_lm(target: Target, prompt: Sequence[int], settings: Mapping[str, Any]) -> Result:
     """Decode with `mlx_lm.stream_generate`, timed like our own loop.
 
     Decoding time starts when the prefill has brought the first token, and counts the others.
     (mlx-lm's own figure divides n tokens by n - 1 steps.)
+
+    Args:
+        settings: of ours; only max_tokens, temperature and seed count.
     """
+    max_tokens, seed = settings["max_tokens"], settings.get("seed")
     stats = Stats(prompt_tokens=len(prompt))
     text: list[str] = []
     tokens: list[int] = []
     finish_reason: FinishReason = "length"
-    mx.reset_peak_memory()
     if seed is not None:
         mx.random.seed(seed)
     begin = start = time.perf_counter()
@@ -246,7 +207,7 @@ def run_mlx_lm(
             target.tokenizer,
             list(prompt),
             max_tokens=min(max_tokens, target.context_length - len(prompt)),
-            sampler=make_sampler(temp=temperature),
+            sampler=make_sampler(temp=settings.get("temperature", 0.0)),
         ):
             if tokens:
                 stats.count_step(0, 0, 1)
