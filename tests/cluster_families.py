@@ -22,7 +22,6 @@ from families import CONFIGS, Letters, random_model, random_prompt, target_of
 from mlx.utils import tree_flatten
 
 import dflash_mlx as dm
-from dflash_mlx.cluster.channel import OperationKind
 from dflash_mlx.cluster.cluster import Cluster
 from dflash_mlx.engine.batch import BatchItem, SharedBatch
 from dflash_mlx.errors import SettingsError
@@ -112,7 +111,7 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
         found["texts"][f"{shape}, three"] = three(target, crowd, drafter, together)
         rounds += together.count
     cluster.close()
-    found["rounds"], found["messages"] = rounds, counting.messages[OperationKind.VERIFY]
+    found["rounds"], found["messages"] = rounds, counting.messages["verify"]
     # Of the last text, whose prompt is read in one forward.
     found["a forward"] = {kind: count / (result.stats.rounds + 1) for kind, count in sent.items()}
     found["sums a message"] = counting.sums / counting.messages.total()

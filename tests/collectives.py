@@ -9,25 +9,25 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.cluster.channel import Channel, Operation, OperationKind
+from dflash_mlx.cluster.channel import HEARTBEAT, Channel, Operation
 
 OPERATIONS = ("all_sum", "all_gather", "send", "recv_like")
 
 
 class Counting:
-    """Counts the messages of a channel by kind, and their sums."""
+    """Counts the messages of a channel by their last operation, and their sums."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel, self._send = channel, channel.send
-        self.messages: Counter[OperationKind] = Counter()
+        self.messages: Counter[str] = Counter()
         self.sums = 0
         channel.send = self.send  # type: ignore[method-assign]
 
     def send(self, operations: Iterable[Operation]) -> None:
         told, before = list(operations), self._channel.sums
         self._send(told)
-        if told[-1].kind is not OperationKind.HEARTBEAT:
-            self.messages[told[-1].kind] += 1
+        if (name := told[-1][0]) != HEARTBEAT:
+            self.messages[name] += 1
             self.sums += self._channel.sums - before
 
 

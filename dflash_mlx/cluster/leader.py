@@ -22,7 +22,7 @@ from ..errors import ClusterError, DFlashError
 from ..proposal import Proposal
 from ..threads import clean_up_at_end
 from ..validation import ErrorWrapper
-from .channel import Channel, Operation, OperationKind
+from .channel import HEARTBEAT, STOP, Channel, Operation
 from .watchdog import Watchdog
 
 IDLE_SECONDS = 1.0  # without a forward, after which the others sleep between messages
@@ -73,13 +73,11 @@ class Leader:
         """A new number for a session, a checkpoint or a stored piece."""
         return next(self._numbers)
 
-    def add(self, kind: OperationKind, *numbers: int) -> None:
+    def add(self, name: str, *arguments: Any) -> None:
         """Add an operation to the next message; from any thread."""
-        self._pending.append(Operation(kind, numbers))
+        self._pending.append((name, *arguments))
 
-    def run(
-        self, forward: Callable[[], Result], kind: OperationKind, numbers: Sequence[int]
-    ) -> Result:
+    def run(self, forward: Callable[[], Result], *operation: Any) -> Result:
         """Run a forward on all ranks. Returns rank 0's result, computed.
 
         Raises `ClusterError` when a rank is lost, now or earlier.
@@ -89,7 +87,7 @@ class Leader:
                 return forward()
             with self._guard():
                 self.messages += 1
-                self._send(Operation(kind, numbers))
+                self._send(operation)
                 result: Result = self._gather(forward())
                 mx.eval(result)
                 self._last = time.monotonic()
@@ -102,15 +100,14 @@ class Leader:
         proposals: Sequence[Proposal],
     ) -> Result:
         """Verify the sessions' proposals on all ranks; reads the proposals' tokens."""
-        numbers: list[int] = []
-        known = []
+        drafts, known = [], []
         for session, proposal in zip(sessions, proposals, strict=True):
-            tokens, chain = proposal.tokens, proposal.is_chain
-            ids: Any = tokens.tolist() if isinstance(tokens, mx.array) else list(tokens)
+            tokens = proposal.tokens
+            ids: Any = tokens.tolist() if isinstance(tokens, mx.array) else tokens
             session.announce()
-            numbers += [session.number, len(ids), chain, *ids, *(() if chain else proposal.parents)]
+            drafts.append((session.number, ids, () if proposal.is_chain else proposal.parents))
             known.append(Proposal(ids, proposal.parents))
-        return self.run(lambda: forward(sessions, known), OperationKind.VERIFY, numbers)
+        return self.run(lambda: forward(sessions, known), "verify", drafts)
 
     def give_up(self, problem: str, stuck: bool = False) -> None:
         """End the cluster: every later forward fails with this problem."""
@@ -128,7 +125,7 @@ class Leader:
         with self._lock:
             if self._problem is None:
                 with ErrorWrapper(ClusterError, LOST), self._watchdog.watching():
-                    self._send(Operation(OperationKind.STOP))
+                    self._send((STOP,))
                 self._end("The cluster is closed: join it again.")
 
     def _end(self, problem: str) -> None:
@@ -173,6 +170,6 @@ class Leader:
                 try:
                     with self._guard():
                         self.heartbeats += 1
-                        self._send(Operation(OperationKind.HEARTBEAT))
+                        self._send((HEARTBEAT,))
                 except ClusterError:
                     return  # `give_up` has reported it

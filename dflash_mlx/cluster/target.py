@@ -17,7 +17,6 @@ from ..proposal import Proposal
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, Checkpoint, strip_prefix
 from ..targets.target import PREFILL_STEP
-from .channel import OperationKind, encode_optional
 from .leader import Leader
 
 CHUNK = 512  # tokens of a prompt in one forward, so that none takes long enough to seem lost
@@ -80,9 +79,8 @@ class LeaderSession(TargetSession):
         if self._announced:
             return
         self._announced = True
-        kv_bits = encode_optional(self.kv_bits)
-        self._leader.add(OperationKind.START, self.number, kv_bits, *self.tap_layers)
-        self._drop_with(self, OperationKind.DROP_SESSION, self.number)
+        self._leader.add("start", self.number, self.kv_bits, self.tap_layers)
+        self._drop_with(self, self.number)
 
     def prefill(
         self,
@@ -96,8 +94,8 @@ class LeaderSession(TargetSession):
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
         """See `TargetSession`; on all ranks."""
         self.announce()
-        own, numbers = super().read, [self.number, last, *tokens]
-        return self._leader.run(lambda: own(tokens, last), OperationKind.PREFILL, numbers)
+        own = super().read
+        return self._leader.run(lambda: own(tokens, last), "read", self.number, tokens, last)
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
         """See `TargetSession`; on all ranks, and computed."""
@@ -109,7 +107,7 @@ class LeaderSession(TargetSession):
     def commit(self, kept: Sequence[int]) -> None:
         """See `TargetSession`."""
         super().commit(kept)
-        self._leader.add(OperationKind.COMMIT, self.number, *kept)
+        self._leader.add("commit", self.number, [*kept])
 
     @property
     def can_trim(self) -> bool:
@@ -120,22 +118,22 @@ class LeaderSession(TargetSession):
         """See `TargetSession`."""
         super().trim_to(position)
         self.announce()
-        self._leader.add(OperationKind.TRIM, self.number, position)
+        self._leader.add("trim", self.number, position)
 
     def checkpoint(self) -> Checkpoint:
         """See `TargetSession`; the other ranks drop theirs together with this one."""
         own = super().checkpoint()
         checkpoint = NumberedCheckpoint(own.position, own.states, self._leader.number())
         self.announce()
-        self._leader.add(OperationKind.CHECKPOINT, self.number, checkpoint.number)
-        self._drop_with(checkpoint, OperationKind.DROP_CHECKPOINT, checkpoint.number)
+        self._leader.add("checkpoint", self.number, checkpoint.number)
+        self._drop_with(checkpoint, checkpoint.number)
         return checkpoint
 
     def rewind(self, checkpoint: Checkpoint) -> None:
         """See `TargetSession`."""
         assert isinstance(checkpoint, NumberedCheckpoint)
         super().rewind(checkpoint)
-        self._leader.add(OperationKind.REWIND, self.number, checkpoint.number)
+        self._leader.add("rewind", self.number, checkpoint.number)
 
     def rows(self, start: int, end: int) -> Arrays:
         """See `TargetSession`; with the number of what the other ranks store."""
@@ -152,18 +150,18 @@ class LeaderSession(TargetSession):
         super().restore(position, rows, state, room)
         self.announce()
         pieces = [_number_of(piece) for piece in rows if PIECE in piece]
-        stored = encode_optional(_number_of(state) if PIECE in state else None)
-        self._leader.add(OperationKind.RESTORE, self.number, position, room, stored, *pieces)
+        stored = _number_of(state) if PIECE in state else None
+        self._leader.add("restore", self.number, position, room, stored, pieces)
 
     def _stored(self, arrays: Arrays, start: int | None, end: int) -> Arrays:
         number = self._leader.number()
         self.announce()
-        self._leader.add(OperationKind.STORE, self.number, number, encode_optional(start), end)
+        self._leader.add("store", self.number, number, start, end)
         return arrays | {PIECE: mx.array([number], mx.int32)}
 
-    def _drop_with(self, owner: Any, kind: OperationKind, number: int) -> None:
+    def _drop_with(self, owner: Any, number: int) -> None:
         """Have the other ranks drop what belongs to an object when that is collected."""
-        weakref.finalize(owner, self._leader.add, kind, number).atexit = False
+        weakref.finalize(owner, self._leader.add, "drop", number).atexit = False
 
 
 class LeaderPrefixCache(PrefixCache):
@@ -183,7 +181,7 @@ class LeaderPrefixCache(PrefixCache):
         for part in ("rows", "state"):
             piece = strip_prefix(arrays, f"target.{part}.")
             if PIECE in piece:
-                self._leader.add(OperationKind.DROP_PIECE, _number_of(piece))
+                self._leader.add("drop", _number_of(piece))
         super()._evict(key)
 
 

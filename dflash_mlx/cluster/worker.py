@@ -18,11 +18,9 @@ from ..targets import Target, TargetSession
 from ..targets.batched import BatchVerifier
 from ..targets.caches import Arrays, Checkpoint
 from ..validation import ErrorWrapper
-from .channel import Channel, Operation, OperationKind, decode_optional
+from .channel import HEARTBEAT, STOP, Channel
 from .leader import LOST, REST_SECONDS
 from .watchdog import Watchdog
-
-Numbers = Sequence[int]
 
 
 class Worker:
@@ -45,25 +43,21 @@ class Worker:
     ) -> None:
         self._channel, self._target, self._gather = channel, target, gather
         self._batch: BatchVerifier | None = None  # created for the first step of two requests
-        self._checkpoints: dict[int, Checkpoint] = {}
-        self._pieces: dict[int, Arrays] = {}
+        self._stored: dict[int, Checkpoint | Arrays] = {}
         self.sessions: dict[int, TargetSession] = {}
-        kinds = OperationKind
-        self._handlers: dict[OperationKind, Callable[[Numbers], Any]] = {
-            kinds.HEARTBEAT: lambda _: time.sleep(REST_SECONDS),
-            kinds.STOP: lambda _: None,
-            kinds.START: self._start,
-            kinds.PREFILL: self._prefill,
-            kinds.VERIFY: self._verify,
-            kinds.COMMIT: lambda of: self.sessions[of[0]].commit(of[1:]),
-            kinds.TRIM: lambda of: self.sessions[of[0]].trim_to(of[1]),
-            kinds.CHECKPOINT: self._checkpoint,
-            kinds.REWIND: lambda of: self.sessions[of[0]].rewind(self._checkpoints[of[1]]),
-            kinds.DROP_CHECKPOINT: lambda of: self._checkpoints.pop(of[0], None),
-            kinds.DROP_SESSION: lambda of: self.sessions.pop(of[0], None),
-            kinds.STORE: self._store,
-            kinds.DROP_PIECE: lambda of: self._pieces.pop(of[0], None),
-            kinds.RESTORE: self._restore,
+        self._operations: dict[str, Callable[..., Any]] = {
+            HEARTBEAT: lambda: time.sleep(REST_SECONDS),
+            STOP: lambda: None,
+            "start": self._start,
+            "read": self._read,
+            "verify": self._verify,
+            "commit": lambda session, kept: self.sessions[session].commit(kept),
+            "trim": lambda session, position: self.sessions[session].trim_to(position),
+            "checkpoint": self._checkpoint,
+            "rewind": self._rewind,
+            "store": self._store,
+            "restore": self._restore,
+            "drop": self._drop,
         }
 
     def run(self, watchdog: Watchdog) -> None:
@@ -72,52 +66,51 @@ class Worker:
         Args:
             watchdog: notices a rank 0 that sends no more messages.
         """
-        operation = Operation(OperationKind.START)
-        while operation.kind is not OperationKind.STOP:
+        name = ""
+        while name != STOP:
             with ErrorWrapper(ClusterError, LOST), watchdog.watching():
-                for operation in self._channel.receive():
-                    self._handlers[operation.kind](operation.numbers)
+                for name, *arguments in self._channel.receive():
+                    self._operations[name](*arguments)
 
-    def _start(self, of: Numbers) -> None:
-        number, kv_bits, *tap_layers = of
-        self.sessions[number] = self._target.start(tap_layers, decode_optional(kv_bits))
+    def _start(self, session: int, kv_bits: int | None, tap_layers: list[int]) -> None:
+        self.sessions[session] = self._target.start(tap_layers, kv_bits)
 
-    def _prefill(self, of: Numbers) -> None:
-        number, last, *tokens = of
+    def _read(self, session: int, tokens: list[int], last: bool) -> None:
         # Compute all that rank 0 computes: any of it may contain sums.
-        mx.eval(self._gather(self.sessions[number].read(tokens, bool(last))))
+        mx.eval(self._gather(self.sessions[session].read(tokens, last)))
 
-    def _verify(self, of: Numbers) -> None:
-        sessions, proposals, start = [], [], 0
-        while start < len(of):
-            number, rows, chain = of[start : start + 3]
-            start += 3
-            tokens = of[start : start + rows]
-            start += rows
-            parents = () if chain else tuple(of[start : start + rows])
-            start += len(parents)
-            sessions.append(self.sessions[number])
-            proposals.append(Proposal(tokens, parents))
+    def _verify(self, drafts: Sequence[tuple[int, list[int], list[int]]]) -> None:
+        """Session, tokens and parents of each draft; a chain has no parents."""
+        sessions = [self.sessions[session] for session, _, _ in drafts]
+        proposals = [Proposal(tokens, tuple(parents)) for _, tokens, parents in drafts]
         if len(sessions) == 1:
             mx.eval(self._gather(sessions[0].verify(proposals[0])))
             return
         self._batch = self._batch or BatchVerifier(self._target)
         mx.eval(self._gather(self._batch.verify(sessions, proposals)))
 
-    def _checkpoint(self, of: Numbers) -> None:
-        self._checkpoints[of[1]] = self.sessions[of[0]].checkpoint()
+    def _checkpoint(self, session: int, number: int) -> None:
+        self._stored[number] = self.sessions[session].checkpoint()
 
-    def _store(self, of: Numbers) -> None:
-        session, start = self.sessions[of[0]], decode_optional(of[2])
-        found = session.state() if start is None else session.rows(start, of[3])
+    def _rewind(self, session: int, number: int) -> None:
+        checkpoint: Any = self._stored[number]
+        self.sessions[session].rewind(checkpoint)
+
+    def _store(self, session: int, number: int, start: int | None, end: int) -> None:
+        """Store rows, or the state without a `start`."""
+        of = self.sessions[session]
+        found = of.state() if start is None else of.rows(start, end)
         piece = {name: mx.contiguous(x) for name, x in found.items()}
         mx.async_eval(piece)
-        self._pieces[of[1]] = piece
+        self._stored[number] = piece
 
-    def _restore(self, of: Numbers) -> None:
-        number, position, room, state, *pieces = of
-        stored = decode_optional(state)
-        rows = [self._pieces[piece] for piece in pieces]
-        self.sessions[number].restore(
-            position, rows, {} if stored is None else self._pieces[stored], room
-        )
+    def _restore(
+        self, session: int, position: int, room: int, state: int | None, pieces: list[int]
+    ) -> None:
+        rows: Any = [self._stored[piece] for piece in pieces]
+        stored: Any = {} if state is None else self._stored[state]
+        self.sessions[session].restore(position, rows, stored, room)
+
+    def _drop(self, number: int) -> None:
+        self.sessions.pop(number, None)
+        self._stored.pop(number, None)
