@@ -16,7 +16,8 @@ needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler"
 )
 needs_numpy_openblas = pytest.mark.skipif(
-    sys.platform != "linux" or blas._numpy_openblas() is None, reason="numpy without OpenBLAS"
+    not any(name == "numpy-openblas" for name, *_ in blas._openblas_libraries()),
+    reason="numpy without OpenBLAS",
 )
 
 USE = "from dflash_mlx.machine.blas import use_fast_blas; info = use_fast_blas({}); print(info);"

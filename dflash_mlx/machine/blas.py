@@ -31,6 +31,8 @@ from typing import Any
 from ..errors import SettingsError
 
 _SYSTEM_NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")  # p: Fedora's threaded
+_FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "openblas_set_num_threads", "openblas_get_config")
+_PLAIN = "{}"  # functions have their own names
 _COMPILERS = ("cc", "gcc", "clang")
 
 
@@ -83,10 +85,27 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
             "MLX is already imported and keeps its BLAS: call use_fast_blas() before any import "
             "that needs mlx."
         )
-    system = _system_openblas()
-    if system is not None:
-        return _use_system(system, threads, flush_denormals)
-    return _use_numpy(threads, flush_denormals)
+    for name, path, spelling, reason in _openblas_libraries():
+        try:
+            library = ctypes.CDLL(path)
+            sgemm, dgemm, set_threads, get_config = (
+                getattr(library, spelling.format(function)) for function in _FUNCTIONS
+            )
+        except (OSError, AttributeError):
+            continue
+        get_config.restype = ctypes.c_char_p
+        blas_int = "int64_t" if b"USE64BITINT" in get_config() else "int"
+        flushes = False
+        if (spelling, blas_int, flush_denormals) == (_PLAIN, "int", False):
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)  # MLX can call it as it is
+        else:
+            try:
+                flushes = _route(blas_int, sgemm, dgemm, flush_denormals)
+            except _NoShim as error:
+                return BlasInfo("stock", None, f"the OpenBLAS {reason} is unused: {error}")
+        set_threads(threads)
+        return BlasInfo(name, library._name, reason, flushes)
+    return BlasInfo("stock", None, "no OpenBLAS on this system or in numpy (install one)")
 
 
 def has_fast_blas() -> bool:
@@ -98,63 +117,15 @@ class _NoShim(Exception):
     """The shim cannot be built or loaded; the message says why."""
 
 
-def _use_system(library: ctypes.CDLL, threads: int, flush_denormals: bool) -> BlasInfo:
-    library.openblas_set_num_threads(threads)
-    path, reason = library._name, "found on this system"
-    if flush_denormals:
-        try:
-            flushes = _route("int", library.cblas_sgemm, library.cblas_dgemm, True)
-            return BlasInfo("openblas", path, reason, flushes)
-        except _NoShim as error:
-            reason += f"; denormals are not flushed: {error}"
-    ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-    return BlasInfo("openblas", path, reason)
-
-
-def _use_numpy(threads: int, flush_denormals: bool) -> BlasInfo:
-    library = _numpy_openblas()
-    if library is None:
-        return BlasInfo("stock", None, "no OpenBLAS on this system or in numpy (install one)")
-    sgemm, dgemm = library.scipy_cblas_sgemm64_, library.scipy_cblas_dgemm64_
-    try:
-        flushes = _route("int64_t", sgemm, dgemm, flush_denormals)
-    except _NoShim as error:
-        return BlasInfo("stock", None, f"no OpenBLAS on this system; numpy's is unused: {error}")
-    library.scipy_openblas_set_num_threads64_(threads)
-    return BlasInfo("numpy-openblas", library._name, "bundled with numpy", flushes)
-
-
-def _system_openblas() -> ctypes.CDLL | None:
-    """The system's OpenBLAS with 32-bit sizes, which MLX can call directly."""
+def _openblas_libraries() -> Iterator[tuple[str, str, str, str]]:
+    """Name, file, spelling of functions and place of every OpenBLAS that may be there."""
     for name in _SYSTEM_NAMES:
-        try:
-            library = ctypes.CDLL(name)
-        except OSError:
-            continue
-        needed = ("cblas_sgemm", "cblas_dgemm", "openblas_set_num_threads", "openblas_get_config")
-        if not all(hasattr(library, function) for function in needed):
-            continue
-        library.openblas_get_config.restype = ctypes.c_char_p
-        if b"USE64BITINT" not in library.openblas_get_config():
-            return library
-    return None
-
-
-def _numpy_openblas() -> ctypes.CDLL | None:
-    """The OpenBLAS inside numpy's wheel, with 64-bit sizes and prefixed names; None without."""
+        yield "openblas", name, _PLAIN, "found on this system"
     numpy = importlib.util.find_spec("numpy")
-    if numpy is None or numpy.origin is None:
-        return None
-    libraries = Path(numpy.origin).parents[1] / "numpy.libs"
-    needed = ("scipy_cblas_sgemm64_", "scipy_cblas_dgemm64_", "scipy_openblas_set_num_threads64_")
-    for path in sorted(libraries.glob("libscipy_openblas64_*")):
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError:
-            continue
-        if all(hasattr(library, function) for function in needed):
-            return library
-    return None
+    if numpy is not None and numpy.origin is not None:
+        libraries = Path(numpy.origin).parents[1] / "numpy.libs"
+        for path in sorted(libraries.glob("libscipy_openblas64_*")):
+            yield "numpy-openblas", str(path), "scipy_{}64_", "bundled with numpy"
 
 
 def _route(blas_int: str, sgemm: Any, dgemm: Any, flush_denormals: bool) -> bool:
