@@ -22,7 +22,6 @@ from .sampling import Sampler
 from .settings import SamplingSettings
 from .stream import TextStream, skip_text_start
 from .targets import Target
-from .targets.caches import check_kv_bits
 from .validation import brief, check_integer, check_type, is_integer
 
 DEFAULT_BLOCK_SIZE = 16
@@ -33,7 +32,8 @@ LARGEST_TREE = 1024  # rows; a verify's mask has a place for every pair of them
 class GenerationSettings(SamplingSettings):
     """Everything a caller can set for one generation, beside the sampling settings.
 
-    Raises `SettingsError` for a value out of range or of a wrong type.
+    Raises `SettingsError` for a value out of range or of a wrong type; `make_request` checks what
+    belongs to the pair or to a `Conversation`.
 
     Attributes:
         max_tokens: the most tokens to generate, an EOS token included; the context limits it too.
@@ -78,20 +78,15 @@ class GenerationSettings(SamplingSettings):
             raise SettingsError(
                 f"max_tokens must be a whole number, 0 or more, not {brief(self.max_tokens)}."
             )
-        if self.block_size is not None:
-            check_integer("block_size", self.block_size)
         check_type("policy", self.policy, DraftPolicy, "dm.DraftPolicy.of(target, drafter)")
         check_type("conversation", self.conversation, Conversation, "dm.Conversation(...)")
         check_type(
             "prefix", self.prefix, PrefixCache, "dm.PrefixStore(target, drafter, memory=...)"
         )
-        check_kv_bits(self.kv_bits)
         if self.stop is not None:
             object.__setattr__(self, "stop", _stop_strings(self.stop))
         if not isinstance(self.continues, bool):
             raise SettingsError(f"continues must be True or False, not {brief(self.continues)}.")
-        if not isinstance(self.salt, str):
-            raise SettingsError(f"salt must be text, not {brief(self.salt)}.")
         if self.conversation is not None and (self.prefix is not None or self.salt):
             name = "salt" if self.prefix is None else "prefix"
             raise SettingsError(f"{name}: give it to the Conversation, when that is made.")
