@@ -99,8 +99,8 @@ def markov_walk(
     anchor: int,
     noise: np.ndarray | None = None,
     temperature: float = 1.0,
-) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """DSpark's walk: tokens [L] as target ids, corrected logits [L, DV], confidence logits [L].
+) -> tuple[list[int], np.ndarray]:
+    """DSpark's walk: tokens [L] as target ids, corrected logits [L, DV].
 
     hidden [L, D] and base logits [L, DV] are of the rows that draft, noise [L, DV] is added to the
     corrected logits over the temperature.
@@ -108,7 +108,7 @@ def markov_walk(
     named = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     w1, w2 = named["markov_head.markov_w1.weight"], named["markov_head.markov_w2.weight"]
     state, previous = np.zeros(w1.shape[1]), anchor
-    tokens, corrected, confidence = [], [], []
+    tokens, corrected = [], []
     for row, (h, base) in enumerate(zip(hidden, logits, strict=True)):
         e = w1[previous]
         inner = e
@@ -121,15 +121,11 @@ def markov_walk(
             state = logistic(gate) * state + (1 - logistic(gate)) * np.tanh(candidate)
             inner = np.tanh(out)
         corrected.append(base + config["logit_scale"] * (w2 @ inner))
-        if "confidence_head.proj.weight" in named:
-            width = named["confidence_head.proj.weight"].shape[1]
-            seen = np.concatenate([h, e])[:width]
-            confidence.append(affine(named, "confidence_head.proj", seen)[0])
         scores = corrected[-1] if noise is None else corrected[-1] / temperature + noise[row]
         chosen = int(scores.argmax())
         previous = chosen + int(weights["d2t"][chosen]) if "d2t" in weights else chosen
         tokens.append(previous)
-    return tokens, np.array(corrected), np.array(confidence)
+    return tokens, np.array(corrected)
 
 
 def affine(weights: dict, name: str, x: np.ndarray) -> np.ndarray:

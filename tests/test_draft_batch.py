@@ -9,7 +9,7 @@ import pytest
 import test_dflash2
 import test_dspark
 from batches import memory, same
-from test_dspark import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK, SLIDING
+from test_dspark import ADAPTER, EMBEDDING, HEAD, MASK, SLIDING
 
 from dflash_mlx.drafter.batch import BlockDraft, draft_batch
 from dflash_mlx.drafter.lookup import LookupDrafter
@@ -29,7 +29,7 @@ def dflash2(**fields):
     return test_dflash2.build(test_dflash2.raw_config(**fields))
 
 
-def dspark(parts=(*OWN, CONFIDENCE), **fields):
+def dspark(parts=OWN, **fields):
     return test_dspark.build(test_dspark.raw_config(**fields), parts)
 
 
@@ -45,7 +45,7 @@ KINDS = {
     "rnn, few tokens, sinks": lambda: dspark(
         markov_head_type="rnn", attention_sink_bias=True, **NARROW, **LATE
     ),
-    "a mask's own embedding": lambda: dspark((*OWN, CONFIDENCE, MASK)),
+    "a mask's own embedding": lambda: dspark((*OWN, MASK)),
     "narrow taps": lambda: dspark(
         (*OWN, ADAPTER),
         architectures=["DFlashDraftModel"],

@@ -12,8 +12,8 @@ from test_dflash2 import SHAPE, distance, random_weight
 
 from dflash_mlx.drafter.candidates import Slots
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.dspark import CONFIDENCE_ALONE, network_for
-from dflash_mlx.drafter.packagings import ADAPTER, CONFIDENCE, EMBEDDING, HEAD, MASK
+from dflash_mlx.drafter.dspark import network_for
+from dflash_mlx.drafter.packagings import ADAPTER, EMBEDDING, HEAD, MASK
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import SamplingSettings
 
@@ -34,7 +34,7 @@ def raw_config(**fields):
     }
 
 
-def build(config, parts=(EMBEDDING, HEAD, CONFIDENCE), seed=0):
+def build(config, parts=(EMBEDDING, HEAD), seed=0):
     """A drafter with random weights; with a reduced vocabulary, one of scattered tokens."""
     mx.random.seed(seed)
     resolved = DraftConfig.from_dict(config)
@@ -119,7 +119,7 @@ def test_against_the_slow_reference(fields):
         logits = drafter.logits(hidden, None)[0, config.first_row :]
         base = reference.base_logits(raw, weights, drafting)
         assert distance(logits, base) < 1e-3
-        tokens, expected_logits, _ = reference.markov_walk(raw, weights, drafting, base, anchor)
+        tokens, expected_logits = reference.markov_walk(raw, weights, drafting, base, anchor)
         given = hidden[0, config.first_row :]
         walked = drafter.choose([Slots(drafter.widen(logits), 1.0, given, mx.array(anchor))])[0]
         assert walked.tolist() == tokens
@@ -146,15 +146,6 @@ def test_requests_are_walked_together_as_they_are_alone(kind):
             config, weights, np.array(hidden), np.array(logits), 7, known, t
         )
         assert tokens.tolist() == alone[0]
-
-
-@pytest.mark.parametrize(
-    ("parts", "width"),
-    [((EMBEDDING, HEAD, CONFIDENCE), 40), ((EMBEDDING, HEAD, CONFIDENCE, CONFIDENCE_ALONE), 32)],
-)
-def test_the_confidence_heads_width_says_what_it_reads(parts, width):
-    drafter = build(raw_config(), parts)
-    assert drafter.confidence_head["proj"].weight.shape == (1, width)
 
 
 def slots_of(drafter, hidden, sampler=None):

@@ -9,7 +9,6 @@ from families import FAMILIES, plain_tokens, random_model, random_prompt, target
 import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dspark import DSpark
-from dflash_mlx.drafter.packagings import CONFIDENCE
 
 TOKENS, SEED = 14, 0
 HEADS = ["vanilla", "gated", "rnn"]
@@ -35,7 +34,7 @@ def dspark_for(target, head):
         "sample_from_anchor": head != "gated",
     }
     mx.random.seed(5)
-    drafter = DSpark(DraftConfig.from_dict(raw), parts=(CONFIDENCE,))
+    drafter = DSpark(DraftConfig.from_dict(raw))
     drafter.d2t = mx.arange(target.vocab_size // 2)  # every other token
     return drafter
 

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dspark import network_for
-from dflash_mlx.drafter.packagings import CONFIDENCE, EMBEDDING, HEAD
+from dflash_mlx.drafter.packagings import EMBEDDING, HEAD
 from dflash_mlx.loading.checkpoint import drop_copies
 
 ROPE = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
@@ -47,9 +47,7 @@ def drafter_of(**changes):
     """A random one that brings its own embedding and head, as DeepSpec's do."""
     config = DraftConfig.from_dict(TINY | changes)
     mx.random.seed(3)
-    drafter = network_for(config)(
-        config, (EMBEDDING, HEAD, CONFIDENCE, "layers.0.self_attn.q_norm.weight")
-    )
+    drafter = network_for(config)(config, (EMBEDDING, HEAD, "layers.0.self_attn.q_norm.weight"))
     drafter.update(tree_map(lambda w: w + 0.1 * mx.random.normal(w.shape), drafter.parameters()))
     return drafter
 

@@ -140,8 +140,7 @@ class DraftConfig:
     selector_rank: int = 0
     selector_top_k: int = 0  # candidates per drafted token
     selector_vocab_size: int | None = checked(TOKENS, None)  # ids from here on are never drafted
-    markov: Markov | None = None  # this and the one below: of DSpark
-    confidence: bool = False  # a head that says how sure each row is
+    markov: Markov | None = None  # of DSpark
     eagle: Eagle | None = None  # of EAGLE-3
     lattice: Lattice | None = None  # of LiLiCorr
     gemma4: bool = False  # Gemma 4's layers,
@@ -289,11 +288,10 @@ def _kind(read: ConfigReader, kind: str) -> dict[str, Any]:
         return {"kind": kind, "packaging": read.packaging.name, "lattice": _lattice(read)}
     rank = read.get("markov_rank", whole(2**20, 0), REQUIRED if kind == DSPARK else None)
     head = read.get("markov_head_type", one_of("vanilla", "gated", "rnn"), "vanilla")
-    confidence = read.get("confidence", BOOLEAN, read.packaging.confidence and kind == DSPARK)
     if kind == DFLASH2 and rank:
         raise read.error(read.place("markov_rank"), "must be 0 in a DFlash2 drafter")
     if kind != DFLASH2:
-        kind = DSPARK if rank or (kind == DSPARK and confidence) else DFLASH
+        kind = DSPARK if rank else DFLASH
     if rank and read.packaging.name == "zlab":
         # DSpark under DFlash's label. There are both kinds, so the file has to say more.
         read.packaging = replace(SPECFORGE, first_row={DSPARK: None})
@@ -301,7 +299,6 @@ def _kind(read: ConfigReader, kind: str) -> dict[str, Any]:
         "kind": kind,
         "packaging": read.packaging.name,
         "markov": Markov(rank, head) if rank else None,
-        "confidence": confidence and kind == DSPARK,
     }
 
 

@@ -3,8 +3,7 @@
 All rows of a block are drafted in one pass, so none knows the token of the row before it. DSpark
 (DeepSeek, DeepSpec) adds to each row's logits a bias of low rank that depends on that token:
 w2 . w1[previous], possibly gated by the row's hidden state, or with a small recurrent state. The
-walk along the rows stays on the device. Checkpoints may have a confidence head; it is loaded, but
-not used.
+walk along the rows stays on the device. Confidence heads of checkpoints are not read.
 
 Parameter names are those of the published checkpoints.
 """
@@ -22,9 +21,6 @@ from .dflash2 import DFlash2
 from .eagle3 import Eagle3
 from .lilicorr import ConvolvedLiLiCorr, LiLiCorr
 from .network import DFlash
-from .packagings import CONFIDENCE
-
-CONFIDENCE_ALONE = "confidence head of hidden states alone"  # a part, as the constructor takes it
 
 
 class MarkovHead(nn.Module):
@@ -87,24 +83,15 @@ class DSpark(DFlash):
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__(config, parts)
-        rank = 0
-        if config.markov is not None:
-            rank = config.markov.rank
-            self.markov_head = MarkovHead(config, config.markov)
-        if CONFIDENCE in parts:
-            width = config.hidden_size + (0 if CONFIDENCE_ALONE in parts else rank)
-            self.confidence_head = {"proj": nn.Linear(width, 1)}
+        assert config.markov is not None
+        self.markov_head = MarkovHead(config, config.markov)
 
     def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
         """The tokens [L] of every request, each chosen with the one before it in its logits."""
-        if "markov_head" not in self:
-            return super().choose(requests)
         return [tokens for tokens, _ in self._walk(requests)]
 
     def candidates(self, slots: Slots, count: int) -> CandidateTokens:
         """The likeliest tokens of every slot, given the likeliest tokens before it."""
-        if "markov_head" not in self:
-            return super().candidates(slots, count)
         [(_, scores)] = self._walk([slots])
         tokens, log_probs = likeliest(scores, count)
         ids = self.token_ids()

@@ -8,6 +8,7 @@ row here. `docs/drafters.md` names the sources.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -18,7 +19,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Tensors that some checkpoints bring and others do not, by our names.
 EMBEDDING, HEAD, MASK = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
-ADAPTER, CONFIDENCE = "hidden_dim_adapter.proj.weight", "confidence_head.proj.weight"
+ADAPTER = "hidden_dim_adapter.proj.weight"
 
 # Where a field may stand, the place that wins first; "" is the root.
 PLACES = ("dflash_config", "dspark_config", "eagle_config", "transformer_layer_config", "")
@@ -37,7 +38,6 @@ class Packaging:
         copied: the file is a copy of the target's config with the drafter's fields added, so the
             target's own fields (`COPIED`) mean nothing.
         gemma4: the layers are Gemma 4's.
-        confidence: without a key in the file, whether a DSpark drafter has a confidence head.
         tensors: beginnings of tensors' names -> our beginnings.
         unused_tensors: stored, and not needed.
     """
@@ -48,7 +48,6 @@ class Packaging:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     copied: bool = False
     gemma4: bool = False
-    confidence: bool = False
     tensors: Mapping[str, str] = field(default_factory=dict)
     unused_tensors: frozenset[str] = frozenset()
 
@@ -59,7 +58,6 @@ DEEPSPEC = Packaging("deepspec", {DFLASH: 0, DSPARK: 0}, causal="never", copied=
 SPECFORGE = Packaging(
     "specforge",
     {DFLASH: 0, DSPARK: 0},
-    confidence=True,  # RadixArk's files have the head and no key
     tensors={"logit_head.": ""},  # of early files
 )
 SPECULATORS = Packaging(
@@ -160,7 +158,6 @@ SPELLINGS = {
     "causal": ("causal", "is_causal", "causal_head", "dflash_query_causal"),
     "rope_neox": ("rope_is_neox_style", "is_neox_style"),
     "markov_rank": ("markov_rank", "dspark_markov_rank"),
-    "confidence": ("enable_confidence_head", "use_confidence_head"),
     "shifted_layer_ids": ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"),
 }
 # Keys that say which row drafts first, and the row for true; the other one is for false.
@@ -204,7 +201,9 @@ HARMLESS = frozenset(
         "decoder_sparse_step norm_topk_prob mlp_only_layers num_experts_per_tok "
         "moe_intermediate_size shared_expert_intermediate_size "
         # decided by the tensors
-        "confidence_head_with_markov has_own_embed_tokens"
+        "has_own_embed_tokens "
+        # of confidence heads, which decoding does not read
+        "enable_confidence_head use_confidence_head confidence_head_with_markov"
     ).split()
 )
 # Fields of the target in a copied config (DeepSpec's): the drafter has no such part.
@@ -247,7 +246,8 @@ NEUTRAL: dict[str, Any] = {
     ),
 }
 
-UNUSED_TENSORS = ("rotary_emb.inv_freq",)  # endings of names, in any packaging
+# Of rotations and of confidence heads, in any packaging.
+UNUSED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)confidence_head\.")
 PACKAGINGS = {
     row.name: row
     for row in (
@@ -259,7 +259,7 @@ PACKAGINGS = {
 
 def our_name(packaging: Packaging, tensor: str) -> str | None:
     """The name of a stored tensor in our networks; None if it is not needed."""
-    if tensor in packaging.unused_tensors or tensor.endswith(UNUSED_TENSORS):
+    if tensor in packaging.unused_tensors or UNUSED_TENSORS.search(tensor):
         return None
     for start, ours in packaging.tensors.items():
         if tensor.startswith(start):

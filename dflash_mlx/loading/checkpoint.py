@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
 from ..drafter.config import DraftConfig
-from ..drafter.dspark import CONFIDENCE_ALONE, network_for
+from ..drafter.dspark import network_for
 from ..drafter.network import DFlash
-from ..drafter.packagings import CONFIDENCE, PACKAGINGS, our_name
+from ..drafter.packagings import PACKAGINGS, our_name
 from ..errors import ConfigError, ModelNotFoundError, WeightsError
 from ..proposal import Proposal
 from ..targets import Target
@@ -97,10 +97,7 @@ def read_drafter(folder: Path, window: int | None = None, num_layers: int | None
         raise ConfigError(f"{folder / 'config.json'}: {config.unreadable}: it cannot be read.")
     weights = _tensors(folder, config)
     config = settle(config, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    parts = set(weights)
-    if weights.get(CONFIDENCE, mx.zeros((1, 0))).shape[-1] == config.hidden_size:
-        parts.add(CONFIDENCE_ALONE)
-    drafter = network_for(config)(config, parts)
+    drafter = network_for(config)(config, weights)
     if config.eagle is not None and config.draft_vocab_size == config.vocab_size:
         weights.pop("d2t", None)  # all zeros, in some EAGLE-3 files
     load_as_stored(drafter, weights, f"{folder}: the weights do not fit the config,")

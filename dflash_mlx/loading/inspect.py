@@ -11,7 +11,6 @@ from ..drafter.config import DraftConfig
 from ..drafter.packagings import (
     ADAPTER,
     ASSISTANTS,
-    CONFIDENCE,
     DRAFTER_FIELDS,
     EMBEDDING,
     HEAD,
@@ -80,17 +79,17 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
 def settle(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> DraftConfig:
     """A config completed from the shapes of its tensors, by our names.
 
-    They decide whether there is a confidence head, and the draft vocabulary if it is left open.
+    They decide the draft vocabulary if it is left open.
     """
-    sources, changes = dict(config.sources), dict[str, Any]()
-    if config.kind == "dspark" and config.confidence != (CONFIDENCE in shapes):
-        changes["confidence"] = CONFIDENCE in shapes
-        sources["confidence"] = f"{'the' if CONFIDENCE in shapes else 'no'} tensor {CONFIDENCE}"
+    if not config.sources.get("draft_vocab_size", "default").startswith("default"):
+        return config
     drafted = len(shapes.get("d2t", ())) and shapes["d2t"][0]
-    if sources.get("draft_vocab_size", "default").startswith("default"):
-        changes["draft_vocab_size"] = drafted or config.vocab_size
-        sources["draft_vocab_size"] = f"{'the' if drafted else 'no'} tensor d2t"
-    return replace(config, **changes, sources=sources)
+    source = {"draft_vocab_size": f"{'the' if drafted else 'no'} tensor d2t"}
+    return replace(
+        config,
+        draft_vocab_size=drafted or config.vocab_size,
+        sources={**config.sources, **source},
+    )
 
 
 def _parts(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[ResolvedField]:
