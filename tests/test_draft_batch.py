@@ -99,7 +99,8 @@ class Drafting:
         for one, other in zip(self.together, self.alone, strict=True):
             assert one.position == other.position
             for ours, theirs in zip(one._cache, other._cache, strict=True):
-                assert all(map(same, ours.state, theirs.state)) and ours.offset == theirs.offset
+                assert all(map(same, (ours.keys, ours.values), (theirs.keys, theirs.values)))
+                assert ours.offset == theirs.offset
 
 
 def tokens(proposal) -> list[int]:

@@ -17,6 +17,7 @@ from families import random_prompt
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
+from dflash_mlx.drafter.protocol import cache_bytes
 from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.errors import EngineError, NotEnoughMemoryError, ProposalError, SettingsError
 
@@ -242,7 +243,7 @@ def test_who_is_cancelled_is_gone_within_a_round(crowd):
 def test_room_for_two_is_enough_for_all(crowd):
     """No more than fit are ever let in, and every text is what it was."""
     drafter = random_drafter()
-    size = 2 * (crowd.target.cache_bytes(256) + drafter.cache_bytes(256))
+    size = 2 * (crowd.target.cache_bytes(256) + cache_bytes(drafter, crowd.target, 256))
     played = Played(crowd.target, drafter, SharedBatch(crowd.target, None), memory=size)
     jobs, held, memory = submit_all(played, crowd), [], played.scheduler._memory
     overflows = memory.overflows  # asked in every step, of all who have read anything

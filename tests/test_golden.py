@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.drafter.candidates import Slots
 from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.context import append_rows
 from dflash_mlx.drafter.network import DFlash, NetworkSession
 from dflash_mlx.sampling import Sampler
 
@@ -98,7 +99,7 @@ def test_a_row_too_many_is_noticed(golden):
     cache = drafter.make_cache()
     drafter.extend(golden.context[:, : case.start], cache)
     for layer in cache:
-        layer.update(mx.ones((1, 2, 1, 16)), mx.ones((1, 2, 1, 16)), block=0)
+        append_rows(layer, mx.ones((1, 2, 1, 16)), mx.ones((1, 2, 1, 16)), block=0)
     block = drafter.embed(block_of(drafter, case.anchor)[None], target)
     assert error(drafter(block, golden.context[:, :0], cache)[0], case.hidden) > 1e-2
 

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from test_dflash2 import build, distance, expected_hidden, make_target, raw_config
 
-from dflash_mlx.drafter.context import ContextCache
+from dflash_mlx.drafter.context import append_rows, make_context
 
 WINDOW, CHUNK = 64, 512
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
@@ -35,7 +35,7 @@ def test_after_5000_tokens_a_block_equals_full_recomputation(causal):
     for start in range(0, 5000, CHUNK):
         stop = min(start + CHUNK, 5000)
         drafter.extend(context[:, start:stop], cache)
-        assert cache[0].state[0].shape[2] < WINDOW and cache[1].offset == stop
+        assert cache[0].keys.shape[2] < WINDOW and cache[1].offset == stop
     known = 5000
     for step, rows in zip((0, 1, 5, 34), (6, 3, 6, 6), strict=True):
         taps, known = context[:, known : known + step], known + step
@@ -43,8 +43,7 @@ def test_after_5000_tokens_a_block_equals_full_recomputation(causal):
         hidden = drafter(block, taps, cache)
         expected = expected_hidden(drafter, context[:, :known], block)
         assert distance(hidden[0], expected) < 1e-4
-        held = [array.shape[2] for array in cache[0].state]
-        assert max(held) <= WINDOW + step + rows and cache[0].offset == known
+        assert cache[0].keys.shape[2] <= WINDOW + step + rows and cache[0].offset == known
 
 
 def test_prefilling_32k_tokens_never_holds_their_features_together():
@@ -73,7 +72,7 @@ def test_prefilling_32k_tokens_never_holds_their_features_together():
 def test_what_a_cache_gave_stays_as_it_was(window):
     """A block's keys may be read only after the next context rows came (nothing waits)."""
     rows = mx.broadcast_to(mx.arange(17.0)[:, None], (1, 2, 17, 4))
-    cache = ContextCache(window)
-    first, _ = cache.update(rows[:, :, :8], rows[:, :, :8], block=3)
-    cache.update(rows[:, :, 8:], rows[:, :, 8:], block=2)
+    [cache] = make_context([window])
+    first, _ = append_rows(cache, rows[:, :, :8], rows[:, :, :8], block=3)
+    append_rows(cache, rows[:, :, 8:], rows[:, :, 8:], block=2)
     assert first[0, 0, :, 0].tolist() == list(range(8))

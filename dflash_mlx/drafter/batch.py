@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from ..proposal import Proposal
 from .candidates import DraftInput, Slots, read_candidates
+from .context import append_rows
 from .layers import Attention
 from .network import DFlash, NetworkSession
 from .protocol import DraftSession
@@ -158,6 +159,6 @@ class _BatchRows:
         own = mx.split(queries, self._cuts, axis=2)
         outputs = []
         for at, caches in enumerate(self._caches):
-            held = caches[layer].update(keys[at], values[at], block=self._blocks[at])
+            held = append_rows(caches[layer], keys[at], values[at], self._blocks[at])
             outputs.append(attention.attend(own[at], *held))
         return mx.concatenate(outputs, axis=2)

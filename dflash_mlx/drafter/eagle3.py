@@ -57,12 +57,6 @@ class Eagle3(DFlash, StepwiseDrafter):
         """A cache per layer. Windows are masks here: rows of drafts come and go."""
         return [KVCache() for _ in self.layers]
 
-    def cache_bytes(self, tokens: int) -> int:
-        """Bytes of a request's caches after so many tokens."""
-        config, kept = self.config, -(-tokens // KVCache.step) * KVCache.step
-        row = 2 * config.num_key_value_heads * config.head_dim * self.norm.weight.itemsize
-        return config.num_hidden_layers * row * kept
-
     def fuse(self, taps: mx.array) -> mx.array:
         """Features [N, S, D] from the concatenated taps [N, S, K*Dt]."""
         if "input_norm" in self:

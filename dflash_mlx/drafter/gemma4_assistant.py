@@ -58,8 +58,6 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
         args = gemma4_text.ModelArgs.from_dict({**shape, **own, "hidden_size_per_layer_input": 0})
         self._width, self._window = sizes["backbone_hidden_size"], args.sliding_window
         self._sources = _sources(args, target)
-        read = [target.layers[at].self_attn for at in self._sources.values()]
-        self._row = sum(2 * one.n_kv_heads * one.head_dim for one in read)  # values per token
         self.tap_layers = (*(at - 1 for at in self._sources.values()), target.num_layers - 1)
         hidden, self.vocab_size = args.hidden_size, args.vocab_size
         self.model: dict[str, Any] = {
@@ -83,10 +81,6 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
     def make_cache(self) -> list[Any]:
         """The keys and values of the target's layers that it reads."""
         return [KVCache() for _ in self._sources]
-
-    def cache_bytes(self, tokens: int) -> int:
-        """Bytes of a request's caches after so many tokens."""
-        return self._row * tokens * self.pre_projection.weight.itemsize
 
     def advance(
         self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target

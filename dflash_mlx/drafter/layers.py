@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3 import MLP
 
 from .config import DraftConfig
-from .context import ContextCache
+from .context import ContextCache, append_rows
 from .rope import make_rope
 
 Sublayer = Callable[[mx.array], mx.array]
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         """
         block, start = x.shape[1], cache.offset
         rows = mx.concatenate([context, x], axis=1) if context.shape[1] else x
-        keys, values = cache.update(*self.keys_values(rows, start), block=block)
+        keys, values = append_rows(cache, *self.keys_values(rows, start), block=block)
         return self.attend(self.queries(x, cache.offset), keys, values)
 
     def output(self, seen: mx.array) -> mx.array:

@@ -22,7 +22,6 @@ from .protocol import (
     DraftSession,
     PlainSession,
     block_size,
-    cache_bytes,
     drafts_trees,
     label,
     slot_cost,
@@ -288,10 +287,6 @@ class CombinedDrafter:
     def __repr__(self) -> str:
         """One line."""
         return f"CombinedDrafter({self.network!r})"
-
-    def cache_bytes(self, tokens: int) -> int:
-        """The network's."""
-        return cache_bytes(self.network, tokens)
 
     def slot_cost(self, target: Target) -> float | None:
         """The network's."""

@@ -49,10 +49,6 @@ class DraftModel:
         """One line."""
         return f"DraftModel({self.model!r})"
 
-    def cache_bytes(self, tokens: int) -> int:
-        """Bytes of a request's caches after so many tokens."""
-        return self.model.cache_bytes(tokens)
-
     def slot_cost(self, target: Target) -> float:
         """What a drafted token is likely to cost, in plain steps of the target."""
         return weight_bytes(self.model.model) / weight_bytes(target.model)

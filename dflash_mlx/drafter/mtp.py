@@ -161,12 +161,6 @@ class MTPHead(StepwiseDrafter, nn.Module):
         indexed = isinstance(attention_of(self.layers[0]), DeepseekV32Attention)
         return [KVCache() for _ in range(1 + indexed)]
 
-    def cache_bytes(self, tokens: int) -> int:
-        """Bytes of a request's caches after so many tokens. Nothing is computed."""
-        cache, hidden = self.make_cache(), self.norm.weight
-        self._rows(mx.zeros((1, tokens, hidden.size), hidden.dtype), cache)
-        return sum(array.nbytes for layer in cache for array in layer.state)
-
     def slot_cost(self, target: Target) -> float:
         """What a drafted token is likely to cost, in plain steps of the target."""
         head = target.parts.head or target.parts.embedding
@@ -183,15 +177,12 @@ class MTPHead(StepwiseDrafter, nn.Module):
         both = [self.embedding_norm(target.embed(tokens)), self.feature_norm(features)]
         if self._feature_first:
             both.reverse()
-        return self.norm(self._rows(self.fc(mx.concatenate(both, axis=-1)), cache))
-
-    def _rows(self, x: mx.array, cache: list[Any]) -> mx.array:
-        """What leaves the decoder layers, [1, S, D]."""
+        x = self.fc(mx.concatenate(both, axis=-1))
         mask = mask_of(cache[0], x.shape[1], window_size=None, return_array=True)
         own: Any = cache[0] if len(cache) == 1 else CacheList(*cache)
         for layer in self.layers:
             x = layer(x, mask, own)
-        return x
+        return self.norm(x)
 
     def logits(self, hidden: mx.array, target: Target) -> mx.array:
         """Logits [1, S, V] of hidden states [1, S, D]."""

@@ -22,7 +22,8 @@ import mlx.nn as nn
 from ..errors import IncompatibleDrafterError
 from ..proposal import Proposal
 from ..sampling import Sampler
-from ..targets.caches import Arrays, strip_prefix
+from ..targets import caches
+from ..targets.caches import Arrays, Checkpoint
 from ..targets.taps import gathered
 from .candidates import (
     CandidateTokens,
@@ -32,7 +33,7 @@ from .candidates import (
     read_candidates,
 )
 from .config import DraftConfig
-from .context import ContextCache, ContextCheckpoint
+from .context import ContextCache, append_rows, make_context
 from .gemma4 import Gemma4Layer
 from .layers import DraftLayer
 from .packagings import ADAPTER, EMBEDDING, HEAD, MASK
@@ -102,14 +103,7 @@ class DFlash(nn.Module):
 
     def make_cache(self) -> list[ContextCache]:
         """An empty context cache, one entry per draft layer."""
-        return list(map(ContextCache, self.config.windows))
-
-    def cache_bytes(self, tokens: int) -> int:
-        """Bytes of a request's caches after so many tokens. Nothing is computed."""
-        config, cache = self.config, self.make_cache()
-        taps = mx.zeros((1, tokens, len(config.target_layer_ids) * config.target_hidden_size))
-        self.extend(taps.astype(self.norm.weight.dtype), cache)
-        return sum(array.nbytes for layer in cache for array in layer.state)
+        return make_context(self.config.windows)
 
     def fuse(self, taps: mx.array) -> mx.array:
         """Context features [N, S, D] from the concatenated taps [N, S, K*Dt]."""
@@ -144,7 +138,8 @@ class DFlash(nn.Module):
             return
         context = self.fuse(taps)
         for layer, layer_cache in zip(self.layers, cache, strict=True):
-            layer_cache.update(*layer.self_attn.keys_values(context, layer_cache.offset), block=0)
+            rows = layer.self_attn.keys_values(context, layer_cache.offset)
+            append_rows(layer_cache, *rows, block=0)
 
     def embed(self, blocks: mx.array, target: Target, places: mx.array | None = None) -> mx.array:
         """Embeddings [N, L, D] of blocks [N, L], an anchor and masks each: its own or the target's.
@@ -316,19 +311,19 @@ class NetworkSession(DraftSession):
 
     def trim_to(self, position: int) -> None:
         """Forget the features of all tokens from a position on."""
-        pending = self._take_pending()[:, : max(0, position - self._cache[0].offset)]
+        held = self._cache[0].offset
+        pending = self._take_pending()[:, : max(0, position - held)]
         for layer in self._cache:
-            layer.trim_to(min(position, layer.offset))
+            caches.trim(layer, max(0, held - position))
         self.extend(pending)
 
-    def checkpoint(self) -> tuple[list[ContextCheckpoint], list[PendingFeatures]]:
+    def checkpoint(self) -> tuple[Checkpoint, list[PendingFeatures]]:
         """The current state; nothing is copied."""
-        return [layer.checkpoint() for layer in self._cache], list(self._pending)
+        return caches.checkpoint(self._cache, self._cache[0].offset), list(self._pending)
 
-    def rewind(self, checkpoint: tuple[list[ContextCheckpoint], list[PendingFeatures]]) -> None:
+    def rewind(self, checkpoint: tuple[Checkpoint, list[PendingFeatures]]) -> None:
         """Go back to a checkpoint."""
-        for layer, state in zip(self._cache, checkpoint[0], strict=True):
-            layer.rewind(state)
+        caches.rewind(self._cache, self._cache[0].offset, checkpoint[0])
         self._pending = list(checkpoint[1])
         self.pending_features = sum(len(kept) for _, kept in self._pending)
 
@@ -336,20 +331,12 @@ class NetworkSession(DraftSession):
         """Keys and values [1, KV, S, head_dim] of S tokens in the layers without a window."""
         if self._cache[0].offset < end:
             self._read_pending()
-        return {
-            f"{at}.{name}": x
-            for at, layer in enumerate(self._cache)
-            for name, x in layer.rows(start, end).items()
-        }
+        return caches.rows_of_all(self._cache, start, end)
 
     def state(self) -> Arrays:
         """The windows of the others."""
         self._read_pending()
-        return {
-            f"{at}.{name}": x
-            for at, layer in enumerate(self._cache)
-            for name, x in layer.recent().items()
-        }
+        return caches.state_of_all(self._cache)
 
     def dry_run(self, taps: mx.array) -> None:
         """See `DraftSession`."""
@@ -357,9 +344,7 @@ class NetworkSession(DraftSession):
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Start with `position` tokens that other sessions have read."""
-        for at, layer in enumerate(self._cache):
-            pieces = [strip_prefix(piece, f"{at}.") for piece in rows]
-            layer.restore(position, pieces, strip_prefix(state, f"{at}."), room)
+        caches.restore_all(self._cache, position, rows, state, room)
         self._start_computing()
 
     def _read_pending(self) -> None:
@@ -369,7 +354,7 @@ class NetworkSession(DraftSession):
 
     def _start_computing(self) -> None:
         """Leave nothing lazy in the cache: the next step may run in another thread."""
-        mx.async_eval([layer.state for layer in self._cache])
+        mx.async_eval([caches.arrays(layer) for layer in self._cache])
 
     def _take_pending(self) -> mx.array:
         """The features that wait, [1, S, K*D]; S may be 0."""

@@ -9,7 +9,6 @@ A drafter may also have these attributes; the functions at the end of this file 
     block_size       the most rows that it drafts well, the anchor included
     drafts_trees     whether its sessions have `propose_tree`
     label            its name for people, if not the class's
-    cache_bytes(n)   bytes of a session's caches after n tokens
     slot_cost(t)     of a drafter that drafts token by token over target t: what each token is
                      likely to cost, in plain steps of the target
 """
@@ -23,11 +22,11 @@ import mlx.core as mx
 
 from ..errors import ProposalError, SettingsError
 from ..proposal import Proposal
+from ..sampling import Sampler
 from ..targets.taps import gathered
 from ..validation import brief, check_type
 
 if TYPE_CHECKING:
-    from ..sampling import Sampler
     from ..targets import Target
     from ..targets.caches import Arrays
     from .tree import DraftTree
@@ -257,10 +256,17 @@ def label(drafter: Drafter) -> str:
     return getattr(drafter, "label", type(drafter).__name__)
 
 
-def cache_bytes(drafter: Drafter | None, tokens: int) -> int:
-    """Bytes of a session's caches after this many tokens; 0 if the drafter does not say."""
-    count: Callable[[int], int] | None = getattr(drafter, "cache_bytes", None)
-    return 0 if count is None else count(tokens)
+def cache_bytes(drafter: Drafter | None, target: Target, tokens: int) -> int:
+    """Bytes of a session's caches after this many tokens; 0 if they cannot be stored.
+
+    Nothing is computed.
+    """
+    session = start_session(drafter, target, Sampler())
+    if drafter is None or not session.storable:
+        return 0
+    width = len(drafter.tap_layers) * target.hidden_size
+    session.dry_run(mx.zeros((1, tokens, width), target.embed(mx.array([[0]])).dtype))
+    return sum(x.nbytes for x in (session.rows(0, tokens) | session.state()).values())
 
 
 def slot_cost(drafter: Drafter | None, target: Target) -> float | None:

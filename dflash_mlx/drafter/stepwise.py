@@ -17,7 +17,7 @@ from ..kernels.shapes import weight_bytes
 from ..proposal import Proposal
 from ..sampling import Sampler
 from ..targets import caches
-from ..targets.caches import Arrays, strip_prefix
+from ..targets.caches import Arrays
 from ..targets.taps import gathered
 from .candidates import CandidateTokens, likeliest, read_candidates
 from .protocol import DraftSession
@@ -220,7 +220,7 @@ class StepwiseSession(ChainSession):
         """Leave nothing lazy behind: the next step may run in another thread."""
         mx.async_eval(self._features[0][0])
         if self._rows:
-            mx.async_eval([layer.state for layer in self._cache])
+            mx.async_eval([caches.arrays(layer) for layer in self._cache])
 
     def checkpoint(self) -> tuple[int, list[tuple[mx.array, Sequence[int]]]]:
         """The position and the newest features; nothing is copied."""
@@ -238,11 +238,7 @@ class StepwiseSession(ChainSession):
     def rows(self, start: int, end: int) -> Arrays:
         """The cache's rows that end with the tokens from `start` to `end`; token 0 has none."""
         self._read_pending()
-        return {
-            f"{at}.{name}": x
-            for at, layer in enumerate(self._cache)
-            for name, x in caches.rows(layer, max(0, start - 1), end - 1).items()
-        }
+        return caches.rows_of_all(self._cache, max(0, start - 1), end - 1)
 
     def state(self) -> Arrays:
         """The newest features [1, 1, K*D]."""
@@ -257,9 +253,7 @@ class StepwiseSession(ChainSession):
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Start with `position` tokens that other sessions have read."""
-        for at, layer in enumerate(self._cache):
-            pieces = [strip_prefix(piece, f"{at}.") for piece in rows]
-            caches.restore(layer, position - 1, pieces, {}, room)
+        caches.restore_all(self._cache, position - 1, rows, {}, room)
         self.position, self._rows = position, position - 1
         self._features = [(state["features"], [0])]
         self._start_computing()

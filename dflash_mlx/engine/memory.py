@@ -95,5 +95,7 @@ class MemoryBudget:
         key = blocks, kv_bits
         if key not in self._block_bytes:
             target_bytes = self._target.cache_bytes(blocks * BLOCK, kv_bits)
-            self._block_bytes[key] = target_bytes + cache_bytes(self._drafter, blocks * BLOCK)
+            self._block_bytes[key] = target_bytes + cache_bytes(
+                self._drafter, self._target, blocks * BLOCK
+            )
         return self._block_bytes[key]

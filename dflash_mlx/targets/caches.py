@@ -163,12 +163,15 @@ def _reference(value: Any) -> Any:
 
 
 def rows_of_all(
-    caches: Sequence[Any], layers: Sequence[nn.Module | None], start: int, end: int
+    caches: Sequence[Any], start: int, end: int, layers: Sequence[nn.Module | None] = ()
 ) -> Arrays:
-    """`rows` of every cache, by layer; names begin with the cache's number."""
+    """`rows` of every cache; names begin with the cache's number.
+
+    `layers` are those that get the caches, if one may compress its rows.
+    """
     ratios = [
         compression(attention_of(layer))
-        for cache, layer in zip(caches, layers, strict=True)
+        for cache, layer in zip(caches, layers or [None] * len(caches), strict=True)
         for _ in leaves([cache])
     ]
     return {

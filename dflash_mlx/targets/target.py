@@ -426,7 +426,7 @@ class TargetSession:
     def rows(self, start: int, end: int) -> Arrays:
         """The cached rows of the tokens from `start` to `end`, by name: lazy slices."""
         self.leave_slot()
-        return caches.rows_of_all(self._cache, self._target.owners, start, end)
+        return caches.rows_of_all(self._cache, start, end, self._target.owners)
 
     def state(self) -> Arrays:
         """The windows and recurrent states, valid at this position only, by name."""
