@@ -20,7 +20,7 @@ from .prefix.cache import PrefixCache
 from .sampling import Sampler
 from .targets import Target, TargetSession
 from .targets.caches import check_kv_bits
-from .targets.target import LAST_STEP, PREFILL_STEP
+from .targets.session import LAST_STEP, PREFILL_STEP
 from .validation import brief, check_type
 
 MAX_PENDING = 2 * PREFILL_STEP  # tokens whose features may wait until after the first token

@@ -25,7 +25,7 @@ from .sampling import Sampler, check_choice
 from .stream import TextStream
 from .targets import TargetSession
 from .targets.fallback import MAYBE_REFUSED, on_stock
-from .targets.target import PREFILL_STEP
+from .targets.session import PREFILL_STEP
 
 
 @dataclass

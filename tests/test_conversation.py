@@ -10,7 +10,7 @@ from tinymodels import target as tiny_target
 import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.targets.target import LAST_STEP
+from dflash_mlx.targets.session import LAST_STEP
 
 ANSWER = 12
 WINDOW = 16

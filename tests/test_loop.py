@@ -11,7 +11,7 @@ from tinymodels import SUPPORTED, ending_at, greedy, random_drafter, target, tok
 from dflash_mlx.events import Result
 from dflash_mlx.generation import DEFAULT_BLOCK_SIZE
 from dflash_mlx.loop import generate, stream_generate
-from dflash_mlx.targets.target import LAST_STEP, PREFILL_STEP
+from dflash_mlx.targets.session import LAST_STEP, PREFILL_STEP
 
 PROMPT = tokenizer().encode("what is 37 + 48?")
 LENGTH = 40

@@ -21,7 +21,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.load import load_target
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
-from dflash_mlx.targets.target import LAST_STEP, PREFILL_STEP
+from dflash_mlx.targets.session import LAST_STEP, PREFILL_STEP
 
 VOCABULARY = len(tokenizer())
 # One row's sums do not depend on the other rows in the stock CPU arithmetic of Linux, so there

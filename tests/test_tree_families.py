@@ -84,7 +84,7 @@ class WrongParents(tree.Tree):
 @pytest.mark.parametrize("wrong", [WrongPositions, CausalMask, WrongParents])
 @every_family
 def test_a_tree_read_wrongly_is_noticed(family, wrong, monkeypatch):
-    monkeypatch.setattr(targets.target, "Tree", wrong)
+    monkeypatch.setattr(targets.session, "Tree", wrong)
     assert largest_error(truth(family, 0)[0], 0, rounds=1) > FAR
 
 

@@ -16,7 +16,7 @@ from ..prefix.cache import PrefixCache
 from ..proposal import Proposal
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, Checkpoint, strip_prefix
-from ..targets.target import PREFILL_STEP
+from ..targets.session import PREFILL_STEP
 from .leader import Leader
 
 CHUNK = 512  # tokens of a prompt in one forward, so that none takes long enough to seem lost
@@ -43,7 +43,7 @@ class LeaderTarget(Target):
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """See `Target`."""
         with self.forward_lock:
-            return LeaderSession(self.leader, self, self.layers, tap_layers, kv_bits)
+            return LeaderSession(self.leader, self, tap_layers, kv_bits)
 
     def verify_batch(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
         """See `Target`; runs on all ranks."""

@@ -17,7 +17,7 @@ from ..errors import IncompatibleDrafterError
 from ..kernels.shapes import weight_bytes
 from ..sampling import Sampler
 from ..targets.caches import Arrays, Checkpoint
-from ..targets.target import PREFILL_STEP
+from ..targets.session import PREFILL_STEP
 from .stepwise import BLOCK_SIZE, MOST_PENDING, ChainSession
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ..events import Event
 from ..request import Request
-from ..targets.target import LAST_STEP, PREFILL_STEP
+from ..targets.session import LAST_STEP, PREFILL_STEP
 from .batch import BatchItem, ErrorCapture, SharedBatch
 from .job import Job
 from .memory import MemoryBudget

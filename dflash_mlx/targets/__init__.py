@@ -1,5 +1,6 @@
 """The target: an mlx-lm model that verifies drafts and whose text is never changed."""
 
-from .target import Target, TargetSession
+from .session import TargetSession
+from .target import Target
 
 __all__ = ["Target", "TargetSession"]

@@ -48,8 +48,9 @@ from .internals import (
 from .kv_slots import KVSlots
 from .overrides import Entry, Overrides, rebind_globals, swapped_classes
 from .recurrent import RecurrentRollback, batched_recurrence
+from .session import TargetSession
 from .taps import TapRecorder
-from .target import Target, TargetSession
+from .target import Target
 from .tree_attention import ropes, why_no_trees
 
 Verified = tuple[mx.array, mx.array]  # logits [N, V], taps [1, N, K*D]

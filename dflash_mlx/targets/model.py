@@ -1,0 +1,103 @@
+"""What requests need of an mlx-lm model: its parts, its taps and how it reads drafts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import mlx.nn as nn
+
+from ..errors import ConfigError, SettingsError, UnsupportedTreeError
+from ..threads import evaluate
+from ..validation import ErrorWrapper
+from .attention import check_exact
+from .caches import make_cache
+from .overrides import Overrides
+from .parts import find_parts
+from .rollback import rollbacks_for
+from .taps import EMBEDDING, TapRecorder
+from .tree_attention import why_no_trees
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Wiring
+
+
+class TargetModel:
+    """An mlx-lm model that verifies drafts.
+
+    Attributes:
+        model: the mlx-lm module.
+        name: what it was loaded as.
+        num_layers, hidden_size, vocab_size: its shape.
+        layers: the layers in this process, in the order in which they run; one that runs twice is
+            there twice. In a pipeline, other processes have the rest.
+        owners: for every cache the layer that gets it; None for another module.
+        parts: where the model has its other parts.
+        why_no_trees: what keeps draft trees from being verified; None if they can be.
+        has_rollback: whether rejected rows leave its caches without another forward.
+        wiring: which layers run on our Metal kernels; None where none does.
+        forward_lock: held by every forward. While another thread has it, modules have their own
+            classes.
+
+    Raises `ConfigError` for a model that cannot run.
+    """
+
+    def __init__(self, model: nn.Module, name: str, wiring: Wiring | None) -> None:
+        self.model, self.name, self.wiring = model, name, wiring
+        self.forward_lock = threading.Lock()
+        wrong = f"{name}: the model that config.json describes does not run"
+        with ErrorWrapper(ConfigError, wrong):
+            self.parts = parts = find_parts(model, self.forward_lock)
+        self.layers, self.num_layers = parts.layers, len(parts.layers)
+        self.hidden_size: int = parts.embedded.shape[-1]
+        self.vocab_size: int = parts.embedding.weight.shape[0]
+        self._streams: int = parts.entered.shape[0]
+        caches = make_cache(model)
+        self.owners = parts.owners
+        rollbacks = rollbacks_for(caches, self.owners, Overrides(self.forward_lock))
+        self.has_rollback = bool(rollbacks)
+        self.why_no_trees: str | None = "states that are rolled back by running rows again"
+        if rollbacks:
+            problems = (why_no_trees(*of) for of in parts.pairs(rollbacks))
+            self.why_no_trees = next(filter(None, problems), None)
+        if wiring is not None and wiring.exact:
+            check_exact(parts.pairs(caches))
+        evaluate(model)
+
+    @property
+    def supports_trees(self) -> bool:
+        """Whether draft trees can be verified; chains always can."""
+        return self.why_no_trees is None
+
+    def check_trees(self) -> None:
+        """Raise `UnsupportedTreeError` where draft trees cannot be verified."""
+        if self.why_no_trees is not None:
+            raise UnsupportedTreeError(
+                f"{self.name} has {self.why_no_trees}, which reads no draft trees: draft chains."
+            )
+
+    def tap(self, layers: Sequence[int], overrides: Overrides) -> TapRecorder:
+        """A recorder of these layers' outputs, which records while `overrides` is installed.
+
+        Layer -1 is the embedding's output.
+
+        Raises `SettingsError` for a layer the model lacks, or that has several streams.
+        """
+        if layers and self._streams > 1:
+            raise SettingsError(f"{self.name} has {self._streams} streams, which cannot be tapped.")
+        for layer in layers:
+            if not EMBEDDING <= layer < self.num_layers:
+                raise SettingsError(
+                    f"Layer {layer} cannot be tapped: {self.name} has {self.num_layers} layers."
+                )
+        return self._recorder(layers, overrides)
+
+    def _recorder(self, layers: Sequence[int], overrides: Overrides) -> TapRecorder:
+        return TapRecorder(self.layers, layers, overrides)
+
+    def last_logits_only(self, overrides: Overrides) -> None:
+        """Have the head compute a forward's last row only while `overrides` is installed."""
+        if self.parts.norm_runs_once:
+            own = type(self.parts.norm).__call__
+            overrides.replace(self.parts.norm, lambda norm, x: own(norm, x[:, -1:]))

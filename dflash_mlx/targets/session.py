@@ -1,0 +1,281 @@
+"""One request's caches of a target: prefill, then verify and commit in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..errors import SettingsError
+from ..proposal import Proposal
+from . import caches
+from .attention import attend_with
+from .batched_rows import RequestRows
+from .caches import Arrays, Checkpoint, make_cache
+from .internals import KVCache
+from .kv_slots import Slot
+from .mla import use_absorbed_mla
+from .model import TargetModel
+from .overrides import Overrides
+from .recurrent import RecurrentRollback
+from .rollback import RowRollback, rollbacks_for
+from .tree import Tree
+from .tree_attention import TreeAttention
+
+PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
+LAST_STEP = 64  # most tokens of a prompt's last forward, which computes logits
+
+
+class TargetSession:
+    """One request's caches: prefill, then verify and commit in turn.
+
+    Args:
+        target: the model.
+        tap_layers, kv_bits: as of `Target.start`, which also holds the lock.
+
+    Attributes:
+        can_pipeline: whether the next forward may start before its token is known. False for caches
+            with windows or states, which could not forget that token again.
+        position: committed tokens in the caches.
+        slot: where a batch has this request's keys and values.
+        intact: False while a forward changes the caches, and after one that failed.
+    """
+
+    def __init__(self, target: TargetModel, tap_layers: Sequence[int], kv_bits: int | None) -> None:
+        self._target, self._model, self.tap_layers = target, target.model, tuple(tap_layers)
+        self._prefill, self._verify = Overrides(target.forward_lock), Overrides(target.forward_lock)
+        self._prefill_taps = target.tap(tap_layers, self._prefill)
+        target.last_logits_only(self._prefill)
+        self._verify_taps = target.tap(tap_layers, self._verify)
+        self._cache = make_cache(target.model, target.owners, kv_bits)
+        # Caches that a forward may leave lazy: its logits do not depend on all of them.
+        self._lazy = [cache for cache in self._cache if not caches.is_plain_kv(cache)]
+        self.can_pipeline = not self._lazy
+        self._rollback = rollbacks_for(self._cache, target.owners, self._verify)
+        self._before: Checkpoint | None = None  # of a session without rollbacks
+        self._recording = [one for one in self._rollback if not isinstance(one, RowRollback)]
+        use_absorbed_mla(target.layers, self._verify)
+        self._max_rows: int | None = None  # of a verify
+        if target.wiring is not None:
+            attend_with(target.wiring, target.layers, self._verify)
+            self._max_rows = target.wiring.widest
+            for rollback in self._rollback if target.wiring.exact else ():
+                if isinstance(rollback, RecurrentRollback):
+                    rollback.recurrence.kernels = target.wiring.kernels
+        self._tree_reader: TreeAttention | None = None  # made for the first tree
+        self.kv_bits = kv_bits
+        self._uncommitted: Proposal | None = None  # of the last verify
+        self.slot: Slot | None = None
+        self.position, self.intact = 0, True
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        stops: Sequence[int] = (),
+        step: Callable[[], int] = lambda: PREFILL_STEP,
+    ) -> Iterator[tuple[mx.array | None, mx.array]]:
+        """Read a prompt, forward by forward: logits and taps [1, S, K*D].
+
+        Only the last forward has logits [1, V], those after its last row; the others' are None.
+        The last forward is short, because it alone computes what only logits need, such as the
+        last layer's MLP. Caches and logits are computed; taps may still be lazy.
+
+        Args:
+            tokens: the prompt's tokens.
+            stops: positions at which a forward ends, none beyond the prompt's end.
+            step: returns the most tokens of the next forward.
+        """
+        first, end = self.position, self.position + len(tokens)
+        for border in sorted({end - LAST_STEP, *stops, end}):
+            while self.position < border:
+                start, size = self.position - first, min(step(), border - self.position)
+                yield self.read(tokens[start : start + size], self.position + size == end)
+
+    def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
+        """One forward of `prefill`; `last` says whether it is the last one."""
+        self.leave_slot()
+        self.intact = False
+        logits, taps = self.read_lazily(mx.array(list(tokens)))
+        mx.eval([cache.state for cache in self._cache], [logits] if last else [])
+        self.intact = True
+        return logits if last else None, taps
+
+    def read_lazily(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """Read tokens [S] without waiting: the logits [1, V] after them, and their taps."""
+        with self._prefill.installed():
+            logits = self._model(tokens[None], cache=self._cache)[0, -1:]
+        self.position += tokens.size
+        return logits, self._prefill_taps.take(tokens.size)
+
+    def start_computing(self) -> None:
+        """Leave nothing lazy in the caches: the next forward may be another thread's."""
+        mx.async_eval([caches.arrays(cache) for cache in self._cache])
+
+    def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
+        """One forward over the proposal: logits [N, V] after each row, and its taps [1, N, K*D].
+
+        Lazy: nothing is evaluated yet. `commit` must follow before the next forward.
+        Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
+        for more rows than exact verification takes.
+        """
+        tree = self._tree_of(proposal)
+        self.leave_slot()
+        self.begin(proposal, tree)
+        with ExitStack() as stack:
+            if tree is None:
+                stack.enter_context(self._verify.installed())
+            else:
+                reader = self._reader()
+                stack.enter_context(reader.reading(tree))
+                stack.enter_context(self._verify.installed(reader.overrides))
+            ids = proposal.array(self._target.vocab_size)
+            logits = self._model(ids[None], cache=self._cache)
+        return logits.squeeze(0), self._verify_taps.take(len(proposal))
+
+    def request_rows(self, proposal: Proposal) -> RequestRows:
+        """This request's part of a batched forward. Raises as `verify` does."""
+        tree = self._tree_of(proposal)
+        if tree is not None:
+            self.leave_slot()
+        reader = None if tree is None else self._reader()
+        entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
+        caches = self._cache, self._rollback
+        return RequestRows(proposal, self.position, *caches, entries, tree, reader)
+
+    def _tree_of(self, proposal: Proposal) -> Tree | None:
+        """The proposal's tree; None for a chain. Raises as `verify` does."""
+        if self._max_rows is not None and len(proposal) > self._max_rows:
+            raise SettingsError(
+                f"exact: at most {self._max_rows} rows are verified at once; load the model with "
+                'kernels="off" (--kernels off) for more.'
+            )
+        if proposal.is_chain:
+            return None
+        self._target.check_trees()
+        return Tree(proposal)
+
+    def slot_caches(self, numbers: Sequence[int]) -> list[KVCache]:
+        """The caches of these numbers if they can be in a slot; else none.
+
+        Those of a request whose drafts were trees, and quantized ones, stay as they are.
+        """
+        found = [self._cache[number] for number in numbers]
+        plain = self.position > 0 and all(type(cache) is KVCache for cache in found)
+        return found if plain and self._tree_reader is None else []
+
+    def leave_slot(self) -> None:
+        """Have the keys and values in this session's own caches, if they can be trusted."""
+        if self.slot is not None:
+            self.slot.leave(keep=self.intact)
+
+    def begin(self, proposal: Proposal, tree: Tree | None) -> None:
+        """Prepare the caches for a forward over the proposal; `commit` must follow it."""
+        self.intact, self._uncommitted = False, proposal
+        if not self._rollback and len(proposal) > 1:
+            self._before = self.checkpoint()
+        for rollback in self._recording:
+            rollback.begin(tree)
+
+    def nbytes_after(self, tokens: int) -> int:
+        """Bytes of the caches after a prefill of this many tokens, which is not computed."""
+        for start in range(0, tokens, PREFILL_STEP):
+            self.dry_run(min(PREFILL_STEP, tokens - start))
+        leaves = tree_flatten([caches.arrays(cache) for cache in self._cache])
+        return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
+
+    def dry_run(self, tokens: int) -> mx.array:
+        """Read tokens whose forward is never computed, for the shapes and types in the caches.
+
+        Returns their taps. The session is of no other use afterwards.
+        """
+        with self._prefill.installed():
+            self._model(mx.zeros((1, tokens), mx.int32), cache=self._cache)
+        self.position += tokens
+        return self._prefill_taps.take(tokens)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer keeps a recurrent state."""
+        return any(isinstance(one, RecurrentRollback) for one in self._rollback)
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """Keep these rows of the last verify (a path from row 0) and remove the others."""
+        assert self._uncommitted is not None
+        moved = kept[-1] >= len(kept)  # a path with rejected rows in between
+        if moved:
+            self._reader().move(kept)
+        rejected = len(self._uncommitted) - len(kept)
+        if rejected and self._before is not None:
+            self._run_again(self._uncommitted.array(self._target.vocab_size), len(kept))
+        for rollback in self._rollback if rejected else self._recording:
+            rollback.commit(len(kept), rejected)
+        self.position += len(kept)
+        self.intact, self._uncommitted, self._before = True, None, None
+        # Leave nothing lazy in the caches: the next forward may be another thread's.
+        if lazy := self._cache if moved else self._lazy:
+            mx.async_eval([caches.arrays(cache) for cache in lazy])
+
+    def _run_again(self, ids: mx.array, kept: int) -> None:
+        """Go back to before the last verify of `ids` [N], and run its kept rows again.
+
+        For caches whose states have no rollback. Waits, so that the step is timed with it.
+        """
+        assert self._before is not None
+        caches.rewind(self._cache, self.position + ids.size, self._before)
+        with self._verify.installed():
+            self._model(ids[None, :kept], cache=self._cache)
+        self._verify_taps.take(kept)
+        mx.eval([caches.arrays(cache) for cache in self._cache])
+
+    @property
+    def can_trim(self) -> bool:
+        """Whether `trim_to` can go back to any position; else only `rewind` to a checkpoint."""
+        return all(map(caches.can_trim, self._cache))
+
+    def trim_to(self, position: int) -> None:
+        """Forget all tokens from a position on."""
+        for cache in self._cache:
+            caches.trim(cache, self.position - position)
+        self.position = position
+
+    def checkpoint(self) -> Checkpoint:
+        """This state, to `rewind` to. It holds windows and recurrent states by reference."""
+        return caches.checkpoint(self._cache, self.position)
+
+    def rewind(self, checkpoint: Checkpoint) -> None:
+        """Forget all tokens since the checkpoint."""
+        caches.rewind(self._cache, self.position, checkpoint)
+        self.position = checkpoint.position
+
+    def rows(self, start: int, end: int) -> Arrays:
+        """The cached rows of the tokens from `start` to `end`, by name: lazy slices."""
+        self.leave_slot()
+        return caches.rows_of_all(self._cache, start, end, self._target.owners)
+
+    def state(self) -> Arrays:
+        """The windows and recurrent states, valid at this position only, by name."""
+        return caches.state_of_all(self._cache)
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """Begin with `position` tokens that other sessions have read.
+
+        Args:
+            position: the number of tokens.
+            rows: results of `rows`, in order, up to the position.
+            state: the result of `state` at the position.
+            room: tokens that are about to follow.
+        """
+        caches.restore_all(self._cache, position, rows, state, room)
+        self.position = position
+        self.start_computing()
+
+    def _reader(self) -> TreeAttention:
+        """The reader of this request's trees."""
+        if self._tree_reader is None:
+            target, overrides = self._target, Overrides(self._target.forward_lock)
+            own = self._cache, self._rollback
+            with target.forward_lock:  # as in `Target.start`
+                self._tree_reader = TreeAttention(target.model, target.layers, *own, overrides)
+        return self._tree_reader
