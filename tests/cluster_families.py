@@ -1,6 +1,6 @@
 """A rank that plays tiny models of several families with the others, and compares with one machine.
 
-    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_families.py --quick llama --pipeline glm4_moe
+    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_rank.py families --quick llama
 
 Rank 0 prints a JSON object a family, for tests/test_cluster.py.
 """
@@ -8,7 +8,6 @@ Rank 0 prints a JSON object a family, for tests/test_cluster.py.
 from __future__ import annotations
 
 import json
-import sys
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from clusters import STALL
-from collectives import Counting, counted
 from crowd import Crowd, Knowing, KnowingSession, Played
 from families import CONFIGS, Letters, random_model, random_prompt, target_of
 from mlx.utils import tree_flatten
@@ -88,33 +86,29 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
         last = list(cluster.work(target).sessions.values())[-1]
         layers(cluster, target, last) if pipeline else shares(cluster, heads, last)
         return
+    leader, channel, forwards = cluster.leader, cluster.channel, 0
+    messages, sums = leader.messages, channel.sums
     own = target_of(random_model(family, **wider), family)
     crowd = Crowd(own, list(zip(PROMPTS, SETTINGS, strict=True)))
     found: dict[str, Any] = {"family": family, "ranks": cluster.size, "texts": {}}
-    counting, rounds = Counting(cluster.channel), 0
     for at, shape in enumerate(("chain", "tree") if target.supports_trees else ("chain",)):
         drafter = drafter_of(crowd, shape)
         for number in (at,) if quick else (0, 1):
             (prompt, settings), text = crowd.requests[number], crowd.alone[number]
             conversation = dm.Conversation(target, drafter)
             drafter.heard.clear()
-            beats = cluster.leader.heartbeats
-            with counted() as sent:
-                result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
-            sent["all_sum"] -= cluster.leader.heartbeats - beats
+            result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
             found["texts"][f"{shape} at {settings['temperature']}"] = result.tokens == text
-            rounds += result.stats.rounds
+            forwards += 1 + result.stats.rounds
         last, heard = conversation.target_session, list(drafter.heard)
         if quick and shape == "chain":
             continue
         together = Rounds(target, None)
         found["texts"][f"{shape}, three"] = three(target, crowd, drafter, together)
-        rounds += together.count
-    cluster.close()
-    found["rounds"], found["messages"] = rounds, counting.messages["verify"]
-    # Of the last text, whose prompt is read in one forward.
-    found["a forward"] = {kind: count / (result.stats.rounds + 1) for kind, count in sent.items()}
-    found["sums a message"] = counting.sums / counting.messages.total()
+        forwards += 4 + together.count
+    cluster.close()  # with a last message
+    found["forwards"], found["messages"] = forwards, leader.messages - messages
+    found["sums"] = channel.sums - sums - leader.heartbeats - 1
     conversation = dm.Conversation(own, drafter)
     drafter.heard.clear()
     dm.generate(own, drafter, prompt, conversation=conversation, **settings)
@@ -223,7 +217,3 @@ def main(arguments: list[str]) -> None:
         pipeline |= argument == PIPELINE
         if argument not in (PIPELINE, QUICK):
             play(argument, Cluster(STALL, pipeline=pipeline), pipeline, QUICK in arguments)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

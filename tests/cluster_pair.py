@@ -1,6 +1,6 @@
 """A rank that plays the embedded pair with the others, and compares with one machine.
 
-    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_pair.py texts turns together sums=256
+    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_rank.py pair texts turns together sums=256
 
 Rank 0 prints JSON objects, for tests/test_cluster.py.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -166,6 +165,3 @@ PARTS = {
     "turns": turns,
     "together": together,
 }
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """A rank of a pipeline whose rank 0 has attention alone, and the other one a recurrence alone.
 
-    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_stages.py
+    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_rank.py stages
 
 So what one of them can do with its caches, the other one cannot. Rank 0 prints a JSON object for
 each thing that goes back in a text.
@@ -64,7 +64,3 @@ def main(_: list[str]) -> None:
     for name, one in own.items():
         print(json.dumps({"what": name, "own": one, "spread": spread[name]}), flush=True)
     cluster.close()
-
-
-if __name__ == "__main__":
-    main([])

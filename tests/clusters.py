@@ -34,15 +34,15 @@ def environment(rank: int, hostfile: Path) -> dict[str, str]:
 
 
 def run_ranks(
-    program: str, size: int, folder: Path, *arguments: str, seconds: float = SECONDS
+    size: int, folder: Path, *arguments: str, seconds: float = SECONDS
 ) -> list[dict[str, Any]]:
-    """Run a program of this folder as all ranks; the JSON objects that rank 0 prints, a line each.
+    """Run cluster_rank.py as all ranks; the JSON objects that rank 0 prints, a line each.
 
     A rank that fails fails the test, with what it said.
     """
     hostfile = folder / "ring.json"
     hostfile.write_text(json.dumps(free_addresses(size)))
-    command = [sys.executable, str(HERE / program), *arguments]
+    command = [sys.executable, str(HERE / "cluster_rank.py"), *arguments]
     ranks = [
         subprocess.Popen(
             command,

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 
-from dflash_mlx.cluster.channel import HEARTBEAT, Channel, Operation
-
 OPERATIONS = ("all_sum", "all_gather", "send", "recv_like")
-
-
-class Counting:
-    """Counts the messages of a channel by their last operation, and their sums."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self._send = channel, channel.send
-        self.messages: Counter[str] = Counter()
-        self.sums = 0
-        channel.send = self.send  # type: ignore[method-assign]
-
-    def send(self, operations: Iterable[Operation]) -> None:
-        told, before = list(operations), self._channel.sums
-        self._send(told)
-        if (name := told[-1][0]) != HEARTBEAT:
-            self.messages[name] += 1
-            self.sums += self._channel.sums - before
 
 
 @contextmanager

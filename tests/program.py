@@ -12,7 +12,9 @@ PROGRAM = [sys.executable, "-c", "from dflash_mlx.cli.main import main; main()"]
 HERE = Path(__file__).parent  # where the program runs: no dflash_mlx lies here to be imported
 
 
-def run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, stdin: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
     """One run of the program in this process, which saves the two seconds that importing takes.
 
     A traceback fails the test.
@@ -22,7 +24,7 @@ def run(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[
     command = [*map(str, arguments)]
     options = {"input": stdin, "prog_name": "dflash-mlx", "catch_exceptions": False}
     with contextlib.chdir(HERE):
-        done = CliRunner().invoke(app, command, **options)
+        done = CliRunner(env=environment).invoke(app, command, **options)
     return subprocess.CompletedProcess(command, done.exit_code, done.stdout, done.stderr)
 
 

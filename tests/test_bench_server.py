@@ -8,11 +8,10 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from typer.testing import CliRunner
+from program import run
 
 from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.bench.server import ServerClient, measure_concurrency, measure_server
-from dflash_mlx.cli.app import app
 from dflash_mlx.errors import ServerError
 
 SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "bench.schema.json").read_text())
@@ -148,8 +147,8 @@ def test_bench_measures_a_server(chat, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run"
     prompts.write_text('{"prompt": "hi", "answer": "Hello"}')
     options = ["--openai", chat.url, "--prompts", str(prompts), "--out", str(out), "--repeats", "2"]
-    done = CliRunner().invoke(app, ["bench", *options], prog_name="dflash-mlx")
-    assert done.exit_code == 0, done.output
+    done = run("bench", *options)
+    assert done.returncode == 0, done.stderr
     assert "some-model" in done.stderr and "1/1" in done.stdout
     assert done.stdout.splitlines()[-3].split()[:2] == ["all", "-"]  # no speed of one read
     content = json.loads((out / "bench.json").read_text())
@@ -163,8 +162,8 @@ def test_what_exact_counts_is_told_where_answers_are_missing(chat, tmp_path, ans
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "hi", "answer": answer}))
     options = ["--openai", chat.url, "--prompts", str(prompts), "--repeats", "1"]
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", *options], "dflash-mlx")
-    assert done.exit_code == 0, done.output
+    done = run("bench", *options, COLUMNS="200")
+    assert done.returncode == 0, done.stderr
     assert ("cut answers short" in done.stderr) == told
 
 
@@ -184,16 +183,13 @@ def test_several_clients_at_once(chat):
 
 
 def test_bench_shows_clients_side_by_side(chat):
-    def bench(*options):
-        return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["bench", *options], "dflash-mlx")
-
-    done = bench("--openai", chat.url, "--concurrency", "1,2", "--limit", "1")
-    assert done.exit_code == 0, done.output
+    done = run("bench", "--openai", chat.url, "--concurrency", "1,2", "--limit", "1", COLUMNS="80")
+    assert done.returncode == 0, done.stderr
     head, one, two = done.stdout.splitlines()
     assert head.split()[:3] == ["clients", "tok/s", "first"]
     assert one.split()[0] == "1" and two.split()[0] == "2"
-    done = bench("--openai", chat.url, "--concurrency", "2", "--limit", "1", "--json")
+    done = run("bench", "--openai", chat.url, "--concurrency", "2", "--limit", "1", "--json")
     (told,) = json.loads(done.stdout)["concurrency"]
     assert told["clients"] == 2 and told["tokens"] == 5 * told["requests"]
     for wrong in (["--concurrency", "2"], ["--openai", chat.url, "--concurrency", "0"]):
-        assert bench(*wrong).exit_code == 2
+        assert run("bench", *wrong).returncode == 2

@@ -9,10 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from hubserver import HubServer
-from typer.testing import CliRunner
+from program import run
 
 from dflash_mlx.bench.suites import LONG_TASKS, SUITES, suite_prompts
-from dflash_mlx.cli.app import app
 from dflash_mlx.errors import DataError, DownloadError, MissingDependencyError, ModelNotFoundError
 from dflash_mlx.loading.hub import Hub
 
@@ -133,9 +132,8 @@ def test_what_cannot_be_fetched(local, tmp_path):
         suite_prompts("gsm8k", hub)
     with pytest.raises(DownloadError, match="openai/gsm8k is not downloaded"):
         suite_prompts("gsm8k", Hub(cache=hub.cache, offline=True))
-    arguments = ["bench", "--suite", "gsm8k", "--offline"]
-    done = CliRunner().invoke(app, arguments, prog_name="dflash-mlx")
-    assert done.exit_code == 1 and done.stderr.count("\n") == 1
+    done = run("bench", "--suite", "gsm8k", "--offline")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

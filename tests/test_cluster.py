@@ -38,7 +38,7 @@ PLAYED += " --pipeline qwen3_next -- stages"
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     """What came of it. They start once: importing takes them longer than playing."""
-    return run_ranks("cluster_rank.py", 2, tmp_path_factory.mktemp("ranks"), *PLAYED.split())
+    return run_ranks(2, tmp_path_factory.mktemp("ranks"), *PLAYED.split())
 
 
 def test_texts_are_those_of_one_machine(played):
@@ -71,7 +71,7 @@ def test_drafting_divides_the_sums(played):
 def all_is_well(found, size=2):
     assert found["ranks"] == size and len(found["texts"]) >= 3
     assert all(found["texts"].values()), json.dumps(found["texts"])
-    assert found["messages"] == found["rounds"] and found["sums a message"] == 1
+    assert found["sums"] == found["messages"] == found["forwards"], "one message a forward"
 
 
 @pytest.mark.parametrize(("family", "shared"), [("qwen3_5", False), ("kimi_k25", True)])
@@ -119,8 +119,8 @@ def test_taps_are_carried_of_those_who_have_some():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_over_ranks(family, size, by, tmp_path):
     """Waiting ranks keep a core busy, so four of them take minutes on two cores."""
-    options = ["--pipeline"] if by == "layers" else []
-    [found] = run_ranks("cluster_families.py", size, tmp_path, *options, family, seconds=1800)
+    options = ["families", *(["--pipeline"] if by == "layers" else []), family]
+    [found] = run_ranks(size, tmp_path, *options, seconds=1800)
     if "refused" in found:
         pytest.skip(found["refused"])
     all_is_well(found, size)
@@ -131,8 +131,8 @@ def test_every_family_over_ranks(family, size, by, tmp_path):
 @pytest.mark.matrix
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_pair_over_ranks(size, tmp_path):
-    parts = ("texts", "turns", "together", "sums=256")
-    found = run_ranks("cluster_pair.py", size, tmp_path, *parts, seconds=1800)
+    parts = ("pair", "texts", "turns", "together", "sums=256")
+    found = run_ranks(size, tmp_path, *parts, seconds=1800)
     assert len(found) == 7 and all(all(one["equal"]) for one in found if "equal" in one)
 
 

@@ -4,10 +4,8 @@ import json
 import os
 
 import pytest
-from program import start
-from typer.testing import CliRunner
+from program import run, start
 
-from dflash_mlx.cli.app import app
 from dflash_mlx.errors import ConfigError, ModelNotFoundError
 from dflash_mlx.loading.registry import check_name, known_names, nearest, short
 
@@ -98,8 +96,8 @@ def test_a_folder_here_is_a_path(tmp_path, monkeypatch):
 )
 def test_the_command_line_says_so(command, name, message):
     asked = ["hi"] if command == "generate" else ["--chip", "M4 Max", "--acceptance", "4"]
-    done = CliRunner().invoke(app, [command, *asked, "--model", name])
-    assert done.exit_code == 1 and not done.stdout
+    done = run(command, *asked, "--model", name)
+    assert done.returncode == 1 and not done.stdout
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 import tinymodels
-from typer.testing import CliRunner
+from program import run
 
 from dflash_mlx.bench.report import describe_difference, read_run
-from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import DataError
 from dflash_mlx.machine.blas import BlasInfo
@@ -18,13 +17,8 @@ SCHEMA = json.loads((Path(__file__).parents[1] / "docs" / "bench.schema.json").r
 HERE = BlasInfo("openblas", None, "made up")
 
 
-def program(*arguments: str | Path):
-    """The command line in this process."""
-    return CliRunner().invoke(app, list(map(str, arguments)), prog_name="dflash-mlx")
-
-
 def one_line_error(done) -> str:
-    assert done.exit_code == 1 and not done.stdout, done.output
+    assert done.returncode == 1 and not done.stdout, done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     return done.stderr
 
@@ -46,8 +40,8 @@ def folder(tmp_path_factory) -> Path:
         prompts = out.parents[1] / "prompts.jsonl"
         rows = [{"prompt": "what is 37 + 48?", "category": name} for name in ("sums", "more")]
         prompts.write_text("\n".join(map(json.dumps, rows)))
-        done = program("bench", "--prompts", prompts, "-n", "12", "--repeats", "2", "--out", out)
-        assert done.exit_code == 0, done.output
+        done = run("bench", "--prompts", prompts, "-n", "12", "--repeats", "2", "--out", out)
+        assert done.returncode == 0, done.stderr
         assert "sums" in done.stdout and "2/2" in done.stdout and "peak memory" in done.stderr
         return out
 
@@ -99,20 +93,20 @@ def test_a_bad_prompt_leaves_nothing_behind(lines, message, tiny, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(lines)
     out = tmp_path / "new"
-    assert message in one_line_error(program("bench", "--prompts", prompts, "--out", out))
+    assert message in one_line_error(run("bench", "--prompts", prompts, "--out", out))
     assert not out.exists()
 
 
 def test_a_run_is_never_written_over(folder, tiny):
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert "holds a run already" in one_line_error(program("bench", "--out", folder))
+    assert "holds a run already" in one_line_error(run("bench", "--out", folder))
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
 def test_a_folder_that_cannot_be_written(tiny, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
-        assert "cannot be written" in one_line_error(program("bench", "--out", out))
+        assert "cannot be written" in one_line_error(run("bench", "--out", out))
     assert (tmp_path / "file").read_text() == "in the way"
 
 
@@ -122,10 +116,10 @@ def test_runs_of_two_machines_beside_each_other(folder, tmp_path):
     other["overall"]["methods"]["DFlash"]["speedup"]["median"] = 4.375
     (tmp_path / "second").mkdir()
     (tmp_path / "second" / "bench.json").write_text(json.dumps(other))
-    done = program("report", folder, tmp_path / "second" / "bench.json")
-    assert done.exit_code == 0 and "4.38x?" in done.stdout and done.stdout.count("sums") == 2
+    done = run("report", folder, tmp_path / "second" / "bench.json")
+    assert done.returncode == 0 and "4.38x?" in done.stdout and done.stdout.count("sums") == 2
     assert "Apple M5 Max" in done.stderr and str(folder) in done.stdout
-    content = json.loads(program("report", folder, tmp_path / "second", "--json").stdout)
+    content = json.loads(run("report", folder, tmp_path / "second", "--json").stdout)
     assert list(content["runs"]) == [str(folder), str(tmp_path / "second")]
 
 
@@ -135,4 +129,4 @@ def test_what_is_no_run_is_named(content, tmp_path):
         (tmp_path / "bench.json").write_text(content)
     with pytest.raises(DataError, match="bench.json: "):
         read_run(tmp_path)
-    assert "bench.json" in one_line_error(program("report", tmp_path))
+    assert "bench.json" in one_line_error(run("report", tmp_path))

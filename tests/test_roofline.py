@@ -11,7 +11,6 @@ from ggufs import gguf_of, write
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from program import run
-from typer.testing import CliRunner
 
 from dflash_mlx.bench.roofline import (
     Shapes,
@@ -20,7 +19,6 @@ from dflash_mlx.bench.roofline import (
     shapes_of,
     slot_probability,
 )
-from dflash_mlx.cli.app import app
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.choose import stock_seconds, tile_seconds
 from dflash_mlx.kernels.shapes import Matrix
@@ -146,11 +144,6 @@ def test_chips_are_found_by_the_names_people_and_devices_use():
         chip_named("M99")
 
 
-def roofline(*arguments):
-    """The command, without a process of its own: MLX is here already."""
-    return CliRunner().invoke(app, ["roofline", *map(str, arguments)], prog_name="dflash-mlx")
-
-
 def test_the_command(tmp_path):
     config = tinymodels.model_config("qwen3_moe")
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -162,10 +155,10 @@ def test_the_command(tmp_path):
     assert [row["rows"] for row in content["steps"]] == list(range(1, 17))
     assert content["steps"][0]["speedup"] == 1
 
-    shown = roofline(*command, "--acceptance", "4")
+    shown = run("roofline", *command, "--acceptance", "4")
     assert "prediction, not a measurement" in shown.stderr and shown.stdout.count("\n") == 17
-    shown = roofline(*command)
-    assert shown.exit_code == 2 and "--acceptance" in shown.stderr
+    shown = run("roofline", *command)
+    assert shown.returncode == 2 and "--acceptance" in shown.stderr
 
 
 def test_a_gguf_file_is_predicted_by_its_header(tmp_path):
@@ -173,15 +166,15 @@ def test_a_gguf_file_is_predicted_by_its_header(tmp_path):
     metadata, tensors, _ = gguf_of("llama")
     path = tmp_path / "model.gguf"
     write(path, metadata, tensors, dict.fromkeys(tensors, "Q8_0"))
-    done = roofline("--model", path, "--chip", "M4", "--acceptance", "4", "--json")
-    assert done.exit_code == 0, done.stderr
+    done = run("roofline", "--model", path, "--chip", "M4", "--acceptance", "4", "--json")
+    assert done.returncode == 0, done.stderr
     read = load_model(converted(path, unpacked=False, cache=tmp_path))[0].parameters()
     stored = sum(value.nbytes for _, value in tree_flatten(read))  # its few vectors in float32
     assert json.loads(done.stdout)["weights_bytes"] == pytest.approx(stored, rel=0.01)
 
 
 def test_the_recommended_width_is_the_fastest_one_of_note(tmp_path):
-    content = json.loads(roofline("--chip", "M1", "--json").stdout)
+    content = json.loads(run("roofline", "--chip", "M1", "--json").stdout)
     speeds = {row["rows"]: row["tokens_per_second"] for row in content["steps"]}
     best = content["recommended_rows"]
     assert speeds[best] >= 0.99 * max(speeds.values())
@@ -189,7 +182,7 @@ def test_the_recommended_width_is_the_fastest_one_of_note(tmp_path):
     row = content["steps"][best - 1]
     per_second = 1e3 * row["tokens"] / row["milliseconds"]
     assert row["tokens_per_second"] == pytest.approx(per_second)
-    shown = roofline("--chip", "M1").stderr
+    shown = run("roofline", "--chip", "M1").stderr
     assert f"Recommended: {best} row" in shown and "fits this" in shown
 
 
@@ -198,17 +191,17 @@ def test_acceptance_and_chip_have_defaults_where_something_is_known(tmp_path, mo
     folder.mkdir()
     config = tinymodels.model_config("qwen3") | {"quantization": {"group_size": 32, "bits": 4}}
     (folder / "config.json").write_text(json.dumps(config))
-    shown = roofline("--model", folder)
-    assert shown.exit_code == 2 and "M4 Max" in shown.stderr
-    shown = roofline("--chip", "M4 Max")
+    shown = run("roofline", "--model", folder)
+    assert shown.returncode == 2 and "M4 Max" in shown.stderr
+    shown = run("roofline", "--chip", "M4 Max")
     assert (
-        shown.exit_code == 0
+        shown.returncode == 0
         and "tiny on M4 Max" in shown.stderr
         and "acceptance length 12" in shown.stderr
     )
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M3 Pro"})
-    shown = roofline("--model", folder)
-    assert shown.exit_code == 0 and "on M3 Pro" in shown.stderr and "6.49" in shown.stderr
+    shown = run("roofline", "--model", folder)
+    assert shown.returncode == 0 and "on M3 Pro" in shown.stderr and "6.49" in shown.stderr
 
 
 def test_what_the_command_cannot_use_is_one_line(tmp_path):
@@ -224,6 +217,6 @@ def test_what_the_command_cannot_use_is_one_line(tmp_path):
         (["--model", quantized, "--target-bits", "4"], 2, "quantized already"),
         (["--acceptance", "40"], 2, "between 1 and 16"),
     ]:
-        done = roofline("--chip", "M4", "--acceptance", "4", *arguments)
-        assert done.exit_code == code and done.stderr.startswith("error: "), done.stderr
+        done = run("roofline", "--chip", "M4", "--acceptance", "4", *arguments)
+        assert done.returncode == code and done.stderr.startswith("error: "), done.stderr
         assert said in done.stderr and done.stderr.count("\n") == 1

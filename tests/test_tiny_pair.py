@@ -24,6 +24,11 @@ PROBLEMS = ["arithmetic", "counting", "units"]  # with one right answer
 FIRST_TOKENS = 20  # of each answer compared with mlx-lm: more than a block
 # Oracles, and how wide: no wider than they are right, or the test would mostly wait.
 FEWER = {None: 4, 8: 1, 4: 1}  # prompts of a category, by bits
+FILTERS = [
+    {},
+    {"top_k": 3, "top_p": 0.6, "min_p": 0.001},
+    {"repetition_penalty": 1.5, "presence_penalty": 3.0, "frequency_penalty": 1.0},
+]
 ORACLES = {0.0: 3, 0.5: 4, 0.9: 10, 1.0: 16}
 
 pytestmark = pytest.mark.skipif(
@@ -146,6 +151,24 @@ def test_every_drafter_gives_mlx_lms_tokens(bits):
         for contestant, rows in ((drafter, None), (other, width)):
             result = generate(target, contestant, prompt, block_size=rows, max_tokens=FIRST_TOKENS)
             assert result.tokens == answer, (contestant, p, messages)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("tiny pair, sampled")
+@pytest.mark.parametrize(("first", "temperature"), enumerate((0.3, 0.8, 2.0)))
+def test_sampled_drafts_are_plain_text(first, temperature):
+    """Filters and penalties so strong that few tokens tell rows without them; any draft length."""
+    target, drafter = dm.load("tiny")
+    tokens = rounds = 0
+    for seed, record in enumerate(shortest_of_each(read_prompts(TINY), 3)):
+        settings = FILTERS[(first + seed) % 3] | {"temperature": temperature, "seed": seed}
+        asked, settings["max_tokens"] = record["messages"], 12
+        plain = generate(target, None, asked, **settings).tokens
+        pinned = generate(target, drafter, asked, block_size=1 + seed % 16, **settings)
+        drafted = generate(target, drafter, asked, **settings)
+        assert drafted.tokens == pinned.tokens == plain
+        rounds, tokens = rounds + drafted.stats.rounds, tokens + drafted.stats.round_tokens
+    assert tokens > 1.5 * rounds
 
 
 def acceptance_length(answers: Iterable[dict]) -> float:

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import tinymodels
-from typer.testing import CliRunner
+from program import run
 
-from dflash_mlx.cli.app import app
 from dflash_mlx.errors import DFlashError, IncompatibleDrafterError
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.targets import Target
@@ -38,9 +37,8 @@ def test_mistakes_of_usage_are_told_first(tmp_path, options, message, monkeypatc
 
     monkeypatch.setattr("dflash_mlx.load_target", load)
     out = tmp_path / "out"
-    command = ["train", "--synthesize", "2", "--out", str(out), *options]
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
-    assert done.exit_code == 2 and message in done.stderr, done.output
+    done = run("train", "--synthesize", "2", "--out", out, *options, COLUMNS="200")
+    assert done.returncode == 2 and message in done.stderr, done.stderr
     assert not out.exists()
 
 
