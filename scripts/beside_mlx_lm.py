@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import json
 import socket
 import subprocess
 import sys
@@ -77,14 +76,9 @@ class ServerProcess:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of the process so far."""
-        command = ["ps", "-o", "cputimes=", "-p", str(self.process.pid)]
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        if stat.exists():  # finer than ps
-            fields = stat.read_text().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / 100
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return float(done.stdout)
+        """CPU time of the process so far, on Linux."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / 100  # ticks of user and system
 
     def measure(self, clients: int, prompts: int, max_tokens: int) -> dict[str, Any]:
         """One turn, repeated if the server refuses a request: mlx-lm's queue is short."""
@@ -109,17 +103,15 @@ def _free_port() -> int:
         return port
 
 
-def summarize(name: str, clients: int, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def line_of(name: str, clients: int, turns: Sequence[dict[str, Any]]) -> str:
     """Medians of the turns."""
-    waits = [1e3 * one["first_token_seconds"]["median"] for one in turns]
-    return {
-        "server": name,
-        "clients": clients,
-        "tokens_per_second": round(median(one["tokens_per_second"] for one in turns), 1),
-        "first_token_ms": round(median(waits), 1),
-        "cpu_ms_per_token": round(median(one["cpu_ms_per_token"] for one in turns), 3),
-        "tokens": turns[0]["tokens"],
-    }
+    speed = median(one["tokens_per_second"] for one in turns)
+    wait = 1e3 * median(one["first_token_seconds"]["median"] for one in turns)
+    cpu = median(one["cpu_ms_per_token"] for one in turns)
+    return (
+        f"{clients:3} clients  {name:11}{speed:8,.0f} tok/s  first text {wait:7,.0f} ms  "
+        f"{cpu:6.2f} ms of CPU a token"
+    )
 
 
 def converse(servers: Sequence[ServerProcess], turns: int, max_tokens: int) -> None:
@@ -152,7 +144,6 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--turns", type=int, help="of one conversation, in place of --concurrency")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("ours", nargs="*", help="further options of dflash-mlx serve")
     args = parser.parse_args()
     model = [] if args.model == TINY else ["--model", args.model]
@@ -177,20 +168,11 @@ def main() -> None:
                         server.measure(clients, args.prompts, args.max_tokens)
                     )
             for name, found in turns.items():
-                row = summarize(name, clients, found)
-                print(json.dumps(row) if args.json else _line(row), flush=True)
+                print(line_of(name, clients, found), flush=True)
     finally:
         for server in servers:
             server.process.terminate()
             server.process.wait()
-
-
-def _line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['clients']:3} clients  {row['server']:11}{row['tokens_per_second']:8,.0f} tok/s  "
-        f"first text {row['first_token_ms']:7,.0f} ms  "
-        f"{row['cpu_ms_per_token']:6.2f} ms of CPU a token"
-    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Paste README into the shells that people have, block by block, with nothing but a clone.
 
-    python scripts/check_readme.py [--list] [--shell bash] [--shell zsh]
+    python scripts/check_readme.py [--shell bash] [--shell zsh]
 
 Pastes every shell and Python block of README in order into an interactive shell, and stops at the
 first that fails. zsh, every Mac's shell, takes a comment for arguments there. Blocks that need the
@@ -23,7 +23,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PROGRAMS = re.compile(r"(\.|make|pip|uv|echo|cat|dflash-mlx|python3?) ")
 HUB = re.compile(r"--(model|draft)[ =][\w.-]+/")
-LEFT_OUT = {"needs the hub": HUB}
 SHELLS = {"bash": ["bash", "--norc", "-i"], "zsh": ["zsh", "-f", "-i"]}
 
 
@@ -35,9 +34,9 @@ class Command:
     python: bool = False
 
     @property
-    def left_out(self) -> str | None:
-        """Why it is not run; None if it is."""
-        return next((why for why, sign in LEFT_OUT.items() if sign.search(self.text)), None)
+    def needs_hub(self) -> bool:
+        """Whether it is left out."""
+        return HUB.search(self.text) is not None
 
     @property
     def shell(self) -> str:
@@ -98,17 +97,13 @@ def clone(folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--list", action="store_true", help="list the commands, run none")
     parser.add_argument("--shell", action="append", choices=SHELLS, help="default: all")
     wanted = parser.parse_args()
     every = commands((ROOT / "README.md").read_text(encoding="utf-8"))
+    run = [command for command in every if not command.needs_hub]
     for command in every:
-        first = command.text.splitlines()[0]
-        if command.left_out or wanted.list:
-            print(f"{command.left_out or 'is run'}: {first}", flush=True)
-    if wanted.list:
-        return 0
-    run = [command for command in every if not command.left_out]
+        if command.needs_hub:
+            print(f"needs the hub: {command.text}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         clone(Path(folder))
         for shell in wanted.shell or SHELLS:

@@ -2,40 +2,34 @@
 
     python scripts/record_session.py docs/session.svg generate --compare "What is 47 plus 38?"
 
-Draws the screen at the end of a real run. Needs pyte.
+Draws the screen at the end of a real run. Needs pexpect and pyte.
 """
 
 import os
-import pty
 import re
 import shlex
 import sys
 from itertools import groupby
 
+import pexpect
 import pyte
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
 LINES, COLUMNS = 60, 80
-PROGRAM = [sys.executable, "-c", "from dflash_mlx.cli.main import main; main()"]
 NAMES = {"default": None, "brown": "yellow"}  # pyte's names of colours where Rich has others
 
 
 def run(arguments: list[str]) -> pyte.Screen:
     """The screen after a run of the program."""
     screen = pyte.Screen(COLUMNS, LINES)
-    stream = pyte.ByteStream(screen)
-    process, terminal = pty.fork()
-    if not process:
-        os.environ |= {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(LINES)}
-        os.execv(PROGRAM[0], [*PROGRAM, *arguments])
-    while True:
-        try:
-            stream.feed(os.read(terminal, 4096))
-        except OSError:  # the other end is closed
-            break
-    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    command = shlex.join([sys.executable, "-m", "dflash_mlx", *arguments])
+    size = {"COLUMNS": str(COLUMNS), "LINES": str(LINES), "TERM": "xterm-256color"}
+    told, code = pexpect.run(
+        command, env=os.environ | size, dimensions=(LINES, COLUMNS), timeout=600, withexitstatus=1
+    )
+    pyte.ByteStream(screen).feed(told)
     if code:
         sys.exit(f"dflash-mlx {shlex.join(arguments)} failed with exit code {code}")
     return screen
