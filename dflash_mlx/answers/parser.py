@@ -338,6 +338,11 @@ def stop_scope(parser: AnswerParser, marked: MarkedText) -> Callable[[int, str],
     return applies
 
 
+def joined(parts: Sequence[Part], kind: type[Text | Reasoning]) -> str:
+    """The text of all parts of a kind."""
+    return "".join(part.text for part in parts if isinstance(part, kind))
+
+
 def merge_texts(parts: Sequence[Part]) -> list[Part]:
     """The parts, with neighbours of one kind merged."""
     merged: list[Part] = []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import mlx.core as mx
 from starlette.applications import Starlette
@@ -22,6 +22,7 @@ from .metrics import CONTENT_TYPE, Metrics
 from .middleware import with_middleware
 from .models import Models
 from .request import GenerationRequest
+from .response import ApiResponse
 from .response_store import ResponseStore
 from .sse import EventStream, unless_disconnected
 from .template import EncodedPrompt
@@ -48,33 +49,26 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
         body = await read_body(request, chat.ChatBody)
-        (stream,) = await self._start(request, body.generation_request())
-        options = body.stream_options
-        response = chat.ChatResponse(stream, bool(options and options.include_usage))
-        if body.stream:
-            return EventStream(response.frames(), response.ping, stream.close)
-        return await _complete(request, response.complete(), stream.close)
+        streams = await self._start(request, body.generation_request())
+        response = chat.ChatResponse(streams, body.include_usage)
+        return await _respond(request, response, body.stream)
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's completions."""
         body = await read_body(request, completions.CompletionsBody)
         streams = await self._start(request, *body.generation_requests())
-        response = completions.CompletionsResponse(body, streams)
-        if body.stream:
-            return EventStream(response.stream_frames(), response.ping, response.close)
-        return await _complete(request, response.complete(), response.close)
+        response = completions.CompletionsResponse(streams, body.include_usage)
+        return await _respond(request, response, body.stream)
 
     async def responses(self, request: Request) -> Response:
         """OpenAI's responses."""
         body = await read_body(request, responses.ResponsesBody)
         salt = request.state.salt
         items = self._stored.conversation(salt, body)
-        (stream,) = await self._start(request, body.generation_request(items))
+        streams = await self._start(request, body.generation_request(items))
         store = partial(self._stored.add, salt, items)
-        response = responses.ResponsesResponse(body, stream, store)
-        if body.stream:
-            return EventStream(response.stream_frames(), response.ping, stream.close)
-        return await _complete(request, response.complete(), stream.close)
+        response = responses.ResponsesResponse(body, streams, store)
+        return await _respond(request, response, body.stream)
 
     async def stored_response(self, request: Request) -> Response:
         """A stored response, or its end."""
@@ -95,11 +89,9 @@ class Endpoints:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         body = await read_body(request, messages.MessagesBody)
-        (stream,) = await self._start(request, body.generation_request())
-        if body.stream:
-            frames = messages.stream_frames(stream, request.state.request_id)
-            return EventStream(frames, lambda: messages.PING, stream.close)
-        return await _complete(request, messages.complete(stream), stream.close)
+        streams = await self._start(request, body.generation_request())
+        response = messages.MessagesResponse(streams, request.state.request_id)
+        return await _respond(request, response, body.stream)
 
     async def ollama_chat(self, request: Request) -> Response:
         """Ollama's chat."""
@@ -118,12 +110,9 @@ class Endpoints:
                 return JSONResponse(body.without_prompt("unload"))
             model, _ = await self._models.use(body.model)
             return JSONResponse(body.without_prompt("load") | {"model": model.name})
-        (stream,) = await self._start(request, wanted)
-        response = ollama.OllamaResponse(body, stream, start)
-        if body.stream is not False:
-            close = stream.close
-            return EventStream(response.frames(), response.ping, close, ollama.MEDIA_TYPE)
-        return await _complete(request, response.complete(), stream.close)
+        streams = await self._start(request, wanted)
+        response = ollama.OllamaResponse(body, streams, start)
+        return await _respond(request, response, body.stream is not False)
 
     async def _start(self, request: Request, *wanted: GenerationRequest) -> list[ResponseStream]:
         """Start to answer. A header of the response will name what is ignored."""
@@ -196,14 +185,14 @@ class Endpoints:
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
 
-async def _complete(
-    request: Request, answer: Coroutine[Any, Any, dict[str, Any]], close: Callable[[], None]
-) -> Response:
-    """The whole answer; it is cancelled if the client leaves."""
+async def _respond(request: Request, response: ApiResponse, stream: bool | None) -> Response:
+    """The response, whole or as a stream; it is cancelled if the client leaves."""
+    if stream:
+        return EventStream(response)
     try:
-        return JSONResponse(await unless_disconnected(request, answer))
+        return JSONResponse(await unless_disconnected(request, response.complete()))
     finally:
-        close()
+        response.close()
 
 
 def make_app(models: Models, auth: Auth, metrics: Metrics) -> Starlette:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..answers.parser import Reasoning, Text, ToolCall
+from ..answers.parser import Reasoning, Text, ToolCall, joined
 from .body import Body, ListOf
-from .errors import RequestError, new_id
-from .handler import Finish, ResponseStream, StepOutput
+from .errors import RequestError
+from .handler import StepOutput
 from .logprobs import TokenLogprob
 from .openai_common import (
     MAX_TOP_LOGPROBS,
@@ -22,18 +21,13 @@ from .openai_common import (
     MaxTokens,
     ReasoningOptions,
     SamplingBody,
-    StreamOptions,
     Thinking,
-    drafting,
-    format_logprob,
     read_message,
-    step_drafting,
     template_call,
     thinking_settings,
-    usage,
 )
 from .request import GenerationRequest, ToolChoice
-from .sse import DONE, Frames, frame
+from .response import ChoicesResponse, format_logprob, step_drafting
 
 
 class ChatFunction(Body):
@@ -96,7 +90,6 @@ class ChatBody(SamplingBody):
     messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
-    stream_options: StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: ListOf[ChatFunction] | None = None
@@ -156,107 +149,61 @@ class ChatBody(SamplingBody):
         return "required" if choice == "any" else choice or "auto", None
 
 
-class ChatResponse:
-    """The response to one request, whole or as a stream.
+class ChatResponse(ChoicesResponse):
+    """The response to one request."""
 
-    Args:
-        stream: the answers.
-        include_usage: whether the last chunk of the stream has the usage.
-    """
+    _prefix, _kind, _chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, stream: ResponseStream, include_usage: bool = False) -> None:
-        self._stream, self._include_usage = stream, include_usage
-        self._finishes: list[Finish] = []
-        self._head = {
-            "id": new_id("chatcmpl-"),
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": stream.request.model,
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._calls = [0] * self.choices  # so far, of each answer
+
+    def _choice(self, answer: StepOutput) -> dict[str, Any]:
+        calls = [_format_call(part) for part in answer.parts if isinstance(part, ToolCall)]
+        text, reasoning = (joined(answer.parts, kind) for kind in (Text, Reasoning))
+        content = None if calls and not text else text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = message["reasoning"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": answer.choice,
+            "message": message,
+            "logprobs": _format_logprobs(answer.logprobs),
+            "finish_reason": answer.reason,
         }
 
-    async def complete(self) -> dict[str, Any]:
-        """The whole response. Raises `RequestError`."""
-        steps: list[list[StepOutput]] = [[] for _ in range(self._stream.request.n)]
-        async for step in self._stream.steps():
-            steps[step.choice].append(step)
-        choices = [_format_choice(index, one) for index, one in enumerate(steps)]
-        self._finishes = [one[-1].finish for one in steps if one[-1].finish is not None]
-        return self._head | {"object": "chat.completion", "choices": choices} | self._totals()
-
-    def _totals(self) -> dict[str, Any]:
-        total = usage(self._stream.prompt_tokens, self._finishes)
-        return {"usage": total, "x_dflash": drafting(self._finishes)}
-
-    async def frames(self) -> Frames:
-        """One item per decode step; an error is the last frame."""
-        calls = [0] * self._stream.request.n  # so far, of each answer
+    async def _frames(self) -> AsyncIterator[bytes]:
         start = {"role": "assistant", "content": ""}
-        yield b"".join(self._chunk(index, start) for index in range(self._stream.request.n))
-        try:
-            async for step in self._stream.steps():
-                frames = []
-                deltas = _deltas(step, calls)
-                if deltas or step.logprobs:
-                    delta, *others = deltas or [{}]
-                    extra = {"x_dflash": step_drafting(step)}
-                    logprobs = _format_logprobs(step.logprobs)
-                    frames.append(self._chunk(step.choice, delta, extra, logprobs=logprobs))
-                    frames += [self._chunk(step.choice, delta) for delta in others]
-                if step.finish is not None:
-                    self._finishes.append(step.finish)
-                    frames.append(self._chunk(step.choice, {}, finish_reason=step.finish.reason))
-                if frames:
-                    yield b"".join(frames)
-        except RequestError as error:
-            yield frame(error.openai())
-            return
-        totals = frame(self._head | {"choices": []} | self._totals())
-        yield totals + DONE if self._include_usage else DONE
+        yield b"".join(self._chunk(self._delta(at, start)) for at in range(self.choices))
+        async for content in super()._frames():
+            yield content
 
-    def ping(self) -> bytes:
-        """A chunk without a delta, of the answer that is not finished."""
-        return self._chunk(min(len(self._finishes), self._stream.request.n - 1), {})
+    def _chunks(self, step: StepOutput) -> Iterator[bytes]:
+        deltas = list(self._deltas(step))
+        if deltas or step.logprobs:
+            delta, *others = deltas or [{}]
+            first = self._delta(step.choice, delta, logprobs=_format_logprobs(step.logprobs))
+            yield self._chunk(first, x_dflash=step_drafting(step))
+            yield from (self._chunk(self._delta(step.choice, delta)) for delta in others)
+        if step.finish is not None:
+            yield self._chunk(self._delta(step.choice, {}, finish_reason=step.reason))
 
-    def _chunk(self, index: int, delta: dict[str, Any], extra: Any = None, **choice: Any) -> bytes:
-        fields = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        content = self._head | {"choices": [fields | choice]} | (extra or {})
-        return frame({"usage": None} | content if self._include_usage else content)
+    def _delta(self, index: int, delta: Any = None, **more: Any) -> dict[str, Any]:
+        fields = {"index": index, "delta": delta or {}, "logprobs": None, "finish_reason": None}
+        return fields | more
 
-
-def _format_choice(index: int, steps: Sequence[StepOutput]) -> dict[str, Any]:
-    """An item of the response's `choices`."""
-    parts = [part for step in steps for part in step.parts]
-    text = "".join(part.text for part in parts if isinstance(part, Text))
-    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
-    calls = [_format_call(part) for part in parts if isinstance(part, ToolCall)]
-    content = None if calls and not text else text
-    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if reasoning:
-        message["reasoning_content"] = message["reasoning"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    tokens = [token for step in steps for token in step.logprobs or ()]
-    finish = steps[-1].finish
-    return {
-        "index": index,
-        "message": message,
-        "logprobs": _format_logprobs(None if steps[0].logprobs is None else tokens),
-        "finish_reason": finish.reason if finish else None,
-    }
-
-
-def _deltas(step: StepOutput, calls: list[int]) -> list[dict[str, Any]]:
-    """The deltas of a step; `calls` counts the calls of each answer."""
-    deltas: list[dict[str, Any]] = []
-    for part in step.parts:
-        if isinstance(part, Text):
-            deltas.append({"content": part.text})
-        elif isinstance(part, Reasoning):
-            deltas.append({"reasoning_content": part.text, "reasoning": part.text})
-        else:
-            deltas.append({"tool_calls": [{"index": calls[step.choice], **_format_call(part)}]})
-            calls[step.choice] += 1
-    return deltas
+    def _deltas(self, step: StepOutput) -> Iterator[dict[str, Any]]:
+        for part in step.parts:
+            if isinstance(part, Text):
+                yield {"content": part.text}
+            elif isinstance(part, Reasoning):
+                yield {"reasoning_content": part.text, "reasoning": part.text}
+            else:
+                index = self._calls[step.choice]
+                yield {"tool_calls": [{"index": index, **_format_call(part)}]}
+                self._calls[step.choice] += 1
 
 
 def _format_call(call: ToolCall) -> dict[str, Any]:

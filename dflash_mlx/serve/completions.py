@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from .body import ListOf
-from .errors import RequestError, new_id
-from .handler import Finish, ResponseStream, StepOutput
-from .logprobs import TokenLogprob
-from .openai_common import (
-    MaxTokens,
-    SamplingBody,
-    StreamOptions,
-    drafting,
-    step_drafting,
-    usage,
-)
+from .handler import StepOutput
+from .openai_common import MaxTokens, SamplingBody
 from .request import GenerationRequest
-from .sse import DONE, Frames, frame
+from .response import ChoicesResponse, step_drafting
 
 MAX_PROMPTS, MAX_TOP_LOGPROBS = 32, 5
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -38,7 +29,6 @@ class CompletionsBody(SamplingBody):
     max_tokens: MaxTokens | None = None
     echo: Literal[False] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    stream_options: StreamOptions | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
     tools: None = None
@@ -63,95 +53,37 @@ class CompletionsBody(SamplingBody):
         ]
 
 
-class CompletionsResponse:
-    """The response to all prompts of a request, one prompt after the other.
+class CompletionsResponse(ChoicesResponse):
+    """The response to all prompts of a request."""
 
-    Args:
-        body: the request.
-        streams: one for each prompt.
-    """
+    _prefix, _kind, _chunk_kind = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionsBody, streams: Sequence[ResponseStream]) -> None:
-        self._body, self._streams = body, streams
-        self._n = body.n or 1
-        self._offsets = [0] * len(streams) * self._n  # of the next token's text
-        self._finishes: list[Finish] = []
-        self._head = {
-            "id": new_id("cmpl-"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self._streams[0].request.model,
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._lengths = [0] * self.choices  # of the texts so far
+
+    def _choice(self, answer: StepOutput) -> dict[str, Any]:
+        return self._delta(answer.choice) | {
+            "text": answer.raw,
+            "logprobs": self._logprobs(answer),
+            "finish_reason": answer.reason,
         }
 
-    def close(self) -> None:
-        """Cancel what is not finished."""
-        for stream in self._streams:
-            stream.close()
+    def _chunks(self, step: StepOutput) -> Iterator[bytes]:
+        yield self._chunk(self._choice(step), x_dflash=step_drafting(step))
 
-    async def complete(self) -> dict[str, Any]:
-        """The whole response. Raises `RequestError`."""
-        texts = [""] * len(self._offsets)
-        tokens: list[list[TokenLogprob]] = [[] for _ in texts]
-        async for index, step in self._steps():
-            texts[index] += step.event.text
-            tokens[index] += step.logprobs or ()
-        choices = [
-            _choice(index, text, self._logprobs(index, tokens[index]), self._finishes[index])
-            for index, text in enumerate(texts)
-        ]
-        return {**self._head, "choices": choices, **self._totals()}
+    def _delta(self, index: int) -> dict[str, Any]:
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
-    async def stream_frames(self) -> Frames:
-        """The response as a stream; an error is its last frame."""
-        head, options = self._head, self._body.stream_options
-        include_usage = bool(options and options.include_usage)
-        chunk_head = head | {"usage": None} if include_usage else head
-        try:
-            async for index, step in self._steps():
-                logprobs = self._logprobs(index, step.logprobs or [])
-                choice = _choice(index, step.event.text, logprobs, step.finish)
-                yield frame(chunk_head | {"choices": [choice], "x_dflash": step_drafting(step)})
-        except RequestError as error:
-            yield frame(error.openai())
-            return
-        if include_usage:
-            yield frame(head | {"choices": [], **self._totals()})
-        yield DONE
-
-    def ping(self) -> bytes:
-        """A chunk without text, of the answer that is not finished."""
-        index = min(len(self._finishes), len(self._offsets) - 1)
-        return frame(self._head | {"choices": [_choice(index, "", None, None)]})
-
-    async def _steps(self) -> AsyncIterator[tuple[int, StepOutput]]:
-        for place, stream in enumerate(self._streams):
-            async for step in stream.steps():
-                if step.finish is not None:
-                    self._finishes.append(step.finish)
-                yield place * self._n + step.choice, step
-
-    def _totals(self) -> dict[str, Any]:
-        prompt_tokens = sum(stream.prompt_tokens for stream in self._streams)
-        return {"usage": usage(prompt_tokens, self._finishes), "x_dflash": drafting(self._finishes)}
-
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, step: StepOutput) -> dict[str, Any] | None:
         """The log-probabilities of the next tokens of an answer, as parallel lists."""
-        if self._body.logprobs is None:
+        if step.logprobs is None:
             return None
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(token.chosen.text)
+        texts, start = [one.chosen.text for one in step.logprobs], self._lengths[step.choice]
+        *offsets, self._lengths[step.choice] = accumulate(map(len, texts), initial=start)
         return {
-            "tokens": [token.chosen.text for token in tokens],
-            "token_logprobs": [token.chosen.logprob for token in tokens],
-            "top_logprobs": [{one.text: one.logprob for one in token.top} for token in tokens],
+            "tokens": texts,
+            "token_logprobs": [one.chosen.logprob for one in step.logprobs],
+            "top_logprobs": [{top.text: top.logprob for top in one.top} for one in step.logprobs],
             "text_offset": offsets,
         }
-
-
-def _choice(
-    index: int, text: str, logprobs: dict[str, Any] | None, finish: Finish | None
-) -> dict[str, Any]:
-    reason = finish.reason if finish else None
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

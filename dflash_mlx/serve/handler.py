@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ..answers.families import AnswerFormat
-from ..answers.parser import AnswerParser, MarkedText, Part, Reasoning, stop_scope
+from ..answers.parser import (
+    AnswerParser,
+    MarkedText,
+    Part,
+    Reasoning,
+    joined,
+    merge_texts,
+    stop_scope,
+)
 from ..errors import DFlashError
 from ..events import Event, Stats
 from ..prompt import thinks
@@ -59,6 +67,7 @@ class StepOutput:
     Attributes:
         choice: the index of the answer among the request's n.
         event: the engine's event.
+        raw: new text as the model wrote it.
         parts: new text, reasoning and calls.
         logprobs: those of the step's tokens, if requested.
         finish: set in the last step.
@@ -66,9 +75,21 @@ class StepOutput:
 
     choice: int
     event: Event
+    raw: str
     parts: list[Part]
     logprobs: list[TokenLogprob] | None
     finish: Finish | None
+
+    def __add__(self, later: StepOutput) -> StepOutput:
+        """Both steps of an answer as one."""
+        logprobs = None if self.logprobs is None else [*self.logprobs, *(later.logprobs or ())]
+        parts = merge_texts([*self.parts, *later.parts])
+        return replace(later, raw=self.raw + later.raw, parts=parts, logprobs=logprobs)
+
+    @property
+    def reason(self) -> FinishReason | None:
+        """Why the answer ended; None before its end."""
+        return self.finish.reason if self.finish else None
 
 
 @dataclass(frozen=True)
@@ -142,12 +163,12 @@ class ResponseStream:
             finish = None
             if event.finish_reason is not None:
                 parts += choice.parser.finish(truncated=event.finish_reason == "length")
-            reasoning += "".join(part.text for part in parts if isinstance(part, Reasoning))
+            reasoning += joined(parts, Reasoning)
             if event.finish_reason is not None:
                 finish = self._finish(event, tokens, length, reasoning, bool(choice.parser.calls))
                 metrics.count_finish(event.stats, finish.reason)
             logprobs = self._logprobs(choice.recorder, event)
-            yield StepOutput(index, event, parts, logprobs, finish)
+            yield StepOutput(index, event, event.text, parts, logprobs, finish)
             if finish is not None:
                 return
         raise RequestError("The server is shutting down.", 503, retry_after=RETRY_SECONDS)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 from pydantic_core import from_json
 
-from ..answers.parser import Part, Reasoning, Text, ToolCall, merge_texts
-from ..events import Stats
+from ..answers.parser import Part, Reasoning, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
-from .handler import Finish, ResponseStream
-from .openai_common import ModelName, Nothing, Thinking, drafting, thinking_settings
-from .request import (
-    GenerationRequest,
-    Tool,
-    ToolChoice,
-    instead_of,
-    without_none,
-)
-from .sse import Frames, frame
+from .handler import Finish, ResponseStream, StepOutput
+from .openai_common import ModelName, Nothing, Thinking, thinking_settings
+from .request import GenerationRequest, Tool, ToolChoice, instead_of, without_none
+from .response import ApiResponse
+from .sse import frame
 
 # The first system block of Claude Code. It differs between sessions, and a prompt that differs at
 # its start shares nothing in the prefix cache.
 BILLING_HEADER: Final = "x-anthropic-billing-header:"
 MAX_STOPS: Final = 16
-PING: Final = frame({"type": "ping"}, "ping")
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _READ: Final = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
@@ -227,99 +221,103 @@ class MessagesBody(CountBody):
         )
 
 
-async def complete(stream: ResponseStream) -> dict[str, Any]:
-    """The whole response. Raises `RequestError`."""
-    steps = [step async for step in stream.steps()]
-    parts = merge_texts([part for step in steps for part in step.parts])
-    finish = steps[-1].finish
-    assert finish is not None  # `steps` raises otherwise
-    return {
-        **_head(stream),
-        "content": [_whole_block(part) for part in parts],
-        **_stop(finish),
-        "usage": _usage(stream, finish.stats),
-        "x_dflash": drafting([finish]),
-    }
+class MessagesResponse(ApiResponse):
+    """The response to one request.
+
+    Args:
+        streams: the answer.
+        request_id: of the request.
+    """
+
+    def __init__(self, streams: Sequence[ResponseStream], request_id: str) -> None:
+        super().__init__(streams)
+        self._request_id = request_id
+        self._head: dict[str, Any] = {
+            "id": new_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+        }
+        self._is_begun, self._index, self._open_kind = False, -1, ""
+
+    async def complete(self) -> dict[str, Any]:
+        """The whole response. Raises `RequestError`."""
+        (answer,) = await self.answers()
+        assert answer.finish is not None  # `answers` raises otherwise
+        return {
+            **self._head,
+            "content": list(map(_block, answer.parts)),
+            **_stop(answer.finish),
+            "usage": self._usage(answer),
+            "x_dflash": self.drafting(),
+        }
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        async for step in self.steps():
+            yield b"".join(self._events(step))
+
+    def _events(self, step: StepOutput) -> Iterator[bytes]:
+        if not self._is_begun:  # not earlier: only now the usage has the cached tokens
+            self._is_begun = True
+            stop = {"stop_reason": None, "stop_sequence": None}
+            message = {**self._head, "content": [], **stop, "usage": self._usage(step)}
+            yield _event("message_start", message=message)
+        for part in step.parts:
+            block = _block(part)
+            kind, content = block["type"], "input" if isinstance(part, ToolCall) else block["type"]
+            if kind != self._open_kind or isinstance(part, ToolCall):
+                yield from self._close_block()
+                self._index, self._open_kind = self._index + 1, kind
+                empty = block | {content: type(block[content])()}
+                yield _event("content_block_start", index=self._index, content_block=empty)
+            delta = {"type": f"{kind}_delta", kind: block[content]}
+            if isinstance(part, ToolCall):
+                delta = {"type": "input_json_delta", "partial_json": part.arguments}
+            yield _event("content_block_delta", index=self._index, delta=delta)
+        if step.finish is not None:
+            yield from self._close_block()
+            total, drafted = self._usage(step), self.drafting()
+            delta = _stop(step.finish)
+            yield _event("message_delta", delta=delta, usage=total, x_dflash=drafted)
+            yield _event("message_stop")
+
+    def _error_frame(self, error: RequestError) -> bytes:
+        return frame(error.anthropic(self._request_id), "error")
+
+    def ping(self) -> bytes:
+        """Anthropic's own."""
+        return _event("ping")
+
+    def _close_block(self) -> Iterator[bytes]:
+        if self._open_kind:
+            yield _event("content_block_stop", index=self._index)
+
+    def _usage(self, step: StepOutput) -> dict[str, Any]:
+        stats = step.event.stats
+        return {
+            "input_tokens": self.prompt_tokens - stats.reused_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": stats.reused_tokens,
+            "output_tokens": stats.output_tokens,
+        }
 
 
-def _whole_block(part: Part) -> dict[str, Any]:
-    block = _new_block(part)
-    if isinstance(part, ToolCall):
-        return block | {"input": from_json(part.arguments)}
-    return block | {block["type"]: part.text}
-
-
-def _new_block(part: Part) -> dict[str, Any]:
-    """An empty content block."""
+def _block(part: Part) -> dict[str, Any]:
+    """A content block."""
     if isinstance(part, Text):
-        return {"type": "text", "text": "", "citations": None}
+        return {"type": "text", "text": part.text, "citations": None}
     if isinstance(part, Reasoning):
-        return {"type": "thinking", "thinking": "", "signature": ""}
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
     call_id = part.id.replace("call_", "toolu_")  # the prefix that Anthropic's ids have
-    return {"type": "tool_use", "id": call_id, "name": part.name, "input": {}}
-
-
-async def stream_frames(stream: ResponseStream, request_id: str) -> Frames:
-    """The response as a stream, one item per decode step; an error is its last frame."""
-    stop = {"stop_reason": None, "stop_sequence": None}
-    head: dict[str, Any] = {**_head(stream), "content": [], **stop}
-    index, open_kind = -1, ""
-    try:
-        async for step in stream.steps():
-            frames = []
-            if head:  # not earlier: only now the usage has the cached tokens
-                head["usage"] = _usage(stream, step.event.stats)
-                frames.append(_event("message_start", message=head))
-                head = {}
-            for part in step.parts:
-                block = _new_block(part)
-                if block["type"] != open_kind or isinstance(part, ToolCall):
-                    if open_kind:
-                        frames.append(_event("content_block_stop", index=index))
-                    index, open_kind = index + 1, block["type"]
-                    frames.append(_event("content_block_start", index=index, content_block=block))
-                frames.append(_event("content_block_delta", index=index, delta=_delta(part)))
-            if step.finish is not None:
-                if open_kind:
-                    frames.append(_event("content_block_stop", index=index))
-                total, drafted = _usage(stream, step.finish.stats), drafting([step.finish])
-                delta = _stop(step.finish)
-                frames.append(_event("message_delta", delta=delta, usage=total, x_dflash=drafted))
-                frames.append(_event("message_stop"))
-            if frames:
-                yield b"".join(frames)
-    except RequestError as error:
-        yield frame(error.anthropic(request_id), "error")
-
-
-def _delta(part: Part) -> dict[str, Any]:
-    if isinstance(part, Text):
-        return {"type": "text_delta", "text": part.text}
-    if isinstance(part, Reasoning):
-        return {"type": "thinking_delta", "thinking": part.text}
-    return {"type": "input_json_delta", "partial_json": part.arguments}
+    arguments = from_json(part.arguments)
+    return {"type": "tool_use", "id": call_id, "name": part.name, "input": arguments}
 
 
 def _event(kind: str, **content: Any) -> bytes:
     return frame({"type": kind, **content}, kind)
 
 
-def _head(stream: ResponseStream) -> dict[str, Any]:
-    model = stream.request.model
-    return {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
-
-
 def _stop(finish: Finish) -> dict[str, Any]:
     stopped = finish.stop_string is not None
     reason = "stop_sequence" if stopped else _STOP_REASONS[finish.reason]
     return {"stop_reason": reason, "stop_sequence": finish.stop_string}
-
-
-def _usage(stream: ResponseStream, stats: Stats) -> dict[str, Any]:
-    cached = stats.reused_tokens
-    return {
-        "input_tokens": stream.prompt_tokens - cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": stats.output_tokens,
-    }

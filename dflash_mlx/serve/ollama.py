@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 from pydantic_core import to_json
 
-from ..answers.parser import Reasoning, Text, ToolCall
+from ..answers.parser import Part, Reasoning, Text, ToolCall, joined
 from .body import Body, ListOf
 from .chat import ChatFunction, ChatMessage
 from .errors import RequestError
-from .handler import Finish, ResponseStream, StepOutput
+from .handler import ResponseStream, StepOutput
 from .openai_common import (
     MAX_TOP_LOGPROBS,
     ContentPart,
@@ -24,15 +24,13 @@ from .openai_common import (
     Nothing,
     SamplingOptions,
     Schema,
-    format_logprob,
     read_content,
     thinking_settings,
 )
 from .request import GenerationRequest, Tool
-from .sse import Frames
+from .response import ApiResponse, format_logprob
 
 VERSION: Final = "0.13.0"  # of Ollama's API; editors refuse servers of old ones
-MEDIA_TYPE: Final = "application/x-ndjson"
 
 
 class OllamaOptions(SamplingOptions):
@@ -149,58 +147,54 @@ class OllamaShowBody(Body):
         return self.model or self.name
 
 
-class OllamaResponse:
-    """The response to one request, whole or as a stream.
+class OllamaResponse(ApiResponse):
+    """The response to one request.
 
     Args:
         body: the request.
-        stream: the answer.
+        streams: the answer.
         start: when the request came, on the monotonic clock.
     """
 
-    def __init__(self, body: OllamaBody, stream: ResponseStream, start: float) -> None:
-        self._body, self._stream, self._start = body, stream, start
+    media_type = "application/x-ndjson"
+
+    def __init__(self, body: OllamaBody, streams: Sequence[ResponseStream], start: float) -> None:
+        super().__init__(streams)
+        self._body, self._start = body, start
         self._load_seconds = time.monotonic() - start  # of the model, if it was not loaded
-        self._is_raw = stream.request.prompt_field == "prompt"
+        self._is_raw = streams[0].request.prompt_field == "prompt"
 
     async def complete(self) -> dict[str, Any]:
         """The whole response. Raises `RequestError`."""
-        steps = [step async for step in self._stream.steps()]
-        finish = steps[-1].finish
-        assert finish is not None  # `steps` raises otherwise
-        return self._piece(steps) | self._end(finish)
+        (answer,) = await self.answers()
+        return self._piece(answer) | self._end()
 
-    async def frames(self) -> Frames:
-        """One line per decode step, and one for the end; an error is the last line."""
-        try:
-            async for step in self._stream.steps():
-                if step.parts or step.logprobs or self._is_raw:
-                    yield _line(self._piece([step]))
-                if step.finish is not None:
-                    yield _line(self._piece([]) | self._end(step.finish))
-        except RequestError as error:
-            yield _line(error.ollama())
+    async def _frames(self) -> AsyncIterator[bytes]:
+        async for step in self.steps():
+            if step.parts or step.logprobs or self._is_raw:
+                yield _line(self._piece(step))
+        yield _line(self._piece() | self._end())
+
+    def _error_frame(self, error: RequestError) -> bytes:
+        return _line(error.ollama())
 
     def ping(self) -> bytes:
         """A line without text."""
-        return _line(self._piece([]))
+        return _line(self._piece())
 
-    def _piece(self, steps: Sequence[StepOutput]) -> dict[str, Any]:
-        parts = [part for step in steps for part in step.parts]
-        calls = [part for part in parts if isinstance(part, ToolCall)]
-        text, thinking = (
-            "".join(part.text for part in parts if isinstance(part, kind))
-            for kind in (Text, Reasoning)
-        )
-        if self._is_raw:
-            text, thinking = "".join(step.event.text for step in steps), ""
-        content = _content(self._body, text, thinking, calls)
-        logprobs = [format_logprob(token) for step in steps for token in step.logprobs or ()]
-        shown = {"logprobs": logprobs} if logprobs else {}
-        return _head(self._stream.request.model) | content | shown | {"done": False}
+    def _piece(self, step: StepOutput | None = None) -> dict[str, Any]:
+        content = _content(self._body, "")
+        if step is not None and self._is_raw:
+            content = _content(self._body, step.raw)
+        elif step is not None:
+            content = _content(self._body, joined(step.parts, Text), step.parts)
+        if step is not None and step.logprobs:
+            content["logprobs"] = list(map(format_logprob, step.logprobs))
+        return _head(self.model) | content | {"done": False}
 
-    def _end(self, finish: Finish) -> dict[str, Any]:
+    def _end(self) -> dict[str, Any]:
         """Why the answer ended, tokens, and nanoseconds."""
+        (finish,) = self.finishes
         stats = finish.stats
         seconds = {
             "total": time.monotonic() - self._start,
@@ -211,28 +205,23 @@ class OllamaResponse:
         return {
             "done": True,
             "done_reason": "length" if finish.reason == "length" else "stop",
-            "prompt_eval_count": self._stream.prompt_tokens,
+            "prompt_eval_count": self.prompt_tokens,
             "eval_count": stats.output_tokens,
             **{f"{name}_duration": int(value * 1e9) for name, value in seconds.items()},
         }
 
 
-def _content(
-    body: OllamaBody, text: str, thinking: str = "", calls: Sequence[ToolCall] = ()
-) -> dict[str, Any]:
+def _content(body: OllamaBody, text: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
     """A piece of the answer, in the fields of the response."""
+    thinking = joined(parts, Reasoning)
     thought = {"thinking": thinking} if thinking else {}
     if isinstance(body, OllamaGenerateBody):
         return {"response": text, **thought}
     message: dict[str, Any] = {"role": "assistant", "content": text, **thought}
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": call.id,
-                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-            }
-            for call in calls
-        ]
+    for call in parts:
+        if isinstance(call, ToolCall):
+            function = {"name": call.name, "arguments": json.loads(call.arguments)}
+            message.setdefault("tool_calls", []).append({"id": call.id, "function": function})
     return {"message": message}
 
 

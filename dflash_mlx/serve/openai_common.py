@@ -1,9 +1,8 @@
-"""What OpenAI's APIs share: sampling fields, message content, usage, log-probabilities."""
+"""What requests to OpenAI's APIs share: sampling fields, message content, functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AliasChoices, Field, Json
 from pydantic_core import from_json
@@ -11,10 +10,6 @@ from pydantic_core import from_json
 from .body import Body, ListOf
 from .errors import RequestError
 from .request import Tool, instead_of, without_none
-
-if TYPE_CHECKING:
-    from .handler import Finish, StepOutput
-    from .logprobs import TokenLogprob, TokenProbability
 
 MAX_STOPS, MAX_CHOICES, MAX_BIASES, MAX_TOP_LOGPROBS = 16, 8, 16384, 20
 SEEDS: Final = 2**32
@@ -128,11 +123,18 @@ class SamplingOptions(Body):
         return found
 
 
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
 class SamplingBody(SamplingOptions):
     """The fields that chat completions and completions share."""
 
     model: ModelName = "default"
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
     json_schema: Annotated[
@@ -160,6 +162,11 @@ class SamplingBody(SamplingOptions):
     use_beam_search: Literal[False] | None = None
     xtc_probability: Literal[0] | None = None
 
+    @property
+    def include_usage(self) -> bool:
+        """Whether the last chunk of a stream has the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
     def answer_schema(self) -> dict[str, Any] | None:
         """The JSON schema of the answer; None for free text. Raises `RequestError`."""
         form, structured = self.response_format, self.structured_outputs
@@ -174,12 +181,6 @@ class SamplingBody(SamplingOptions):
         if len(given) > 1:
             raise RequestError("The request has two schemas of its answer.")
         return given[0] if given else None
-
-
-class StreamOptions(Body):
-    """Options of a stream."""
-
-    include_usage: bool | None = None
 
 
 class ContentPart(Body):
@@ -261,67 +262,3 @@ def thinking_settings(effort: str | bool | None) -> dict[str, Any]:
     if effort == "none":
         return {"enable_thinking": False}
     return {"reasoning_effort": effort, "enable_thinking": True}
-
-
-def usage(prompt_tokens: int, finishes: Sequence[Finish]) -> dict[str, Any]:
-    """The `usage` of a request: tokens of its prompt and of all answers."""
-    stats = [finish.stats for finish in finishes]
-    output = sum(one.output_tokens for one in stats)
-    accepted = sum(one.accepted_tokens for one in stats)
-    drafted = sum(one.drafted_tokens for one in stats)
-    cached = min((one.reused_tokens for one in stats), default=0)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": output,
-        "total_tokens": prompt_tokens + output,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(finish.reasoning_tokens for finish in finishes),
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
-        },
-    }
-
-
-def responses_usage(prompt_tokens: int, finish: Finish) -> dict[str, Any]:
-    """The `usage` of a response, with the names of POST /v1/responses."""
-    total = usage(prompt_tokens, [finish])
-    return {
-        "input_tokens": prompt_tokens,
-        "input_tokens_details": total["prompt_tokens_details"] | {"cache_write_tokens": 0},
-        "output_tokens": total["completion_tokens"],
-        "output_tokens_details": total["completion_tokens_details"],
-        "total_tokens": total["total_tokens"],
-    }
-
-
-def drafting(finishes: Sequence[Finish]) -> dict[str, Any]:
-    """`x_dflash` of a response: decode steps, acceptance length, rows of the steps, seconds."""
-    stats = [finish.stats for finish in finishes]
-    widths: dict[str, int] = {}
-    for one in stats:
-        for rows, steps in sorted(one.widths.items()):
-            widths[str(rows)] = widths.get(str(rows), 0) + steps
-    return {
-        "rounds": sum(one.rounds for one in stats),
-        "tokens_per_round": [round(one.acceptance_length, 3) for one in stats],
-        "widths": widths,
-        "prefill_seconds": round(sum(one.prefill_seconds for one in stats), 4),
-        "decode_seconds": round(sum(one.decode_seconds for one in stats), 4),
-    }
-
-
-def step_drafting(step: StepOutput) -> dict[str, int]:
-    """`x_dflash` of a chunk: the tokens of one decode step."""
-    event = step.event
-    return {"tokens": len(event.tokens), "accepted": event.accepted, "drafted": event.drafted}
-
-
-def format_logprob(token: TokenLogprob) -> dict[str, Any]:
-    """A token's log-probability, and those of its likeliest alternatives."""
-    alternatives = [_format_probability(other) for other in token.top]
-    return {**_format_probability(token.chosen), "top_logprobs": alternatives}
-
-
-def _format_probability(token: TokenProbability) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": token.bytes}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal
 
@@ -13,7 +12,7 @@ from pydantic import Field
 from ..answers.parser import Reasoning, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
-from .handler import Finish, ResponseStream, StepOutput
+from .handler import ResponseStream, StepOutput
 from .openai_common import (
     MAX_TOP_LOGPROBS,
     ChoiceName,
@@ -23,13 +22,11 @@ from .openai_common import (
     ReasoningOptions,
     ResponseFormat,
     SamplingOptions,
-    drafting,
-    format_logprob,
-    responses_usage,
 )
 from .request import GenerationRequest, Tool, ToolChoice, without_none
+from .response import ApiResponse, format_logprob
 from .responses_input import CALLS, CUSTOM_INPUT, InputItem, messages_of
-from .sse import Frames, frame
+from .sse import frame
 
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -174,53 +171,49 @@ class ResponsesBody(SamplingOptions):
 Events = Iterator[dict[str, Any]]
 
 
-class ResponsesResponse:
+class ResponsesResponse(ApiResponse):
     """One response, put together from its steps. A stream sends its events on the way.
 
     Args:
         body: the request.
-        stream: the answer.
+        streams: the answer.
         store: keeps a finished response.
     """
 
     def __init__(
         self,
         body: ResponsesBody,
-        stream: ResponseStream,
+        streams: Sequence[ResponseStream],
         store: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._body, self._stream, self._store = body, stream, store
-        self._id, self._created = new_id("resp_"), int(time.time())
+        super().__init__(streams)
+        self._body, self._store, self._id = body, store, new_id("resp_")
         self._output: list[dict[str, Any]] = []
         self._is_open = False  # whether the last item may grow
         self._logprobs: list[dict[str, Any]] = []  # for the next text
-        self._finish: Finish | None = None
         self._number = -1  # of the stream's last event
         self._names = {tool.name: (space, name) for space, name, tool in body.functions}
         self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
 
     async def complete(self) -> dict[str, Any]:
         """The whole response. Raises `RequestError`."""
-        async for step in self._stream.steps():
+        async for step in self.steps():
             for _ in self._add_step(step):
                 pass
         return self._finished()
 
-    async def stream_frames(self) -> Frames:
-        """The response as a stream, one item per decode step; an error is its last frame."""
+    async def _frames(self) -> AsyncIterator[bytes]:
         yield self._frame("response.created", response=self._response()) + self.ping()
-        try:
-            async for step in self._stream.steps():
-                if frames := [self._frame(**event) for event in self._add_step(step)]:
-                    yield b"".join(frames)
-        except RequestError as error:
-            code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-            details = {"code": code, "message": str(error)}
-            response = self._response() | {"status": "failed", "error": details}
-            yield self._frame("response.failed", response=response)
-            return
+        async for step in self.steps():
+            yield b"".join(self._frame(**event) for event in self._add_step(step))
         response = self._finished()
         yield self._frame(f"response.{response['status']}", response=response)
+
+    def _error_frame(self, error: RequestError) -> bytes:
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        details = {"code": code, "message": str(error)}
+        response = self._response() | {"status": "failed", "error": details}
+        return self._frame("response.failed", response=response)
 
     def _finished(self) -> dict[str, Any]:
         """The finished response, which later requests may refer to."""
@@ -246,7 +239,6 @@ class ResponsesResponse:
             else:
                 yield from self._add_text(part)
         if step.finish is not None:
-            self._finish = step.finish
             yield from self._close_item()
 
     def _add_text(self, part: Text | Reasoning) -> Events:
@@ -322,7 +314,7 @@ class ResponsesResponse:
 
     @property
     def _truncated(self) -> bool:
-        return self._finish is not None and self._finish.reason == "length"
+        return bool(self.finishes) and self.finishes[0].reason == "length"
 
     def _item_event(self, kind: str) -> dict[str, Any]:
         index = len(self._output) - 1
@@ -334,20 +326,20 @@ class ResponsesResponse:
 
     def _response(self) -> dict[str, Any]:
         """The response object so far."""
-        body, finish = self._body, self._finish
+        body, finished = self._body, bool(self.finishes)
         ended = "incomplete" if self._truncated else "completed"
         fields = body.model_dump(by_alias=True, exclude_unset=True, exclude_none=True)
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "status": ended if finish else "in_progress",
+            "status": ended if finished else "in_progress",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if self._truncated else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self._stream.request.model,
+            "model": self.model,
             "output": [dict(item) for item in self._output],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -359,6 +351,16 @@ class ResponsesResponse:
             "tools": [],
             "top_p": body.top_p,
             "truncation": "disabled",
-            "usage": responses_usage(self._stream.prompt_tokens, finish) if finish else None,
-            **({"x_dflash": drafting([finish])} if finish else {}),
+            "usage": self._usage() if finished else None,
+            **({"x_dflash": self.drafting()} if finished else {}),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        total = self.usage()
+        return {
+            "input_tokens": total["prompt_tokens"],
+            "input_tokens_details": total["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": total["completion_tokens"],
+            "output_tokens_details": total["completion_tokens_details"],
+            "total_tokens": total["total_tokens"],
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Any, Final, TypeVar
 
@@ -15,7 +15,6 @@ from starlette.types import Receive, Scope, Send
 PING_SECONDS: Final = 5.0
 DONE: Final = b"data: [DONE]\n\n"
 
-Frames = AsyncGenerator[bytes, None]
 Result = TypeVar("Result")
 
 
@@ -29,23 +28,14 @@ class EventStream(StreamingResponse):
     """A stream of frames, with a ping after `PING_SECONDS` of silence.
 
     Args:
-        frames: each item is sent in one piece.
-        ping: makes the frame that keeps a silent connection open. It is an event that changes
-            nothing: to some clients, comments are silence.
-        close: called at the end, even if the stream never began.
-        media_type: how the frames are written.
+        response: an `ApiResponse`, which is closed even if the stream never began. Its pings are
+            events, because comments are silence to some clients.
     """
 
-    def __init__(
-        self,
-        frames: Frames,
-        ping: Callable[[], bytes],
-        close: Callable[[], None],
-        media_type: str = "text/event-stream",
-    ) -> None:
+    def __init__(self, response: Any) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(frames, media_type=media_type, headers=headers)
-        self._frames, self._ping, self._close = frames, ping, close
+        self._response, self._frames = response, response.frames()
+        super().__init__(self._frames, media_type=response.media_type, headers=headers)
         self._silent = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -53,7 +43,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._close()
+            self._response.close()
 
     async def stream_response(self, send: Send) -> None:
         """Send the frames, with one task that pings beside them."""
@@ -74,7 +64,9 @@ class EventStream(StreamingResponse):
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self._silent:
-                await send({"type": "http.response.body", "body": self._ping(), "more_body": True})
+                await send(
+                    {"type": "http.response.body", "body": self._response.ping(), "more_body": True}
+                )
             self._silent = True
 
 

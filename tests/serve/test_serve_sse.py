@@ -27,16 +27,16 @@ async def sent(stream):
 def test_a_step_is_one_piece():
     steps = ["Hel", "lo", " wor", "ld"]
 
-    async def ask(make_frames):
+    async def ask(respond, more):
         handler = make_handler(FakeEngine(make_target(), steps))
-        (stream,) = await handler.start([GenerationRequest("m", "Hi")])
-        return await sent(EventStream(make_frames(stream), lambda: b"", stream.close))
+        streams = await handler.start([GenerationRequest("m", "Hi")])
+        return await sent(EventStream(respond(streams, more)))
 
-    pieces = asyncio.run(ask(lambda stream: chat.ChatResponse(stream, True).frames()))
+    pieces = asyncio.run(ask(chat.ChatResponse, True))
     assert len(pieces) == len(steps) + 3  # the role, the usage with the end, and nothing
     chunks = frames(b"".join(pieces).decode())
     text = "".join(one["choices"][0]["delta"].get("content", "") for one in chunks[:-1])
     assert text == "Hello world"
     assert {one["id"] for one in chunks} == {chunks[0]["id"]}
-    pieces = asyncio.run(ask(lambda stream: messages.stream_frames(stream, "r")))
+    pieces = asyncio.run(ask(messages.MessagesResponse, "r"))
     assert len(pieces) == len(steps) + 1
