@@ -6,8 +6,8 @@ import pytest
 from jinja2 import TemplateError
 from tinymodels import wrapped
 
-from dflash_mlx import chat_template
-from dflash_mlx.chat_template import apply_chat_template
+from dflash_mlx import worker as bounds
+from dflash_mlx.chat_template import apply_chat_template, worker
 from dflash_mlx.errors import PromptError
 
 SAID = [
@@ -77,7 +77,7 @@ def test_a_template_that_never_ends_is_ended(template, speaker, monkeypatch):
     """In one line, and the next template is rendered."""
     speaker.chat_template = template
     with monkeypatch.context() as shorter, pytest.raises((PromptError, TemplateError)):
-        shorter.setattr(chat_template, "SECONDS", 0.5)
+        shorter.setattr(worker(), "seconds", 0.5)
         apply_chat_template(speaker, SAID)
     speaker.chat_template = TEMPLATES[0]
     assert "hello" in apply_chat_template(speaker, SAID)
@@ -85,8 +85,8 @@ def test_a_template_that_never_ends_is_ended(template, speaker, monkeypatch):
 
 
 def test_on_a_mac_memory_is_watched(speaker, monkeypatch):
-    monkeypatch.setattr(chat_template, "ON_MAC", True)
-    monkeypatch.setattr(chat_template, "memory_of", lambda process: 2**30)
+    monkeypatch.setattr(bounds, "ON_MAC", True)
+    monkeypatch.setattr(bounds, "memory_of", lambda process: 2**30)
     speaker.chat_template = BOMBS[6]
     with pytest.raises(PromptError, match="too much memory"):
         apply_chat_template(speaker, SAID)

@@ -24,6 +24,7 @@ LEVELS = [
         "template_worker",
         "tiny",
         "validation",
+        "worker",
     },
     {"chat_template", "events", "kernels", "settings"},
     {"proposal"},

@@ -2,19 +2,13 @@
 
 HTML in a text stays text. Links and images become their text and their address.
 
-Pygments' regular expressions take minutes for some texts, and let no other thread run meanwhile.
-So this file is also a program: it renders texts, one JSON string per line, and ends if one of them
-takes too long.
+Pygments' regular expressions take minutes for some texts: this runs in the process of a `Worker`.
 """
 
-import json
-import signal
-import sys
-
-if __name__ == "__main__":
-    sys.path[:] = json.loads(sys.argv[1])
+from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 
 from markdown_it import MarkdownIt
@@ -25,7 +19,6 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
-SECONDS: Final = 1.0  # of the processor, per text
 MAX_ADDRESS: Final = 200  # characters
 
 
@@ -63,7 +56,8 @@ def _highlight(code: str, language: str, _: str) -> str:
     return highlight(code, lexer, HtmlFormatter(nowrap=True))
 
 
-def make_renderer() -> MarkdownIt:
+@cache
+def _renderer() -> MarkdownIt:
     """CommonMark with tables and strikethrough; a line break stays one, as models mean it."""
     options = {"html": False, "breaks": True, "highlight": _highlight}
     markdown = MarkdownIt("commonmark", options).enable(["table", "strikethrough"])
@@ -75,15 +69,6 @@ def make_renderer() -> MarkdownIt:
     return markdown
 
 
-def main() -> None:
-    """Render the texts of stdin to stdout."""
-    markdown = make_renderer()
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # the signal ends this process
-        html = markdown.render(json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(html), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def render(text: bytes) -> bytes:
+    """The HTML of a text in UTF-8."""
+    return _renderer().render(text.decode()).encode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from mlx_lm.utils import get_total_parameters
@@ -18,19 +17,25 @@ if TYPE_CHECKING:
 
 OWNER: Final = "dflash-mlx"
 NEVER: Final = "9999-12-31T23:59:59Z"  # when a model is unloaded that nothing unloads
+# The context length, by the names of other servers' lists.
+_LENGTHS: Final = "context_length max_model_len max_context_length loaded_context_length".split()
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that the server offers and has not loaded: little is known of it.
+    """A model that the server offers.
 
     Attributes:
         name: its name in requests.
         created: when it was offered or loaded, in seconds since 1970.
+        target: the model; None while it is not loaded, when little is known of it.
+        form: how it answers.
     """
 
     name: str
     created: int
+    target: Target | None = None
+    form: AnswerFormat | None = None
 
     @property
     def _time(self) -> str:
@@ -38,7 +43,7 @@ class ModelInfo:
 
     def openai(self) -> dict[str, Any]:
         """The model as OpenAI's and Anthropic's lists have it."""
-        return {
+        content = {
             "id": self.name,
             "object": "model",
             "created": self.created,
@@ -46,106 +51,56 @@ class ModelInfo:
             "type": "model",
             "display_name": self.name,
             "created_at": self._time,
-            "state": "not-loaded",
+            "state": "not-loaded" if self.target is None else "loaded",
         }
+        if self.target is None:
+            return content
+        length = self.target.context_length
+        return content | dict.fromkeys(_LENGTHS, length) | {"meta": {"n_ctx_train": length}}
 
     def ollama(self) -> dict[str, Any]:
         """The model as Ollama's lists have it."""
-        return {
+        content = {
             "name": self.name,
             "model": self.name,
             "modified_at": self._time,
             "digest": hashlib.sha256(self.name.encode()).hexdigest(),
-            "details": {"format": "mlx"},
+            "details": self._details,
         }
+        if self.target is None:
+            return content
+        size, length = weight_bytes(self.target.model), self.target.context_length
+        more = {"expires_at": NEVER, "size": size, "size_vram": size, "context_length": length}
+        return content | more
 
     def ollama_details(self) -> dict[str, Any]:
         """The model as Ollama's /api/show has it."""
-        return {
-            "modified_at": self._time,
-            "details": {"format": "mlx"},
-            "model_info": {"general.basename": self.name},
-            "capabilities": ["completion", "tools"],
-        }
-
-
-@dataclass(frozen=True)
-class LoadedModelInfo(ModelInfo):
-    """A model that is loaded.
-
-    Attributes:
-        target: the model.
-        form: how it answers.
-    """
-
-    target: Target
-    form: AnswerFormat
-
-    @cached_property
-    def _bytes(self) -> int:
-        return weight_bytes(self.target.model)
-
-    @cached_property
-    def _parameters(self) -> int:
-        return int(get_total_parameters(self.target.model))
-
-    @cached_property
-    def _quantization(self) -> str:
-        """The bits of a quantized weight, or the type of the others."""
-        config = self.target.config
-        if "bits" in (found := config.get("quantization") or {}):
-            return f"{found['bits']}-bit"
-        return str(config.get("dtype") or config.get("torch_dtype") or "")
+        known: dict[str, Any] = {"general.basename": self.name}
+        abilities = ["completion", "tools"]
+        content = {"modified_at": self._time, "details": self._details, "model_info": known}
+        content["capabilities"] = abilities
+        if self.target is None or self.form is None:
+            return content
+        family, template = self._details["family"], self.target.tokenizer.chat_template
+        known["general.architecture"] = family
+        known["general.parameter_count"] = get_total_parameters(self.target.model)
+        known[f"{family}.context_length"] = self.target.context_length
+        known[f"{family}.embedding_length"] = self.target.hidden_size
+        abilities += ["thinking"] * bool(self.form.thought[0])
+        return content | {"template": template if isinstance(template, str) else ""}
 
     @property
-    def _architecture(self) -> str:
-        return str(self.target.config.get("model_type", ""))
-
-    @property
-    def _template(self) -> str:
-        template = self.target.tokenizer.chat_template
-        return template if isinstance(template, str) else ""
-
-    def openai(self) -> dict[str, Any]:
-        """See `ModelInfo`; the context length by the names of other servers' lists."""
-        names = ("context_length", "max_model_len", "max_context_length", "loaded_context_length")
-        length = self.target.context_length
-        more = {"meta": {"n_ctx_train": length}, "state": "loaded"}
-        return super().openai() | dict.fromkeys(names, length) | more
-
-    def ollama(self) -> dict[str, Any]:
-        """See `ModelInfo`."""
-        return super().ollama() | {
-            "expires_at": NEVER,
-            "size": self._bytes,
-            "size_vram": self._bytes,
-            "context_length": self.target.context_length,
-            "details": self._details(),
-        }
-
-    def ollama_details(self) -> dict[str, Any]:
-        """See `ModelInfo`."""
-        family, thinks = self._architecture, bool(self.form.thought[0])
-        return {
-            "modified_at": self._time,
-            "template": self._template,
-            "details": self._details(),
-            "model_info": {
-                "general.architecture": family,
-                "general.basename": self.name,
-                "general.parameter_count": self._parameters,
-                f"{family}.context_length": self.target.context_length,
-                f"{family}.embedding_length": self.target.hidden_size,
-            },
-            "capabilities": ["completion", "tools", "thinking"][: 2 + thinks],
-        }
-
     def _details(self) -> dict[str, Any]:
-        family, millions = self._architecture, self._parameters / 1e6
+        if self.target is None:
+            return {"format": "mlx"}
+        config, millions = self.target.config, get_total_parameters(self.target.model) / 1e6
+        family = str(config.get("model_type", ""))
+        bits = (config.get("quantization") or {}).get("bits")
+        kind = config.get("dtype") or config.get("torch_dtype") or ""
         return {
             "format": "mlx",
             "family": family,
             "families": [family],
             "parameter_size": f"{millions / 1e3:.3g}B" if millions >= 1e3 else f"{millions:.3g}M",
-            "quantization_level": self._quantization,
+            "quantization_level": f"{bits}-bit" if bits else str(kind),
         }

@@ -22,7 +22,7 @@ from ..errors import DFlashError, NotEnoughMemoryError
 from ..threads import clean_up_at_end
 from .errors import RETRY_SECONDS, RequestError
 from .handler import RequestHandler
-from .model_info import LoadedModelInfo, ModelInfo
+from .model_info import ModelInfo
 
 LATEST: Final = ":latest"  # Ollama's clients add it to names without a tag
 
@@ -48,15 +48,12 @@ class OfferedModel:
     aliases: Sequence[str] = ()
     used: float = 0.0
     created: int = field(default_factory=lambda: int(time.time()))
-    _info: LoadedModelInfo | None = None
 
     @property
     def info(self) -> ModelInfo:
         """What the lists of models say."""
-        if self._info is None and self.handler is not None:
-            of = self.handler.target, self.handler.form
-            self._info = LoadedModelInfo(self.name, self.created, *of)
-        return self._info or ModelInfo(self.name, self.created)
+        of = (self.handler.target, self.handler.form) if self.handler else ()
+        return ModelInfo(self.name, self.created, *of)
 
 
 class Models:
@@ -208,7 +205,7 @@ def _open(model: OfferedModel) -> None:
 def _close(model: OfferedModel) -> None:
     assert model.handler is not None
     model.handler.close()
-    model.handler = model._info = None
+    model.handler = None
     log.info("%s is unloaded", model.name)
 
 

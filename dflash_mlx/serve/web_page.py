@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-import subprocess
-import sys
-import threading
-import weakref
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -18,10 +13,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ..worker import Worker, WorkerLimitError
 from .body import Body, read_body
 from .errors import RequestError
 
 MAX_CHARACTERS: Final = 100_000
+SECONDS, MAX_BYTES = 2.0, 2**26  # for the HTML of a text
 FOLDER: Final = Path(__file__).parent
 
 
@@ -29,48 +26,6 @@ class RenderBody(Body):
     """POST /page/render"""
 
     text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
-
-
-class MarkdownProcess:
-    """Renders Markdown in a process, which starts with the first text.
-
-    A text that hangs ends the process, and neither the event loop nor decoding waits for it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def render(self, text: str) -> str:
-        """The HTML of a text. Raises `RequestError` if it takes too long."""
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = self._start()
-            stdin, stdout = self._process.stdin, self._process.stdout
-            assert stdin is not None and stdout is not None
-            stdin.write(json.dumps(text).encode() + b"\n")
-            stdin.flush()
-            line = stdout.readline()
-            if not line:
-                self._process.wait()
-                raise RequestError("This text takes too long to render.")
-            return str(json.loads(line))
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-I", FOLDER / "markdown.py", json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is not for it
-        )
-        weakref.finalize(self, _end, process)
-        return process
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
 
 
 class WebPage:
@@ -92,7 +47,7 @@ class WebPage:
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
         }
-        self._markdown = MarkdownProcess()
+        self._markdown = Worker("dflash_mlx.serve.markdown:render", SECONDS)
 
     def _hash(self, tag: str) -> str:
         [text] = re.findall(f"<{tag}>(.*?)</{tag}>", self._html, re.DOTALL)
@@ -107,5 +62,8 @@ class WebPage:
     async def render(self, request: Request) -> Response:
         """The HTML of a Markdown text, which nothing in the text can make load or run."""
         body = await read_body(request, RenderBody)
-        html = await run_in_threadpool(self._markdown.render, body.text)
-        return JSONResponse({"html": html})
+        try:
+            html = await run_in_threadpool(self._markdown.call, body.text.encode(), MAX_BYTES)
+        except WorkerLimitError as error:
+            raise RequestError(f"This text {error}") from error
+        return JSONResponse({"html": html.decode()})
