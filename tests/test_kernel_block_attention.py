@@ -68,11 +68,12 @@ class Case:
     window: int | None = None
     sinks: bool = False
     bits: int | None = None
+    bits_group: int = 64
     tree: bool = False
 
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Random arguments of `block_attention`: what it takes by place, and by name."""
-        heads, quantized = self.key_heads * self.group, self.bits and (self.bits, 64)
+        heads, quantized = self.key_heads * self.group, self.bits and (self.bits, self.bits_group)
         shape = (heads, self.key_heads), self.nodes, self.length, self.head_dim
         args = inputs(self.dtype, *shape, quantized)
         named = {"scale": self.head_dim**-0.5, "first": self.first, "window": self.window}
@@ -105,6 +106,24 @@ CASES = [
     Case(mx.float32, nodes=64, length=500, first=90, tree=True, window=200, sinks=True),
     Case(mx.float32, nodes=4, length=5000),
     Case(mx.float32, 256, group=70, nodes=3, length=20, tree=True),
+    # Groups of 32 lie twice in a head.
+    Case(mx.bfloat16, key_heads=2, group=3, nodes=9, length=600, first=5, bits=8, bits_group=32),
+    Case(mx.float32, key_heads=2, nodes=9, length=60, bits=4, bits_group=32, tree=True),
+    # Windows that end in any chunk, sinks over four of them, and a first row behind thousands.
+    Case(group=2, nodes=6, length=1800, first=777, window=1500),
+    Case(group=2, nodes=6, length=1800, first=777, window=513, tree=True),
+    Case(mx.float16, key_heads=2, group=2, nodes=3, length=1600, sinks=True),
+    Case(mx.float16, group=4, nodes=5, length=2100, first=4095),
+    # More query rows for a head of keys than a threadgroup takes, 264 to 384.
+    Case(mx.bfloat16, group=12, nodes=24, length=90, first=480),
+    Case(mx.float32, group=6, nodes=MOST_NODES, length=90, first=480),
+    Case(mx.float16, 128, key_heads=2, group=8, nodes=33, length=90, first=480),
+    Case(mx.bfloat16, 80, group=5, nodes=40, length=70, first=CHUNK - 20),
+    Case(mx.float32, 192, group=5, nodes=40, length=70, first=CHUNK - 20),
+    # Trees that begin before the end of a chunk, and at it.
+    Case(group=3, nodes=16, length=CHUNK + 13, tree=True),
+    Case(group=3, nodes=7, length=CHUNK + 7, tree=True),
+    Case(group=3, nodes=63, length=2 * CHUNK + 61, tree=True),
 ]
 
 
@@ -235,18 +254,6 @@ def test_a_cache_is_read_in_place(kernel):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quantized", [None, (8, 32), (4, 32), (4, 64)])
-@pytest.mark.parametrize("tree", [False, True])
-def test_one_rounding(kernel, dtype, quantized, tree):
-    """Weights are not rounded, nor what chunks add up to; groups of 32 lie twice in a head."""
-    args, named = inputs(dtype, (6, 2), 9, 600, quantized=quantized), {"scale": 0.125, "first": 5}
-    if tree:
-        depths, ancestors = random_tree(9)
-        named["tree"] = TreeMask(5 + 591 + depths, ancestors)
-    check(kernel, args, **named)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1e5, -1e5])
 def test_scores_far_from_zero(kernel, dtype, size):
     """Plus or minus 1e5, over two chunks: the largest decide, wherever they are."""
@@ -261,63 +268,6 @@ def test_scores_far_from_zero(kernel, dtype, size):
     expected, _ = truth(queries, keys, values, scale=10.0, first=0)
     assert mx.isfinite(y).all().item()
     assert np.abs(float64(y) - expected).max() <= 2.0**-7 * np.abs(expected).max()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("first,length", [(0, 1600), (700, 1100), (0, 512 * 3), (511, 2)])
-@pytest.mark.parametrize("level", [-20.0, 20.0])
-def test_sinks_over_several_chunks(kernel, dtype, first, length, level):
-    """A sink counts once, however many chunks there are, whether it or a key is the largest."""
-    args = inputs(dtype, (4, 2), min(3, length), length)
-    sinks = (mx.array([0.1, 1.3, -1.7, 2.2]) + level).astype(dtype)
-    check(kernel, args, scale=0.125, first=first, sinks=sinks)
-
-
-@pytest.mark.parametrize("window", [513, 1024, 1500])
-@pytest.mark.parametrize("tree", [False, True])
-def test_windows_longer_than_a_chunk(kernel, window, tree):
-    """Which end in any chunk and tile, from a first row that lies in any."""
-    named: dict[str, Any] = {"scale": 0.125, "window": window, "first": 777}
-    args = inputs(mx.float32, (2, 1), 6, 1800)
-    if tree:
-        depths, ancestors = random_tree(6, seed=2)
-        named["tree"] = TreeMask(777 + 1794 + depths, ancestors)
-    check(kernel, args, **named)
-
-
-def test_a_first_row_behind_thousands_of_keys(kernel):
-    """A cache from row 3,001 on with 2,100 keys: four chunks and a half."""
-    for first in (3001, 4096, 4095):
-        check(kernel, inputs(mx.float16, (4, 1), 5, 2100), scale=0.125, first=first)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads,nodes", [((12, 1), 24), ((6, 1), MOST_NODES), ((16, 2), 33)])
-def test_more_query_rows_than_a_threadgroup_takes(kernel, dtype, heads, nodes):
-    """Of a head of keys, 264 to 384: several tiles, the last one in part."""
-    args = inputs(dtype, heads, nodes, 90)
-    y = check(kernel, args, scale=0.125, first=480)
-    row = kernel(
-        args[0][:, :, :1], *(x[:, :, : 90 - nodes + 1] for x in args[1:]), scale=0.125, first=480
-    )
-    assert same_bits(row[:, :, 0], y[:, :, 0])
-
-
-@pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
-def test_every_head_size_with_many_rows(kernel, head_dim):
-    """A tile of keys holds fewer the longer they are, a threadgroup fewer rows."""
-    for dtype in (mx.bfloat16, mx.float32):
-        args = inputs(dtype, (5, 1), 40, 70, head_dim)
-        check(kernel, args, scale=head_dim**-0.5, first=CHUNK - 20)
-
-
-@pytest.mark.parametrize("nodes", [1, 7, 16, 63])
-def test_trees_across_the_end_of_a_chunk(kernel, nodes):
-    """One that begins before a chunk's end, at it, and after, behind chunks it has not reached."""
-    for past in (CHUNK - 3, CHUNK - 1, CHUNK) if nodes < 63 else (2 * CHUNK - 2,):
-        args = inputs(mx.float32, (3, 1), nodes, past + nodes)
-        depths, ancestors = random_tree(nodes, seed=nodes)
-        check(kernel, args, scale=0.125, tree=TreeMask(past + depths, ancestors))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])

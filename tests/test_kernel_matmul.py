@@ -55,14 +55,6 @@ def test_affine_weights(matmul, bits, group):
         check(matmul, mx.random.normal((rows, groups * group)).astype(mx.bfloat16), w)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 5])
-def test_few_columns(matmul, columns):
-    """The gate of a shared expert has one."""
-    mx.random.seed(columns)
-    w = random_weights((columns, 256), mx.float16, 4)
-    check(matmul, mx.random.normal((16, 256)).astype(mx.float16), w)
-
-
 @pytest.mark.parametrize("dtype,weights", [*itertools.product(DTYPES, DTYPES)])
 def test_plain_weights(matmul, dtype, weights):
     """Also with K that is no multiple of anything, and with types that MLX would promote."""
@@ -82,11 +74,10 @@ def test_gate_and_up(matmul, dtype, bits):
 
 
 @pytest.mark.parametrize("dtype,stored", [*itertools.product(DTYPES, DTYPES)])
-@pytest.mark.parametrize("bits,group", [(4, 32), (8, 64)])
-def test_affine_weights_in_every_mix_of_dtypes(matmul, dtype, stored, bits, group):
+def test_affine_weights_in_every_mix_of_dtypes(matmul, dtype, stored):
     """What mixes is computed in float32, weights read as they are."""
     mx.random.seed(1)
-    w = random_weights((33, 384), stored, bits, group)
+    w = random_weights((33, 384), stored, 4, 32)
     check(matmul, mx.random.normal((9, 384)).astype(dtype), w)
 
 
@@ -169,24 +160,6 @@ def test_two_sums_in_all(matmul):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_splits_add_up_to_is_not_rounded_before_it_is_used(matmul, dtype):
-    """Of a gate, too: a term in each split, whose sums have more digits than the dtype."""
-    mx.random.seed(4)
-    x, pair, beside = mx.zeros((2, 1536), dtype), [], VerifyQkv(kernel_factory())
-    for place in (0, 600, 1535):
-        x[:, place] = 1.0
-    for _ in range(2):
-        w = mx.zeros((40, 1536), dtype)
-        for place, size in ((0, 1.0), (600, 0.1), (1535, 0.01)):
-            w[:, place] = (mx.random.uniform(1, 2, (40,)) * size).astype(dtype)
-        pair.append(w)
-    for weights in ([pair[0]], pair):
-        check(matmul, x, *weights)
-    for y, w in zip(beside(x, pair), pair, strict=True):
-        assert within_rounding(y, *product(x, w))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_small_bias_is_not_lost_beside_the_middle_of_the_codes(matmul, dtype, bits):
     """Codes are multiplied as signed numbers, which moves their middle into the bias."""
@@ -207,6 +180,9 @@ def test_no_split_is_rounded_before_it_is_added(matmul, dtype, depth, splits):
         w[:, 0], w[:, start], w[:, start + 1] = -1.0, 1.0, 2.0**-12
         for y in (matmul(x, w), *beside(x, [w, w, w])):
             assert (y == 2.0**-12).all().item(), at
+        one = mx.where(mx.arange(depth) == 0, 1.0, mx.zeros_like(w))
+        for pair, unit in (((w, one), 2.0**-13), ((one, w), 0.731 * 2.0**-12)):
+            assert mx.allclose(matmul(x, *pair), mx.array(unit, dtype), rtol=0.01, atol=0), at
 
 
 def test_the_first_split_is_added_first(matmul):

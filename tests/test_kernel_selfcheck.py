@@ -10,7 +10,7 @@ import pytest
 import tinymodels
 from kernel_calls import Recorder
 from kernel_check import on_gpu_or_emulator
-from kernel_models import exact_target, half_precision, quick_factory
+from kernel_models import half_precision, quick_factory
 from kernel_trees import random_tree
 
 import dflash_mlx as dm
@@ -25,7 +25,7 @@ from dflash_mlx.kernels.weights import AffineWeights
 from dflash_mlx.loading import wiring
 from dflash_mlx.machine.chips import chip_named
 from dflash_mlx.targets.autotune import candidates, guesses
-from dflash_mlx.targets.selfcheck import check_rows, model_checks, weight_checks
+from dflash_mlx.targets.selfcheck import model_checks, weight_checks
 
 pytestmark = on_gpu_or_emulator
 
@@ -308,8 +308,3 @@ def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
         patch.setattr(wiring, "read_choices", lambda forms: free)
         with pytest.warns(UserWarning, match="has other bits here than alone"):
             assert not dm.load_target(folder, **load).wiring.exact
-
-
-def test_rows_that_are_the_same_pass():
-    for family in ("qwen3_5", "gpt_oss"):
-        check_rows(exact_target(family, quick_factory()))

@@ -36,41 +36,30 @@ TOKENS, BLOCK = 24, 16
 PROMPT = families.random_prompt(9, seed=1)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
-def test_rows_of_a_block_are_the_rows_alone(family):
+@pytest.mark.parametrize(
+    ("family", "parents"),
+    [
+        ("qwen3_5_moe", ()),
+        ("gpt_oss", ()),
+        ("qwen3_5_moe", (-1, 0, 0, 1, 1, 2, 3)),
+    ],
+)
+def test_rows_of_a_step_are_the_rows_alone(family, parents):
     """Logits, bit for bit, behind a context that fills sliding windows."""
     target = exact_target(family, quick_factory())
-    prompt, block = families.random_prompt(70, seed=2), families.random_prompt(8, seed=3)
-    together, alone = target.start(), target.start()
-    for session in (together, alone):
-        list(session.prefill(prompt))
-    logits, _ = together.verify(Proposal(block))
-    assert logits.dtype == mx.bfloat16
-    for row, token in enumerate(block):
-        one, _ = alone.verify(Proposal([token]))
-        assert same_bits(one[0], logits[row])
-        alone.commit([0])
-    # What is left after a rejection is what one row after another left.
-    together.commit(list(range(8)))
-    (a, _), (b, _) = (session.verify(Proposal([5])) for session in (together, alone))
-    assert same_bits(a, b)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_moe"])
-def test_nodes_of_a_tree_are_the_rows_alone(family):
-    target = exact_target(family, quick_factory())
     prompt, tokens = families.random_prompt(70, seed=2), families.random_prompt(7, seed=3)
-    tree = Proposal(tokens, (-1, 0, 0, 1, 1, 2, 3))
     together, alone = target.start(), target.start()
     for session in (together, alone):
         list(session.prefill(prompt))
-    logits, _ = together.verify(tree)
-    path = [0, 1, 3, 6]  # down to the deepest node
+    logits, _ = together.verify(Proposal(tokens, parents))
+    assert logits.dtype == mx.bfloat16
+    path = [0, 1, 3, 6] if parents else range(7)  # down to the deepest node
     for row in path:
         one, _ = alone.verify(Proposal([tokens[row]]))
         assert same_bits(one[0], logits[row])
         alone.commit([0])
-    together.commit(path)
+    # What is left after a rejection is what one row after another left.
+    together.commit(list(path))
     (a, _), (b, _) = (session.verify(Proposal([5])) for session in (together, alone))
     assert same_bits(a, b)
 
@@ -128,15 +117,8 @@ def test_a_gated_unit_is_fused_only_as_a_whole():
     assert type(model.layers[0].mlp) not in UNITS.values()
 
 
-def test_layers_share_a_launch_only_if_all_of_them_can():
-    """Not with a layer that is left to MLX, or with other groups of weights."""
-    config = families.CONFIGS["qwen3"]
-    model, kernels, four = half_precision("qwen3"), Kernels(quick_factory()), frozenset({4})
-    shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
-    wire(model, config, kernels, {shape[256]: four})
-    attention = model.layers[0].self_attn
-    assert type(attention.q_proj) in SWAPS.values() and attention.q_proj._fused is None
-    unit, plain = model.layers[0].mlp, nn.Linear(64, 128, bias=False)
+def test_gate_and_up_of_other_groups_share_no_launch():
+    unit, plain = half_precision("qwen3").layers[0].mlp, nn.Linear(64, 128, bias=False)
     unit.gate_proj, unit.up_proj = (
         nn.QuantizedLinear.from_linear(plain, group, 4) for group in (32, 64)
     )
