@@ -107,6 +107,7 @@ def test_exact_is_the_default_where_it_was_measured_to_be_free():
     free = {HALF.key: every, EIGHT.key: every}
     assert exact_by_default([HALF, EIGHT], free)
     assert not exact_by_default([HALF, FOUR], free), "4 bits were not measured"
+    assert not exact_by_default([HALF, MANY], free), "nor were experts"
     assert not exact_by_default([HALF, FOUR], free | {FOUR.key: every - {1}}), "one row is slower"
     assert not exact_by_default([HALF, FOUR], free | {FOUR.key: every - {16}})
     assert not exact_by_default([HALF], {})
