@@ -37,10 +37,32 @@ class Knowing:
 
 
 class KnowingSession(DraftSession):
+    resumable = storable = True
+
     def __init__(self, known: Knowing, features: int) -> None:
         self.known, self.features = known, features
         self.tokens: list[int] = []
         self.extended = 0
+
+    @property
+    def position(self) -> int:
+        return self.extended
+
+    def trim_to(self, position: int) -> None:
+        del self.tokens[position:]
+        self.extended = position
+
+    def checkpoint(self) -> int:
+        return self.extended
+
+    def rewind(self, checkpoint: int) -> None:
+        self.trim_to(checkpoint)
+
+    def dry_run(self, taps: mx.array) -> None:
+        self.extended += taps.shape[1]
+
+    def restore(self, position: int, *of: Any) -> None:
+        self.extended = position
 
     def read_tokens(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
@@ -116,7 +138,11 @@ class Played:
     def __init__(self, target: dm.Target, drafter: Any, together: Any, **options: Any) -> None:
         self.pair = target, drafter
         memory = MemoryBudget(
-            target, drafter, options.get("memory"), reserve=options.get("reserve", 1024)
+            target,
+            drafter,
+            options.get("memory"),
+            options.get("prefix"),
+            options.get("reserve", 1024),
         )
         self.scheduler = BatchScheduler(
             together, memory, options.get("most_jobs", 32), options.get("stall", 0.25)
