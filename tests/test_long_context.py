@@ -1,14 +1,19 @@
-"""Long contexts: sliding layers stay bounded, and a prompt's features are never held together."""
+"""Long contexts: sliding layers stay bounded, no step copies a cache, features never pile up."""
 
 import gc
 
 import mlx.core as mx
 import pytest
+import tinymodels
+from crowd import Played
+from families import random_prompt
 from test_dflash2 import build, distance, expected_hidden, make_target, raw_config
 
 from dflash_mlx.drafter.context import append_rows, make_context
+from dflash_mlx.engine.batch import SharedBatch
 
 WINDOW, CHUNK = 64, 512
+CONTEXTS = 200, 1000  # tokens, behind which caches have room for more
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
 
@@ -76,3 +81,41 @@ def test_what_a_cache_gave_stays_as_it_was(window):
     first, _ = append_rows(cache, rows[:, :, :8], rows[:, :, :8], block=3)
     append_rows(cache, rows[:, :, 8:], rows[:, :, 8:], block=2)
     assert first[0, 0, :, 0].tolist() == list(range(8))
+
+
+def bytes_of_a_step(target, drafter, requests, context, settings):
+    """The most bytes that a step allocates on top of what is held, and frees."""
+    played = Played(target, drafter, SharedBatch(target, None), stall=1e9)
+    for number in range(requests):
+        prompt = [token % 150 for token in random_prompt(context, number)]
+        played.submit(prompt, max_tokens=40, **settings)
+    for _ in range(4):  # the prompts, then steps that fill slots
+        played.scheduler.step()
+    assert not played.scheduler._prefilling
+    found = []
+    for _ in range(3):
+        gc.collect()
+        mx.synchronize()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        played.scheduler.step()
+        mx.synchronize()
+        found.append(mx.get_peak_memory() - before)
+    played.scheduler.cancel_all()
+    return min(found)
+
+
+@pytest.mark.parametrize("settings", [{}, {"block_size": 4}, {"block_size": 4, "tree_budget": 4}])
+@pytest.mark.parametrize("requests", [1, 3])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_a_step_copies_no_cache(family, requests, settings):
+    """What grows with the context are scores: less than the keys of a single layer."""
+    target, heads = tinymodels.target(family), 2
+    drafter = tinymodels.random_drafter(head_dim=64) if settings else None
+    short, long = (
+        bytes_of_a_step(target, drafter, requests, context, settings) for context in CONTEXTS
+    )
+    keys = heads * tinymodels.SHAPE["head_dim"] * 4 * requests
+    grown = CONTEXTS[1] - CONTEXTS[0]
+    print(f"{(long - short) / grown:.0f} bytes a token of context; a layer's keys are {keys}")
+    assert long - short < grown * keys
