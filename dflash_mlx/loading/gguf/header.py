@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 import numpy as np
 from gguf.constants import (
@@ -26,13 +25,8 @@ from gguf.constants import (
 from ...errors import WeightsError
 from ...validation import ErrorWrapper
 
-MAX_ENTRIES = 1 << 16  # metadata keys, or tensors; real files have a few hundred
-MAX_ITEMS = 1 << 24  # of an array; the largest vocabularies have 300,000 tokens
-MAX_TEXT = 1 << 26  # bytes of a string; a chat template has some thousands
-MAX_DIMENSIONS = 4
-MAX_ALIGNMENT = 1 << 20
 _BASE_MODEL = re.compile(r"general\.(base_model\.\d+|source)\.repo_url")
-_SCALARS = dict(zip(GGUFValueType, "BbHhIif?__Qqd", strict=True))  # codes of `struct`
+_SCALARS = dict(zip(GGUFValueType, "BbHhIif?__Qqd", strict=True))  # codes of NumPy
 
 
 @dataclass(frozen=True)
@@ -77,11 +71,8 @@ def read_header(parts: Sequence[Path]) -> Header:
     """
     headers = []
     for part in parts:
-        try:
-            with part.open("rb") as file:
-                headers.append(_Reader(part, file).header())
-        except OSError as error:
-            raise WeightsError(f"{part}: cannot be read ({error.strerror}).") from error
+        with ErrorWrapper(WeightsError, f"{part}: a broken header"), part.open("rb") as file:
+            headers.append(_Reader(part, file).header())
     tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
     if len(tensors) < sum(len(header.tensors) for header in headers):
         raise WeightsError(f"{parts[0]}: two of its parts have a tensor of one name.")
@@ -100,7 +91,7 @@ def read_base_models(path: Path) -> list[str]:
 
 
 class _Reader:
-    """Reads a header from front to back."""
+    """Reads a header from front to back. What cannot be raises what its own numbers raise."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path, self._file = path, file
@@ -108,89 +99,72 @@ class _Reader:
 
     def header(self) -> Header:
         """The whole header. Raises `WeightsError`."""
-        tensors, entries = self._counts()
-        metadata = {self._text(): self._value(self._number("I")) for _ in range(entries)}
-        return Header(metadata, self._tensors(tensors, metadata))
+        count, entries = self._counts()
+        metadata = {self._text(): self._value() for _ in range(entries)}
+        described = {}
+        for _ in range(count):
+            name, dimensions = self._text(), self._integer(4)
+            shape = tuple(self._integer(8) for _ in range(dimensions))[::-1]
+            described[name] = shape, self._integer(4), self._integer(8)
+        if len(described) < count:
+            raise WeightsError(f"{self._path}: two tensors have one name.")
+        alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        base = -(-self._file.tell() // alignment) * alignment
+        return Header(
+            metadata,
+            {
+                name: self._tensor(name, shape, kind, base + offset)
+                for name, (shape, kind, offset) in described.items()
+            },
+        )
 
     def general(self) -> dict[str, Any]:
         """The keys at its beginning that are about any model. Raises `WeightsError`."""
         _, entries = self._counts()
         metadata: dict[str, Any] = {}
         while len(metadata) < entries and (key := self._text()).startswith("general."):
-            metadata[key] = self._value(self._number("I"))
+            metadata[key] = self._value()
         return metadata
 
     def _counts(self) -> tuple[int, int]:
         """The numbers of tensors and of metadata keys."""
         if self._file.read(4) != b"GGUF":
             raise WeightsError(f"{self._path}: not a GGUF file.")
-        version = self._number("I")
-        if version not in (2, 3):
-            self._fail(f"version {version}; 2 and 3 are read")
-        tensors = self._count("tensors", MAX_ENTRIES)
-        return tensors, self._count("metadata keys", MAX_ENTRIES)
-
-    def _tensors(self, count: int, metadata: dict[str, Any]) -> dict[str, Tensor]:
-        described = {}
-        for _ in range(count):
-            name, dimensions = self._text(), self._number("I")
-            if not 0 < dimensions <= MAX_DIMENSIONS:
-                self._fail(f"{name} has {dimensions} dimensions")
-            shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
-            described[name] = (shape, self._number("I"), self._number("Q"))
-        if len(described) < count:
-            self._fail("two tensors have one name")
-        alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT:
-            self._fail(f"general.alignment is {str(alignment)[:20]}")
-        base = -(-self._file.tell() // alignment) * alignment
-        return {
-            name: self._tensor(name, shape, kind, base + offset)
-            for name, (shape, kind, offset) in described.items()
-        }
+        if (version := self._integer(4)) not in (2, 3):
+            raise WeightsError(f"{self._path}: version {version} of GGUF; 2 and 3 are read.")
+        return self._integer(8), self._integer(8)
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> Tensor:
-        with ErrorWrapper(WeightsError, f"{self._path}: {name} has an unknown type"):
-            tensor = Tensor(GGMLQuantizationType(kind), shape, self._path, start)
+        tensor = Tensor(GGMLQuantizationType(kind), shape, self._path, start)
         if math.prod(shape) == 0 or shape[-1] % GGML_QUANT_SIZES[tensor.type][0]:
-            self._fail(f"{name} of type {tensor.type.name} has the shape {shape}")
-        if start + tensor.size > self._size:
+            raise ValueError(f"{name} of type {tensor.type.name} has the shape {shape}")
+        if not 0 <= start <= self._size - tensor.size:
             raise WeightsError(
                 f"{self._path}: truncated, {name} ends at byte {start + tensor.size:,} of "
                 f"{self._size:,}. Download it again."
             )
         return tensor
 
-    def _value(self, kind: int) -> Any:
+    def _value(self) -> Any:
+        kind = self._integer(4)
         if kind == GGUFValueType.STRING:
             return self._text()
         if kind != GGUFValueType.ARRAY:
-            return self._number(self._code(kind))
-        kind, count = self._number("I"), self._count("items", MAX_ITEMS)
-        if kind != GGUFValueType.STRING:
-            code = f"<{count}{self._code(kind)}"
-            return list(struct.unpack(code, self._bytes(struct.calcsize(code))))
-        if count * 8 > self._size:  # each text takes at least the eight bytes of its length
-            self._fail(f"{count:,} texts")
-        return [self._text() for _ in range(count)]
+            return self._numbers(kind, 1)[0]
+        kind, count = self._integer(4), self._integer(8)
+        if kind == GGUFValueType.STRING:
+            return [self._text() for _ in range(count)]
+        return self._numbers(kind, count)
 
-    def _code(self, kind: int) -> str:
-        code = _SCALARS.get(kind, "_")
-        return self._fail(f"a value of type {kind}") if code == "_" else code
+    def _numbers(self, kind: int, count: int) -> list[Any]:
+        dtype = np.dtype(f"<{_SCALARS[GGUFValueType(kind)]}")
+        return np.frombuffer(self._bytes(count * dtype.itemsize), dtype).tolist()
 
     def _text(self) -> str:
-        content = self._bytes(self._count("bytes of text", MAX_TEXT))
-        try:
-            return content.decode()
-        except UnicodeDecodeError as error:
-            raise WeightsError(f"{self._path}: a broken header (text not in UTF-8).") from error
+        return self._bytes(self._integer(8)).decode()
 
-    def _count(self, what: str, most: int) -> int:
-        count = int(self._number("Q"))
-        return count if count <= most else self._fail(f"{count:,} {what}")
-
-    def _number(self, code: str) -> Any:
-        return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}")))[0]
+    def _integer(self, size: int) -> int:
+        return int.from_bytes(self._bytes(size), "little")
 
     def _bytes(self, count: int) -> bytes:
         content = self._file.read(count) if count <= self._size else b""
@@ -199,6 +173,3 @@ class _Reader:
                 f"{self._path}: truncated, its header is incomplete. Download it again."
             )
         return content
-
-    def _fail(self, problem: str) -> NoReturn:
-        raise WeightsError(f"{self._path}: a broken header ({problem}).")
