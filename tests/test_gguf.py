@@ -214,7 +214,7 @@ def test_llama_3s_rotation_is_known_by_its_divisors(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "llama"}, "scores"),
         ({"tokenizer.ggml.pre": "unheard-of"}, "unheard-of"),
         ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id"),
-        ({"tokenizer.ggml.merges": ["a bcdefg"]}, "merge"),
+        ({"tokenizer.ggml.merges": ["a bcdefg"]}, "vocabulary"),
     ],
 )
 def test_what_is_not_understood_is_named(tmp_path: Path, more: dict, said: str) -> None:
