@@ -20,7 +20,6 @@ import dflash_mlx
 from dflash_mlx.cluster.hosts import Hosts, read_hosts
 from dflash_mlx.cluster.ranks import ClusterProcesses
 from dflash_mlx.cluster.supervisor_line import LOST
-from dflash_mlx.drafter.config import read_json
 from dflash_mlx.errors import ConfigError, DFlashError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.machine.facts import installed
@@ -28,7 +27,7 @@ from dflash_mlx.validation import brief, is_integer, text_config
 
 from .machines import Machines, Member, RankProcess
 from .output import counted, note, waiting
-from .roofline import target_folder
+from .roofline import find_config
 
 if TYPE_CHECKING:
     from dflash_mlx.cluster.link_times import LinkTimes
@@ -124,8 +123,8 @@ def measure(model: str, hub: Hub, context: typer.Context) -> None:
 
 def _shape(model: str, hub: Hub) -> tuple[int, int]:
     """A model's hidden size and number of layers. Raises `ConfigError`."""
-    file = target_folder(model, hub) / "config.json"
-    config = text_config(read_json(file))
+    config, file = find_config(model, hub)
+    config = text_config(config)
     found: list[Any] = [config.get(name) for name in ("hidden_size", "num_hidden_layers")]
     if not all(map(is_integer, found)):
         raise ConfigError(f"{file}: hidden_size must be 1 or more, not {brief(found[0])}.")

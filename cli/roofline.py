@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.checks import fits_here
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.loading.registry import EMBEDDED, check_name, gguf_file, pair_of
+from dflash_mlx.loading.registry import EMBEDDED, local_path, pair_of
 from dflash_mlx.machine.chips import Chip, chip_named
 from dflash_mlx.validation import read_json
 
@@ -52,7 +51,7 @@ def roofline(
             "and give it as --acceptance."
         )
     quantization = Quantization.of(target_bits)
-    config, file = _config(model, Hub(offline=offline))
+    config, file = find_config(model, Hub(offline=offline))
     with waiting("Reading the model's shapes"):
         from dflash_mlx.bench.roofline import model_of, predict_steps, recommended, shapes_of
 
@@ -74,26 +73,17 @@ def roofline(
     note(f"acceptance length {tokens:g} at 16 rows. The drafter's own time is not included.")
 
 
-def _config(model: str, hub: Hub) -> tuple[dict[str, Any], Path]:
-    """A model's config and the file it is from: a config.json or a GGUF."""
-    if gguf := gguf_file(model):
-        from dflash_mlx.loading.gguf.convert import config_of
-
-        return config_of(gguf), gguf
-    file = target_folder(model, hub) / "config.json"
-    return read_json(file), file
-
-
-def target_folder(name: str, hub: Hub) -> Path:
-    """The folder with a target's config.json; of a hub model only the config is downloaded.
+def find_config(model: str, hub: Hub) -> tuple[dict[str, Any], Path]:
+    """A target's config and the file it is from: a config.json or a GGUF.
 
     Raises `SettingsError` for an invalid name, and the errors of `Hub.config`.
     """
-    if name == EMBEDDED:
-        return Path(str(files("dflash_mlx.tiny"))) / "target"
-    check_name(name)
-    folder = Path(name).expanduser()
-    return folder if folder.is_dir() else hub.config(name)
+    path = local_path(model, "target") or hub.config(model)  # of a hub model the config alone
+    if path.is_dir():
+        return read_json(path / "config.json"), path / "config.json"
+    from dflash_mlx.loading.gguf.convert import config_of
+
+    return config_of(path), path
 
 
 def _chip(name: str | None) -> Chip:

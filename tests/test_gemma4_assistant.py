@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten, tree_map
 import dflash_mlx as dm
 from dflash_mlx.drafter.gemma4_assistant import Gemma4Assistant
 from dflash_mlx.errors import IncompatibleDrafterError, WeightsError
-from dflash_mlx.loading.drafters import open_assistant
+from dflash_mlx.loading.drafters import DraftSource, open_drafter
 
 TEXT = {
     "hidden_size": 32,
@@ -159,12 +159,13 @@ def test_files_are_read_by_their_published_names(tmp_path):
     assert "masked_embedding.token_ordering" in weights
     file = str(tmp_path / "model.safetensors")
     mx.save_safetensors(file, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
-    found = open_assistant("assistant", tmp_path, target, None, None)
+    source = DraftSource.of("assistant", tmp_path, target.config)
+    found = open_drafter(source, target, None, None)
     assert dict(tree_flatten(found.parameters())).keys() == weights.keys()
     del weights["post_projection.weight"]
     mx.save_safetensors(file, weights)
     with pytest.raises(WeightsError, match="post_projection.weight is missing"):
-        open_assistant("assistant", tmp_path, target, None, None)
+        open_drafter(source, target, None, None)
     other = target_of(random_model("qwen3"), "qwen3")
     with pytest.raises(IncompatibleDrafterError, match="no Gemma 4"):
         Gemma4Assistant(CONFIG, other)

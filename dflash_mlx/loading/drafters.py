@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlx.nn as nn
 from mlx_lm.utils import dequantize_model
 
 from ..drafter.gemma4_assistant import Gemma4Assistant
 from ..drafter.mtp import MTPHead
 from ..drafter.network import DFlash
 from ..drafter.packagings import ASSISTANTS
-from ..errors import ConfigError, WeightsError
+from ..errors import ConfigError, SettingsError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper, read_json
@@ -83,65 +82,32 @@ class DraftSource:
         return Quantization(4, 64)
 
 
-def open_network(
-    name: str,
-    folder: Path,
+def open_drafter(
+    source: DraftSource,
+    target: Target | None,
     quantization: Quantization | None,
     kernels: Kernels | None,
     window: int | None = None,
-    num_layers: int | None = None,
-) -> DFlash:
-    """Load the drafter network in a folder; `num_layers` are its target's."""
-    check_weights(name, check_safetensors(folder), quantization)
-    with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
-        drafter = read_drafter(folder, window, num_layers)
-    _read(name, drafter, quantization, kernels)
-    return drafter
+) -> DFlash | MTPHead | Gemma4Assistant:
+    """Load the network, head or assistant of a source, and give its layers to our kernels.
 
+    Only a network may be loaded without its target.
 
-def open_head(
-    name: str,
-    folder: Path,
-    target: Target,
-    quantization: Quantization | None,
-    kernels: Kernels | None,
-) -> MTPHead:
-    """Load a target's MTP head from a folder.
-
-    Raises: `WeightsError`, `IncompatibleDrafterError`, `SettingsError`.
+    Raises: `ConfigError`, `WeightsError`, `NotEnoughMemoryError`, `SettingsError`,
+        `IncompatibleDrafterError`.
     """
-    head = read_head(folder, target)
-    _read(name, head, quantization, kernels)
-    return head
-
-
-def open_assistant(
-    name: str,
-    folder: Path,
-    target: Target,
-    quantization: Quantization | None,
-    kernels: Kernels | None,
-) -> Gemma4Assistant:
-    """Load a Gemma 4's assistant. Raises: `ConfigError`, `WeightsError`, `SettingsError`."""
-    files = check_safetensors(folder)
-    check_weights(name, files, quantization)
-    config = read_json(folder / "config.json")
-    with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no assistant can be made of it"):
-        assistant = Gemma4Assistant(config, target)
-    weights = {tensor: value for file in files for tensor, value in load_file(file).items()}
-    weights.pop("lm_head.weight", None)  # the embedding once more
-    load_as_stored(assistant, weights, f"{folder}: the weights do not fit the config,")
-    _read(name, assistant, quantization, kernels)
-    return assistant
-
-
-def _read(
-    name: str,
-    drafter: nn.Module,
-    quantization: Quantization | None,
-    kernels: Kernels | None,
-) -> None:
-    """Read a drafter's weights, and give its layers to our kernels."""
+    name, folder = source.name, source.folder
+    drafter: DFlash | MTPHead | Gemma4Assistant
+    if window is not None and source.kind != NETWORK:
+        raise SettingsError(f"draft_window: {name} reads the whole text, leave it out.")
+    check_weights(name, source.files, quantization)
+    with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
+        if target is None or source.kind == NETWORK:
+            drafter = read_drafter(folder, window, None if target is None else target.num_layers)
+        elif source.kind == HEAD:
+            drafter = read_head(folder, target)
+        else:
+            drafter = _read_assistant(folder, target)
     quantized = any("scales" in module for module in drafter.modules())
     check_not_quantized(name, quantization, quantized)
     with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
@@ -154,3 +120,14 @@ def _read(
         from .wiring import wire_drafter
 
         wire_drafter(drafter, kernels)
+    return drafter
+
+
+def _read_assistant(folder: Path, target: Target) -> Gemma4Assistant:
+    """The assistant of a Gemma 4, its weights as stored. Raises `ConfigError`, `WeightsError`."""
+    assistant = Gemma4Assistant(read_json(folder / "config.json"), target)
+    files = map(load_file, check_safetensors(folder))
+    weights = {tensor: value for file in files for tensor, value in file.items()}
+    weights.pop("lm_head.weight", None)  # the embedding once more
+    load_as_stored(assistant, weights, f"{folder}: the weights do not fit the config,")
+    return assistant

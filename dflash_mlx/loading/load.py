@@ -5,9 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import mlx.core as mx
 
@@ -23,14 +22,13 @@ from ..threads import evaluate
 from ..validation import ErrorWrapper, brief, check_integer
 from .checkpoint import check_runs, drop_copies, read_target, read_tokenizer
 from .checks import check_safetensors, memory_needed, read_target_config
-from .drafters import ASSISTANT, HEAD, NETWORK, DraftSource, open_assistant, open_head, open_network
+from .drafters import ASSISTANT, MODEL, NETWORK, DraftSource, open_drafter
 from .hub import Hub
 from .mtp import head_files
 from .preflight import check_drafter, check_target, check_weights, float_bytes, on_cpu
 from .quantization import Quantization, is_quantized
 from .reading import SupportsSharding, check_not_quantized, start_reading
 from .registry import (
-    EMBEDDED,
     LOOKUP,
     MTP,
     NONE,
@@ -39,9 +37,8 @@ from .registry import (
     Name,
     as_name,
     check_name,
-    gguf_file,
-    hub_gguf,
     known_drafter,
+    local_path,
 )
 
 if TYPE_CHECKING:
@@ -50,13 +47,6 @@ if TYPE_CHECKING:
 
 KernelChoice = Literal["auto", "off", "exact"]
 
-# Models inside the package: (name, part) -> folder in dflash_mlx.
-_EMBEDDED_FOLDERS = {
-    (EMBEDDED, "target"): "tiny/target",
-    (EMBEDDED, "drafter"): "tiny/drafter",
-    (f"{EMBEDDED}-dflash2", "drafter"): "tiny/dflash2",
-    ("smollm2", "drafter"): "smollm2",
-}
 KEPT_BITS = 16  # of `draft_bits`: as they are
 
 
@@ -113,9 +103,9 @@ def load(
     if draft_window is not None:
         check_integer("draft_window", draft_window)
     hub, machines = hub or Hub(), 1 if cluster is None else cluster.size
-    model = check_target(name, hub, quantization, machines) if _on_hub(name, "target") else None
+    model = check_target(name, hub, quantization, machines)
     with _advice_on_drafters():
-        if draft not in (LOOKUP, NONE, MTP) and _on_hub(draft, "drafter"):
+        if draft not in (LOOKUP, NONE, MTP):
             check_drafter(draft, hub, model)
     folder = _folder(name, "target", hub)
     if draft == LOOKUP and wanted != LOOKUP:
@@ -195,8 +185,7 @@ def load_target(
     """
     [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
     hub = hub or Hub()
-    if _on_hub(path, "target"):
-        check_target(path, hub, quantization, 1 if cluster is None else cluster.size)
+    check_target(path, hub, quantization, 1 if cluster is None else cluster.size)
     ours, folder = _kernels(kernels, metal_kernel), _folder(path, "target", hub)
     return _open_target(path, folder, quantization, reserved, kernels, ours, cluster)
 
@@ -220,10 +209,11 @@ def load_drafter(
     if path in (LOOKUP, NONE, MTP):
         raise SettingsError(f"{path!r} needs its target: load(target, draft={path!r}).")
     hub = hub or Hub()
-    if _on_hub(path, "drafter"):
-        check_drafter(path, hub, None)
+    check_drafter(path, hub, None)
     folder = _folder(path, "drafter", hub)
-    return open_network(path, folder, quantization, _kernels(kernels, metal_kernel))
+    source = DraftSource(path, folder, NETWORK, {}, check_safetensors(folder))
+    drafter = open_drafter(source, None, quantization, _kernels(kernels, metal_kernel))
+    return cast(DFlash, drafter)
 
 
 def drafter_folder(name: str, hub: Hub | None = None) -> Path:
@@ -306,15 +296,11 @@ def _open_drafter(
     window: int | None,
 ) -> DFlash | DraftModel | MTPHead | Gemma4Assistant:
     """Load the network, head or language model in a drafter's folder."""
-    of = source.name, source.folder
-    if source.kind == NETWORK:
-        return open_network(*of, quantization, kernels, window, target.num_layers)
+    if source.kind != MODEL:
+        return open_drafter(source, target, quantization, kernels, window)
     if window is not None:
         raise SettingsError(f"draft_window: {source.name} reads the whole text, leave it out.")
-    if source.kind in (HEAD, ASSISTANT):
-        opened = open_head if source.kind == HEAD else open_assistant
-        return opened(*of, target, quantization, kernels)
-    model = _open_target(*of, quantization)
+    model = _open_target(source.name, source.folder, quantization)
     if kernels is not None:
         from .wiring import wire_drafter
 
@@ -322,23 +308,11 @@ def _open_drafter(
     return DraftModel(model)
 
 
-def _folder(name: str, part: str, hub: Hub) -> Path:
+def _folder(name: str, part: Literal["target", "drafter"], hub: Hub) -> Path:
     """A model's local folder: embedded, given, converted, or fetched from the hub."""
-    embedded = _EMBEDDED_FOLDERS.get((name, part))
-    if embedded is not None:
-        return Path(str(files("dflash_mlx"))) / embedded
-    check_name(name)
-    if gguf := hub.fetch(name) if hub_gguf(name) else gguf_file(name):
-        from .gguf.convert import converted
+    path = local_path(name, part) or hub.fetch(name)
+    if path.is_dir():
+        return path
+    from .gguf.convert import converted
 
-        return converted(gguf, unpacked=on_cpu())
-    folder = Path(name).expanduser()
-    return folder if folder.is_dir() else hub.fetch(name)
-
-
-def _on_hub(name: str, part: str) -> bool:
-    """Whether a model has to come from the hub, unless it is downloaded already."""
-    if (name, part) in _EMBEDDED_FOLDERS:
-        return False
-    check_name(name)
-    return not Path(name).expanduser().is_dir() and gguf_file(name) is None
+    return converted(path, unpacked=on_cpu())

@@ -19,7 +19,7 @@ from ..validation import ErrorWrapper, read_json
 from .checks import check_memory, memory_needed, read_target_config
 from .hub import Hub
 from .quantization import Quantization, is_quantized
-from .registry import hub_gguf, refusal
+from .registry import hub_gguf, local_path, refusal
 
 LOADED = ["model*.safetensors"]  # of a repository's files
 _STORED = 2  # bytes per weight, as published
@@ -31,18 +31,18 @@ def check_target(
     """Refuse a target that this mlx-lm has no model for, or that does not fit the memory.
 
     Args:
-        name: a repository.
+        name: of the target.
         hub: where its config.json and the sizes of its files are asked for.
         quantization: what happens to the weights on load.
         machines: that share them.
 
     Returns:
-        Its model, with weights that are never computed; None if it is downloaded already.
+        Its model, with weights that are never computed; None if it is on this disk already.
 
     Raises: `ConfigError`, `NotEnoughMemoryError`, and the errors of `Hub.fetch`.
     """
-    if hub.offline or hub_gguf(name) or hub.downloaded(name) is not None:
-        return None  # a GGUF file's metadata comes with its weights
+    if local_path(name, "target") or _is_here(name, hub):
+        return None
     config = read_target_config(hub.config(name))
     model = model_of(name, config)
     size = hub.remote_bytes(name, LOADED)
@@ -100,15 +100,17 @@ def check_drafter(name: str, hub: Hub, model: nn.Module | None) -> None:
     """Refuse a drafter that is not understood, or that was made for another target.
 
     Args:
-        name: a repository.
+        name: of the drafter.
         hub: where its config.json is asked for.
         model: the target's, from `check_target`; None to check the drafter alone.
 
     Raises: `ConfigError`, `IncompatibleDrafterError`, and the errors of `Hub.fetch`.
     """
+    if local_path(name, "drafter"):
+        return
     if (why := refusal(name)) is not None:
         raise ConfigError(f"{name} is known not to load: {why}.")
-    if hub.offline or hub_gguf(name) or hub.downloaded(name) is not None:
+    if _is_here(name, hub):
         return
     path = hub.config(name) / "config.json"
     if is_language_model(raw := read_json(path)):
@@ -126,6 +128,12 @@ def check_drafter(name: str, hub: Hub, model: nn.Module | None) -> None:
     if embedding is not None and model is not None:
         vocabulary, width = embedding.weight.shape
         config.check_fits(width, vocabulary, depth_for(config, model))
+
+
+def _is_here(name: str, hub: Hub) -> bool:
+    """Whether nothing of a repository is checked before it is loaded."""
+    # A GGUF file's metadata comes with its weights.
+    return hub.offline or hub_gguf(name) is not None or hub.downloaded(name) is not None
 
 
 def is_language_model(config: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Literal
 
 from ..errors import DFlashError, ModelNotFoundError, SettingsError
 from ..validation import ErrorWrapper, brief, read_json
@@ -49,6 +50,13 @@ _CONVERSION = re.compile(
 # hf.co/owner/name:Q4_K_M, as other programs take it, or owner/name-GGUF.
 _HUB_GGUF = re.compile(r"(?:https?://)?(hf\.co/|huggingface\.co/)?([^/:]+/[^/:]+)(?::([\w.-]+))?")
 _USUAL_GGUF = "Q4_K_M"
+# Models inside the package: (name, part) -> folder in dflash_mlx.
+_EMBEDDED_FOLDERS = {
+    (EMBEDDED, "target"): "tiny/target",
+    (EMBEDDED, "drafter"): "tiny/drafter",
+    (f"{EMBEDDED}-dflash2", "drafter"): "tiny/dflash2",
+    ("smollm2", "drafter"): "smollm2",
+}
 _SIMILARITY = 0.75  # of a suggested name, as difflib measures it
 _SUGGESTIONS = 3
 
@@ -221,6 +229,18 @@ def suggestion(name: str) -> str:
     """A sentence with the nearest known names, to append to an error; empty without any."""
     names = nearest(name)
     return f" Did you mean {' or '.join(names)}?" if names else ""
+
+
+def local_path(name: str, part: Literal["target", "drafter"]) -> Path | None:
+    """The folder or the GGUF file that a name means on this disk; None if it is the hub's.
+
+    Raises the errors of `check_name` and `gguf_file`.
+    """
+    if (embedded := _EMBEDDED_FOLDERS.get((name, part))) is not None:
+        return Path(str(files("dflash_mlx"))) / embedded
+    check_name(name)
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else gguf_file(name)
 
 
 def check_name(name: str) -> None:

@@ -107,7 +107,7 @@ class _Reader:
             shape = tuple(self._integer(8) for _ in range(dimensions))[::-1]
             described[name] = shape, self._integer(4), self._integer(8)
         if len(described) < count:
-            raise WeightsError(f"{self._path}: two tensors have one name.")
+            raise ValueError("two tensors have one name")
         alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         base = -(-self._file.tell() // alignment) * alignment
         return Header(
@@ -131,7 +131,7 @@ class _Reader:
         if self._file.read(4) != b"GGUF":
             raise WeightsError(f"{self._path}: not a GGUF file.")
         if (version := self._integer(4)) not in (2, 3):
-            raise WeightsError(f"{self._path}: version {version} of GGUF; 2 and 3 are read.")
+            raise ValueError(f"version {version}; 2 and 3 are read")
         return self._integer(8), self._integer(8)
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> Tensor:
