@@ -154,6 +154,8 @@ class Conversation:
             and (self.ids or self.prefix is None)
         ):
             self.draft_session.resume(sampler)
+            if self.draft_session.lookup is not None:
+                self.draft_session.lookup.trim_to(len(self.ids))
             return len(self.ids)
         target, drafter, kv_bits = self.target, self._drafter, self.kv_bits
         if self.prefix is None:
@@ -233,7 +235,7 @@ class Conversation:
             taps: the features [1, N, K*D] of a forward, being computed.
             kept: the rows of the S tokens in it, rising.
         """
-        self.draft_session.read_tokens(tokens)
+        self.draft_session.read_text(tokens)
         self.draft_session.extend_rows(taps, kept)
         self.ids += tokens
 

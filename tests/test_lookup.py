@@ -12,14 +12,8 @@ from tinymodels import random_drafter, target
 import dflash_mlx as dm
 from dflash_mlx.bench.datasets import embedded_prompts
 from dflash_mlx.conversation import Conversation
-from dflash_mlx.drafter.lookup import (
-    LENGTHS,
-    MOST,
-    CombinedDrafter,
-    Index,
-    LookupDrafter,
-    LookupRates,
-)
+from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
+from dflash_mlx.drafter.prompt_lookup import LENGTHS, MOST, Index, LookupRates
 from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.proposal import Proposal
 

@@ -16,6 +16,8 @@ A drafter may also have these attributes; the functions at the end of this file 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -25,11 +27,15 @@ from ..proposal import Proposal
 from ..sampling import Sampler
 from ..targets.taps import gathered
 from ..validation import brief, check_type
+from .prompt_lookup import PromptLookup
 
 if TYPE_CHECKING:
     from ..targets import Target
     from ..targets.caches import Arrays
     from .tree import DraftTree
+
+
+NETWORK_RATE = 0.85  # acceptance rate of a network's slots, if no policy measures it
 
 
 class SupportsDrafting(Protocol):
@@ -65,10 +71,12 @@ class DraftSession:
             `position`, `resume`, `trim_to`, `checkpoint` and `rewind`.
         storable: whether other requests can start from a stored copy: it has `position`, `rows`,
             `state` and `restore`.
+        lookup: drafts from the text, if the drafter has lookups. They add to its other drafts.
     """
 
     resumable: bool = False
     storable: bool = False
+    lookup: PromptLookup | None = None
 
     @property
     def position(self) -> int:
@@ -102,6 +110,12 @@ class DraftSession:
     def read_tokens(self, tokens: Sequence[int]) -> None:
         """Add newly committed tokens, in order; `extend` gets their features."""
 
+    def read_text(self, tokens: Sequence[int]) -> None:
+        """`read_tokens`, also for the lookup."""
+        self.read_tokens(tokens)
+        if self.lookup is not None:
+            self.lookup.read(tokens)
+
     def propose(self, anchor: int, width: int) -> Proposal:
         """Draft at most `width` rows that begin with `anchor`, the last committed token."""
         raise NotImplementedError
@@ -123,11 +137,18 @@ class DraftSession:
 
         Each is given that the slots before it are right. Empty if there is no such draft.
         """
-        return []
+        return [] if self.lookup is None else self.lookup.rates(anchor, width)
 
     def propose_lookup(self, anchor: int, width: int) -> Proposal:
         """The draft that `lookup_rates` rated last, of at most `width` rows; it costs nothing."""
-        return Proposal([anchor])
+        return Proposal([anchor]) if self.lookup is None else self.lookup.propose(anchor, width)
+
+    def propose_best(self, anchor: int, width: int) -> Proposal:
+        """The chain of at most `width` rows that promises more tokens, without a policy."""
+        rates, network = self.lookup_rates(anchor, width), [NETWORK_RATE] * (width - 1)
+        if self.network is None or sum(accumulate(rates, mul)) > sum(accumulate(network, mul)):
+            return self.propose_lookup(anchor, width)
+        return self.propose(anchor, width)
 
     def resume(self, sampler: Sampler) -> None:
         """Continue with another request over the same text, with its settings and seed."""

@@ -147,11 +147,8 @@ class SharedBatch:
                 if count == 1:
                     item.proposal = Proposal([item.request.anchor])
                 elif candidate.propose is None:
-                    session = item.request.draft_session
-                    session = session.network or session
-                    chains.append(
-                        (item, BlockDraft(session, item.request.anchor, count, None, item))
-                    )
+                    of = item.request.draft_session, item.request.anchor
+                    chains.append((item, BlockDraft(*of, count, None, item)))
                 else:
                     item.proposal = checked(candidate.propose(count), count)
         drafts = draft_batch([draft for _, draft in chains])

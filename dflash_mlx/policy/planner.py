@@ -83,7 +83,7 @@ class Planner:
         Raises `ProposalError` when the drafter returns more rows than it was asked for.
         """
         if self._tree_rows is None or width == 1:
-            return checked(session.propose(anchor, width), width)
+            return checked(session.propose_best(anchor, width), width)
         return session.propose_tree(anchor, self._tree_rows, width).propose(self._tree_rows)
 
     def can_pipeline(self, session: DraftSession, anchor: int, width: int, shared: bool) -> bool:

@@ -132,7 +132,7 @@ class PrefixCache:
             if position < held:
                 target.trim_to(position)
                 drafter.trim_to(position)
-            drafter.read_tokens(prompt[:position])
+            drafter.read_text(prompt[:position])
         return target, drafter, position
 
     def checkpoint_positions(

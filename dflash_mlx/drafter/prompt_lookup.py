@@ -1,0 +1,163 @@
+"""Prompt lookup decoding: what followed the last time the text read like this.
+
+Rewriting a file, quoting code or repeating JSON mostly copies text that stands in the prompt
+already. An index holds the last place of each n-gram of the text. When the text ends as it did at
+some earlier place, the tokens after that place are the draft. A token costs one dictionary entry
+per n-gram length. Trimming restores the entries, so conversations can go back.
+
+The acceptance rate of a lookup depends on the length of the match and on the text. Each request
+learns it from all its drafts, verified or not: once the text has passed a draft, both are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..proposal import Proposal
+
+LENGTHS = (2, 3, 4, 8, 16)  # of the indexed n-grams, shortest first: see `find`
+MOST = 32  # the longest match
+BLOCK_SIZE = 16  # the most rows of a draft
+PRIOR_RATES = (0.35, 0.6, 0.8, 0.9, 0.95)  # after matches of 2-3, 4-7, 8-15, 16-31, more tokens
+PRIOR_WEIGHT = 3.0  # of a prior rate, in drafts
+SLOTS = 3  # slots with a rate of their own; later ones share the last
+DECAY = 0.97  # of older drafts per new one
+UNSEEN = -1
+
+
+class Index:
+    """A text, and the last place of each of its n-grams.
+
+    Attributes:
+        tokens: the text.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._places: dict[tuple[int, ...], int] = {}  # by n-gram, of all lengths
+        self._before: list[list[int]] = []  # per token: the places that it overwrote
+
+    def add(self, token: int) -> None:
+        """Append a token to the text."""
+        self.tokens.append(token)
+        end, overwritten = len(self.tokens), []
+        for length in LENGTHS:
+            if end >= length:
+                key = tuple(self.tokens[-length:])
+                overwritten.append(self._places.get(key, UNSEEN))
+                self._places[key] = end
+        self._before.append(overwritten)
+
+    def trim_to(self, count: int) -> None:
+        """Forget all but the first `count` tokens."""
+        while len(self.tokens) > count:
+            for length, place in zip(LENGTHS, self._before.pop(), strict=False):
+                key = tuple(self.tokens[-length:])
+                if place == UNSEEN:
+                    del self._places[key]
+                else:
+                    self._places[key] = place
+            self.tokens.pop()
+
+    def find(self, token: int) -> tuple[int, int]:
+        """The place after the longest earlier match of the text's end, and the match's length.
+
+        The text's end includes `token`. (0, 0) if there is no match of two tokens.
+        """
+        text, best = [*self.tokens[-MOST:], token], (0, 0)
+        for length in LENGTHS:
+            place = self._places.get(tuple(text[-length:]), UNSEEN)
+            if len(text) < length or place == UNSEEN:
+                break  # without a shorter match there is no longer one
+            matched = length
+            while matched < min(MOST, place, len(text)) and (
+                self.tokens[place - matched - 1] == text[-matched - 1]
+            ):
+                matched += 1
+            if matched > best[1]:
+                best = place, matched
+        return best
+
+    def follow(self, place: int, token: int, count: int) -> list[int]:
+        """The `count` tokens from a place on, in the text followed by `token` and by these."""
+        drafted: list[int] = []
+        for at in range(place, place + count):
+            beyond = at - len(self.tokens)
+            if beyond < 0:
+                drafted.append(self.tokens[at])
+            else:
+                drafted.append(token if beyond == 0 else drafted[beyond - 1])
+        return drafted
+
+
+class LookupRates:
+    """Acceptance rates of lookup drafts, per length of the match and per slot."""
+
+    def __init__(self) -> None:
+        # Drafts tried and right, by the length class of the match and the slot.
+        self._counts: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def of(self, matched: int, slots: int) -> list[float]:
+        """Each slot's rate, given that those before it are right, after a match of 2 or more."""
+        length, rates = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1), list[float]()
+        rate = PRIOR_RATES[length]
+        for slot in range(slots):
+            if slot < SLOTS:
+                tried, right = self._counts.get((length, slot), (0.0, 0.0))
+                rate = (right + PRIOR_WEIGHT * rate) / (tried + PRIOR_WEIGHT)
+            rates.append(rate)
+        return rates
+
+    def learn(self, matched: int, slots: int, right: int) -> None:
+        """Add a draft of so many slots, of which the first `right` ones were right."""
+        length = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)
+        for slot in range(min(right + 1, slots)):
+            at = length, min(slot, SLOTS - 1)
+            tried, correct = self._counts.get(at, (0.0, 0.0))
+            self._counts[at] = DECAY * tried + 1, DECAY * correct + (slot < right)
+
+
+class PromptLookup:
+    """Drafts of one request from its own text."""
+
+    def __init__(self) -> None:
+        self._index, self._rates = Index(), LookupRates()
+        self._found = 0, 0, 0  # place, length and anchor of the last match
+        # Drafts that the text has not passed: the match's length and the draft, by place.
+        self._drafts: dict[int, tuple[int, list[int]]] = {}
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the text, and learn from the drafts that it has passed."""
+        for token in tokens:
+            self._index.add(token)
+        text = self._index.tokens
+        for place, (matched, draft) in list(self._drafts.items()):
+            if len(text) >= place + len(draft):
+                right = 0
+                while right < len(draft) and draft[right] == text[place + right]:
+                    right += 1
+                self._rates.learn(matched, len(draft), right)
+                del self._drafts[place]
+
+    def trim_to(self, count: int) -> None:
+        """Forget all but the first `count` tokens, and the drafts that wait for more of them."""
+        self._index.trim_to(count)
+        self._drafts = {}
+
+    def rates(self, anchor: int, width: int) -> list[float]:
+        """See `DraftSession.lookup_rates`; empty if the text has no earlier match."""
+        place, matched = self._index.find(anchor)
+        self._found = place, matched, anchor
+        slots = min(width, BLOCK_SIZE) - 1
+        if not matched or slots < 1:
+            return []
+        begin = len(self._index.tokens) + 1  # behind the anchor
+        self._drafts[begin] = matched, self._index.follow(place, anchor, slots)
+        return self._rates.of(matched, slots)
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        """The draft that `rates` rated last, of at most `width` rows."""
+        place, matched, of = self._found
+        assert of == anchor, "call rates with this anchor first"
+        slots = min(width, BLOCK_SIZE) - 1 if matched else 0
+        return Proposal([anchor, *self._index.follow(place, anchor, slots)])
