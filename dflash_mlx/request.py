@@ -203,7 +203,7 @@ class Request:
 
     def on_stock(self, error: BaseException) -> AbstractContextManager[None]:
         """See `targets.fallback.on_stock`."""
-        return on_stock(self._conversation.target, error)
+        return on_stock(self._conversation.target, self._conversation.drafts_on, error)
 
     def close(self) -> None:
         """End the request, and release its conversation."""

@@ -5,11 +5,13 @@ from dataclasses import replace
 import families
 import mlx.core as mx
 import pytest
+import tinymodels
 from crowd import Knowing
 from kernel_check import on_gpu_or_emulator
 from kernel_models import Launches, float_target, half_precision
 
 import dflash_mlx as dm
+from dflash_mlx.drafter.lookup import CombinedDrafter
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.targets import Target
 from dflash_mlx.targets.autotune import candidates
@@ -100,6 +102,24 @@ def test_all_texts_of_an_engine_go_on(good, lazily):
         jobs = [engine.submit(prompt, **SETTINGS) for prompt in PROMPTS]
         assert [job.result().tokens for job in jobs] == texts
     assert len(said) == 1 and "MLX's kernels run from now on" in str(said[0].message)
+
+
+@when
+@pytest.mark.parametrize("wrap", [lambda drafter: drafter, CombinedDrafter], ids=["alone", "both"])
+def test_a_drafter_that_was_loaded_alone_goes_on_too(wrap, lazily, monkeypatch, tmp_path):
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Max"})
+    factory, target = Refusing(lazily), float_target("qwen3")
+    drafter = dm.load_drafter(
+        str(tinymodels.save_drafter(tmp_path, vocab_size=256, num_target_layers=4)),
+        metal_kernel=factory,
+    )
+    text = dm.generate(target, None, PROMPTS[0], **SETTINGS).tokens
+    factory.refuse(0)
+    with pytest.warns(UserWarning, match="MLX's kernels run from now on") as said:
+        assert dm.generate(target, wrap(drafter), PROMPTS[0], **SETTINGS).tokens == text
+    launched = factory.launched
+    assert dm.generate(target, wrap(drafter), PROMPTS[0], **SETTINGS).tokens == text
+    assert len(said) == 1 and 0 < factory.launched == launched
 
 
 def test_exact_decoding_that_was_asked_for_ends():

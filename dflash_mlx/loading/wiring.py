@@ -84,6 +84,7 @@ def wire_drafter(drafter: nn.Module, kernels: Kernels) -> None:
     rows = guess_products(drafter, {}, _chip(), kernels.chosen)
     broken = _broken(weight_checks(drafter, {}, kernels, rows, exact=False))
     wire(drafter, {}, kernels, rows, broken=broken)
+    drafter.kernels = kernels
 
 
 def check_exact(target: Target) -> None:

@@ -2,7 +2,8 @@
 
 The self-check at load runs every kind of launch once. A device can still refuse one later, when
 memory is short. What failed cannot be told: MLX computes a step's launches together. So all of
-ours are suspended and the step runs again. If it passes now, a kernel was to blame.
+ours are suspended, the drafter's too, and the step runs again. If it passes now, a kernel was to
+blame.
 """
 
 from __future__ import annotations
@@ -10,26 +11,39 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ..errors import DFlashError, KernelError
 from .target import Target
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Kernels
 
 # A refused launch is a RuntimeError or a ValueError of MLX's. So is much else.
 MAYBE_REFUSED = (RuntimeError, ValueError, KernelError)
 
 
 @contextmanager
-def on_stock(target: Target, error: BaseException) -> Iterator[None]:
+def on_stock(target: Target, drafts_on: Kernels | None, error: BaseException) -> Iterator[None]:
     """Have the code inside repeat what failed with `error`, on MLX's kernels alone.
 
     If it passes, ours stay off, with a warning. Else they are on again, and `error` is raised. It
     is raised at once where no kernel can be to blame, and where exact decoding was asked for.
+
+    Args:
+        target: whose kernels are suspended.
+        drafts_on: the drafter's kernels, which may be others.
+        error: what a step raised.
     """
-    wiring = target.wiring
+    wiring, passed = target.wiring, False
+    ours = {one for one in (wiring and wiring.kernels, drafts_on) if one and one.active}
     own = isinstance(error, DFlashError) and not isinstance(error, KernelError)
-    if wiring is None or wiring.required or own or not isinstance(error, MAYBE_REFUSED):
+    required = wiring is not None and wiring.required
+    if not ours or required or own or not isinstance(error, MAYBE_REFUSED):
         raise error
-    target.wiring, wiring.kernels.active, passed = None, False, False
+    target.wiring = None
+    for kernels in ours:
+        kernels.active = False
     try:
         yield
         passed = True
@@ -37,7 +51,9 @@ def on_stock(target: Target, error: BaseException) -> Iterator[None]:
         raise error from None
     finally:
         if not passed:
-            target.wiring, wiring.kernels.active = wiring, True
+            target.wiring = wiring
+            for kernels in ours:
+                kernels.active = True
     warnings.warn(
         f"dflash-mlx: MLX's kernels run from now on, because one of ours failed: {error} The text "
         "goes on. Please report this.",
