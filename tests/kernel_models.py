@@ -57,10 +57,10 @@ def exact_target(
 
 def table_target(family: str, chip: Chip | None, factory) -> Target:
     """Such a model in float32 with the kernels that are the guess for a chip."""
-    model, config = half_precision(family, None, mx.float32), families.CONFIGS[family]
-    rows = guesses(model, config, chip)
-    wiring = wire(model, config, Kernels(factory, large=False), rows)
-    return Target(model, families.Letters(), config, family, wiring)
+    target = float_target(family)
+    kernels, rows = Kernels(factory, large=False), guesses(target, chip)
+    target.wiring = wire(target.model, target.config, kernels, rows)
+    return target
 
 
 def float_target(family: str) -> Target:

@@ -1,6 +1,7 @@
 """Kernels are chosen by a stopwatch, whose clock counts calls and launches here."""
 
 from functools import partial
+from itertools import product
 
 import families
 import pytest
@@ -14,7 +15,8 @@ from dflash_mlx.kernels.modules import Kernels
 from dflash_mlx.loading import wiring
 from dflash_mlx.loading.wiring import wire_drafter, wire_target
 from dflash_mlx.targets import autotune as module
-from dflash_mlx.targets.autotune import FORWARD, Stopwatch, autotune, forms
+from dflash_mlx.targets import parts
+from dflash_mlx.targets.autotune import FORWARD, Stopwatch, autotune, candidates, forms
 
 EVERYWHERE, ALONE, TOGETHER = (-0.05, -0.01), (-0.05, 0.01), (0.05, -0.01)
 
@@ -99,7 +101,7 @@ def test_the_whole_forward_decides(launch, wins):
 def test_attention_that_wins_over_many_keys_takes_part_in_the_forward(together, wins):
     target, clock, stopwatch = timed((-0.2, together))
     clock.deep_only = True
-    keys = {key for key in forms(target.model, target.config) if not key.startswith("attention")}
+    keys = {key for key in forms(target) if not key.startswith("attention")}
     rows, _ = autotune(target, Kernels(clock), frozenset(keys), stopwatch)
     assert [key for key in rows if rows[key]] == [key for key in rows if wins and " at 40" in key]
     assert rows
@@ -107,7 +109,7 @@ def test_attention_that_wins_over_many_keys_takes_part_in_the_forward(together, 
 
 def test_what_is_broken_takes_no_part():
     target, clock, stopwatch = timed(EVERYWHERE)
-    [key] = {key for key in forms(target.model, target.config) if key.startswith("attention")}
+    [key] = {key for key in forms(target) if key.startswith("attention")}
     rows, timings = autotune(target, Kernels(clock), frozenset({key}), stopwatch)
     assert rows and not any(one.startswith(key) for one in [*rows, *(t.key for t in timings)])
     assert not any(name.startswith("block_attention") for name in clock.counts)
@@ -125,13 +127,36 @@ def test_it_ends_in_time_with_36_layers(step, forwards):
     assert stopwatch.calls < 600 and any(rows.values()) == bool(forwards)
 
 
+@pytest.mark.parametrize(
+    ("step", "alone", "together"), [(2.0, 1, 1), (0.02, 1, 1), (0.01, -1, 1), (0.02, 1, -1)]
+)
+def test_the_guess_decides_at_rows_that_were_not_timed(step, alone, together):
+    """alone, together: 1 where ours win, -1 where they lose."""
+    launch = -alone * step / 20, -together * step / 1000
+    target, clock, stopwatch = timed(launch, 3.0, step, layers=36)
+    guess = frozenset({4, 6, 12, 16})
+    guessed = dict.fromkeys(candidates(target), guess)
+    found, [*timings, forward] = autotune(target, Kernels(clock), frozenset(), stopwatch, guessed)
+    assert bool(forward.ours) == (step < 1) and len(forward.ours) < len(ROWS)
+    left = [timing.key for timing in timings if not timing.ours]
+    assert left and all(
+        (rows in found[key]) == (rows in guess and (together > 0 or rows not in forward.ours))
+        for key, rows in product(left, ROWS)
+    )
+    whole = [found[timing.key] for timing in timings if len(timing.ours) == len(ROWS)]
+    assert alone > 0 or frozenset() in whole, "it lost here, whatever was guessed"
+
+
 def test_a_model_is_timed_once(monkeypatch):
     """By the first load. The next one, also of its drafter, reads the answer."""
     monkeypatch.setattr(wiring, "_broken", lambda *checks: frozenset())
+    watched, own = [], parts.make_prompt_cache
+    monkeypatch.setattr(parts, "make_prompt_cache", lambda of: watched.append(of) or own(of))
     target, clock, stopwatch = timed((-0.05, -0.01))
     ours = wire_target(target, Kernels(clock), False, stopwatch)
+    assert len(watched) == 1, "the parts are found once"
     rows, calls = ours.wiring.rows, stopwatch.calls
-    assert rows == read_choices(forms(target.model, target.config)) and all(rows.values())
+    assert rows == read_choices(forms(target)) and all(rows.values())
     assert ours.wiring.layers and calls
     again, *_ = timed(EVERYWHERE)
     kernels = Kernels(quick_factory())

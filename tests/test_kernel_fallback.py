@@ -60,9 +60,10 @@ def wired(family: str, factory: Launches) -> Target:
     A recurrence too, so that one is exact, though nobody asked for it.
     """
     model, config = half_precision(family, None, mx.float32), families.CONFIGS[family]
-    ours = dict.fromkeys(candidates(model, config), frozenset(range(2, 17)))
-    wiring = wire(model, config, Kernels(factory), ours, exact=family == "qwen3_5")
-    return Target(model, families.Letters(), config, family, wiring)
+    target = Target(model, families.Letters(), config, family)
+    ours = dict.fromkeys(candidates(target), frozenset(range(2, 17)))
+    target.wiring = wire(model, config, Kernels(factory), ours, exact=family == "qwen3_5")
+    return target
 
 
 def knowing(target: Target, prompts: list[list[int]]) -> tuple[Knowing, list[list[int]]]:

@@ -86,10 +86,15 @@ def not_a_number(results):
     return [results[0] * float("nan"), *results[1:]]
 
 
+def target_of(family, bits=4):
+    """A random target whose layers are MLX's."""
+    config = families.CONFIGS[family]
+    return dm.Target(half_precision(family, bits), families.Letters(), config, family)
+
+
 def found(family, factory, bits=4):
     """What the self-check finds in a random model."""
-    model, config = half_precision(family, bits), families.CONFIGS[family]
-    return faults(model_checks(model, config, Kernels(factory), {}, exact=True))
+    return faults(model_checks(target_of(family, bits), Kernels(factory), {}, exact=True))
 
 
 def keys(family, bits=4):
@@ -111,10 +116,10 @@ def test_every_form_of_attention_that_can_run_is_checked(bits, key_heads):
     """A form is what MLX compiles once. Trees have up to 64 rows, whatever a chain has."""
     model = families.random_model("qwen3", head_dim=64, num_key_value_heads=key_heads)
     model.set_dtype(mx.bfloat16)
-    config = families.CONFIGS["qwen3"]
+    target = dm.Target(model, families.Letters(), families.CONFIGS["qwen3"], "qwen3")
     checked, ran, noise = Recorder(), Recorder(), Noise(mx.bfloat16)
-    rows, heads = guesses(model, config, chip_named("M4")), model.layers[0].self_attn.n_heads
-    for check in model_checks(model, config, Kernels(checked), rows, exact=False):
+    rows, heads = guesses(target, chip_named("M4")), model.layers[0].self_attn.n_heads
+    for check in model_checks(target, Kernels(checked), rows, exact=False):
         if check.key.startswith("attention"):
             check.ours()
     keys: Any = noise(1, key_heads, 80, 64)
@@ -206,15 +211,14 @@ def asked_of(checks):
 
 def test_every_kind_of_layer_is_asked():
     """Windows of both kinds, and each dtype in which a shape occurs."""
-    model, config = half_precision("gpt_oss"), families.CONFIGS["gpt_oss"]
-    kernels = Kernels(Recorder())
+    target, kernels = target_of("gpt_oss"), Kernels(Recorder())
 
     def checks(attention):
         kernels.attention = attention
-        every = model_checks(model, config, kernels, {}, True)
+        every = model_checks(target, kernels, {}, True)
         return [check for check in every if check.key.startswith("attention")]
 
-    assert {of["window"] for of in asked_of(checks)} == {None, config["sliding_window"]}
+    assert {of["window"] for of in asked_of(checks)} == {None, target.config["sliding_window"]}
     both = nn.Module()
     both.a, both.b = nn.Linear(64, 32, bias=False), nn.Linear(64, 32, bias=False)
     both.a.set_dtype(mx.bfloat16), both.b.set_dtype(mx.float16)  # of one size, and so of one name
@@ -224,9 +228,9 @@ def test_every_kind_of_layer_is_asked():
 
 def wired(family, broken):
     """A random model wired as `load` does it."""
-    model, config = half_precision(family), families.CONFIGS[family]
-    kernels, rows = Kernels(quick_factory()), candidates(model, config)
-    return model, wire(model, config, kernels, rows, broken=frozenset(broken))
+    target, kernels = target_of(family), Kernels(quick_factory())
+    rows, model = candidates(target), target.model
+    return model, wire(model, target.config, kernels, rows, broken=frozenset(broken))
 
 
 def test_what_is_broken_is_left_to_mlx_and_the_rest_is_not():
@@ -246,11 +250,9 @@ def test_what_is_broken_is_left_to_mlx_and_the_rest_is_not():
 def test_broken_attention_over_quantized_keys_leaves_the_other():
     called = []
     factory = Broken(lambda name, given: called.append(name), None)
-    model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
-    broken = frozenset({f"{ATTENTION} over 8-bit keys"})
-    rows = {key: of for key, of in candidates(model, config).items() if key.startswith(ATTENTION)}
-    wiring = wire(model, config, Kernels(factory), rows, broken=broken)
-    target = dm.Target(model, families.Letters(), config, "qwen3", wiring)
+    target, broken = target_of("qwen3"), frozenset({f"{ATTENTION} over 8-bit keys"})
+    rows = {key: of for key, of in candidates(target).items() if key.startswith(ATTENTION)}
+    target.wiring = wire(target.model, target.config, Kernels(factory), rows, broken=broken)
     for bits, used in ((None, True), (8, False), (4, True)):
         called.clear()
         mx.eval(target.start(kv_bits=bits).verify(dm.Proposal([7, 9]))[0])
@@ -304,7 +306,7 @@ def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
     # Where nobody asked, the model is loaded all the same, and drafts are not taken for exact.
     with monkeypatch.context() as patch:
         model = dm.load_target(folder, bits=4, group_size=32, kernels="off")
-        free = candidates(model.model, model.config)
+        free = candidates(model)
         patch.setattr(wiring, "read_choices", lambda forms: free)
         with pytest.warns(UserWarning, match="has other bits here than alone"):
             assert not dm.load_target(folder, **load).wiring.exact

@@ -175,7 +175,7 @@ def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
         unmeasured = load()
         assert not unmeasured.wiring.exact
         plain = load(kernels="off")
-        free = candidates(plain.model, plain.config)
+        free = candidates(plain)
         with monkeypatch.context() as patch:
             patch.setattr(wiring, "read_choices", lambda forms, free=free: free)
             target = load()

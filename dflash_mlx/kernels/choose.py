@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -102,17 +102,23 @@ def key_at(key: str, depth: int) -> str:
     return f"{key} at {depth}"
 
 
-def chosen(won: Iterable[int], most: int = WIDEST) -> frozenset[int]:
+def chosen(
+    won: Container[int],
+    most: int = WIDEST,
+    timed: Container[int] = ROWS,
+    guessed: Container[int] = NONE,
+) -> frozenset[int]:
     """All rows at which ours run, where it `won` at these of `ROWS`.
 
-    A number of rows that was not timed is decided by the next one that was, and more than 16 by 16.
+    Other numbers of rows are decided by the next one in `ROWS`, and more than 16 by 16. If that was
+    not `timed`, they run where it is `guessed`.
     """
-    won = set(won)
-    return frozenset(
-        rows
-        for rows in range(1, most + 1)
-        if next((timed for timed in ROWS if rows <= timed), WIDEST) in won
-    )
+
+    def runs(rows: int) -> bool:
+        decides = next((each for each in ROWS if rows <= each), WIDEST)
+        return decides in won if decides in timed else rows in guessed
+
+    return frozenset(filter(runs, range(1, most + 1)))
 
 
 def has_kernel(matrix: Matrix) -> bool:

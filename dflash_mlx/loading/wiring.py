@@ -18,7 +18,7 @@ from ..kernels.choose import Rows, read_choices, store_choices
 from ..kernels.modules import Kernels, will_be_exact, wire
 from ..kernels.selfcheck import Check, faults
 from ..machine.chips import Chip, find_chip
-from ..targets import Target
+from ..targets import Target, attention
 from ..targets.attention import attends_exactly
 from ..targets.autotune import (
     Stopwatch,
@@ -35,7 +35,7 @@ from ..targets.selfcheck import check_rows, model_checks, weight_checks
 def wire_target(
     target: Target, kernels: Kernels, exact: bool | None, stopwatch: Stopwatch | None = None
 ) -> Target:
-    """The target with its layers given to our kernels where they are faster on this machine.
+    """Give a target's layers to our kernels where they are faster on this machine; returns it.
 
     What was not timed yet is timed, and the answer is kept. Without a `stopwatch` an emulator's
     kernels run by a guess.
@@ -46,18 +46,20 @@ def wire_target(
     model, config, required = target.model, target.config, bool(exact)
     if stopwatch is None and kernels.on_device:
         stopwatch = Stopwatch()
-    if exact is None and not attends_exactly(model):
+    if exact is None and not attends_exactly(target.pairs()):
         exact = False
-    rows, broken = read_choices(forms(model, config)), frozenset[str]()
+    rows, broken = read_choices(forms(target)), frozenset[str]()
     if rows is None and stopwatch is not None and not required:
         rows, _, broken = time_kernels(target, kernels, stopwatch)
-    rows = guesses(model, config, _chip()) if rows is None else rows
+    rows = guesses(target, _chip()) if rows is None else rows
     if exact is None:
         exact = not broken and will_be_exact(model, config, rows)
-    broken |= _broken(model_checks(model, config, kernels, rows, exact), required)
+    broken |= _broken(model_checks(target, kernels, rows, exact), required)
+    if exact:
+        attention.check_exact(target.pairs())
     wiring = wire(model, config, kernels, rows, exact and not broken, broken)
-    wiring, kernels.chosen = replace(wiring, required=required), rows
-    return Target(model, target.tokenizer, config, target.name, wiring)
+    target.wiring, kernels.chosen = replace(wiring, required=required), rows
+    return target
 
 
 def time_kernels(
@@ -67,12 +69,10 @@ def time_kernels(
 
     Kernels that fail their check are not timed, with a warning; their names come last.
     """
-    model, config = target.model, target.config
-    every = candidates(model, config)
-    broken = _broken(model_checks(model, config, kernels, every, exact=False))
-    rows, timings = autotune(target, kernels, broken, stopwatch)
+    broken = _broken(model_checks(target, kernels, candidates(target), exact=False))
+    rows, timings = autotune(target, kernels, broken, stopwatch, guesses(target, _chip()))
     with suppress(OSError):  # then the next load times again
-        store_choices(forms(model, config), rows)
+        store_choices(forms(target), rows)
     return rows, timings, broken
 
 

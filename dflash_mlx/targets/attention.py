@@ -12,6 +12,7 @@ latents), keeps the stock function.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, BlockAttention, Tre
 from ..kernels.choose import attention_rows
 from ..kernels.shapes import AttentionShape, attention_key, dtype_of, key_over
 from ..kernels.weights import AffineWeights
-from .caches import GROUP_SIZES, make_cache
+from .caches import GROUP_SIZES
 from .internals import (
     ATTENTION,
     KVCache,
@@ -43,11 +44,13 @@ from .internals import (
     scaled_dot_product_attention,
 )
 from .overrides import Overrides, rebind_globals
-from .parts import find_parts
 from .recurrences import delta_shape
 
 if TYPE_CHECKING:
     from ..kernels.modules import Wiring
+
+
+Pairs = Sequence[tuple[nn.Module | None, Any]]  # layers with their caches
 
 
 def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Overrides) -> None:
@@ -60,8 +63,8 @@ def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Override
             overrides.replace(attention, call)
 
 
-def check_exact(pairs: Sequence[tuple[nn.Module | None, Any]]) -> None:
-    """Raise `SettingsError` for a layer, given with its cache, that no kernel can compute."""
+def check_exact(pairs: Pairs) -> None:
+    """Raise `SettingsError` for a layer whose attention or recurrence no kernel can compute."""
     for layer, cache in pairs:
         if not _can_be_exact(layer, cache):
             part = attention_of(layer) or mixer_of(layer) or layer
@@ -71,9 +74,14 @@ def check_exact(pairs: Sequence[tuple[nn.Module | None, Any]]) -> None:
             )
 
 
-def attends_exactly(model: Any) -> bool:
-    """Whether the kernel can compute the attention of every layer of an mlx-lm model."""
-    return all(_can_be_exact(*of) for of in find_parts(model).pairs(make_cache(model)))
+def attends_exactly(pairs: Pairs) -> bool:
+    """Whether kernels can compute the attention or recurrence of every layer."""
+    return all(_can_be_exact(*of) for of in pairs)
+
+
+def attention_shapes(pairs: Pairs) -> Counter[AttentionShape]:
+    """How many layers have each attention that the kernel takes."""
+    return Counter(shape for shape in (attention_shape(*of) for of in pairs) if shape)
 
 
 def attention_shape(layer: nn.Module | None, cache: Any) -> AttentionShape | None:

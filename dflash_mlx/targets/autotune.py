@@ -2,7 +2,7 @@
 
 Every form of weights and of attention is timed alone, in turns, and ours run at the rows where they
 win. Then the whole forward decides: a kernel that wins alone may still make it slower. There is a
-limit on the time that all of this takes; what was not timed by then is left to MLX.
+limit on the time that all of this takes; at rows that were not timed by then, the guess decides.
 """
 
 from __future__ import annotations
@@ -20,14 +20,22 @@ import mlx.nn as nn
 from tqdm import tqdm
 
 from ..kernels.block_attention import MOST_NODES
-from ..kernels.choose import DEPTHS, NONE, ROWS, Rows, chosen, guess, guess_attention, key_at
+from ..kernels.choose import (
+    DEPTHS,
+    NONE,
+    ROWS,
+    WIDEST,
+    Rows,
+    chosen,
+    guess,
+    guess_attention,
+    key_at,
+)
 from ..kernels.modules import Kernels, chosen_together, restored, verifying, wire
 from ..kernels.shapes import AttentionShape, Matrix, dtype_of, matrices
 from ..machine.chips import Chip
 from ..proposal import Proposal
-from .attention import attention_shape
-from .caches import make_cache
-from .parts import find_parts
+from .attention import attention_shapes
 from .target import Target
 
 FORWARD, TITLE = "whole forward", "Timing kernels, once on this machine"
@@ -36,7 +44,7 @@ ALONE = 0.5  # of the time, at most, before the whole forward is timed
 GAIN = 0.98  # of MLX's time; a smaller gain alone may be noise
 NONE_KNOWN: Rows = MappingProxyType({})
 LOSS = 1.01  # of MLX's time in the whole forward
-ORDER = (16, 4, 8, 2, 6, 12, 3, 1)  # rows of whole forwards, the commonest first
+ORDER = (16, 4, 8, 2, 6, 12, 3, 1)  # rows, the commonest first
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,10 @@ class Timing:
     def won(self) -> list[int]:
         """The rows at which ours clearly took less."""
         return [rows for rows in self.ours if self.ours[rows] <= GAIN * self.stock[rows]]
+
+    def choice(self, guessed: Rows, key: str, most: int = WIDEST) -> frozenset[int]:
+        """The rows at which ours run, with a guess where they were not timed."""
+        return chosen(self.won, most, self.ours, guessed.get(key, NONE))
 
     @property
     def not_lost(self) -> list[int]:
@@ -101,10 +113,10 @@ class Stopwatch:
         return fastest[0], fastest[1]
 
 
-def forms(model: nn.Module, config: dict[str, Any]) -> list[str]:
-    """The names of all weights and attention of a model, one a layer: what its timings are for."""
-    found = [matrix.key for _, _, matrix in matrices(model, config)]
-    return found + [shape.key for shape in _attention_shapes(model).elements()]
+def forms(target: Target) -> list[str]:
+    """The names of all weights and attention of a target, one a layer: what its timings are for."""
+    found = [matrix.key for _, _, matrix in matrices(target.model, target.config)]
+    return found + [shape.key for shape in attention_shapes(target.pairs()).elements()]
 
 
 def guess_products(
@@ -121,24 +133,30 @@ def guess_products(
     return rows
 
 
-def guesses(model: nn.Module, config: dict[str, Any], chip: Chip | None) -> Rows:
+def guesses(target: Target, chip: Chip | None) -> Rows:
     """The rows at which our kernels should win on a chip, before they were timed."""
-    rows = guess_products(model, config, chip)
-    for shape in _attention_shapes(model):
+    rows = guess_products(target.model, target.config, chip)
+    for shape in attention_shapes(target.pairs()):
         of = guess_attention(chip, shape.heads, shape.key_heads)
         rows |= {key_at(shape.key, depth): of for depth in DEPTHS}
     return rows
 
 
-def candidates(model: nn.Module, config: dict[str, Any]) -> Rows:
+def candidates(target: Target) -> Rows:
     """All rows, for whatever our kernels can run."""
-    keys = [key for group in chosen_together(model, config) for key in group]
-    keys += [key_at(shape.key, depth) for shape in _attention_shapes(model) for depth in DEPTHS]
+    keys = [key for group in chosen_together(target.model, target.config) for key in group]
+    keys += [
+        key_at(shape.key, depth) for shape in attention_shapes(target.pairs()) for depth in DEPTHS
+    ]
     return {key: chosen(ROWS, MOST_NODES) for key in keys}
 
 
 def autotune(
-    target: Target, kernels: Kernels, broken: frozenset[str], stopwatch: Stopwatch
+    target: Target,
+    kernels: Kernels,
+    broken: frozenset[str],
+    stopwatch: Stopwatch,
+    guessed: Rows = NONE_KNOWN,
 ) -> tuple[Rows, list[Timing]]:
     """Time a target whose layers are MLX's; returns the rows at which ours run, and the timings.
 
@@ -147,35 +165,39 @@ def autotune(
         kernels: ours.
         broken: the names of kernels that do not take part.
         stopwatch: a new one.
+        guessed: the rows at which ours run, by form, where there was no time for both.
     """
     model, config = target.model, target.config
-    groups, shapes = chosen_together(model, config), _attention_shapes(model)
+    groups, layers = chosen_together(model, config), Counter(forms(target))
+    shapes = {
+        shape.key: shape for shape in attention_shapes(target.pairs()) if shape.key not in broken
+    }
     alone = {key: partial(_time_products, key, of) for group in groups for key, of in group.items()}
     alone |= {
-        key_at(shape.key, depth): partial(_time_attention, shape, count, depth)
-        for shape, count in shapes.items()
+        key_at(key, depth): partial(_time_attention, shape, layers[key], depth)
+        for key, shape in shapes.items()
         for depth in DEPTHS
-        if shape.key not in broken
     }
     bar = tqdm(alone.items(), TITLE, leave=False, disable=None)
     timings = {key: timed(kernels, stopwatch) for key, timed in bar if key not in broken}
-    rows = {key: chosen(one.won, MOST_NODES) for key, one in timings.items()}
+    rows = {key: one.choice(guessed, key, MOST_NODES) for key, one in timings.items()}
     for group in groups:
         keys = [key for key in group if key in timings]
-        rows |= dict.fromkeys(keys, chosen(_total([timings[key] for key in keys]).won))
+        total = _total([timings[key] for key in keys])
+        rows |= {key: total.choice(guessed, key) for key in keys}
     # The forward reads few keys. Attention that wins over many takes part in it all the same.
     near = {
-        key_at(shape.key, DEPTHS[0]): frozenset().union(
-            *(rows.get(key_at(shape.key, depth), NONE) for depth in DEPTHS)
-        )
-        for shape in shapes
+        key_at(key, DEPTHS[0]): frozenset().union(*(rows[key_at(key, depth)] for depth in DEPTHS))
+        for key in shapes
     }
     with restored(model):
         target.wiring = wire(model, config, kernels, rows | near, broken=broken)
         forward = _time_forward(target, kernels, frozenset().union(*rows.values()), stopwatch)
         target.wiring = None
-    used = chosen(forward.not_lost, MOST_NODES)
-    return {key: of & used for key, of in rows.items()}, [*timings.values(), forward]
+    return {
+        key: of & chosen(forward.not_lost, MOST_NODES, forward.ours, guessed.get(key, NONE))
+        for key, of in rows.items()
+    }, [*timings.values(), forward]
 
 
 def _total(timings: Sequence[Timing]) -> Timing:
@@ -218,7 +240,7 @@ def _time_products(
 
         return _each(stopwatch.both(stock, ours, ALONE), len(some))
 
-    return _timing(key, len(layers), ROWS, both)
+    return _timing(key, len(layers), ORDER, both)
 
 
 def _time_attention(
@@ -242,7 +264,7 @@ def _time_attention(
             len(caches),
         )
 
-    return _timing(key_at(shape.key, depth), count, ROWS, both)
+    return _timing(key_at(shape.key, depth), count, ORDER, both)
 
 
 def _time_forward(
@@ -267,16 +289,6 @@ def _time_forward(
 
 def _each(seconds: tuple[float, float] | None, layers: int) -> tuple[float, float] | None:
     return None if seconds is None else (seconds[0] / layers, seconds[1] / layers)
-
-
-def _attention_shapes(model: nn.Module) -> Counter[AttentionShape]:
-    """How many layers have each. Windows do not matter to what is timed."""
-    pairs = find_parts(model).pairs(make_cache(model))
-    return Counter(
-        AttentionShape(shape.heads, shape.key_heads, shape.head_dim, shape.dtype)
-        for shape in (attention_shape(*of) for of in pairs)
-        if shape
-    )
 
 
 def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:

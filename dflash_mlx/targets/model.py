@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 
@@ -64,6 +64,10 @@ class TargetModel:
         if wiring is not None and wiring.exact:
             check_exact(parts.pairs(caches))
         evaluate(model)
+
+    def pairs(self) -> list[tuple[nn.Module | None, Any]]:
+        """The layers with new caches, as `ModelParts.pairs`."""
+        return self.parts.pairs(make_cache(self.model))
 
     @property
     def supports_trees(self) -> bool:

@@ -30,35 +30,24 @@ from ..kernels.selfcheck import (
 from ..kernels.shapes import Matrix, dtype_of, matrices
 from ..kernels.weights import weights_of
 from ..proposal import Proposal
-from .attention import attention_shape
-from .caches import make_cache
-from .parts import find_parts
+from .attention import attention_shapes
 from .recurrences import delta_shape
 from .target import Target
 
 PROMPT = 40  # tokens before the rows that `check_rows` compares
 
 
-def model_checks(
-    model: Any,
-    config: dict[str, Any],
-    kernels: Kernels,
-    choices: Rows,
-    exact: bool,
-) -> Iterator[Check]:
+def model_checks(target: Target, kernels: Kernels, choices: Rows, exact: bool) -> Iterator[Check]:
     """One check per kind of kernel call that a target may make.
 
     Args as in `kernels.modules.wire`; `choices` are its rows.
     """
-    yield from weight_checks(model, config, kernels, choices, exact)
-    rows, seen = _rows(exact), set()
-    for layer, cache in find_parts(model).pairs(make_cache(model)):
-        shape = attention_shape(layer, cache)
-        if shape is not None and shape not in seen:
-            seen.add(shape)
-            if exact or any(choices.get(key_at(shape.key, depth)) for depth in DEPTHS):
-                yield from attention_checks(kernels.attention, shape, {*rows, ALL_ROWS})
-    for delta in dict.fromkeys(filter(None, map(delta_shape, model.layers))) if exact else ():
+    yield from weight_checks(target.model, target.config, kernels, choices, exact)
+    rows = _rows(exact)
+    for shape in attention_shapes(target.pairs()):
+        if exact or any(choices.get(key_at(shape.key, depth)) for depth in DEPTHS):
+            yield from attention_checks(kernels.attention, shape, {*rows, ALL_ROWS})
+    for delta in dict.fromkeys(filter(None, map(delta_shape, target.layers))) if exact else ():
         yield from delta_checks(kernels.delta, kernels.delta_replay, delta, rows)
 
 
