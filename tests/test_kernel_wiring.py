@@ -14,12 +14,20 @@ from kernel_check import (
     on_gpu_or_emulator,
     same_bits,
 )
-from kernel_models import HEAD, Launches, exact_target, half_precision, quick_factory
+from kernel_models import (
+    HEAD,
+    Launches,
+    exact_target,
+    float_target,
+    half_precision,
+    quick_factory,
+)
 from mlx.utils import tree_flatten
 from oracle import Oracle
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
+from dflash_mlx.kernels import choose
 from dflash_mlx.kernels.fused import UNITS, VerifySwitchGLU, gated_key
 from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, wire
 from dflash_mlx.kernels.shapes import matrices
@@ -163,6 +171,38 @@ def test_the_guess_decides_before_anything_was_timed(chip, first, monkeypatch, t
         ran = any(name.startswith("verify_") for name in launches.counts)
         assert ran == (first is not None and rows >= first)
         assert mx.allclose(*logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize(
+    "parents", [range(-1, 16), [-1, *(i // 2 for i in range(16))]], ids=["chain", "tree"]
+)
+def test_mlx_s_attention_over_a_long_context_runs_in_two_calls(family, parents, monkeypatch):
+    """Bit for bit what one call computes. gpt-oss has sinks, and windows that are shorter."""
+    monkeypatch.setattr(choose, "SPLIT_KEYS", 50)
+    calls, own = [], mx.fast.scaled_dot_product_attention
+    plain, target, kernels = float_target(family), float_target(family), Kernels(quick_factory())
+    kernels.splits_stock = True
+    target.wiring = wire(target.model, target.config, kernels, {})
+    monkeypatch.setattr(
+        mx.fast,
+        "scaled_dot_product_attention",
+        lambda q, *of, **named: calls.append(q.shape[2]) or own(q, *of, **named),
+    )
+    for prompt, rows, expected in (
+        (40, 9, {9}),
+        (60, 8, {8}),
+        (60, 9, {8, 1}),
+        (60, 16, {8}),
+        (60, 17, {17}),
+    ):
+        proposal, logits = Proposal([7] * rows, tuple(parents)[:rows]), []
+        for one in (plain, target):
+            session = one.start()
+            list(session.prefill(families.random_prompt(prompt, seed=1)))
+            calls.clear()
+            logits.append(session.verify(proposal)[0])
+        assert same_bits(*logits) and set(calls) - {rows} == expected - {rows}
 
 
 def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):

@@ -54,10 +54,13 @@ FEWEST = 4  # rows for which a public timing shows a tile of 16 rows ahead (ml-e
 
 # Queries up to which stock attention has a kernel that splits the keys, and the most query rows
 # per head of keys for it. Beyond, 16 queries run with no split over the keys, and head sizes 192
-# and 256 unfused. Source: ScaledDotProductAttention::use_fallback, in
-# mlx/backend/metal/scaled_dot_product_attention.cpp. Public timing, M5 Max, 16k keys: 8 queries
-# 0.81 ms, 16 queries 1.90.
+# and 256 unfused. Source: has_fused_kernel, in
+# mlx/backend/metal/scaled_dot_product_attention.cpp.
 STOCK_QUERIES, STOCK_QUERY_ROWS = 8, 32
+# Where two stock calls of 8 queries take less time than one of 16: public timings (ml-explore/mlx
+# #3826) with 4 heads of 128 per head of keys, M5 Max 1.17x with 16k keys and 1.38x with 32k, M3 Max
+# 1.10x and 1.14x. A small chip is full without a split.
+SPLIT_KEYS, SPLIT_HEAD_DIMS = 16384, (64, 96, 128)
 
 
 def guess(chip: Chip | None, together: Sequence[Matrix]) -> frozenset[int]:
@@ -83,6 +86,16 @@ def guess_attention(chip: Chip | None, heads: int, key_heads: int) -> frozenset[
         return NONE
     first = min(STOCK_QUERIES, STOCK_QUERY_ROWS * key_heads // heads) + 1
     return frozenset(range(first, MOST_NODES + 1))
+
+
+def takes_two_calls(heads: int, key_heads: int, head_dim: int, rows: int, depth: int) -> bool:
+    """Whether MLX's attention over `depth` keys is faster in two calls, on a large chip."""
+    return (
+        depth >= SPLIT_KEYS
+        and STOCK_QUERIES < rows <= 2 * STOCK_QUERIES
+        and STOCK_QUERIES * heads <= STOCK_QUERY_ROWS * key_heads
+        and head_dim in SPLIT_HEAD_DIMS
+    )
 
 
 def attention_rows(rows: Rows, key: str, depth: int) -> frozenset[int]:

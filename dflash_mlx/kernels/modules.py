@@ -43,6 +43,7 @@ class Kernels:
     Attributes:
         active: whether layers use them.
         on_device: whether Metal compiles them. What an emulator takes says nothing.
+        splits_stock: whether MLX's attention may run in two calls (`choose.takes_two_calls`).
         chosen: the rows at which the target runs on them.
     """
 
@@ -55,6 +56,7 @@ class Kernels:
         if large is None:
             large = is_large(str(mx.device_info().get("device_name", "")))
         self.on_device = metal_kernel is mx.fast.metal_kernel
+        self.splits_stock = self.on_device and large
         enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
         self.product = VerifyMatmul(metal_kernel, enough)
         self.qkv = VerifyQkv(metal_kernel, enough)

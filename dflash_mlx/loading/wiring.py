@@ -19,7 +19,6 @@ from ..kernels.modules import Kernels, will_be_exact, wire
 from ..kernels.selfcheck import Check, faults
 from ..machine.chips import Chip, find_chip
 from ..targets import Target, attention
-from ..targets.attention import attends_exactly
 from ..targets.autotune import (
     Stopwatch,
     Timing,
@@ -46,7 +45,7 @@ def wire_target(
     model, config, required = target.model, target.config, bool(exact)
     if stopwatch is None and kernels.on_device:
         stopwatch = Stopwatch()
-    if exact is None and not attends_exactly(target.pairs()):
+    if exact is None and not attention.attends_exactly(target.pairs()):
         exact = False
     rows, broken = read_choices(forms(target)), frozenset[str]()
     if rows is None and stopwatch is not None and not required:

@@ -35,7 +35,7 @@ from ..kernels.modules import Kernels, chosen_together, restored, verifying, wir
 from ..kernels.shapes import AttentionShape, Matrix, dtype_of, matrices
 from ..machine.chips import Chip
 from ..proposal import Proposal
-from .attention import attention_shapes
+from .attention import attention_shapes, stock_attention
 from .target import Target
 
 FORWARD, TITLE = "whole forward", "Timing kernels, once on this machine"
@@ -145,9 +145,8 @@ def guesses(target: Target, chip: Chip | None) -> Rows:
 def candidates(target: Target) -> Rows:
     """All rows, for whatever our kernels can run."""
     keys = [key for group in chosen_together(target.model, target.config) for key in group]
-    keys += [
-        key_at(shape.key, depth) for shape in attention_shapes(target.pairs()) for depth in DEPTHS
-    ]
+    shapes = attention_shapes(target.pairs())
+    keys += [key_at(shape.key, depth) for shape in shapes for depth in DEPTHS]
     return {key: chosen(ROWS, MOST_NODES) for key in keys}
 
 
@@ -250,14 +249,14 @@ def _time_attention(
     scale, size = shape.head_dim**-0.5, (1, shape.key_heads, depth, shape.head_dim)
     keys, values, *others = (_noise(size, shape.dtype, seed) for seed in range(4))
     caches = [(keys, values), (others[0], others[1])]
-    fused = mx.fast.scaled_dot_product_attention
+    stock = stock_attention(kernels)
 
     def both(rows: int) -> tuple[float, float] | None:
         q = _noise((1, shape.heads, rows, shape.head_dim), shape.dtype)
         mask = "causal" if rows > 1 else None
         return _each(
             stopwatch.both(
-                lambda: [fused(q, k, v, scale=scale, mask=mask) for k, v in caches],
+                lambda: [stock(q, k, v, None, scale, mask) for k, v in caches],
                 lambda: [kernels.attention(q, k, v, scale=scale) for k, v in caches],
                 ALONE,
             ),
