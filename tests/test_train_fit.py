@@ -13,6 +13,7 @@ import pytest
 import tinymodels
 from mlx.utils import tree_flatten
 from tiny_pair.target import collate, new_model, next_token_loss
+from tinymodels import LINES
 
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import SettingsError, WeightsError
@@ -28,7 +29,9 @@ from dflash_mlx.train.drafter import (
     save_drafter,
     train_drafter,
 )
+from dflash_mlx.train.features import FIRST, features, tap_scales
 from dflash_mlx.train.fit import StepReport, fit, make_optimizer, schedule
+from dflash_mlx.train.initial import draft_config
 
 TARGET = tinymodels.model_config("qwen3", tie_word_embeddings=True)
 RAW_DRAFTER = tinymodels.drafter_config(num_hidden_layers=1, block_size=4)
@@ -241,3 +244,65 @@ def test_a_drafter_can_be_stored_in_six_bits(tmp_path):
     loaded = flat(load_drafter(str(tmp_path / "six")).parameters())
     for name, array in flat(drafter.parameters()).items():
         assert np.allclose(array, loaded[name], atol=0.05), name
+
+
+# Taps of very different sizes
+
+SLOW = DrafterSettings(steps=1, tokens=64, anchors=4, learning_rate=1e-9, optimizer="muon")
+
+
+@pytest.fixture(scope="module")
+def loud() -> Target:
+    """A target of whose hidden states one dimension is a thousand times as large."""
+    found = tinymodels.target(max_position_embeddings=4096)  # no other test has this one
+    embedding = found.model.model.embed_tokens
+    embedding.weight = embedding.weight * mx.where(
+        mx.arange(embedding.weight.shape[1]) == 3, 1e3, 1
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def loud_config(loud) -> DraftConfig:
+    return DraftConfig.from_dict(draft_config(loud, "dspark", 4, 0, 1))
+
+
+@pytest.fixture(scope="module")
+def loud_samples(loud) -> list[Sample]:
+    ids = [tuple(loud.tokenizer.encode(line)) for line in LINES]
+    return [Sample(tokens, ((1, len(tokens)),)) for tokens in ids]
+
+
+def test_scales_are_root_mean_squares(loud, loud_config, loud_samples):
+    layers = loud_config.target_layer_ids
+    scales = np.array(tap_scales(loud, layers, loud_samples))
+    values = []
+    for sample in loud_samples:
+        taps = np.array(features(loud, mx.array([sample.tokens]), layers).taps[0], np.float64)
+        values.append(taps[min(FIRST, len(taps) - 1) :])
+    expected = np.sqrt((np.concatenate(values) ** 2).mean(axis=0))
+    np.testing.assert_allclose(scales, expected, rtol=1e-4)
+    assert scales.max() > 20 * np.median(scales)
+
+
+def test_a_drafter_that_knows_something_begins_as_it_is(loud, loud_config, loud_samples):
+    drafter = new_drafter(loud_config, 5)
+    before = np.array(drafter.fc.weight)
+    train_drafter(loud, loud_config, lambda e: loud_samples, SLOW, drafter=drafter)
+    np.testing.assert_allclose(np.array(drafter.fc.weight), before, rtol=1e-3, atol=1e-6)
+
+
+def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(
+    loud, loud_config, loud_samples
+):
+    seen: list[StepReport] = []
+    settings = replace(SLOW, validate_every=1)
+    of, held_out = (lambda e: loud_samples), loud_samples[:1]
+    drafter = train_drafter(loud, loud_config, of, settings, held_out, progress=seen.append)
+    columns = mx.sqrt(mx.square(drafter.fc.weight).mean(axis=0))
+    columns *= tap_scales(loud, loud_config.target_layer_ids, loud_samples)
+    assert mx.abs(columns - columns.mean()).max() < 0.5 * columns.mean()
+    # What is returned reads the taps themselves, and is worth what the validation said.
+    arrays = AnchorCollator(settings.anchors)(loud_samples[:1], Random(settings.seed))
+    loss = draft_loss(drafter, loud, loud_config.block_size / 2)(drafter.parameters(), *arrays)[0]
+    assert float(loss) == pytest.approx(seen[-1].held_out_loss, rel=1e-3)

@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,19 @@ from tinymodels import END, LINES
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import (
     DataError,
+    DFlashError,
     IncompatibleDrafterError,
+    NotEnoughMemoryError,
     PromptError,
     SettingsError,
 )
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
 from dflash_mlx.targets import Target
-from dflash_mlx.train.drafter import new_drafter
+from dflash_mlx.train import answers, memory
+from dflash_mlx.train.drafter import DrafterSettings, new_drafter
 from dflash_mlx.train.fit import StepReport
-from dflash_mlx.train.initial import mask_token, tap_layers
+from dflash_mlx.train.initial import draft_config, mask_token, tap_layers
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.run import TrainingPlan, train
 
@@ -202,3 +206,91 @@ def test_answers_do_not_hold_the_end_as_text(tmp_path, target, data):
     train(target, tmp_path / "out", recipe(data))
     lines = (tmp_path / "out" / "held_out.jsonl").read_text().splitlines()
     assert lines and all(END not in json.loads(line)["answer"] for line in lines)
+
+
+# Refused before anything is answered or written
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "2", "--hours", "1"], "not both"),
+        (["--keep-answers"], "needs --data"),
+        (["--data", "x.jsonl"], "either a file"),
+        (["--hours", "0"], "above 0"),
+        (["--learning-rate", "0"], "above 0"),
+        (["--seed", str(2**64)], "below 2**32"),
+        (["--warm-start", "tiny", "--layers", "2"], "--warm-start"),
+    ],
+)
+def test_mistakes_of_usage_are_told_first(tmp_path, options, message, monkeypatch):
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model is loaded before the options are judged")
+
+    monkeypatch.setattr("dflash_mlx.load_target", load)
+    out = tmp_path / "out"
+    done = run("train", "--synthesize", "2", "--out", out, *options, COLUMNS="200")
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"layers": 4}, "lower --layers"),
+        ({"block_size": 5000}, "block_size"),
+    ],
+)
+def test_shapes_are_judged_before_anything_is_answered(tmp_path, target, wrong, said):
+    with pytest.raises(DFlashError, match=said):
+        train(target, tmp_path / "out", Recipe(synthesize=2, **wrong))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_to_start_from_is_judged_before_anything_is_answered(tmp_path, target):
+    folder = tinymodels.save_drafter(tmp_path / "warm", seed=3, block_size=4)
+    raw = json.loads((folder / "config.json").read_text())
+    warm = (load_drafter(str(folder)), raw | {"num_target_layers": 30})
+    with pytest.raises(IncompatibleDrafterError):
+        train(target, tmp_path / "out", Recipe(synthesize=2), warm)
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_memory_is_told_before_anything_is_answered(tmp_path, target, data, monkeypatch):
+    out, large = tmp_path / "out", recipe(data, anchors=16, tokens=256)
+    monkeypatch.setattr(memory, "memory_bytes", lambda: 10**6)
+    with pytest.raises(NotEnoughMemoryError, match=r"lower --tokens \(256\), --anchors \(16\)"):
+        train(target, out, large)
+    assert not out.exists()
+
+
+def test_answers_too_short_for_the_memory_stay_for_another_training(
+    tmp_path, target, data, monkeypatch
+):
+    """How many sequences fill a batch is known when they are: then less can be asked for."""
+    seen, large = list[Any](), recipe(data, steps=1, anchors=16, tokens=256)
+    train(target, tmp_path / "free", large, listen=seen.append)
+    [needed] = [event.memory_bytes for event in seen if isinstance(event, TrainingPlan)]
+    monkeypatch.setattr(memory, "memory_bytes", lambda: needed - 1)
+    out = tmp_path / "out"
+    with pytest.raises(NotEnoughMemoryError, match="lower --tokens"):
+        train(target, out, large)
+
+    def answer(*_: Any, **__: Any) -> None:
+        raise AssertionError("what was answered is answered again")
+
+    monkeypatch.setattr(answers, "complete", answer)
+    train(target, out, replace(large, tokens=64))
+    with pytest.raises(SettingsError, match=r"other settings \(tokens\)"):  # there are steps now
+        train(target, out, large)
+
+
+def test_short_samples_take_more(target):
+    """A batch has as many of them as fill it, and each has all its anchors."""
+    config = DraftConfig.from_dict(draft_config(target, "dflash", 8, 1))
+    settings = DrafterSettings(steps=1, tokens=1024, anchors=64)
+    short, long, mixed = (
+        memory.memory_needed(target, config, settings, lengths) - 2 * memory.BOUND
+        for lengths in ([48], [1024], [1024, 48, 500])
+    )
+    assert short == mixed and short > 4 * long
