@@ -13,7 +13,6 @@ from dflash_mlx.bench.measure import (
     measure_all,
     next_logits,
     run_mlx_lm,
-    warm_up,
 )
 from dflash_mlx.bench.summary import (
     Difference,
@@ -164,14 +163,6 @@ def test_mlx_lm_runs_as_far_as_asked(max_tokens):
     assert run.tokens == tinymodels.greedy(target, PROMPT, max_tokens)
 
 
-def test_warm_up_leaves_no_trace():
-    target, drafter = tinymodels.target(), tinymodels.random_drafter()
-    before = generate(target, drafter, PROMPT, max_tokens=8).tokens
-    warm_up(target, drafter, 4)
-    warm_up(target, None)
-    assert generate(target, drafter, PROMPT, max_tokens=8).tokens == before
-
-
 def test_measure_prompts():
     more = BenchPrompt("sums", ASKED.messages, then=("and 1 more?",))
     pair = tinymodels.target(), tinymodels.random_drafter()
@@ -261,16 +252,3 @@ def test_rows_sum_up_their_prompts():
         "other": 2,
         "logit_gap": 0.25,
     }
-
-
-@pytest.mark.parametrize(
-    "values, spread",
-    [
-        ([], None),
-        ([2.0], Spread(2.0, 2.0, 2.0)),
-        ([5, 1, 4, 2, 3], Spread(2, 3, 4)),
-        ([1, 2], Spread(1.25, 1.5, 1.75)),
-    ],
-)
-def test_a_spread_is_quartiles(values, spread):
-    assert Spread.of(values) == spread

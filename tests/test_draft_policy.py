@@ -15,7 +15,7 @@ from simulated import (
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.protocol import DraftSession
-from dflash_mlx.policy.budget import ALLOWANCE, CREDIT, Budget, expected_loss
+from dflash_mlx.policy.budget import ALLOWANCE, CREDIT, expected_loss
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.estimates import AcceptanceEstimates
 from dflash_mlx.policy.planner import AdaptivePlanner
@@ -179,14 +179,6 @@ def test_old_comparisons_are_forgotten():
     assert costs.table("chain") == pytest.approx(typical)
 
 
-def test_a_machine_that_is_slower_for_all_steps_changes_nothing():
-    costs = StepCosts(LONGEST)
-    learnt(costs, [(1, 1.0), (8, 2.0)])
-    before = costs.table("chain")
-    learnt(costs, [(1, 3.0), (8, 6.0)])
-    assert costs.table("chain") == pytest.approx(before, rel=0.05)
-
-
 def test_estimates_follow_what_was_right():
     estimates = AcceptanceEstimates(15)
     assert len(estimates.path_probs) == 15
@@ -204,16 +196,6 @@ def test_the_expected_loss_is_a_mean():
     of_tokens = {1: 0.1, 2: 0.4, 3: 0.4, 4: 0.1}
     mean = sum(p * max(0.0, cost - tokens) for tokens, p in of_tokens.items())
     assert expected_loss(paths, cost) == pytest.approx(mean)
-
-
-def test_losses_fade_and_the_balance_stays():
-    budget = Budget()
-    budget.record(5.0, 1)
-    recent, limit = budget.recent, budget.max_cost
-    for _ in range(40):
-        budget.record(1.0, 1)
-    assert recent < -3.9 and budget.recent > -0.2
-    assert limit < budget.max_cost < limit + 1
 
 
 class Finds(DraftSession):

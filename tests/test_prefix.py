@@ -12,7 +12,7 @@ from prefixes import CHUNK, Drafter, Target, request, store
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.prefix.blocks import block_keys, checkpoint_key, fingerprint
+from dflash_mlx.prefix.blocks import block_keys, fingerprint
 from dflash_mlx.sampling import Sampler
 
 KINDS = pytest.mark.parametrize("kind", [(True, True), (True, False), (False, True)], ids=str)
@@ -116,16 +116,6 @@ def test_any_number_of_the_weights_makes_another_pair(by_column):
         found.add(fingerprint(target, None))
     assert len(found) == 4
     assert fingerprint(target, None) in found
-
-
-def test_keys_are_of_all_the_text_before():
-    ids = text(12)
-    keys = block_keys(b"root", ids, 4)
-    assert len(set(keys)) == len(keys) == 3 == len(block_keys(b"root", text(15), 4))
-    other = block_keys(b"root", [ids[0] + 1, *ids[1:]], 4)
-    assert not set(keys) & set(other)
-    assert len({checkpoint_key(keys[0], ids[4:end]) for end in (4, 5, 6, 7)}) == 4
-    assert checkpoint_key(keys[0], ids[4:7]) != checkpoint_key(keys[1], ids[4:7])
 
 
 def test_a_hit_is_kept_and_what_nobody_used_goes():

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 import pytest
-from prefixes import CHUNK, Drafter, Session, Target, request, store
+from prefixes import CHUNK, Drafter, Target, request, store
 from test_prefix import KINDS, pair, text
 
 from dflash_mlx.errors import OutputError
@@ -59,25 +59,6 @@ def test_a_program_that_ends_has_written_all(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=tests)
     assert (done.returncode, done.stderr) == (0, "")
     assert request(store(Target(False), folder=tmp_path), [*text(400), 1, 2, 3]) == 400
-
-
-def test_bfloat16_and_packed_numbers_come_back(tmp_path):
-    class Narrow(Session):
-        def state(self):
-            return {"a": mx.array([1.5, -0.0], mx.bfloat16), "b": mx.array([2**32 - 1], mx.uint32)}
-
-    class Of(Target):
-        def start(self, tap_layers=(), kv_bits=None):
-            return Narrow(False)
-
-    here = store(Of(False), folder=tmp_path)
-    request(here, text(9))
-    here.flush()
-    entries = [here._disk.read(key, here._entries[key].arrays) for key in here._disk._files]
-    (mark,) = [arrays for arrays in entries if "target.state.a" in arrays]
-    found = mark["target.state.a"]
-    assert found.dtype == mx.bfloat16 and found.view(mx.uint16).tolist() == [0x3FC0, 0x8000]
-    assert mark["target.state.b"].tolist() == [2**32 - 1]
 
 
 def flip(file, others):

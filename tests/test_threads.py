@@ -4,7 +4,6 @@ The texts are compared with what mlx-lm itself decodes, in the main thread and a
 nothing is computed there before another thread needs it.
 """
 
-import itertools
 import subprocess
 import sys
 import threading
@@ -111,26 +110,6 @@ def test_every_part_of_a_request_changes_threads(way):
         )
         assert tokens_of(in_new_threads(events)) == fresh.tokens
         prompt = [*prompt, *fresh.tokens[: 12 - cut], 7]
-
-
-def test_one_request_after_another_of_a_changing_width():
-    """Rounds that draft nothing let features wait for a later thread."""
-    target, drafter = tiny_target(), random_drafter(**WINDOW)
-    prompt = [token % 192 for token in PROMPT]
-    widths = itertools.cycle([1, 1, 6, 2])
-    truth = dm.generate(target, None, prompt, max_tokens=TOKENS).tokens
-
-    class Varying:
-        tap_layers = drafter.tap_layers
-
-        def start(self, target, sampler):
-            session = drafter.start(target, sampler)
-            propose = session.propose
-            session.propose = lambda anchor, width: propose(anchor, min(width, next(widths)))
-            return session
-
-    events = dm.stream_generate(target, Varying(), prompt, max_tokens=TOKENS)
-    assert tokens_of(in_new_threads(events)) == truth
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -129,16 +129,6 @@ def test_the_selector_learns_to_pick_among_the_candidates():
     assert entropy[1, 2].item() == 0
 
 
-def test_what_the_selector_chooses_is_what_it_walks():
-    """With every choice right so far, the teacher-forced choices are the walk's."""
-    drafter = make_drafter(**DFLASH2)
-    hidden, logits = mx.random.normal((1, 3, 16)), mx.random.normal((1, 3, 32))
-    path = drafter.candidate_selector.walk(logits[0], 1.0, hidden[0], mx.array(4))
-    before = mx.concatenate([mx.array([4]), path[:-1].astype(mx.int32)])[None]
-    _, chosen = selector_loss(drafter.candidate_selector, hidden, logits, before, path[None])
-    assert chosen[0].tolist() == path.tolist()
-
-
 def test_slot_weights_stop_at_the_first_disagreement():
     tokens = mx.array([5, 6, 7, 8, 9])
     choices = mx.array([5, 0, 7, 8, 9])

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from families import CONFIGS
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
@@ -34,58 +35,24 @@ LINES = [
     'def area(width, height):\n    return width * height  # "units" differ\n',
 ]
 SHAPE = {
-    "hidden_size": 64,
     "num_hidden_layers": 3,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
     "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
+    "rope_scaling": None,
 }
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 32,
+}
+# What differs from the configs of `families`, beside the shape.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": False},
-    "llama": {"model_type": "llama", "tie_word_embeddings": True},
-    "qwen3_moe": {
-        "model_type": "qwen3_moe",
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [],
-        "tie_word_embeddings": False,
-    },
-    "sliding llama": {
-        "model_type": "llama",
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "sliding_window": 32,
-    },
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "sliding_window": 32,
-    },
-    "qwen3_next": {
-        "model_type": "qwen3_next",
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "linear_conv_kernel_dim": 4,
-        "full_attention_interval": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [],
-        "partial_rotary_factor": 0.25,
-    },
+    "qwen3": {},
+    "llama": {"tie_word_embeddings": True},
+    "qwen3_moe": {},
+    "sliding llama": {"tie_word_embeddings": True} | WINDOWS,
+    "gpt_oss": {"intermediate_size": 128} | WINDOWS,
+    "qwen3_next": {},
 }
 SUPPORTED = ["qwen3", "llama", "qwen3_moe"]
 DRAFTER = {
@@ -127,7 +94,8 @@ def wrapped(eos_ids: Iterable[int] = ()) -> TokenizerWrapper:
 
 def model_config(family: str, **overrides: Any) -> dict[str, Any]:
     """A config.json of mlx-lm's for a tiny model of this family."""
-    return SHAPE | FAMILIES[family] | {"vocab_size": len(tokenizer())} | overrides
+    config = CONFIGS[family.split()[-1]] | SHAPE | FAMILIES[family]
+    return config | {"vocab_size": len(tokenizer())} | overrides
 
 
 def random_model(config: dict[str, Any], seed: int = 0) -> nn.Module:
