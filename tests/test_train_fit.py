@@ -46,7 +46,7 @@ DSPARK = DraftConfig.from_dict(
         "sample_from_anchor": True,
     }
 )
-SETTINGS = DrafterSettings(steps=8, tokens=64, anchors=3, learning_rate=3e-3, save_every=0)
+SETTINGS = DrafterSettings(steps=8, tokens=64, anchors=3, learning_rate=3e-3, every=0)
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +92,7 @@ def train_target(
 def test_resuming_changes_no_bit(tmp_path, name):
     checkpoint = tmp_path / "checkpoint.safetensors"
     whole, _ = train_target(9, make_optimizer(name, 0.01, 9))
-    train_target(
-        5, make_optimizer(name, 0.01, 9), checkpoint, save_every=5
-    )  # the schedule of all nine
+    train_target(5, make_optimizer(name, 0.01, 9), checkpoint, every=5)  # the schedule of all nine
     resumed, reports = train_target(9, make_optimizer(name, 0.01, 9), checkpoint)
     assert [report.step for report in reports] == [6, 7, 8, 9]
     assert_bitwise_equal(whole, resumed)
@@ -102,7 +100,7 @@ def test_resuming_changes_no_bit(tmp_path, name):
 
 def test_a_foreign_checkpoint_is_refused(tmp_path, target):
     checkpoint = tmp_path / "checkpoint.safetensors"
-    train_target(1, make_optimizer("adamw", 0.01, 1), checkpoint, save_every=1)
+    train_target(1, make_optimizer("adamw", 0.01, 1), checkpoint, every=1)
     with pytest.raises(WeightsError, match="another model"):
         train_drafter(target, DRAFTER, sample_texts, SETTINGS, checkpoint=checkpoint)
 
@@ -145,7 +143,7 @@ def own_samples(target: Target) -> list[Sample]:
 def test_a_resumed_drafter_is_the_same(tmp_path, target):
     def train(steps: int, checkpoint: Path | None) -> Any:
         progress: Callable[[StepReport], None] = interrupt_at(steps)
-        settings = replace(SETTINGS, save_every=3)
+        settings = replace(SETTINGS, every=3)
         try:
             drafter = train_drafter(
                 target, DRAFTER, sample_texts, settings, checkpoint=checkpoint, progress=progress
@@ -178,7 +176,7 @@ def interrupt_at(step: int) -> Callable[[StepReport], None]:
 
 def test_the_best_parameters_are_returned(target):
     reports = []
-    settings = replace(SETTINGS, steps=12, learning_rate=5.0, validate_every=1)
+    settings = replace(SETTINGS, steps=12, learning_rate=5.0, every=1)
     drafter = train_drafter(
         target, DRAFTER, sample_texts, settings, sample_texts(), progress=reports.append
     )
@@ -290,7 +288,7 @@ def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(
     loud, loud_config, loud_samples
 ):
     seen: list[StepReport] = []
-    settings = replace(SLOW, validate_every=1)
+    settings = replace(SLOW, every=1)
     of, held_out = (lambda e: loud_samples), loud_samples[:1]
     drafter = train_drafter(loud, loud_config, of, settings, held_out, progress=seen.append)
     columns = mx.sqrt(mx.square(drafter.fc.weight).mean(axis=0))

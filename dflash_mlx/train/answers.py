@@ -131,7 +131,7 @@ def answer_all(
     prompts: Sequence[Ids],
     path: Path,
     settings: AnswerSettings,
-    progress: Callable[[AnswerProgress], None] | None = None,
+    progress: Callable[[AnswerProgress], None] = lambda event: None,
 ) -> list[Answer]:
     """Answer every prompt, or take its answer from `path`, which grows chunk by chunk.
 
@@ -141,8 +141,7 @@ def answer_all(
     done = len(answers)
 
     def report() -> None:
-        if progress is not None:
-            progress(AnswerProgress(done, len(prompts), tokens))
+        progress(AnswerProgress(done, len(prompts), tokens))
 
     def count() -> None:
         nonlocal tokens
@@ -166,7 +165,7 @@ def complete(
     prompts: Sequence[Ids],
     settings: AnswerSettings,
     sampler: Sampler | None = None,
-    on_token: Callable[[], None] | None = None,
+    on_token: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
     """Continue token ids with the target, several at once.
 
@@ -194,8 +193,7 @@ def complete(
             for response in responses:
                 found[response.uid].append(response.token)
                 ended[response.uid] = response.finish_reason == "stop"
-                if on_token is not None:
-                    on_token()
+                on_token()
     finally:
         generator.close()
     return [

@@ -51,7 +51,7 @@ class DrafterSettings:
         loss_weights: weights of the losses.
         answer_vocabulary: restrict the loss to tokens that occur in answers of the first epoch.
         seed: seeds the initial weights, the order of the data and the anchors.
-        save_every, validate_every: see `fit`.
+        every: see `fit`.
     """
 
     steps: int
@@ -62,8 +62,7 @@ class DrafterSettings:
     loss_weights: LossWeights = CROSS_ENTROPY
     answer_vocabulary: bool = False
     seed: int = 0
-    save_every: int = 200
-    validate_every: int = 0
+    every: int = 200
 
 
 def new_drafter(config: DraftConfig, seed: int) -> DFlash:
@@ -188,7 +187,7 @@ def train_drafter(
     settings: DrafterSettings,
     held_out: Sequence[Sample] = (),
     checkpoint: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda report: None,
     drafter: DFlash | None = None,
     fresh: bool = False,
 ) -> DFlash:
@@ -226,8 +225,7 @@ def train_drafter(
         checkpoint,
         progress,
         held_out_metrics(loss, collate, held_out, settings) if held_out else None,
-        settings.save_every,
-        settings.validate_every,
+        settings.every,
     )
     drafter.update(parameters)
     drafter.fc.weight = drafter.fc.weight / scales

@@ -98,10 +98,9 @@ def fit(
     batches: Callable[[tuple[int, int]], BatchStream],
     steps: int,
     checkpoint: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda report: None,
     validate: Validation | None = None,
-    save_every: int = 0,
-    validate_every: int = 0,
+    every: int = 0,
 ) -> Parameters:
     """Minimize `loss` and return the trained parameters.
 
@@ -113,7 +112,7 @@ def fit(
         steps: optimizer steps, each of `MICRO_BATCHES` batches.
         checkpoint: a file; if it exists, training resumes from it.
         validate: parameters -> (held-out loss, metric). With it the best parameters are returned.
-        save_every, validate_every: steps between checkpoints and validations; 0 is never.
+        every: steps between validations, and checkpoints; 0 is never.
 
     Raises `WeightsError` for a checkpoint of other parameters, `OutputError` if none can be
     written, and `SettingsError` if the loss is not finite.
@@ -144,14 +143,13 @@ def fit(
                 "--learning-rate and use another folder."
             )
         held_out = apart = None
-        if validate and validate_every and state.step % validate_every == 0:
+        pause = every and state.step % every == 0
+        if validate and pause:
             held_out, apart = validate(parameters)
             if held_out < state.best_loss:
                 best, state.best_loss = parameters, held_out
-        if progress:
-            values = float(mean), float(metric)
-            progress(StepReport(state.step, steps, *values, held_out, apart))
-        if checkpoint and save_every and state.step % save_every == 0:
+        progress(StepReport(state.step, steps, float(mean), float(metric), held_out, apart))
+        if checkpoint and pause:
             save(checkpoint, parameters, best, optimizer, state)
     return best if state.best_loss < float("inf") else parameters
 

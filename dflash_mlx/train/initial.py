@@ -9,24 +9,25 @@ from ..errors import SettingsError
 from ..targets import Target
 from ..validation import text_config
 
-ARCHITECTURES = {
-    "dflash": "DFlashDraftModel",
-    "dflash2": "DFlash2DraftModel",
-    "dspark": "DSparkDraftModel",
-}
 DEEP = 12  # targets with fewer layers are tapped at three layers instead of five
-# Additional fields: DFlash2's in its `dflash_config`, DSpark's in its config.
-SELECTOR = {
-    "conv_kernel_size": 2,
-    "conv_group_size": 16,
-    "selector_rank": 32,
-    "selector_top_k": 8,
-}
-MARKOV = {
-    "markov_rank": 64,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": False,
-    "sample_from_anchor": True,
+# By kind: the architecture, and further fields of the config and of its `dflash_config`.
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "dflash": ("DFlashDraftModel", {}, {}),
+    "dflash2": (
+        "DFlash2DraftModel",
+        {},
+        {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 32, "selector_top_k": 8},
+    ),
+    "dspark": (
+        "DSparkDraftModel",
+        {
+            "markov_rank": 64,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": False,
+            "sample_from_anchor": True,
+        },
+        {},
+    ),
 }
 
 
@@ -56,8 +57,10 @@ def draft_config(
             f"{target.num_layers}: lower --layers."
         )
     layers = layers or min(5, 1 + round(target.num_layers / 8))
-    config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[kind]],
+    architecture, fields, nested = KINDS[kind]
+    taps = tap_layers(target.num_layers)
+    return {
+        "architectures": [architecture],
         **_like(target),
         "num_hidden_layers": layers,
         "num_target_layers": target.num_layers,
@@ -65,16 +68,9 @@ def draft_config(
         "layer_types": ["full_attention"] * layers,
         "is_causal": causal,
         "torch_dtype": "bfloat16",
-        "dflash_config": {
-            "mask_token_id": mask_token,
-            "target_layer_ids": tap_layers(target.num_layers),
-        },
+        "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": taps, **nested},
+        **fields,
     }
-    if kind == "dflash2":
-        config["dflash_config"] |= SELECTOR
-    if kind == "dspark":
-        config |= MARKOV
-    return config
 
 
 def _like(target: Target) -> dict[str, Any]:
@@ -97,8 +93,8 @@ def _like(target: Target) -> dict[str, Any]:
 
 def check_kind(kind: str, block_size: int) -> None:
     """Raise `SettingsError` for an invalid kind or block size."""
-    if kind not in ARCHITECTURES:
-        raise SettingsError(f"The kind is one of {', '.join(ARCHITECTURES)}, not {kind!r}.")
+    if kind not in KINDS:
+        raise SettingsError(f"The kind is one of {', '.join(KINDS)}, not {kind!r}.")
     if block_size < 2:
         raise SettingsError(f"A block has at least two rows, not {block_size}.")
 

@@ -135,21 +135,19 @@ class VocabularySubset:
 
     Attributes:
         tokens: their ids [V'].
-        places: the index of each id of the whole vocabulary in `tokens` [V], 0 if absent.
-        inside: whether each id is in `tokens` [V].
+        places: the index of each id of the whole vocabulary in `tokens` [V], -1 if absent.
     """
 
     tokens: mx.array
     places: mx.array
-    inside: mx.array
 
     @classmethod
     def of(cls, tokens: mx.array, vocab_size: int) -> VocabularySubset:
         """The subset of a vocabulary with these distinct ids."""
         chosen = np.array(tokens).astype(np.int32)
-        places, inside = np.zeros(vocab_size, np.int32), np.zeros(vocab_size, np.bool_)
-        places[chosen], inside[chosen] = np.arange(len(chosen)), True
-        return cls(mx.array(chosen), mx.array(places), mx.array(inside))
+        places = np.full(vocab_size, -1, np.int32)
+        places[chosen] = np.arange(len(chosen))
+        return cls(mx.array(chosen), mx.array(places))
 
 
 def answer_vocabulary(samples: Iterable[Sample], vocab_size: int) -> VocabularySubset:
@@ -215,9 +213,9 @@ class SlotLoss:
         if self._markov is not None:
             logits = logits + self._after(self._markov, hidden, before)
         if subset is not None:
-            weights = weights * subset.inside[labels]
-            shares = shares * subset.inside[tops]
             labels, tops = subset.places[labels], subset.places[tops]
+            weights, shares = weights * (labels >= 0), shares * (tops >= 0)
+            labels, tops = mx.maximum(labels, 0), mx.maximum(tops, 0)
         loss = self._mix.of(logits, labels, tops, shares)
         chosen = mx.argmax(mx.stop_gradient(logits), axis=-1)
         if self._selector is not None:

@@ -207,7 +207,6 @@ def _steps_of_epochs(recipe: Recipe, training: Sequence[Sample]) -> int:
 
 def _settings(recipe: Recipe, steps: int) -> DrafterSettings:
     """The settings of a training of so many steps."""
-    every = max(1, min(50, steps // 10))
     return DrafterSettings(
         steps=steps,
         tokens=recipe.tokens,
@@ -217,8 +216,7 @@ def _settings(recipe: Recipe, steps: int) -> DrafterSettings:
         loss_weights=LossWeights(cross_entropy=0.5, kl=0.5),
         answer_vocabulary=True,
         seed=recipe.seed,
-        save_every=every,
-        validate_every=every,
+        every=max(1, min(50, steps // 10)),
     )
 
 
@@ -245,7 +243,7 @@ def _steps_of_hours(
         def note(report: StepReport) -> None:
             times.append(time.monotonic())
 
-        few = replace(settings, steps=TIMED_STEPS + 1, save_every=0, validate_every=0)
+        few = replace(settings, steps=TIMED_STEPS + 1, every=0)
         train_drafter(target, config, lambda e: training, few, progress=note, drafter=trial)
         seconds = (times[-1] - times[0]) / TIMED_STEPS
         whole = 3600 * (recipe.hours or 0)

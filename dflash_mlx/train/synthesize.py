@@ -72,7 +72,7 @@ def write_turns(
     path: Path,
     settings: AnswerSettings,
     seed: int = 0,
-    progress: Callable[[TurnProgress], None] | None = None,
+    progress: Callable[[TurnProgress], None] = lambda event: None,
 ) -> list[str]:
     """Write `count` different user turns; `path` keeps them round by round.
 
@@ -102,8 +102,7 @@ def write_turns(
                 f"{target.name} wrote {len(turns)} different turns and now repeats itself: ask "
                 f"for no more (--synthesize {max(len(turns), 1)}), or give --data."
             )
-        if progress is not None:
-            progress(TurnProgress(min(len(turns), count), count))
+        progress(TurnProgress(min(len(turns), count), count))
     return [*turns.values()][:count]
 
 

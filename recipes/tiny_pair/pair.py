@@ -137,7 +137,7 @@ def train_target(out: Path, work: Path) -> None:
         TARGET_STEPS,
         work / "target.safetensors",
         Printer("target", "accuracy"),
-        save_every=100,
+        every=100,
     )
     model.update(parameters)
     save_model(model, TARGET_CONFIG, out / "target")
@@ -196,7 +196,7 @@ def train_on(
         learning_rate=0.02,
         optimizer="muon",
         seed=seed,
-        save_every=100,
+        every=100,
     )
     return train_drafter(
         target,

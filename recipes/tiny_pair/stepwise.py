@@ -84,7 +84,7 @@ def train(loss: Loss, start: Any, target: Target, name: str, work: Path) -> Para
         STEPS,
         work / f"{name}.safetensors",
         Printer(name, "right"),
-        save_every=50,
+        every=50,
     )
 
 
