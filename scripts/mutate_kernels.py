@@ -39,6 +39,7 @@ TESTS = {
     "metal/matmul_tile.h": [*PRODUCT, *EXPERTS],
     "metal/matrix_rows.h": [*PRODUCT, *EXPERTS, *ATTENTION],
     "metal/merge_splits.metal": PRODUCT,
+    "metal/tensor_tile.h": ["test_kernel_tensor"],
     "metal/verify_matmul.metal": PRODUCT,
     "metal/verify_matmul_moe.metal": EXPERTS,
     "metal/verify_qkv.metal": ["test_kernel_qkv"],

@@ -87,8 +87,10 @@ def affine_weights(*shape: int) -> Iterator[AffineWeights]:
         whole = -(-depth // group) * group
         words = mx.zeros((*leading, whole * bits // 32), mx.uint32)
         scales = mx.zeros((*leading, whole // group), dtype)
-        if weights := taken(AffineWeights, words, scales, scales, bits, group):
-            yield weights
+        for tensor_units in (False, True):
+            form = bits, group, tensor_units
+            if weights := taken(AffineWeights, words, scales, scales, *form):
+                yield weights
 
 
 def matrices(*shape: int) -> Iterator[Weights]:
@@ -100,7 +102,7 @@ def matrices(*shape: int) -> Iterator[Weights]:
 def record_products(recorder: Recorder) -> None:
     """Plain and affine weights, gate and up, whole and split K, one row of weights and several."""
     moe, experts = VerifyMatmulMoe(recorder), mx.array([[0, 1]])
-    for rows, shape in product((1, 3), ((1, 8), (33, 128), (40, 1024), (40, 4096))):
+    for rows, shape in product((1, 3), ((1, 8), (33, 128), (32, 256), (64, 1024), (64, 4096))):
         matmul = VerifyMatmul(recorder, ENOUGH_TILES_LARGE if rows == 1 else ENOUGH_TILES)
         for w, dtype, gated in product(matrices(*shape), DTYPES, (False, True)):
             taken(matmul, mx.zeros((rows, w.shape[1]), dtype), w, w if gated else None)
@@ -113,7 +115,7 @@ def record_fused(recorder: Recorder) -> None:
     """Two to as many matrices as are taken, whole and split K."""
     for enough in (ENOUGH_TILES, ENOUGH_TILES_LARGE):
         beside = VerifyQkv(recorder, enough)
-        for count, shape in product(range(1, 9), ((1, 8), (40, 1024))):
+        for count, shape in product(range(1, 9), ((1, 8), (32, 256), (64, 1024))):
             for w, dtype in product(matrices(*shape), DTYPES):
                 taken(beside, mx.zeros((3, w.shape[1]), dtype), [w] * count)
 

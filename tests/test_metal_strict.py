@@ -6,6 +6,7 @@ for OpenCL, which has Metal's address spaces and Metal 4.1's rule for `this`.
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -182,6 +183,23 @@ REFUSED = {
 def test_what_metal_refuses_is_refused(changes):
     with pytest.raises(CompilationError):
         strict.check_strictly([kernel(changes)])
+
+
+TENSORS = {
+    "operands in float": ("tensor<device T, Extents", "tensor<device float, Extents"),
+    "words instead of bytes": ("(device uchar*)words", "words"),
+    "k of no whole 32": ("width, GROUP, false", "width, GROUP - 16, false"),
+    "8 rows by 8 columns": ("(kTileRows, width, GROUP", "(8, 8, GROUP"),
+    "a result that is not named": ("run(x_step, codes, sums)", "run(x_step, codes, {})"),
+}
+
+
+@pytest.mark.parametrize(("correct", "wrong"), TENSORS.values(), ids=TENSORS.keys())
+def test_what_tensor_operations_refuse_is_refused(calls, correct, wrong):
+    planted = next(each for each in calls.wrappers.values() if "matmul_tensor" in each.name)
+    assert planted.header.count(correct) == 1
+    with pytest.raises(CompilationError):
+        strict.check_strictly([replace(planted, header=planted.header.replace(correct, wrong))])
 
 
 PICK = "float pick(int i) const thread { return held.values[i]; }\n  "

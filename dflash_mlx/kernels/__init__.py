@@ -11,5 +11,6 @@ The kernels are functions in `metal/*.metal`; the `source` passed to the factory
 calls them. `choose` decides where they run, and `modules` and `fused` put them into a model.
 
 Each row's result depends on that row, the weights and the shapes only, bit for bit, never on the
-number of rows. So drafted text equals undrafted text when both use the kernels.
+number of rows. So drafted text equals undrafted text when both use the kernels. On an M5's tensor
+units only the device can show that, so exact decoding keeps off them.
 """

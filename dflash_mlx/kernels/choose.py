@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from importlib.metadata import version
@@ -141,13 +142,40 @@ def has_kernel(matrix: Matrix) -> bool:
     return matrix.kind == "affine" and matrix.bits in (4, 8) and matrix.group_size in (32, 64, 128)
 
 
+def has_tensor_units(device: Mapping[str, Any], macos: str) -> bool:
+    """Whether a GPU multiplies bfloat16 by 4 bits in tensor units: an M5's, from macOS 26.4 on.
+
+    The architecture is asked as in MLX's is_nax_available (mlx/backend/metal/device.cpp). 4-bit
+    tensors came with macOS 26.4. MLX compiles custom kernels as Metal 4.0 or later there.
+
+    Args:
+        device: as of `mx.device_info`.
+        macos: the version, "26.4"; "" elsewhere.
+    """
+    found = re.fullmatch(r"applegpu_g(\d+)(\w)", str(device.get("architecture")))
+    if found is None or int(found[1]) < (18 if found[2] == "p" else 17):
+        return False
+    return tuple(map(int, re.findall(r"\d+", macos)[:2])) >= (26, 4)
+
+
+def tensor_key(key: str) -> str:
+    """The name of weights on tensor units. In `Rows`, they run on those at all rows of `key`."""
+    return f"{key} on tensor units"
+
+
 def exact_by_default(model: Iterable[Matrix], rows: Rows) -> bool:
     """Whether sending every row through our kernels costs nothing, from 1 row to 16.
 
-    Only this machine's timings can show it: a guess never has one row.
+    Only this machine's timings can show it: a guess never has one row. Exact decoding keeps off
+    tensor units, so what won on those shows nothing.
     """
     every = set(range(1, WIDEST + 1))
-    return all(has_kernel(matrix) and every <= rows.get(matrix.key, NONE) for matrix in model)
+    return all(
+        has_kernel(matrix)
+        and every <= rows.get(matrix.key, NONE)
+        and not rows.get(tensor_key(matrix.key))
+        for matrix in model
+    )
 
 
 def is_large(chip: str) -> bool:

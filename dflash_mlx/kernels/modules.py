@@ -7,6 +7,7 @@ through the stock layer. No class is patched, and layers that are left to MLX ar
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,15 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import SettingsError
 from .block_attention import MOST_NODES, BlockAttention
-from .choose import NONE, Rows, exact_by_default, has_kernel, is_large
+from .choose import (
+    NONE,
+    Rows,
+    exact_by_default,
+    has_kernel,
+    has_tensor_units,
+    is_large,
+    tensor_key,
+)
 from .delta_replay import DeltaReplay, DeltaVerify
 from .fused import fuse, is_ours, launches, of_experts, rows_of, weights
 from .shapes import Matrix, matrices
@@ -27,7 +36,7 @@ from .source import KernelFactory
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
 from .verify_qkv import VerifyQkv
-from .weights import weights_of
+from .weights import fits_tensor_units, weights_of
 
 EXACT_ROWS = MOST_NODES  # the most rows of a verify that goes through our kernels alone
 EXACT = frozenset(range(1, EXACT_ROWS + 1))
@@ -39,6 +48,7 @@ class Kernels:
     Args:
         metal_kernel: compiles Metal sources; the tests have one that runs them on the CPU.
         large: whether the chip is a Max or an Ultra; None asks the device.
+        tensor_units: whether the chip has them; None asks the device where Metal compiles.
 
     Attributes:
         active: whether layers use them.
@@ -51,12 +61,19 @@ class Kernels:
     chosen: Rows = MappingProxyType({})
 
     def __init__(
-        self, metal_kernel: KernelFactory = mx.fast.metal_kernel, large: bool | None = None
+        self,
+        metal_kernel: KernelFactory = mx.fast.metal_kernel,
+        large: bool | None = None,
+        tensor_units: bool | None = None,
     ) -> None:
+        device = mx.device_info()
         if large is None:
-            large = is_large(str(mx.device_info().get("device_name", "")))
+            large = is_large(str(device.get("device_name", "")))
         self.on_device = metal_kernel is mx.fast.metal_kernel
         self.splits_stock = self.on_device and large
+        if tensor_units is None:
+            tensor_units = self.on_device and has_tensor_units(device, platform.mac_ver()[0])
+        self.tensor_units = tensor_units
         enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
         self.product = VerifyMatmul(metal_kernel, enough)
         self.qkv = VerifyQkv(metal_kernel, enough)
@@ -183,7 +200,9 @@ def wire(
     for path, module, matrix in found:
         of = EXACT if exact else rows.get(matrix.key, NONE)
         if of and matrix.key not in broken and can_swap(module, matrix):
-            _swap(module, matrix, kernels, of)
+            sound = not exact and tensor_key(matrix.key) not in broken
+            tensor_units = sound and uses_tensor_units(module, matrix, kernels, rows)
+            _swap(module, matrix, kernels, of, tensor_units)
             layers.add(path)
     fuse(model, kernels.qkv, broken)
     if exact:
@@ -241,6 +260,19 @@ def can_swap(module: nn.Module, matrix: Matrix) -> bool:
     return "scales" not in module or module.scales.dtype == module.biases.dtype
 
 
+def can_use_tensor_units(module: nn.Module, matrix: Matrix, kernels: Kernels) -> bool:
+    """Whether this chip has tensor units, and they can multiply by a layer's weights."""
+    if not kernels.tensor_units or not can_swap(module, matrix):
+        return False
+    return fits_tensor_units(weights_of(module))
+
+
+def uses_tensor_units(module: nn.Module, matrix: Matrix, kernels: Kernels, rows: Rows) -> bool:
+    """Whether they do, by the choices in `rows`."""
+    chosen = bool(rows.get(tensor_key(matrix.key)))
+    return chosen and can_use_tensor_units(module, matrix, kernels)
+
+
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Give a model's layers their own classes again after the code inside."""
@@ -254,22 +286,30 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def verifying(layers: Sequence[tuple[nn.Module, Matrix]], kernels: Kernels) -> Iterator[None]:
+def verifying(
+    layers: Sequence[tuple[nn.Module, Matrix]], kernels: Kernels, tensor_units: bool = False
+) -> Iterator[None]:
     """Run stock layers, each by itself, on our kernels for the code inside."""
     with ExitStack() as stack:
         for module, matrix in layers:
             stack.enter_context(restored(module))
-            _swap(module, matrix, kernels, EXACT)
+            _swap(module, matrix, kernels, EXACT, tensor_units)
         yield
 
 
-def _swap(module: Any, matrix: Matrix, kernels: Kernels, rows: frozenset[int]) -> None:
+def _swap(
+    module: Any,
+    matrix: Matrix,
+    kernels: Kernels,
+    rows: frozenset[int],
+    tensor_units: bool = False,
+) -> None:
     """Swap a layer's class for these numbers of rows."""
     module.__class__ = SWAPS[type(module)]
     module._rows, module._kernels = rows, kernels
     module._top_k, module._fused = matrix.top_k, None
     if "scales" in module:
-        module._affine = weights_of(module)
+        module._affine = weights_of(module, tensor_units)
 
 
 def _product(layer: Any, x: mx.array) -> mx.array:

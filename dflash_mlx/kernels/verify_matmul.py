@@ -6,7 +6,7 @@ Stock kernels change with the number of rows, and use 32-row tiles for 16 rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from math import prod
@@ -17,11 +17,11 @@ import mlx.nn as nn
 
 from .source import KernelFactory, Launch, in_device_memory, metal_source
 from .weights import (
-    AffineWeights,
     Weights,
     check_product,
     declaration,
     dequantized,
+    form,
     input_names,
     inputs,
     kind,
@@ -66,24 +66,30 @@ def splits_of_k(columns: int, depth: int, gate_up: bool = False, enough: int = E
     return max(1, min(enough // tiles, depth // _SHORTEST_SPLIT))
 
 
+def form_headers(name: str) -> dict[str, str]:
+    """The Metal sources of a product's kernels, by `weights.form`."""
+    files = {"plain": name, "affine": name, "tensor": f"{name}_tensor"}
+    return {of: metal_source(f"{file}.metal") for of, file in files.items()}
+
+
 def product_kernels(
-    metal_kernel: KernelFactory, name: str, inputs: list[str], call: str, header: str
-) -> dict[tuple[bool, bool], Callable[..., list[mx.array]]]:
-    """The kernels of a product, keyed by (affine weights, gate and up).
+    metal_kernel: KernelFactory, name: str, inputs: list[str], call: str, headers: Mapping[str, str]
+) -> dict[tuple[str, bool], Callable[..., list[mx.array]]]:
+    """The kernels of a product, keyed by (`weights.form`, gate and up); `headers` has the forms.
 
     Their inputs are x, then `inputs`, then w and, with a gate, up. `call` is the Metal call; its
     weights are `left` and `right`. Without a gate, right is w and is not read.
     """
     kernels = {}
-    for affine, gate_up in product((False, True), repeat=2):
+    for of, gate_up in product(headers, (False, True)):
         matrices = ["w", "up"] if gate_up else ["w"]
-        declared = declaration("left", "w", affine) + declaration("right", matrices[-1], affine)
-        kernels[affine, gate_up] = metal_kernel(
-            name=f"{name}_{'affine' if affine else 'plain'}{'_gate_up' * gate_up}",
-            input_names=["x", *inputs, *(n for m in matrices for n in input_names(m, affine))],
+        declared = declaration("left", "w", of) + declaration("right", matrices[-1], of)
+        kernels[of, gate_up] = metal_kernel(
+            name=f"{name}_{of}{'_gate_up' * gate_up}",
+            input_names=["x", *inputs, *(n for m in matrices for n in input_names(m, of))],
             output_names=["y"],
             source=declared + call,
-            header=header,
+            header=headers[of],
         )
     return kernels
 
@@ -100,8 +106,8 @@ class VerifyMatmul:
         self, metal_kernel: KernelFactory = mx.fast.metal_kernel, enough: int = ENOUGH_TILES
     ) -> None:
         self._enough = enough
-        header = metal_source("verify_matmul.metal")
-        self._products = product_kernels(metal_kernel, "verify_matmul", [], _CALL, header)
+        headers = form_headers("verify_matmul")
+        self._products = product_kernels(metal_kernel, "verify_matmul", [], _CALL, headers)
         self._merge = metal_kernel(
             name="merge_splits",
             input_names=["sums"],
@@ -135,7 +141,7 @@ class VerifyMatmul:
         tiles = -(-columns // (TILE_COLUMNS // len(weights)))
         outputs, shape = rows * columns, (*x.shape[:-1], columns)
         product = partial(
-            self._products[isinstance(w, AffineWeights), gate_up],
+            self._products[form(dtype, *weights), gate_up],
             template=[
                 *(("T", dtype), *traits(w).items()),
                 *(("GATE_UP", gate_up), ("SPLIT", splits > 1)),

@@ -21,6 +21,7 @@ from .weights import (
     Weights,
     check_product,
     dequantized,
+    form,
     inputs,
     kind,
     result_dtype,
@@ -70,9 +71,9 @@ class VerifyMatmulMoe:
     """
 
     def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
-        header = metal_source("verify_matmul_moe.metal")
+        headers = dict.fromkeys(("plain", "affine"), metal_source("verify_matmul_moe.metal"))
         self._products = product_kernels(
-            metal_kernel, "verify_matmul_moe", ["order", "experts"], _CALL, header
+            metal_kernel, "verify_matmul_moe", ["order", "experts"], _CALL, headers
         )
         # By the shapes and kinds of their inputs.
         self._launches: dict[Any, tuple[mx.Dtype, Launch]] = {}
@@ -122,7 +123,7 @@ class VerifyMatmulMoe:
         dtype, columns = result_dtype(x, *weights), w.shape[1]
         tiles = -(-columns // (TILE_COLUMNS // len(weights)))
         return dtype, partial(
-            self._products[isinstance(w, AffineWeights), up is not None],
+            self._products[form(dtype, w), up is not None],
             template=[("T", dtype), *traits(w).items(), ("GATE_UP", up is not None)],
             grid=(tiles * THREADS, experts.size, 1),
             threadgroup=(THREADS, 1, 1),

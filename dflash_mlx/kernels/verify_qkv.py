@@ -22,14 +22,15 @@ from .verify_matmul import (
     TILE_COLUMNS,
     TILE_ROWS,
     Prepared,
+    form_headers,
     splits_of_k,
     verify_matmul_reference,
 )
 from .weights import (
-    AffineWeights,
     Weights,
     check_product,
     declaration,
+    form,
     input_names,
     inputs,
     kind,
@@ -66,10 +67,10 @@ class VerifyQkv:
         self, metal_kernel: KernelFactory = mx.fast.metal_kernel, enough: int = ENOUGH_TILES
     ) -> None:
         self._enough = enough
-        header, merging = (metal_source(f"{n}.metal") for n in ("verify_qkv", "merge_splits"))
+        headers, merging = form_headers("verify_qkv"), metal_source("merge_splits.metal")
         self._products = {
-            (count, affine, split): _product(metal_kernel, header, count, affine, split)
-            for count, affine, split in product(COUNTS, (False, True), (False, True))
+            (count, of, split): _product(metal_kernel, headers[of], count, of, split)
+            for count, of, split in product(COUNTS, headers, (False, True))
         }
         self._merges = {
             count: metal_kernel(
@@ -108,7 +109,7 @@ class VerifyQkv:
         splits = splits_of_k(tiles * TILE_COLUMNS, depth, enough=self._enough)
         shapes = [(*x.shape[:-1], n) for n in columns]
         product = partial(
-            self._products[count, isinstance(weights[0], AffineWeights), splits > 1],
+            self._products[count, form(dtype, *weights), splits > 1],
             template=[("T", dtype), *traits(weights[0]).items()],
             grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
             threadgroup=(THREADS, 1, 1),
@@ -129,13 +130,12 @@ class VerifyQkv:
 
 
 def _product(
-    metal_kernel: KernelFactory, header: str, count: int, affine: bool, split: bool
+    metal_kernel: KernelFactory, header: str, count: int, of: str, split: bool
 ) -> Callable[..., list[mx.array]]:
     """The kernel for `count` matrices; the last one fills the missing arguments."""
     names = [f"w_{letter}" for letter in _LETTERS[:count]]
     declared = [
-        declaration(variable, names[min(i, count - 1)], affine)
-        for i, variable in enumerate(_LETTERS)
+        declaration(variable, names[min(i, count - 1)], of) for i, variable in enumerate(_LETTERS)
     ]
     columns = [f"{name}_shape[0]" for name in names] + ["0"] * (len(_LETTERS) - count)
     outputs = ["sums"] if split else _outputs(count)
@@ -143,8 +143,8 @@ def _product(
         split=str(split).lower(), outputs=_four(outputs), columns=", ".join(columns)
     )
     return metal_kernel(
-        name=f"verify_qkv_{count}_{'affine' if affine else 'plain'}{'_split' * split}",
-        input_names=["x", *(n for name in names for n in input_names(name, affine))],
+        name=f"verify_qkv_{count}_{of}{'_split' * split}",
+        input_names=["x", *(n for name in names for n in input_names(name, of))],
         output_names=outputs,
         source="".join(declared) + call,
         header=header,

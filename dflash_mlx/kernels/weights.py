@@ -26,6 +26,7 @@ class AffineWeights:
         scales, biases: floating point [..., N, K / group_size].
         bits: 4 or 8.
         group_size: 32, 64 or 128.
+        tensor_units: whether an M5's tensor units multiply by them.
     """
 
     words: mx.array
@@ -33,6 +34,7 @@ class AffineWeights:
     biases: mx.array
     bits: int
     group_size: int
+    tensor_units: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields. Raises `KernelError`."""
@@ -50,6 +52,8 @@ class AffineWeights:
                 f"{scales.shape} in {dtype_name(scales)} and biases {biases.shape} in "
                 f"{dtype_name(biases)} have no kernel."
             )
+        if self.tensor_units and not fits_tensor_units(self):
+            raise KernelError(f"Tensor units do not take weights {self.shape} of {self.bits} bits.")
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -58,8 +62,8 @@ class AffineWeights:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """Shape, dtype of the scales, bits and group size."""
-        return self.shape, self.scales.dtype, self.bits, self.group_size
+        """Shape, dtype of the scales, bits, group size, and whether tensor units multiply."""
+        return self.shape, self.scales.dtype, self.bits, self.group_size, self.tensor_units
 
     @cached_property
     def inputs(self) -> list[mx.array]:
@@ -70,12 +74,28 @@ class AffineWeights:
 Weights = AffineWeights | mx.array
 
 
-def weights_of(layer: Any) -> Weights:
+def weights_of(layer: Any, tensor_units: bool = False) -> Weights:
     """A layer's weights, as the kernels take them."""
     if "scales" not in layer:
         return layer.weight
     stored = layer.weight, layer.scales, layer.biases
-    return AffineWeights(*stored, layer.bits, layer.group_size)
+    return AffineWeights(*stored, layer.bits, layer.group_size, tensor_units)
+
+
+def fits_tensor_units(w: Weights) -> bool:
+    """Whether `metal/tensor_tile.h` takes these weights."""
+    if isinstance(w, mx.array) or len(w.shape) != 2:
+        return False
+    columns, depth = w.shape
+    return w.bits == 4 and w.scales.dtype == mx.bfloat16 and columns % 32 == depth % 256 == 0
+
+
+def form(dtype: mx.Dtype, *weights: Weights) -> str:
+    """Which kernel multiplies rows of a dtype by these weights: plain, affine or tensor."""
+    affine = [w for w in weights if isinstance(w, AffineWeights)]
+    if not affine:
+        return "plain"
+    return "tensor" if dtype == mx.bfloat16 and all(w.tensor_units for w in affine) else "affine"
 
 
 def dequantized(w: Weights) -> mx.array:
@@ -123,9 +143,9 @@ def traits(w: Weights) -> dict[str, Any]:
     return {"W": w.dtype}
 
 
-def input_names(name: str, affine: bool) -> list[str]:
+def input_names(name: str, form: str) -> list[str]:
     """The input names of a kernel for the weights `name`."""
-    return [name, f"{name}_scales", f"{name}_biases"] if affine else [name]
+    return [name] if form == "plain" else [name, f"{name}_scales", f"{name}_biases"]
 
 
 def inputs(w: Weights) -> list[mx.array]:
@@ -140,8 +160,8 @@ def kind(w: Weights | None) -> tuple[Any, ...] | None:
     return w.kind if isinstance(w, AffineWeights) else (w.shape, w.dtype)
 
 
-def declaration(variable: str, name: str, affine: bool) -> str:
+def declaration(variable: str, name: str, form: str) -> str:
     """Metal: a variable for the weights `name` [..., N, K]; x is [M, K] in the kernel."""
-    arrays = ", ".join(input_names(name, affine))
-    matrix = "AffineWeights<S, BITS, GROUP>" if affine else "PlainMatrix<W>"
+    arrays = ", ".join(input_names(name, form))
+    matrix = "PlainMatrix<W>" if form == "plain" else "AffineWeights<S, BITS, GROUP>"
     return f"const dflash::{matrix} {variable} = {{{arrays}, x_shape[1]}};\n"

@@ -68,7 +68,8 @@ def time_kernels(
 
     Kernels that fail their check are not timed, with a warning; their names come last.
     """
-    broken = _broken(model_checks(target, kernels, candidates(target), exact=False))
+    every = candidates(target, kernels.tensor_units)
+    broken = _broken(model_checks(target, kernels, every, exact=False))
     rows, timings = autotune(target, kernels, broken, stopwatch, guesses(target, _chip()))
     with suppress(OSError):  # then the next load times again
         store_choices(forms(target), rows)

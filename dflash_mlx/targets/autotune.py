@@ -30,8 +30,16 @@ from ..kernels.choose import (
     guess,
     guess_attention,
     key_at,
+    tensor_key,
 )
-from ..kernels.modules import Kernels, chosen_together, restored, verifying, wire
+from ..kernels.modules import (
+    Kernels,
+    can_use_tensor_units,
+    chosen_together,
+    restored,
+    verifying,
+    wire,
+)
 from ..kernels.shapes import AttentionShape, Matrix, dtype_of, matrices
 from ..machine.chips import Chip
 from ..proposal import Proposal
@@ -126,7 +134,8 @@ def guess_products(
     rows: dict[str, frozenset[int]] = {}
     for group in chosen_together(model, config):
         if group.keys() <= known.keys():
-            rows |= {key: known[key] for key in group}
+            names = [name for key in group for name in (key, tensor_key(key)) if name in known]
+            rows |= {name: known[name] for name in names}
         else:
             every = [matrix for layers in group.values() for _, matrix in layers]
             rows |= dict.fromkeys(group, guess(chip, every))
@@ -142,9 +151,10 @@ def guesses(target: Target, chip: Chip | None) -> Rows:
     return rows
 
 
-def candidates(target: Target) -> Rows:
-    """All rows, for whatever our kernels can run."""
+def candidates(target: Target, tensor_units: bool = False) -> Rows:
+    """All rows, for whatever our kernels can run, on `tensor_units` too."""
     keys = [key for group in chosen_together(target.model, target.config) for key in group]
+    keys += [tensor_key(key) for key in keys if tensor_units]
     shapes = attention_shapes(target.pairs())
     keys += [key_at(shape.key, depth) for shape in shapes for depth in DEPTHS]
     return {key: chosen(ROWS, MOST_NODES) for key in keys}
@@ -159,6 +169,8 @@ def autotune(
 ) -> tuple[Rows, list[Timing]]:
     """Time a target whose layers are MLX's; returns the rows at which ours run, and the timings.
 
+    On a chip with tensor units, weights are timed on these, too.
+
     Args:
         target: it has no wiring, before and afterwards.
         kernels: ours.
@@ -171,7 +183,11 @@ def autotune(
     shapes = {
         shape.key: shape for shape in attention_shapes(target.pairs()) if shape.key not in broken
     }
-    alone = {key: partial(_time_products, key, of) for group in groups for key, of in group.items()}
+    alone: dict[str, Callable[[Kernels, Stopwatch], Timing]] = {}
+    for key, of in (item for group in groups for item in group.items()):
+        alone[key] = partial(_time_products, key, of, False)
+        if all(can_use_tensor_units(*layer, kernels) for layer in of):
+            alone[tensor_key(key)] = partial(_time_products, tensor_key(key), of, True)
     alone |= {
         key_at(key, depth): partial(_time_attention, shape, layers[key], depth)
         for key, shape in shapes.items()
@@ -179,11 +195,14 @@ def autotune(
     }
     bar = tqdm(alone.items(), TITLE, leave=False, disable=None)
     timings = {key: timed(kernels, stopwatch) for key, timed in bar if key not in broken}
-    rows = {key: one.choice(guessed, key, MOST_NODES) for key, one in timings.items()}
+    others = set(map(tensor_key, timings))
+    faster = {key: _faster(timings, key) for key in timings if key not in others}
+    rows = {key: one.choice(guessed, key, MOST_NODES) for key, one in faster.items()}
     for group in groups:
-        keys = [key for key in group if key in timings]
-        total = _total([timings[key] for key in keys])
+        keys = [key for key in group if key in faster]
+        total = _total([faster[key] for key in keys])
         rows |= {key: total.choice(guessed, key) for key in keys}
+    rows |= {one.key: rows[key] for key, one in faster.items() if one.key != key}
     # The forward reads few keys. Attention that wins over many takes part in it all the same.
     near = {
         key_at(key, DEPTHS[0]): frozenset().union(*(rows[key_at(key, depth)] for depth in DEPTHS))
@@ -197,6 +216,13 @@ def autotune(
         key: of & chosen(forward.not_lost, MOST_NODES, forward.ours, guessed.get(key, NONE))
         for key, of in rows.items()
     }, [*timings.values(), forward]
+
+
+def _faster(timings: Mapping[str, Timing], key: str) -> Timing:
+    """The timing of our kernel, or the one on tensor units where these take less in total."""
+    one, other = timings[key], timings.get(tensor_key(key), timings[key])
+    rows = one.ours.keys() & other.ours.keys()
+    return min(one, other, key=lambda timing: sum(timing.ours[at] for at in rows))
 
 
 def _total(timings: Sequence[Timing]) -> Timing:
@@ -223,7 +249,11 @@ def _timing(
 
 
 def _time_products(
-    key: str, layers: list[tuple[nn.Module, Matrix]], kernels: Kernels, stopwatch: Stopwatch
+    key: str,
+    layers: list[tuple[nn.Module, Matrix]],
+    tensor_units: bool,
+    kernels: Kernels,
+    stopwatch: Stopwatch,
 ) -> Timing:
     some = layers[:LAYERS]
 
@@ -234,7 +264,7 @@ def _time_products(
             return [call() for call in calls]
 
         def ours() -> list[mx.array]:
-            with verifying(some, kernels):
+            with verifying(some, kernels, tensor_units):
                 return stock()
 
         return _each(stopwatch.both(stock, ours, ALONE), len(some))

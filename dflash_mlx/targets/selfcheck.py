@@ -14,9 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from ..kernels.choose import DEPTHS, WIDEST, Rows, key_at
+from ..kernels.choose import DEPTHS, WIDEST, Rows, key_at, tensor_key
 from ..kernels.fused import UNITS, gated_key, projections_key, shared_inputs
-from ..kernels.modules import Kernels, can_swap
+from ..kernels.modules import Kernels, can_swap, uses_tensor_units
 from ..kernels.selfcheck import (
     ALL_ROWS,
     HALF_ROWS,
@@ -60,36 +60,48 @@ def weight_checks(
 ) -> Iterator[Check]:
     """The checks of products, gated units and fused projections, which drafters have too."""
     ours: dict[int, Matrix] = {}  # by the identity of the module
+    on_tensors: set[int] = set()  # of these, the ones that run on tensor units
     kinds: dict[tuple[str, mx.Dtype], nn.Module] = {}
     for _, module, matrix in matrices(model, config):
         if (exact or choices.get(matrix.key)) and can_swap(module, matrix):
             ours[id(module)] = matrix
+            if not exact and uses_tensor_units(module, matrix, kernels, choices):
+                on_tensors.add(id(module))
             kinds.setdefault((matrix.key, dtype_of(module)), module)
     for (key, _), module in kinds.items():
-        yield from _products(kernels, key, ours[id(module)], exact, module)
+        of = ours[id(module)], exact, module
+        yield from _products(kernels, key, *of)
+        if id(module) in on_tensors:
+            yield from _products(kernels, tensor_key(key), *of, tensor_units=True)
     units: dict[str | None, Any] = {}
     for unit in model.modules():
         if type(unit) in UNITS and id(unit.gate_proj) in ours:
             units.setdefault(gated_key(unit), unit)
     for name, unit in units.items():
         if name is not None:
-            pair = unit.gate_proj, unit.up_proj
-            yield from _products(kernels, name, ours[id(unit.gate_proj)], exact, *pair)
+            pair, gate = (unit.gate_proj, unit.up_proj), id(unit.gate_proj)
+            on = gate in on_tensors
+            yield from _products(kernels, name, ours[gate], exact, *pair, tensor_units=on)
     groups: dict[str | None, list[Any]] = {}
     for layers in shared_inputs(model):
         if all(id(layer) in ours for layer in layers):
             groups.setdefault(projections_key(layers), layers)
     for name, layers in groups.items():
         if name is not None:
-            of = kernels.qkv, name, dtype_of(layers[0]), _rows(exact)
-            yield from qkv_checks(*of, list(map(weights_of, layers)))
+            fused = [weights_of(layer, id(layer) in on_tensors) for layer in layers]
+            yield from qkv_checks(kernels.qkv, name, dtype_of(layers[0]), _rows(exact), fused)
 
 
 def _products(
-    kernels: Kernels, key: str, matrix: Matrix, exact: bool, *modules: nn.Module
+    kernels: Kernels,
+    key: str,
+    matrix: Matrix,
+    exact: bool,
+    *modules: nn.Module,
+    tensor_units: bool = False,
 ) -> Iterator[Check]:
     """The checks of one layer's product, or of gate and up."""
-    dtype, weights = dtype_of(modules[0]), list(map(weights_of, modules))
+    dtype, weights = dtype_of(modules[0]), [weights_of(m, tensor_units) for m in modules]
     if matrix.experts:
         of = kernels.experts, key, dtype, _rows(exact), matrix.top_k
         return expert_checks(*of, *weights)

@@ -138,5 +138,59 @@ struct numeric_limits {
   static constexpr T infinity();
 };
 
+// Tensors in memory, as MLX's steel_gemm_thin_nax.h and other public kernels declare them.
+struct uint4b_format {};
+struct tensor_inline {};
+struct execution_simdgroup {};
+template <class Index, size_t Rank>
+struct dextents {
+  dextents(Index, Index);
+};
+template <class T>
+struct tensor_storage {
+  typedef T* handle;
+};
+template <>
+struct tensor_storage<device uint4b_format> {
+  typedef device uchar* handle;
+};
+template <class T, class Extents, class Kind>
+struct tensor {
+  tensor(typename tensor_storage<T>::handle, Extents);
+  tensor slice(int, int) const thread;
+};
+struct tensor_index {
+  int operator[](int) const thread;
+};
+template <class T>
+struct cooperative_tensor {
+  thread T& operator[](ushort) thread;
+  tensor_index get_multidimensional_index(ushort) const thread;
+};
+
 }  // namespace metal
+
+namespace mpp {
+namespace tensor_ops {
+struct matmul2d_descriptor {
+  enum class mode { multiply, multiply_accumulate };
+  int m, n, k;
+  constexpr matmul2d_descriptor(int m, int n, int k, bool, bool, bool, mode) : m(m), n(n), k(k) {}
+  // Apple's templates take the object itself, which C++17 has not.
+  constexpr operator long() const { return (long)k << 32 | m << 16 | n; }
+};
+template <long Form, class Scope>
+struct matmul2d {
+  static_assert(Form >> 32 & ~31 && (Form >> 32) % 32 == 0, "k of 4-bit operands");
+  static_assert((Form >> 16) % 16 == 0 || Form % 16 == 0, "at least one of m and n");
+  // bfloat by uint4b_format into float is in the table of MPPTensorOpsMatMul2d.h; others may not be.
+  template <class Left, class Right, class Result>
+  metal::cooperative_tensor<Result> get_destination_cooperative_tensor() thread;
+  template <class Extents, class Kind>
+  void run(thread metal::tensor<device bfloat, Extents, Kind>&,
+      thread metal::tensor<device metal::uint4b_format, Extents, Kind>&,
+      thread metal::cooperative_tensor<float>&) thread;
+};
+}  // namespace tensor_ops
+}  // namespace mpp
 using namespace metal;

@@ -1,0 +1,3 @@
+// verify_matmul.metal whose 4-bit weights of bfloat16 rows go to an M5's tensor units.
+#include "tensor_tile.h"
+#include "verify_matmul.metal"
