@@ -242,9 +242,13 @@ def test_the_functions_take_what_we_hand_them():
         internals.compute_g: "A_log a dt_bias",
         internals.ssm_step: "mixer x b c dt state",
         internals.normalize_qk: "q k inv_scale eps",
+        internals.apply_rope: "x rope rope_dim offset",
+        internals.fake_quant_fp4: "x block_size",
         internals.classes_of: "config",
         internals.make_prompt_cache: "model",
         deepseek_v41.Attention.__call__: "self x start_pos window_idx cache shared",
+        deepseek_v41.Compressor.__call__: "self x start_pos cache",
+        deepseek_v41.Indexer.__call__: "self x q_residual index_k candidates rope start_pos",
     }
     for function, names in named.items():
         assert parameters(function)[: len(names.split())] == names.split(), function

@@ -1,4 +1,4 @@
-"""Target families read draft trees: a tree is its separate paths, text is plain text."""
+"""Every target family reads draft trees: a tree is its separate paths, text is plain text."""
 
 import random
 
@@ -8,7 +8,9 @@ from families import (
     FAMILIES,
     PROMPTS,
     TOKENS,
+    random_model,
     random_prompt,
+    target_of,
     truth,
 )
 from trees import TreeOracle, random_tree, separate_paths
@@ -22,9 +24,7 @@ pytestmark = pytest.mark.by_family
 LIMIT = 5e-5
 FAR = 0.01  # a tree that is read wrongly is further off; the logits are a few units large
 
-every_family = pytest.mark.parametrize(
-    "family", [family for family in FAMILIES if family != "deepseek_v41"]
-)
+every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def largest_error(target: dm.Target, seed: int, rounds: int = 4) -> float:
@@ -54,6 +54,25 @@ def largest_error(target: dm.Target, seed: int, rounds: int = 4) -> float:
 def test_a_tree_is_its_separate_paths(family, seed):
     """Hybrids included; one prompt starts beyond the window, the other wraps it on the way."""
     assert largest_error(truth(family, seed)[0], seed) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compress_ratios": [0, 1, 1, 1]},
+        {
+            "candidate_source_layer_id": 1,
+            "candidate_topk_blocks": 2,
+            "candidate_block_size": 4,
+            "index_source_layer_ids": [1, 3],
+            "index_topk": 6,
+        },
+    ],
+    ids=["a group is a row", "candidates"],
+)
+def test_deepseek_v41_compressed_in_other_ways(changes):
+    target = target_of(random_model("deepseek_v41", **changes), "deepseek_v41")
+    assert largest_error(target, 0) <= LIMIT
 
 
 class WrongPositions(tree.Tree):

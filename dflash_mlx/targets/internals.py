@@ -26,6 +26,8 @@ from mlx_lm.models.cache import make_prompt_cache as make_prompt_cache
 from mlx_lm.models.deepseek_v3 import DeepseekV3Attention as DeepseekV3Attention
 from mlx_lm.models.deepseek_v32 import DeepseekV32Attention as DeepseekV32Attention
 from mlx_lm.models.deepseek_v41 import LayerCache as LayerCache
+from mlx_lm.models.deepseek_v41 import _apply_rope as apply_rope
+from mlx_lm.models.deepseek_v41 import _fake_quant_fp4 as fake_quant_fp4
 from mlx_lm.models.deepseek_v41 import _window_indices
 from mlx_lm.models.gated_delta import compute_g as compute_g
 from mlx_lm.models.gated_delta import gated_delta_update as gated_delta_update
@@ -37,7 +39,7 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet as GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet as Qwen3NextGatedDeltaNet
 from mlx_lm.utils import _get_classes as classes_of
 
-__all__ = ["classes_of"]
+__all__ = ["apply_rope", "classes_of", "fake_quant_fp4"]
 
 # The global name by which layers call attention.
 ATTENTION = scaled_dot_product_attention.__name__

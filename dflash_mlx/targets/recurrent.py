@@ -41,8 +41,6 @@ class RecurrentRollback:
         recurrence: as given.
     """
 
-    reads_trees = True
-
     def __init__(self, cache: ArraysCache, recurrence: Recurrence, overrides: Overrides) -> None:
         self._cache, self.recurrence = cache, recurrence
         self._tree: Tree | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.nn as nn
 
@@ -32,21 +32,21 @@ from .tree import Tree
 
 
 class Rollback(Protocol):
-    """Removes rejected rows from one layer's cache, for one request.
-
-    Attributes:
-        reads_trees: whether the layer can verify a tree.
-    """
-
-    @property
-    def reads_trees(self) -> bool:
-        """See above."""
+    """Removes rejected rows from one layer's cache, for one request."""
 
     def begin(self, tree: Tree | None) -> None:
         """Prepare for a verify of this tree, or of a chain."""
 
     def commit(self, kept: int, rejected: int) -> None:
         """Leave the first `kept` rows of the last verify in the cache, and no others."""
+
+
+@runtime_checkable
+class SupportsTrees(Rollback, Protocol):
+    """A rollback whose layer reads the tree that `begin` got without a mask."""
+
+    def move(self, kept: Sequence[int]) -> None:
+        """Put the recorded rows of a path to the front, as those of a chain."""
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 mlx-lm's models get what depends on a row's position from outside: the attention mask from the
 cache, the rotation of queries and keys from the `rope` module, and a few get a factor for each
 query from a function. During a tree's verify the caches return the ancestor mask, and `rope` and
-that function take a row's depth for its number. So no family needs a forward of its own. Recurrent
-layers read trees in `recurrent`.
+that function take a row's depth for its number. So no family needs a forward of its own. Layers
+without keys read trees in `recurrent` and `deepseek_v41`.
 
 A commit first writes the kept rows to the front, where a chain's rows would be; the rollback then
 removes the rest. The rows come from the verify's own keys and values, not from the cache: a second
@@ -38,8 +38,7 @@ from .internals import (
     unhook,
 )
 from .overrides import Overrides, rebind_globals
-from .recurrent import RecurrentRollback
-from .rollback import RowRollback
+from .rollback import RowRollback, SupportsTrees
 from .tree import Tree
 
 
@@ -50,7 +49,7 @@ class TreeAttention:
         model: the model.
         layers: the model's decoder layers.
         caches: the request's caches, one per layer (fewer where layers share them).
-        rollbacks: their rollbacks.
+        rollbacks: their rollbacks; one that `SupportsTrees` reads trees by itself.
         overrides: an empty set of overrides, to be installed after the verify's own.
     """
 
@@ -69,7 +68,7 @@ class TreeAttention:
             part for cache, way in pairs if isinstance(way, RowRollback) for part in _parts(cache)
         ]
         self._new: dict[int, tuple[mx.array, mx.array]] = {}  # keys and values of the last verify
-        self._others = [way for way in rollbacks if isinstance(way, RecurrentRollback)]
+        self._others = [way for way in rollbacks if isinstance(way, SupportsTrees)]
         for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
             overrides.replace(rope, self._by_depth(type(rope).__call__))
         inner = backbone(text_model(model))
@@ -148,10 +147,10 @@ def why_no_trees(layer: nn.Module | None, rollback: Any) -> str | None:
 
     `rollback` is that of the layer's cache, or None where it has no cache of its own.
     """
-    if isinstance(rollback, RecurrentRollback):
+    if isinstance(rollback, SupportsTrees):
         return None
     name = f"a {type(layer).__name__}"
-    own = masks_itself(layer) or (rollback is not None and not rollback.reads_trees)
+    own = masks_itself(layer) or (isinstance(rollback, RowRollback) and not rollback.reads_trees)
     if layer is None or own:
         return f"{name} that makes its own masks"
     if rollback is None and attention_of(layer) is None:
