@@ -63,15 +63,6 @@ def test_the_models_own_choices_are_respected():
     assert layer.self_attn.q_proj.bits == layer.mlp.switch_mlp.up_proj.bits == 4
 
 
-def test_a_drafter_reads_a_quantized_targets_own_modules(pair):
-    target = load_target(pair[0], bits=4)
-    tokens = mx.array([[5, 9, 2]])
-    assert isinstance(target.model.model.embed_tokens, nn.QuantizedEmbedding)
-    assert mx.array_equal(target.embed(tokens), target.model.model.embed_tokens(tokens))
-    hidden = target.model.model(tokens)
-    assert mx.array_equal(target.head(hidden), target.model(tokens))
-
-
 @pytest.mark.parametrize(
     ("bits", "mode", "group_size", "words"),
     [

@@ -47,24 +47,6 @@ def test_they_are_the_layers_outputs_in_the_order_asked(family, bits, layers):
     assert mx.array_equal(logits, model.model(TOKENS))
 
 
-def test_no_taps_have_no_columns():
-    _, taps = target().features(TOKENS, ())
-    assert taps.shape == (1, 6, 0)
-
-
-def test_they_survive_quantization_of_the_tapped_model():
-    model = random_model(model_config("qwen3"))
-    taps, overrides = tapped(model.model.layers, [1])
-    with overrides.installed():
-        before = model(TOKENS)
-    nn.quantize(model, group_size=64, bits=8)
-    with overrides.installed():
-        after = model(TOKENS)
-    recorded = taps.take(6)
-    assert mx.array_equal(recorded, layer_outputs(model, TOKENS)[1])
-    assert not mx.array_equal(before, after)
-
-
 def test_the_model_is_touched_during_a_forward_only():
     model, other = random_model(model_config("qwen3")), random_model(model_config("qwen3"))
     _, overrides = tapped(model.model.layers, [1])
@@ -88,18 +70,6 @@ def test_the_model_is_restored_after_any_error(error):
     with pytest.raises(error), overrides.installed():
         raise error
     assert [type(layer) for layer in model.model.layers] == classes
-
-
-def test_two_sets_of_taps_do_not_meet():
-    model = random_model(model_config("qwen3"))
-    (first, one), (second, two) = (tapped(model.model.layers, ids) for ids in ([0, 1], [1]))
-    outputs = layer_outputs(model, TOKENS)
-    with one.installed():
-        model(TOKENS)
-    with two.installed():
-        model(TOKENS[:, :2])
-    assert mx.array_equal(first.take(6), mx.concatenate(outputs[:2], axis=-1))
-    assert second.take(2).shape == (1, 2, 64)
 
 
 def test_two_requests_with_different_taps_do_not_meet():

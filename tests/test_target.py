@@ -9,18 +9,12 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from tinymodels import (
     SUPPORTED,
-    greedy,
-    model_config,
-    save_target,
     target,
     tokenizer,
-    wrapped,
 )
 
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.loading.load import load_target
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.targets import Target
 from dflash_mlx.targets.session import LAST_STEP, PREFILL_STEP
 
 VOCABULARY = len(tokenizer())
@@ -34,15 +28,6 @@ def same(a: mx.array, b: mx.array) -> bool:
     if EXACT:
         return bool(mx.array_equal(a, b))
     return a.shape == b.shape and bool(mx.allclose(a, b, rtol=1e-4, atol=1e-4))
-
-
-@pytest.mark.parametrize("family", SUPPORTED)
-@pytest.mark.parametrize("bits", [None, 8, 4])
-def test_embed_and_head_are_the_models_own(family, bits):
-    model = target(family, bits)
-    assert mx.array_equal(model.embed(TOKENS), model.model.model.embed_tokens(TOKENS))
-    hidden = model.model.model(TOKENS)
-    assert mx.array_equal(model.head(hidden), model.model(TOKENS))
 
 
 def test_its_shape():
@@ -143,14 +128,3 @@ def test_a_verify_evaluates_nothing():
     assert mx.get_active_memory() - before < 4096
     mx.eval(logits, taps)
     assert mx.get_active_memory() - before > 16 * 64 * 2 * 4  # the taps alone
-
-
-def test_a_loaded_target_is_what_mlx_lm_loads(tmp_path):
-    from mlx_lm import load as mlx_lm_load
-
-    folder = save_target(tmp_path, "qwen3")
-    theirs, _ = mlx_lm_load(str(folder))
-    ours = load_target(str(folder))
-    assert mx.allclose(ours.model(TOKENS), theirs(TOKENS), rtol=1e-4, atol=1e-4)
-    again = Target(theirs, wrapped(), model_config("qwen3"), "theirs")
-    assert greedy(ours, [5, 6], 24) == greedy(again, [5, 6], 24)
