@@ -9,9 +9,13 @@ take the network's own hidden state, before the final norm unless `norm_output` 
 stay in the cache.
 """
 
+import json
+from pathlib import Path
+
 import numpy as np
 
 F = np.float32
+SHAPES = json.loads((Path(__file__).parent / "data" / "eagle3_heads.json").read_text())
 
 
 def rms(x, weight, eps):
@@ -119,37 +123,16 @@ class Eagle3:
         return ids, np.stack(logits)
 
 
-def random_weights(config, seed, prefix="midlayer.", head_norms=False):
-    """Tensors by their published names; all layers after the first are called `layers.N`."""
-    rng, D, H = np.random.default_rng(seed), config["hidden_size"], config["num_attention_heads"]
-    K, d, M = config["num_key_value_heads"], config["head_dim"], config["intermediate_size"]
-    V, DV = config["vocab_size"], config["draft_vocab_size"]
-    wide = config.get("target_hidden_size", D)
-
-    def make(*shape):
-        return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(F)
-
-    def norm(n):
-        return (1 + 0.2 * rng.standard_normal(n)).astype(F)
-
-    w = {"fc": make(D, 3 * wide), "norm": norm(D), "lm_head": make(DV, D)}
-    w["embed_tokens"] = make(V, D) * 4
-    for layer in range(config["num_hidden_layers"]):
-        p, size = (f"layers.{layer}.", D) if layer else (prefix, 2 * D)
-        heads = {"q": H, "k": K, "v": K}
-        w |= {f"{p}self_attn.{n}_proj": make(h * d, size) for n, h in heads.items()}
-        w |= {f"{p}mlp.{n}_proj": make(M, D) for n in ("gate", "up")}
-        w |= {p + "self_attn.o_proj": make(D, H * d), p + "mlp.down_proj": make(D, M)}
-        names = ["input_layernorm", "post_attention_layernorm"] + ["hidden_norm"] * (not layer)
-        w |= {p + name: norm(D) for name in names}
-        if head_norms:
-            w |= {f"{p}self_attn.{n}_norm": norm(d) for n in "qk"}
-    if config.get("fc_norm"):
-        w |= {f"fc_norm.{i}": norm(wide) for i in range(3)}
-    if config.get("norm_before_fc"):
-        w["input_norm"] = norm(3 * wide)
-    w = {f"{name}.weight": value for name, value in w.items()}
-    ids = np.sort(rng.choice(V, DV, replace=False))
-    if DV < V:
-        w |= {"d2t": ids - np.arange(DV), "t2d": np.isin(np.arange(V), ids)}
+def random_weights(kind, config, seed):
+    """Tensors by their published names, whose shapes `data/eagle3_heads.json` has by kind."""
+    rng, w = np.random.default_rng(seed), {}
+    for name, shape in SHAPES[kind].items():
+        noise = rng.standard_normal(shape)
+        scale = 4 if "embed" in name else 1
+        value = noise * scale / np.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.2 * noise
+        w[name] = value.astype(F)
+    vocabulary, drafted = config["vocab_size"], config["draft_vocab_size"]
+    if drafted < vocabulary:
+        ids = np.sort(rng.choice(vocabulary, drafted, replace=False))
+        w |= {"d2t": ids - np.arange(drafted), "t2d": np.isin(np.arange(vocabulary), ids)}
     return w

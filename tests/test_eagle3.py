@@ -47,21 +47,16 @@ SPECULATORS = {
     "transformer_layer_config": LAYER,
 }
 PUBLISHED = {
-    "authors": (SGLANG | {"architectures": ["LlamaForCausalLM"]}, "midlayer.", False),
-    "sglang": (SGLANG | {"fc_norm": True, "norm_output": True}, "model.midlayer.", False),
-    "wide": (SGLANG | {"target_hidden_size": 24, "draft_vocab_size": 64}, "midlayer.", False),
-    "speculators": (SPECULATORS | {"norm_before_residual": True}, "layers.0.", True),
-    "deep": (
-        SPECULATORS
-        | {"norm_before_fc": True}
-        | {
-            "transformer_layer_config": LAYER
-            | {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2}
-            | {"sliding_window": 5}
-        },
-        "layers.0.",
-        True,
-    ),
+    "authors": SGLANG | {"architectures": ["LlamaForCausalLM"]},
+    "sglang": SGLANG | {"fc_norm": True, "norm_output": True},
+    "wide": SGLANG | {"target_hidden_size": 24, "draft_vocab_size": 64},
+    "speculators": SPECULATORS | {"norm_before_residual": True},
+    "deep": SPECULATORS
+    | {
+        "norm_before_fc": True,
+        "transformer_layer_config": LAYER
+        | {"num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2, "sliding_window": 5},
+    },
 }
 STEPS = [(3, [0, 1, 2, 3, 4]), (5, [0, 2, 3]), (4, [0]), (2, [0, 1]), (6, [0, 1, 4])]
 
@@ -78,9 +73,9 @@ class RecordingSampler(Sampler):
 @functools.cache
 def published(kind):
     """A config, its layer's fields among it, and tensors."""
-    config, prefix, head_norms = PUBLISHED[kind]
+    config = PUBLISHED[kind]
     flat = config.get("transformer_layer_config", {}) | config
-    return config, flat, random_weights(flat, len(kind), prefix, head_norms)
+    return config, flat, random_weights(kind, flat, len(kind))
 
 
 def load(folder, kind):
