@@ -274,16 +274,15 @@ def test_where_a_family_has_its_parts(family):
     scale = internals.embed_scale(internals.backbone(text))
     assert scale == (shape["hidden_size"] ** 0.5 if gemma else None)
 
-    mixers = (internals.GatedDeltaNet, internals.Qwen3NextGatedDeltaNet)
     caches = internals.make_prompt_cache(model)
     model(mx.array([[1, 2, 3]]), cache=caches)
     for layer, cache in zip(parts.owners, caches, strict=True):
         attention, mixer = internals.attention_of(layer), internals.mixer_of(layer)
         assert (attention is None) == (mixer is not None)
         if mixer is not None:
-            assert internals.is_short_convolution(mixer) == (family == "lfm2_moe")
-            assert internals.is_mamba2(mixer) == (family == "nemotron_h")
-            assert (type(mixer) in mixers) == (family in HYBRID)
+            assert (type(mixer) in internals.SHORT_CONVOLUTIONS) == (family == "lfm2_moe")
+            assert (type(mixer) in internals.MAMBA2) == (family == "nemotron_h")
+            assert (type(mixer) in internals.GATED_DELTA) == (family in HYBRID)
             continue
         assert internals.is_mla(layer) == (family in MLA)
         assert family != "deepseek_v3" or type(attention) is internals.DeepseekV3Attention

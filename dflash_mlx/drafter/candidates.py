@@ -78,11 +78,15 @@ def read_candidates(candidates: Sequence[CandidateTokens]) -> list[tuple[np.ndar
     ]
 
 
-def likeliest(scores: mx.array, count: int) -> CandidateTokens:
-    """The `count` most probable tokens of each slot, from scores [L, V]."""
+def likeliest(scores: mx.array, count: int, ids: mx.array | None = None) -> CandidateTokens:
+    """The `count` most probable tokens of each slot, from scores [L, V].
+
+    With `ids` [DV] the scores are [L, DV], of the tokens with these ids.
+    """
     log_probs = log_softmax(scores)
-    tokens = top_candidates(log_probs, min(count, MOST_CANDIDATES, log_probs.shape[-1]))
-    return CandidateTokens(tokens, mx.take_along_axis(log_probs, tokens, axis=-1)[:, None])
+    found = top_candidates(log_probs, min(count, MOST_CANDIDATES, log_probs.shape[-1]))
+    log_probs = mx.take_along_axis(log_probs, found, axis=-1)[:, None]
+    return CandidateTokens(found if ids is None else ids[found], log_probs)
 
 
 def log_softmax(scores: mx.array) -> mx.array:

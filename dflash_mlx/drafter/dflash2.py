@@ -112,27 +112,41 @@ class CandidateSelector(nn.Module):
         first = mx.broadcast_to(anchor.astype(candidates.dtype), (1, candidates.shape[1]))
         return self.scores(hidden, mx.concatenate([first, candidates[:-1]]), candidates)
 
-    def walk(self, own: mx.array, weight: float, hidden: mx.array, anchor: mx.array) -> mx.array:
-        """Choose a chain of tokens [L] from their own scores [L, V] and hidden [L, D].
 
-        `own` scores a token without the token before it, and contains the noise of the target's
-        choice; `weight` is what one unit of logit counts in it; `anchor` is the token before the
-        chain.
+class LatticeDrafter(DFlash):
+    """A drafter that scores the candidates of a slot after each one of the slot before."""
+
+    def lattice(self, slots: Slots) -> tuple[mx.array, mx.array, mx.array]:
+        """Candidates [L, K], their own scores [L, K], and scores [L, K, K] after each other."""
+        raise NotImplementedError
+
+    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
+        """The chain [L] of every request: each slot's best candidate after the one before it.
 
         The best successor of *every* candidate is found in one pass. Then a gather per slot follows
         the pointers; the host never waits.
         """
-        candidates = top_candidates(own, self.top_k)
-        own = mx.take_along_axis(own, candidates, axis=-1).astype(mx.float32)
-        pairs = self.pairs(hidden, anchor, candidates)
-        best = (own[:, None] + weight * pairs).argmax(axis=-1)
-        path = [best[0, 0]]
-        for successors in best[1:]:
-            path.append(successors[path[-1]])
-        return mx.take_along_axis(candidates, mx.stack(path)[:, None], axis=-1)[:, 0]
+        chains = []
+        for slots in requests:
+            tokens, scores = self._scored(slots)
+            best = scores.argmax(axis=-1)
+            path = [best[0, 0]]
+            for successors in best[1:]:
+                path.append(successors[path[-1]])
+            chains.append(mx.take_along_axis(tokens, mx.stack(path)[:, None], axis=-1)[:, 0])
+        return chains
+
+    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
+        """The lattice: as many candidates as it was trained for, after each one before them."""
+        tokens, scores = self._scored(slots)
+        return CandidateTokens(tokens, log_softmax(scores))
+
+    def _scored(self, slots: Slots) -> tuple[mx.array, mx.array]:
+        tokens, own, pairs = self.lattice(slots)
+        return tokens, own[:, None] + slots.weight * pairs
 
 
-class DFlash2(DFlash):
+class DFlash2(LatticeDrafter):
     """The DFlash2 drafter: used, cached and fed exactly as a DFlash one."""
 
     layer_class = DFlash2Layer
@@ -141,10 +155,6 @@ class DFlash2(DFlash):
         super().__init__(config, parts)
         self.candidate_selector = CandidateSelector(config)
 
-    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
-        """The selector's chain [L] of every request."""
-        return [self.candidate_selector.walk(*slots[:4]) for slots in requests]
-
     def widen(self, scores: mx.array) -> mx.array:
         """Scores [L, V], minus infinity beyond the selector's vocabulary."""
         end = self.config.selector_vocab_size
@@ -152,10 +162,9 @@ class DFlash2(DFlash):
             return scores
         return mx.where(mx.arange(scores.shape[-1]) < end, scores, -mx.inf)
 
-    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
-        """The selector's candidates, as many as it was trained for, after each one before them."""
+    def lattice(self, slots: Slots) -> tuple[mx.array, mx.array, mx.array]:
+        """See `LatticeDrafter`; own scores contain the noise of the target's choice."""
         selector = self.candidate_selector
         tokens = top_candidates(slots.scores, selector.top_k)
-        own = mx.take_along_axis(slots.scores, tokens, axis=-1)[:, None]
-        pairs = selector.pairs(slots.hidden, slots.anchor, tokens)
-        return CandidateTokens(tokens, log_softmax(own + slots.weight * pairs))
+        own = mx.take_along_axis(slots.scores, tokens, axis=-1).astype(mx.float32)
+        return tokens, own, selector.pairs(slots.hidden, slots.anchor, tokens)

@@ -93,9 +93,7 @@ class DSpark(DFlash):
     def candidates(self, slots: Slots, count: int) -> CandidateTokens:
         """The likeliest tokens of every slot, given the likeliest tokens before it."""
         [(_, scores)] = self._walk([slots])
-        tokens, log_probs = likeliest(scores, count)
-        ids = self.token_ids()
-        return CandidateTokens(tokens if ids is None else ids[tokens], log_probs)
+        return likeliest(scores, count, self.token_ids())
 
     def _walk(self, requests: Sequence[Slots]) -> list[tuple[mx.array, mx.array]]:
         """The best tokens [L] of every request, and the scores [L, DV] with the Markov biases.

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import CandidateTokens, Slots, log_softmax, top_candidates
+from .candidates import Slots, log_softmax, top_candidates
 from .config import DraftConfig, Lattice
-from .dflash2 import DFlash2Layer
-from .network import DFlash
+from .dflash2 import DFlash2Layer, LatticeDrafter
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -131,7 +130,7 @@ def _sequence(parts: Sequence[nn.Module], x: mx.array) -> mx.array:
     return x
 
 
-class LiLiCorr(DFlash):
+class LiLiCorr(LatticeDrafter):
     """The LiLiCorr drafter: used, cached and fed exactly as a DFlash one."""
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
@@ -156,27 +155,10 @@ class LiLiCorr(DFlash):
         own = mx.take_along_axis(slots.scores, tokens, axis=-1).astype(mx.float32)
         return slots._replace(lattice=(tokens, own - slots.weight * ours, pairs))
 
-    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
-        """The chain [L] of every request: each slot's best candidate after the one before it."""
-        chains = []
-        for slots in requests:
-            tokens, scores = self._scored(slots)
-            best = scores.argmax(axis=-1)
-            path = [best[0, 0]]
-            for successors in best[1:]:
-                path.append(successors[path[-1]])
-            chains.append(mx.take_along_axis(tokens, mx.stack(path)[:, None], axis=-1)[:, 0])
-        return chains
-
-    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
-        """The lattice: its candidates, after each one before them."""
-        tokens, scores = self._scored(slots)
-        return CandidateTokens(tokens, log_softmax(scores))
-
-    def _scored(self, slots: Slots) -> tuple[mx.array, mx.array]:
+    def lattice(self, slots: Slots) -> tuple[mx.array, mx.array, mx.array]:
+        """See `LatticeDrafter`."""
         assert slots.lattice is not None
-        tokens, own, pairs = slots.lattice
-        return tokens, own[:, None] + slots.weight * pairs
+        return slots.lattice
 
 
 class ConvolvedLiLiCorr(LiLiCorr):

@@ -19,7 +19,7 @@ from ..sampling import Sampler
 from ..targets import caches
 from ..targets.caches import Arrays
 from ..targets.taps import gathered
-from .candidates import CandidateTokens, likeliest, read_candidates
+from .candidates import likeliest, read_candidates
 from .protocol import DraftSession
 from .tree import DraftTree
 
@@ -116,8 +116,7 @@ class ChainSession(DraftSession):
         """Draft a tree of at most `rows` rows, 2 or more, from a chain of `width`; this waits."""
         _, scores = self._draft(anchor, width)
         ids = self._token_ids()
-        tokens, log_probs = likeliest(scores if ids is None else scores[:, ids], rows - 1)
-        found = CandidateTokens(tokens if ids is None else ids[tokens], log_probs)
+        found = likeliest(scores if ids is None else scores[:, ids], rows - 1, ids)
         return DraftTree(anchor, *read_candidates([found])[0], rows)
 
     def resume(self, sampler: Sampler) -> None:

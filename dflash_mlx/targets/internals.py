@@ -60,6 +60,7 @@ NOPE = {"afmoe", "exaone4", "exaone_moe", "llama4_text", "muse_glimmer", "nemotr
 OWN_MASKS = {"phi3small"}
 
 # Recurrences that `recurrences` knows, and the names under which layers have them.
+GATED_DELTA = (GatedDeltaNet, Qwen3NextGatedDeltaNet)
 SHORT_CONVOLUTIONS = (lfm2.ShortConv, lfm2_moe.ShortConv)
 MAMBA2 = (NemotronHMamba2Mixer, GraniteMoeHybridMamba2Mixer, Mamba2Block)
 MIXERS = ("linear_attn", "conv", "mamba", "mixer")
@@ -111,19 +112,9 @@ def attention_of(layer: nn.Module | None) -> Any:
 
 def mixer_of(layer: nn.Module | None) -> Any:
     """A decoder layer's recurrence; None where it has none that is known here."""
-    known = (GatedDeltaNet, Qwen3NextGatedDeltaNet, *SHORT_CONVOLUTIONS, *MAMBA2)
+    known = (*GATED_DELTA, *SHORT_CONVOLUTIONS, *MAMBA2)
     mixers = (getattr(layer, name, None) for name in MIXERS)
     return next((mixer for mixer in mixers if type(mixer) in known), None)
-
-
-def is_short_convolution(mixer: Any) -> bool:
-    """Whether a recurrence is LFM2's short convolution."""
-    return type(mixer) in SHORT_CONVOLUTIONS
-
-
-def is_mamba2(mixer: Any) -> bool:
-    """Whether a recurrence is a Mamba-2 layer with mlx-lm's usual parts."""
-    return type(mixer) in MAMBA2
 
 
 def ssm_step(

@@ -14,12 +14,12 @@ import mlx.nn as nn
 
 from ..kernels.shapes import DeltaShape, dtype_of
 from .internals import (
-    GatedDeltaNet,
+    GATED_DELTA,
+    MAMBA2,
+    SHORT_CONVOLUTIONS,
     Qwen3NextGatedDeltaNet,
     compute_g,
     gated_delta_update,
-    is_mamba2,
-    is_short_convolution,
     mixer_of,
     normalize_qk,
     sharding_group,
@@ -307,14 +307,17 @@ def _replay_steps(
     return state
 
 
+RECURRENCES: dict[type, type[Recurrence]] = {
+    **dict.fromkeys(GATED_DELTA, GatedDelta),
+    **dict.fromkeys(SHORT_CONVOLUTIONS, ShortConvolution),
+    **dict.fromkeys(MAMBA2, Mamba2),
+}
+
+
 def recurrence_of(layer: nn.Module | None) -> Recurrence | None:
     """A decoder layer's recurrence; None where it has none, or one that is unknown here."""
     mixer = mixer_of(layer)
-    if type(mixer) in (GatedDeltaNet, Qwen3NextGatedDeltaNet):
-        return GatedDelta(mixer)
-    if is_short_convolution(mixer):
-        return ShortConvolution(mixer)
-    return Mamba2(mixer) if is_mamba2(mixer) else None
+    return None if mixer is None else RECURRENCES[type(mixer)](mixer)
 
 
 def delta_shape(layer: nn.Module | None) -> DeltaShape | None:
