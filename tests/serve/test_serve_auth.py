@@ -1,24 +1,13 @@
 """Which hosts, origins and keys a server accepts."""
 
 import pytest
-from serving import FakeEngine, client, make_target
+from serving import FakeEngine, client
 
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.serve.auth import Auth
 
 CHAT = "/v1/chat/completions"
 HI = {"max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]}
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def server(target):
-    with client(FakeEngine(target)) as found:
-        yield found
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8000", "[::1]:8000", "LOCALHOST"])

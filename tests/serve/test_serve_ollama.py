@@ -131,33 +131,6 @@ def test_a_raw_prompt_is_continued(engine):
     assert len(engine.submitted[0][0]) < 9 and "system\nBe brief." in engine.prompt()
 
 
-@pytest.mark.parametrize(
-    ("path", "wrong", "word"),
-    [
-        (GENERATE, {"suffix": "x"}, "suffix"),
-        (GENERATE, {"context": [1]}, "context"),
-        (GENERATE, {"template": "{{ .Prompt }}"}, "template"),
-        (GENERATE, {"raw": True, "system": "s"}, "raw"),
-        (CHAT, {"options": {"mirostat": 2}}, "mirostat"),
-        (CHAT, {"messages": [user("Hi", images=["iVBORw0KGgo="])]}, "image"),
-        (CHAT, {"format": "yaml"}, "'json', or a JSON schema"),
-        (CHAT, {"options": []}, "options: Input should be an object"),
-        (CHAT, {"model": None}, "model"),
-    ],
-)
-def test_errors_have_ollamas_form(engine, path, wrong, word):
-    with client(engine) as server:
-        answer = server.post(path, json=ask(path, **wrong))
-    assert answer.status_code == 400 and list(answer.json()) == ["error"] and not engine.submitted
-    assert word in answer.json()["error"]
-
-
-def test_an_error_ends_a_stream(target):
-    with client(FakeEngine(target, error=RuntimeError("no"))) as server:
-        *_, last = lines(server.post(CHAT, json=ask(CHAT)))
-    assert list(last) == ["error"]
-
-
 def test_a_request_without_a_prompt_loads_the_model(engine):
     with client(engine) as server:
         for path, prompt in ((CHAT, {"messages": []}), (GENERATE, {"prompt": ""})):

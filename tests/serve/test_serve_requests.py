@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from serving import FakeEngine, client, make_handler, make_target, models_of
+from serving import FakeEngine, client, make_handler, models_of
 
 from dflash_mlx.serve import body, chat, completions, messages, ollama, responses
 from dflash_mlx.serve.app import Endpoints
@@ -29,17 +29,6 @@ BODIES = {
 POSTS = [*BODIES]
 REQUEST = GenerationRequest("m", "Hi")
 HI = {"max_tokens": 3, "messages": [{"role": "user", "content": "Hi"}]}
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target()
-
-
-@pytest.fixture(scope="module")
-def server(target):
-    with client(FakeEngine(target)) as found:
-        yield found
 
 
 @pytest.mark.parametrize("path", POSTS)

@@ -1,7 +1,6 @@
 """OpenAI's responses over a fake engine."""
 
 import json
-from pathlib import Path
 
 import pytest
 from mlx_lm.tool_parsers import json_tools
@@ -12,7 +11,6 @@ from dflash_mlx.serve.errors import RequestError
 from dflash_mlx.serve.response_store import ResponseStore
 
 PATH = "/v1/responses"
-CODEX = Path(__file__).parents[1] / "data" / "requests" / "codex_responses.json"
 
 
 def ask(**more):
@@ -34,11 +32,6 @@ def streamed(server, body):
     return events
 
 
-def comparable(item):
-    """An item without the ids of its own."""
-    return {key: value for key, value in item.items() if key not in ("id", "call_id")}
-
-
 def test_reasoning_text_and_calls(target):
     said = ["Hm", ".\n</think>", "\n\nYes", ".<tool_call>\n", '{"name": "sp__f", "arguments"']
     engine = FakeEngine(target, [*said, ': {"a": 1}}\n</tool_call>'], cached=4)
@@ -52,18 +45,8 @@ def test_reasoning_text_and_calls(target):
     assert text["content"][0]["text"] == "Yes."
     assert (call["namespace"], call["name"], call["arguments"]) == ("sp", "f", '{"a": 1}')
     assert answer["status"] == "completed" and "web_search" not in engine.prompt()
-    # The stream's last object is the answer, and its events add up to it.
-    last = events[-1]["response"]
     assert events[-1]["type"] == "response.completed"
-    assert list(map(comparable, last["output"])) == list(map(comparable, answer["output"]))
-    done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
-    assert done == last["output"]
-    text = "".join(one["delta"] for one in events if one["type"] == "response.output_text.delta")
-    assert text == "Yes."
-    usage = answer["usage"]
-    assert usage == last["usage"] and usage["input_tokens"] == len(engine.submitted[0][0])
-    assert usage["input_tokens_details"]["cached_tokens"] == 4
-    details = usage["output_tokens_details"]
+    details = answer["usage"]["output_tokens_details"]
     reasoning = target.tokenizer.encode("Hm.", add_special_tokens=False)
     assert details["reasoning_tokens"] == len(reasoning)
 
@@ -90,72 +73,6 @@ def test_a_custom_tool_is_called_with_text(target):
     assert [one["input"] for one in events if one["type"] == f"{kind}.done"] == [PATCH]
     after = engine.prompt()
     assert "Done!" in after and json.dumps(PATCH)[1:-1] in after
-
-
-def test_draft_false_turns_drafting_off(target):
-    engine = FakeEngine(target)
-    with client(engine) as server:
-        server.post(PATH, json=ask(draft=False))
-        server.post(PATH, json=ask(draft=True))
-    (_, plain), (_, drafted) = engine.submitted
-    assert plain["block_size"] == 1 and "block_size" not in drafted
-
-
-def test_a_truncated_answer(target):
-    with client(FakeEngine(target, ["x</think>cut"], reason="length")) as server:
-        answer = server.post(PATH, json=ask()).json()
-        events = streamed(server, ask())
-    assert answer["status"] == "incomplete"
-    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert events[-1]["type"] == "response.incomplete"
-
-
-def test_items_reach_the_template(target):
-    engine = FakeEngine(target)
-    items = [
-        {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
-        {"type": "message", "role": "user", "content": "Hi"},
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
-        {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'},
-        {"type": "function_call_output", "call_id": "c", "output": "42"},
-        {"role": "user", "content": "Go on."},
-    ]
-    with client(engine) as server:
-        body = ask(input=items, instructions="First.", tools=[tool("f")])
-        assert server.post(PATH, json=body).status_code == 200
-    prompt = engine.prompt()
-    places = ["First.", "Be brief.", "user\nHi", '[f {"a": 1}]', "42", "Go on."]
-    assert sorted(places, key=prompt.index) == places
-
-
-def test_codex(target):
-    request = json.loads(CODEX.read_text())
-    engine = FakeEngine(target, ["x</think>Hello"])
-    with client(engine) as server:
-        answer = server.post(request["path"], json=request["body"], headers=request["headers"])
-    events = frames(answer.text)
-    assert events[-1]["response"]["output"][1]["content"][0]["text"] == "Hello"
-    prompt = engine.prompt()
-    assert "multi_agent_v1__close_agent" in prompt and "exec_command" in prompt
-    assert prompt.rstrip().endswith("<think>") and "say hello" in prompt
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"input": [{"type": "item_reference", "id": "x"}]},
-        {"input": []},
-        {"input": [{"type": "weird"}]},
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": {"type": "function", "name": "f"}},
-    ],
-)
-def test_unsupported_fields_are_refused(target, wrong):
-    engine = FakeEngine(target)
-    with client(engine) as server:
-        answer = server.post(PATH, json=ask(**wrong))
-    assert answer.status_code == 400 and answer.json()["error"]["message"] and not engine.submitted
 
 
 def test_a_response_is_continued_by_its_id(target):

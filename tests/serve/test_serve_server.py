@@ -5,18 +5,13 @@ import json
 import threading
 
 import pytest
-from serving import FakeEngine, make_target, running
+from serving import FakeEngine, running
 
 from dflash_mlx.errors import ServerError
 from dflash_mlx.serve import server as server_module
 from dflash_mlx.serve.server import listen
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target()
 
 
 def post(path="/v1/chat/completions", **more):

@@ -9,16 +9,12 @@ from pathlib import Path
 
 import pytest
 from answers import KNOWN, WRITERS, written
+from dialects import APIS, Chat
 from mlx_lm.chat_templates import deepseek_v32
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from serving import FakeEngine, client, frames, make_target
+from serving import FakeEngine, client, make_target
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
-SCHEMA = {
-    "type": "object",
-    "properties": {"path": {"type": "string"}, "text": {"type": "string"}},
-    "required": ["path"],
-}
 CODE = "\tif x < 1:\n    <a href='#'>\u00e9</a>\n</parameter> null  "
 CALLS = [("write", {"path": "first.py", "text": CODE}), ("write", {"path": "second.py"})]
 HEADERS = {
@@ -53,112 +49,8 @@ def says(family):
     return text + "\n".join(written(family, *call) for call in CALLS)
 
 
-class Chat:
-    """OpenAI's chat completions."""
-
-    path = "/v1/chat/completions"
-
-    def __init__(self):
-        self.items = []
-
-    def body(self):
-        function = {"name": "write", "parameters": SCHEMA}
-        return {"messages": self.items, "tools": [{"type": "function", "function": function}]}
-
-    def user(self, text):
-        self.items.append({"role": "user", "content": text})
-
-    def answer(self, got, streamed):
-        if streamed:
-            message = {"role": "assistant", "content": "", "reasoning_content": ""}
-            message["tool_calls"] = []
-            for chunk in got:
-                for choice in chunk["choices"]:
-                    delta = choice["delta"]
-                    message["content"] += delta.get("content") or ""
-                    message["tool_calls"] += delta.get("tool_calls") or ()
-                    message["reasoning_content"] += delta.get("reasoning_content") or ""
-            message = {key: value for key, value in message.items() if value}
-        else:
-            message = got["choices"][0]["message"]
-        self.items.append(message)
-        calls = message.get("tool_calls", ())
-        found = [
-            (one["id"], one["function"]["name"], one["function"]["arguments"]) for one in calls
-        ]
-        return message.get("reasoning_content"), message.get("content") or "", found
-
-    def result(self, id, text, failed):
-        self.items.append({"role": "tool", "tool_call_id": id, "content": text})
-
-
-class Messages(Chat):
-    """Anthropic's messages."""
-
-    path = "/v1/messages"
-
-    def body(self):
-        tools = [{"name": "write", "input_schema": SCHEMA}]
-        return {"messages": self.items, "tools": tools, "max_tokens": 99}
-
-    def answer(self, got, streamed):
-        if streamed:
-            blocks = []
-            for event in got:
-                if event["type"] == "content_block_start":
-                    blocks.append(event["content_block"] | {"json": ""})
-                elif event["type"] == "content_block_delta":
-                    delta = event["delta"]
-                    for key in ("text", "thinking"):
-                        if key in delta:
-                            blocks[-1][key] += delta[key]
-                    blocks[-1]["json"] += delta.get("partial_json", "")
-            for block in blocks:
-                text = block.pop("json")
-                if block["type"] == "tool_use":
-                    block["input"] = json.loads(text)
-        else:
-            blocks = got["content"]
-        self.items.append({"role": "assistant", "content": blocks})
-        thoughts = [one["thinking"] for one in blocks if one["type"] == "thinking"]
-        calls = [one for one in blocks if one["type"] == "tool_use"]
-        found = [(one["id"], one["name"], json.dumps(one["input"])) for one in calls]
-        text = "".join(one["text"] for one in blocks if one["type"] == "text")
-        return "".join(thoughts) or None, text, found
-
-    def result(self, id, text, failed):
-        block = {"type": "tool_result", "tool_use_id": id, "content": text, "is_error": failed}
-        if self.items[-1]["role"] == "assistant":
-            self.items.append({"role": "user", "content": []})
-        self.items[-1]["content"].append(block)
-
-
-class Responses(Chat):
-    """OpenAI's responses."""
-
-    path = "/v1/responses"
-
-    def body(self):
-        return {
-            "input": self.items,
-            "tools": [{"type": "function", "name": "write", "parameters": SCHEMA}],
-        }
-
-    def answer(self, got, streamed):
-        output = (got[-1]["response"] if streamed else got)["output"]
-        self.items += output
-        thoughts = [one["content"][0]["text"] for one in output if one["type"] == "reasoning"]
-        texts = [one["content"][0]["text"] for one in output if one["type"] == "message"]
-        calls = [one for one in output if one["type"] == "function_call"]
-        found = [(one["call_id"], one["name"], one["arguments"]) for one in calls]
-        return "".join(thoughts) or None, "".join(texts), found
-
-    def result(self, id, text, failed):
-        self.items.append({"type": "function_call_output", "call_id": id, "output": text})
-
-
 @pytest.mark.parametrize("family", WRITERS)
-@pytest.mark.parametrize("dialect", [Chat, Messages, Responses], ids=lambda one: one.path[4:])
+@pytest.mark.parametrize("dialect", APIS, ids=lambda one: one.path[4:])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_three_turns(family, dialect, streamed):
     talk, engine = dialect(), FakeEngine(target_of(family))
@@ -167,9 +59,7 @@ def test_three_turns(family, dialect, streamed):
         def turn(text):
             own = "|".join(map(re.escape, engine.target.tokenizer.get_added_vocab()))
             engine.steps = re.findall(f"{own}|(?s:(?:(?!{own}).){{1,7}})", text)
-            answer = server.post(talk.path, json=talk.body() | {"stream": streamed})
-            assert answer.status_code == 200, answer.text
-            return talk.answer(frames(answer.text) if streamed else answer.json(), streamed)
+            return talk.ask(server, streamed)[:3]
 
         talk.user("Write.")
         thought, text, calls = turn(says(family))
@@ -198,8 +88,7 @@ def test_the_template_of_deepseek_in_python():
     engine, talk = FakeEngine(target, [written("deepseek_v32", *CALLS[0])]), Chat()
     with client(engine) as server:
         talk.user("Write.")
-        first = server.post(talk.path, json=talk.body()).json()
-        ((id, _, arguments),) = talk.answer(first, False)[2]
+        ((id, _, arguments),) = talk.ask(server).calls
         assert json.loads(arguments) == CALLS[0][1]
         talk.result(id, "Done.", False)
         assert server.post(talk.path, json=talk.body()).status_code == 200

@@ -1,0 +1,205 @@
+"""The APIs as clients speak them: a conversation, and an answer whole or streamed."""
+
+import json
+from typing import Any, NamedTuple
+
+from serving import frames
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"path": {"type": "string"}, "text": {"type": "string"}},
+    "required": ["path"],
+}
+
+
+class Said(NamedTuple):
+    """An answer: calls as (id, name, arguments in JSON), tokens as (prompt, cached, output)."""
+
+    thought: str | None
+    text: str
+    calls: list[tuple[str, str, str]]
+    reason: str
+    tokens: tuple[int, int | None, int]
+
+
+class Chat:
+    """OpenAI's chat completions."""
+
+    path = "/v1/chat/completions"
+    limit = "max_tokens"
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+
+    def body(self, **more: Any) -> dict[str, Any]:
+        """A request of this conversation, with a tool."""
+        function = {"name": "write", "parameters": SCHEMA}
+        tools = [{"type": "function", "function": function}]
+        return {"model": "m", "messages": self.items, "tools": tools, **more}
+
+    def ask(self, server: Any, streamed: bool = False, **more: Any) -> Said:
+        """An answer, which becomes a part of the conversation."""
+        if streamed and "chat/" in self.path:
+            more["stream_options"] = {"include_usage": True}
+        answer = server.post(self.path, json=self.body(stream=streamed, **more))
+        assert answer.status_code == 200, answer.text
+        return self.read(self.streamed(answer.text) if streamed else answer.json())
+
+    def user(self, text: Any) -> None:
+        """A message of the user."""
+        self.items.append({"role": "user", "content": text})
+
+    def streamed(self, text: str) -> Any:
+        """The whole answer that a stream is."""
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        *chunks, last = frames(text)
+        for chunk in chunks:
+            [choice] = chunk["choices"]
+            assert chunk["usage"] is None
+            for key, value in choice["delta"].items():
+                if key != "role":
+                    message[key] = message[key] + value if key in message else value
+        return last | {"choices": [choice | {"message": message}]}
+
+    def read(self, got: Any) -> Said:
+        """An answer, which becomes a part of the conversation."""
+        [choice] = got["choices"]
+        message, usage = choice["message"], got["usage"]
+        self.items.append(message)
+        calls = [(one["id"], one["function"]) for one in message.get("tool_calls", ())]
+        tokens = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        assert message.get("reasoning") == message.get("reasoning_content")
+        return Said(
+            message.get("reasoning_content"),
+            message["content"] or "",
+            [(id, one["name"], one["arguments"]) for id, one in calls],
+            choice["finish_reason"],
+            (*tokens, usage["completion_tokens"]),
+        )
+
+    def result(self, id: str, text: str, failed: bool) -> None:
+        """What a tool returned."""
+        self.items.append({"role": "tool", "tool_call_id": id, "content": text})
+
+
+class Messages(Chat):
+    """Anthropic's messages."""
+
+    path = "/v1/messages"
+
+    def body(self, **more: Any) -> dict[str, Any]:
+        tools = [{"name": "write", "input_schema": SCHEMA}]
+        return {"messages": self.items, "tools": tools, "max_tokens": 99, **more}
+
+    def streamed(self, text: str) -> Any:
+        message: dict[str, Any] = {}
+        for event in frames(text):
+            if event["type"] == "message_start":
+                message = event["message"]
+                start = message["usage"]
+            elif event["type"] == "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"])
+            elif event["type"] == "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                if delta["type"] == "input_json_delta":
+                    block["input"] = json.loads(delta["partial_json"])
+                else:
+                    block[block["type"]] += delta[block["type"]]
+            elif event["type"] == "message_delta":
+                message |= event["delta"] | {"usage": event["usage"]}
+        for key in ("input_tokens", "cache_read_input_tokens"):  # clients add them up
+            assert start[key] == message["usage"][key]
+        assert event["type"] == "message_stop"
+        return message
+
+    def read(self, got: Any) -> Said:
+        blocks, usage = got["content"], got["usage"]
+        self.items.append({"role": "assistant", "content": blocks})
+        thoughts = [one["thinking"] for one in blocks if one["type"] == "thinking"]
+        calls = [one for one in blocks if one["type"] == "tool_use"]
+        cached = usage["cache_read_input_tokens"]
+        return Said(
+            "".join(thoughts) or None,
+            "".join(one["text"] for one in blocks if one["type"] == "text"),
+            [(one["id"], one["name"], json.dumps(one["input"])) for one in calls],
+            got["stop_reason"],
+            (usage["input_tokens"] + cached, cached, usage["output_tokens"]),
+        )
+
+    def result(self, id: str, text: str, failed: bool) -> None:
+        block = {"type": "tool_result", "tool_use_id": id, "content": text, "is_error": failed}
+        if self.items[-1]["role"] == "assistant":
+            self.items.append({"role": "user", "content": []})
+        self.items[-1]["content"].append(block)
+
+
+class Responses(Chat):
+    """OpenAI's responses."""
+
+    path = "/v1/responses"
+    limit = "max_output_tokens"
+
+    def body(self, **more: Any) -> dict[str, Any]:
+        tool = {"type": "function", "name": "write", "parameters": SCHEMA}
+        return {"input": self.items, "tools": [tool], **more}
+
+    def streamed(self, text: str) -> Any:
+        events = frames(text)
+        assert [one["sequence_number"] for one in events] == list(range(len(events)))
+        last = events[-1]["response"]
+        done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+        assert done == last["output"] and events[-1]["type"] == f"response.{last['status']}"
+        deltas = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
+        texts = [item["content"][0]["text"] for item in done if item["type"] == "message"]
+        assert "".join(deltas) == "".join(texts)
+        return last
+
+    def read(self, got: Any) -> Said:
+        output, usage = got["output"], got["usage"]
+        self.items += output
+        thoughts = [one["content"][0]["text"] for one in output if one["type"] == "reasoning"]
+        calls = [one for one in output if one["type"] == "function_call"]
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        return Said(
+            "".join(thoughts) or None,
+            "".join(one["content"][0]["text"] for one in output if one["type"] == "message"),
+            [(one["call_id"], one["name"], one["arguments"]) for one in calls],
+            got["status"],
+            (usage["input_tokens"], cached, usage["output_tokens"]),
+        )
+
+    def result(self, id: str, text: str, failed: bool) -> None:
+        self.items.append({"type": "function_call_output", "call_id": id, "output": text})
+
+
+class Ollama(Chat):
+    """Ollama's chat."""
+
+    path = "/api/chat"
+
+    def streamed(self, text: str) -> Any:
+        *pieces, last = map(json.loads, text.splitlines())
+        message: dict[str, Any] = {}
+        for piece in pieces:
+            assert not piece["done"]
+            for key, value in piece["message"].items():
+                if key != "role":
+                    message[key] = message[key] + value if key in message else value
+        return last | {"message": {"role": "assistant"} | message}
+
+    def read(self, got: Any) -> Said:
+        message = got["message"]
+        self.items.append(message)
+        calls = [(one["id"], one["function"]) for one in message.get("tool_calls", ())]
+        assert got["done"] and got["total_duration"] > got["load_duration"] > 0
+        return Said(
+            message.get("thinking"),
+            message["content"],
+            [(id, one["name"], json.dumps(one["arguments"])) for id, one in calls],
+            got["done_reason"],
+            (got["prompt_eval_count"], None, got["eval_count"]),
+        )
+
+
+APIS = (Chat, Messages, Responses, Ollama)
