@@ -43,6 +43,17 @@ def encode_prompt(
             that fails, or as long as the context, which leaves no room for an answer.
     """
     ids = token_ids(target.tokenizer, prompt, template)
+    check_ids(target, ids)
+    if len(ids) >= target.context_length:
+        raise PromptError(
+            f"The prompt has {len(ids)} tokens; with room for an answer {target.name} reads "
+            f"at most {target.context_length - 1}: shorten it."
+        )
+    return ids
+
+
+def check_ids(target: Target, ids: Sequence[int]) -> None:
+    """Raise `PromptError` for an empty prompt, or ids outside the vocabulary."""
     if not ids:
         raise PromptError("The prompt is empty: give some text, token ids or messages.")
     if min(ids) < 0 or max(ids) >= target.vocab_size:
@@ -50,12 +61,6 @@ def encode_prompt(
         raise PromptError(
             f"Token id {brief(outside)} is outside the target's vocabulary of {target.vocab_size}."
         )
-    if len(ids) >= target.context_length:
-        raise PromptError(
-            f"The prompt has {len(ids)} tokens; with room for an answer {target.name} reads "
-            f"at most {target.context_length - 1}: shorten it."
-        )
-    return ids
 
 
 def thinking_variables(

@@ -93,17 +93,11 @@ class Endpoints:
         response = messages.MessagesResponse(streams, request.state.request_id)
         return await _respond(request, response, body.stream)
 
-    async def ollama_chat(self, request: Request) -> Response:
-        """Ollama's chat."""
-        return await self._ollama(request, await read_body(request, ollama.OllamaChatBody))
-
-    async def ollama_generate(self, request: Request) -> Response:
-        """Ollama's generate."""
-        return await self._ollama(request, await read_body(request, ollama.OllamaGenerateBody))
-
-    async def _ollama(
-        self, request: Request, body: ollama.OllamaChatBody | ollama.OllamaGenerateBody
-    ) -> Response:
+    async def ollama(self, request: Request) -> Response:
+        """Ollama's chat and generate."""
+        is_chat = request.url.path.endswith("chat")
+        kind = ollama.OllamaChatBody if is_chat else ollama.OllamaGenerateBody
+        body: ollama.OllamaChatBody | ollama.OllamaGenerateBody = await read_body(request, kind)
         start, wanted = time.monotonic(), body.generation_request()
         if wanted is None:
             if body.unloads and await self._models.unload(body.model):
@@ -144,18 +138,15 @@ class Endpoints:
         return JSONResponse(self._models.find(request.path_params["name"]).info.openai())
 
     async def ollama_models(self, request: Request) -> Response:
-        """Ollama's list of models."""
-        return JSONResponse({"models": [model.info.ollama() for model in self._models.offered]})
-
-    async def ollama_loaded(self, request: Request) -> Response:
-        """Ollama's list of loaded models."""
-        found = [model.info.ollama() for model in self._models.offered if model.handler]
+        """Ollama's lists of all models, and of those that are loaded."""
+        all_ = request.url.path.endswith("tags")
+        found = [one.info.ollama() for one in self._models.offered if all_ or one.handler]
         return JSONResponse({"models": found})
 
     async def ollama_show(self, request: Request) -> Response:
         """Ollama's description of a model."""
         body = await read_body(request, ollama.OllamaShowBody)
-        return JSONResponse(self._models.find(body.wanted).info.ollama_details())
+        return JSONResponse(self._models.find(body.model).info.ollama_details())
 
     async def ollama_version(self, request: Request) -> Response:
         """The version of Ollama's API."""
@@ -221,11 +212,11 @@ def make_app(models: Models, auth: Auth, metrics: Metrics) -> Starlette:
         Route("/health", endpoints.health),
         Route("/ready", endpoints.ready),
         Route("/metrics", endpoints.metrics),
-        Route("/api/chat", endpoints.ollama_chat, methods=["POST"]),
-        Route("/api/generate", endpoints.ollama_generate, methods=["POST"]),
+        Route("/api/chat", endpoints.ollama, methods=["POST"]),
+        Route("/api/generate", endpoints.ollama, methods=["POST"]),
         Route("/api/show", endpoints.ollama_show, methods=["POST"]),
         Route("/api/tags", endpoints.ollama_models),
-        Route("/api/ps", endpoints.ollama_loaded),
+        Route("/api/ps", endpoints.ollama_models),
         Route("/api/version", endpoints.ollama_version),
     ]
     return with_middleware(routes, auth, metrics)

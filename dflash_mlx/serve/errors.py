@@ -58,6 +58,7 @@ class RequestError(DFlashError):
         super().__init__(message)
         self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
         self.type = _TYPES.get(status, "invalid_request_error")
+        self.anthropic_message = message
 
     @property
     def headers(self) -> dict[str, str]:
@@ -75,7 +76,7 @@ class RequestError(DFlashError):
 
     def anthropic(self, request_id: str) -> dict[str, Any]:
         """The body in Anthropic's format."""
-        error = {"type": self.type, "message": str(self)}
+        error = {"type": self.type, "message": self.anthropic_message}
         return {"type": "error", "error": error, "request_id": request_id}
 
     def ollama(self) -> dict[str, Any]:
@@ -83,31 +84,17 @@ class RequestError(DFlashError):
         return {"error": str(self)}
 
 
-class ContextLengthError(RequestError):
-    """A prompt that leaves no room for an answer.
-
-    Args:
-        tokens: the length of the prompt.
-        max_tokens: the longest prompt that leaves room for one token.
-        param: the field of the prompt.
-    """
-
-    def __init__(self, tokens: int, max_tokens: int, param: str) -> None:
-        super().__init__(
-            f"This model's maximum context length is {max_tokens + 1} tokens. However, your "
-            f"{param} resulted in {tokens} tokens, and an answer needs one more. Please reduce "
-            f"the length of the {param}.",
-            code="context_length_exceeded",
-            param=param,
-        )
-        self._tokens, self._max_tokens = tokens, max_tokens
-
-    def anthropic(self, request_id: str) -> dict[str, Any]:
-        """The body in Anthropic's format and words."""
-        body = super().anthropic(request_id)
-        words = f"prompt is too long: {self._tokens} tokens > {self._max_tokens} maximum"
-        body["error"]["message"] = words
-        return body
+def too_long(tokens: int, max_tokens: int, param: str) -> RequestError:
+    """The error of a prompt longer than `max_tokens`, in the words that clients look for."""
+    error = RequestError(
+        f"This model's maximum context length is {max_tokens + 1} tokens. However, your {param} "
+        f"resulted in {tokens} tokens, and an answer needs one more. Please reduce the length of "
+        f"the {param}.",
+        code="context_length_exceeded",
+        param=param,
+    )
+    error.anthropic_message = f"prompt is too long: {tokens} tokens > {max_tokens} maximum"
+    return error
 
 
 def from_validation(error: ValidationError) -> RequestError:

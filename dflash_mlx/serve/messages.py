@@ -12,7 +12,13 @@ from ..answers.parser import Part, Reasoning, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .handler import Finish, ResponseStream, StepOutput
-from .openai_common import ModelName, Nothing, Thinking, thinking_settings
+from .openai_common import (
+    ModelName,
+    Nothing,
+    Thinking,
+    template_call,
+    thinking_settings,
+)
 from .request import GenerationRequest, Tool, ToolChoice, instead_of, without_none
 from .response import ApiResponse
 from .sse import frame
@@ -49,20 +55,15 @@ class ContentBlock(Body):
         """The kind of an image, a PDF or another block that is not read; None for others."""
         return None if self.type in _READ else self.type[:40]
 
-    def read_text(self) -> str:
+    def read(self) -> str:
         """The text, or a line in place of what is not text."""
         return instead_of(self.media) if self.media else self.text or ""
-
-    def template_call(self) -> dict[str, Any]:
-        """A `tool_use` block as chat templates take it."""
-        function = {"name": self.name or "", "arguments": self.input or {}}
-        return {"id": self.id or "", "type": "function", "function": function}
 
     def template_result(self) -> dict[str, Any]:
         """A `tool_result` block as chat templates take it."""
         text = self.content or ""
         if isinstance(text, list):
-            text = "\n".join(block.read_text() for block in text)
+            text = "\n".join(block.read() for block in text)
         if self.is_error:
             text = f"Error: {text}"
         return {"role": "tool", "content": text, "tool_call_id": self.tool_use_id or ""}
@@ -83,11 +84,11 @@ class AnthropicMessage(Body):
             if block.type == "tool_result":
                 results.append(block.template_result())
             elif block.type == "tool_use":
-                calls.append(block.template_call())
+                calls.append(template_call(block.id or "", block.name or "", block.input or {}))
             elif block.type == "thinking":
                 thoughts.append(block.thinking or "")
             elif block.type != "redacted_thinking":
-                texts.append(block.read_text())
+                texts.append(block.read())
         message: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
         if any(thoughts):
             message["reasoning_content"] = "\n".join(thoughts)
@@ -195,7 +196,7 @@ class CountBody(Body):
     def _system_messages(self) -> list[dict[str, Any]]:
         """The system prompt, without the part that differs between sessions."""
         blocks = [self.system] if isinstance(self.system, str) else self.system or []
-        texts = [one if isinstance(one, str) else one.read_text() for one in blocks]
+        texts = [one if isinstance(one, str) else one.read() for one in blocks]
         text = "\n\n".join(one for one in texts if one and not one.startswith(BILLING_HEADER))
         return [{"role": "system", "content": text}] if text else []
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from pydantic_core import to_json
 
 from ..answers.parser import Part, Reasoning, Text, ToolCall, joined
@@ -136,15 +136,8 @@ class OllamaGenerateBody(OllamaBody):
 class OllamaShowBody(Body):
     """POST /api/show"""
 
-    model: ModelName = ""
-    name: ModelName = ""  # the older field
-
-    @property
-    def wanted(self) -> str:
-        """The model's name in either field. Raises `RequestError` if both are empty."""
-        if not (self.model or self.name):
-            raise RequestError("model: Field required", param="model")
-        return self.model or self.name
+    # The second name is the older one.
+    model: Annotated[ModelName, Field(validation_alias=AliasChoices("model", "name"))]
 
 
 class OllamaResponse(ApiResponse):

@@ -22,9 +22,9 @@ from ..answers.calls import JsonCalls
 from ..answers.families import HARMONY, AnswerFormat, Family
 from ..chat_template import TemplateLimitError, apply_chat_template
 from ..errors import PromptError
-from ..prompt import token_ids
+from ..prompt import check_ids, token_ids
 from ..validation import ErrorWrapper
-from .errors import ContextLengthError, RequestError
+from .errors import RequestError, too_long
 from .request import GenerationRequest, Tool
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class EncodedPrompt:
 def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> EncodedPrompt:
     """The prompt of a request.
 
-    Raises `RequestError` if the template refuses it, and `ContextLengthError` if it is too long.
+    Raises `RequestError` if the template refuses it, or it is too long.
     """
     tokenizer, field, prompt = target.tokenizer, request.prompt_field, request.prompt
     thinks = False
@@ -60,15 +60,11 @@ def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> En
                 ids = list(tokenizer.encode(text, add_special_tokens=False))
         else:
             ids = token_ids(tokenizer, prompt)
+        check_ids(target, ids)
     except PromptError as error:
         raise RequestError(str(error), param=field) from error
-    if not ids:
-        raise RequestError("The prompt is empty.", param=field)
-    if any(not 0 <= token < target.vocab_size for token in ids):
-        message = f"A token id is not in the vocabulary of {target.vocab_size}."
-        raise RequestError(message, param=field)
     if len(ids) >= target.context_length:
-        raise ContextLengthError(len(ids), target.context_length - 1, field)
+        raise too_long(len(ids), target.context_length - 1, field)
     return EncodedPrompt(ids, thinks)
 
 
