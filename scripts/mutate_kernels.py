@@ -30,6 +30,7 @@ EXPERTS = ["test_kernel_moe"]
 ATTENTION = ["test_kernel_block_attention"]
 DELTA = ["test_kernel_delta_replay"]
 LAYERS = ["test_kernel_layers", "test_kernel_wiring", "test_kernel_selfcheck"]
+BATCHES = ["test_batched", "test_batched_levels", "test_many_requests"]
 # The tests of each file's kernels, the likeliest to fail first.
 TESTS = {
     "metal/block_attention.metal": ATTENTION,
@@ -52,8 +53,15 @@ TESTS = {
     "dflash_mlx/kernels/fused.py": ["test_kernel_qkv", *LAYERS],
     "dflash_mlx/kernels/modules.py": LAYERS,
     "dflash_mlx/kernels/choose.py": ["test_choose", "test_autotune", *LAYERS],
+    "dflash_mlx/kernels/shapes.py": ["test_choose", "test_roofline", "test_autotune", *LAYERS],
+    "dflash_mlx/kernels/source.py": ["test_kernel_source"],
+    "dflash_mlx/loading/wiring.py": ["test_autotune", *LAYERS],
+    "dflash_mlx/targets/attention.py": ["test_kernel_models", *LAYERS],
     "dflash_mlx/targets/autotune.py": ["test_autotune", "test_kernel_wiring"],
+    "dflash_mlx/targets/batched_rows.py": BATCHES,
     "dflash_mlx/targets/fallback.py": ["test_kernel_fallback"],
+    "dflash_mlx/targets/kv_slots.py": BATCHES,
+    "dflash_mlx/targets/tree_attention.py": ["test_tree_attention", "test_tree_families"],
 }
 # What is replaced by what, wherever it stands in a line of code.
 SWAPS = [

@@ -242,6 +242,19 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(past, kernel):
         assert same_bits(chain[:, :, -1], block[:, :, node])
 
 
+def test_calls_of_one_shape_share_what_is_the_same_alone(kernel):
+    """A prepared launch is not used where a number or an array of it is another."""
+    args, plain = Case(nodes=9, length=40).arguments()
+    variants: list[dict[str, Any]] = [{}, {"first": 490}, {"window": 9}, {"scale": 1.0}]
+    variants += [{"sinks": mx.array([level])} for level in (0.0, 1.0)]
+    for seed in range(2):
+        depths, ancestors = random_tree(9, seed)
+        variants.append({"tree": TreeMask(31 + depths, ancestors)})
+    for changed in variants:
+        alone = BlockAttention(kernel_factory())(*args, **plain | changed)
+        assert same_bits(kernel(*args, **plain | changed), alone), changed
+
+
 def test_a_cache_is_read_in_place(kernel):
     """A cache has room for more rows than it holds: its keys are slices, not whole arrays."""
     case = Case(mx.float16, key_heads=3, group=2, nodes=5, length=35)

@@ -161,12 +161,11 @@ class BlockAttention:
 
     def _in_float32(self, sinks: mx.array) -> mx.array:
         """A layer's sinks as the kernel takes them, computed once."""
-        known, converted = self._sinks.get(id(sinks), (None, self._no_sinks))
-        if known is not sinks:
+        if id(sinks) not in self._sinks:
             converted = in_device_memory(sinks.astype(mx.float32))
             mx.eval(converted)  # other threads' forwards use it
             self._sinks[id(sinks)] = sinks, converted
-        return converted
+        return self._sinks[id(sinks)][1]
 
     def _prepare(
         self,
