@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from kernel_calls import Recorder
 from kernel_check import (
     DTYPES,
     float64,
@@ -22,6 +23,7 @@ from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.block_attention import (
     CHUNK,
     MOST_NODES,
+    MOST_STEPS,
     BlockAttention,
     TreeMask,
     block_attention_reference,
@@ -255,6 +257,13 @@ def test_calls_of_one_shape_share_what_is_the_same_alone(kernel):
         assert same_bits(kernel(*args, **plain | changed), alone), changed
 
 
+def test_a_long_answer_keeps_few_prepared_launches():
+    kernel, (args, named) = BlockAttention(Recorder()), Case(nodes=2).arguments()
+    for first in range(3 * MOST_STEPS):
+        kernel(*args, **named | {"first": first})
+    assert len(kernel._launches) <= MOST_STEPS
+
+
 def test_a_cache_is_read_in_place(kernel):
     """A cache has room for more rows than it holds: its keys are slices, not whole arrays."""
     case = Case(mx.float16, key_heads=3, group=2, nodes=5, length=35)
@@ -309,6 +318,8 @@ def test_what_does_not_fit_is_refused(kernel):
     (queries, keys, values), named = Case(mx.float16, nodes=3, length=8).arguments()
     tree = TreeMask(mx.zeros(2), mx.zeros((2, 2)))
     eight, four = (AffineWeights(*mx.quantize(keys, 64, bits), bits, 64) for bits in (8, 4))
+    for stored in (keys, eight):  # nor where part of it is that of an earlier call
+        kernel(queries, stored, stored, **named)
     for args, extra in [
         ((mx.zeros((1, 1, 65, 64)), keys, values), {}),
         ([mx.zeros((*x.shape[:3], 72)) for x in (queries, keys, values)], {}),

@@ -12,6 +12,7 @@ from kernel_models import Launches, float_target, half_precision
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import CombinedDrafter
+from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.targets import Target
 from dflash_mlx.targets.autotune import candidates
@@ -31,9 +32,9 @@ class Refusing(Launches):
         self.good, self.lazily = 10**9, lazily
 
     def refuse(self, good: int) -> None:
-        """Have all launches refused after so many."""
+        """Have all launches refused after so many; where that is none, by MLX, else by us."""
         self.counts.clear()
-        self.good = good
+        self.good, self.error = good, KernelError if good else ValueError
 
     @property
     def launched(self) -> int:
@@ -49,7 +50,7 @@ class Refusing(Launches):
             if self.lazily:  # an error of MLX's own, when the step is computed
                 wrong = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu).sum()
                 return [result + wrong.astype(result.dtype) for result in results]
-            raise ValueError("Thread group size (512) is greater than the maximum allowed (448).")
+            raise self.error("Thread group size (512) is greater than the maximum allowed (448).")
 
         return launch
 

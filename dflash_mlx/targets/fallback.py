@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..errors import DFlashError, KernelError
+from ..errors import KernelError
 from .target import Target
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ MAYBE_REFUSED = (RuntimeError, ValueError, KernelError)
 def on_stock(target: Target, drafts_on: Kernels | None, error: BaseException) -> Iterator[None]:
     """Have the code inside repeat what failed with `error`, on MLX's kernels alone.
 
-    If it passes, ours stay off, with a warning. Else they are on again, and `error` is raised. It
-    is raised at once where no kernel can be to blame, and where exact decoding was asked for.
+    If it passes, ours stay off, with a warning. Else they are on again. `error` is raised at once
+    where no kernel can be to blame, and where exact decoding was asked for.
 
     Args:
         target: whose kernels are suspended.
@@ -37,9 +37,8 @@ def on_stock(target: Target, drafts_on: Kernels | None, error: BaseException) ->
     """
     wiring, passed = target.wiring, False
     ours = {one for one in (wiring and wiring.kernels, drafts_on) if one and one.active}
-    own = isinstance(error, DFlashError) and not isinstance(error, KernelError)
     required = wiring is not None and wiring.required
-    if not ours or required or own or not isinstance(error, MAYBE_REFUSED):
+    if not ours or required or not isinstance(error, MAYBE_REFUSED):
         raise error
     target.wiring = None
     for kernels in ours:
@@ -47,8 +46,6 @@ def on_stock(target: Target, drafts_on: Kernels | None, error: BaseException) ->
     try:
         yield
         passed = True
-    except MAYBE_REFUSED:
-        raise error from None
     finally:
         if not passed:
             target.wiring = wiring
