@@ -1,14 +1,13 @@
 """Drafters that are none and settings that cannot be: refused, at once and in one line."""
 
 import re
-from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from oracle import Oracle
+from oracle import Oracle, Proposes
 from tinymodels import greedy, random_drafter, target, tokenizer
 
 from dflash_mlx.engine.engine import Engine
@@ -25,24 +24,6 @@ from dflash_mlx.proposal import Proposal
 
 PROMPT = tokenizer().encode("what is 37 + 48?")
 VOCABULARY = len(tokenizer())
-
-
-class Proposes:
-    """A drafter that proposes what a test says, whatever it is asked."""
-
-    tap_layers = ()
-
-    def __init__(self, proposal: Callable[[int, int], Proposal]) -> None:
-        self.proposal = proposal
-
-    def start(self, target, sampler):
-        return self
-
-    def extend(self, taps):
-        pass
-
-    def propose(self, anchor, width):
-        return self.proposal(anchor, width)
 
 
 @pytest.mark.parametrize("name", ["drafter", "policy", "conversation"])

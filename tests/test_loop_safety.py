@@ -2,20 +2,21 @@
 
 import gc
 import threading
+from itertools import zip_longest
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from oracle import Oracle, Recorder
+from oracle import Oracle, Proposes
 from tinymodels import greedy, random_drafter, target, tokenizer
 
-from dflash_mlx.events import Event
 from dflash_mlx.loop import generate, stream_generate
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
 
 PROMPT = tokenizer().encode("what is 37 + 48?")
+TAPS = [0, 1], [2, 1]
 
 
 def fingerprint(model: Target) -> tuple:
@@ -65,14 +66,15 @@ def interrupted_by_the_consumer(model: Target) -> None:
 
 
 def interrupted_inside_a_round(model: Target) -> None:
-    class Failing(Recorder):
-        def propose(self, anchor, width):
-            if len(self.proposals) == 3:
-                raise KeyboardInterrupt
-            return super().propose(anchor, width)
+    rounds = [1, 2, 3]
+
+    def propose(anchor, width):
+        if not rounds:
+            raise KeyboardInterrupt
+        return Proposal([anchor, rounds.pop()])
 
     with pytest.raises(KeyboardInterrupt):
-        generate(model, Failing(random_drafter()), PROMPT)
+        generate(model, Proposes(propose), PROMPT)
 
 
 def refused_inside_a_forward(model: Target) -> None:
@@ -80,12 +82,8 @@ def refused_inside_a_forward(model: Target) -> None:
         def array(self, vocab_size):
             return mx.array([1.5])  # no embedding has such an index
 
-    class Broken(Recorder):
-        def propose(self, anchor, width):
-            return Wrong([anchor])
-
     with pytest.raises(ValueError):
-        generate(model, Broken(random_drafter()), PROMPT)
+        generate(model, Proposes(lambda anchor, width: Wrong([anchor])), PROMPT)
 
 
 HAPPENINGS = [
@@ -108,46 +106,21 @@ def test_the_target_stays_as_it_was(happening):
     del left
 
 
-def run_together(*generations) -> list[list[Event]]:
-    """Advance generations in turn until all have ended."""
-    events: list[list[Event]] = [[] for _ in generations]
-    running = list(enumerate(generations))
-    while running:
-        for number, generation in list(running):
-            event = next(generation, None)
-            if event is None:
-                running.remove((number, generation))
-            else:
-                events[number].append(event)
-    return events
-
-
 def test_interleaved_generations_are_those_apart():
     """Two drafters with taps of their own, and plain decoding, on one target at a time."""
-    requests = [
-        (lambda: random_drafter(1, target_layer_ids=[0, 1]), PROMPT),
-        (lambda: random_drafter(2, target_layer_ids=[2, 1]), PROMPT[:3]),
-        (lambda: Oracle(PROMPT, greedy(target(), PROMPT, 24), 192, 0.8, tap_layers=(1,)), PROMPT),
-        (lambda: None, PROMPT[2:]),
-    ]
 
-    def begin(drafter, prompt):
-        return stream_generate(target(), drafter, prompt, max_tokens=24)
+    def begin():
+        known = Oracle(PROMPT, greedy(target(), PROMPT, 24), 192, 0.8, tap_layers=(1,))
+        first, second = (random_drafter(layers[0], target_layer_ids=layers) for layers in TAPS)
+        pairs = ((first, PROMPT), (second, PROMPT[:3]), (known, PROMPT), (None, PROMPT[2:]))
+        return [stream_generate(target(), *pair, max_tokens=24) for pair in pairs]
 
-    def recorded(make):
-        drafter = make()
-        return drafter and Recorder(drafter)
+    def told(event):
+        return event and (event.text, event.tokens, event.accepted, event.drafted)
 
-    apart = [recorded(make) for make, _ in requests]
-    alone = [
-        list(begin(drafter, prompt)) for drafter, (_, prompt) in zip(apart, requests, strict=True)
-    ]
-    mixed = [recorded(make) for make, _ in requests]
-    together = run_together(
-        *(begin(drafter, prompt) for drafter, (_, prompt) in zip(mixed, requests, strict=True))
-    )
-    for one, other in zip(alone, together, strict=True):
-        assert [(e.text, e.tokens, e.accepted, e.drafted, e.finish_reason) for e in one] == [
-            (e.text, e.tokens, e.accepted, e.drafted, e.finish_reason) for e in other
-        ]
-    assert [d and d.drafts for d in apart] == [d and d.drafts for d in mixed]
+    alone = [[*map(told, events)] for events in begin()]
+    together = [[] for _ in alone]
+    for turn in zip_longest(*begin()):
+        for events, event in zip(together, turn, strict=True):
+            events += [told(event)] if event else []
+    assert together == alone
