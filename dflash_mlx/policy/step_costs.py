@@ -8,7 +8,7 @@ after them, and old comparisons are forgotten.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import exp, log, log2
 
 import mlx.core as mx
@@ -122,14 +122,16 @@ class CostCurve:
         self._expires = now
 
     def _correct(self, now: int) -> None:
-        for samples in self._seen.values():
+        medians = []  # rows, samples, and the median of their costs
+        for rows, samples in self._seen.items():
             while samples and samples[0][0] < now - FORGOTTEN:
                 samples.popleft()
-        seen = {rows: [cost for _, cost in known] for rows, known in self._seen.items() if known}
-        line, known = self._line(seen) if self._by_slot else self._prior, []
-        for rows, costs in seen.items():
-            ratios = [_log_ratio(cost, line[rows - 1]) for cost in costs]
-            known.append((log2(rows), len(ratios), _low_median(ratios)))
+            if samples:
+                medians.append((rows, len(samples), _low_median([cost for _, cost in samples])))
+        line, known = self._line(medians) if self._by_slot else self._prior, []
+        for rows, count, cost in medians:
+            ratio = min(LARGEST_RATIO, max(1 / LARGEST_RATIO, cost / line[rows - 1]))
+            known.append((log2(rows), count, log(ratio)))
         self._table = [1.0]
         for rows, cost in enumerate(line[1:], 2):
             place, total, weights = log2(rows), 0.0, PRIOR_WEIGHT
@@ -139,22 +141,17 @@ class CostCurve:
                 weights += weight
             self._table.append(max(1.0, cost * exp(total / weights)))
 
-    def _line(self, seen: Mapping[int, Sequence[float]]) -> list[float]:
+    def _line(self, medians: Sequence[tuple[int, int, float]]) -> list[float]:
         """The line through the medians of the costs by rows: least squares, beside the prior."""
         n, nx, nxx, ny, nxy = PRIOR_WEIGHT, 0.0, PRIOR_WEIGHT, 0.0, 0.0
-        for rows, costs in seen.items():
-            x, count = rows - 1, len(costs)
-            y = _low_median(costs) - self._prior[rows - 1]
+        for rows, count, cost in medians:
+            x, y = rows - 1, cost - self._prior[rows - 1]
             n, nx, nxx = n + count, nx + count * x, nxx + count * x * x
             ny, nxy = ny + count * y, nxy + count * x * y
         determinant = n * nxx - nx * nx
         begin = max(0.0, self._draft + (nxx * ny - nx * nxy) / determinant)
         slope = max(0.0, self._row + (n * nxy - nx * ny) / determinant)
         return [1.0, *(1 + begin + slope * further for further in range(1, len(self._prior)))]
-
-
-def _log_ratio(cost: float, expected: float) -> float:
-    return log(min(LARGEST_RATIO, max(1 / LARGEST_RATIO, cost / expected)))
 
 
 def _low_median(values: Sequence[float]) -> float:
