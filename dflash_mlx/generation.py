@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any, Literal
 
 from .conversation import Conversation
@@ -74,10 +75,7 @@ class GenerationSettings(SamplingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_integer(self.max_tokens, 0, math.inf):
-            raise SettingsError(
-                f"max_tokens must be a whole number, 0 or more, not {brief(self.max_tokens)}."
-            )
+        self._check("max_tokens", 0, math.inf, "a whole number, 0 or more", Integral)
         check_type("policy", self.policy, DraftPolicy, "dm.DraftPolicy.of(target, drafter)")
         check_type("conversation", self.conversation, Conversation, "dm.Conversation(...)")
         check_type(
@@ -134,7 +132,7 @@ def make_request(
     detokenizer = tokenizer.detokenizer
     if settings.continues:
         skip_text_start(detokenizer, tokenizer)
-    max_tokens = min(int(settings.max_tokens), target.context_length - len(ids))
+    max_tokens = min(settings.max_tokens, target.context_length - len(ids))
     text = TextStream(
         detokenizer,
         tokenizer.eos_token_ids,

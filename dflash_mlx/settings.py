@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from .errors import SettingsError
-from .validation import brief, check_integer
+from .validation import MAX_INT32, brief
 
 # (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a pure function:
 # it sees drafts that are rejected later, and may see one history twice.
@@ -69,10 +69,10 @@ class SamplingSettings:
         for name in ("presence_penalty", "frequency_penalty"):
             self._check(name, -MAX_F32, MAX_F32, "from -3e38 to 3e38 (0 is off)")
         for name in ("repetition", "presence", "frequency"):
-            size = check_integer(f"{name}_context_size", getattr(self, f"{name}_context_size"))
-            off = 1.0 if name == "repetition" else 0.0
-            if size != CONTEXT_SIZE and getattr(self, f"{name}_penalty") == off:
-                raise SettingsError(f"{name}_context_size goes with a {name}_penalty: give that.")
+            size, off = f"{name}_context_size", 1.0 if name == "repetition" else 0.0
+            self._check(size, 1, MAX_INT32, "1 or more", Integral)
+            if getattr(self, size) != CONTEXT_SIZE and getattr(self, f"{name}_penalty") == off:
+                raise SettingsError(f"{size} goes with a {name}_penalty: give that.")
         processors = self.logits_processors
         if (
             isinstance(processors, str)
