@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..errors import KernelError
 from .source import FEWEST, KernelFactory, Launch, dtype_name, in_device_memory, metal_source
-from .weights import FLOATS, AffineWeights
+from .weights import FLOATS, AffineWeights, dequantized, kind
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MOST_NODES = 64
@@ -144,7 +144,7 @@ class BlockAttention:
 
         Sums are float32. Raises `KernelError`.
         """
-        of = queries.shape, queries.dtype, _kind(keys), _kind(values), sinks is None
+        of = queries.shape, queries.dtype, kind(keys), kind(values), sinks is None
         key = *of, scale, first, window, None if tree is None else id(tree)
         prepared = self._launches.get(key)
         if prepared is None:
@@ -241,7 +241,7 @@ def block_attention_reference(
     mask = mx.concatenate([mx.ones((nodes, past), mx.bool_), tree.ancestors], axis=1)
     if window is not None:
         mask &= tree.positions[:, None] - positions[None] < window
-    plain = (_plain(x) for x in (keys, values))
+    plain = (dequantized(x).astype(queries.dtype) for x in (keys, values))
     return mx.fast.scaled_dot_product_attention(
         queries, *plain, scale=scale, mask=mask, sinks=sinks
     )
@@ -266,7 +266,7 @@ def check(
             and head_dim in HEAD_DIMS
             and queries.dtype in FLOATS
             and {x.dtype for x in stored} == {queries.dtype}
-            and _kind(keys) == _kind(values)
+            and kind(keys) == kind(values)
             and (sinks is None or sinks.shape == (heads,))
             and (tree is None or tree.positions.shape == (nodes,))
             and (tree is None or tree.ancestors.shape == (nodes, nodes))
@@ -304,18 +304,3 @@ def _arrays(stored: mx.array | AffineWeights) -> list[mx.array]:
     if isinstance(stored, AffineWeights):
         return [stored.words, stored.scales, stored.biases]
     return [stored]
-
-
-def _kind(stored: mx.array | AffineWeights) -> tuple[Any, ...]:
-    """The shape, and how it is stored."""
-    if isinstance(stored, AffineWeights):
-        return stored.kind
-    return stored.shape, stored.dtype
-
-
-def _plain(stored: mx.array | AffineWeights) -> mx.array:
-    """Keys or values as numbers."""
-    if not isinstance(stored, AffineWeights):
-        return stored
-    words, scales, biases = _arrays(stored)
-    return mx.dequantize(words, scales, biases, stored.group_size, stored.bits)

@@ -18,9 +18,8 @@ import mlx.core as mx
 from .block_attention import CHUNK, TreeMask, block_attention_reference
 from .delta_replay import DeltaReplay, DeltaVerify, delta_replay_reference, delta_verify_reference
 from .shapes import AttentionShape, DeltaShape, key_over
-from .verify_matmul import VerifyMatmul, verify_matmul_reference
-from .verify_matmul_moe import VerifyMatmulMoe, verify_matmul_moe_reference
-from .verify_qkv import VerifyQkv
+from .verify_matmul import verify_matmul_reference
+from .verify_matmul_moe import verify_matmul_moe_reference
 from .weights import AffineWeights, Weights, dequantized
 
 # Relative to the largest value: a few roundings of the result and of float32 sums of length K.
@@ -95,72 +94,48 @@ class Noise:
 
 
 def product_checks(
-    kernel: VerifyMatmul,
+    multiply: Callable[..., list[mx.array]],
     key: str,
     dtype: mx.Dtype,
     rows: Iterable[int],
-    w: Weights,
-    up: Weights | None = None,
+    weights: Sequence[Weights],
+    gated: bool = False,
+    top_k: int = 0,
 ) -> Iterator[Check]:
-    """The product of x in `dtype` by w [N, K], or the gated unit of w and `up`."""
-    noise, columns = Noise(dtype), _columns(w.shape[-2])
-    picked = [dequantized(_picked(m, columns)) for m in (w, up) if m is not None]
+    """The products of the same x in `dtype` by each of the weights, or the gated unit of two.
 
-    def ours(x: mx.array) -> list[mx.array]:
-        y = kernel(x, w, up)
-        return [y[..., columns] if y.shape[-1] == w.shape[-2] else y]
-
-    def reference(x: mx.array) -> list[mx.array]:
-        return [verify_matmul_reference(x.astype(mx.float32), *picked)]
-
-    for count in rows:
-        x, what = noise(count, w.shape[-1]), f"the product of {count} rows by {key}"
-        yield Check(key, what, partial(ours, x), partial(reference, x))
-
-
-def qkv_checks(
-    kernel: VerifyQkv, key: str, dtype: mx.Dtype, rows: Iterable[int], weights: Sequence[Weights]
-) -> Iterator[Check]:
-    """The products of the same x in `dtype` by each of the weights [N, K]."""
+    Args:
+        multiply: our products of x, and of the experts of its rows where there are any.
+        key: of each check.
+        dtype: of x.
+        rows: how many x has, one check for each.
+        weights: [N, K], or [E, N, K] of experts.
+        gated: whether the weights are gate and up.
+        top_k: experts per row; 0 for none.
+    """
     noise, columns = Noise(dtype), [_columns(w.shape[-2]) for w in weights]
     picked = [dequantized(_picked(w, of)) for w, of in zip(weights, columns, strict=True)]
+    depth = weights[0].shape[-1]
 
-    def ours(x: mx.array) -> list[mx.array]:
-        return [y[..., of] for y, of in zip(kernel(x, weights), columns, strict=True)]
+    def ours(*given: mx.array) -> list[mx.array]:
+        results = zip(multiply(*given), columns, weights, strict=False)
+        return [y[..., of] if y.shape[-1] == w.shape[-2] else y for y, of, w in results]
 
-    def reference(x: mx.array) -> list[mx.array]:
-        return [verify_matmul_reference(x.astype(mx.float32), w) for w in picked]
-
-    for count in rows:
-        x, what = noise(count, weights[0].shape[-1]), f"the products of {count} rows by {key}"
-        yield Check(key, what, partial(ours, x), partial(reference, x))
-
-
-def expert_checks(
-    kernel: VerifyMatmulMoe,
-    key: str,
-    dtype: mx.Dtype,
-    rows: Iterable[int],
-    top_k: int,
-    w: Weights,
-    up: Weights | None = None,
-) -> Iterator[Check]:
-    """As `product_checks`, by w [E, N, K] of `top_k` experts a row."""
-    noise, columns = Noise(dtype), _columns(w.shape[-2])
-    gate, *others = (dequantized(_picked(m, columns)) for m in (w, up) if m is not None)
-
-    def ours(x: mx.array, experts: mx.array) -> list[mx.array]:
-        return [kernel(x, w, experts, up)[..., columns]]
-
-    def reference(x: mx.array, experts: mx.array) -> list[mx.array]:
-        return [verify_matmul_moe_reference(x.astype(mx.float32), gate, experts, *others)]
+    def reference(x: mx.array, *experts: mx.array) -> list[mx.array]:
+        x, (first, *others) = x.astype(mx.float32), picked
+        if experts:
+            return [verify_matmul_moe_reference(x, first, *experts, *others)]
+        if gated:
+            return [verify_matmul_reference(x, *picked)]
+        return [verify_matmul_reference(x, w) for w in picked]
 
     for count in rows:
-        experts = mx.argsort(noise(count, w.shape[0]), axis=-1)[:, :top_k]
-        # A row per token, as gate and up have it, or per token and expert, as the down projection.
-        x = noise(count, w.shape[-1]) if up is not None else noise(count, top_k, w.shape[-1])
+        # A row per token, or per token and expert, as the down projection has it.
+        given = [noise(count, *(() if gated or not top_k else (top_k,)), depth)]
+        if top_k:
+            given.append(mx.argsort(noise(count, weights[0].shape[0]), axis=-1)[:, :top_k])
         what = f"the product of {count} rows by {key}"
-        yield Check(key, what, partial(ours, x, experts), partial(reference, x, experts))
+        yield Check(key, what, partial(ours, *given), partial(reference, *given))
 
 
 def attention_checks(

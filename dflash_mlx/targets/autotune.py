@@ -106,8 +106,9 @@ class Stopwatch:
         ours: Callable[[], list[mx.array]],
         share: float = 1.0,
         warm_up: bool = True,
+        layers: int = 1,
     ) -> tuple[float, float] | None:
-        """Seconds of each; None if its `share` of the time has passed before."""
+        """Seconds of each per layer; None if its `share` of the time has passed before."""
         calls, fastest = (stock, ours), [float("inf"), float("inf")]
         for repeat in range(self.repeats + warm_up):
             for at, call in enumerate(calls):
@@ -118,7 +119,7 @@ class Stopwatch:
                 mx.eval(call())
                 if repeat >= warm_up:
                     fastest[at] = min(fastest[at], self.clock() - now)
-        return fastest[0], fastest[1]
+        return fastest[0] / layers, fastest[1] / layers
 
 
 def forms(target: Target) -> list[str]:
@@ -267,7 +268,7 @@ def _time_products(
             with verifying(some, kernels, tensor_units):
                 return stock()
 
-        return _each(stopwatch.both(stock, ours, ALONE), len(some))
+        return stopwatch.both(stock, ours, ALONE, layers=len(some))
 
     return _timing(key, len(layers), ORDER, both)
 
@@ -284,13 +285,11 @@ def _time_attention(
     def both(rows: int) -> tuple[float, float] | None:
         q = _noise((1, shape.heads, rows, shape.head_dim), shape.dtype)
         mask = "causal" if rows > 1 else None
-        return _each(
-            stopwatch.both(
-                lambda: [stock(q, k, v, None, scale, mask) for k, v in caches],
-                lambda: [kernels.attention(q, k, v, scale=scale) for k, v in caches],
-                ALONE,
-            ),
-            len(caches),
+        return stopwatch.both(
+            lambda: [stock(q, k, v, None, scale, mask) for k, v in caches],
+            lambda: [kernels.attention(q, k, v, scale=scale) for k, v in caches],
+            ALONE,
+            layers=len(caches),
         )
 
     return _timing(key_at(shape.key, depth), count, ORDER, both)
@@ -314,10 +313,6 @@ def _time_forward(
         return stopwatch.both(stock, with_ours, warm_up=False)
 
     return _timing(FORWARD, 1, [rows for rows in ORDER if rows in ours], both)
-
-
-def _each(seconds: tuple[float, float] | None, layers: int) -> tuple[float, float] | None:
-    return None if seconds is None else (seconds[0] / layers, seconds[1] / layers)
 
 
 def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:

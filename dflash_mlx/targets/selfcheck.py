@@ -8,6 +8,7 @@ rows, which only the device can show.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -23,9 +24,7 @@ from ..kernels.selfcheck import (
     Check,
     attention_checks,
     delta_checks,
-    expert_checks,
     product_checks,
-    qkv_checks,
 )
 from ..kernels.shapes import Matrix, dtype_of, matrices
 from ..kernels.weights import weights_of
@@ -89,7 +88,8 @@ def weight_checks(
     for name, layers in groups.items():
         if name is not None:
             fused = [weights_of(layer, id(layer) in on_tensors) for layer in layers]
-            yield from qkv_checks(kernels.qkv, name, dtype_of(layers[0]), _rows(exact), fused)
+            multiply, dtype = partial(kernels.qkv, weights=fused), dtype_of(layers[0])
+            yield from product_checks(multiply, name, dtype, _rows(exact), fused)
 
 
 def _products(
@@ -101,11 +101,14 @@ def _products(
     tensor_units: bool = False,
 ) -> Iterator[Check]:
     """The checks of one layer's product, or of gate and up."""
-    dtype, weights = dtype_of(modules[0]), [weights_of(m, tensor_units) for m in modules]
-    if matrix.experts:
-        of = kernels.experts, key, dtype, _rows(exact), matrix.top_k
-        return expert_checks(*of, *weights)
-    return product_checks(kernels.product, key, dtype, _rows(exact), *weights)
+    weights = [weights_of(m, tensor_units) for m in modules]
+
+    def multiply(x: mx.array, *experts: mx.array) -> list[mx.array]:
+        kernel = kernels.experts if experts else kernels.product
+        return [kernel(x, weights[0], *experts, *weights[1:])]
+
+    of = key, dtype_of(modules[0]), _rows(exact), weights, len(weights) == 2, matrix.top_k
+    return product_checks(multiply, *of)
 
 
 def check_rows(target: Target) -> None:
