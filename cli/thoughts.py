@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dflash_mlx.answers.families import AnswerFormat
-from dflash_mlx.answers.parser import REASONING, AnswerParser, MarkedText, Reasoning, Text
+from dflash_mlx.answers.parser import REASONING, AnswerParser, Reasoning, Text
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Target
@@ -29,24 +29,19 @@ class Thoughts:
     def __init__(self, target: Target, ids: Sequence[int]) -> None:
         tokenizer = target.tokenizer
         form = AnswerFormat.of(tokenizer)
-        begun = form.starts_in_thought(tokenizer.decode(list(ids[-8:])))
-        self._parser = AnswerParser(form, {}, begun)
-        self._marked = MarkedText(tokenizer.detokenizer, form.tokens)
+        begun = form.starts_in_thought(tokenizer, ids)
+        self._parser = AnswerParser(form, {}, begun, detokenizer=tokenizer.detokenizer)
         self.tokens = self.rounds = self._rounds = 0
 
     def split(self, event: Event) -> list[tuple[str, bool]]:
         """The event's text in pieces, each with whether it is a thought, without markers."""
-        states = [self._parser.state]
-        parts = self._parser.feed(self._marked.add(event.text, event.tokens))
-        states.append(self._parser.state)
-        if event.finish_reason is not None:
-            parts += self._parser.finish(event.finish_reason == "length")
+        before = self._parser.state
         pieces = [
             (part.text, isinstance(part, Reasoning))
-            for part in parts
+            for part in self._parser.read(event)
             if isinstance(part, Text | Reasoning)
         ]
-        if REASONING in states or any(thought for _, thought in pieces):
+        if REASONING in (before, self._parser.state) or any(thought for _, thought in pieces):
             self.tokens += len(event.tokens)
             self.rounds += event.stats.rounds - self._rounds
         self._rounds = event.stats.rounds

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 import dflash_mlx
-from dflash_mlx.errors import OutputError
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.facts import GB, machine
 
-from .output import DOUBTFUL, make_table, note, stderr, stdout, times
+from .output import DOUBTFUL, make_table, note, stderr, stdout, times, write_file
 
 if TYPE_CHECKING:
     from dflash_mlx import Target
@@ -109,10 +108,7 @@ def write_card(
         *(f"- {name}: {value}" for name, value in settings.items()),
         "",
     ]
-    try:
-        (out / "README.md").write_text("\n".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise OutputError.because(out / "README.md", error) from error
+    write_file(out / "README.md", "\n".join(lines))
 
 
 class JsonProgress(nullcontext[None]):

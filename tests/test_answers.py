@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serving import FakeEngine, client, make_target
 
 from dflash_mlx.answers.families import AnswerFormat
-from dflash_mlx.answers.parser import AnswerParser, MarkedText, Reasoning, Text, stop_scope
+from dflash_mlx.answers.parser import AnswerParser, Reasoning, Text
 from dflash_mlx.stream import TextStream
 
 SCHEMA = {
@@ -299,8 +299,7 @@ def test_markers_count_where_they_are_tokens_of_their_own(family):
 
     said = f"<think> and </think>, {start} and {end}."
     for width in (1, 99):
-        parser = AnswerParser(form, SCHEMAS, True)
-        marked = MarkedText(target.tokenizer.detokenizer, form.tokens)
+        parser = AnswerParser(form, SCHEMAS, True, detokenizer=target.tokenizer.detokenizer)
         shown = target.tokenizer.detokenizer
         tokens = [*spelled("The tag </think>.\n"), ids["</think>"], *spelled(f"\n{said}")]
         parts = []
@@ -308,7 +307,7 @@ def test_markers_count_where_they_are_tokens_of_their_own(family):
             some = tokens[at : at + width]
             for token in some:
                 shown.add_token(token)
-            parts += parser.feed(marked.add(shown.last_segment, some))
+            parts += parser.feed(shown.last_segment, some)
         parts += parser.finish(False)
         texts = ["".join(one.text for one in parts if isinstance(one, kind)) for kind in KINDS]
         assert texts == ["The tag </think>.", said]
@@ -335,11 +334,8 @@ def test_stop_strings_look_at_the_answer(width):
     """Not at thoughts, nor at calls."""
     target = make_target(thinking="<think>")
     form, detokenizer = AnswerFormat.of(target.tokenizer), target.tokenizer.detokenizer
-    scope = stop_scope(
-        AnswerParser(form, {"f": {}}, True),
-        MarkedText(target.tokenizer.detokenizer, form.tokens),
-    )
-    stream = TextStream(detokenizer, [2], ("Stop", "4S"), 999, scope)
+    parser = AnswerParser(form, {"f": {}}, True, detokenizer=target.tokenizer.detokenizer)
+    stream = TextStream(detokenizer, [2], ("Stop", "4S"), 999, parser.is_answer)
     before = 'Stop 4</think>Hi. <tool_call>{"name": "f", "arguments": {"a": "Stop"}}</tool_call> 4'
     tokens = target.tokenizer.encode(before + "Stop there", add_special_tokens=False)
     pieces = [stream.add(tokens[at : at + width]) for at in range(0, len(tokens), width)]

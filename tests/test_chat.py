@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib.resources import files
 from itertools import islice
 
 import pytest
@@ -21,13 +20,7 @@ from dflash_mlx.machine.blas import BlasInfo
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 SUM = "What is 47 plus 38?"
 
-embedded = pytest.mark.skipif(
-    not files("dflash_mlx").joinpath("tiny", "drafter", "model.safetensors").is_file(),
-    reason="THE EMBEDDED PAIR IS MISSING: train it with recipes/train_tiny.sh",
-)
 
-
-@embedded
 def test_a_pipe():
     lines = [SUM, "What is 12 minus 5?", "", "exit", "What is 30 plus 1?"]
     done = run("chat", stdin="\n".join(lines))

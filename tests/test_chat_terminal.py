@@ -1,7 +1,6 @@
 """`dflash-mlx chat` with a person: typed, pasted, completed, interrupted."""
 
 import re
-from importlib.resources import files
 
 import pytest
 from terminal import PASTE, Terminal
@@ -10,13 +9,7 @@ SUM = "What is 47 plus 38?"
 COUNT = "Count from 1 to 98 in steps of 1."
 QUICK = ("--no-draft", "--stock-blas", "-n")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not files("dflash_mlx").joinpath("tiny", "drafter", "model.safetensors").is_file(),
-        reason="THE EMBEDDED PAIR IS MISSING: train it with recipes/train_tiny.sh",
-    ),
-]
+pytestmark = pytest.mark.slow
 
 
 def test_turns_on_a_narrow_terminal(tmp_path):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from importlib import metadata
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -24,10 +23,6 @@ NO_MLX = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 QUESTION = "what is 37 + 48?"
 
-embedded = pytest.mark.skipif(
-    not files("dflash_mlx").joinpath("tiny", "drafter", "model.safetensors").is_file(),
-    reason="THE EMBEDDED PAIR IS MISSING: train it with recipes/train_tiny.sh",
-)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate elsewhere")
 
 
@@ -269,7 +264,6 @@ def test_ctrl_c(moment, pair, background_job):
         assert process.stderr.read() == b"" and process.wait(60) == 130
 
 
-@embedded
 def test_the_embedded_pair_answers():
     # Whole blocks: what rows cost on a machine that is busy with tests is anybody's guess.
     asked = ("generate", "What is 47 plus 38?", "--json", "--compare", "--no-policy")

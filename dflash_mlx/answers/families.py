@@ -7,7 +7,7 @@ after the families' chat templates. A family that is not here has mlx-lm's parse
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -247,10 +247,10 @@ class AnswerFormat:
         shows_tools = native and ("tools" in template if isinstance(template, str) else True)
         return cls(family, thought, tokens, native, shows_tools, header)
 
-    def starts_in_thought(self, prompt: str) -> bool:
+    def starts_in_thought(self, tokenizer: Any, ids: Sequence[int]) -> bool:
         """Whether a prompt ends where it has opened a thought, which the answer goes on with."""
-        opens = self.thought[0]
-        return self.header is None and bool(opens) and prompt.rstrip().endswith(opens)
+        opens, end = self.thought[0], str(tokenizer.decode(list(ids[-8:])))
+        return self.header is None and bool(opens) and end.rstrip().endswith(opens)
 
 
 def _words(text: str) -> set[str]:

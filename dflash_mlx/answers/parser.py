@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ..events import Event
 from ..stream import possible_start
 from .calls import Call, Schemas, read_calls
 from .families import AnswerFormat
@@ -100,6 +101,7 @@ class AnswerParser:
         schemas: of the tools that may be called, by name; without any, nothing is a call.
         starts_in_reasoning: whether the prompt ends where reasoning starts.
         parallel: whether more than one call is allowed.
+        detokenizer: of mlx-lm, as the engine uses one for the text. Without one, all markers count.
 
     Attributes:
         calls: the number of calls so far.
@@ -112,7 +114,9 @@ class AnswerParser:
         schemas: Schemas,
         starts_in_reasoning: bool = False,
         parallel: bool = True,
+        detokenizer: Any = None,
     ) -> None:
+        self._text = detokenizer and MarkedText(detokenizer, form.tokens)
         self._form, self._schemas, self._parallel = form, schemas, parallel
         self.state = HEADER if form.header else REASONING if starts_in_reasoning else NORMAL
         self.calls = 0
@@ -126,10 +130,23 @@ class AnswerParser:
         self._newlines = ""  # held back: dropped if a marker follows
         self._after_marker, self._begun = starts_in_reasoning, False
 
-    def feed(self, text: str) -> list[Part]:
-        """The parts of the next text of the answer, which `MarkedText` has marked."""
-        self._pending += text
+    def read(self, event: Event) -> list[Part]:
+        """The parts that an event brings."""
+        parts = self.feed(event.text, event.tokens)
+        if event.finish_reason is not None:
+            parts += self.finish(truncated=event.finish_reason == "length")
+        return parts
+
+    def feed(self, text: str, tokens: Sequence[int] = ()) -> list[Part]:
+        """The parts of the next text of the answer."""
+        self._pending += self._text.add(text, tokens) if self._text else text
         return merge_texts(self._read())
+
+    def is_answer(self, token: int, text: str) -> bool:
+        """Whether the next token's text is the answer's, no thought, call or marker."""
+        before = self.state
+        self.feed(text, [token])
+        return before == self.state == NORMAL
 
     def finish(self, truncated: bool) -> list[Part]:
         """The rest of the parts; `truncated` if `max_tokens` ended the answer."""
@@ -325,17 +342,6 @@ class AnswerParser:
         text, self._pending = self._pending[:border], self._pending[border:]
         self._searched = 0
         return text
-
-
-def stop_scope(parser: AnswerParser, marked: MarkedText) -> Callable[[int, str], bool]:
-    """Whether stop strings count in the next token's text: not in thoughts, calls and markers."""
-
-    def applies(token: int, text: str) -> bool:
-        before = parser.state
-        parser.feed(marked.add(text, [token]))
-        return before == parser.state == NORMAL
-
-    return applies
 
 
 def joined(parts: Sequence[Part], kind: type[Text | Reasoning]) -> str:

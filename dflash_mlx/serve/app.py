@@ -25,7 +25,6 @@ from .request import GenerationRequest
 from .response import ApiResponse
 from .response_store import ResponseStore
 from .sse import EventStream, unless_disconnected
-from .template import EncodedPrompt
 from .web_page import WebPage
 
 STALLED_SECONDS: Final = 30.0  # without a decode step, until /health answers 503
@@ -82,8 +81,8 @@ class Endpoints:
         """OpenAI's count of a prompt's tokens."""
         body = await read_body(request, responses.ResponsesBody)
         items = self._stored.conversation(request.state.salt, body)
-        prompt = await self._encode(body.generation_request(items))
-        content = {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
+        ids = await self._encode(body.generation_request(items))
+        content = {"object": "response.input_tokens", "input_tokens": len(ids)}
         return JSONResponse(content)
 
     async def messages(self, request: Request) -> Response:
@@ -116,7 +115,7 @@ class Endpoints:
         request.state.ignored = streams[0].ignored
         return streams
 
-    async def _encode(self, wanted: GenerationRequest) -> EncodedPrompt:
+    async def _encode(self, wanted: GenerationRequest) -> list[int]:
         """The token ids of a prompt."""
         _, handler = await self._models.use(wanted.model)
         return await handler.encode(wanted)
@@ -124,8 +123,8 @@ class Endpoints:
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's count of a prompt's tokens."""
         body = await read_body(request, messages.CountBody)
-        prompt = await self._encode(body.generation_request())
-        return JSONResponse({"input_tokens": len(prompt.ids)})
+        ids = await self._encode(body.generation_request())
+        return JSONResponse({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
         """The list of models."""

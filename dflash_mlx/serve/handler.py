@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ..answers.families import AnswerFormat
 from ..answers.parser import (
     AnswerParser,
-    MarkedText,
     Part,
     Reasoning,
     joined,
     merge_texts,
-    stop_scope,
 )
 from ..errors import DFlashError
 from ..events import Event, Stats
@@ -36,7 +34,7 @@ from .grammar import GrammarFactory
 from .logprobs import LogprobRecorder, TokenLogprob, Vocabulary
 from .metrics import Metrics
 from .request import GenerationRequest
-from .template import EncodedPrompt, encode
+from .template import encode
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine, EngineLoad
@@ -98,7 +96,6 @@ class Choice:
 
     job: Job
     parser: AnswerParser
-    marked: MarkedText
     recorder: LogprobRecorder | None
 
 
@@ -159,10 +156,7 @@ class ResponseStream:
             tokens += event.tokens
             length += len(event.text)
             metrics.count_step(event)
-            parts = choice.parser.feed(choice.marked.add(event.text, event.tokens))
-            finish = None
-            if event.finish_reason is not None:
-                parts += choice.parser.finish(truncated=event.finish_reason == "length")
+            parts, finish = choice.parser.read(event), None
             reasoning += joined(parts, Reasoning)
             if event.finish_reason is not None:
                 finish = self._finish(event, tokens, length, reasoning, bool(choice.parser.calls))
@@ -267,7 +261,7 @@ class RequestHandler:
             return 0.0
         return time.monotonic() - max(self._busy_since, self._engine.progressed)
 
-    async def encode(self, request: GenerationRequest) -> EncodedPrompt:
+    async def encode(self, request: GenerationRequest) -> list[int]:
         """The token ids of a request's prompt. Raises `RequestError`."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, encode, self.target, self.form, request)
@@ -369,8 +363,9 @@ class RequestHandler:
         asks_to_think = request.template_settings.get("enable_thinking")
         template = {**self._template, **request.template_settings}
         request = replace(request, template_settings=template)
-        prompt = encode(self.target, self.form, request)
-        grammars = self._grammars.make(request, prompt.starts_in_reasoning)
+        ids = encode(self.target, self.form, request)
+        thinks_first = self.form.starts_in_thought(self.target.tokenizer, ids)
+        grammars = self._grammars.make(request, thinks_first)
         settings = self._defaults | dict(request.settings)
         if salt:
             settings["salt"] = salt
@@ -388,28 +383,23 @@ class RequestHandler:
                 settings["logits_processors"] = processors
             splits = self.form.thought[0] or request.callable_tools
             if "stop" in settings and splits and request.prompt_field != "prompt":
-                settings["stop_applies"] = stop_scope(*self._reader(request, prompt))
-            job = self._engine.submit(prompt.ids, **settings)
+                settings["stop_applies"] = self._parser(request, thinks_first).is_answer
+            job = self._engine.submit(ids, **settings)
             unless_all.callback(job.cancel)
-            choices.append(Choice(job, *self._reader(request, prompt), recorder))
+            choices.append(Choice(job, self._parser(request, thinks_first), recorder))
         ignored = [*request.ignored, *(grammars[0].warnings if grammars[0] else ())]
         if request.schema is not None and request.tool_choice == "auto" and request.tools:
             if not self._grammars.may_call_beside_schema:
                 ignored.append("tools beside a response format")
         if asks_to_think and not self.form.thought[0] and thinks(self.target.tokenizer, {}) is None:
             ignored.append("thinking")
-        return ResponseStream(self, request, len(prompt.ids), choices, ignored)
+        return ResponseStream(self, request, len(ids), choices, ignored)
 
-    def _reader(
-        self, request: GenerationRequest, prompt: EncodedPrompt
-    ) -> tuple[AnswerParser, MarkedText]:
-        """What splits an answer, and what marks its text."""
+    def _parser(self, request: GenerationRequest, thinks_first: bool) -> AnswerParser:
         tokenizer = self.target.tokenizer
         detokenizer = tokenizer.detokenizer
         if request.continues_text:
             skip_text_start(detokenizer, tokenizer)
         schemas = {tool.name: tool.parameters for tool in request.callable_tools}
-        parser = AnswerParser(
-            self.form, schemas, prompt.starts_in_reasoning, request.parallel_calls
-        )
-        return parser, MarkedText(detokenizer, self.form.tokens)
+        parallel = request.parallel_calls
+        return AnswerParser(self.form, schemas, thinks_first, parallel, detokenizer)

@@ -11,7 +11,6 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
@@ -37,25 +36,15 @@ _RESERVED: Final = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt's token ids, and whether the answer starts in the model's reasoning."""
-
-    ids: list[int]
-    starts_in_reasoning: bool = False
-
-
-def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> EncodedPrompt:
-    """The prompt of a request.
+def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> list[int]:
+    """The token ids of a request's prompt.
 
     Raises `RequestError` if the template refuses it, or it is too long.
     """
     tokenizer, field, prompt = target.tokenizer, request.prompt_field, request.prompt
-    thinks = False
     try:
         if prompt and isinstance(prompt[0], Mapping):
             text = _render(tokenizer, form, request)
-            thinks = form.starts_in_thought(text)
             with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt"):
                 ids = list(tokenizer.encode(text, add_special_tokens=False))
         else:
@@ -65,7 +54,7 @@ def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> En
         raise RequestError(str(error), param=field) from error
     if len(ids) >= target.context_length:
         raise too_long(len(ids), target.context_length - 1, field)
-    return EncodedPrompt(ids, thinks)
+    return ids
 
 
 def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> str:

@@ -2,41 +2,29 @@
 
 import asyncio
 
-from serving import FakeEngine, frames, make_handler, make_target
+import pytest
+from serving import FakeEngine, frames, make_handler
 
-from dflash_mlx.serve import chat, messages
+from dflash_mlx.serve.chat import ChatResponse
+from dflash_mlx.serve.messages import MessagesResponse
 from dflash_mlx.serve.request import GenerationRequest
-from dflash_mlx.serve.sse import EventStream
+
+STEPS = ["Hel", "lo", " wor", "ld"]
 
 
-async def sent(stream):
-    """The pieces in which a stream goes out."""
-    pieces = []
+@pytest.mark.parametrize(
+    ("respond", "more", "others"),
+    [(ChatResponse, True, 2), (MessagesResponse, "r", 0)],  # the role, and the usage with the end
+    ids=["chat", "messages"],
+)
+def test_a_step_is_one_piece(target, respond, more, others):
+    async def pieces():
+        streams = await make_handler(FakeEngine(target, STEPS)).start(
+            [GenerationRequest("m", "Hi")]
+        )
+        return [piece async for piece in respond(streams, more).frames()]
 
-    async def receive():
-        await asyncio.sleep(3600)
-
-    async def send(message):
-        if message["type"] == "http.response.body":
-            pieces.append(message["body"])
-
-    await stream({"type": "http"}, receive, send)
-    return pieces
-
-
-def test_a_step_is_one_piece():
-    steps = ["Hel", "lo", " wor", "ld"]
-
-    async def ask(respond, more):
-        handler = make_handler(FakeEngine(make_target(), steps))
-        streams = await handler.start([GenerationRequest("m", "Hi")])
-        return await sent(EventStream(respond(streams, more)))
-
-    pieces = asyncio.run(ask(chat.ChatResponse, True))
-    assert len(pieces) == len(steps) + 3  # the role, the usage with the end, and nothing
-    chunks = frames(b"".join(pieces).decode())
-    text = "".join(one["choices"][0]["delta"].get("content", "") for one in chunks[:-1])
-    assert text == "Hello world"
-    assert {one["id"] for one in chunks} == {chunks[0]["id"]}
-    pieces = asyncio.run(ask(messages.MessagesResponse, "r"))
-    assert len(pieces) == len(steps) + 1
+    found = asyncio.run(pieces())
+    assert len(found) == len(STEPS) + others
+    ids = {one["id"] for one in frames(b"".join(found).decode()) if "id" in one}
+    assert len(ids) == (respond is ChatResponse)
