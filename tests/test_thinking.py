@@ -71,11 +71,8 @@ def test_a_benchmark_asks_as_the_template_says(switching):
     lengths = []
     for think in (True, False):
         template = thinking_variables(switching.tokenizer, think)
-        measured = measure.measure_all(
-            *(switching, random_drafter(), prompts, 1, template),
-            max_tokens=2,
-            with_mlx_lm=False,
-        )
+        pair, settings = (switching, random_drafter()), {"max_tokens": 2}
+        measured = measure.measure_all(*pair, prompts, 1, settings, template, with_mlx_lm=False)
         lengths += [runs.runs["plain"][0].stats.prompt_tokens for runs in measured]
     assert lengths[0] < lengths[1]
 
