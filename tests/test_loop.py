@@ -11,7 +11,7 @@ from tinymodels import SUPPORTED, ending_at, greedy, random_drafter, target, tok
 from dflash_mlx.events import Result
 from dflash_mlx.generation import DEFAULT_BLOCK_SIZE
 from dflash_mlx.loop import generate, stream_generate
-from dflash_mlx.targets.session import LAST_STEP, PREFILL_STEP
+from dflash_mlx.targets.session import LAST_STEP, longest_step
 
 PROMPT = tokenizer().encode("what is 37 + 48?")
 LENGTH = 40
@@ -99,8 +99,9 @@ def test_short_prompts(length):
         check(generate(target(), drafter, prompt, max_tokens=LENGTH), answer, prompt)
 
 
-@pytest.mark.parametrize("length", [PREFILL_STEP + LAST_STEP + 1, PREFILL_STEP + LAST_STEP + 40])
-def test_prompts_longer_than_a_prefill_step(length):
+@pytest.mark.parametrize("further", [LAST_STEP + 1, LAST_STEP + 40])
+def test_prompts_longer_than_a_prefill_step(further):
+    length = longest_step() + further
     model = target("llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
     prompt = [(i * i + 3) % VOCABULARY for i in range(length)]
     answer = greedy(model, prompt, 12, prefill_step_size=500)

@@ -108,7 +108,7 @@ def read(store, ids, prompt):
 
 def take(drafter, ids, taps):
     """Tell a drafter what came last."""
-    drafter.read_tokens(ids[len(ids) - taps.shape[1] :])
+    drafter.read_text(ids[len(ids) - taps.shape[1] :])
     drafter.extend(taps)
 
 
@@ -152,7 +152,7 @@ def drafts(target, drafter, text):
     """What is drafted after a text, the rest of which is yet to be read."""
     for _, taps in target.prefill(text[target.position :]):
         take(drafter, text[: target.position], taps)
-    return mx.array(drafter.propose(text[30], 8).tokens).tolist()
+    return mx.array(drafter.propose_best(text[30], 8).tokens).tolist()
 
 
 def test_a_foreign_drafter_that_cannot_be_stored_reads_everything_again():

@@ -15,9 +15,10 @@ from tinymodels import (
 
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.targets.session import LAST_STEP, PREFILL_STEP
+from dflash_mlx.targets.session import LAST_STEP, longest_step
 
 VOCABULARY = len(tokenizer())
+STEP = longest_step()
 # One row's sums do not depend on the other rows in the stock CPU arithmetic of Linux, so there
 # "the same" is to the bit. Elsewhere kernels change with the number of rows.
 EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
@@ -84,7 +85,7 @@ def test_cache_truth_would_notice_a_rejected_row():
 
 
 @pytest.mark.parametrize(
-    "length", [5, LAST_STEP, LAST_STEP + 1, PREFILL_STEP + LAST_STEP, PREFILL_STEP + 2 * LAST_STEP]
+    "length", [5, LAST_STEP, LAST_STEP + 1, STEP + LAST_STEP, STEP + 2 * LAST_STEP]
 )
 def test_prefill_in_chunks_is_prefill_at_once(length):
     model = target("llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
@@ -92,7 +93,7 @@ def test_prefill_in_chunks_is_prefill_at_once(length):
     session = model.start((0,))
     read, chunks = zip(*session.prefill(text), strict=True)
     body = max(0, length - LAST_STEP)
-    steps = [min(PREFILL_STEP, body - start) for start in range(0, body, PREFILL_STEP)]
+    steps = [min(STEP, body - start) for start in range(0, body, STEP)]
     assert [taps.shape[1] for taps in chunks] == [*steps, length - body]
     assert set(read[:-1]) <= {None}
     assert session.position == length

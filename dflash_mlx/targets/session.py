@@ -25,7 +25,13 @@ from .tree import Tree
 from .tree_attention import TreeAttention
 
 PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
+CPU_STEP = 512  # on a CPU, whose attention also computes the pairs that the causal mask drops
 LAST_STEP = 64  # most tokens of a prompt's last forward, which computes logits
+
+
+def longest_step() -> int:
+    """The most tokens of a prompt that one forward reads on this device."""
+    return CPU_STEP if mx.default_device() == mx.cpu else PREFILL_STEP
 
 
 class TargetSession:
@@ -87,10 +93,10 @@ class TargetSession:
             stops: positions at which a forward ends, none beyond the prompt's end.
             step: returns the most tokens of the next forward.
         """
-        first, end = self.position, self.position + len(tokens)
+        first, end, most = self.position, self.position + len(tokens), longest_step()
         for border in sorted({end - LAST_STEP, *stops, end}):
             while self.position < border:
-                start, size = self.position - first, min(step(), border - self.position)
+                start, size = self.position - first, min(step(), most, border - self.position)
                 yield self.read(tokens[start : start + size], self.position + size == end)
 
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
