@@ -15,6 +15,10 @@ from mlx.utils import tree_flatten
 from tinymodels import CHAT_TEMPLATE, END, SHAPE, random_model, tokenizer
 
 Arrays = dict[str, np.ndarray]
+SIZES = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 32},
+}
 ROWS = tomllib.loads((Path(__file__).parent / "ggufs.toml").read_text())
 
 
@@ -164,7 +168,7 @@ def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any],
     """A random model of a row: its metadata, its tensors by GGUF's names, and mlx-lm's model."""
     row = ROWS[name]
     sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer()))
-    config = SHAPE | sizes | {"tie_word_embeddings": True}
+    config = SHAPE | SIZES | sizes | {"tie_word_embeddings": True}
     config |= {"model_type": row["model"]} | row.get("config", {}) | overrides
     model = random_model(config, seed)
     family = {"mixtral": "llama", "gemma4moe": "gemma4"}.get(name, name)

@@ -115,7 +115,7 @@ def test_a_step_copies_no_cache(family, requests, settings):
     short, long = (
         bytes_of_a_step(target, drafter, requests, context, settings) for context in CONTEXTS
     )
-    keys = heads * tinymodels.SHAPE["head_dim"] * 4 * requests
+    keys = heads * tinymodels.CONFIGS[family]["head_dim"] * 4 * requests
     grown = CONTEXTS[1] - CONTEXTS[0]
     print(f"{(long - short) / grown:.0f} bytes a token of context; a layer's keys are {keys}")
     assert long - short < grown * keys

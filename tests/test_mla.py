@@ -7,7 +7,6 @@ import pytest
 from families import random_model, random_prompt
 from mlx_lm.models.cache import make_prompt_cache
 
-from dflash_mlx.targets.internals import is_mla
 from dflash_mlx.targets.mla import use_absorbed_mla
 from dflash_mlx.targets.overrides import Overrides
 
@@ -49,8 +48,3 @@ def test_many_rows_are_as_many_single_ones(family, length):
         at_once = model(mx.array([rows]), cache=together)[0]
         steps = [model(mx.array([[token]]), cache=alone)[0, 0] for token in rows]
     assert mx.abs(at_once - mx.stack(steps)).max().item() < 2e-5
-
-
-def test_what_mla_is():
-    assert all(is_mla(layer) for family in MLA for layer in layers(random_model(family)))
-    assert not any(is_mla(layer) for layer in layers(random_model("qwen3")))

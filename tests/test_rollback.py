@@ -12,7 +12,6 @@ from mlx_lm.models.cache import (
     CacheList,
     ChunkedKVCache,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
 )
 from oracle import Oracle
@@ -56,38 +55,6 @@ def test_a_rotating_cache_shows_the_next_row_its_whole_window(steps):
     keys, _ = cache.update_and_fetch(rows(at, 1) * 1.0, rows(at, 1) * 1.0)
     seen = sorted(keys[0, 0, :, 0].tolist())
     assert seen == list(range(max(0, at + 1 - 8), at + 1))
-
-
-@pytest.mark.parametrize("rejected", [1, 5, 15])
-@pytest.mark.parametrize("before", [0, 3, 250, 256])  # a KVCache grows in steps of 256
-def test_a_plain_cache_forgets_the_last_rows(before, rejected):
-    cache = KVCache()
-    rollback = rollback_for(cache, nn.Module(), Overrides(Lock()))
-    if before:
-        cache.update_and_fetch(rows(0, before), rows(0, before))
-    cache.update_and_fetch(rows(1000, 16), rows(1000, 16))
-    rollback.commit(16 - rejected, rejected)
-    kept = [*range(before), *range(1000, 1016 - rejected)]
-    assert cache.offset == len(kept)
-    for held in cache.keys_and_values():
-        assert held[0, 0, :, 0].tolist() == kept
-    keys, _ = cache.update_and_fetch(rows(7, 2), rows(7, 2))
-    assert keys[0, 0, :, 3].tolist() == [*kept, 7, 8]
-
-
-def test_a_quantized_cache_forgets_the_last_rows():
-    cache = QuantizedKVCache(32, 8)
-    at = fill(cache, [(5, 5), (4, 1), (3, 2)], rollback_for(cache, nn.Module(), Overrides(Lock())))
-    assert cache.offset == at == 8
-
-
-def test_a_cache_list_forgets_in_every_part():
-    cache = CacheList(KVCache(), KVCache())
-    rollback = rollback_for(cache, nn.Module(), Overrides(Lock()))
-    for part in cache.caches:
-        part.update_and_fetch(rows(0, 6), rows(0, 6))
-    rollback.commit(2, 4)
-    assert [part.offset for part in cache.caches] == [2, 2]
 
 
 class OwnCache(KVCache):

@@ -6,7 +6,6 @@ import mlx.core as mx
 import pytest
 from families import Letters, random_model, random_prompt, target_of, truth
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 from trees import TreeOracle
 
@@ -14,7 +13,6 @@ import dflash_mlx as dm
 from dflash_mlx.errors import UnsupportedTreeError
 from dflash_mlx.targets import Target
 from dflash_mlx.targets.tree import Tree
-from dflash_mlx.targets.tree_attention import write_rows
 
 #     0
 #    / \
@@ -43,39 +41,6 @@ def test_a_window_counts_positions():
     mask = Tree(FORK).mask(held=2, window=3).tolist()
     assert mask[5] == [False, False, True, False, True, False, False, True]
     assert mask[1] == [False, True, True, True, False, False, False, False]
-
-
-def rows_of(*positions):
-    """Keys of one head whose rows hold their positions."""
-    rows = mx.array(positions, mx.float32)[None, None, :, None]
-    return mx.broadcast_to(rows, (1, 1, len(positions), 32))
-
-
-def append(cache, *positions):
-    """Rows with these positions, to keys and values that share no array."""
-    cache.update_and_fetch(rows_of(*positions), rows_of(*positions) + 0.0)
-
-
-@pytest.mark.parametrize("past", [0, 3, 40])  # less and more than the window
-@pytest.mark.parametrize("window", [None, 8])
-def test_a_path_is_written_in_front(window, past):
-    cache = RotatingKVCache(max_size=window) if window else KVCache()
-    if past:
-        append(cache, *range(past))
-    append(cache, 100, 101, 102, 103, 104, 105)
-    write_rows(cache, rows_of(100, 102, 105), rows_of(100, 102, 105), 6)
-    before = list(range(past))[-7 if window else 0 :]
-    for held in (cache.keys, cache.values):
-        rows = held[0, 0, :, 0].tolist()[: len(before) + 3]
-        assert rows == [*before, 100, 102, 105]
-
-
-def test_a_path_is_written_in_quantized_rows():
-    cache = QuantizedKVCache(32, 8)
-    append(cache, 10, 20, 30, 40)
-    write_rows(cache, rows_of(10, 40), rows_of(10, 40), 4)
-    keys = mx.dequantize(*(part[..., :2, :] for part in cache.keys), group_size=32, bits=8)
-    assert mx.allclose(keys[0, 0, :, 0], mx.array([10.0, 40.0]))
 
 
 def after_a_tree(family: str, context: int):

@@ -25,13 +25,11 @@ class DraftInput(NamedTuple):
     """What the network reads for one request's draft.
 
     Attributes:
-        anchor: the last committed token.
         block: [B] token ids, the anchor and masks.
         taps: [1, S, K*D], features that enter the context first.
         cache: the context, of each layer.
     """
 
-    anchor: int
     block: mx.array
     taps: mx.array
     cache: list[ContextCache]

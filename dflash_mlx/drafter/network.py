@@ -290,7 +290,7 @@ class NetworkSession(DraftSession):
         config = self.drafter.config
         rows = min(width - 1, config.drafts) + config.first_row
         block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
-        return DraftInput(anchor, block, self._take_pending(), self._cache)
+        return DraftInput(block, self._take_pending(), self._cache)
 
     def score(self, logits: mx.array, hidden: mx.array, anchor: int) -> Slots:
         """The slots of a block, from logits [L, DV] and hidden states [L, D]; processors run."""

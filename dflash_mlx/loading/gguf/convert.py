@@ -24,7 +24,7 @@ from .parts import parts_of
 if TYPE_CHECKING:
     from .conversion import Conversion
 
-FORMAT = 2  # of the folders; a higher number converts every file again
+FORMAT = 3  # of the folders; a higher number converts every file again
 
 
 def converted(path: Path, unpacked: bool, cache: Path | None = None) -> Path:
@@ -42,8 +42,8 @@ def converted(path: Path, unpacked: bool, cache: Path | None = None) -> Path:
     """
     cache = cache or cache_folder("gguf")
     try:
-        content = _content(path.absolute(), cache)
-        folder = cache / f"{content}-{FORMAT}{'-f32' if unpacked else ''}"
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = cache / f"{_content(path)}-{FORMAT}{'-f32' if unpacked else ''}"
         with _lock(folder):
             if not _is_complete(folder):
                 _convert(path, unpacked, folder)
@@ -71,22 +71,15 @@ def _conversion(path: Path, unpacked: bool) -> Conversion:
     return Conversion(parts_of(path), unpacked)
 
 
-def _content(path: Path, cache: Path) -> str:
-    """What names a file's content: its digest, remembered for this state of the file."""
-    parts = parts_of(path)
-    states = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
-    state = hashlib.sha256(json.dumps(states).encode()).hexdigest()
-    known = cache / f"{state[:16]}.sha256"
-    if known.is_file():
-        return known.read_text(encoding="utf-8")
+def _content(path: Path) -> str:
+    """What names a file's content: sizes, times and beginnings. To hash it all takes long."""
     digest = hashlib.sha256()
-    for part in parts:
+    for part in parts_of(path):
+        state = part.stat()
+        digest.update(f"{state.st_size} {state.st_mtime_ns}".encode())
         with part.open("rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-    cache.mkdir(parents=True, exist_ok=True)
-    known.write_text(content := digest.hexdigest()[:16], encoding="utf-8")
-    return content
+            digest.update(file.read(1 << 20))
+    return digest.hexdigest()[:16]
 
 
 def _is_complete(folder: Path) -> bool:
