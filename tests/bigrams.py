@@ -15,15 +15,16 @@ from dflash_mlx.drafter.tree import DraftTree
 from dflash_mlx.proposal import Proposal
 
 
-class BigramTarget:
-    """Logits are a row of a table [V, V]; there is nothing to cache and nothing to roll back."""
+class MadeUpTarget:
+    """A target without a model, with one session at a time and no text."""
 
-    name, context_length, position = "bigrams", 2**31, 0
-    supports_trees = can_trim = can_pipeline = True
-    wiring = None
+    name, context_length, position = "made up", 2**31, 0
+    supports_trees = can_trim = intact = True
+    can_pipeline = True
+    slot = wiring = None
 
-    def __init__(self, table: np.ndarray) -> None:
-        self.table, self.vocab_size = mx.array(table.astype(np.float32)), len(table)
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         silent = SimpleNamespace(add_token=lambda token: None, finalize=lambda: None)
         silent.last_segment = ""
         self.tokenizer = SimpleNamespace(detokenizer=silent, eos_token_ids=())
@@ -39,6 +40,17 @@ class BigramTarget:
     def leave_slot(self):
         pass
 
+    def commit(self, kept):
+        self.position += len(kept)
+
+
+class BigramTarget(MadeUpTarget):
+    """Logits are a row of a table [V, V]; there is nothing to cache and nothing to roll back."""
+
+    def __init__(self, table: np.ndarray) -> None:
+        super().__init__(len(table))
+        self.table = mx.array(table.astype(np.float32))
+
     def prefill(self, tokens, stops=(), step=None):
         last = mx.array(tokens[-1:], mx.int32)
         return [(self.table[last], mx.zeros((1, len(tokens), 0)))]
@@ -46,9 +58,6 @@ class BigramTarget:
     def verify(self, proposal):
         tokens = mx.array(proposal.tokens)
         return self.table[tokens], mx.zeros((1, len(proposal), 0))
-
-    def commit(self, kept):
-        self.position += len(kept)
 
 
 class BigramDrafter:

@@ -3,39 +3,23 @@
 It stands for a model that copies what it was shown, which no model small enough for a test does.
 """
 
-import copy
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
+from bigrams import MadeUpTarget
 
 
-class Scripted:
+class Scripted(MadeUpTarget):
     """Its greedy text after `prompt` is `answer`; chains and trees are read alike."""
 
-    name, context_length, num_layers, hidden_size = "scripted", 2**31, 4, 8
-    supports_trees = can_trim = intact = True
+    num_layers, hidden_size = 4, 8
     can_pipeline = False  # it reads its rows on the host
-    slot = None
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], vocab_size: int) -> None:
-        self.text, self.vocab_size, self.position = [*prompt, *answer], vocab_size, 0
-        silent = SimpleNamespace(add_token=lambda token: None, finalize=lambda: None)
-        silent.last_segment = ""
-        self.tokenizer = SimpleNamespace(detokenizer=silent, eos_token_ids=())
+        super().__init__(vocab_size)
+        self.text = [*prompt, *answer]
         self.rows: list[int] = []  # of each forward
-
-    def start(self, tap_layers=(), kv_bits=None):
-        session = copy.copy(self)
-        session.position = 0
-        return session
-
-    def check_trees(self):
-        pass
-
-    def leave_slot(self):
-        pass
 
     def prefill(self, tokens, stops=(), step=None):
         self.position += len(tokens)
@@ -53,6 +37,3 @@ class Scripted:
             logits[row, next_token] = 20.0
         self.rows.append(len(tokens))
         return mx.array(logits), mx.zeros((1, len(tokens), 0))
-
-    def commit(self, kept):
-        self.position += len(kept)

@@ -71,28 +71,21 @@ def is_gone(pid):
     return False
 
 
-def test_all_end_with_rank_0():
-    code, said, pids = supervised({"0": {"code": 0}, "1": {}})
-    assert (code, said) == (0, []) and all(map(is_gone, pids))
-
-
-def test_rank_0_has_said_what_is_wrong():
-    code, said, pids = supervised({"0": {"code": 2}, "1": {}})
-    assert (code, said) == (2, []) and all(map(is_gone, pids))
-
-
 WRONG = {"says": ["failed It is missing there."], "code": 1}
 
 
-def test_what_is_wrong_with_another_one_is_said():
-    code, said, pids = supervised({"0": {}, "1": WRONG})
-    assert (code, said) == (1, ["rank 1 (127.0.0.1): It is missing there."])
-    assert all(map(is_gone, pids))
-
-
-def test_what_is_wrong_with_all_is_said_by_rank_0():
-    code, said, pids = supervised({"0": {"code": 1}, "1": WRONG})
-    assert (code, said) == (1, []) and all(map(is_gone, pids))
+@pytest.mark.parametrize(
+    ("first", "second", "code", "said"),
+    [
+        ({"code": 0}, {}, 0, []),
+        ({"code": 2}, {}, 2, []),  # rank 0 has said what is wrong
+        ({"code": 1}, WRONG, 1, []),
+        ({}, WRONG, 1, ["rank 1 (127.0.0.1): It is missing there."]),
+    ],
+)
+def test_all_end_together_and_one_says_what_is_wrong(first, second, code, said):
+    *ended, pids = supervised({"0": first, "1": second})
+    assert ended == [code, said] and all(map(is_gone, pids))
 
 
 def test_a_server_is_started_again(tmp_path):

@@ -30,20 +30,14 @@ from dflash_mlx.machine.chips import chip_named, chips, find_chip
 # rows in 4 and 8 bits, with MLX's tile of 32 rows in 4 and 8 bits.
 PUBLISHED = {
     "M1": (1.95, 1.03, 3.4, 1.8),
-    "M1 Pro": (2.9, 1.5, 5.0, 2.6),
-    "M1 Max": (2.9, 1.5, 5.0, 2.6),
-    "M1 Ultra": (2.9, 1.5, 5.0, 2.6),
-    "M2 Pro": (2.2, 1.2, 3.8, 2.0),
-    "M2 Max": (2.2, 1.2, 3.8, 2.0),
-    "M2 Ultra": (2.2, 1.2, 3.8, 2.0),
     "M3 Pro": (1.7, 1.0, 3.0, 1.6),
     "M3 Max": (2.1, 1.1, 3.6, 1.9),
     "M4": (2.1, 1.1, 3.7, 1.95),
-    "M4 Pro": (2.4, 1.25, 4.1, 2.2),
-    "M4 Max": (2.4, 1.25, 4.1, 2.2),
-    "M5": (1.0, 1.0, 2.6, 1.37),  # MLX's tile there is timed in ml-explore/mlx#4171
-    "M5 Pro": (1.0, 1.0, 2.6, 1.37),
-    "M5 Max": (1.0, 1.0, 2.6, 1.37),
+    **dict.fromkeys(("M1 Pro", "M1 Max", "M1 Ultra"), (2.9, 1.5, 5.0, 2.6)),
+    **dict.fromkeys(("M2 Pro", "M2 Max", "M2 Ultra"), (2.2, 1.2, 3.8, 2.0)),
+    **dict.fromkeys(("M4 Pro", "M4 Max"), (2.4, 1.25, 4.1, 2.2)),
+    # MLX's tile there is timed in ml-explore/mlx#4171
+    **dict.fromkeys(("M5", "M5 Pro", "M5 Max"), (1.0, 1.0, 2.6, 1.37)),
 }
 NINE_BILLION = 9 * 2**30
 

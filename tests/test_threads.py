@@ -137,25 +137,13 @@ def test_a_pair_that_one_thread_loads_and_others_use(tmp_path):
     )
 
 
-def ended(events: Iterator[dm.Event]) -> None:
-    list(events)
-
-
-def closed(events: Any) -> None:
-    next(events)
-    events.close()
-
-
-def closed_before_it_began(events: Any) -> None:
-    events.close()
-
-
-def forgotten(events: Iterator[dm.Event]) -> None:
-    next(events)
-
-
-def forgotten_before_it_began(events: Iterator[dm.Event]) -> None:
-    pass
+ENDS: list[Callable[[Any], Any]] = [
+    list,
+    lambda events: (next(events), events.close()),
+    lambda events: events.close(),  # before it began
+    next,  # and forgotten
+    lambda events: None,
+]
 
 
 def test_a_conversation_has_one_request_at_a_time():
@@ -165,7 +153,7 @@ def test_a_conversation_has_one_request_at_a_time():
     def begin() -> Any:
         return dm.stream_generate(target, None, prompt, max_tokens=3, conversation=kept)
 
-    for ends in (ended, closed, closed_before_it_began, forgotten, forgotten_before_it_began):
+    for ends in ENDS:
         events, tokens = begin(), []
         for _ in range(2):  # before it is read, and while it is
             with pytest.raises(SettingsError, match="read it to its end or close it first"):

@@ -35,11 +35,15 @@ LINES = [
     'def area(width, height):\n    return width * height  # "units" differ\n',
 ]
 SHAPE = {
+    "hidden_size": 64,
     "num_hidden_layers": 3,
-    "max_position_embeddings": 8192,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
     "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 8192,
     "rope_theta": 10000.0,
-    "rope_scaling": None,
 }
 WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -51,7 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3_moe": {},
     "sliding llama": {"tie_word_embeddings": True} | WINDOWS,
-    "gpt_oss": {"intermediate_size": 128} | WINDOWS,
+    "gpt_oss": WINDOWS,
     "qwen3_next": {},
 }
 SUPPORTED = ["qwen3", "llama", "qwen3_moe"]
@@ -94,7 +98,7 @@ def wrapped(eos_ids: Iterable[int] = ()) -> TokenizerWrapper:
 
 def model_config(family: str, **overrides: Any) -> dict[str, Any]:
     """A config.json of mlx-lm's for a tiny model of this family."""
-    config = CONFIGS[family.split()[-1]] | SHAPE | FAMILIES[family]
+    config = CONFIGS[family.split()[-1]] | {"rope_scaling": None} | SHAPE | FAMILIES[family]
     return config | {"vocab_size": len(tokenizer())} | overrides
 
 
