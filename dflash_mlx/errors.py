@@ -19,8 +19,8 @@
     ├── OutputError                results cannot be written: no permission, no room
     └── ServerError                a server to measure cannot be reached, or refuses
 
-The command line prints only the message; a traceback is a bug. It exits with 2 if
-the class says that what was asked for is wrong (`cli.app.WRONG_USAGE`), and with 1 for all others.
+The command line prints only the message; a traceback is a bug. It exits with 2 if the class says
+that what was asked for is wrong (`cli.failures.WRONG_USAGE`), and with 1 for all others.
 """
 
 from __future__ import annotations

@@ -262,11 +262,3 @@ def test_ctrl_c(moment, pair, background_job):
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == b"" and process.wait(60) == 130
-
-
-def test_the_embedded_pair_answers():
-    # Whole blocks: what rows cost on a machine that is busy with tests is anybody's guess.
-    asked = ("generate", "What is 47 plus 38?", "--json", "--compare", "--no-policy")
-    content = json.loads(run(*asked).stdout)
-    assert "85" in content["text"] and content["finish_reason"] == "stop"
-    assert content["identical"] is True and content["tokens_per_round"] > 3

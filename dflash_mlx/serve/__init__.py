@@ -6,7 +6,6 @@ They share, in the order of a request:
     middleware, auth       keys, hosts, origins, request ids, logs
     body                   bytes -> a validated pydantic model
     request, template      the internal request; its messages -> token ids
-    handler                submits jobs to the engine and follows their events
-    parts, tools, grammar  text -> text, reasoning and tool calls; forced calls and schemas
-    sse, openai_common     streams; usage and log-probabilities
+    handler, grammar       jobs of the engine and their events; schemas and forced calls
+    response, sse          whole answers and streams, usage and log-probabilities
 """
