@@ -87,7 +87,6 @@ void multiply_tile(DenseRows<T> rows, Columns<AffineWeights<T, 4, GROUP>, GATE_U
     }
   }
 
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the sums of a tile before have been read
   threadgroup float* to = scratch + s * (kTileRows * kTileColumns);
   DFLASH_UNROLL
   for (int part = 0; part < parts; part++) {

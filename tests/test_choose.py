@@ -172,6 +172,7 @@ def test_choices_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_path):
     for change in (
         lambda patch: patch.setattr(choose, "version", lambda package: "another"),
         lambda patch: patch.setattr(mx, "device_info", lambda: chip),
+        lambda patch: patch.setattr(choose.platform, "mac_ver", lambda: ("99.1", (), "")),
     ):
         with monkeypatch.context() as patch:
             change(patch)

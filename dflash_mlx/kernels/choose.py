@@ -1,7 +1,7 @@
 """Which kernel runs, by the form of the weights or of the attention, and the number of rows.
 
 `targets.autotune` times both when a model is loaded here for the first time. The answer is kept in
-one small file per machine, version of MLX, text of our kernels and model. Before that, and for what
+one small file per machine, macOS, MLX, text of our kernels and model. Before that, and for what
 was not timed, the costs below are the guess. `dflash-mlx roofline` prints them.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -232,7 +233,7 @@ def store_choices(forms: Iterable[str], rows: Rows) -> None:
 
 
 def _identity(forms: Iterable[str]) -> tuple[dict[str, Any], Path]:
-    """What timings depend on, as in their file: machine, MLX, kernels and model; and the file."""
+    """What timings depend on, as in their file: machine, MLX and others; and the file."""
     sources = sorted(
         path.read_text("utf-8")
         for path in files("dflash_mlx.metal").iterdir()
@@ -241,6 +242,7 @@ def _identity(forms: Iterable[str]) -> tuple[dict[str, Any], Path]:
     device = mx.device_info()
     identity = {
         "machine": [str(device.get(name)) for name in ("device_name", "memory_size")],
+        "macos": platform.mac_ver()[0],  # its compiler, and what it offers of tensor units
         "mlx": version("mlx"),
         "kernels": hashlib.sha256("".join(sources).encode()).hexdigest(),
         "model": dict(sorted(Counter(forms).items())),

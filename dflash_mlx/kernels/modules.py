@@ -48,7 +48,7 @@ class Kernels:
     Args:
         metal_kernel: compiles Metal sources; the tests have one that runs them on the CPU.
         large: whether the chip is a Max or an Ultra; None asks the device.
-        tensor_units: whether the chip has them; None asks the device where Metal compiles.
+        tensor_units: whether products may run on them; None asks the device where Metal compiles.
 
     Attributes:
         active: whether layers use them.

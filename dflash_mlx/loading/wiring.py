@@ -116,7 +116,8 @@ def _broken(checks: Iterable[Check], required: bool = False) -> frozenset[str]:
         raise KernelError(f"Exact decoding needs our kernels: {problem}. Please report this.")
     for problem in broken.values():
         warnings.warn(
-            f"dflash-mlx: MLX's kernel runs, ours is broken here: {problem}. Please report this.",
+            f"dflash-mlx: a kernel of ours is broken here and left out: {problem}. "
+            "Please report this.",
             stacklevel=5,
         )
     return frozenset(broken)
