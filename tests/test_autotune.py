@@ -11,7 +11,7 @@ from kernel_models import Launches, half_precision, quick_factory
 import dflash_mlx as dm
 from dflash_mlx.kernels import choose
 from dflash_mlx.kernels.choose import ROWS, read_choices
-from dflash_mlx.kernels.modules import Kernels
+from dflash_mlx.kernels.modules import SWAPS, Kernels
 from dflash_mlx.loading import wiring
 from dflash_mlx.loading.wiring import wire_drafter, wire_target
 from dflash_mlx.targets import autotune as module
@@ -145,6 +145,24 @@ def test_the_guess_decides_at_rows_that_were_not_timed(step, alone, together):
     )
     whole = [found[timing.key] for timing in timings if len(timing.ours) == len(ROWS)]
     assert alone > 0 or frozenset() in whole, "it lost here, whatever was guessed"
+
+
+@pytest.mark.parametrize(("alone", "wins"), [(-0.05, True), (0.05, False)])
+def test_a_drafter_is_timed_once(alone, wins, monkeypatch):
+    """Its own forms; those of a target with these kernels run as there, and are not timed."""
+    monkeypatch.setattr(wiring, "_broken", lambda *checks: frozenset())
+    target, clock, stopwatch = timed((alone, alone))
+    for known in ({key: frozenset({5}) for key in candidates(target)}, {}):
+        drafter, kernels = half_precision("qwen3"), Kernels(clock)
+        calls, kernels.chosen = stopwatch.calls, known
+        wire_drafter(drafter, kernels, stopwatch)
+        assert (stopwatch.calls > calls) == (not known)
+        layer = drafter.model.layers[0].mlp.down_proj
+        assert (type(layer) in SWAPS.values()) == (bool(known) or wins)
+        assert not (known or wins) or layer._rows == ({5} if known else set(range(1, 17)))
+    drafter, calls = half_precision("qwen3"), stopwatch.calls
+    wire_drafter(drafter, Kernels(clock), stopwatch)
+    assert stopwatch.calls == calls and (type(drafter.lm_head) in SWAPS.values()) == wins
 
 
 def test_a_model_is_timed_once(monkeypatch):

@@ -14,9 +14,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from ..kernels.choose import Rows, read_choices, store_choices
-from ..kernels.modules import Kernels, will_be_exact, wire
+from ..kernels.choose import Rows, read_choices, store_choices, tensor_key
+from ..kernels.modules import EXACT, Kernels, will_be_exact, wire
 from ..kernels.selfcheck import Check, faults
+from ..kernels.shapes import matrices
 from ..machine.chips import Chip, find_chip
 from ..targets import Target, attention
 from ..targets.autotune import (
@@ -27,8 +28,11 @@ from ..targets.autotune import (
     forms,
     guess_products,
     guesses,
+    time_products,
 )
 from ..targets.selfcheck import check_rows, model_checks, weight_checks
+
+DRAFTER_SECONDS = 2.0  # of a drafter's stopwatch, which uses half of them
 
 
 def wire_target(
@@ -76,12 +80,23 @@ def time_kernels(
     return rows, timings, broken
 
 
-def wire_drafter(drafter: nn.Module, kernels: Kernels) -> None:
+def wire_drafter(drafter: nn.Module, kernels: Kernels, stopwatch: Stopwatch | None = None) -> None:
     """The same for a drafter, never exact: drafts do not change the text.
 
-    Forms of weights that a target with these kernels has, too, run as there. Others are guessed.
+    Forms of weights that a target with these kernels has, too, run as there. Others are timed
+    alone.
     """
-    rows = guess_products(drafter, {}, _chip(), kernels.chosen)
+    names = [matrix.key for _, _, matrix in matrices(drafter, {})]
+    timed, guessed = read_choices(names), guess_products(drafter, {}, _chip())
+    if stopwatch is None and kernels.on_device:
+        stopwatch = Stopwatch(DRAFTER_SECONDS)
+    if timed is None and stopwatch is not None and guessed.keys() - kernels.chosen.keys():
+        every = dict.fromkeys([*guessed, *map(tensor_key, guessed)], EXACT)
+        broken = _broken(weight_checks(drafter, {}, kernels, every, exact=False))
+        timed, _ = time_products(drafter, {}, kernels, broken, stopwatch, guessed)
+        with suppress(OSError):
+            store_choices(names, timed)
+    rows = guess_products(drafter, {}, _chip(), {**(timed or {}), **kernels.chosen})
     broken = _broken(weight_checks(drafter, {}, kernels, rows, exact=False))
     wire(drafter, {}, kernels, rows, broken=broken)
     drafter.kernels = kernels

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -161,6 +162,38 @@ def candidates(target: Target, tensor_units: bool = False) -> Rows:
     return {key: chosen(ROWS, MOST_NODES) for key in keys}
 
 
+def time_products(
+    model: nn.Module,
+    config: dict[str, Any],
+    kernels: Kernels,
+    broken: frozenset[str],
+    stopwatch: Stopwatch,
+    guessed: Rows,
+) -> tuple[dict[str, frozenset[int]], dict[str, Timing]]:
+    """Time a model's layers alone; returns the rows at which ours win, and the timings, by form.
+
+    On a chip with tensor units, weights are timed on these, too. Args as of `autotune`.
+    """
+    groups = chosen_together(model, config)
+    alone = {(key, False): layers for group in groups for key, layers in group.items()}
+    for (key, _), layers in [*alone.items()]:
+        if all(can_use_tensor_units(*layer, kernels) for layer in layers):
+            alone[tensor_key(key), True] = layers
+    bar = tqdm(alone.items(), TITLE, leave=False, disable=None)
+    timings = {
+        key: _time_layers(key, layers, tensor_units, kernels, stopwatch)
+        for (key, tensor_units), layers in bar
+        if key not in broken
+    }
+    rows: dict[str, frozenset[int]] = {}
+    for group in groups:
+        faster = {key: _faster(timings, key) for key in group if key in timings}
+        total = _total([*faster.values()])
+        for key, one in faster.items():
+            rows[key] = rows[one.key] = total.choice(guessed, key)
+    return rows, timings
+
+
 def autotune(
     target: Target,
     kernels: Kernels,
@@ -170,8 +203,6 @@ def autotune(
 ) -> tuple[Rows, list[Timing]]:
     """Time a target whose layers are MLX's; returns the rows at which ours run, and the timings.
 
-    On a chip with tensor units, weights are timed on these, too.
-
     Args:
         target: it has no wiring, before and afterwards.
         kernels: ours.
@@ -180,30 +211,14 @@ def autotune(
         guessed: the rows at which ours run, by form, where there was no time for both.
     """
     model, config = target.model, target.config
-    groups, layers = chosen_together(model, config), Counter(forms(target))
+    rows, timings = time_products(model, config, kernels, broken, stopwatch, guessed)
     shapes = {
         shape.key: shape for shape in attention_shapes(target.pairs()) if shape.key not in broken
     }
-    alone: dict[str, Callable[[Kernels, Stopwatch], Timing]] = {}
-    for key, of in (item for group in groups for item in group.items()):
-        alone[key] = partial(_time_products, key, of, False)
-        if all(can_use_tensor_units(*layer, kernels) for layer in of):
-            alone[tensor_key(key)] = partial(_time_products, tensor_key(key), of, True)
-    alone |= {
-        key_at(key, depth): partial(_time_attention, shape, layers[key], depth)
-        for key, shape in shapes.items()
-        for depth in DEPTHS
-    }
-    bar = tqdm(alone.items(), TITLE, leave=False, disable=None)
-    timings = {key: timed(kernels, stopwatch) for key, timed in bar if key not in broken}
-    others = set(map(tensor_key, timings))
-    faster = {key: _faster(timings, key) for key in timings if key not in others}
-    rows = {key: one.choice(guessed, key, MOST_NODES) for key, one in faster.items()}
-    for group in groups:
-        keys = [key for key in group if key in faster]
-        total = _total([faster[key] for key in keys])
-        rows |= {key: total.choice(guessed, key) for key in keys}
-    rows |= {one.key: rows[key] for key, one in faster.items() if one.key != key}
+    layers = Counter(forms(target))
+    for (key, shape), depth in product(shapes.items(), DEPTHS):
+        one = _time_attention(shape, layers[key], depth, kernels, stopwatch)
+        timings[one.key], rows[one.key] = one, one.choice(guessed, one.key, MOST_NODES)
     # The forward reads few keys. Attention that wins over many takes part in it all the same.
     near = {
         key_at(key, DEPTHS[0]): frozenset().union(*(rows[key_at(key, depth)] for depth in DEPTHS))
@@ -249,7 +264,7 @@ def _timing(
     return Timing(key, count, stock, ours)
 
 
-def _time_products(
+def _time_layers(
     key: str,
     layers: list[tuple[nn.Module, Matrix]],
     tensor_units: bool,
