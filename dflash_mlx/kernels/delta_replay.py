@@ -93,10 +93,11 @@ class DeltaVerify:
         check(keys, values, decay, beta, state)
         check_verify(queries, keys, parents)
         tape, launch = _launch(keys, values, decay, beta, state)
+        tape.append(in_device_memory(queries))
         nodes = mx.array(keys.shape[1], mx.int32)
         if parents is None:
             out, following = self._chain(
-                inputs=[*tape, in_device_memory(queries), nodes],
+                inputs=[*tape, nodes],
                 output_shapes=[values.shape, state.shape],
                 output_dtypes=[values.dtype, mx.float32],
                 **launch,
@@ -107,12 +108,7 @@ class DeltaVerify:
         launch["template"].append(("SLOTS", slots))
         launch["threadgroup"] = (32, 1, 1)
         (out,) = self._tree(
-            inputs=[
-                *tape,
-                in_device_memory(queries),
-                in_device_memory(mx.array(order, mx.int32)),
-                nodes,
-            ],
+            inputs=[*tape, in_device_memory(mx.array(order, mx.int32)), nodes],
             output_shapes=[values.shape],
             output_dtypes=[values.dtype],
             **launch,

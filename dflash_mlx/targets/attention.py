@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import SettingsError
-from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, BlockAttention, TreeMask
+from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, TreeMask
 from ..kernels.choose import STOCK_QUERIES, attention_rows, takes_two_calls
 from ..kernels.shapes import AttentionShape, attention_key, dtype_of, key_over
 from ..kernels.weights import AffineWeights
@@ -47,7 +47,7 @@ from .overrides import Overrides, rebind_globals
 from .recurrences import delta_shape
 
 if TYPE_CHECKING:
-    from ..kernels.modules import Kernels, Wiring
+    from ..kernels.modules import Wiring
 
 Pairs = Sequence[tuple[nn.Module | None, Any]]  # layers with their caches
 
@@ -116,10 +116,11 @@ def calls_attention(attention: nn.Module) -> bool:
 
 def attention_function(wiring: Wiring) -> Callable[..., mx.array]:
     """The replacement of mlx-lm's function: the kernel where it was chosen."""
-    kernel, trees = wiring.kernels.attention, _Trees()
-    stock = stock_attention(wiring.kernels)
-    # The layers of a forward ask the same.
+    kernel = wiring.kernels.attention
+    stock = functools.partial(stock_attention, wiring.kernels.splits_stock)
+    # The layers of a forward ask the same. They share their masks, full or of a window.
     rows_of = functools.lru_cache(maxsize=8)(functools.partial(_rows, wiring))
+    tree_of = functools.lru_cache(maxsize=2)(_tree)
 
     def attend(
         queries: mx.array,
@@ -141,61 +142,50 @@ def attention_function(wiring: Wiring) -> Callable[..., mx.array]:
         tree = None
         # A window's mask says no more than the window: only a tree's has more to say.
         if isinstance(mask, mx.array) and (is_hooked(cache) or not _has_window(cache)):
-            tree = trees.of(mask, cache.offset - rows)
-        return _with_kernel(kernel, queries, keys, values, cache, scale, tree, sinks)
+            tree = tree_of(mask, cache.offset - rows)
+        window = cache.max_size if _has_window(cache) else None
+        if window is not None:
+            keys, values = _in_order(cache, keys), _in_order(cache, values)
+        elif isinstance(cache, QuantizedKVCache):
+            keys, values = _affine(cache, *keys), _affine(cache, *values)
+        at = {"scale": scale, "first": cache.offset - keys.shape[2], "window": window}
+        return kernel(queries, keys, values, **at, sinks=sinks, tree=tree)
 
     return attend
 
 
-def stock_attention(kernels: Kernels) -> Callable[..., mx.array]:
-    """MLX's attention, of 9 to 16 queries in two calls where that takes less time."""
-    if not kernels.splits_stock:
-        return scaled_dot_product_attention
-
-    def attend(
-        queries: mx.array,
-        keys: Any,
-        values: Any,
-        cache: Any,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None = None,
-    ) -> mx.array:
-        """Attend with queries [1, H, N, D], as mlx-lm's `scaled_dot_product_attention` does."""
-        batch, heads, rows, head_dim = queries.shape
-        key_heads, length = _heads_and_length(keys)
-        whole = batch > 1 or mask is None or isinstance(keys, tuple | list)
-        if whole or not takes_two_calls(heads, key_heads, head_dim, rows, length):
-            return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
-        halves = []
-        for first in (0, STOCK_QUERIES):
-            last = min(first + STOCK_QUERIES, rows)
-            seen = length - rows + last  # no row looks at later ones
-            part = mask if isinstance(mask, str) else mask[..., first:last, :seen]
-            near = queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen]
-            halves.append(scaled_dot_product_attention(*near, cache, scale, part, sinks))
-        return mx.concatenate(halves, axis=2)
-
-    return attend
+def stock_attention(
+    splits: bool,
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """MLX's attention; if it `splits`, in two calls of up to 8 queries where that is faster."""
+    batch, heads, rows, head_dim = queries.shape
+    key_heads, length = _heads_and_length(keys)
+    splits &= batch == 1 and mask is not None and isinstance(keys, mx.array)
+    if not splits or not takes_two_calls(heads, key_heads, head_dim, rows, length):
+        return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
+    halves = []
+    for first in (0, STOCK_QUERIES):
+        last = min(first + STOCK_QUERIES, rows)
+        seen = length - rows + last  # no row looks at later ones
+        part = mask if isinstance(mask, str) else mask[..., first:last, :seen]
+        near = queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen]
+        halves.append(scaled_dot_product_attention(*near, cache, scale, part, sinks))
+    return mx.concatenate(halves, axis=2)
 
 
-class _Trees:
-    """The trees of a forward's masks, each worked out once: layers share their masks."""
-
-    def __init__(self) -> None:
-        self._last: list[tuple[mx.array, int, TreeMask]] = []  # of full and of sliding layers
-
-    def of(self, mask: mx.array, past: int) -> TreeMask:
-        """The tree of a mask's last N columns [..., N, K], after `past` tokens; or a chain's."""
-        for known, position, tree in self._last:
-            if known is mask and position == past:
-                return tree
-        nodes = mask.shape[-2]
-        ancestors = mask.reshape(nodes, -1)[:, -nodes:]
-        # A depth counts ancestors.
-        tree = TreeMask(past - 1 + ancestors.sum(axis=-1), ancestors)
-        self._last = [*self._last, (mask, past, tree)][-2:]
-        return tree
+def _tree(mask: mx.array, past: int) -> TreeMask:
+    """The tree of a mask's last N columns [..., N, K], after `past` tokens; or a chain's."""
+    nodes = mask.shape[-2]
+    ancestors = mask.reshape(nodes, -1)[:, -nodes:]
+    # A depth counts ancestors.
+    return TreeMask(past - 1 + ancestors.sum(axis=-1), ancestors)
 
 
 def _rows(
@@ -222,29 +212,6 @@ def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:
 
 def _has_window(cache: Any) -> bool:
     return isinstance(cache, RotatingKVCache)
-
-
-def _with_kernel(
-    kernel: BlockAttention,
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    tree: TreeMask | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Attend to a cache that already holds the queries' rows."""
-    window = None
-    if _has_window(cache):
-        window = cache.max_size
-        keys, values = _in_order(cache, keys), _in_order(cache, values)
-    elif isinstance(cache, QuantizedKVCache):
-        keys, values = _affine(cache, *keys), _affine(cache, *values)
-    first = cache.offset - keys.shape[2]
-    return kernel(
-        queries, keys, values, scale=scale, first=first, window=window, sinks=sinks, tree=tree
-    )
 
 
 def _affine(

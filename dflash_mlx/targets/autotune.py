@@ -295,7 +295,7 @@ def _time_attention(
     scale, size = shape.head_dim**-0.5, (1, shape.key_heads, depth, shape.head_dim)
     keys, values, *others = (_noise(size, shape.dtype, seed) for seed in range(4))
     caches = [(keys, values), (others[0], others[1])]
-    stock = stock_attention(kernels)
+    stock = partial(stock_attention, kernels.splits_stock)
 
     def both(rows: int) -> tuple[float, float] | None:
         q = _noise((1, shape.heads, rows, shape.head_dim), shape.dtype)
