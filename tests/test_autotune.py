@@ -166,8 +166,10 @@ def test_a_drafter_is_timed_once(alone, wins, monkeypatch):
 
 
 def test_a_model_is_timed_once(monkeypatch):
-    """By the first load. The next one, also of its drafter, reads the answer."""
+    """By the first load that chooses. The next one, also of its drafter, reads the answer."""
     monkeypatch.setattr(wiring, "_broken", lambda *checks: frozenset())
+    exact, clock, stopwatch = timed((-0.05, -0.01))
+    assert wire_target(exact, Kernels(clock), True, stopwatch).wiring.exact and not stopwatch.calls
     watched, own = [], parts.make_prompt_cache
     monkeypatch.setattr(parts, "make_prompt_cache", lambda of: watched.append(of) or own(of))
     target, clock, stopwatch = timed((-0.05, -0.01))

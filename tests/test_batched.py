@@ -80,8 +80,9 @@ def test_going_back(family):
 def test_requests_come_go_and_outgrow_their_slots(family, monkeypatch):
     """Slots of eight rows and more; each request's rows are as alone, whoever sat beside it."""
     monkeypatch.setattr(kv_slots, "STEP", 8)
+    assert [kv_slots.capacity_for(rows) for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 32]
     pair = BatchAndSingles(tiny_target(family), 8)
-    for members in (range(8), (5, 0, 7), (1, 0, 5, 6, 2, 7), (3, 2), range(8)):
+    for members in (range(8), (5, 0, 3), (1, 0, 5, 6, 2, 7), (3, 2), range(8)):
         pair.round(members)
         arrays = {pair.together[at].slot.array for at in members}
         assert sum(len(array.slots) for array in arrays) == len(members)

@@ -83,7 +83,8 @@ class Case:
             named["sinks"] = mx.random.normal((heads,)).astype(self.dtype)
         if self.tree:
             depths, ancestors = random_tree(self.nodes)
-            named["tree"] = TreeMask(self.first + self.length - self.nodes + depths, ancestors)
+            mask = mx.pad(ancestors, ((0, 0), (3, 0)))[:, 3:]  # a forward has a slice of its mask
+            named["tree"] = TreeMask(self.first + self.length - self.nodes + depths, mask)
         return args, named
 
 
@@ -273,6 +274,8 @@ def test_a_cache_is_read_in_place(kernel):
     assert same_bits(kernel(queries, *slices, **named), expected)
     turned = (mx.contiguous(x.swapaxes(2, 3)).swapaxes(2, 3) for x in (keys, values))
     assert same_bits(kernel(queries, *turned, **named), expected)
+    heads_last = mx.contiguous(queries.swapaxes(1, 2)).swapaxes(1, 2)  # as without a rope
+    assert same_bits(kernel(heads_last, keys, values, **named), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -321,14 +324,15 @@ def test_what_does_not_fit_is_refused(kernel):
     for stored in (keys, eight):  # nor where part of it is that of an earlier call
         kernel(queries, stored, stored, **named)
     for args, extra in [
-        ((mx.zeros((1, 1, 65, 64)), keys, values), {}),
+        ([mx.zeros((1, 1, 65, 64))] * 3, {}),
         ([mx.zeros((*x.shape[:3], 72)) for x in (queries, keys, values)], {}),
         ((queries, keys, values[:, :, 1:]), {}),
         ((queries, keys[:, :, :2], values[:, :, :2]), {}),
-        ((queries, keys, values.astype(mx.float32)), {}),
+        ((queries, *(x.astype(mx.float32) for x in (keys, values))), {}),
         ((queries, eight, four), {}),
         ((queries, keys, values), {"sinks": mx.zeros(3)}),
         ((queries, keys, values), {"tree": tree}),
+        ((queries, keys, values), {"tree": TreeMask(mx.zeros(3), tree.ancestors)}),
     ]:
         for attention in (kernel, block_attention_reference):
             with pytest.raises(KernelError, match="Block attention has no kernel"):
