@@ -21,7 +21,6 @@ from dflash_mlx.loading.registry import (
     PACKAGED,
     PACKAGES,
     KnownPair,
-    OtherDrafter,
     check_name,
     gguf_file,
     known_drafter,
@@ -158,8 +157,7 @@ def _print_models(shown: list[KnownPair], copies: dict[str, int], details: bool)
         here = f", downloaded {sized(sum(own.values()))}" if own else ""
         _print(f"{pair.targets[0]:{width}}{figures}  {_status(pair)}{here}")
         if details:
-            drafters: list[KnownPair | OtherDrafter] = [pair]
-            drafters += (other for other in pair.also if other.refused is None)
+            drafters = [one for one in pair.drafters if one.refused is None]
             lines = [f"also {name}" for name in pair.targets[1:]]
             lines += [
                 f"{'or' if at else 'drafter'} {one.drafter}"
@@ -191,16 +189,17 @@ def _fits(pair: KnownPair) -> str | None:
 
 
 def _as_json(pair: KnownPair, copies: dict[str, int]) -> dict[str, Any]:
+    drafter, *others = pair.drafters
     return {
-        "drafter": pair.drafter,
+        "drafter": drafter.drafter,
         "targets": list(pair.targets),
-        "also": [asdict(other) for other in pair.also],
+        "also": [asdict(other) for other in others],
         "gigabytes": {str(bits): pair.gigabytes(bits) for bits in WIDTHS},
         "fits": _fits(pair),
         "unsupported": pair.unsupported,
-        "license": pair.license,
+        "license": drafter.license,
         "downloaded": {name: size for name, size in copies.items() if pair.matches(name)},
-        "drafter_bytes": copies.get(pair.drafter),
+        "drafter_bytes": copies.get(drafter.drafter),
     }
 
 

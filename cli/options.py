@@ -77,7 +77,8 @@ def targets_beginning(incomplete: str) -> list[str]:
 
 def drafters_beginning(incomplete: str) -> list[str]:
     """The known drafters that a shell may complete a name to."""
-    names = (LOOKUP, NONE, MTP, f"{EMBEDDED}-dflash2", *(pair.drafter for pair in pairs()))
+    known = (one.drafter for pair in pairs() for one in pair.drafters if one.refused is None)
+    names = (LOOKUP, NONE, MTP, f"{EMBEDDED}-dflash2", *known)
     return [name for name in names if name.startswith(incomplete)]
 
 

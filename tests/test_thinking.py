@@ -17,7 +17,7 @@ from dflash_mlx.cli.options import Names, Thinking
 from dflash_mlx.cli.thoughts import Thoughts
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.events import Event, Stats
-from dflash_mlx.loading.registry import OtherDrafter
+from dflash_mlx.loading.registry import KnownDrafter
 from dflash_mlx.prompt import encode_prompt, thinking_variables, thinks
 
 ASKED = [{"role": "user", "content": "The fox"}]
@@ -78,7 +78,7 @@ def test_a_benchmark_asks_as_the_template_says(switching):
 
 
 def test_a_drafter_of_the_other_kind_is_named(switching, monkeypatch, capsys):
-    facts = OtherDrafter("x/y", thinking=True)
+    facts = KnownDrafter("x/y", thinking=True)
     monkeypatch.setattr(command, "known_facts", lambda name: facts if name == "x/y" else None)
     pair, names = SimpleNamespace(target=switching), Names("somebody/model", "x/y+lookup")
     for think in (False, True):

@@ -19,7 +19,7 @@ from ..validation import ErrorWrapper, read_json
 from .checks import check_memory, memory_needed, read_target_config
 from .hub import Hub
 from .quantization import Quantization, is_quantized
-from .registry import hub_gguf, local_path, refusal
+from .registry import hub_gguf, known_facts, local_path
 
 LOADED = ["model*.safetensors"]  # of a repository's files
 _STORED = 2  # bytes per weight, as published
@@ -108,8 +108,8 @@ def check_drafter(name: str, hub: Hub, model: nn.Module | None) -> None:
     """
     if local_path(name, "drafter"):
         return
-    if (why := refusal(name)) is not None:
-        raise ConfigError(f"{name} is known not to load: {why}.")
+    if (facts := known_facts(name)) is not None and facts.refused is not None:
+        raise ConfigError(f"{name} is known not to load: {facts.refused}.")
     if _is_here(name, hub):
         return
     path = hub.config(name) / "config.json"

@@ -62,8 +62,8 @@ _SUGGESTIONS = 3
 
 
 @dataclass(frozen=True)
-class OtherDrafter:
-    """A further drafter of a target.
+class KnownDrafter:
+    """A published drafter.
 
     Attributes:
         drafter: its repository.
@@ -83,23 +83,18 @@ class KnownPair:
     """A target and its drafters.
 
     Attributes:
-        drafter: the repository of the default drafter.
         targets: the repositories of the target's original weights, the usual one first.
         model_type: mlx-lm's module for them.
         billions: the target's parameters, from its name or model card; None if unknown.
         acceptance: published tokens per step of 16 rows, greedy; None if unknown.
-        also: further drafters, the most promising first.
-        license, thinking: of the default drafter, as in `OtherDrafter`.
+        drafters: the default one, then others, the most promising first.
     """
 
-    drafter: str
     targets: tuple[str, ...]
     model_type: str
+    drafters: tuple[KnownDrafter, ...]
     billions: float | None = None
     acceptance: float | None = None
-    also: tuple[OtherDrafter, ...] = ()
-    license: str | None = None
-    thinking: bool | None = None
 
     @property
     def unsupported(self) -> str | None:
@@ -132,8 +127,9 @@ def pairs() -> list[KnownPair]:
     text = files("dflash_mlx.loading").joinpath("registry.toml").read_text(encoding="utf-8")
     found = []
     for row in tomllib.loads(text)["pair"]:
-        also = tuple(OtherDrafter(**other) for other in row.pop("also", ()))
-        found.append(KnownPair(**row | {"targets": tuple(row["targets"])}, also=also))
+        rows = [{"drafter": one} if isinstance(one, str) else one for one in row["drafters"]]
+        drafters = tuple(KnownDrafter(**one) for one in rows)
+        found.append(KnownPair(**row | {"targets": tuple(row["targets"]), "drafters": drafters}))
     return found
 
 
@@ -155,7 +151,7 @@ def _drafter_of(name: str) -> str | None:
         if name == own or any(_is_conversion(name, target) for target in targets):
             return own
     pair = pair_of(name)
-    return None if pair is None else pair.drafter
+    return None if pair is None else pair.drafters[0].drafter
 
 
 def _base_models(name: str) -> list[str]:
@@ -170,17 +166,10 @@ def _base_models(name: str) -> list[str]:
     return []
 
 
-def known_facts(drafter: str) -> KnownPair | OtherDrafter | None:
+def known_facts(drafter: str) -> KnownDrafter | None:
     """What the registry says of a drafter, by its repository."""
-    every: list[KnownPair | OtherDrafter] = [*pairs()]
-    every += [other for pair in pairs() for other in pair.also]
+    every = (one for pair in pairs() for one in pair.drafters)
     return next((one for one in every if one.drafter == drafter), None)
-
-
-def refusal(drafter: str) -> str | None:
-    """Why a drafter of the registry does not load; None if it does, or if it is not listed."""
-    others = (other for pair in pairs() for other in pair.also)
-    return next((other.refused for other in others if other.drafter == drafter), None)
 
 
 def _is_conversion(name: str, target: str) -> bool:
@@ -204,7 +193,7 @@ def short(name: str) -> str:
 
 def known_names() -> list[str]:
     """Embedded and pip-installed models and drafters, and the registry's targets and drafters."""
-    names = [name for pair in pairs() for name in (*pair.targets, pair.drafter)]
+    names = [name for pair in pairs() for name in (*pair.targets, pair.drafters[0].drafter)]
     return [*dict.fromkeys((EMBEDDED, f"{EMBEDDED}-dflash2", *PACKAGES, *names))]
 
 
