@@ -20,7 +20,7 @@ from .prefix.cache import PrefixCache
 from .sampling import Sampler
 from .targets import Target, TargetSession
 from .targets.caches import check_kv_bits
-from .targets.session import LAST_STEP, PREFILL_STEP
+from .targets.session import LAST_STEP, PREFILL_STEP, PromptEnd
 from .validation import brief, check_type
 
 MAX_PENDING = 2 * PREFILL_STEP  # tokens whose features may wait until after the first token
@@ -126,8 +126,8 @@ class Conversation:
     def drop_caches(self) -> None:
         """Drop the caches; `resume` and `prefill` rebuild them."""
         if self._started:
-            if self.target_session.slot is not None:
-                self.target_session.slot.leave(keep=False)
+            self.target_session.intact = False  # a slot's rows need not be copied
+            self.target_session.leave_slot()
             del self.target_session, self.draft_session
         self._started, self._checkpoints, self.ids = False, [], []
         self._pending, self._flushed = [], True
@@ -172,10 +172,13 @@ class Conversation:
         self._pending, self._flushed = [], True
         return held
 
-    def prefill(self, prompt: Sequence[int], chunk: Callable[[], int]) -> Iterator[mx.array | None]:
-        """Read the rest of the prompt, one forward per iteration.
+    def prefill(
+        self, prompt: Sequence[int], chunk: Callable[[], int]
+    ) -> Iterator[mx.array | PromptEnd | None]:
+        """Read the rest of the prompt, at most one forward per iteration.
 
-        Yields None, and after the last forward the logits [1, V]. The drafter gets most features
+        Yields None after a forward, a `PromptEnd` before the last one, which is left out if that
+        has a result then, and the logits [1, V] after it. The drafter gets most features
         later, with `flush_features`, so that the first token need not wait for it. A prefix cache
         gets tokens as soon as both models have read them.
 
@@ -191,7 +194,12 @@ class Conversation:
             sessions = self.target_session, self.draft_session
             stops = self.prefix.checkpoint_positions(*sessions, prompt, self._branches, self._salt)
         self._prompt, self._prefill_thread, self._flushed = prompt, threading.get_ident(), False
-        for logits, taps in self.target_session.prefill(prompt[len(self.ids) :], stops, chunk):
+        session = self.target_session
+        for tokens, last in session.pieces(prompt[len(self.ids) :], stops, chunk):
+            end = PromptEnd(session, tokens)
+            if last:
+                yield end
+            logits, taps = end.result or session.read(tokens, last)
             last_begins = self.target_session.position == len(prompt) - LAST_STEP
             self._pending.append((taps, self.target_session.checkpoint() if last_begins else None))
             if logits is None:

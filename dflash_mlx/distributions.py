@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 
-def gumbel(seed: int, first: int, rows: int, vocab_size: int) -> mx.array:
-    """Gumbel(0, 1) noise [rows, V] in f32 for positions first, first + 1, ...
+def gumbel(keys: Sequence[tuple[int, int]], vocab_size: int) -> mx.array:
+    """Gumbel(0, 1) noise [R, V] in f32: a row for each seed and position.
 
-    Each row's Threefry key is the pair (seed, position), so rows do not depend on each other.
+    The pair is the row's Threefry key, so rows do not depend on each other.
     """
-    positions = mx.arange(first, first + rows).astype(mx.uint32)
-    keys = mx.stack([mx.full((rows,), seed, mx.uint32), positions], axis=1)
-    return mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)
+    pairs = mx.array([*keys], mx.uint32)
+    return mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(pairs)
 
 
 def keep_top_p(logits: mx.array, top_p: float) -> mx.array:

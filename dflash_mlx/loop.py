@@ -20,7 +20,8 @@ from .drafter.protocol import Drafter
 from .events import Event, FinishReason, Result, Stats
 from .generation import GenerationSettings, make_request
 from .prompt import Prompt
-from .request import Request
+from .proposal import Proposal
+from .request import Request, choose
 from .targets import Target
 from .targets.fallback import MAYBE_REFUSED
 
@@ -47,18 +48,19 @@ def _step(request: Request) -> Event:
         if isinstance(proposal.tokens, mx.array):
             # The device computes the drafts while the host builds the target's forward.
             mx.async_eval(proposal.tokens)
-        request.choose(proposal, *request.target_session.verify(proposal))  # verify
-    chosen, taps = request.pending
+        choose([request], [proposal], *request.target_session.verify(proposal))  # verify
+    step = request.pending
     if request.can_start_next:
         # The next anchor is still on its way on the device, which never waits for the host: as in
         # mlx-lm's loop.
-        mx.async_eval(chosen, taps)
-        proposal = request.next_anchor()
-        request.choose(proposal, *request.target_session.verify(proposal))
-        mx.async_eval(request.pending)
-    mx.eval(chosen, taps)  # the only wait
-    values: Any = chosen.tolist()
-    rows, tokens = request.accept(values)  # accept
+        mx.async_eval(step.choices, step.taps)
+        request.commit_unread()
+        proposal = Proposal(step.choices)
+        choose([request], [proposal], *request.target_session.verify(proposal))
+        mx.async_eval(request.pending.choices, request.pending.taps)
+    mx.eval(step.choices, step.taps)  # the only wait
+    choices: Any = step.choices.tolist()
+    rows, tokens = request.accept(choices)  # accept
     return request.commit(rows, tokens)  # commit, and the event to emit
 
 
@@ -69,7 +71,7 @@ def _events(request: Request) -> Generator[Event, None, None]:
             yield request.empty_event()
             return
         for event in request.prefill():
-            if event is not None:
+            if isinstance(event, Event):
                 yield event
         while not request.finished:
             yield step(request)

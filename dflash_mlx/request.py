@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +21,22 @@ from .errors import ProposalError
 from .events import Event, Stats
 from .policy.planner import DraftCandidate, Planner, TreeCandidate
 from .proposal import Proposal
-from .sampling import Sampler, check_choice
+from .sampling import Decision, Sampler, check_choice, decide_all
 from .stream import TextStream
 from .targets import TargetSession
 from .targets.fallback import MAYBE_REFUSED, on_stock
-from .targets.session import PREFILL_STEP
+from .targets.session import PREFILL_STEP, PromptEnd
 
 
 @dataclass
 class PendingStep:
-    """A step whose forward was started and whose choices were not read yet.
+    """A request's step whose forward was started and whose choices were not read yet.
 
     Attributes:
         proposal: the rows that the target verifies.
-        values: [M] int32, what `Sampler.decide` returned, still on the device.
-        taps: [1, N, K*D], the rows' features.
+        choices: [R] int32, the target's token after each row of all requests in the forward.
+        taps: [1, R, K*D], the rows' features.
+        first: the first of the request's own rows among them.
         vocab_size: V of the target's logits.
         pipelined: whether it started before the step before it was read. The target has committed
             its one row then.
@@ -43,8 +44,9 @@ class PendingStep:
     """
 
     proposal: Proposal
-    values: mx.array
+    choices: mx.array
     taps: mx.array
+    first: int
     vocab_size: int
     pipelined: bool
     extended: bool = False
@@ -116,6 +118,12 @@ class Request:
         return self._conversation.kv_bits
 
     @property
+    def slot_order(self) -> tuple[int, int]:
+        """What sorts a batch's requests by their slots; those without one come first."""
+        slot = self.target_session.slot
+        return (0, 0) if slot is None else (slot.array.capacity, slot.index)
+
+    @property
     def uncached_tokens(self) -> int:
         """Tokens that `prefill` has still to read."""
         return len(self._to_cache) - self.target_session.position
@@ -141,11 +149,14 @@ class Request:
         if not self.stats.output_tokens:
             self.stats.reused_tokens = held
 
-    def prefill(self, chunk: Callable[[], int] = lambda: PREFILL_STEP) -> Iterator[Event | None]:
-        """Read the tokens that the caches do not hold, one forward per iteration.
+    def prefill(
+        self, chunk: Callable[[], int] = lambda: PREFILL_STEP
+    ) -> Iterator[Event | PromptEnd | None]:
+        """Read the tokens that the caches do not hold, at most one forward per iteration.
 
-        Yields None after each forward but the last. If the text is still empty, the last one yields
-        the event of its first token, which the target chooses after the prompt.
+        Yields None after each forward but the last, and before that a `PromptEnd`, as
+        `Conversation.prefill` does. If the text is still empty, the last one yields the event of
+        its first token, which the target chooses after the prompt.
 
         Args:
             chunk: returns the most tokens of the next forward.
@@ -159,20 +170,21 @@ class Request:
                 self.resume()
                 yield from self._prefill(chunk)
 
-    def _prefill(self, chunk: Callable[[], int]) -> Iterator[Event | None]:
+    def _prefill(self, chunk: Callable[[], int]) -> Iterator[Event | PromptEnd | None]:
         event = None
-        for logits in self._conversation.prefill(self._to_cache, chunk):
-            if logits is None:
-                yield None
+        for found in self._conversation.prefill(self._to_cache, chunk):
+            if not isinstance(found, mx.array):
+                yield found
             elif not self.stats.output_tokens:
-                event = self._choose_first(logits)
+                event = self._choose_first(found)
         self._consistent = True
         if event is not None:
             yield event
 
     def _choose_first(self, logits: mx.array) -> Event:
         """Choose the first anchor from the logits [1, V] after the prompt. It is text already."""
-        choices: Any = self._sampler.decide(Proposal([self._tokens[-1]]), logits).tolist()
+        own = Decision(self._sampler, Proposal([self._tokens[-1]]))
+        choices: Any = decide_all([own], logits).tolist()
         check_choice(choices[0])
         self.anchor = choices[0]
         self._tokens += choices
@@ -253,25 +265,10 @@ class Request:
         """The rows that could be verified now, in a step that other requests share."""
         return self._planner.candidate(self.draft_session, self.anchor, self._width)
 
-    def choose(self, proposal: Proposal, logits: mx.array, taps: mx.array) -> None:
-        """Choose the target's token after each row of a proposal. Lazy; see `pending`.
-
-        Args:
-            proposal: N rows.
-            logits: [N, V] after each of them.
-            taps: [1, N, K*D], their features.
-        """
-        ahead = len(self._pending)
-        values = self._sampler.decide(proposal, logits, ahead)
-        if ahead:
-            self.target_session.commit([0])
-        step = PendingStep(proposal, values, taps, logits.shape[-1], pipelined=ahead > 0)
-        self._pending.append(step)
-
     @property
-    def pending(self) -> tuple[mx.array, mx.array]:
-        """What the last forward returned, lazy: the choices [M] int32 and the taps [1, N, K*D]."""
-        return self._pending[-1].values, self._pending[-1].taps
+    def pending(self) -> PendingStep:
+        """The step of the last forward."""
+        return self._pending[-1]
 
     @property
     def can_start_next(self) -> bool:
@@ -294,25 +291,24 @@ class Request:
         """Whether a step has started that was not read yet."""
         return bool(self._pending)
 
-    def next_anchor(self) -> Proposal:
-        """The next step's only row, still on the device. Commits this step's only row."""
+    def commit_unread(self) -> None:
+        """Commit this plain step's row, before the token after it is known."""
         [step] = self._pending
         if not step.pipelined:
             self.target_session.commit([0])
         self._extend_plain(step)
-        return Proposal(step.values[-1:])
 
     def _extend_plain(self, step: PendingStep) -> None:
         """Give the drafter the features of a plain step, once. The target has committed its row."""
         if not step.extended:
-            self._conversation.feed_drafter([self.anchor], step.taps, [0])
+            self._conversation.feed_drafter([self.anchor], step.taps, [step.first])
             step.extended = True
 
-    def accept(self, values: list[int]) -> tuple[list[int], list[int]]:
+    def accept(self, choices: list[int]) -> tuple[list[int], list[int]]:
         """Follow the target's choices through the proposal.
 
         Args:
-            values: [M] of `pending`, read from the device.
+            choices: [N] after the proposal's rows, read from the device.
 
         Returns:
             The proposal's kept rows from its root down, and the new tokens, the next anchor last.
@@ -320,10 +316,13 @@ class Request:
         Raises `ProposalError` for a proposal that does not begin with the anchor, or that has a
         token outside the vocabulary.
         """
-        step, anchor, count = self._pending[0], self.anchor, len(self._pending[0].proposal)
-        drafts: Any = step.proposal.tokens
-        # Drafts that were on the device are read together with the choices, before them.
-        tokens, choices = values[:-count] or list(drafts), values[-count:]
+        step, anchor = self._pending[0], self.anchor
+        if step.pipelined:  # its row was the anchor
+            check_choice(choices[0])
+            return [0], choices
+        tokens: Any = step.proposal.tokens
+        if isinstance(tokens, mx.array):
+            tokens = tokens.tolist()
         if tokens[0] != anchor:
             raise ProposalError(f"A proposal starts with {tokens[0]}, not its anchor {anchor}.")
         size = step.vocab_size
@@ -345,7 +344,8 @@ class Request:
         if not step.extended:
             self.target_session.commit(rows[:used])
             path = [self.anchor, *tokens]
-            self._conversation.feed_drafter(path[:used], step.taps, rows[:used])
+            taps_rows = [step.first + row for row in rows[:used]]
+            self._conversation.feed_drafter(path[:used], step.taps, taps_rows)
         self._sampler.commit(tokens)
         self._tokens += tokens
         self.anchor, self._consistent = tokens[-1], True
@@ -362,3 +362,31 @@ class Request:
         timed = seconds if is_whole else None
         self._planner.observe(step.proposal, tokens, timed, self._shared)
         return Event(piece.text, piece.tokens, kept, drafted, piece.finish_reason, self.stats)
+
+
+def choose(
+    requests: Sequence[Request],
+    proposals: Sequence[Proposal],
+    logits: mx.array,
+    taps: mx.array,
+    guards: Sequence[AbstractContextManager[Any]] = (),
+) -> None:
+    """Choose the target's token after each row of requests' proposals. Lazy; see `Request.pending`.
+
+    Args:
+        requests: of one forward.
+        proposals: theirs, of R rows together.
+        logits: [R, V] after each row.
+        taps: [1, R, K*D], the rows' features.
+        guards: see `Decision`.
+    """
+    guards = guards or [nullcontext()] * len(requests)
+    parts = list(zip(requests, proposals, guards, strict=True))
+    decisions = [Decision(one._sampler, of, len(one._pending), guard) for one, of, guard in parts]
+    choices, first = decide_all(decisions, logits), 0
+    for request, proposal, _ in parts:
+        if pipelined := bool(request._pending):
+            request.target_session.commit([0])
+        step = PendingStep(proposal, choices, taps, first, logits.shape[-1], pipelined)
+        request._pending.append(step)
+        first += len(proposal)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
@@ -116,6 +117,9 @@ class Sampler:
             constraints.append(self._processors.pop())
         self._constraints = ConstraintSet(constraints) if constraints else None
         self._plain = not self._edits and settings.temperature == 0
+        # Equal in requests whose plain rows `decide_all` may choose together; None for no others.
+        truncation = settings.temperature, settings.top_p, settings.min_p, float(settings.top_k)
+        self._group = None if self._edits else (0.0,) if self._plain else truncation
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
         self._noise: mx.array | None = None  # [R, V], from position `_noise_start` on
@@ -124,15 +128,14 @@ class Sampler:
     def decide(self, proposal: Proposal, logits: mx.array, ahead: int = 0) -> mx.array:
         """Choose the target's token after each row of a proposal. Lazy, unless a processor is not.
 
-        Returns [M] int32: the choices [N], after the proposal's tokens [N] if these are on the
-        device. So drafts and choices of many requests are read with one wait.
-
         Args:
             proposal: N rows.
             logits: [N, V] after each of them.
             ahead: tokens before the proposal that are not committed yet (`can_pipeline`).
+
+        Returns the choices [N] int32.
         """
-        chosen = logits if self._plain else self._scores(proposal, logits)
+        chosen = self._scores(proposal, logits)
         if self.temperature > 0:
             rows = self._noise_rows(ahead + max(proposal.depths) + 1, logits.shape[-1])[ahead:]
             chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
@@ -143,9 +146,17 @@ class Sampler:
             choices = mx.where(none, NO_CHOICE, choices)
         if self._compared is not None:
             mx.async_eval(self._compared)  # `commit` reads it, perhaps in another thread
-        if isinstance(proposal.tokens, mx.array):
-            return mx.concatenate([proposal.tokens.astype(mx.int32), choices])
         return choices
+
+    def group(self, proposal: Proposal, ahead: int) -> tuple[float, ...] | None:
+        """The key of requests whose choices are one operation; None if these are not."""
+        drafted = len(proposal) > 1 or self._kept_noise > ahead
+        return None if drafted and self.temperature > 0 else self._group
+
+    def noise_key(self, ahead: int) -> tuple[int, int]:
+        """The seed, and the position of the token after `ahead` more: the key of its noise."""
+        assert self.seed is not None
+        return self.seed, self._position + ahead
 
     def draft(self, logits: mx.array) -> mx.array:
         """Draft the next L tokens [L] from the drafter's logits [L, V]. Lazy."""
@@ -275,17 +286,78 @@ class Sampler:
                 drafted += chosen
         return mx.concatenate(rows)
 
+    @property
+    def _kept_noise(self) -> int:
+        """How many of the next positions have their noise already."""
+        end = 0 if self._noise is None else self._noise_start + len(self._noise)
+        return max(0, end - self._position)
+
     def _noise_rows(self, rows: int, vocab_size: int) -> mx.array:
         """The noise [rows, V] of the next positions; rows that a step did not use are kept."""
         assert self.seed is not None
-        passed = self._position - self._noise_start
-        made = 0 if self._noise is None else max(0, len(self._noise) - passed)
+        passed, made = self._position - self._noise_start, self._kept_noise
         parts = [] if self._noise is None or not made else [self._noise[passed:]]
         if made < rows:
-            parts.append(gumbel(self.seed, self._position + made, rows - made, vocab_size))
+            keys = [self.noise_key(ahead) for ahead in range(made, rows)]
+            parts.append(gumbel(keys, vocab_size))
         noise = mx.concatenate(parts) if len(parts) > 1 else parts[0]
         self._noise, self._noise_start = noise, self._position
         return noise[:rows]
+
+
+class Decision(NamedTuple):
+    """One request's part in `decide_all`.
+
+    Attributes:
+        sampler, proposal, ahead: as in `Sampler.decide`.
+        guard: entered around what runs for this request only, as its processors.
+    """
+
+    sampler: Sampler
+    proposal: Proposal
+    ahead: int = 0
+    guard: AbstractContextManager[Any] = nullcontext()
+
+
+def decide_all(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
+    """What `Sampler.decide` returns for each request, side by side: [R] int32. Lazy as that is.
+
+    All greedy rows are chosen in one operation, as are plain sampled rows of equal settings. If a
+    guard suppresses an error, its rows' choices mean nothing.
+
+    Args:
+        decisions: of the requests, whose proposals have R rows together.
+        logits: [R, V] after the rows.
+    """
+    groups: dict[Any, list[tuple[int, Decision]]] = {}
+    first = 0
+    for number, decision in enumerate(decisions):
+        key = decision.sampler.group(decision.proposal, decision.ahead)
+        groups.setdefault(number if key is None else key, []).append((first, decision))
+        first += len(decision.proposal)
+    if len(groups) == 1:
+        return _decide_group(decisions, logits)
+    rows, parts = list[int](), list[mx.array]()
+    for group in groups.values():
+        own = [first + row for first, each in group for row in range(len(each.proposal))]
+        parts.append(_decide_group([decision for _, decision in group], logits[mx.array(own)]))
+        rows += own
+    return mx.concatenate(parts)[mx.argsort(mx.array(rows))]
+
+
+def _decide_group(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
+    """The choices [N] of requests of one group, or of a single one without a group."""
+    sampler, proposal, ahead, guard = decisions[0]
+    if sampler.group(proposal, ahead) is None:
+        choices = mx.zeros(len(proposal), mx.int32)
+        with guard:
+            choices = sampler.decide(proposal, logits, ahead)
+        return choices
+    scores = sampler.scores(logits)
+    if sampler.temperature > 0:
+        keys = [one.sampler.noise_key(one.ahead) for one in decisions]
+        scores = scores + gumbel(keys, logits.shape[-1])
+    return scores.argmax(axis=-1).astype(mx.int32)
 
 
 def check_choice(token: int) -> None:

@@ -4,6 +4,7 @@ import gc
 import random
 import sys
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -49,6 +50,14 @@ def states_are_same(one: TargetSession, other: TargetSession) -> bool:
     return all(same(a[1], b[1]) if isinstance(a[1], mx.array) else a[1] == b[1] for a, b in pairs)
 
 
+def by_proposal(proposals: Sequence[Proposal], logits: mx.array, taps: mx.array) -> list[Any]:
+    """The logits and taps of each proposal's rows, of those of a forward."""
+    ends = [*accumulate(map(len, proposals))]
+    assert len(logits) == taps.shape[1] == ends[-1]
+    pairs = mx.split(logits, ends[:-1]), mx.split(taps, ends[:-1], axis=1)
+    return list(zip(*pairs, strict=True))
+
+
 def memory() -> int:
     """Bytes in use, once nothing is on its way and no garbage is left."""
     gc.collect()
@@ -90,8 +99,8 @@ class BatchAndSingles:
         """Verify some requests together and each alone, and commit: all must be the same."""
         proposals = self.proposals(members, trees)
         verified = self.verifier.verify([self.together[at] for at in members], proposals)
-        assert len(verified) == len(members)
-        for at, proposal, (logits, taps) in zip(members, proposals, verified, strict=True):
+        each = by_proposal(proposals, *verified)
+        for at, proposal, (logits, taps) in zip(members, proposals, each, strict=True):
             expected, features = self.alone[at].verify(proposal)
             assert same(logits, expected), f"logits of request {at}"
             assert same(taps, features), f"taps of request {at}"

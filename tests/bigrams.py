@@ -40,6 +40,9 @@ class MadeUpTarget:
     def leave_slot(self):
         pass
 
+    def pieces(self, tokens, stops=(), step=None):
+        return [(tokens, True)]
+
     def commit(self, kept):
         self.position += len(kept)
 
@@ -51,9 +54,9 @@ class BigramTarget(MadeUpTarget):
         super().__init__(len(table))
         self.table = mx.array(table.astype(np.float32))
 
-    def prefill(self, tokens, stops=(), step=None):
+    def read(self, tokens, last):
         last = mx.array(tokens[-1:], mx.int32)
-        return [(self.table[last], mx.zeros((1, len(tokens), 0)))]
+        return self.table[last], mx.zeros((1, len(tokens), 0))
 
     def verify(self, proposal):
         tokens = mx.array(proposal.tokens)

@@ -143,6 +143,7 @@ class Played:
             options.get("memory"),
             options.get("prefix"),
             options.get("reserve", 1024),
+            together.slot_layers,
         )
         self.scheduler = BatchScheduler(
             together, memory, options.get("most_jobs", 32), options.get("stall", 0.25)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from batches import states_are_same, tiny_target
+from batches import by_proposal, states_are_same, tiny_target
 from families import random_prompt
 from kernel_check import on_gpu_or_emulator
 from kernel_models import Launches, exact_target
@@ -35,7 +35,7 @@ def test_every_request_is_as_alone(family):
     mx.eval(expected)
     three = dict(launches.counts)
     launches.counts.clear()
-    verified = verifier.verify(together, proposals)
+    verified = by_proposal(proposals, *verifier.verify(together, proposals))
     mx.eval(verified)
     for (logits, taps), (other, features) in zip(verified, expected, strict=True):
         assert mx.array_equal(logits, other) and mx.array_equal(taps, features)

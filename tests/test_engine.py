@@ -13,13 +13,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from crowd import Crowd, Played
-from families import random_prompt
+from families import random_model, random_prompt, target_of
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.protocol import cache_bytes
 from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.engine.memory import MemoryBudget
 from dflash_mlx.errors import EngineError, NotEnoughMemoryError, ProposalError, SettingsError
+from dflash_mlx.generation import GenerationSettings, make_request
 
 LENGTH = 24
 SOON = 60  # seconds after which a test fails rather than hangs
@@ -187,8 +189,8 @@ class Breaking(SharedBatch):
         super().__init__(target, None)
         self.fails, self.broken = fails, 0
 
-    def verify(self, turns):
-        answers = super().verify(turns)
+    def verify(self, turns, tokens=None):
+        answers = super().verify(turns, tokens)
         if self.fails([turn.request.draft_session.tokens for turn in turns]):
             self.broken += 1
             raise RuntimeError("the device was lost")
@@ -219,6 +221,27 @@ def test_a_forward_that_breaks_of_many_only_fails_nobody(crowd):
     jobs = submit_all(played, crowd)
     played.run()
     assert [job.result().tokens for job in jobs] == crowd.alone and together.broken == 3
+
+
+def test_prompts_end_in_one_forward(crowd):
+    """Also a long one's end; one that breaks off costs nobody anything."""
+    ends: list[int] = []
+
+    class Reading(SharedBatch):
+        def read(self, together):
+            ends.append(len(together))
+            super().read(together)
+            if len(together) == 7:
+                raise RuntimeError("the device was lost")
+
+    long = prompt_of(3 * 64 + 5, 9), {"max_tokens": 9}
+    for each in (crowd, Crowd(crowd.target, [*crowd.requests, long])):
+        ends.clear()
+        played = Played(each.target, each.knowing(0.8), Reading(each.target, None))
+        jobs = submit_all(played, each)
+        played.run()
+        assert [job.result().tokens for job in jobs] == each.alone
+        assert max(ends) == len(jobs)
 
 
 # Who leaves, and what is left
@@ -264,6 +287,24 @@ def test_the_youngest_gives_way_and_goes_on():
         played.scheduler.step()
         waited |= bool(played.scheduler._waiting) and jobs[1].stats.rounds > 0
     assert waited and [job.result().tokens for job in jobs] == alone
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gpt_oss"])
+def test_slots_are_counted_for_the_layers_that_have_them(family):
+    """Four requests of 600 tokens: slots have 1,024 rows and one is spare; other caches have 768.
+
+    gpt_oss has both kinds.
+    """
+    model = target_of(random_model(family), family)
+    batch, slots = SharedBatch(model, None), {"qwen3": 4, "deepseek_v3": 0, "gpt_oss": 2}[family]
+    assert len(batch.slot_layers) == slots
+    in_slots = 4 * model.cache_bytes(768, None, batch.slot_layers)
+    others = 4 * model.cache_bytes(768) - in_slots
+    needed = others + in_slots * 1024 * 5 // (768 * 4)
+    requests = [make_request(model, None, [1] * 600, GenerationSettings()) for _ in range(4)]
+    for size, fits in ((needed, True), (needed - 1, False)):
+        budget = MemoryBudget(model, None, size, reserve=0, slot_layers=batch.slot_layers)
+        assert budget.admits(requests[0], requests[1:]) is fits
 
 
 def test_what_can_never_fit_is_refused(crowd):

@@ -253,4 +253,5 @@ def test_a_round_waits_for_the_device_once(monkeypatch):
         next(events)  # the prompt is evaluated in here, too
         waits.clear()
         # What was evaluated, features along with it, is read without another wait.
-        assert len(list(events)) == 7 and waits == ["eval", "tolist"] * 7
+        reads = ["tolist"] * (1 if drafter is None else 2)  # choices, and drafts
+        assert len(list(events)) == 7 and waits == ["eval", *reads] * 6 + ["eval", "tolist"]

@@ -37,7 +37,7 @@ class Forwards:
         self.rows, self.pipelined = [], 0
 
     def __enter__(self):
-        verify, next_anchor = TargetSession.verify, Request.next_anchor
+        verify, commit_unread = TargetSession.verify, Request.commit_unread
 
         def counted(session, proposal):
             self.rows.append(len(proposal))
@@ -45,13 +45,13 @@ class Forwards:
 
         def started(request):
             self.pipelined += 1
-            row = next_anchor(request)
-            assert not launches(row.tokens), "the device must have started on the anchor before"
-            return row
+            choices = request.pending.choices
+            assert not launches(choices), "the device must have started on the anchor before"
+            commit_unread(request)
 
         self.patches = (
             patch.object(TargetSession, "verify", counted),
-            patch.object(Request, "next_anchor", started),
+            patch.object(Request, "commit_unread", started),
         )
         for each in self.patches:
             each.start()
@@ -226,16 +226,16 @@ def test_an_error_of_one_drafter_ends_its_request_alone():
     prompts = [PROMPT, [*PROMPT, *PROMPT, *PROMPT], [*PROMPT, 8]]
     drafter.breaks = (len(prompts[1]) + 1,)
     crowd = Crowd(target, [(prompt, {"max_tokens": 9}) for prompt in prompts])
-    played = Played(target, drafter, SharedBatch(target, None))
+    read = []
+
+    class Counted(SharedBatch):
+        def read(self, ends):
+            read.extend(token for end in ends for token in end.tokens)
+            super().read(ends)
+
+    played = Played(target, drafter, Counted(target, None))
     jobs = [played.submit(prompt, block_size=1, **of) for prompt, of in crowd.requests]
-    read, prefill = [], TargetSession.read
-
-    def counted(session, tokens, last):
-        read.extend(tokens)
-        return prefill(session, tokens, last)
-
-    with patch.object(TargetSession, "read", counted):
-        played.run()
+    played.run()
     with pytest.raises(ValueError, match="mine"):
         jobs[1].result()
     assert [jobs[at].result().tokens for at in (0, 2)] == [crowd.alone[0], crowd.alone[2]]

@@ -13,7 +13,7 @@ import dflash_mlx as dm
 from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from dflash_mlx.errors import DFlashError, SettingsError
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Sampler
+from dflash_mlx.sampling import Decision, Sampler, decide_all
 from dflash_mlx.settings import SamplingSettings
 
 VOCABULARIES = [16, 200]
@@ -52,8 +52,7 @@ def processed(logits, temperature, top_p=1.0, top_k=0, min_p=0.0):
 
 def chosen(sampler, proposal, logits):
     """The tokens of a proposal, and the target's after each row."""
-    values = sampler.decide(proposal, logits).tolist()
-    return values[: -len(proposal)] or proposal.tokens, values[-len(proposal) :]
+    return list(map(int, proposal.tokens)), sampler.decide(proposal, logits).tolist()
 
 
 def choices(settings, logits, rows=1, seed=0):
@@ -102,7 +101,10 @@ def test_two_tokens_follow_the_joint_distribution(vocabulary, drafts):
 
 def test_noise_is_independent_across_positions_and_seeds():
     rows, vocabulary = 64, 2000
-    of = {seed: np.array(gumbel(seed, 0, rows, vocabulary)) for seed in (0, 1, 2, 40)}
+    of = {
+        seed: np.array(gumbel([(seed, at) for at in range(rows)], vocabulary))
+        for seed in (0, 1, 2, 40)
+    }
     limit = 4.5 / vocabulary**0.5
     for noise in of.values():
         between = np.corrcoef(noise)[~np.eye(rows, dtype=bool)]
@@ -116,7 +118,7 @@ def test_noise_is_independent_across_positions_and_seeds():
 
 
 def test_noise_is_gumbel():
-    noise = np.array(gumbel(9, 0, 100, 2000)).astype(np.float64)
+    noise = np.array(gumbel([(9, at) for at in range(100)], 2000)).astype(np.float64)
     uniform = np.sort(np.exp(-np.exp(-noise)), axis=None)
     steps = np.arange(1, len(uniform) + 1) / len(uniform)
     assert np.abs(uniform - steps).max() < 1.95 / len(uniform) ** 0.5  # Kolmogorov, p > 1e-3
@@ -124,9 +126,9 @@ def test_noise_is_gumbel():
 
 @pytest.mark.parametrize("vocabulary", [17, 192, 1000])
 def test_noise_of_a_position_does_not_depend_on_what_is_made_with_it(vocabulary):
-    together = gumbel(3, 100, 16, vocabulary)
+    together = gumbel([(3, 100 + at) for at in range(16)], vocabulary)
     for row in (0, 7, 15):
-        assert mx.array_equal(together[row : row + 1], gumbel(3, 100 + row, 1, vocabulary))
+        assert mx.array_equal(together[row : row + 1], gumbel([(3, 100 + row)], vocabulary))
 
 
 @pytest.mark.parametrize(
@@ -333,3 +335,31 @@ def test_numbers_of_numpy_and_fractions_are_numbers():
     ids, block_size = [np.int64(1), np.int32(2)], np.int64(3)
     assert dm.generate(target, None, ids, **others).tokens == expected
     assert dm.generate(target, drafter, ids, block_size=block_size, **others).tokens == expected
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_choices_of_many_requests_are_those_alone(ahead):
+    """Greedy and sampled rows, plain and drafted ones, equal settings and others, in one call."""
+    settings = [
+        *({}, {"temperature": 0.7, "seed": 1}, {"logit_bias": {3: 2.0}}, {}),
+        *({"temperature": 0.7, "seed": 2}, {"temperature": 0.7, "seed": 1, "top_k": 5}),
+        *({"temperature": 0.7, "seed": 2, "drafts": 4}, {"drafts": 4}),
+    ]
+
+    def requests():
+        for number, of in enumerate(settings):
+            own = {name: value for name, value in of.items() if name != "drafts"}
+            sampler, proposal = Sampler(SamplingSettings(**own), [1] * number), Proposal([2])
+            if count := of.get("drafts"):
+                drafts = sampler.draft(mx.random.normal((count, 30), key=mx.random.key(number)))
+                proposal = Proposal(mx.concatenate([mx.array([2]), drafts.astype(mx.int32)]))
+            rows = len(proposal), 30
+            yield sampler, proposal, mx.random.normal(rows, key=mx.random.key(99 + number))
+
+    alone = mx.concatenate([sampler.decide(*of, ahead) for sampler, *of in requests()])
+    together = list(requests())
+    decisions = [Decision(sampler, proposal, ahead) for sampler, proposal, _ in together]
+    found = decide_all(decisions, mx.concatenate([logits for *_, logits in together]))
+    assert found.tolist() == alone.tolist()
+    keys = [sampler.group(proposal, ahead) for sampler, proposal, _ in together]
+    assert [keys.index(key) for key in keys] == [0, 1, 2, 0, 1, 5, 2, 0], "which are one operation"

@@ -161,7 +161,9 @@ def test_the_tree_of_a_network(temperature):
     tree = started.propose_tree(ANCHOR, 24, 6)
     _, log_q = block_log_q(drafter, temperature)
     if temperature:  # every token is a candidate
-        noise = np.array(gumbel(0, len(PROMPT), 5, log_q.shape[1]), np.float64)
+        noise = np.array(
+            gumbel([(0, len(PROMPT) + at) for at in range(5)], log_q.shape[1]), np.float64
+        )
         log_q = log_softmax(log_q + noise / DraftSharpness().value)
     whole = best_first(log_q[:, None], 24)
     # The few candidates share what little probability the rest of the vocabulary has.

@@ -34,7 +34,7 @@ class LeaderTarget(Target):
         can_trim: whether the sessions' caches can be trimmed to any position on all other ranks.
     """
 
-    can_trim = True
+    can_trim, is_distributed = True, True
 
     def __init__(self, leader: Leader, whole_head: nn.Module | None, *of: Any) -> None:
         self.leader, self._whole_head = leader, whole_head
@@ -82,14 +82,14 @@ class LeaderSession(TargetSession):
         self._leader.add("start", self.number, self.kv_bits, self.tap_layers)
         self._drop_with(self, self.number)
 
-    def prefill(
+    def pieces(
         self,
         tokens: Sequence[int],
         stops: Sequence[int] = (),
         step: Callable[[], int] = lambda: PREFILL_STEP,
-    ) -> Iterator[tuple[mx.array | None, mx.array]]:
+    ) -> Iterator[tuple[Sequence[int], bool]]:
         """See `TargetSession`; with shorter steps."""
-        return super().prefill(tokens, stops, lambda: min(step(), CHUNK))
+        return super().pieces(tokens, stops, lambda: min(step(), CHUNK))
 
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
         """See `TargetSession`; on all ranks."""

@@ -11,10 +11,13 @@ from ..drafter.batch import BlockDraft, draft_batch
 from ..events import Event
 from ..policy.planner import DraftCandidate, TreeCandidate, checked
 from ..proposal import Proposal
-from ..request import Request
+from ..request import Request, choose
 from ..targets import Target
 from ..targets.batched import BatchVerifier
+from ..targets.session import PromptEnd
 from .allocation import RowAllocator
+
+UNREAD = Proposal([0])  # the only row of a plain step, whose token is still on the device
 
 
 class ErrorCapture:
@@ -60,10 +63,14 @@ class SharedBatch:
     Args:
         target: verifies all requests.
         allocator: decides how many rows each request has; None verifies all candidates.
+
+    Attributes:
+        slot_layers: the target's caches that are in slots in a shared step, by number.
     """
 
     def __init__(self, target: Target, allocator: RowAllocator | None) -> None:
         self._batch_verifier, self._allocator = BatchVerifier(target), allocator
+        self.slot_layers = self._batch_verifier.slot_layers
 
     def step(self, items: Sequence[BatchItem]) -> None:
         """Take the step of `loop.step` with many requests: one forward, and one wait.
@@ -74,6 +81,7 @@ class SharedBatch:
         Args:
             items: one new item per request; their events and errors are set.
         """
+        items = sorted(items, key=lambda item: item.request.slot_order)
         new = []  # requests whose verify forward the last step did not start
         for item in items:
             with item:
@@ -81,53 +89,64 @@ class SharedBatch:
                     new.append(item)
         if new:
             self.propose(new)
-            self._verify(new)
+        if drafting := _without_errors(new):
+            drafts = [item.proposal.tokens for item in drafting]
+            mx.async_eval([one for one in drafts if isinstance(one, mx.array)])
+            self._verify(drafting)
         running = _without_errors(items)
         if running:
-            chosen, taps = zip(*[item.request.pending for item in running], strict=True)
-            choices = mx.concatenate(list(chosen))
-            can_start = all(item.request.can_start_next for item in running)
-            pipelined = can_start and self._can_pipeline(items)
-            if pipelined:
-                self._build_next(running)
-            mx.eval(choices, *taps)
-            if pipelined:
-                mx.async_eval([item.request.pending for item in _without_errors(running)])
-            values: Any = choices.tolist()
-            for item, own in zip(running, chosen, strict=True):
+            steps = [item.request.pending for item in running]
+            # Two forwards at most: of those whose step was pipelined, and of the new ones.
+            forwards = {id(step.choices): step for step in steps}
+            arrays = [(step.choices, step.taps) for step in forwards.values()]
+            if self._can_pipeline(items) and all(one.request.can_start_next for one in running):
+                mx.async_eval(arrays)
+                started = self._build_next(running)
+                mx.eval(arrays)
+                mx.async_eval(started)
+            else:
+                mx.eval(arrays)
+            read: dict[int, Any] = {at: step.choices.tolist() for at, step in forwards.items()}
+            for item, step in zip(running, steps, strict=True):
                 with item:
                     if item.error is None:
-                        kept = item.request.accept(values[: own.size])
+                        own = slice(step.first, step.first + len(step.proposal))
+                        kept = item.request.accept(read[id(step.choices)][own])
                         item.event = item.request.commit(*kept)
-                values = values[own.size :]
         if self._allocator is not None and len(new or items) > 1:
             events = [(item.request, item.event) for item in new or items if item.event is not None]
             pipelined = any(request.is_pipelined for request, _ in events)
             tokens = [(request, len(event.tokens)) for request, event in events]
             self._allocator.observe(tokens, pipelined)
 
-    def _build_next(self, items: Sequence[BatchItem]) -> None:
-        """Build a plain step of all, while the device computes this one.
+    def _build_next(self, items: Sequence[BatchItem]) -> list[mx.array]:
+        """Build a plain step of all, while the device computes this one; what is to be computed.
 
         It must not start before this one has ended: MLX writes to an array in place only if nothing
         that runs reads it, and would copy all keys and values.
         """
-        mx.async_eval([item.request.pending for item in items])
         for item in items:
             with item:
-                item.proposal = item.request.next_anchor()
-        self._verify(items)
-
-    def _verify(self, items: Sequence[BatchItem]) -> None:
-        """Verify the proposals, and choose the token after each row. Lazy."""
+                item.request.commit_unread()
+                item.proposal = UNREAD
         items = _without_errors(items)
         if not items:
-            return
-        drafts = [t for item in items if isinstance(t := item.proposal.tokens, mx.array)]
-        mx.async_eval(drafts)
-        for item, (logits, taps) in zip(items, self.verify(items), strict=True):
-            with item:
-                item.request.choose(item.proposal, logits, taps)
+            return []
+        steps = [item.request.pending for item in items]
+        tokens = steps[0].choices
+        same = [step.choices is tokens and step.first == at for at, step in enumerate(steps)]
+        if len(steps) != tokens.size or not all(same):
+            rows = [step.choices[step.first : step.first + 1] for step in steps]
+            tokens = mx.concatenate(rows)
+        self._verify(items, tokens)
+        step = items[0].request.pending
+        return [step.choices, step.taps]
+
+    def _verify(self, items: Sequence[BatchItem], tokens: mx.array | None = None) -> None:
+        """Verify the proposals, and choose the token after each row. Lazy."""
+        verified = self.verify(items, tokens)
+        requests, proposals = zip(*[(item.request, item.proposal) for item in items], strict=True)
+        choose(requests, proposals, *verified, items)
 
     def propose(self, items: Sequence[BatchItem]) -> None:
         """Set the proposals: one request's own, or those that bring many the most tokens."""
@@ -176,12 +195,23 @@ class SharedBatch:
                 with item:
                     item.candidate = of.ready(tree)
 
-    def verify(self, items: Sequence[BatchItem]) -> Sequence[tuple[mx.array, mx.array]]:
-        """One forward: logits [N, V] after a proposal's rows, its taps [1, N, K*D], per item."""
+    def verify(
+        self, items: Sequence[BatchItem], tokens: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """One forward: the logits [R, V] after all proposals' rows, and their taps [1, R, K*D].
+
+        `tokens` [R] are those of proposals that are `UNREAD`.
+        """
         if len(items) == 1:
-            return [items[0].request.target_session.verify(items[0].proposal)]
+            proposal = items[0].proposal if tokens is None else Proposal(tokens)
+            return items[0].request.target_session.verify(proposal)
         sessions = [item.request.target_session for item in items]
-        return self._batch_verifier.verify(sessions, [item.proposal for item in items])
+        return self._batch_verifier.verify(sessions, [item.proposal for item in items], tokens)
+
+    def read(self, ends: Sequence[PromptEnd]) -> None:
+        """Read the ends of prompts in one forward, where that is possible; sets their results."""
+        if len(ends) > 1 and self._batch_verifier.reads_prompts:
+            self._batch_verifier.read(ends)
 
     def _can_pipeline(self, items: Sequence[BatchItem]) -> bool:
         """Whether the next step of these may start before this one is read."""

@@ -91,11 +91,12 @@ class Engine(AbstractContextManager["Engine", None]):
         self._pair, self._policy, self._prefix = (target, drafter), policy, prefix
         self._checked: set[int | None] = set()  # kv_bits that the pair supports
         self._check(None)
-        self._memory = MemoryBudget(target, drafter, memory, prefix)
         allocator = None
         if policy is not None and drafter is not None and policy.block_size > 1:
             allocator = RowAllocator(policy)
         batch = batch or SharedBatch(target, allocator)
+        layers = batch.slot_layers
+        self._memory = MemoryBudget(target, drafter, memory, prefix, slot_layers=layers)
         self._scheduler = BatchScheduler(batch, self._memory, most_jobs, stall_ms / 1e3)
         self._submitted: deque[tuple[Job, Request]] = deque()  # by other threads
         self._lock, self._step_due, self._closed = threading.Lock(), False, False

@@ -29,6 +29,7 @@ class MemoryBudget:
         size: bytes for all of them together; None is without limit.
         prefix: a prefix cache in the same memory, which frees entries for the requests.
         reserve: tokens of an answer that must fit when a request is admitted.
+        slot_layers: the target's caches that are in slots while requests share steps, by number.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class MemoryBudget:
         size: int | None,
         prefix: PrefixCache | None = None,
         reserve: int = RESERVE,
+        slot_layers: Sequence[int] = (),
     ) -> None:
         self._target, self._drafter, self._prefix = target, drafter, prefix
         self._size, self._reserve = size, reserve
         self._block_bytes: dict[tuple[int, int | None], int] = {}
+        self._slot_bytes = target.cache_bytes(BLOCK, None, slot_layers)  # of a block's rows
 
     def check(self, request: Request) -> None:
         """Raise `NotEnoughMemoryError` for a request that could outgrow the budget alone."""
@@ -73,13 +76,15 @@ class MemoryBudget:
         return self._bytes_of(request.tokens + min(further, request.remaining), request.kv_bits)
 
     def _shared_bytes(self, requests: Sequence[Request], further: Callable[[Request], int]) -> int:
-        """Bytes of requests that share steps, whose rows are in slots, and of spare slots."""
-        count, total = len(requests), 0
+        """Bytes of requests that share steps, and of spare slots."""
+        total, blocks, count = 0, 0, len(requests)
         for one in requests:
             tokens = one.tokens + min(further(one), one.remaining)
-            in_slot = count > 1 and one.kv_bits is None
-            total += self._bytes_of(capacity_for(tokens) if in_slot else tokens, one.kv_bits)
-        return total * (count + count // SPARE) // max(1, count)
+            total += self._bytes_of(tokens, one.kv_bits)
+            if count > 1 and one.kv_bits is None:
+                total -= -(-tokens // BLOCK) * self._slot_bytes
+                blocks += capacity_for(tokens) // BLOCK
+        return total + blocks * self._slot_bytes * (count + count // SPARE) // max(1, count)
 
     def _bytes_of(self, tokens: int, kv_bits: int | None) -> int:
         """Bytes of the caches of so many tokens."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ..events import Event
 from ..request import Request
-from ..targets.session import LAST_STEP, PREFILL_STEP
+from ..targets.session import LAST_STEP, PREFILL_STEP, PromptEnd
 from .batch import BatchItem, ErrorCapture, SharedBatch
 from .job import Job
 from .memory import MemoryBudget
@@ -35,7 +35,7 @@ class _Slot:
     job: Job
     request: Request
     number: int  # in the order of submission
-    prefill: Iterator[Event | None] | None = None  # None once the prompt is read
+    prefill: Iterator[Event | PromptEnd | None] | None = None  # None once the prompt is read
     alone: bool = False  # whether its next step must be alone, after an error in a shared forward
 
 
@@ -136,32 +136,51 @@ class BatchScheduler:
             self._end(slot, captured.error)
 
     def _prefill(self) -> None:
-        """Read prompts in turn, up to this step's number of tokens."""
-        budget = self._prefill_budget()
+        """Read prompts in turn, up to this step's number of tokens, and their ends together."""
+        budget, ends = self._prefill_budget(), dict[_Slot, PromptEnd]()
         while self._prefilling and budget > 0:
             slot = self._prefilling.popleft()
             request, unread, clock = slot.request, slot.request.uncached_tokens, time.perf_counter()
             # The last chunk ends with the prompt, the others at multiples of CHUNK, as alone.
             self._chunk = budget if unread <= budget else budget // CHUNK * CHUNK or budget
-            with ErrorCapture() as captured:
-                self._prefill_chunk(slot)
-            if captured.error is not None or request.finished:
-                self._end(slot, captured.error)
+            if end := self._prefill_chunk(slot):
+                ends[slot] = end
+                budget -= len(end.tokens)
                 continue
             read = unread - request.uncached_tokens
             budget -= max(1, read)
             if read >= CHUNK // 2:
                 self._prefill_rate = read / (time.perf_counter() - clock)
+        shared = [slot for slot in ends if not slot.alone]
+        with ErrorCapture() as captured:
+            self._batch.read([ends[slot] for slot in shared])
+        for slot in ends:
+            if slot in shared and captured.error is not None:
+                self._restart_alone(slot)
+            else:
+                self._prefill_chunk(slot)
 
-    def _prefill_chunk(self, slot: _Slot) -> None:
-        """One forward of a prompt; the last one brings the first token."""
+    def _prefill_chunk(self, slot: _Slot) -> PromptEnd | None:
+        """One forward of a prompt; the last one brings the first token, and is asked for first."""
         assert slot.prefill is not None
-        for event in slot.prefill:
-            if event is None:
-                self._prefilling.append(slot)
-                return
-            slot.job.put(event)
-        slot.prefill = None
+        with ErrorCapture() as captured:
+            for event in slot.prefill:
+                if event is None:
+                    self._prefilling.append(slot)
+                    return None
+                if isinstance(event, PromptEnd):
+                    return event
+                slot.job.put(event)
+            slot.prefill = None
+        if captured.error is not None or slot.request.finished:
+            self._end(slot, captured.error)
+        return None
+
+    def _restart_alone(self, slot: _Slot) -> None:
+        """Rebuild the caches after an error in a shared forward, and read and step alone."""
+        slot.alone = True
+        slot.request.release_caches()
+        self._start(slot)
 
     def _prefill_budget(self) -> int:
         """Tokens of prompts that this step may read."""
@@ -182,9 +201,7 @@ class BatchScheduler:
         shared = len(failed) > 1 and len(set(failed.values())) == 1
         for slot, error in failed.items():
             if shared:  # no cache of the forward can be trusted
-                slot.alone = True
-                slot.request.release_caches()
-                self._start(slot)
+                self._restart_alone(slot)
             else:
                 self._end(slot, error)
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..proposal import Proposal
-from . import deepseek_v41, mla
+from . import caches, deepseek_v41, mla
 from .attention import attention_function, calls_attention
 from .batched_rows import (
     AXES,
@@ -48,12 +49,12 @@ from .internals import (
 from .kv_slots import KVSlots
 from .overrides import Entry, Overrides, rebind_globals, swapped_classes
 from .recurrent import RecurrentRollback, batched_recurrence
-from .session import TargetSession
+from .session import PromptEnd, TargetSession
 from .taps import TapRecorder
 from .target import Target
 from .tree_attention import ropes, why_no_trees
 
-Verified = tuple[mx.array, mx.array]  # logits [N, V], taps [1, N, K*D]
+Verified = tuple[mx.array, mx.array]  # logits [R, V], taps [1, R, K*D]
 # The errors of a model that needs more of its cache or its rows than a batch has.
 UNFIT = (AttributeError, IndexError, TypeError, ValueError)
 
@@ -65,6 +66,8 @@ class BatchVerifier:
         level: 1 if rows part for attention and recurrence only; 0 if some layers' attention is
             called per request; None if the model's forward takes one request only, so that there
             is one forward per request.
+        slot_layers: the caches that requests have in slots, by number.
+        reads_prompts: whether `read` is possible.
     """
 
     def __init__(self, target: Target) -> None:
@@ -72,37 +75,76 @@ class BatchVerifier:
         self._tapped: dict[tuple[int, ...], tuple[Overrides, TapRecorder]] = {}
         self._layers = next(filter(None, map(self._try, (1, 0))), None)
         self.level = None if self._layers is None else self._layers.level
+        exact = target.wiring is not None and target.wiring.exact
+        alone = exact or target.is_distributed or not target.parts.norm_runs_once
+        self.reads_prompts = self._layers is not None and self._layers.as_prefill and not alone
+        self.slot_layers = () if self._layers is None else self._layers.slots.layers
 
     def verify(
-        self, sessions: Sequence[TargetSession], proposals: Sequence[Proposal]
-    ) -> list[Verified]:
+        self,
+        sessions: Sequence[TargetSession],
+        proposals: Sequence[Proposal],
+        tokens: mx.array | None = None,
+    ) -> Verified:
         """One forward over all proposals. Every session is then as after its own `verify`.
 
         Args:
-            sessions: different sessions of this target.
+            sessions: different sessions of this target, with the same `tap_layers`.
             proposals: one per session: chains and trees, of any number of rows.
+            tokens: [R] of proposals of one row each, in place of the tokens in them.
 
         Returns:
-            Per session the logits [N, V] after its N rows and their taps [1, N, K*D]. Lazy:
-            nothing is evaluated yet.
+            The logits [R, V] after the rows and their taps [1, R, K*D]. Lazy: nothing is evaluated
+            yet.
 
         Raises as `TargetSession.verify` does, before anything has changed. Exact verification
         takes at most `Wiring.widest` rows per forward, so more rows run in several forwards.
         """
-        verified: list[Verified] = self._target.verify_batch(self._forward, sessions, proposals)
+        forward = partial(self._forward, tokens=tokens)
+        verified: Verified = self._target.verify_batch(forward, sessions, proposals)
         return verified
 
     def _forward(
-        self, sessions: Sequence[TargetSession], proposals: Sequence[Proposal]
-    ) -> list[Verified]:
+        self,
+        sessions: Sequence[TargetSession],
+        proposals: Sequence[Proposal],
+        tokens: mx.array | None,
+    ) -> Verified:
+        forwards = [*self._forwards([len(proposal) for proposal in proposals])]
+        if tokens is not None and len(forwards) > 1:
+            proposals, tokens = [Proposal(row) for row in mx.split(tokens, len(tokens))], None
         rows = [one.request_rows(of) for one, of in zip(sessions, proposals, strict=True)]
         results: list[Verified] = []
-        for first, end in self._forwards([len(proposal) for proposal in proposals]):
+        for first, end in forwards:
             if self._layers is None or end == first + 1:
                 results.append(sessions[first].verify(proposals[first]))
             else:
-                results += self._verify(self._layers, sessions[first:end], rows[first:end])
-        return results
+                part = sessions[first:end], rows[first:end]
+                results.append(self._verify(self._layers, *part, tokens))
+        if len(results) == 1:
+            return results[0]
+        logits, taps = zip(*results, strict=True)
+        return mx.concatenate([*logits]), mx.concatenate([*taps], axis=1)
+
+    def read(self, ends: Sequence[PromptEnd]) -> None:
+        """Read the ends of prompts in one forward, and set their results; only if `reads_prompts`.
+
+        They are rows of a verify that are all kept, but the head computes the last ones only.
+        """
+        assert self._layers is not None
+        sessions = [end.session for end in ends]
+        for session in sessions:
+            session.leave_slot()
+        pairs = zip(sessions, ends, strict=True)
+        rows = [session.request_rows(Proposal(end.tokens)) for session, end in pairs]
+        logits, taps = self._verify(self._layers, sessions, rows, last_only=True)
+        for session, end in zip(sessions, ends, strict=True):
+            session.commit(range(len(end.tokens)))
+        mx.eval(logits, [caches.arrays(cache) for request in rows for cache in request.caches])
+        cuts = [*accumulate(len(end.tokens) for end in ends)][:-1]
+        parts = zip(ends, mx.split(logits, len(ends)), mx.split(taps, cuts, axis=1), strict=True)
+        for end, *result in parts:
+            end.result = result[0], result[1]
 
     def _forwards(self, widths: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Which requests share a forward: the first one and the one after the last."""
@@ -119,19 +161,23 @@ class BatchVerifier:
         layers: BatchedLayers,
         sessions: Sequence[TargetSession],
         requests: Sequence[RequestRows],
-    ) -> list[Verified]:
-        """One forward over several requests."""
+        tokens: mx.array | None = None,
+        last_only: bool = False,
+    ) -> Verified:
+        """One forward over several requests; with `last_only`, logits of their last rows.
+
+        That is for requests without slots, beside which others keep theirs.
+        """
+        if not last_only:
+            layers.slots.arrange(sessions, [len(request.proposal) for request in requests])
         for session, request in zip(sessions, requests, strict=True):
             session.begin(request.proposal, request.tree)
-        layers.slots.arrange(sessions, [len(request.proposal) for request in requests])
-        wanted = [session.tap_layers for session in sessions]
-        tapped = tuple(dict.fromkeys(layer for each in wanted for layer in each))
-        rows = BatchRows(requests, [session.slot for session in sessions])
-        overrides, recorder = self._taps(tapped)
-        logits = layers.forward(rows, overrides)
+        slots = [session.slot for session in sessions]
+        rows = BatchRows(requests, slots, tokens, layers.stacks)
+        overrides, recorder = self._taps(sessions[0].tap_layers)
+        logits = layers.forward(rows, overrides, *([layers.last_rows] if last_only else []))
         taps = recorder.take(len(rows))
-        parts = zip(rows.split(logits, 0), rows.split(taps), wanted, strict=True)
-        return [(part, _columns(tap, tapped, each)) for part, tap, each in parts]
+        return logits, taps.reshape(1, len(rows), taps.shape[-1])
 
     def _taps(self, tapped: tuple[int, ...]) -> tuple[Overrides, TapRecorder]:
         """A recorder of these layers, and its overrides."""
@@ -154,6 +200,14 @@ class BatchVerifier:
             self._verify(layers, sessions, rows)
         except UNFIT:
             return None
+        if layers.stacks:
+            sessions = self._target.start(), self._target.start()
+            for session in sessions:
+                session.dry_run(1)
+            try:
+                self._verify(layers, sessions, [one.request_rows(proposals[1]) for one in sessions])
+            except UNFIT:
+                layers.stacks = False
         return layers
 
 
@@ -170,6 +224,9 @@ class BatchedLayers:
     Attributes:
         level: 0 if any layer is called per request.
         slots: where layers with plain keys and values have those of all requests.
+        stacks: whether these are all layers, so that requests may be on the batch axis.
+        as_prefill: whether a verify computes the same as a prefill, bit for bit.
+        last_rows: has the head compute each request's last row only.
     """
 
     def __init__(self, target: Target, request: RequestRows, level: int) -> None:
@@ -198,19 +255,27 @@ class BatchedLayers:
                     in_slots.append(index)
                 self._kinds.append(kind)
             self.slots = KVSlots(in_slots)
+            self.stacks = len(in_slots) == len(request.caches)
+            self.as_prefill = not any(_differs_in_prefill(*pair) for pair in pairs)
+            self.last_rows, norm = Overrides(target.forward_lock), target.parts.norm
+            if norm is not None:
+                own = type(norm).__call__
+                self.last_rows.replace(norm, lambda norm, x: own(norm, x[:, self._rows.last]))
             for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
                 if shared and id(rope) not in self._layer_of:
                     self._overrides.replace(rope, self._by_position(type(rope).__call__))
 
-    def forward(self, rows: BatchRows, taps: Overrides) -> mx.array:
-        """The model's logits [R, V] after each row, with the taps recording."""
+    def forward(self, rows: BatchRows, *others: Overrides) -> mx.array:
+        """The model's logits [R, V] after each row, with other overrides, as the taps'."""
         parts = zip(*(request.caches for request in rows.requests), strict=True)
         caches = [kind(rows, each) for kind, each in zip(self._kinds, parts, strict=False)]
-        with rows.reading_trees(), self._overrides.installed(taps):
+        with rows.reading_trees(), self._overrides.installed(*others):
             self._rows = rows
-            self._entries = [self._by_layer(request.entries) for request in rows.requests]
+            if self._layer_of:
+                self._entries = [self._by_layer(request.entries) for request in rows.requests]
             try:
-                return self._model(rows.tokens(self._vocab_size)[None], cache=caches)[0]
+                ids = rows.tokens(self._vocab_size).reshape(rows.shape)
+                return self._model(ids, cache=caches).flatten(0, 1)
             finally:
                 self._rows, self._entries = BatchRows([]), []  # keep no request's caches alive
 
@@ -323,9 +388,17 @@ class BatchedLayers:
                 raise TypeError("This rotation does not rotate each row by its position.")
             # Rows on the batch axis: there each may have its own position.
             positions = self._rows.positions
+            if self._rows.shape[0] > 1:
+                return own(rope, x, offset=positions, **settings)
             return own(rope, x.swapaxes(0, 2), offset=positions, **settings).swapaxes(0, 2)
 
         return call
+
+
+def _differs_in_prefill(layer: nn.Module | None, rollback: Any) -> bool:
+    """Whether a layer's verify has another arithmetic than its prefill."""
+    recurrent = isinstance(rollback, RecurrentRollback)
+    return is_mla(layer) or (recurrent and not rollback.recurrence.as_prefill)
 
 
 def _shares_rows(layer: nn.Module | None, rollback: Any) -> bool:
@@ -336,13 +409,3 @@ def _shares_rows(layer: nn.Module | None, rollback: Any) -> bool:
     if is_mla(layer):
         return type(attention) in (DeepseekV3Attention, DeepseekV32Attention)
     return calls_attention(attention)
-
-
-def _columns(taps: mx.array, tapped: Sequence[int], wanted: Sequence[int]) -> mx.array:
-    """The wanted layers' columns, in their order, of taps [1, N, K*D] of the tapped layers."""
-    if tuple(tapped) == tuple(wanted) or not tapped:
-        return taps
-    if not wanted:
-        return taps[:, :, :0]
-    parts = mx.split(taps, len(tapped), axis=-1)
-    return mx.concatenate([parts[tapped.index(layer)] for layer in wanted], axis=-1)

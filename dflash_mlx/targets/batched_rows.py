@@ -9,25 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from ..proposal import Proposal
 from .internals import mask_of
-from .kv_slots import RowSpan, Slot, SlotArray, SlotRows
+from .kv_slots import RowSpan, Slot, SlotArray, SlotRows, are_stacked
 from .overrides import Entry
 from .tree import Tree
 
 AXES = 9  # of positions, so that nothing but `by_position` can use them
 
 
-@dataclass(frozen=True)
-class RequestRows:
+class RequestRows(NamedTuple):
     """One request's part of a batched forward.
 
     Attributes:
@@ -66,39 +63,51 @@ class BatchRows:
     Args:
         requests: the requests' parts.
         slots: of each request that has one; left out, none has.
+        tokens: see `BatchVerifier.verify`.
+        stacks: whether the target can have requests on the batch axis.
 
     Attributes:
         requests: as given.
         widths: the number of rows of each.
         slots: the rows of requests with slots, by array.
         own: the other requests, by number.
+        shape: of the forward's rows, [1, R]; or [n, W] if all have W rows and slots in one array,
+            so that the forward's arrays are those that the attention reads.
     """
 
-    def __init__(self, requests: Sequence[RequestRows], slots: Sequence[Slot | None] = ()) -> None:
-        self.requests = requests
+    def __init__(
+        self,
+        requests: Sequence[RequestRows],
+        slots: Sequence[Slot | None] = (),
+        tokens: mx.array | None = None,
+        stacks: bool = False,
+    ) -> None:
+        self.requests, self._tokens = requests, tokens
         self.widths = [len(request.proposal) for request in requests]
         *self._starts, self._rows = accumulate(self.widths, initial=0)
         self._windows: dict[int, mx.array] = {}
-        members: dict[SlotArray, dict[int, RowSpan]] = {}
+        members: dict[SlotArray, list[RowSpan]] = {}
         self.own = []
         for at, (request, slot) in enumerate(
             zip(requests, slots or [None] * len(requests), strict=True)
         ):
-            if slot is None or slot.array is None:
+            if slot is None:
                 self.own.append(at)
                 continue
-            member = RowSpan(self._starts[at], self.widths[at], request.position)
-            members.setdefault(slot.array, {})[slot.index] = member
-        self.slots = [
-            SlotRows(array, [found[index] for index in range(len(found))])
-            for array, found in members.items()
-        ]
+            member = RowSpan(slot.index, self._starts[at], self.widths[at], request.position)
+            members.setdefault(slot.array, []).append(member)
+        stacked = stacks and not self.own and len(members) == 1
+        stacked = stacked and are_stacked(*members.values())
+        self.slots = [SlotRows(array, found, stacked) for array, found in members.items()]
+        self.shape = (len(requests), self.widths[0]) if stacked else (1, self._rows)
 
     def __len__(self) -> int:
         return self._rows
 
     def tokens(self, vocab_size: int) -> mx.array:
         """The rows' token ids [R], clipped to the vocabulary as in `Proposal.array`."""
+        if self._tokens is not None:  # of the target's choosing
+            return self._tokens
         given = [request.proposal.tokens for request in self.requests]
         arrays = [
             each if isinstance(each, mx.array) else mx.array(list(each), mx.int32) for each in given
@@ -108,9 +117,24 @@ class BatchRows:
 
     @cached_property
     def positions(self) -> mx.array:
-        """Each row's position in its request's text, by depth in a tree: [R] int32."""
+        """Each row's position in its request's text, by depth in a tree: [R] int32.
+
+        Stacked, the position of each request's first row: [n] int32.
+        """
+        if self._tokens is not None or self.shape[0] > 1:
+            return mx.array([request.position for request in self.requests], mx.int32)
         pairs = ((request.position, request.proposal.depths) for request in self.requests)
         return mx.array([start + depth for start, depths in pairs for depth in depths], mx.int32)
+
+    @property
+    def last(self) -> mx.array:
+        """Each request's last row, [n] int32."""
+        return mx.array([*accumulate(self.widths)], mx.int32) - 1
+
+    @cached_property
+    def offset(self) -> mx.array:
+        """The positions, in a shape that only the `rope` that `batched` installs can use."""
+        return self.positions.reshape(-1, *[1] * (AXES - 1))
 
     def windows(self, size: int) -> mx.array:
         """The last `size` rows of each row's text, itself the last, [R, size] int32.
@@ -137,6 +161,8 @@ class BatchRows:
 
     def join(self, in_slots: Sequence[mx.array], own: Sequence[mx.array]) -> mx.array:
         """All rows [1, H, R, D] in order: those in slots [n, H, W, D], and others [1, H, N, D]."""
+        if self.shape[0] > 1:
+            return in_slots[0]
         parts = [x.swapaxes(0, 1).flatten(1, 2)[None] for x in in_slots]
         x = mx.concatenate([*parts, *own], axis=2) if len(parts) + len(own) > 1 else parts[0]
         return x if self._order is None else x[:, :, self._order]
@@ -144,13 +170,12 @@ class BatchRows:
     @cached_property
     def _order(self) -> mx.array | None:
         """The place of each row in what `join` joins; None if they are in order."""
-        own = [self._starts[at] + np.arange(self.widths[at]) for at in self.own]
-        rows = np.concatenate([*(one.table.reshape(-1) for one in self.slots), *own])
-        if np.array_equal(rows, np.arange(len(self))):
+        rows = [row for slots in self.slots for row in slots.rows]
+        rows += [self._starts[at] + row for at in self.own for row in range(self.widths[at])]
+        if rows == [*range(len(self))]:
             return None
-        order = np.zeros(len(self), np.int32)
-        order[rows] = np.arange(len(rows))
-        return mx.array(order)
+        places = {row: place for place, row in enumerate(rows)}
+        return mx.array([places[row] for row in range(len(self))])
 
     @contextmanager
     def reading_trees(self) -> Iterator[None]:
@@ -203,8 +228,8 @@ class BatchedKVCache(BatchedCache):
 
     @property
     def offset(self) -> mx.array:
-        """The rows' positions, which only the `rope` that `batched` installs can use."""
-        return self.rows.positions.reshape(-1, *[1] * (AXES - 1))
+        """See `BatchRows`."""
+        return self.rows.offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerRequest, PerRequest]:
         """Give each cache its request's rows of keys and values [1, H, R, D]."""
@@ -227,9 +252,11 @@ class SlotKVCache(BatchedKVCache):
 
     def make_mask(self, N: int, **settings: Any) -> PerRequest:
         """Those of each request, and of the rows in each slot array."""
-        window = settings.get("window_size")
-        own = self.masks(settings)
-        return PerRequest(own, [slots.mask(window) for slots in self.rows.slots])
+        rows, window = self.rows, settings.get("window_size")
+        own: list[Any] = [None] * len(self.parts)
+        for at in rows.own:
+            own[at] = mask_of(self.parts[at], rows.widths[at], **settings)
+        return PerRequest(own, [slots.mask(window) for slots in rows.slots])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerRequest, PerRequest]:
         """Write all rows of a slot array at once."""
@@ -237,16 +264,14 @@ class SlotKVCache(BatchedKVCache):
         if not rows.slots:
             return super().update_and_fetch(keys, values)
         in_slots = [slots.update(self._layer, keys, values) for slots in rows.slots]
+        slot_keys, slot_values = zip(*in_slots, strict=True)
+        if not rows.own:
+            return PerRequest((), slot_keys), PerRequest((), slot_values)
         held: list[Any] = [(None, None)] * len(self.parts)
-        if rows.own:
-            new = rows.split(keys, 2), rows.split(values, 2)
-            for at in rows.own:
-                held[at] = self.parts[at].update_and_fetch(new[0][at], new[1][at])
-        for at, cache in enumerate(self.parts):
-            if held[at][0] is None:
-                cache.offset += rows.widths[at]
-        both = zip(*in_slots, strict=True), zip(*held, strict=True)
-        (slot_keys, slot_values), (own_keys, own_values) = both
+        new = rows.split(keys, 2), rows.split(values, 2)
+        for at in rows.own:
+            held[at] = self.parts[at].update_and_fetch(new[0][at], new[1][at])
+        own_keys, own_values = zip(*held, strict=True)
         return PerRequest(own_keys, slot_keys), PerRequest(own_values, slot_values)
 
 

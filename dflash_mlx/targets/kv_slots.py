@@ -6,18 +6,19 @@ slots with one operation, and attends to all of them with one call, masked to ea
 
 Slots of one `SlotArray` have equal capacity, `STEP` times a power of two; a request that outgrows
 its slot moves on to the next array. So a request takes at most twice its rows, whatever the others'
-lengths. Rows are copied when a request enters, outgrows or leaves a slot, never per step. While a
-request has a slot its caches keep their offsets, so rejected rows go as from any `KVCache`.
+lengths. Rows are copied when a request enters, outgrows or leaves a slot, never per step. A slot's
+rows end at its session's position, so rejected rows need not be removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 import mlx.core as mx
-import numpy as np
 
 from .internals import KVCache
 
@@ -30,32 +31,29 @@ def capacity_for(rows: int) -> int:
     return STEP << (max(0, rows - 1) // STEP).bit_length()
 
 
+@dataclass(eq=False)
 class Slot:
     """A request's place in an array, held by its session.
 
     Attributes:
-        array: the array; None once it was left.
+        array: the array.
         index: its number there.
-        caches: the request's caches of the array's layers. Their keys and values are in the slot.
+        layers: the numbers of the request's caches whose keys and values are in the slot.
+        caches: these caches.
     """
 
-    def __init__(self, array: SlotArray, index: int, caches: Sequence[KVCache]) -> None:
-        self.array: SlotArray | None = array
-        self.index, self.caches = index, caches
+    array: SlotArray
+    index: int
+    layers: Sequence[int]
+    caches: Sequence[KVCache]
 
-    def leave(self, keep: bool = True) -> None:
-        """Free the slot; with `keep`, after its rows were copied back into the caches."""
-        array, self.array = self.array, None
-        if array is None:
-            return
-        if keep:
-            for layer, cache in enumerate(self.caches):
-                cache.keys, cache.values = array.copied(layer, self.index, cache.offset)
-            # A lazy copy would hold the arrays, which could then not be written in place.
-            mx.async_eval([(cache.keys, cache.values) for cache in self.caches])
-        array.slots.discard(self)
-        if not array.slots:
-            array.layers = []
+    def copy_back(self, rows: int) -> None:
+        """Copy the first rows into the caches."""
+        for layer, cache in enumerate(self.caches):
+            cache.keys, cache.values = self.array.copied(layer, self.index, rows)
+            cache.offset = rows
+        # A lazy copy would hold the arrays, which could then not be written in place.
+        mx.async_eval([(cache.keys, cache.values) for cache in self.caches])
 
 
 class SlotArray:
@@ -63,43 +61,54 @@ class SlotArray:
 
     Attributes:
         capacity: rows of a slot.
-        slots: those in use; a slot ends with its session.
+        sessions: the requests that have a slot; it ends with its session.
+        used: how many slots are in use, or were before requests left.
         layers: per layer the keys and values of all slots, each [S * H * capacity, D]: one axis, so
             that one index says where a row goes. None while no slot is in use.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.slots: WeakSet[Slot] = WeakSet()
+        self.sessions: WeakSet[SupportsSlots] = WeakSet()
+        self.used = 0
         self.layers: list[list[mx.array]] = []
         self._sizes: list[list[int]] = []  # rows of a slot's keys and of its values: H * capacity
 
-    def add(self, requests: Sequence[Sequence[KVCache]]) -> list[Slot]:
-        """Move requests' rows into new slots, behind the others. There must be no gaps."""
-        first = len(self.slots)
+    def add(
+        self, entering: Mapping[SupportsSlots, Sequence[KVCache]], numbers: Sequence[int]
+    ) -> None:
+        """Move the rows of these caches into new slots, behind those in use without gaps."""
+        first, requests = self.used, [*entering.values()]
         if not self.layers:
             both = [(cache.keys, cache.values) for cache in requests[0]]
             self._sizes = [[x.shape[1] * self.capacity for x in pair] for pair in both]
             self.layers = [[mx.zeros((0, x.shape[3]), x.dtype) for x in pair] for pair in both]
+        lengths = [session.position for session in entering]
         for caches, pair, sizes in zip(
             zip(*requests, strict=True), self.layers, self._sizes, strict=True
         ):
-            lengths = [cache.offset for cache in caches]
             for at, name in enumerate(("keys", "values")):
                 rows = [getattr(one, name) for one in caches]
                 held, start = pair[at], first * sizes[at]
                 if start + len(rows) * sizes[at] > len(held):
                     spare = (first + len(rows)) // SPARE
-                    entering = self._padded(rows, lengths, spare)
-                    pair[at] = mx.concatenate([held[:start], entering]) if start else entering
+                    new = self._padded(rows, lengths, spare)
+                    pair[at] = mx.concatenate([held[:start], new]) if start else new
                 else:
-                    entering = self._padded(rows, lengths)
-                    held[start : start + len(entering)] = entering
+                    new = self._padded(rows, lengths)
+                    held[start : start + len(new)] = new
             for cache in caches:
                 cache.keys = cache.values = None
-        slots = [Slot(self, first + at, caches) for at, caches in enumerate(requests)]
-        self.slots.update(slots)
-        return slots
+        for index, (session, own) in enumerate(entering.items(), start=first):
+            session.slot = Slot(self, index, numbers, own)
+        self.sessions.update(entering)
+        self.used = len(self.sessions)
+
+    def remove(self, session: SupportsSlots) -> None:
+        """Free a request's slot."""
+        self.sessions.discard(session)
+        if not self.sessions:
+            self.layers = []
 
     def _padded(self, rows: Sequence[mx.array], lengths: Sequence[int], spare: int = 0) -> mx.array:
         """The first rows of arrays [1, H, L, D] as slots [n * H * capacity, D], then spare ones."""
@@ -132,9 +141,10 @@ class SlotArray:
 
     def close_gaps(self) -> None:
         """Move the last slots into free ones, and shrink arrays of which most is free."""
-        count = len(self.slots)
-        gaps = {*range(count)} - {slot.index for slot in self.slots}
-        for slot in [slot for slot in self.slots if slot.index >= count]:
+        self.used = count = len(self.sessions)
+        slots = [one.slot for one in self.sessions if one.slot is not None]
+        gaps = {*range(count)} - {slot.index for slot in slots}
+        for slot in [slot for slot in slots if slot.index >= count]:
             source, slot.index = slot.index, gaps.pop()
             for pair, sizes in zip(self.layers, self._sizes, strict=True):
                 for x, size in zip(pair, sizes, strict=True):
@@ -158,16 +168,22 @@ class SupportsSlots(Protocol):
     def slot_caches(self, numbers: Sequence[int]) -> list[KVCache]:
         """The caches of these numbers if they can be in a slot; else none."""
 
+    def leave_slot(self) -> None:
+        """Have the keys and values in the session's own caches."""
+
 
 class KVSlots:
     """The slot arrays of a batch.
 
     Args:
         layers: the caches that move into slots, by number: plain keys and values.
+
+    Attributes:
+        layers: as given.
     """
 
     def __init__(self, layers: Sequence[int]) -> None:
-        self._layers = layers
+        self.layers = layers
         self._arrays: dict[int, SlotArray] = {}
 
     def arrange(self, sessions: Sequence[SupportsSlots], rows: Sequence[int]) -> None:
@@ -182,34 +198,55 @@ class KVSlots:
             rows: of each in it.
         """
         arrays = self._arrays.values()
-        staying = {one.slot for one in sessions if one.slot is not None and one.slot.array}
-        if not staying and any(array.slots for array in arrays):
+        needed = [
+            capacity_for(one.position + more) for one, more in zip(sessions, rows, strict=True)
+        ]
+        in_slots = [
+            one.slot is not None and one.slot.array.capacity >= capacity
+            for one, capacity in zip(sessions, needed, strict=True)
+        ]
+        if all(in_slots) and sum(array.used for array in arrays) == len(sessions):
+            return  # the usual case: the same requests as in the last step
+        staying = {one for one in sessions if one.slot is not None}
+        if not staying and any(array.sessions for array in arrays):
             return
-        for absent in [slot for array in arrays for slot in array.slots if slot not in staying]:
-            absent.leave()
+        for absent in [one for array in arrays for one in array.sessions if one not in staying]:
+            absent.leave_slot()
         joining: dict[int, dict[SupportsSlots, Sequence[KVCache]]] = {}
-        for session, more in zip(sessions, rows, strict=True):
-            capacity = capacity_for(session.position + more)
-            slot = session.slot
-            if slot is not None and slot.array and slot.array.capacity < capacity:
-                slot.leave()
-            if slot is None or slot.array is None:
-                if caches := session.slot_caches(self._layers):
+        for session, capacity, stays in zip(sessions, needed, in_slots, strict=True):
+            if not stays:
+                session.leave_slot()
+                if caches := session.slot_caches(self.layers):
                     joining.setdefault(capacity, {})[session] = caches
         for array in arrays:
             array.close_gaps()
         for capacity, entering in joining.items():
             array = self._arrays.setdefault(capacity, SlotArray(capacity))
-            for session, slot in zip(entering, array.add([*entering.values()]), strict=True):
-                session.slot = slot
+            array.add(entering, self.layers)
 
 
 class RowSpan(NamedTuple):
-    """A request in a slot: its first row in a forward, its number of rows, their first position."""
+    """A request's rows in a forward.
 
+    Attributes:
+        slot: the index of the request's slot.
+        first, width: the first row, and how many there are.
+        position: of the first row.
+    """
+
+    slot: int
     first: int
     width: int
     position: int
+
+
+def are_stacked(members: Sequence[RowSpan]) -> bool:
+    """Whether requests have equally many rows in a forward, in the order of their slots."""
+    width = members[0].width
+    return all(
+        slot == at and first == at * width and rows == width
+        for at, (slot, first, rows, _) in enumerate(members)
+    )
 
 
 class SlotRows:
@@ -220,45 +257,62 @@ class SlotRows:
 
     Args:
         array: with n slots in use.
-        members: of each slot, by index.
-
-    Attributes:
-        table: [n, W], the places of the rows in the forward.
+        members: of each slot.
+        stacked: whether the forward has the table's shape already, instead of [1, R].
     """
 
-    def __init__(self, array: SlotArray, members: Sequence[RowSpan]) -> None:
-        first, width, position = np.array(members, np.int32).T[:, :, None]
-        places = np.minimum(np.arange(width.max(), dtype=np.int32), width - 1)
-        self._array, self.table = array, first + places
-        rows, start = self.table.reshape(-1), int(self.table[0, 0])
-        span = slice(start, start + len(rows))
-        # Rows side by side are read in place.
-        side_by_side = np.array_equal(rows, np.arange(span.start, span.stop))
-        self._rows = span if side_by_side else mx.array(rows)
-        self._positions, self._end = position + places, int((position + width).max())
+    def __init__(self, array: SlotArray, members: Sequence[RowSpan], stacked: bool) -> None:
+        self._array, self._stacked = array, stacked
+        self._count, self._width = len(members), max(member.width for member in members)
+        self._end = max(member.position + member.width for member in members)
+        self._members = members if stacked else sorted(members)
+        self._positions = mx.array(self._table([one.position for one in self._members]))
         self._places: dict[int, mx.array] = {}
         self._masks: dict[int | None, mx.array] = {}
 
+    def _table(self, starts: Sequence[int]) -> list[list[int]]:
+        """Numbers that rise by one from row to row, [n, W], from the first row's of each slot."""
+        return [
+            [start + min(row, member.width - 1) for row in range(self._width)]
+            for start, member in zip(starts, self._members, strict=True)
+        ]
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """The places of the table's rows in the forward, slot by slot."""
+        table = self._table([member.first for member in self._members])
+        return [row for slot in table for row in slot]
+
+    @cached_property
+    def _index(self) -> slice | mx.array:
+        """The table's rows as an index. Rows side by side are read in place."""
+        first, count = self.rows[0], len(self.rows)
+        side_by_side = self.rows == [*range(first, first + count)]
+        return slice(first, first + count) if side_by_side else mx.array(self.rows)
+
     def rows_of(self, x: mx.array) -> mx.array:
         """These rows [n, H, W, D] of a forward's rows [1, H, R, D]."""
-        return mx.unflatten(x.squeeze(0)[:, self._rows], 1, self.table.shape).swapaxes(0, 1)
+        if self._stacked:
+            return x
+        shape = self._count, self._width
+        return mx.unflatten(x.squeeze(0)[:, self._index], 1, shape).swapaxes(0, 1)
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a forward's keys and values [1, H, R, D]; all of each slot [n, H, L, D]."""
         self._array.write(layer, self._places_of, self.rows_of(keys), self.rows_of(values))
-        return self._array.read(layer, len(self.table), self._end)
+        return self._array.read(layer, self._count, self._end)
 
     def _places_of(self, heads: int) -> mx.array:
         """Where an array of so many heads has these rows, [n, H, W]."""
         if heads not in self._places:  # the same for every layer
-            slots = np.arange(len(self.table) * heads).reshape(-1, heads, 1) * self._array.capacity
-            self._places[heads] = mx.array((slots + self._positions[:, None]).astype(np.uint32))
+            starts = mx.arange(self._count * heads) * self._array.capacity
+            self._places[heads] = starts.reshape(-1, heads, 1) + self._positions[:, None]
         return self._places[heads]
 
     def mask(self, window: int | None = None) -> mx.array:
         """Which keys each row sees: [n, 1, W, L] bool."""
         if window not in self._masks:  # the same for every layer
-            own, keys = mx.array(self._positions[:, None, :, None]), mx.arange(self._end)
+            own, keys = self._positions[:, None, :, None], mx.arange(self._end)
             seen = keys <= own
             self._masks[window] = seen if window is None else seen & (keys > own - window)
         return self._masks[window]

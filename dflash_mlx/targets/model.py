@@ -39,9 +39,12 @@ class TargetModel:
         wiring: which layers run on our Metal kernels; None where none does.
         forward_lock: held by every forward. While another thread has it, modules have their own
             classes.
+        is_distributed: whether other processes run the same forwards.
 
     Raises `ConfigError` for a model that cannot run.
     """
+
+    is_distributed = False
 
     def __init__(self, model: nn.Module, name: str, wiring: Wiring | None) -> None:
         self.model, self.name, self.wiring = model, name, wiring

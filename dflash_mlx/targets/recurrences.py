@@ -52,10 +52,11 @@ class Recurrence:
 
     Attributes:
         has_state: whether its cache holds a state behind the convolution's inputs.
+        as_prefill: whether `step` computes the same as the model's own prefill, bit for bit.
         kernels: our kernels that the recurrence runs on; None for mlx-lm's own.
     """
 
-    has_state = True
+    has_state = as_prefill = True
     kernels: Kernels | None = None
 
     def __init__(self, mixer: Any) -> None:
@@ -160,6 +161,8 @@ class Mamba2(Recurrence):
     mlx-lm computes several rows in another form than one. Here every row is a step of its own, so
     that drafted text is plain text.
     """
+
+    as_prefill = False
 
     def project(self, x: mx.array) -> Projected:
         """See `Recurrence`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -32,6 +33,21 @@ LAST_STEP = 64  # most tokens of a prompt's last forward, which computes logits
 def longest_step() -> int:
     """The most tokens of a prompt that one forward reads on this device."""
     return CPU_STEP if mx.default_device() == mx.cpu else PREFILL_STEP
+
+
+@dataclass
+class PromptEnd:
+    """The last tokens of a prompt, which are about to be read.
+
+    Attributes:
+        session: reads them.
+        tokens: at most `LAST_STEP`.
+        result: what `TargetSession.read` would return, once they were read with those of others.
+    """
+
+    session: TargetSession
+    tokens: Sequence[int]
+    result: tuple[mx.array | None, mx.array] | None = None
 
 
 class TargetSession:
@@ -76,6 +92,19 @@ class TargetSession:
         self.slot: Slot | None = None
         self.position, self.intact = 0, True
 
+    def pieces(
+        self,
+        tokens: Sequence[int],
+        stops: Sequence[int] = (),
+        step: Callable[[], int] = lambda: PREFILL_STEP,
+    ) -> Iterator[tuple[Sequence[int], bool]]:
+        """What `prefill` reads, for `read`: a forward's tokens, and whether they are the last."""
+        first, end, most = self.position, self.position + len(tokens), longest_step()
+        for border in sorted({end - LAST_STEP, *stops, end}):
+            while self.position < border:
+                start, size = self.position - first, min(step(), most, border - self.position)
+                yield tokens[start : start + size], self.position + size == end
+
     def prefill(
         self,
         tokens: Sequence[int],
@@ -93,11 +122,8 @@ class TargetSession:
             stops: positions at which a forward ends, none beyond the prompt's end.
             step: returns the most tokens of the next forward.
         """
-        first, end, most = self.position, self.position + len(tokens), longest_step()
-        for border in sorted({end - LAST_STEP, *stops, end}):
-            while self.position < border:
-                start, size = self.position - first, min(step(), most, border - self.position)
-                yield self.read(tokens[start : start + size], self.position + size == end)
+        for piece, last in self.pieces(tokens, stops, step):
+            yield self.read(piece, last)
 
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
         """One forward of `prefill`; `last` says whether it is the last one."""
@@ -145,8 +171,10 @@ class TargetSession:
         tree = self._tree_of(proposal)
         if tree is not None:
             self.leave_slot()
-        reader = None if tree is None else self._reader()
-        entries = [*self._verify.entries, *(reader.overrides.entries if reader else ())]
+        reader, entries = None, self._verify.entries
+        if tree is not None:
+            reader = self._reader()
+            entries = [*entries, *reader.overrides.entries]
         caches = self._cache, self._rollback
         return RequestRows(proposal, self.position, *caches, entries, tree, reader)
 
@@ -173,8 +201,11 @@ class TargetSession:
 
     def leave_slot(self) -> None:
         """Have the keys and values in this session's own caches, if they can be trusted."""
-        if self.slot is not None:
-            self.slot.leave(keep=self.intact)
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            if self.intact:
+                slot.copy_back(self.position)
+            slot.array.remove(self)
 
     def begin(self, proposal: Proposal, tree: Tree | None) -> None:
         """Prepare the caches for a forward over the proposal; `commit` must follow it."""
@@ -184,11 +215,15 @@ class TargetSession:
         for rollback in self._recording:
             rollback.begin(tree)
 
-    def nbytes_after(self, tokens: int) -> int:
-        """Bytes of the caches after a prefill of this many tokens, which is not computed."""
+    def nbytes_after(self, tokens: int, layers: Sequence[int] | None = None) -> int:
+        """Bytes of the caches after a prefill of this many tokens, which is not computed.
+
+        `layers` are the numbers of the caches to count; None counts all.
+        """
         for start in range(0, tokens, PREFILL_STEP):
             self.dry_run(min(PREFILL_STEP, tokens - start))
-        leaves = tree_flatten([caches.arrays(cache) for cache in self._cache])
+        counted = range(len(self._cache)) if layers is None else layers
+        leaves = tree_flatten([caches.arrays(self._cache[number]) for number in counted])
         return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
 
     def dry_run(self, tokens: int) -> mx.array:
@@ -215,8 +250,10 @@ class TargetSession:
         rejected = len(self._uncommitted) - len(kept)
         if rejected and self._before is not None:
             self._run_again(self._uncommitted.array(self._target.vocab_size), len(kept))
-        for rollback in self._rollback if rejected else self._recording:
-            rollback.commit(len(kept), rejected)
+        in_slot = () if self.slot is None else self.slot.layers
+        for number, rollback in enumerate(self._rollback) if rejected else ():
+            if number not in in_slot:  # a slot's rows end at `position`
+                rollback.commit(len(kept), rejected)
         self.position += len(kept)
         self.intact, self._uncommitted, self._before = True, None, None
         # Leave nothing lazy in the caches: the next forward may be another thread's.
@@ -242,6 +279,7 @@ class TargetSession:
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
+        self.leave_slot()
         for cache in self._cache:
             caches.trim(cache, self.position - position)
         self.position = position
@@ -252,6 +290,7 @@ class TargetSession:
 
     def rewind(self, checkpoint: Checkpoint) -> None:
         """Forget all tokens since the checkpoint."""
+        self.leave_slot()
         caches.rewind(self._cache, self.position, checkpoint)
         self.position = checkpoint.position
 

@@ -107,10 +107,14 @@ class Target(TargetModel):
         with self.forward_lock:  # another thread's forward changes the modules' classes
             return TargetSession(self, tap_layers, kv_bits)
 
-    def cache_bytes(self, tokens: int, kv_bits: int | None = None) -> int:
-        """Bytes of a request's caches after this many tokens. Nothing is computed."""
-        session = self.start((), kv_bits)
-        return session.nbytes_after(tokens)
+    def cache_bytes(
+        self, tokens: int, kv_bits: int | None = None, layers: Sequence[int] | None = None
+    ) -> int:
+        """Bytes of a request's caches after this many tokens. Nothing is computed.
+
+        `layers` are the numbers of the caches to count; None counts all.
+        """
+        return self.start((), kv_bits).nbytes_after(tokens, layers)
 
     def verify_batch(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
         """Run a `BatchVerifier`'s forward; a distributed target also runs it on the other ranks."""
