@@ -144,7 +144,6 @@ def report(
 
 
 def _numbers(text: str | None) -> list[int]:
-    """The numbers of --concurrency."""
     try:
         numbers = [int(number) for number in text.split(",")] if text else []
     except ValueError:

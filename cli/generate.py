@@ -233,7 +233,6 @@ def _counted_apart(stats: Stats, thoughts: Thoughts) -> str:
 
 
 def _as_json(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -> dict[str, Any]:
-    """The object of `--json`."""
     stats = result.stats
     content = {
         "model": pair.target.name,
@@ -263,7 +262,6 @@ def _as_json(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -
 
 
 def _stats_as_json(stats: Stats) -> dict[str, Any]:
-    """All counters."""
     names = (
         "prompt_tokens reused_tokens output_tokens rounds drafted_tokens accepted_tokens "
         "acceptance_length acceptance_rate widths trees prefill_seconds decode_seconds "

@@ -95,7 +95,6 @@ def _chip(name: str | None) -> Chip:
 
 
 def _table(steps: list[StepPrediction]) -> Table:
-    """A row for each number of rows."""
     table = make_table("rows", "tokens", "ms", "speedup", "tok/s", padding=1)
     best = max(step.speedup for step in steps)
     for step in steps:

@@ -254,7 +254,6 @@ class AnswerFormat:
 
 
 def _words(text: str) -> set[str]:
-    """The markers in a text."""
     return set(_MARKER.findall(text))
 
 

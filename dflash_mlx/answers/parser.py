@@ -159,7 +159,6 @@ class AnswerParser:
         return merge_texts(parts)
 
     def _markers_of(self, state: str) -> _Markers:
-        """The markers that count in a state."""
         family, header, (opens, closes) = self._form.family, self._form.header, self._form.thought
         if header is not None:
             found = dict.fromkeys(header.ends, HEADER)
@@ -202,7 +201,6 @@ class AnswerParser:
             self.state = NORMAL
 
     def _read_marker(self, found: re.Match[str], kind: str) -> list[Part]:
-        """The parts up to a marker."""
         start, end, marker = found.start(), found.end(), found[0]
         before = self._pending[:start]
         if self.state == TOOL:

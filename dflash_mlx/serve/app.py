@@ -116,7 +116,6 @@ class Endpoints:
         return streams
 
     async def _encode(self, wanted: GenerationRequest) -> list[int]:
-        """The token ids of a prompt."""
         _, handler = await self._models.use(wanted.model)
         return await handler.encode(wanted)
 

@@ -131,7 +131,6 @@ class ChatBody(SamplingBody):
         )
 
     def _thinking(self) -> dict[str, Any]:
-        """The chat template's variables for thinking."""
         settings = thinking_settings(self.enable_thinking)
         if self.thinking is not None:
             settings["enable_thinking"] = self.thinking.type != "disabled"

@@ -78,11 +78,14 @@ class StepOutput:
     logprobs: list[TokenLogprob] | None
     finish: Finish | None
 
-    def __add__(self, later: StepOutput) -> StepOutput:
-        """Both steps of an answer as one."""
-        logprobs = None if self.logprobs is None else [*self.logprobs, *(later.logprobs or ())]
-        parts = merge_texts([*self.parts, *later.parts])
-        return replace(later, raw=self.raw + later.raw, parts=parts, logprobs=logprobs)
+    @classmethod
+    def merged(cls, steps: Sequence[StepOutput]) -> StepOutput:
+        """All steps of an answer as one."""
+        last, raw = steps[-1], "".join(step.raw for step in steps)
+        parts = merge_texts([part for step in steps for part in step.parts])
+        tokens = [token for step in steps for token in step.logprobs or ()]
+        logprobs = None if last.logprobs is None else tokens
+        return replace(last, raw=raw, parts=parts, logprobs=logprobs)
 
     @property
     def reason(self) -> FinishReason | None:

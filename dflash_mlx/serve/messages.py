@@ -190,7 +190,6 @@ class CountBody(Body):
         )
 
     def _settings(self) -> dict[str, Any]:
-        """The engine's settings that the request names."""
         return {}
 
     def _system_messages(self) -> list[dict[str, Any]]:
@@ -304,7 +303,6 @@ class MessagesResponse(ApiResponse):
 
 
 def _block(part: Part) -> dict[str, Any]:
-    """A content block."""
     if isinstance(part, Text):
         return {"type": "text", "text": part.text, "citations": None}
     if isinstance(part, Reasoning):

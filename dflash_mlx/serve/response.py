@@ -67,10 +67,10 @@ class ApiResponse(ABC):
 
     async def answers(self) -> list[StepOutput]:
         """The whole answers, each as if it came in one step. Raises `RequestError`."""
-        found: dict[int, StepOutput] = {}
+        found: list[list[StepOutput]] = [[] for _ in range(self.choices)]
         async for step in self.steps():
-            found[step.choice] = found[step.choice] + step if step.choice in found else step
-        return list(found.values())
+            found[step.choice].append(step)
+        return list(map(StepOutput.merged, found))
 
     def close(self) -> None:
         """Cancel what is not finished."""

@@ -227,7 +227,6 @@ class ResponsesResponse(ApiResponse):
         return self._frame("response.in_progress", response=self._response())
 
     def _frame(self, type: str, **fields: Any) -> bytes:
-        """The next event of the stream."""
         self._number += 1
         return frame({"type": type, **fields, "sequence_number": self._number}, type)
 
@@ -282,7 +281,6 @@ class ResponsesResponse(ApiResponse):
         yield self._item_event("done")
 
     def _open_item(self, kind: str) -> Events:
-        """Begin an item of text or reasoning."""
         self._is_open = True
         item: dict[str, Any] = {"type": kind, "status": "in_progress", "content": []}
         if kind == "message":
