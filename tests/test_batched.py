@@ -119,6 +119,16 @@ def test_requests_come_go_and_outgrow_their_slots(family, monkeypatch):
     assert not any(array.sessions or array.layers for array in arrays), "all have left"
 
 
+def test_masks_of_slots_count_positions():
+    """Two rows after 3, and one after 5 in both of its places."""
+    rows = kv_slots.SlotRows(
+        kv_slots.SlotArray(8), [kv_slots.RowSpan(0, 2, 3), kv_slots.RowSpan(2, 1, 5)]
+    )
+    for window in (None, 2, 3):
+        seen = [[own - (window or 9) < key <= own for key in range(6)] for own in (3, 4, 5, 5)]
+        assert rows.mask(window).reshape(4, 6).tolist() == seen
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
 def test_texts_are_those_alone(family):
     """Oracles that are right at different rates, greedy and with a seed, beside each other."""

@@ -130,12 +130,11 @@ def launches(model: nn.Module) -> Iterator[list[Any]]:
 
 def gated_key(unit: Any) -> str | None:
     """The name of a unit's launch for gate and up; None where they cannot share one."""
-    layers = [getattr(unit, name) for name in _MLP]
-    if any("bias" in layer for layer in layers):
+    gate, up = unit.gate_proj, unit.up_proj
+    if "bias" in gate or "bias" in up:
         return None
     if isinstance(unit, SwitchGLU) and type(unit.activation) is not SwiGLU:
         return None
-    gate, up = layers[:2]
     same = gate.weight.shape == up.weight.shape and gate.weight.dtype == up.weight.dtype
     if not same or _kind(gate) != _kind(up):
         return None
