@@ -9,6 +9,11 @@ Known ones:
 - `choose.guess`: `<=` for `<`; two estimated costs that are equal are no reason for either.
 - `autotune.Timing`: `<` for `<=`; two measured times are never equal to that digit.
 - `autotune._time_attention`: which two of the four arrays a cache has; only a GPU's cache can tell.
+- `merge_chunks`: a largest score without the sink; weights then pass 2^128 only where rows are 0.
+- `AffineWeights::fetch`: a scale of columns past the end, which are stored nowhere.
+- `BlockAttention`: a chunk more; no row sees a key of it.
+- `SlotArray.add`: `>=` for `>`; an array that is full to the last slot is copied once more.
+- `wire_target`: exact decoding asked of broken kernels; they are checked again, and it stays off.
 """
 
 import argparse
