@@ -89,7 +89,8 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
         layers(cluster, target, last) if pipeline else shares(cluster, heads, last)
         return
     leader, channel, forwards = cluster.leader, cluster.channel, 0
-    messages, sums = leader.messages, channel.sums
+    with leader._lock:  # no heartbeat is on its way
+        messages, sums = leader.messages, channel.sums - leader.heartbeats
     own = target_of(random_model(family, **wider), family)
     crowd = Crowd(own, list(zip(PROMPTS, SETTINGS, strict=True)))
     found: dict[str, Any] = {"family": family, "ranks": cluster.size, "texts": {}}
@@ -110,7 +111,7 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
         forwards += 4 + together.count
     cluster.close()  # with a last message
     found["forwards"], found["messages"] = forwards, leader.messages - messages
-    found["sums"] = channel.sums - sums - leader.heartbeats - 1
+    found["sums"] = channel.sums - leader.heartbeats - 1 - sums
     conversation = dm.Conversation(own, drafter)
     drafter.heard.clear()
     dm.generate(own, drafter, prompt, conversation=conversation, **settings)
