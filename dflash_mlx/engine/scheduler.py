@@ -146,6 +146,7 @@ class BatchScheduler:
             if end := self._prefill_chunk(slot):
                 ends[slot] = end
                 budget -= len(end.tokens)
+            if slot.prefill is None or end:
                 continue
             read = unread - request.uncached_tokens
             budget -= max(1, read)

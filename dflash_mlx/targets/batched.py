@@ -1,9 +1,8 @@
 """Verifying the drafts of many requests in one forward of the target.
 
-All rows lie in one sequence, each request's after another's. Embedding, projections, MLPs, experts,
-norms and the head take all rows, so weights are read once. Attention and recurrence run per request
-on the request's own cache. So rollback, checkpoints, quantized keys and trees work as for a single
-request, every request has its own draft length, and no row is padded or copied.
+All rows lie in one sequence, each request's after another's; or, if all have as many and slots in
+one array (`kv_slots`), on the batch axis. All modules but attention and recurrence take all rows, so
+weights are read once. What has no slot attends and recurs on its request's own cache, as alone.
 
 The layers' own code runs on all rows (level 1). mlx-lm's attention asks its cache for masks and
 positions, has its `rope` rotate rows, and calls attention by a global name. So it gets a cache that
@@ -93,9 +92,7 @@ class BatchVerifier:
             proposals: one per session: chains and trees, of any number of rows.
             tokens: [R] of proposals of one row each, in place of the tokens in them.
 
-        Returns:
-            The logits [R, V] after the rows and their taps [1, R, K*D]. Lazy: nothing is evaluated
-            yet.
+        Returns the logits [R, V] after the rows and their taps [1, R, K*D]. Nothing is evaluated.
 
         Raises as `TargetSession.verify` does, before anything has changed. Exact verification
         takes at most `Wiring.widest` rows per forward, so more rows run in several forwards.
@@ -119,8 +116,8 @@ class BatchVerifier:
             if self._layers is None or end == first + 1:
                 results.append(sessions[first].verify(proposals[first]))
             else:
-                part = sessions[first:end], rows[first:end]
-                results.append(self._verify(self._layers, *part, tokens))
+                each = sessions[first:end], rows[first:end]
+                results.append(self._verify(self._layers, *each, tokens))
         if len(results) == 1:
             return results[0]
         logits, taps = zip(*results, strict=True)
@@ -132,19 +129,18 @@ class BatchVerifier:
         They are rows of a verify that are all kept, but the head computes the last ones only.
         """
         assert self._layers is not None
+        for end in ends:
+            end.session.leave_slot()
         sessions = [end.session for end in ends]
-        for session in sessions:
-            session.leave_slot()
-        pairs = zip(sessions, ends, strict=True)
-        rows = [session.request_rows(Proposal(end.tokens)) for session, end in pairs]
+        rows = [end.session.request_rows(Proposal(end.tokens)) for end in ends]
         logits, taps = self._verify(self._layers, sessions, rows, last_only=True)
-        for session, end in zip(sessions, ends, strict=True):
-            session.commit(range(len(end.tokens)))
+        for end in ends:
+            end.session.commit(range(len(end.tokens)))
         mx.eval(logits, [caches.arrays(cache) for request in rows for cache in request.caches])
         cuts = [*accumulate(len(end.tokens) for end in ends)][:-1]
         parts = zip(ends, mx.split(logits, len(ends)), mx.split(taps, cuts, axis=1), strict=True)
-        for end, *result in parts:
-            end.result = result[0], result[1]
+        for end, last, own in parts:
+            end.result = last, own
 
     def _forwards(self, widths: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Which requests share a forward: the first one and the one after the last."""
@@ -201,10 +197,9 @@ class BatchVerifier:
         except UNFIT:
             return None
         if layers.stacks:
-            sessions = self._target.start(), self._target.start()
-            for session in sessions:
-                session.dry_run(1)
             try:
+                for session in sessions:
+                    session.dry_run(1)
                 self._verify(layers, sessions, [one.request_rows(proposals[1]) for one in sessions])
             except UNFIT:
                 layers.stacks = False
@@ -256,7 +251,9 @@ class BatchedLayers:
                 self._kinds.append(kind)
             self.slots = KVSlots(in_slots)
             self.stacks = len(in_slots) == len(request.caches)
-            self.as_prefill = not any(_differs_in_prefill(*pair) for pair in pairs)
+            recurrent = [one for one in rollbacks if isinstance(one, RecurrentRollback)]
+            self.as_prefill = all(one.recurrence.as_prefill for one in recurrent)
+            self.as_prefill &= not any(is_mla(layer) for layer, _ in pairs)
             self.last_rows, norm = Overrides(target.forward_lock), target.parts.norm
             if norm is not None:
                 own = type(norm).__call__
@@ -393,12 +390,6 @@ class BatchedLayers:
             return own(rope, x.swapaxes(0, 2), offset=positions, **settings).swapaxes(0, 2)
 
         return call
-
-
-def _differs_in_prefill(layer: nn.Module | None, rollback: Any) -> bool:
-    """Whether a layer's verify has another arithmetic than its prefill."""
-    recurrent = isinstance(rollback, RecurrentRollback)
-    return is_mla(layer) or (recurrent and not rollback.recurrence.as_prefill)
 
 
 def _shares_rows(layer: nn.Module | None, rollback: Any) -> bool:
