@@ -1,8 +1,8 @@
 """Verifying the drafts of many requests in one forward of the target.
 
 All rows lie in one sequence, each request's after another's; or, if all have as many and slots in
-one array (`kv_slots`), on the batch axis. All modules but attention and recurrence take all rows, so
-weights are read once. What has no slot attends and recurs on its request's own cache, as alone.
+one array (`kv_slots`), on the batch axis. Only attention and recurrence part them, so weights are
+read once. What has no slot attends and recurs on its request's own cache, as alone.
 
 The layers' own code runs on all rows (level 1). mlx-lm's attention asks its cache for masks and
 positions, has its `rope` rotate rows, and calls attention by a global name. So it gets a cache that
@@ -160,10 +160,7 @@ class BatchVerifier:
         tokens: mx.array | None = None,
         last_only: bool = False,
     ) -> Verified:
-        """One forward over several requests; with `last_only`, logits of their last rows.
-
-        That is for requests without slots, beside which others keep theirs.
-        """
+        """One forward over requests; with `last_only`, without slots, the last rows' logits."""
         if not last_only:
             layers.slots.arrange(sessions, [len(request.proposal) for request in requests])
         for session, request in zip(sessions, requests, strict=True):
