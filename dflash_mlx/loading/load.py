@@ -111,11 +111,9 @@ def load(
     if draft == LOOKUP and wanted != LOOKUP:
         draft, with_lookup = _drafter_of_its_own(name, folder)
     if draft in (LOOKUP, NONE):
-        if (draft_bits, draft_window) != (None, None):
-            given = "draft_window" if draft_bits is None else "draft_bits"
-            raise SettingsError(f"{given}: {draft} has no weights, leave it out.")
+        without = _without_weights(draft, draft_bits, draft_window)
         target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster)
-        return target, LookupDrafter() if draft == LOOKUP else None
+        return target, without
     with _advice_on_drafters():  # downloads may fail: before anything is loaded
         draft_folder = folder if draft == MTP else _folder(draft, "drafter", hub)
         source = DraftSource.of(draft, draft_folder, read_target_config(folder))
@@ -131,6 +129,14 @@ def load(
     if isinstance(drafter, DFlash):
         drop_copies(drafter, target)
     return target, CombinedDrafter(drafter) if with_lookup else drafter
+
+
+def _without_weights(draft: str, bits: int | None, window: int | None) -> LookupDrafter | None:
+    """What drafts for lookup or none. Raises `SettingsError` for settings of weights."""
+    if (bits, window) != (None, None):
+        given = "draft_window" if bits is None else "draft_bits"
+        raise SettingsError(f"{given}: {draft} has no weights, leave it out.")
+    return LookupDrafter() if draft == LOOKUP else None
 
 
 def _drafter_of_its_own(name: str, folder: Path) -> tuple[str, bool]:
