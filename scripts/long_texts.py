@@ -6,8 +6,8 @@ All sides of a length take turns in one process. "pays" computes the network's d
 what follows in the text instead, for the embedded pair was trained on short ones. The drafter that
 never pays is the model's own with its features mixed up: each draft costs what it costs, and is
 wrong. "tapped before" is the same, but reads the layer before the target's last one instead of
-that, as published drafters do. Prints seconds in all, to the first token, of the first step, in
-which the drafter reads the prompt, and of a later one, and the total over mlx-lm's.
+that, as most published drafters do. Prints seconds in all, to the first token, of the first step,
+in which the drafter reads the prompt, and of a later one, and the total over mlx-lm's.
 """
 
 from __future__ import annotations
