@@ -278,10 +278,15 @@ def test_a_load_says_what_it_leaves_to_mlx(folder, monkeypatch):
         dm.load_target(folder, bits=4, group_size=32, metal_kernel=quick_factory())
 
 
-def test_exact_decoding_does_without_no_kernel(folder):
-    factory = Broken(named("block_attention_merge"), slightly_off)
+def test_exact_decoding_does_without_no_kernel(folder, monkeypatch):
+    broken = Broken(named("block_attention_merge"), slightly_off)
+    load = dict(bits=4, group_size=32, metal_kernel=broken)
     with pytest.raises(KernelError, match="Exact decoding needs our kernels: attention 4/2 heads"):
-        dm.load_target(folder, bits=4, group_size=32, kernels="exact", metal_kernel=factory)
+        dm.load_target(folder, **load, kernels="exact")
+    free = candidates(dm.load_target(folder, bits=4, group_size=32, kernels="off"))
+    monkeypatch.setattr(wiring, "read_choices", lambda forms: free)
+    with pytest.warns(UserWarning, match="ours is broken here"):
+        assert not dm.load_target(folder, **load).wiring.exact
 
 
 def careless():
