@@ -95,14 +95,16 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
             continue
         get_config.restype = ctypes.c_char_p
         blas_int = "int64_t" if b"USE64BITINT" in get_config() else "int"
-        flushes = False
-        if (spelling, blas_int, flush_denormals) == (_PLAIN, "int", False):
-            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)  # MLX can call it as it is
-        else:
+        fits, flushes = (spelling, blas_int) == (_PLAIN, "int"), False  # MLX can call it as it is
+        if flush_denormals or not fits:
             try:
                 flushes = _route(blas_int, sgemm, dgemm, flush_denormals)
             except _NoShim as error:
-                return BlasInfo("stock", None, f"the OpenBLAS {reason} is unused: {error}")
+                if not fits:
+                    return BlasInfo("stock", None, f"the OpenBLAS {reason} is unused: {error}")
+                reason += f"; denormals are not flushed: {error}"
+        if fits and not flushes:
+            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
         set_threads(threads)
         return BlasInfo(name, library._name, reason, flushes)
     return BlasInfo("stock", None, "no OpenBLAS on this system or in numpy (install one)")
