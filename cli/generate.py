@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -353,7 +354,7 @@ def read_schema(given: str | None) -> Any:
     """The JSON schema in a file, or given itself. Raises `DataError` for one that is none."""
     if given is not None and given.lstrip().startswith("{"):
         return parse_json(given, "--json-schema", DataError)
-    if given is not None and not Path(given).exists():
+    if given is not None and not os.path.exists(given):
         raise DataError(
             f'--json-schema takes a JSON schema, such as \'{{"type": "object"}}\', or a file '
             f"with one: {brief(given)} is neither."

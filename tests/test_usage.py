@@ -63,6 +63,7 @@ def test_what_the_library_refuses_of_options_is_wrong_usage(options, loaded):
         ("serve --api-key ''", "An API key is empty"),
         ("serve --port 0 --no-draft --top-p 0", "top_p must be above 0"),
         ("generate hi --json-schema 5", "--json-schema takes a JSON schema, such as"),
+        (f"generate hi --json-schema {'[' * 300}", "--json-schema takes a JSON schema, such as"),
         ("generate hi --target-bits 8 --quant-mode mxfp4", ""),
     ],
 )
