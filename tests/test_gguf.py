@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from dflash_mlx.errors import (
 from dflash_mlx.loading.gguf import conversion, convert
 from dflash_mlx.loading.gguf.architectures import architectures, llama3_divisors
 from dflash_mlx.loading.gguf.blocks import PACKINGS, is_readable, pack, unpack
-from dflash_mlx.loading.gguf.convert import converted
+from dflash_mlx.loading.gguf.convert import content_name, converted
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loading.registry import PACKAGES, gguf_file, known_drafter
 from dflash_mlx.loop import generate
@@ -137,6 +138,19 @@ def test_a_content_is_converted_once_wherever_it_lies(tmp_path: Path) -> None:
     path, _ = one(tmp_path, **{"llama.context_length": 4096})
     other = converted(path.rename(moved), unpacked=True)
     assert json.loads((other / "config.json").read_text())["max_position_embeddings"] == 4096
+
+
+def test_files_of_one_size_time_and_beginning_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.gguf", "b.gguf")]
+    for path, middle in zip(paths, (b"1", b"2"), strict=True):
+        path.write_bytes(bytes(2**21) + 2**20 * middle + bytes(2**21))
+        os.utime(path, (0, 0))
+    names = [content_name(path) for path in paths]
+    assert names[0] != names[1]
+    moved = paths[0].rename(tmp_path / "c.gguf")
+    assert content_name(moved) == names[0]
+    os.utime(moved, (0, 1))
+    assert content_name(moved) != names[0]
 
 
 def test_a_split_file_is_one_model(tmp_path: Path) -> None:

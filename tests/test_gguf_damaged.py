@@ -1,5 +1,6 @@
 """GGUF headers that are cut, made up or absurd: one line, and quickly."""
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,12 @@ def tensor(name: str = "a", shape: tuple[int, ...] = (32,), kind: int = 0, at: i
         (b"GGUF", "truncated"),
         (header(version=1), "version 1"),
         (header(version=0x03000000), "version"),  # big-endian
-        (header(tensors=HUGE), "truncated"),
-        (header(entries=HUGE), "truncated"),
-        (header(entries=1, body=struct.pack("<Q", HUGE)), "truncated"),
+        (header(tensors=HUGE), "count"),
+        (header(entries=HUGE), "count"),
+        (header(entries=1, body=struct.pack("<Q", HUGE)), "count"),
         (header(entries=1, body=text("k") + struct.pack("<I", 99)), "99"),
-        (header(entries=1, body=text("k") + struct.pack("<IIQ", 9, 8, HUGE)), "truncated"),
-        (header(entries=1, body=text("k") + struct.pack("<IIQ", 9, 4, HUGE)), "truncated"),
+        (header(entries=1, body=text("k") + struct.pack("<IIQ", 9, 8, HUGE)), "count"),
+        (header(entries=1, body=text("k") + struct.pack("<IIQ", 9, 4, HUGE)), "count"),
         (header(entries=1, body=struct.pack("<Q", 2) + b"\xff\xfe"), "utf-8"),
         (header(1, body=tensor(shape=())), "broken header"),
         (header(1, body=tensor(shape=(0,))), "shape"),
@@ -61,6 +62,25 @@ def test_headers_that_cannot_be_true(tmp_path: Path, content: bytes, said: str) 
     with pytest.raises(WeightsError, match=said) as caught:
         read_header([path])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(tensors=2**30),
+        header(entries=2**30),
+        header(entries=1, body=struct.pack("<Q", 2**30)),
+        header(entries=1, body=text("k") + struct.pack("<IIQ", 9, 0, 2**30)),
+        header(entries=1, body=text("k") + struct.pack("<IIQ", 9, 8, 2**28)),
+        header(1, body=text("a") + struct.pack("<I", 2**28)),
+    ],
+)
+def test_counts_that_fill_a_large_file_are_not_believed(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_bytes(content)
+    os.truncate(path, 2**32)  # zeros that take no room on the disk, and would in memory
+    with pytest.raises(WeightsError, match=r"broken header \(a count of"):
+        read_header([path])
 
 
 @pytest.fixture(scope="module")

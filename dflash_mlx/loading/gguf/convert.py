@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .conversion import Conversion
 
 FORMAT = 3  # of the folders; a higher number converts every file again
+BEGINNING, SAMPLE, SAMPLES = 2**20, 2**12, 256  # bytes, bytes, and samples of a file
 
 
 def converted(path: Path, unpacked: bool, cache: Path | None = None) -> Path:
@@ -43,7 +44,7 @@ def converted(path: Path, unpacked: bool, cache: Path | None = None) -> Path:
     cache = cache or cache_folder("gguf")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        folder = cache / f"{_content(path)}-{FORMAT}{'-f32' if unpacked else ''}"
+        folder = cache / f"{content_name(path)}-{FORMAT}{'-f32' if unpacked else ''}"
         with _lock(folder):
             if not _is_complete(folder):
                 _convert(path, unpacked, folder)
@@ -71,14 +72,18 @@ def _conversion(path: Path, unpacked: bool) -> Conversion:
     return Conversion(parts_of(path), unpacked)
 
 
-def _content(path: Path) -> str:
-    """What names a file's content: sizes, times and beginnings. To hash it all takes long."""
+def content_name(path: Path) -> str:
+    """What names a file's content: sizes, times and samples. To hash it all takes long."""
     digest = hashlib.sha256()
     for part in parts_of(path):
         state = part.stat()
         digest.update(f"{state.st_size} {state.st_mtime_ns}".encode())
         with part.open("rb") as file:
-            digest.update(file.read(1 << 20))
+            digest.update(file.read(BEGINNING))
+            # Two trainings of one model may differ in nothing but their weights.
+            for at in range(BEGINNING, state.st_size, max(SAMPLE, state.st_size // SAMPLES)):
+                file.seek(at)
+                digest.update(file.read(SAMPLE))
     return digest.hexdigest()[:16]
 
 

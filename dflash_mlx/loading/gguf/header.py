@@ -25,6 +25,10 @@ from gguf.constants import (
 from ...errors import WeightsError
 from ...validation import ErrorWrapper
 
+MAX_ENTRIES = 2**16  # metadata keys, or tensors; real files have a few hundred
+MAX_ITEMS = 2**24  # of an array; the largest vocabularies have 300,000 tokens
+MAX_TEXT = 2**26  # bytes; a chat template has some thousands
+MAX_DIMENSIONS = 4
 _BASE_MODEL = re.compile(r"general\.(base_model\.\d+|source)\.repo_url")
 _SCALARS = dict(zip(GGUFValueType, "BbHhIif?__Qqd", strict=True))  # codes of NumPy
 
@@ -103,7 +107,7 @@ class _Reader:
         metadata = {self._text(): self._value() for _ in range(entries)}
         described = {}
         for _ in range(count):
-            name, dimensions = self._text(), self._integer(4)
+            name, dimensions = self._text(), self._count(MAX_DIMENSIONS, 4)
             shape = tuple(self._integer(8) for _ in range(dimensions))[::-1]
             described[name] = shape, self._integer(4), self._integer(8)
         if len(described) < count:
@@ -132,7 +136,7 @@ class _Reader:
             raise WeightsError(f"{self._path}: not a GGUF file.")
         if (version := self._integer(4)) not in (2, 3):
             raise ValueError(f"version {version}; 2 and 3 are read")
-        return self._integer(8), self._integer(8)
+        return self._count(MAX_ENTRIES), self._count(MAX_ENTRIES)
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> Tensor:
         tensor = Tensor(GGMLQuantizationType(kind), shape, self._path, start)
@@ -151,7 +155,7 @@ class _Reader:
             return self._text()
         if kind != GGUFValueType.ARRAY:
             return self._numbers(kind, 1)[0]
-        kind, count = self._integer(4), self._integer(8)
+        kind, count = self._integer(4), self._count(MAX_ITEMS)
         if kind == GGUFValueType.STRING:
             return [self._text() for _ in range(count)]
         return self._numbers(kind, count)
@@ -161,7 +165,13 @@ class _Reader:
         return np.frombuffer(self._bytes(count * dtype.itemsize), dtype).tolist()
 
     def _text(self) -> str:
-        return self._bytes(self._integer(8)).decode()
+        return self._bytes(self._count(MAX_TEXT)).decode()
+
+    def _count(self, most: int, size: int = 8) -> int:
+        """How many of something follow. Bounded, or a large file of zeros would fill the memory."""
+        if (count := self._integer(size)) > most:
+            raise ValueError(f"a count of {count:,}, {most:,} at most")
+        return count
 
     def _integer(self, size: int) -> int:
         return int.from_bytes(self._bytes(size), "little")
