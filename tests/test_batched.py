@@ -121,9 +121,8 @@ def test_requests_come_go_and_outgrow_their_slots(family, monkeypatch):
 
 def test_masks_of_slots_count_positions():
     """Two rows after 3, and one after 5 in both of its places."""
-    rows = kv_slots.SlotRows(
-        kv_slots.SlotArray(8), [kv_slots.RowSpan(0, 2, 3), kv_slots.RowSpan(2, 1, 5)]
-    )
+    members = [kv_slots.RowSpan(0, 0, 2, 3), kv_slots.RowSpan(1, 2, 1, 5)]
+    rows = kv_slots.SlotRows(kv_slots.SlotArray(8), members, stacked=False)
     for window in (None, 2, 3):
         seen = [[own - (window or 9) < key <= own for key in range(6)] for own in (3, 4, 5, 5)]
         assert rows.mask(window).reshape(4, 6).tolist() == seen

@@ -12,7 +12,7 @@ from kernel_models import Launches, float_target, half_precision
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import CombinedDrafter
-from dflash_mlx.errors import KernelError
+from dflash_mlx.errors import KernelError, SettingsError
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.targets import Target
 from dflash_mlx.targets.autotune import candidates
@@ -148,4 +148,30 @@ def test_what_is_not_the_kernels_fault_does_not_turn_them_off():
         with pytest.raises(ValueError, match="accepts nothing"):
             wrong.result()
         assert right.result().tokens == text
+    assert target.wiring is not None and target.wiring.kernels.active
+
+
+class Wide:
+    """Drafts as many rows as it may."""
+
+    tap_layers = ()
+
+    def start(self, target, sampler):
+        return self
+
+    def extend(self, taps):
+        pass
+
+    def propose(self, anchor, width):
+        return dm.Proposal([anchor] * width)
+
+
+def test_rows_that_exact_decoding_does_not_take_are_refused_not_decoded_otherwise():
+    target = wired("qwen3_5", Launches())
+    with pytest.raises(SettingsError, match="at most 64 rows"):
+        dm.generate(target, Wide(), PROMPTS[2], max_tokens=99, block_size=65)
+    with dm.Engine(target, Wide()) as engine:
+        job = engine.submit(PROMPTS[2], max_tokens=99, block_size=65)
+        with pytest.raises(SettingsError, match="at most 64 rows"):
+            job.result()
     assert target.wiring is not None and target.wiring.kernels.active

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..errors import KernelError
+from ..errors import KernelError, SettingsError
 from .target import Target
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ def on_stock(target: Target, drafts_on: Kernels | None, error: BaseException) ->
     wiring, passed = target.wiring, False
     ours = {one for one in (wiring and wiring.kernels, drafts_on) if one and one.active}
     required = wiring is not None and wiring.required
-    if not ours or required or not isinstance(error, MAYBE_REFUSED):
+    ruled_out = isinstance(error, SettingsError) or not isinstance(error, MAYBE_REFUSED)
+    if not ours or required or ruled_out:
         raise error
     target.wiring = None
     for kernels in ours:
