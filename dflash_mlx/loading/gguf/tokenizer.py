@@ -88,9 +88,9 @@ class TokenizerFields:
 def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a GGUF file. Raises `ConfigError` for an unknown kind, or a broken one."""
     fields = TokenizerFields(path, metadata)
-    if (model := fields("model")) not in _MODELS:
+    if (model := str(fields("model"))) not in _MODELS:
         raise ConfigError(
-            f"{path}: its tokenizer is {str(model)[:40]!r}; of GGUF files, byte-level BPE (gpt2) "
+            f"{path}: its tokenizer is {model[:40]!r}; of GGUF files, byte-level BPE (gpt2) "
             "and SentencePiece's BPE (llama, gemma4) are read."
         )
     with ErrorWrapper(ConfigError, f"{path}: its tokenizer cannot be read"):
@@ -183,8 +183,10 @@ def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         if (number := fields.special_id(theirs)) is not None:
             settings[f"{ours}_token"] = fields.tokens[number]
-    if "tokenizer.chat_template" in metadata:
-        settings["chat_template"] = metadata["tokenizer.chat_template"]
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        if not isinstance(template, str):
+            raise ConfigError(f"{path}: tokenizer.chat_template is no text.")
+        settings["chat_template"] = template
     content = json.dumps(settings, indent=1, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(content + "\n", encoding="utf-8")
 
