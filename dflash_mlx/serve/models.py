@@ -52,7 +52,8 @@ class OfferedModel:
     @property
     def info(self) -> ModelInfo:
         """What the lists of models say."""
-        of = (self.handler.target, self.handler.form) if self.handler else ()
+        handler = self.handler  # another thread may unload it meanwhile
+        of = (handler.target, handler.form) if handler else ()
         return ModelInfo(self.name, self.created, *of)
 
 
