@@ -183,8 +183,7 @@ class Request:
 
     def _choose_first(self, logits: mx.array) -> Event:
         """Choose the first anchor from the logits [1, V] after the prompt. It is text already."""
-        own = Decision(self._sampler, Proposal([self._tokens[-1]]))
-        choices: Any = decide_all([own], logits).tolist()
+        choices: Any = self._sampler.decide(Proposal([self._tokens[-1]]), logits).tolist()
         check_choice(choices[0])
         self.anchor = choices[0]
         self._tokens += choices

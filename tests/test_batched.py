@@ -8,10 +8,11 @@ from oracle import Oracle
 
 import dflash_mlx as dm
 from dflash_mlx.accept import accept
+from dflash_mlx.kernels.modules import Kernels, Wiring
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Decision, Sampler, decide_all
 from dflash_mlx.settings import SamplingSettings
-from dflash_mlx.targets import batched, batched_rows, deepseek_v41, kv_slots
+from dflash_mlx.targets import attention, batched, batched_rows, deepseek_v41, kv_slots
 from dflash_mlx.targets.batched import BatchVerifier
 from dflash_mlx.targets.session import PromptEnd
 
@@ -250,6 +251,19 @@ def test_mistakes_are_noticed(family, where, name, mistake, monkeypatch):
         for trees in (False, True, False):
             pair.round(range(3), trees)
         pair.check_states()
+
+
+def test_layers_share_what_their_attention_looks_up(monkeypatch):
+    """Once for each request, of which there are many, not for each layer."""
+    target, asked = tiny_target("qwen3"), []
+    target.wiring = Wiring(Kernels(lambda **_: None), {}, exact=False, layers=frozenset())
+    monkeypatch.setattr(attention, "_rows", lambda wiring, *of: asked.append(of) or ())
+    verifier, sessions = BatchVerifier(target), [target.start((), 8) for _ in range(12)]
+    for length, session in enumerate(sessions, start=1):
+        list(session.prefill(random_prompt(length, length)))
+    asked.clear()
+    verifier.verify(sessions, [Proposal([1, 2])] * 12)
+    assert len(asked) == 12
 
 
 def test_a_session_alone_is_its_own_verify():

@@ -114,12 +114,15 @@ def calls_attention(attention: nn.Module) -> bool:
     return isinstance(call, FunctionType) and ATTENTION in call.__code__.co_names
 
 
-def attention_function(wiring: Wiring) -> Callable[..., mx.array]:
-    """The replacement of mlx-lm's function: the kernel where it was chosen."""
+def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
+    """The replacement of mlx-lm's function: the kernel where it was chosen. One for all layers."""
+    if wiring is None:
+        return scaled_dot_product_attention
     kernel = wiring.kernels.attention
     stock = functools.partial(stock_attention, wiring.kernels.splits_stock)
-    # The layers of a forward ask the same. They share their masks, full or of a window.
-    rows_of = functools.lru_cache(maxsize=8)(functools.partial(_rows, wiring))
+    # The layers of a forward ask the same, for each request. They share their masks, full or of a
+    # window.
+    rows_of = functools.lru_cache(maxsize=64)(functools.partial(_rows, wiring))
     tree_of = functools.lru_cache(maxsize=2)(_tree)
 
     def attend(

@@ -230,8 +230,8 @@ class BatchedLayers:
         self._rows: BatchRows  # of the current forward
         self._entries: list[dict[int, list[Entry]]] = []  # each request's overrides by layer
         with target.forward_lock:
-            self._wiring = target.wiring
-            layers = target.layers
+            self._wiring, layers = target.wiring, target.layers
+            self._attend = self._attend_each(attention_function(target.wiring))
             if not rollbacks:
                 raise TypeError("Its kept rows run again, request by request.")
             pairs = target.parts.pairs(rollbacks)
@@ -251,10 +251,8 @@ class BatchedLayers:
             recurrent = [one for one in rollbacks if isinstance(one, RecurrentRollback)]
             self.as_prefill = all(one.recurrence.as_prefill for one in recurrent)
             self.as_prefill &= not any(is_mla(layer) for layer, _ in pairs)
-            self.last_rows, norm = Overrides(target.forward_lock), target.parts.norm
-            if norm is not None:
-                own = type(norm).__call__
-                self.last_rows.replace(norm, lambda norm, x: own(norm, x[:, self._rows.last]))
+            self.last_rows = Overrides(target.forward_lock)
+            target.last_logits_only(self.last_rows, lambda: self._rows.last)
             for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
                 if shared and id(rope) not in self._layer_of:
                     self._overrides.replace(rope, self._by_position(type(rope).__call__))
@@ -342,8 +340,7 @@ class BatchedLayers:
         if latent:
             attend = self._attend_each(scaled_dot_product_attention)
             return mla.batched_dense(attend, lambda: self._rows)
-        own = attention_function(self._wiring) if self._wiring else scaled_dot_product_attention
-        return rebind_globals(type(attention).__call__, **{ATTENTION: self._attend_each(own)})
+        return rebind_globals(type(attention).__call__, **{ATTENTION: self._attend})
 
     def _attend_each(self, own: Callable[..., mx.array]) -> Callable[..., mx.array]:
         """An attention function that calls `own` for each request."""

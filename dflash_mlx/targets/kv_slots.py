@@ -102,7 +102,7 @@ class SlotArray:
         for index, (session, own) in enumerate(entering.items(), start=first):
             session.slot = Slot(self, index, numbers, own)
         self.sessions.update(entering)
-        self.used = len(self.sessions)
+        self.used += len(entering)
 
     def remove(self, session: SupportsSlots) -> None:
         """Free a request's slot."""

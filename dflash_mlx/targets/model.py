@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
@@ -103,8 +103,10 @@ class TargetModel:
     def _recorder(self, layers: Sequence[int], overrides: Overrides) -> TapRecorder:
         return TapRecorder(self.layers, layers, overrides)
 
-    def last_logits_only(self, overrides: Overrides) -> None:
-        """Have the head compute a forward's last row only while `overrides` is installed."""
+    def last_logits_only(
+        self, overrides: Overrides, last: Callable[[], Any] = lambda: slice(-1, None)
+    ) -> None:
+        """Have the head compute a forward's `last` rows only while `overrides` is installed."""
         if self.parts.norm_runs_once:
             own = type(self.parts.norm).__call__
-            overrides.replace(self.parts.norm, lambda norm, x: own(norm, x[:, -1:]))
+            overrides.replace(self.parts.norm, lambda norm, x: own(norm, x[:, last()]))
