@@ -159,7 +159,8 @@ class BatchScheduler:
             if slot in shared and captured.error is not None:
                 self._restart_alone(slot)
             else:
-                self._prefill_chunk(slot)
+                while self._prefill_chunk(slot):
+                    pass  # an end again, as it is repeated on MLX's kernels
 
     def _prefill_chunk(self, slot: _Slot) -> PromptEnd | None:
         """One forward of a prompt; the last one brings the first token, and is asked for first."""
