@@ -311,7 +311,7 @@ def _protocol_text(figures: Mapping[str, Any]) -> str:
         "acceptance length {:.2f}": figures["acceptance_length"],
     }
     known = [text.format(value) for text, value in parts.items() if value is not None]
-    return f"{', '.join(known)} ({figures['answers']} answers)"
+    return f"{', '.join(known)} (means of {figures['answers']})"
 
 
 def _table(content: Mapping[str, Any]) -> Table:

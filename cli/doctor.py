@@ -104,14 +104,14 @@ def check_machine(blas: BlasInfo, hub: Hub) -> list[Check]:
 
 def check_model(name: str, hub: Hub) -> Check:
     """Load a target and look for weights that are NaN or infinite."""
-    from dflash_mlx.loading.checkpoint import damaged_weights
+    from dflash_mlx.loading.checkpoint import damaged_weights, describe_damage
 
     try:
         damaged = damaged_weights(dflash_mlx.load_target(name, hub=hub).model)
     except DFlashError as error:
         return Check("model", "fail", str(error), "Or try another: see 'dflash-mlx models'.")
     if damaged:
-        detail = f"{name}: NaN or infinite weights in {damaged[0]}, {len(damaged)} tensors in all"
+        detail = f"{name}: {describe_damage(damaged)}"
         return Check("model", "fail", detail, "Download it again.")
     return Check("model", "ok", f"{name}: loads, all weights are finite")
 

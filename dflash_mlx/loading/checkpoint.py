@@ -57,7 +57,9 @@ def read_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def check_runs(target: Target) -> None:
-    """Read two tokens and drop them. Raises `ConfigError` if that fails or gives NaN.
+    """Read two tokens and drop them, and raise if that fails or gives NaN.
+
+    Raises `ConfigError`; `WeightsError` if weights are the cause.
 
     Some fields of a config, such as a number of experts, matter only in a forward.
     """
@@ -70,6 +72,8 @@ def check_runs(target: Target) -> None:
         broken = mx.isnan(logits).any().item()
         session.commit([0])
     if broken:
+        if damaged := damaged_weights(target.model):
+            raise WeightsError(f"{target.name}: {describe_damage(damaged)}. Download it again.")
         raise ConfigError(f"{wrong} (its logits are NaN).")
 
 
@@ -80,6 +84,11 @@ def damaged_weights(model: nn.Module) -> list[str]:
         for name, value in tree_flatten(model.parameters())
         if mx.issubdtype(value.dtype, mx.floating) and not mx.isfinite(value).all().item()
     ]
+
+
+def describe_damage(damaged: list[str]) -> str:
+    """What `damaged_weights` found, in words."""
+    return f"NaN or infinite weights in {damaged[0]}, {len(damaged)} tensors in all"
 
 
 def read_drafter(folder: Path, window: int | None = None, num_layers: int | None = None) -> DFlash:

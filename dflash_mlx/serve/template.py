@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from ..targets import Target
 
 Message = Mapping[str, Any]
-# Parameters of apply_chat_template, the template itself among them: a request may not set them.
-_RESERVED: Final = frozenset(
-    inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-)
+# Parameters of apply_chat_template, the template itself among them, and what it calls the
+# conversation in a template: a request may not set them.
+_RESERVED: Final = {
+    "messages",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+}
 
 
 def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> list[int]:
@@ -58,12 +60,13 @@ def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> li
 
 
 def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> str:
-    """The text of a chat. Raises `PromptError`, the template's first one."""
+    """The text of a chat. Raises `PromptError`, the template's first one, or `RequestError`."""
     if not tokenizer.has_chat_template:
         raise PromptError("The model has no chat template: use completions.")
     settings = dict(request.template_settings)
     if reserved := sorted(_RESERVED & set(settings)):
-        raise PromptError(f"chat_template_kwargs cannot set {reserved[0]!r}.")
+        field = "chat_template_kwargs"
+        raise RequestError(f"{field} cannot set {reserved[0]!r}.", param=field)
     messages: Any = request.prompt
     tools = request.callable_tools
     if not form.template_has_tools:
