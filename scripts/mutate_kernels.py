@@ -13,7 +13,6 @@ Known ones:
 - `AffineWeights::fetch`: a scale of columns past the end, which are stored nowhere.
 - `BlockAttention`: a chunk more; no row sees a key of it.
 - `SlotArray.add`: `>=` for `>`; an array that is full to the last slot is copied once more.
-- `wire_target`: exact decoding asked of broken kernels; they are checked again, and it stays off.
 """
 
 import argparse

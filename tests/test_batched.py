@@ -266,6 +266,14 @@ def test_layers_share_what_their_attention_looks_up(monkeypatch):
     assert len(asked) == 12
 
 
+def test_tokens_outside_the_vocabulary_are_its_last():
+    requests = [
+        batched_rows.RequestRows(Proposal(tokens), 0, (), (), (), None, None)
+        for tokens in ([3, 256], mx.array([300], mx.int32))
+    ]
+    assert batched_rows.BatchRows(requests).tokens(256).tolist() == [3, 255, 255]
+
+
 def test_a_session_alone_is_its_own_verify():
     target = tiny_target("qwen3")
     session, calls = target.start(), []

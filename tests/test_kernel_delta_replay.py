@@ -220,6 +220,7 @@ def test_what_does_not_fit_is_refused(verify, replay):
         (keys, values.astype(mx.float32), decay, beta, state),
         (keys, values, decay.astype(mx.float16), beta, state),
         (keys, values, decay, beta, state.astype(mx.float16)),
+        draft(mx.float16, 3, (1, 2), (288, 4))[1:],
     ]:
         for rule in (replay, delta_replay_reference):
             with pytest.raises(KernelError, match="delta rule has no kernel"):

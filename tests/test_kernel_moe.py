@@ -76,6 +76,7 @@ def test_one_row_per_token(moe, bits, group):
         w = random_weights((experts, columns, 128), mx.bfloat16, bits, group)
         x = mx.random.normal((tokens, 128)).astype(mx.bfloat16)
         check(moe, x, w, routes(tokens, chosen, experts))
+    check(moe, x, w, routes(tokens, 2, experts))  # rows of one shape, to fewer experts
 
 
 def test_one_row_per_token_and_expert(moe):

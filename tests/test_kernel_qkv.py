@@ -66,6 +66,12 @@ def test_a_row_has_the_same_bits_in_every_call(beside, columns, depth):
         assert all(same_bits(one, y[row : row + 1]) for one, y in zip(alone, together, strict=True))
 
 
+def test_rows_of_one_shape_in_two_dtypes(beside):
+    weights = [random_weights((n, 64), mx.bfloat16, 4) for n in (32, 8)]
+    for dtype in (mx.bfloat16, mx.float32):
+        assert {y.dtype for y in beside(mx.ones((2, 64), dtype), weights)} == {dtype}
+
+
 def test_what_does_not_fit_is_refused(beside):
     x, w = mx.ones((2, 128)), random_weights((16, 128), mx.float32, 4)
     other = random_weights((16, 128), mx.float32, 8)

@@ -125,12 +125,22 @@ def test_a_gated_unit_is_fused_only_as_a_whole():
     assert type(model.layers[0].mlp) not in UNITS.values()
 
 
-def test_gate_and_up_of_other_groups_share_no_launch():
-    unit, plain = half_precision("qwen3").layers[0].mlp, nn.Linear(64, 128, bias=False)
+@pytest.mark.parametrize(
+    ("groups", "biases", "shared"),
+    [
+        ((32, 32), (False, False), True),
+        ((32, 64), (False, False), False),
+        ((32, 32), (True, False), False),
+        ((32, 32), (False, True), False),
+    ],
+)
+def test_gate_and_up_of_other_kinds_share_no_launch(groups, biases, shared):
+    unit = half_precision("qwen3").layers[0].mlp
     unit.gate_proj, unit.up_proj = (
-        nn.QuantizedLinear.from_linear(plain, group, 4) for group in (32, 64)
+        nn.QuantizedLinear(64, 128, bias, group, 4)
+        for bias, group in zip(biases, groups, strict=True)
     )
-    assert gated_key(unit) is None
+    assert (gated_key(unit) is not None) == shared
 
 
 def test_a_convolution_in_one_order_is_the_stock_one():

@@ -157,7 +157,7 @@ class VerifyMatmul:
             self._merge,
             template=[("GATE_UP", gate_up), ("SPLITS", splits)],
             grid=(outputs, 1, 1),
-            threadgroup=(min(outputs, 256), 1, 1),
+            threadgroup=(256, 1, 1),
             output_shapes=[shape],
             output_dtypes=[dtype],
         )

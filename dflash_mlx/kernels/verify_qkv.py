@@ -122,7 +122,7 @@ class VerifyQkv:
             self._merges[count],
             template=[("SPLITS", splits), *zip_longest("ABCD", columns, fillvalue=0)],
             grid=(sum(columns), rows, 1),
-            threadgroup=(min(sum(columns), 256), 1, 1),
+            threadgroup=(256, 1, 1),
             output_shapes=shapes,
             output_dtypes=[dtype] * count,
         )

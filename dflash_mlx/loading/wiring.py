@@ -51,13 +51,13 @@ def wire_target(
         stopwatch = Stopwatch()
     if exact is None and not attention.attends_exactly(target.pairs()):
         exact = False
-    rows, broken = read_choices(forms(target)), frozenset[str]()
+    rows = read_choices(forms(target))
     if rows is None and stopwatch is not None and not required:
-        rows, _, broken = time_kernels(target, kernels, stopwatch)
+        rows, _ = time_kernels(target, kernels, stopwatch)
     rows = guesses(target, _chip()) if rows is None else rows
     if exact is None:
-        exact = not broken and will_be_exact(model, config, rows)
-    broken |= _broken(model_checks(target, kernels, rows, exact), required)
+        exact = will_be_exact(model, config, rows)
+    broken = _broken(model_checks(target, kernels, rows, exact), required)
     if exact:
         attention.check_exact(target.pairs())
     wiring = wire(model, config, kernels, rows, exact and not broken, broken)
@@ -67,17 +67,17 @@ def wire_target(
 
 def time_kernels(
     target: Target, kernels: Kernels, stopwatch: Stopwatch
-) -> tuple[Rows, list[Timing], frozenset[str]]:
+) -> tuple[Rows, list[Timing]]:
     """Time a target whose layers are MLX's, as `autotune` does, and keep the answer.
 
-    Kernels that fail their check are not timed, with a warning; their names come last.
+    Kernels that fail their check are not timed, with a warning.
     """
     every = candidates(target, kernels.tensor_units)
     broken = _broken(model_checks(target, kernels, every, exact=False))
     rows, timings = autotune(target, kernels, broken, stopwatch, guesses(target, _chip()))
     with suppress(OSError):  # then the next load times again
         store_choices(forms(target), rows)
-    return rows, timings, broken
+    return rows, timings
 
 
 def wire_drafter(drafter: nn.Module, kernels: Kernels, stopwatch: Stopwatch | None = None) -> None:
