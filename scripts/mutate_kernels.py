@@ -13,6 +13,10 @@ Known ones:
 - `AffineWeights::fetch`: a scale of columns past the end, which are stored nowhere.
 - `BlockAttention`: a chunk more; no row sees a key of it.
 - `SlotArray.add`: `>=` for `>`; an array that is full to the last slot is copied once more.
+- `KVSlots.arrange`: without its early return; what follows finds nothing to do then.
+- `BatchRows.windows`: windows of one size kept for all; a model's recurrent layers have one size.
+- `VerifyConv1d`: the rows of one window for all; our convolution takes any number of rows.
+- `VerifyQkv`: sums left in constant memory; fewer than 8 are of matrices with a column or two.
 """
 
 import argparse

@@ -63,6 +63,8 @@ def test_quantized_keys_beside_others(family):
     pair = BatchAndSingles(tiny_target(family), 3, kv_bits=8)
     for trees in (False, True):
         pair.round(range(3), trees)
+    for _ in range(4):  # of as many rows each, now and then
+        pair.round(range(2))
     pair.check_states()
 
 

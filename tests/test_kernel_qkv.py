@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_refused(beside):
     other = random_weights((16, 128), mx.float32, 8)
     for weights, words in [
         ([w], "2 to 4 matrices"),
-        ([w, w, other], "different kinds"),
+        ([w, other, w], "different kinds"),
         ([w, w, random_weights((16, 64), mx.float32, 4)], "the weights have 64"),
     ]:
         for multiply in (beside, verify_qkv_reference):
