@@ -165,6 +165,9 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(verify, replay):
 
 @given(st.lists(st.floats(0, 1, exclude_max=True), max_size=63))
 @example([((node - 1) // 2 + 0.5) / node for node in range(1, 63)])  # needs most: two children each
+@example(
+    [((node - 1) // 2 * 2 + 0.5) / node for node in range(1, 64)]
+)  # the longer child comes last
 def test_a_visit_finds_its_parents_state(draws):
     """Whatever the tree: the slots are played through with nodes in the place of states."""
     parents = [-1, *(int(draw * node) for node, draw in enumerate(draws, start=1))]

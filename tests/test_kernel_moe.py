@@ -86,6 +86,7 @@ def test_one_row_per_token_and_expert(moe):
     w = random_weights((6, 24, 77), mx.float32)
     x = mx.random.normal((1, 11, 4, 77))
     y = check(moe, x, w, experts)
+    assert moe(x.astype(mx.bfloat16), w, experts).dtype == mx.float32
     assert same_bits(moe(x, w, experts), y)  # the same experts are not sorted again
 
 
