@@ -15,6 +15,7 @@ from dflash_mlx.kernels.modules import (
     EXACT_ROWS,
     Kernels,
     VerifyConv1d,
+    can_swap,
     chosen_together,
     verifying,
     wire,
@@ -102,6 +103,14 @@ def test_no_tokens_are_left_to_mlx(kind):
         assert call(layer, 0).size == 0
     wire(model, CONFIG, kernels, {}, exact=True)
     assert call(layer, 0).size == 0
+
+
+def test_biases_in_another_dtype_are_left_to_mlx():
+    layer = nn.QuantizedLinear(64, 32, False, 32, 4)
+    for dtype, ours in ((layer.scales.dtype, True), (mx.float16, False)):
+        layer.biases = layer.biases.astype(dtype)
+        [(_, module, matrix)] = matrices(nn.Sequential(layer), {})
+        assert can_swap(module, matrix) == ours
 
 
 def test_only_convolutions_of_single_channels_are_ours():
