@@ -52,6 +52,18 @@ def test_drafted_text_is_the_plain_text(family, format, drafts):
     assert 0 < drafted.stats.accepted_tokens < drafted.stats.drafted_tokens
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_a_block_are_those_of_steps_of_one(family):
+    """Bit for bit, in float32 too: a row leaves a sliding window as a ring, a block does not."""
+    target = exact_target(family, quick_factory(), 4, mx.float32)
+    text, session, steps = families.random_prompt(BLOCK, seed=5), target.start(), []
+    list(session.prefill(PROMPT))
+    for token in text:
+        steps.append(session.verify(Proposal([token]))[0])
+        session.commit([0])
+    assert mx.array_equal(mx.concatenate(steps), verified(target, Proposal(text)))
+
+
 @pytest.mark.parametrize(
     ("family", "chip"), [("qwen3", "Apple M1"), ("gpt_oss", "Apple M4"), ("qwen3", "Apple M5")]
 )
