@@ -15,6 +15,10 @@ Known ones:
 - `SlotArray.add`: `>=` for `>`; an array that is full to the last slot is copied once more.
 - `KVSlots.arrange`: without its early return; what follows finds nothing to do then.
 - `BatchRows.windows`: windows of one size kept for all; a model's recurrent layers have one size.
+- `_readable`: rows past `MOST_NODES`; nothing chooses our kernel for them.
+- `TreeAttention._mask_of`: `cache.max_size` alone; models ask for the window of their cache.
+- `SlotKVCache`: without `if not rows.own`; rows are split that nobody reads.
+- `chosen_together`: `keys` for `merged`; no model's launches share keys in a chain.
 - `VerifyConv1d`: the rows of one window for all; our convolution takes any number of rows.
 - `VerifyQkv`: sums left in constant memory; fewer than 8 are of matrices with a column or two.
 """

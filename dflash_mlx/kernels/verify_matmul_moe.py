@@ -135,5 +135,5 @@ class VerifyMatmulMoe:
 def _check_routing(x: mx.array, experts: mx.array) -> None:
     """One row of x per token, or per token and expert. Raises `KernelError`."""
     rows = x.size // x.shape[-1]
-    if not experts.ndim or rows not in (experts.size, experts.size // experts.shape[-1]):
+    if rows not in (experts.size, experts.size // experts.shape[-1]):
         raise KernelError(f"Rows {x.shape[:-1]} do not belong to experts {experts.shape}.")

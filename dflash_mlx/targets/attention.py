@@ -209,7 +209,7 @@ def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:
     if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
         return False
     if _has_window(cache):
-        return not cache.keep and rows <= cache.max_size
+        return not cache.keep
     return isinstance(cache, KVCache | QuantizedKVCache)
 
 
