@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from ..prefix.cache import PrefixCache
 from ..proposal import Proposal
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, Checkpoint, strip_prefix
-from ..targets.session import PREFILL_STEP
 from .leader import Leader
 
 CHUNK = 512  # tokens of a prompt in one forward, so that none takes long enough to seem lost
@@ -68,6 +67,8 @@ class NumberedCheckpoint(Checkpoint):
 class LeaderSession(TargetSession):
     """One request's caches on rank 0, and under its number on all other ranks."""
 
+    longest = CHUNK
+
     def __init__(self, leader: Leader, target: LeaderTarget, *of: Any) -> None:
         super().__init__(target, *of)
         self._leader, self.number, self._announced = leader, leader.number(), False
@@ -81,15 +82,6 @@ class LeaderSession(TargetSession):
         self._announced = True
         self._leader.add("start", self.number, self.kv_bits, self.tap_layers)
         self._drop_with(self, self.number)
-
-    def pieces(
-        self,
-        tokens: Sequence[int],
-        stops: Sequence[int] = (),
-        step: Callable[[], int] = lambda: PREFILL_STEP,
-    ) -> Iterator[tuple[Sequence[int], bool]]:
-        """See `TargetSession`; with shorter steps."""
-        return super().pieces(tokens, stops, lambda: min(step(), CHUNK))
 
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
         """See `TargetSession`; on all ranks."""

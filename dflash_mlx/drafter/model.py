@@ -17,7 +17,7 @@ from ..errors import IncompatibleDrafterError
 from ..kernels.shapes import weight_bytes
 from ..sampling import Sampler
 from ..targets.caches import Arrays, Checkpoint
-from ..targets.session import PREFILL_STEP
+from ..targets.session import longest_step
 from .stepwise import BLOCK_SIZE, MOST_PENDING, ChainSession
 
 if TYPE_CHECKING:
@@ -145,8 +145,9 @@ class ModelSession(ChainSession):
         return mx.pad(logits, [(0, 0), (0, size - own)], constant_values=-mx.inf)
 
     def _read_pending(self) -> None:
-        for at in range(0, len(self._pending), PREFILL_STEP):
-            self._session.read(self._pending[at : at + PREFILL_STEP], last=False)
+        step = longest_step()
+        for at in range(0, len(self._pending), step):
+            self._session.read(self._pending[at : at + step], last=False)
         self._pending = []
 
     def trim_to(self, position: int) -> None:

@@ -14,7 +14,7 @@ from ..drafter.gemma4_assistant import Gemma4Assistant
 from ..drafter.mtp import MTPHead
 from ..drafter.network import DFlash
 from ..drafter.packagings import ASSISTANTS
-from ..errors import ConfigError, SettingsError, WeightsError
+from ..errors import ConfigError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper, read_json
@@ -98,8 +98,6 @@ def open_drafter(
     """
     name, folder = source.name, source.folder
     drafter: DFlash | MTPHead | Gemma4Assistant
-    if window is not None and source.kind != NETWORK:
-        raise SettingsError(f"draft_window: {name} reads the whole text, leave it out.")
     check_weights(name, source.files, quantization)
     with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
         if target is None or source.kind == NETWORK:

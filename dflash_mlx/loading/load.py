@@ -302,10 +302,10 @@ def _open_drafter(
     window: int | None,
 ) -> DFlash | DraftModel | MTPHead | Gemma4Assistant:
     """Load the network, head or language model in a drafter's folder."""
+    if window is not None and source.kind != NETWORK:
+        raise SettingsError(f"draft_window: {source.name} reads the whole text, leave it out.")
     if source.kind != MODEL:
         return open_drafter(source, target, quantization, kernels, window)
-    if window is not None:
-        raise SettingsError(f"draft_window: {source.name} reads the whole text, leave it out.")
     model = _open_target(source.name, source.folder, quantization)
     if kernels is not None:
         from .wiring import wire_drafter

@@ -10,7 +10,6 @@ from pydantic import Field
 from ..answers.parser import Reasoning, Text, ToolCall, joined
 from .body import Body, ListOf
 from .errors import RequestError
-from .handler import StepOutput
 from .logprobs import TokenLogprob
 from .openai_common import (
     MAX_TOP_LOGPROBS,
@@ -28,6 +27,7 @@ from .openai_common import (
 )
 from .request import GenerationRequest, ToolChoice
 from .response import ChoicesResponse, format_logprob, step_drafting
+from .steps import StepOutput
 
 
 class ChatFunction(Body):

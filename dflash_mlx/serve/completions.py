@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .body import ListOf
-from .handler import StepOutput
 from .openai_common import MaxTokens, SamplingBody
 from .request import GenerationRequest
 from .response import ChoicesResponse, step_drafting
+from .steps import StepOutput
 
 MAX_PROMPTS, MAX_TOP_LOGPROBS = 32, 5
 DEFAULT_TOKENS = 16  # OpenAI's

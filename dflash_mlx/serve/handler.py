@@ -13,18 +13,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from ..answers.families import AnswerFormat
-from ..answers.parser import (
-    AnswerParser,
-    Part,
-    Reasoning,
-    joined,
-    merge_texts,
-)
+from ..answers.parser import AnswerParser, Reasoning, joined
 from ..errors import DFlashError
-from ..events import Event, Stats
+from ..events import Event
 from ..prompt import thinks
 from ..stream import skip_text_start, text_of
 from ..threads import clean_up_at_end
@@ -34,6 +28,7 @@ from .grammar import GrammarFactory
 from .logprobs import LogprobRecorder, TokenLogprob, Vocabulary
 from .metrics import Metrics
 from .request import GenerationRequest
+from .steps import Finish, FinishReason, StepOutput
 from .template import encode
 
 if TYPE_CHECKING:
@@ -43,54 +38,7 @@ if TYPE_CHECKING:
 
 WORKERS: Final = 4  # compiling a grammar may take one of them a second
 
-FinishReason = Literal["stop", "length", "tool_calls"]
-
 log = logging.getLogger("dflash_mlx.serve")
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Why an answer ended, and its counters."""
-
-    reason: FinishReason
-    stats: Stats
-    reasoning_tokens: int
-    stop_string: str | None = None  # the one that ended it
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """What one decode step added to an answer.
-
-    Attributes:
-        choice: the index of the answer among the request's n.
-        event: the engine's event.
-        raw: new text as the model wrote it.
-        parts: new text, reasoning and calls.
-        logprobs: those of the step's tokens, if requested.
-        finish: set in the last step.
-    """
-
-    choice: int
-    event: Event
-    raw: str
-    parts: list[Part]
-    logprobs: list[TokenLogprob] | None
-    finish: Finish | None
-
-    @classmethod
-    def merged(cls, steps: Sequence[StepOutput]) -> StepOutput:
-        """All steps of an answer as one."""
-        last, raw = steps[-1], "".join(step.raw for step in steps)
-        parts = merge_texts([part for step in steps for part in step.parts])
-        tokens = [token for step in steps for token in step.logprobs or ()]
-        logprobs = None if last.logprobs is None else tokens
-        return replace(last, raw=raw, parts=parts, logprobs=logprobs)
-
-    @property
-    def reason(self) -> FinishReason | None:
-        """Why the answer ended; None before its end."""
-        return self.finish.reason if self.finish else None
 
 
 @dataclass(frozen=True)

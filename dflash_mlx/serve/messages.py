@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from ..answers.parser import Part, Reasoning, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
-from .handler import Finish, ResponseStream, StepOutput
+from .handler import ResponseStream
 from .openai_common import (
     ModelName,
     Nothing,
@@ -22,6 +22,7 @@ from .openai_common import (
 from .request import GenerationRequest, Tool, ToolChoice, instead_of, without_none
 from .response import ApiResponse
 from .sse import frame
+from .steps import Finish, StepOutput
 
 # The first system block of Claude Code. It differs between sessions, and a prompt that differs at
 # its start shares nothing in the prefix cache.

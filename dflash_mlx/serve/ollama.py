@@ -15,7 +15,7 @@ from ..answers.parser import Part, Reasoning, Text, ToolCall, joined
 from .body import Body, ListOf
 from .chat import ChatFunction, ChatMessage
 from .errors import RequestError
-from .handler import ResponseStream, StepOutput
+from .handler import ResponseStream
 from .openai_common import (
     MAX_TOP_LOGPROBS,
     ContentPart,
@@ -29,6 +29,7 @@ from .openai_common import (
 )
 from .request import GenerationRequest, Tool
 from .response import ApiResponse, format_logprob
+from .steps import StepOutput
 
 VERSION: Final = "0.13.0"  # of Ollama's API; editors refuse servers of old ones
 

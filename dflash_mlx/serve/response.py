@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from .errors import RequestError, new_id
-from .handler import Finish, ResponseStream, StepOutput
+from .handler import ResponseStream
 from .logprobs import TokenLogprob, TokenProbability
 from .sse import DONE, frame
+from .steps import Finish, StepOutput
 
 
 class ApiResponse(ABC):

@@ -12,7 +12,7 @@ from pydantic import Field
 from ..answers.parser import Reasoning, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
-from .handler import ResponseStream, StepOutput
+from .handler import ResponseStream
 from .openai_common import (
     MAX_TOP_LOGPROBS,
     ChoiceName,
@@ -27,6 +27,7 @@ from .request import GenerationRequest, Tool, ToolChoice, without_none
 from .response import ApiResponse, format_logprob
 from .responses_input import CALLS, CUSTOM_INPUT, InputItem, messages_of
 from .sse import frame
+from .steps import StepOutput
 
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
 

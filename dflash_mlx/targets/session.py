@@ -63,7 +63,10 @@ class TargetSession:
         position: committed tokens in the caches.
         slot: where a batch has this request's keys and values.
         intact: False while a forward changes the caches, and after one that failed.
+        longest: the most tokens of a prompt that one forward may read on any device.
     """
+
+    longest = PREFILL_STEP
 
     def __init__(self, target: TargetModel, tap_layers: Sequence[int], kv_bits: int | None) -> None:
         self._target, self._model, self.tap_layers = target, target.model, tuple(tap_layers)
@@ -99,7 +102,8 @@ class TargetSession:
         step: Callable[[], int] = lambda: PREFILL_STEP,
     ) -> Iterator[tuple[Sequence[int], bool]]:
         """What `prefill` reads, for `read`: a forward's tokens, and whether they are the last."""
-        first, end, most = self.position, self.position + len(tokens), longest_step()
+        first, end = self.position, self.position + len(tokens)
+        most = min(longest_step(), self.longest)
         for border in sorted({end - LAST_STEP, *stops, end}):
             while self.position < border:
                 start, size = self.position - first, min(step(), most, border - self.position)
