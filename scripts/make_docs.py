@@ -6,7 +6,7 @@
 - docs/fields.md: what requests to the server may say, from the models that read them.
 - docs/targets.md: its table, from a tiny model of every kind.
 
-tests/test_docs.py and tests/test_every_model.py fail if a page is out of date.
+tests/project/test_docs.py and tests/targets/test_every_model.py fail if a page is out of date.
 """
 
 import json

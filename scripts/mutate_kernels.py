@@ -146,7 +146,8 @@ def noticed(folder: Path, mutant: Mutant) -> bool:
     lines = text.splitlines()
     lines[mutant.number - 1] = mutant.becomes
     path.write_text("\n".join(lines) + "\n")
-    tests = [f"tests/{name}.py" for name in TESTS[mutant.file]]
+    tests = [*folder.glob("tests/*/test_*.py")]
+    tests = [str(test) for test in tests if test.stem in TESTS[mutant.file]]
     options = ["-x", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
     command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
     try:

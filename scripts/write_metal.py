@@ -5,13 +5,13 @@
 
 Compiled by itself a source shows what its templates look like, not what becomes of them. These
 files, one for each source, hold the functions that MLX writes around the kernels and their
-instances; tests/kernel_calls.py says how they are found.
+instances; tests/helpers/kernel_calls.py says how they are found.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
 from kernel_calls import every_call
 
 from dflash_mlx.kernels.source import metal_source

@@ -1,0 +1,195 @@
+"""Measuring an OpenAI-compatible server: a small one on the loopback, well-behaved and not."""
+
+import json
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import jsonschema
+import pytest
+from program import run
+
+from dflash_mlx.bench.datasets import BenchPrompt
+from dflash_mlx.bench.server import ServerClient, measure_concurrency, measure_server
+from dflash_mlx.errors import ServerError
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "bench.schema.json").read_text())
+HI = [{"role": "user", "content": "hi"}]
+
+
+class ChatServer:
+    """Answers every question with the same parts.
+
+    Attributes:
+        deltas: the parts of the answer.
+        usage: what it says that it counted; None says nothing.
+        ending: the last lines of the stream.
+        status: anything but 200 refuses.
+        asked: the bodies of all questions.
+    """
+
+    def __init__(self) -> None:
+        self.deltas = [{"role": "assistant"}, {"content": "Hel"}, {"content": "lo"}]
+        self.usage = {"prompt_tokens": 7, "completion_tokens": 5}
+        self.ending, self.status, self.asked = b"data: [DONE]\n\n", 200, []
+        self.models = {"data": [{"id": "some-model"}]}
+
+    @contextmanager
+    def running(self):
+        """Serve while the block runs, on a free port."""
+        handler = type("Handler", (_Handler,), {"chat": self})
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            self.url = f"http://127.0.0.1:{server.server_address[1]}"
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            yield self
+            server.shutdown()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    chat: ChatServer
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.reply(200 if self.path == "/v1/models" else 404, json.dumps(self.chat.models).encode())
+
+    def do_POST(self) -> None:
+        size = int(self.headers["Content-Length"])
+        self.chat.asked.append(json.loads(self.rfile.read(size)))
+        if self.chat.status != 200 or self.path != "/v1/chat/completions":
+            return self.reply(self.chat.status, b'{"error": "too\n busy"}')
+        parts = [{"choices": [{"delta": delta}]} for delta in self.chat.deltas]
+        parts.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+        if self.chat.usage is not None:
+            parts.append({"choices": [], "usage": self.chat.usage})
+        lines = b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts)
+        return self.reply(200, b": a comment\n\n" + lines + self.chat.ending)
+
+    def reply(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def chat():
+    with ChatServer().running() as server:
+        yield server
+
+
+def test_an_answer_and_its_times(chat):
+    client = ServerClient.find(f"{chat.url}/v1/", None)
+    assert client == ServerClient(f"{chat.url}/v1", "some-model")
+    assert client == ServerClient.find(chat.url.removeprefix("http://"), None)
+    answer = client.ask(HI, 9, 0.5, 3)[0]
+    [asked] = chat.asked
+    assert asked["messages"] == HI and (asked["max_tokens"], asked["temperature"]) == (9, 0.5)
+    assert asked["stream"] is True and asked["model"] == "some-model" and asked["seed"] == 3
+    assert (answer.text, answer.finish_reason) == ("Hello", "stop")
+    assert (answer.stats.prompt_tokens, answer.stats.output_tokens) == (7, 5)
+    assert 0 < answer.stats.first_token_seconds < 60
+    assert answer.stats.decode_seconds == 0  # the pieces came in one read: that is no speed
+
+
+def test_thinking_counts_and_parts_are_counted_where_tokens_are_not(chat):
+    chat.deltas = [{"reasoning_content": "hm"}, {"content": "a"}, {"content": "b"}]
+    chat.usage = None
+    answer = ServerClient(f"{chat.url}/v1", "x").ask(HI, 9, 0.0, 0)[0]
+    assert answer.text == "hmab" and answer.stats.output_tokens == 3
+
+
+def test_at_temperature_0_there_is_no_seed(chat):
+    """It would say nothing, and mlx-lm's server batches no request that has one."""
+    ServerClient(f"{chat.url}/v1", "x").ask(HI, 9, 0.0, 3)
+    assert "seed" not in chat.asked[-1]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"status": 503}, r"refuses \(503\): .*too busy"),
+        ({"ending": b""}, "before its end"),
+        ({"ending": b"data: {nonsense\n\n"}, "broke off"),
+        ({"ending": b'data: {"error": "out of memory"}\n\n'}, "out of memory"),
+    ],
+)
+def test_a_server_that_fails_is_named(chat, change, message):
+    vars(chat).update(change)
+    with pytest.raises(ServerError, match=message) as error:
+        ServerClient(f"{chat.url}/v1", "x").ask(HI, 9, 0.0, 0)
+    assert chat.url in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense://x", "http://[bad"])
+def test_a_server_that_is_not_there(url):
+    with pytest.raises(ServerError, match="cannot be reached"):
+        ServerClient.find(url, None)
+
+
+def test_a_server_without_models_needs_a_name(chat):
+    chat.models = {"data": []}
+    with pytest.raises(ServerError, match="--model"):
+        ServerClient.find(chat.url, None)
+    assert ServerClient.find(chat.url, "mine").model == "mine"
+
+
+def test_a_conversation_goes_on(chat):
+    prompt = BenchPrompt("talk", tuple(HI), then=("and now?",))
+    first, second = measure_server(ServerClient(f"{chat.url}/v1", "x"), [prompt], 2, 9, 0.0, 0)
+    assert len(chat.asked) == 5  # one to warm up, then twice each
+    assert [message["content"] for message in second.prompt.messages] == ["hi", "Hello", "and now?"]
+    assert len(first.runs["server"]) == 2 and first.speedups("server") == []
+
+
+def test_bench_measures_a_server(chat, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run"
+    prompts.write_text('{"prompt": "hi", "answer": "Hello"}')
+    options = ["--openai", chat.url, "--prompts", str(prompts), "--out", str(out), "--repeats", "2"]
+    done = run("bench", *options)
+    assert done.returncode == 0, done.stderr
+    assert "some-model" in done.stderr and "1/1" in done.stdout
+    assert done.stdout.splitlines()[-3].split()[:2] == ["all", "-"]  # no speed of one read
+    content = json.loads((out / "bench.json").read_text())
+    jsonschema.validate(content, SCHEMA)
+    assert list(content["overall"]["methods"]) == ["server"] and content["overall"]["exact"] == 1
+
+
+@pytest.mark.parametrize(("answer", "told"), [("Hello", False), ("Hello there", True)])
+def test_what_exact_counts_is_told_where_answers_are_missing(chat, tmp_path, answer, told):
+    """An answer that is cut short is never the known one: 0/1 beside "identical 1/1" alarms."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "hi", "answer": answer}))
+    options = ["--openai", chat.url, "--prompts", str(prompts), "--repeats", "1"]
+    done = run("bench", *options, COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    assert ("cut answers short" in done.stderr) == told
+
+
+def test_several_clients_at_once(chat):
+    """Every prompt is asked, each client asks twice, and no more ask at once than are told to."""
+    prompts = [BenchPrompt("talk", ({"role": "user", "content": word},)) for word in "abc"]
+    found = measure_concurrency(ServerClient(f"{chat.url}/v1", "x"), prompts, 4, 9)
+    words = [body["messages"][0]["content"] for body in chat.asked]
+    assert sorted(words) == ["a"] * 3 + ["b"] * 3 + ["c"] * 2
+    assert found["requests"] == 8 and found["tokens"] == 8 * 5
+    assert found["tokens_per_second"] == pytest.approx(40 / found["seconds"], rel=0.1)
+    assert found["first_token_seconds"]["median"] > 0
+    assert found["gap_seconds"]["p95"] >= found["gap_seconds"]["median"]
+    chat.status = 500
+    with pytest.raises(ServerError, match="500"):
+        measure_concurrency(ServerClient(f"{chat.url}/v1", "x"), prompts, 2, 9)
+
+
+def test_bench_shows_clients_side_by_side(chat):
+    done = run("bench", "--openai", chat.url, "--concurrency", "1,2", "--limit", "1", COLUMNS="80")
+    assert done.returncode == 0, done.stderr
+    head, one, two = done.stdout.splitlines()
+    assert head.split()[:3] == ["clients", "tok/s", "first"]
+    assert one.split()[0] == "1" and two.split()[0] == "2"
+    done = run("bench", "--openai", chat.url, "--concurrency", "2", "--limit", "1", "--json")
+    (told,) = json.loads(done.stdout)["concurrency"]
+    assert told["clients"] == 2 and told["tokens"] == 5 * told["requests"]
+    for wrong in (["--concurrency", "2"], ["--openai", chat.url, "--concurrency", "0"]):
+        assert run("bench", *wrong).returncode == 2

@@ -1,0 +1,132 @@
+"""A run's files: what is in them, that a folder gets all or none, and runs beside each other."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import tinymodels
+from program import run
+
+from dflash_mlx.bench.report import describe_difference, read_run
+from dflash_mlx.cli.pair import Pair
+from dflash_mlx.errors import DataError
+from dflash_mlx.machine.blas import BlasInfo
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "bench.schema.json").read_text())
+HERE = BlasInfo("openblas", None, "made up")
+
+
+def one_line_error(done) -> str:
+    assert done.returncode == 1 and not done.stdout, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """A random pair instead of the one that the options ask for, so that nothing is loaded."""
+    pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
+    monkeypatch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_, **__: pair)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A measured run with two categories."""
+    with pytest.MonkeyPatch.context() as patch:
+        pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
+        patch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_, **__: pair)
+        out = tmp_path_factory.mktemp("runs") / "deep" / "first"
+        prompts = out.parents[1] / "prompts.jsonl"
+        rows = [{"prompt": "what is 37 + 48?", "category": name} for name in ("sums", "more")]
+        prompts.write_text("\n".join(map(json.dumps, rows)))
+        done = run("bench", "--prompts", prompts, "-n", "12", "--repeats", "2", "--out", out)
+        assert done.returncode == 0, done.stderr
+        assert "sums" in done.stdout and "2/2" in done.stdout and "peak memory" in done.stderr
+        return out
+
+
+def test_the_json_is_what_the_schema_says(folder):
+    content = json.loads((folder / "bench.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(content, SCHEMA)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(content | {"repeats": "2"}, SCHEMA)
+    assert [row["category"] for row in content["categories"]] == ["sums", "more"]
+    methods = content["overall"]["methods"]
+    assert methods["DFlash"]["identical"] == methods["mlx-lm"]["identical"] == 2
+    assert {"chip", "os", "blas", "mlx", "mlx-lm"} <= set(content["machine"])
+    speeds = content["prompts"][0]["methods"]["DFlash"]["tokens_per_second"]
+    assert len(speeds) == 2 and min(speeds) > 0
+
+
+def test_the_histogram_counts_every_round(folder):
+    content = read_run(folder)
+    rounds = sum(one["methods"]["DFlash"]["steps"] for one in content["prompts"])
+    accepted = content["overall"]["methods"]["DFlash"]["accepted"]
+    assert sum(accepted.values()) == rounds
+    tokens = sum(int(kept) * count for kept, count in accepted.items()) + rounds
+    assert tokens + len(content["prompts"]) == content["overall"]["output_tokens"] == 24
+
+
+def test_differences_are_told(folder):
+    content = read_run(folder)
+    place = {"category": "sums", "prompt": "a\nb", "method": "DFlash", "token": 4, "plain": 1}
+    content["differences"] = [
+        place | {"other": 2, "logit_gap": 0.012},
+        place | {"other": None, "logit_gap": None},
+    ]
+    jsonschema.validate(content, SCHEMA)
+    text = "\n".join(map(describe_difference, content["differences"]))
+    assert "DFlash, from token 5 on (logit gap 0.012): a b" in text and "(one ended)" in text
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ('{"prompt": "fine"}\n{"prompt":', "line 2: not valid JSON"),
+        ('{"prompt": "fine"}\n\n{"prompt": ""}', 'line 3: messages need a "role"'),
+        (json.dumps({"prompt": "x" * 100_000}), "line 1: The prompt has"),
+    ],
+)
+def test_a_bad_prompt_leaves_nothing_behind(lines, message, tiny, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(lines)
+    out = tmp_path / "new"
+    assert message in one_line_error(run("bench", "--prompts", prompts, "--out", out))
+    assert not out.exists()
+
+
+def test_a_run_is_never_written_over(folder, tiny):
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert "holds a run already" in one_line_error(run("bench", "--out", folder))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_written(tiny, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
+        assert "cannot be written" in one_line_error(run("bench", "--out", out))
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_runs_of_two_machines_beside_each_other(folder, tmp_path):
+    other = read_run(folder)
+    other["machine"]["chip"] = "Apple M5 Max"
+    other["overall"]["methods"]["DFlash"]["speedup"]["median"] = 4.375
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "bench.json").write_text(json.dumps(other))
+    done = run("report", folder, tmp_path / "second" / "bench.json")
+    assert done.returncode == 0 and "4.38x?" in done.stdout and done.stdout.count("sums") == 2
+    assert "Apple M5 Max" in done.stderr and str(folder) in done.stdout
+    content = json.loads(run("report", folder, tmp_path / "second", "--json").stdout)
+    assert list(content["runs"]) == [str(folder), str(tmp_path / "second")]
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"format": "dflash-mlx bench"}'])
+def test_what_is_no_run_is_named(content, tmp_path):
+    if content is not None:
+        (tmp_path / "bench.json").write_text(content)
+    with pytest.raises(DataError, match="bench.json: "):
+        read_run(tmp_path)
+    assert "bench.json" in one_line_error(run("report", tmp_path))

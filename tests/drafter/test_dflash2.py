@@ -1,0 +1,313 @@
+"""DFlash2 and what every drafter shares with it, against golden cases and a slow second writing."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference
+from mlx.utils import tree_flatten, tree_map_with_path
+
+import dflash_mlx as dm
+from dflash_mlx.drafter.candidates import Slots, top_candidates
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.dflash2 import DFlash2, convolve
+from dflash_mlx.drafter.dspark import network_for
+from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.drafter.packagings import EMBEDDING, HEAD
+from dflash_mlx.errors import SettingsError, WeightsError
+from dflash_mlx.loading.inspect import inspect_drafter
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "dflash2"
+CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 5}
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 67,
+    "block_size": 6,
+    "rope_theta": 10000.0,
+    "num_target_layers": 6,
+}
+
+
+def raw_config(dflash2=True, nested=(), **fields):
+    """A config.json of either architecture; `nested` goes into dflash_config."""
+    inner = {"mask_token_id": 2, "target_layer_ids": [0, 3]}
+    return {
+        "architectures": ["DFlash2DraftModel" if dflash2 else "DFlashDraftModel"],
+        **SHAPE,
+        "dflash_config": inner | (CONVOLVED if dflash2 else {}) | dict(nested),
+        **fields,
+    }
+
+
+def random_weight(name, old):
+    """Weights that leave no term small: norms near 1, biases and kernels far from 0."""
+    noise = mx.random.normal(old.shape)
+    if "norm" in name:
+        return 1 + 0.2 * noise
+    if name.endswith("proj.bias") or "base_kernel" in name:
+        return 0.5 * noise
+    return noise if "codebook" in name else noise / old.shape[-1] ** 0.5
+
+
+def expected_hidden(drafter, context, block, weights=None):
+    """What the slow reference makes of the context [1, S, K*D] and a block [1, B, D]."""
+    config = dataclasses.asdict(drafter.config)
+    weights = weights or dict(tree_flatten(drafter.parameters()))
+    return reference.forward(config, weights, np.array(context[0]), np.array(block[0]))
+
+
+def build(config, seed=0, parts=()):
+    """A drafter with random weights."""
+    mx.random.seed(seed)
+    resolved = DraftConfig.from_dict(config)
+    drafter = network_for(resolved)(resolved, parts)
+    drafter.update(tree_map_with_path(random_weight, drafter.parameters()))
+    return drafter
+
+
+def make_target(config, seed=9):
+    """The parts of a target that a drafter sees."""
+    mx.random.seed(seed)
+    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
+    embedding, head = mx.random.normal((vocabulary, hidden)), mx.random.normal((vocabulary, hidden))
+    return SimpleNamespace(
+        embed=lambda tokens: embedding[tokens],
+        head=lambda hidden: hidden @ head.T,
+        hidden_size=hidden,
+        vocab_size=vocabulary,
+        num_layers=config["num_target_layers"],
+        layers=[object() for _ in range(config["num_target_layers"])],
+    )
+
+
+def drafts(drafter, hidden, anchor, target):
+    """The greedy chain from the hidden states [1, L, D] of its slots."""
+    scores = drafter.widen(drafter.logits(hidden, target)[0])
+    return drafter.choose([Slots(scores, 1.0, hidden[0], mx.array(anchor))])[0].tolist()
+
+
+def distance(a, b):
+    return float(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)).max())
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
+CASES = {
+    "plain": raw_config(),
+    "biases": raw_config(attention_bias=True),
+    "one head of keys": raw_config(num_key_value_heads=1),
+    "kernel 3": raw_config(nested={"conv_kernel_size": 3}),
+    "kernel longer than the block": raw_config(nested={"conv_kernel_size": 9}),
+    "one channel a group, kernel 1": raw_config(
+        nested={"conv_group_size": 1, "conv_kernel_size": 1}
+    ),
+    "sliding, causal": raw_config(**SLIDING),
+    "sliding, both ways": raw_config(**SLIDING, is_causal=False),
+    "window shorter than a step": raw_config(**SLIDING | {"sliding_window": 3}, is_causal=False),
+    "window shorter than a step, causal": raw_config(**SLIDING | {"sliding_window": 3}),
+    "window of one": raw_config(**SLIDING | {"sliding_window": 1}),
+    "causal everywhere": raw_config(is_causal=True),
+    "linear rope": raw_config(rope_scaling={"rope_type": "linear", "factor": 4.0}),
+    "yarn": raw_config(rope_scaling=YARN),
+    "yarn, not truncated": raw_config(rope_scaling=YARN | {"truncate": False}),
+    "yarn, attention factor": raw_config(rope_scaling=YARN | {"attention_factor": 1.3}),
+    "DFlash": raw_config(dflash2=False, **SLIDING, attention_bias=True, num_key_value_heads=1),
+    "everything": raw_config(
+        nested={"conv_kernel_size": 3, "conv_group_size": 16},
+        **SLIDING | {"sliding_window": 4},
+        is_causal=False,
+        attention_bias=True,
+        num_key_value_heads=1,
+        rope_scaling=YARN,
+    ),
+}
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
+def test_equals_the_slow_drafter_in_ragged_steps(config):
+    drafter = build(config)
+    context = mx.random.normal((1, 40, 2 * 32))
+    cache, known = drafter.make_cache(), 0
+    for step, rows in zip((1, 6, 0, 11, 2, 20), (6, 6, 4, 2, 6, 6), strict=True):
+        taps, known = context[:, known : known + step], known + step
+        block = mx.random.normal((1, rows, 32))
+        expected = expected_hidden(drafter, context[:, :known], block)
+        assert distance(drafter(block, taps, cache)[0], expected) < 2e-5
+
+
+@pytest.mark.parametrize("top", [1, 5, 67])
+def test_the_selector_walks_like_the_slow_one(top):
+    config = raw_config(nested={"selector_top_k": top})
+    drafter = build(config)
+    target, fields = make_target(config), dataclasses.asdict(drafter.config)
+    weights = dict(tree_flatten(drafter.parameters()))
+    for seed in range(20):
+        mx.random.seed(seed)
+        hidden = mx.random.normal((1, 5, 32)) / 4
+        logits = np.array(drafter.logits(hidden, target)[0], np.float64)
+        states = np.array(hidden[0], np.float64)
+        expected = reference.walk(fields, weights, states, logits, seed)
+        assert drafts(drafter, hidden, seed, target) == expected
+
+
+def test_drafting_never_waits_for_the_device():
+    """Evaluating anything while a function is traced is an error, so tracing is the proof."""
+    config = raw_config()
+    drafter = build(config)
+    target = make_target(config)
+    mx.eval(drafter.parameters())
+
+    taps = mx.random.normal((1, 9, 64))
+
+    def propose():
+        session = drafter.start(target, None)
+        session.extend(taps)  # what is known before the round is computed at once
+        return lambda anchor: session.propose(11, 6).tokens
+
+    traced, run = mx.compile(propose()), propose()
+    assert traced(mx.array(11)).tolist() == run(mx.array(11)).tolist()
+
+
+@pytest.mark.parametrize("vocabulary", [40, 512 * 5, 512 * 7, 512 * 7 + 1, 9000])
+def test_top_candidates_are_the_highest(vocabulary):
+    mx.random.seed(vocabulary)
+    logits = mx.random.normal((3, vocabulary))
+    expected = np.sort(np.argsort(-np.array(logits), axis=-1)[:, :5], axis=-1)
+    assert np.array_equal(np.sort(np.array(top_candidates(logits, 5)), axis=-1), expected)
+
+
+def test_a_convolution_reads_no_later_row_and_nothing_before_the_block():
+    x, kernels = mx.random.normal((1, 5, 4)), mx.random.normal((1, 5, 3, 4))
+    out = convolve(x, kernels)
+    changed = mx.concatenate([x[:, :3], x[:, 3:] + 1], axis=1)
+    assert mx.array_equal(convolve(changed, kernels)[:, :3], out[:, :3])
+    assert mx.allclose(out[:, 0], kernels[:, 0, 0] * x[:, 0])
+
+
+def test_an_untrained_dflash2_drafts_what_its_dflash_does():
+    config = raw_config()
+    mx.random.seed(0)
+    second = DFlash2(DraftConfig.from_dict(config))
+    first = DFlash(DraftConfig.from_dict(raw_config(dflash2=False)))
+    first.update(tree_map_with_path(random_weight, first.parameters()))
+    second.load_weights(tree_flatten(first.parameters()), strict=False)
+    target, block = make_target(config), mx.array([[5, 2, 2, 2, 2, 2]])
+    taps = mx.random.normal((1, 8, 64))
+    hidden = [d(target.embed(block), taps, d.make_cache()) for d in (first, second)]
+    assert mx.allclose(hidden[0], hidden[1], atol=1e-6)
+    pair = zip((first, second), hidden, strict=True)
+    one, other = (drafts(drafter, states[:, 1:], 5, target) for drafter, states in pair)
+    assert one == other
+
+
+def test_scales_multiplier_and_soft_cap_surround_the_network():
+    fields = {
+        "input_embedding_scale": 3.0,
+        "output_multiplier": 0.5,
+        "final_logit_softcapping": 2.0,
+    }
+    config = raw_config(nested=fields)
+    drafter = build(config)
+    target, tokens = make_target(config), mx.array([[1, 2]])
+    assert mx.allclose(drafter.embed(tokens, target), 3 * target.embed(tokens))
+    hidden = mx.random.normal((1, 2, 32))
+    expected = 2 * mx.tanh(target.head(hidden) * 0.5 / 2)
+    assert mx.allclose(drafter.logits(hidden, target), expected, atol=1e-5)
+    assert drafter.logits(hidden.astype(mx.bfloat16), target).dtype == mx.float32
+
+
+def save(folder, drafter, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(drafter.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return str(folder)
+
+
+def decided(folder):
+    return {item.field: (item.value, item.source) for item in inspect_drafter(Path(folder))}
+
+
+@pytest.mark.parametrize("own", [(), (EMBEDDING,), (HEAD,)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_its_own_embedding_and_head_are_found_in_the_checkpoint(tmp_path, own, tied):
+    config = raw_config(tie_word_embeddings=tied)
+    written = build(config, parts=own)
+    drafter = dm.load_drafter(save(tmp_path, written, config))
+    target, tokens = make_target(config), mx.array([[3, 4]])
+    brings, head = EMBEDDING in own, target.head
+    embedding = written.embed_tokens.weight if brings else target.embed(mx.arange(67))
+    if HEAD in own:
+        head = written.lm_head
+    elif brings and tied:
+        head = written.embed_tokens.as_linear
+    assert mx.array_equal(drafter.embed(tokens, target), embedding[tokens])
+    hidden = mx.random.normal((1, 2, 32))
+    assert mx.allclose(drafter.logits(hidden, target), head(hidden), atol=1e-5)
+
+    said = decided(tmp_path)
+    assert said["network"] == ("DFlash2", "architectures")
+    assert said["block_size"] == (6, "block_size")
+    place = "tensor embed_tokens.weight" if brings else "no tensor embed_tokens.weight"
+    assert said["embedding"] == ("its own" if brings else "the target's", place)
+    borrowed = "its own embedding" if brings and tied else "the target's"
+    assert said["head"][0] == ("its own" if HEAD in own else borrowed)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path):
+    config = raw_config()
+    drafter = build(config)
+    drafter.d2t = mx.zeros((67,))
+    with pytest.raises(WeightsError, match="d2t has no place"):
+        dm.load_drafter(save(tmp_path, drafter, config))
+    del drafter.d2t
+    with pytest.raises(WeightsError, match="layers.0.self_attn.k_proj.bias is missing"):
+        dm.load_drafter(save(tmp_path, drafter, config | {"attention_bias": True}))
+    with pytest.raises(WeightsError, match=r"is \(16, 32\) and not \(24, 32\)"):
+        dm.load_drafter(save(tmp_path, drafter, raw_config(nested={"conv_kernel_size": 3})))
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_quantized_drafter_computes_what_its_rounded_weights_say(tmp_path, bits):
+    config = raw_config(**WIDE, **SLIDING)
+    written = build(config)
+    drafter = dm.load_drafter(save(tmp_path, written, config), bits=bits)
+    whole = dict(tree_flatten(written.parameters()))
+    rounded = dict(whole)
+    for name, module in drafter.named_modules():
+        if "scales" in module:
+            stored = module.weight, module.scales, module.biases
+            rounded[f"{name}.weight"] = mx.dequantize(*stored, group_size=64, bits=bits)
+    context, block = mx.random.normal((1, 12, 256)), mx.random.normal((1, 6, 128))
+    hidden = drafter(block, context, drafter.make_cache())[0]
+    assert distance(hidden, expected_hidden(drafter, context, block, rounded)) < 1e-4
+    assert distance(hidden, expected_hidden(drafter, context, block, whole)) > 1e-3
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_drafter_stored_quantized_loads_as_it_is(tmp_path, bits):
+    config = raw_config(**WIDE)
+    written = build(config)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "stored").mkdir()
+    quantized = dm.load_drafter(save(tmp_path / "plain", written, config), bits=bits)
+    stored = config | {"quantization": {"group_size": 64, "bits": bits}}
+    path = save(tmp_path / "stored", quantized, stored)
+    drafter = dm.load_drafter(path)
+    context, block = mx.random.normal((1, 12, 256)), mx.random.normal((1, 6, 128))
+    hidden = [d(block, context, d.make_cache()) for d in (quantized, drafter)]
+    assert mx.array_equal(*hidden)
+    assert decided(path)["quantization"][1] == "quantization"
+    with pytest.raises(SettingsError, match="quantized already"):
+        dm.load_drafter(path, bits=4)

@@ -1,0 +1,110 @@
+"""Every drafter config in use resolves to what its authors' code takes it to be, or is refused.
+
+`data/published_configs.json` holds the configs and what each one means, checked against the code
+that they were made for. Entries marked "invented" put single keys into a real config.
+"""
+
+import copy
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.packagings import (
+    COPIED,
+    FIRST_ROW_FLAGS,
+    HARMLESS,
+    NEUTRAL,
+    SPELLINGS,
+)
+from dflash_mlx.errors import ConfigError
+
+ENTRIES = json.loads((Path(__file__).parents[1] / "data" / "published_configs.json").read_text())
+LOADED = [entry for entry in ENTRIES if "expect" in entry]
+REFUSED = [entry for entry in ENTRIES if "expect_error" in entry]
+# What the message has to name, where the expectation is a sentence.
+NAMED = {
+    "zlab_Qwen3.5-122B-A10B-DFlash(trimmed)": ["max_window_layers", "layer_types"],
+    "Laguna_DFlash": ["architectures", "DFlashLagunaForCausalLM"],
+    "layer_types_vs_use_swa_false": ["layer_types", "use_sliding_window"],
+    "specforge__qwen3-8b-domino.json": ["architectures", "DominoDraftModel"],
+    "specforge__qwen3.5-4b-domino.json": ["architectures", "DominoDraftModel"],
+    "specforge__qwen3.6-27b-domino-full-attention.json": ["architectures", "DominoDraftModel"],
+    "Ornith-1.0-9B-DSpark(shape)": ["architectures", "Qwen35DSparkModel"],
+    "hybrid_DFlash-label_with_Markov(shape)": ["markov_rank", "sample_from_anchor", "shift_label"],
+}
+
+
+def named(entry):
+    return entry["name"]
+
+
+def value(config, name):
+    """A resolved field in the form that the file has it in."""
+    if name == "rope_type":
+        return (config.rope_scaling or {}).get("rope_type", "default")
+    if name == "attention_sinks":
+        return any(config.sinks)
+    found = getattr(config, "target_layer_ids" if name == "taps" else name)
+    if name == "markov" and found is not None:
+        return {"rank": found.rank, "type": found.type}
+    if name == "eagle" and found is not None:
+        return asdict(found)
+    return list(found) if isinstance(found, tuple) else found
+
+
+def test_there_are_59_and_14_are_invented():
+    assert len(ENTRIES) == 59 and len(LOADED) == 51
+    assert sum(entry["fidelity"] == "invented" for entry in ENTRIES) == 14
+
+
+@pytest.mark.parametrize("entry", LOADED, ids=named)
+def test_a_published_config_resolves(entry):
+    config = DraftConfig.from_dict(entry["config"])
+    found = {name: value(config, name) for name in entry["expect"]}
+    amplitude = entry["expect"]["rope_amplitude"]
+    assert found == entry["expect"] | {"rope_amplitude": pytest.approx(amplitude, abs=1e-8)}
+
+
+@pytest.mark.parametrize("entry", REFUSED, ids=named)
+def test_another_network_is_refused_by_the_name_of_the_key(entry):
+    with pytest.raises(ConfigError) as caught:
+        DraftConfig.from_dict(entry["config"])
+    message = str(caught.value)
+    assert all(word in message for word in NAMED[entry["name"]]) and "\n" not in message
+
+
+def test_a_drafter_with_experts_is_refused_for_them():
+    entry = next(entry for entry in LOADED if entry["expect"]["packaging"] == "specforge")
+    experts = {"router_z_loss": 0.1, "num_experts": 64, "num_experts_per_tok": 8}
+    with pytest.raises(ConfigError, match="num_experts must be 0, not 64"):
+        DraftConfig.from_dict(experts | entry["config"])
+
+
+@pytest.mark.parametrize("place", ["", "dflash_config", "transformer_layer_config"])
+@pytest.mark.parametrize("entry", LOADED, ids=named)
+def test_a_key_that_nobody_knows_is_an_error_wherever_it_stands(entry, place):
+    changed = copy.deepcopy(entry["config"])
+    if place and not changed.get(place):
+        return  # not every packaging has this place
+    (changed[place] if place else changed)["frobnicate"] = 1
+    prefix = f"{place}." if place else ""
+    with pytest.raises(ConfigError, match=f": {prefix}frobnicate is not understood"):
+        DraftConfig.from_dict(changed)
+
+
+def test_what_is_accepted_and_not_used_is_listed():
+    by_name = {entry["name"]: entry["config"] for entry in ENTRIES}
+    copied = DraftConfig.from_dict(by_name["satgeze_Qwen3.6-27B-DSpark(shape)"])
+    assert {"num_anchors", "partial_rotary_factor", "attn_output_gate"} <= set(copied.unused)
+    kimi = DraftConfig.from_dict(by_name["zlab_Kimi-K2.5-DFlash"])
+    assert "Kimi-K2.5" in kimi.sources["rope_amplitude"]
+
+
+def test_the_table_holds_no_key_twice():
+    """A key is used, harmless or refused; harmless to one packaging may be refused in another."""
+    used = {name for names in SPELLINGS.values() for name in names} | set(FIRST_ROW_FLAGS)
+    assert not used & set(HARMLESS) and not used & set(NEUTRAL)
+    assert not set(HARMLESS) & set(NEUTRAL) and not set(HARMLESS) & set(COPIED)

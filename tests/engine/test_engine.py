@@ -1,0 +1,371 @@
+"""The engine: jobs from any thread, errors of one, cancelled ones, and what is left of them."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from crowd import Crowd, Played
+from families import random_model, random_prompt, target_of
+from tinymodels import random_drafter, target
+
+import dflash_mlx as dm
+from dflash_mlx.drafter.protocol import cache_bytes
+from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.engine.memory import MemoryBudget
+from dflash_mlx.errors import EngineError, NotEnoughMemoryError, ProposalError, SettingsError
+from dflash_mlx.generation import GenerationSettings, make_request
+
+LENGTH = 24
+SOON = 60  # seconds after which a test fails rather than hangs
+WAYS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 5}, {"presence_penalty": 0.4})
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [token % 192 for token in random_prompt(length, seed)]
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Crowd:
+    """Six requests of several kinds on one small target."""
+    requests = [
+        (prompt_of(4 + 5 * number, number), {"max_tokens": LENGTH, **WAYS[number % len(WAYS)]})
+        for number in range(6)
+    ]
+    return Crowd(target(), requests)
+
+
+def submit_all(engine: Any, crowd: Crowd, **further: Any) -> list[dm.Job]:
+    return [engine.submit(prompt, **{**ways, **further}) for prompt, ways in crowd.requests]
+
+
+def test_jobs_from_many_threads(crowd):
+    with dm.Engine(crowd.target, crowd.knowing(0.8)) as engine, ThreadPoolExecutor(6) as pool:
+        jobs = pool.map(lambda request: engine.submit(request[0], **request[1]), crowd.requests)
+        for job, alone in zip(jobs, crowd.alone, strict=True):
+            events = list(job)
+            assert [token for event in events for token in event.tokens] == alone
+            assert [event.finish_reason for event in events[:-1]] == [None] * (len(events) - 1)
+            result = job.result(SOON)
+            assert result.tokens == alone and result.finish_reason == "length"
+            assert result.text == "".join(event.text for event in events)
+            assert result.stats.output_tokens == LENGTH and job.done
+
+
+def test_a_network_drafts_for_all(crowd):
+    drafter = random_drafter()
+    with dm.Engine(crowd.target, drafter) as engine:
+        for job, alone in zip(submit_all(engine, crowd), crowd.alone, strict=True):
+            assert job.result(SOON).tokens == alone
+
+
+def test_async_readers_side_by_side(crowd):
+    async def read(job: dm.Job) -> list[int]:
+        return [token async for event in job for token in event.tokens]
+
+    async def main(engine: dm.Engine) -> list[list[int]]:
+        silent = asyncio.create_task(anext(submit_all(engine, crowd)[0], None))
+        silent.cancel()  # whoever gives up waiting is no trouble
+        return await asyncio.gather(*(read(job) for job in submit_all(engine, crowd)))
+
+    with dm.Engine(crowd.target, crowd.knowing(0.8)) as engine:
+        assert asyncio.run(main(engine)) == crowd.alone
+
+
+def test_a_conversation_is_gone_on_with(crowd):
+    kept = dm.Conversation(crowd.target, None)
+    with dm.Engine(crowd.target, None) as engine:
+        job = engine.submit([1, 2, 3], max_tokens=8, conversation=kept)
+        with pytest.raises(SettingsError, match="has not ended"):
+            engine.submit([1, 2, 3], conversation=kept)
+        again = [1, 2, 3, *job.result(SOON).tokens, 4]
+        second = engine.submit(again, max_tokens=5, conversation=kept)
+        beside = engine.submit(again, max_tokens=5)
+        assert second.result(SOON).tokens == beside.result(SOON).tokens
+        assert second.stats.reused_tokens == len(again) - 2
+
+
+# What is refused, and what fails
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [({"max_tokens": -1}, "max_tokens"), ({"magic": 1}, "magic"), ({"kv_bits": 3}, "8 or 4")],
+)
+def test_settings_are_refused_in_the_callers_thread(crowd, settings, word):
+    with dm.Engine(crowd.target, None) as engine:
+        with pytest.raises(SettingsError, match=word):
+            engine.submit([1, 2], **settings)
+        with pytest.raises(dm.DFlashError, match="vocabulary"):
+            engine.submit([10**6])
+
+
+@pytest.mark.parametrize("option", ["stall_ms", "most_jobs", "memory", "policy", "drafter"])
+def test_options_that_are_none_are_refused(crowd, option):
+    options = {"drafter": None, option: -1}
+    with pytest.raises(SettingsError, match=option):
+        dm.Engine(crowd.target, **options)
+
+
+def test_a_closed_engine_takes_nothing(crowd):
+    engine = dm.Engine(crowd.target, None)
+    job = engine.submit([1, 2], max_tokens=4000)
+    next(job)
+    engine.close()
+    assert job.result(SOON).finish_reason == "cancelled" and job.result(SOON).tokens
+    with pytest.raises(EngineError, match="closed"):
+        engine.submit([1, 2])
+    engine.close()
+
+
+def failing_processor(after: int) -> Callable[[mx.array, mx.array], mx.array]:
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        if len(tokens) > after:
+            raise ZeroDivisionError("the grammar is broken")
+        return logits
+
+    return process
+
+
+def nan(tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits * mx.nan
+
+
+class Wider:
+    """Proposes more rows than it is asked for, where the text is this prompt's."""
+
+    def __init__(self, drafter: Any, prompt: list[int]) -> None:
+        self.drafter, self.prompt, self.tap_layers = drafter, prompt, drafter.tap_layers
+
+    def start(self, target, sampler):
+        session = self.drafter.start(target, sampler)
+        propose = session.propose
+
+        def wider(anchor: int, width: int) -> dm.Proposal:
+            mine = session.tokens[: len(self.prompt)] == self.prompt
+            return dm.Proposal([anchor] * (width + 1)) if mine else propose(anchor, width)
+
+        session.propose = wider
+        return session
+
+
+def test_an_error_of_one_job_is_its_own(crowd):
+    """In every step of its own: drafting, choosing, and what is read."""
+    broken = [
+        ({"logits_processors": [failing_processor(9)]}, ZeroDivisionError),
+        ({"logits_processors": [nan]}, SettingsError),
+        ({"prompt": prompt_of(9, 77)}, ProposalError),
+    ]
+    drafter = Wider(crowd.knowing(0.8), prompt_of(9, 77))
+    drafter.drafter.texts += [
+        [*prompt_of(9, 77), 1],
+        *([1, 2, 3, 4, 5, 6, *[n] * 30] for n in range(192)),
+    ]
+    with dm.Engine(crowd.target, SharedBatch and drafter) as engine:
+        jobs = submit_all(engine, crowd)
+        failing = []
+        for settings, kind in broken:
+            prompt = settings.pop("prompt", crowd.requests[0][0])
+            failing.append((engine.submit(prompt, **settings), kind))
+        for job, kind in failing:
+            with pytest.raises(kind):
+                list(job)
+            with pytest.raises(kind):
+                job.result(SOON)
+        assert [job.result(SOON).tokens for job in jobs] == crowd.alone
+
+
+class Breaking(SharedBatch):
+    """A forward that breaks off, its caches half written, whenever `fails` says so of its turns."""
+
+    def __init__(self, target: dm.Target, fails: Callable[[list[list[int]]], bool]) -> None:
+        super().__init__(target, None)
+        self.fails, self.broken = fails, 0
+
+    def verify(self, turns, tokens=None):
+        answers = super().verify(turns, tokens)
+        if self.fails([turn.request.draft_session.tokens for turn in turns]):
+            self.broken += 1
+            raise RuntimeError("the device was lost")
+        return answers
+
+
+def test_a_forward_that_breaks_fails_only_whom_it_must(crowd):
+    bad = crowd.requests[2][0]
+
+    def of_the_bad(texts: list[list[int]]) -> bool:
+        return any(text[: len(bad)] == bad and len(text) > len(bad) + 8 for text in texts)
+
+    together = Breaking(crowd.target, of_the_bad)
+    played = Played(crowd.target, crowd.knowing(0.8), together)
+    jobs = submit_all(played, crowd)
+    played.run()
+    with pytest.raises(RuntimeError, match="device was lost"):
+        jobs.pop(2).result()
+    assert [job.result().tokens for job in jobs] == [*crowd.alone[:2], *crowd.alone[3:]]
+    assert together.broken == 2  # with the others, and alone
+
+
+def test_a_forward_that_breaks_of_many_only_fails_nobody(crowd):
+    """As one does for which there is not enough memory."""
+    breaks = iter([False] * 3 + [True] * 3 + [False] * 10**4)
+    together = Breaking(crowd.target, lambda texts: len(texts) > 1 and next(breaks))
+    played = Played(crowd.target, crowd.knowing(0.8), together)
+    jobs = submit_all(played, crowd)
+    played.run()
+    assert [job.result().tokens for job in jobs] == crowd.alone and together.broken == 3
+
+
+def test_prompts_end_in_one_forward(crowd):
+    """Also a long one's end; one that breaks off costs nobody anything."""
+    ends: list[int] = []
+
+    class Reading(SharedBatch):
+        def read(self, together):
+            ends.append(len(together))
+            super().read(together)
+            if len(together) == 7:
+                raise RuntimeError("the device was lost")
+
+    long = prompt_of(3 * 64 + 5, 9), {"max_tokens": 9}
+    for each in (crowd, Crowd(crowd.target, [*crowd.requests, long])):
+        ends.clear()
+        played = Played(each.target, each.knowing(0.8), Reading(each.target, None))
+        jobs = submit_all(played, each)
+        played.run()
+        assert [job.result().tokens for job in jobs] == each.alone
+        assert max(ends) == len(jobs)
+
+
+# Who leaves, and what is left
+
+
+def test_who_is_cancelled_is_gone_within_a_round(crowd):
+    played = Played(crowd.target, crowd.knowing(0.0), SharedBatch(crowd.target, None))
+    jobs = submit_all(played, crowd)
+    for _ in range(4):
+        played.scheduler.step()
+    gone = weakref.ref(played.scheduler._running[1].request)
+    rounds = jobs[1].stats.rounds
+    jobs[1].cancel()
+    played.scheduler.step()
+    assert jobs[1].result().finish_reason == "cancelled" and jobs[1].stats.rounds == rounds
+    assert gone() is None and len(played.scheduler._running) == len(jobs) - 1
+    played.run()
+    assert jobs[1].result().tokens == crowd.alone[1][: rounds + 1]
+    assert [job.result().tokens for job in jobs[2:]] == crowd.alone[2:]
+
+
+def test_room_for_two_is_enough_for_all(crowd):
+    """No more than fit are ever let in, and every text is what it was."""
+    drafter = random_drafter()
+    size = 2 * (crowd.target.cache_bytes(256) + cache_bytes(drafter, crowd.target, 256))
+    played = Played(crowd.target, drafter, SharedBatch(crowd.target, None), memory=size)
+    jobs, held, memory = submit_all(played, crowd), [], played.scheduler._memory
+    overflows = memory.overflows  # asked in every step, of all who have read anything
+    memory.overflows = lambda requests: held.append(len(requests)) or overflows(requests)
+    played.run()
+    assert max(held) == 2 and [job.result().tokens for job in jobs] == crowd.alone
+
+
+def test_the_youngest_gives_way_and_goes_on():
+    model, size = target(), target().cache_bytes(256)
+    prompts = [prompt_of(230, seed) for seed in (1, 2)]
+    alone = [dm.generate(model, None, prompt, max_tokens=40).tokens for prompt in prompts]
+    # Each needs one block now, so both enter, and two at the end.
+    played = Played(model, None, SharedBatch(model, None), memory=3 * size, reserve=0)
+    jobs = [played.submit(prompt, max_tokens=40) for prompt in prompts]
+    waited = False
+    while played.scheduler.busy:
+        played.scheduler.step()
+        waited |= bool(played.scheduler._waiting) and jobs[1].stats.rounds > 0
+    assert waited and [job.result().tokens for job in jobs] == alone
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gpt_oss"])
+def test_slots_are_counted_for_the_layers_that_have_them(family):
+    """Four requests of 600 tokens: slots have 1,024 rows and one is spare; other caches have 768.
+
+    gpt_oss has both kinds.
+    """
+    model = target_of(random_model(family), family)
+    batch, slots = SharedBatch(model, None), {"qwen3": 4, "deepseek_v3": 0, "gpt_oss": 2}[family]
+    assert len(batch.slot_layers) == slots
+    in_slots = 4 * model.cache_bytes(768, None, batch.slot_layers)
+    others = 4 * model.cache_bytes(768) - in_slots
+    needed = others + in_slots * 1024 * 5 // (768 * 4)
+    requests = [make_request(model, None, [1] * 600, GenerationSettings()) for _ in range(4)]
+    for size, fits in ((needed, True), (needed - 1, False)):
+        budget = MemoryBudget(model, None, size, reserve=0, slot_layers=batch.slot_layers)
+        assert budget.admits(requests[0], requests[1:]) is fits
+
+
+def test_what_can_never_fit_is_refused(crowd):
+    size = crowd.target.cache_bytes(512)
+    with dm.Engine(crowd.target, None, memory=size) as engine:
+        assert engine.submit([1] * 400, max_tokens=100).result(SOON).tokens
+        with pytest.raises(NotEnoughMemoryError, match="513 tokens.*shorten"):
+            engine.submit([1] * 400, max_tokens=113)
+
+
+def test_hundreds_of_jobs_leave_nothing(crowd):
+    """Finished, cancelled and failed ones; what is counted comes back to what it was."""
+
+    def some(engine: dm.Engine, count: int) -> None:
+        jobs = []
+        for number in range(count):
+            prompt, settings = [1 + number % 99, 2, 3], {"max_tokens": 2}
+            if number % 5 == 3:
+                settings["logits_processors"] = [failing_processor(3)]
+            jobs.append(engine.submit(prompt, **settings))
+            if number % 5 == 4:
+                jobs[-1].cancel()
+        for job in jobs:
+            try:
+                job.result(SOON)
+            except ZeroDivisionError:
+                pass
+
+    def counted() -> tuple[int, int]:
+        gc.collect()
+        return mx.get_active_memory(), len(gc.get_objects())
+
+    with dm.Engine(crowd.target, random_drafter()) as engine:
+        some(engine, 100)
+        before = counted()
+        some(engine, 400)
+        engine.submit([1], max_tokens=1).result(SOON)
+        after = counted()
+    assert after[0] <= before[0] + 2**20 and after[1] <= before[1] + 200
+
+
+FORGOTTEN = """
+import threading
+import dflash_mlx as dm
+from tinymodels import target
+engine = dm.Engine(target(), None)
+job = engine.submit([1, 2, 3], max_tokens=8000)
+other = threading.Thread(target=lambda: print(job.result().finish_reason))
+other.start()
+next(job)
+print("the program ends")
+"""
+
+
+def test_a_program_ends_that_forgot_to_close_its_engine():
+    done = subprocess.run(
+        [sys.executable, "-c", FORGOTTEN],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1] / "helpers",
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[0] == "the program ends"

@@ -1,0 +1,141 @@
+"""Tiny random models of every target family, and the text that mlx-lm itself makes of them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map_with_path
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import _get_classes
+
+import dflash_mlx as dm
+from dflash_mlx.targets import Target
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    row["family"].partition("(")[0]: row["config"]
+    for row in json.loads((Path(__file__).parents[1] / "data" / "tiny_configs.json").read_text())
+}
+FAMILIES = tuple(CONFIGS)
+TOKENS = 65
+VARIED, DRAWS = 20, 8  # different tokens of a text, and models to look for it
+# Windows are 32 rows. The first prompt is longer, the second wraps them while text is generated;
+# twice more they wrap in every text.
+PROMPTS = {0: 45, 1: 20}
+
+
+def random_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A random f32 model of a family, its weights scaled so that greedy text is varied.
+
+    `changes` replaces fields of the config (of its text_config, where it has one).
+    """
+    config = copy.deepcopy(CONFIGS[family])
+    config.get("text_config", config).update(changes)
+    return model_of(config, seed, 1000 * seed + FAMILIES.index(family))
+
+
+def model_of(config: dict[str, Any], seed: int, number: int) -> Any:
+    """A random f32 model of a config; `number` is the seed of its weights."""
+    model_class, args_class = _get_classes(config)
+    mx.random.seed(seed)  # some layers draw what is only changed, or kept, below
+    model = model_class(args_class.from_dict(config))
+    tied = not any("lm_head" in path for path, _ in tree_flatten(model.parameters()))
+    key = mx.random.key(number)
+    keys = iter(mx.random.split(key, len(tree_flatten(model.parameters()))))
+
+    def randomize(path: str, value: mx.array) -> mx.array:
+        noise = mx.random.normal(value.shape, key=next(keys))
+        if path.endswith(("A_log", "layer_scalar")) or value.dtype != mx.float32:
+            return value  # these have values that make sense
+        if value.ndim < 2:  # norms, biases, sinks
+            return value + 0.1 * noise
+        if "embed" in path:  # small, so that the next token is not the same token again
+            return noise * (0.1 if tied else 0.02)
+        if path.endswith(("conv1d.weight", "conv.conv.weight")):
+            return noise / math.sqrt(value.shape[1])
+        return noise * 1.5 / math.sqrt(value.shape[-1])
+
+    model.update(tree_map_with_path(randomize, model.parameters()))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+class Letters:
+    """A tokenizer of one printable character per token, with no EOS: texts never end early."""
+
+    bos_token = None
+    eos_token_ids: frozenset[int] = frozenset()
+    has_chat_template = False
+
+    @property
+    def detokenizer(self) -> Any:
+        letters = SimpleNamespace(last_segment="", finalize=lambda: None)
+        letters.add_token = lambda token: setattr(letters, "last_segment", chr(0x4E00 + token))
+        return letters
+
+
+def target_of(model: Any, family: str) -> Target:
+    """The `Target` of a random model."""
+    return Target(model, Letters(), copy.deepcopy(CONFIGS[family]), name=family)
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    """Token ids of a prompt."""
+    return [random.Random(seed * 7919 + i).randrange(256) for i in range(length)]
+
+
+def plain_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
+    """What mlx-lm's own one-token loop generates greedily."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=count)
+    return [int(token) for token, _ in steps]
+
+
+@functools.cache
+def truth(family: str, seed: int) -> tuple[Target, list[int], list[int]]:
+    """A random target, a prompt, and mlx-lm's own greedy text; made once for all tests.
+
+    Text that repeats itself proves little, so weights are drawn until it does not.
+    """
+    prompt = random_prompt(PROMPTS[seed], seed)
+    for draw in range(seed, seed + 2 * DRAWS, 2):
+        model = random_model(family, draw)
+        answer = plain_tokens(model, prompt, TOKENS)
+        if len(set(answer)) > VARIED:
+            return target_of(model, family), prompt, answer
+    raise AssertionError(f"{family}: every text repeats itself; scale its weights in random_model")
+
+
+def check_drafted_text(
+    target: Target,
+    drafter: Any,
+    prompts: list[list[int]],
+    trees: Sequence[int | None] = (None, 8),
+    block_size: int | None = None,
+    **ways: Any,
+) -> list[list[int]]:
+    """Drafted text is plain text, of the first request alone and of all in one forward.
+
+    Args:
+        trees: their rows, one after the other; None is a chain. Left out where a target reads none.
+        ways: settings of both sides.
+
+    Returns the plain texts.
+    """
+    plain = [dm.generate(target, None, prompt, **ways).tokens for prompt in prompts]
+    for tree in dict.fromkeys(trees if target.supports_trees else [None]):
+        drafted = ways | {"block_size": block_size, "tree_budget": tree}
+        alone = dm.generate(target, drafter, prompts[0], **drafted)
+        assert alone.tokens == plain[0] and alone.stats.drafted_tokens > 0
+        with dm.Engine(target, drafter) as engine:
+            jobs = [engine.submit(prompt, **drafted) for prompt in prompts]
+            assert [job.result().tokens for job in jobs] == plain
+    return plain

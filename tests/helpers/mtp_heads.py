@@ -1,0 +1,77 @@
+"""MTP heads with random weights, by their published tensor names and shapes.
+
+Names and shapes are those of the indexes of Qwen3.5, Qwen3-Next, GLM-4.5, DeepSeek-V3, GLM-5, MiMo
+and Nemotron-H.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from families import CONFIGS, model_of
+from mlx.utils import tree_flatten
+from tinymodels import tokenizer
+
+MIMO = {
+    "model_type": "mimo",
+    **{"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 128, "vocab_size": 256},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 10000.0, "tie_word_embeddings": False, "num_nextn_predict_layers": 1},
+}
+HEADS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "glm4_moe", "deepseek_v3", "mimo", "nemotron_h")
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+SHAPES = json.loads((Path(__file__).parents[1] / "data" / "mtp_heads.json").read_text())
+
+
+def config_of(family: str) -> dict[str, Any]:
+    config = copy.deepcopy(MIMO if family == "mimo" else CONFIGS[family])
+    if family in ("deepseek_v3", "deepseek_v32"):
+        config["rope_scaling"] = None
+    return config
+
+
+def shapes_of(family: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a head's tensors by their published names; `*` in the data is every expert."""
+    config = config_of(family)
+    config = config.get("text_config", config)
+    experts = range(config.get("num_experts") or config.get("n_routed_experts") or 1)
+    return {
+        name.replace("*", str(expert)): tuple(shape)
+        for name, shape in SHAPES[family].items()
+        for expert in (experts if "*" in name else [0])
+    }
+
+
+def head_weights(family: str, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random tensors of a head."""
+    draws, weights = np.random.default_rng(seed), {}
+    for name, shape in shapes_of(family).items():
+        noise = draws.standard_normal(shape)
+        scaled = noise / np.sqrt(shape[-1]) if len(shape) > 1 else 0.1 * noise
+        is_norm = "norm" in name and name.endswith("weight") and not family.startswith("qwen")
+        weights[name] = (scaled + is_norm).astype(np.float32)
+    return weights
+
+
+def save_pair(folder: Path, family: str, seed: int = 0) -> tuple[Path, str]:
+    """A target's folder, and the drafter: "mtp" for a head in it, or the head's own folder.
+
+    mlx-lm drops DeepSeek-V3's head by the number 61, and Qwen3-Next's in unconverted files only.
+    """
+    config = config_of(family)
+    head = {name: mx.array(value) for name, value in head_weights(family, seed).items()}
+    weights = dict(tree_flatten(model_of(config, seed, 77 + seed).parameters()))
+    apart = folder / "head" if family in ("deepseek_v3", "qwen3_next") else None
+    (apart or folder).mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if apart is not None:
+        (apart / "config.json").write_text(json.dumps({"model_type": f"{family}_mtp"}))
+        mx.save_safetensors(str(apart / "mtp.safetensors"), head)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights | ({} if apart else head))
+    tokenizer().save_pretrained(folder)
+    return folder, str(apart or "mtp")

@@ -1,0 +1,257 @@
+"""Products on an M5's tensor units: their results, who checks and times them, and who keeps off.
+
+On a Mac with tensor units: `pytest -m metal tests/kernels/test_kernel_tensor.py`.
+"""
+
+import platform
+from dataclasses import replace
+
+import families
+import mlx.core as mx
+import pytest
+from kernel_calls import Recorder
+from kernel_check import (
+    kernel_factory,
+    on_gpu_or_emulator,
+    product,
+    random_weights,
+    same_bits,
+    within_rounding,
+)
+from kernel_models import Launches, half_precision, quick_factory
+from oracle import Oracle
+
+import dflash_mlx as dm
+from dflash_mlx.errors import KernelError
+from dflash_mlx.kernels.choose import NONE, exact_by_default, has_tensor_units, tensor_key
+from dflash_mlx.kernels.modules import Kernels, uses_tensor_units, wire
+from dflash_mlx.kernels.selfcheck import faults
+from dflash_mlx.kernels.shapes import matrices
+from dflash_mlx.kernels.verify_matmul import VerifyMatmul
+from dflash_mlx.kernels.verify_qkv import VerifyQkv
+from dflash_mlx.loading import wiring
+from dflash_mlx.loading.wiring import wire_target
+from dflash_mlx.targets import autotune as module
+from dflash_mlx.targets.autotune import Stopwatch, autotune, candidates
+from dflash_mlx.targets.selfcheck import model_checks
+
+UNITS = mx.metal.is_available() and has_tensor_units(mx.device_info(), platform.mac_ver()[0])
+pytestmark = [
+    on_gpu_or_emulator,
+    pytest.mark.skipif(mx.metal.is_available() and not UNITS, reason="no tensor units here"),
+]
+SPLIT = (32, 1024)  # a shape whose K is split
+ROWS = frozenset(range(1, 17))
+
+
+def tensor_weights(shape, group=64):
+    """4-bit weights for tensor units."""
+    return replace(random_weights(shape, mx.bfloat16, 4, group), tensor_units=True)
+
+
+@pytest.fixture(scope="module")
+def matmul() -> VerifyMatmul:
+    return VerifyMatmul(kernel_factory())
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_product_is_rounded_once(matmul, group, gate):
+    """Of all of one tile's rows and of few, of several tiles, and of a K that is split."""
+    mx.random.seed(group)
+    for rows, shape in ((16, (64, 256)), (3, (32, 512)), (17, (32, 256)), (9, SPLIT)):
+        weights = [tensor_weights(shape, group) for _ in range(1 + gate)]
+        x = mx.random.normal((rows, shape[1])).astype(mx.bfloat16)
+        y, (truth, magnitude) = matmul(x, *weights), product(x, *weights)
+        assert y.dtype == mx.bfloat16 and within_rounding(y, truth, magnitude), (rows, shape)
+
+
+def test_mlx_has_the_same_product(matmul):
+    """In float32: on a CPU its sums in bfloat16 are rounded on the way."""
+    mx.random.seed(1)
+    w, x = tensor_weights((96, 512)), mx.random.normal((11, 512)).astype(mx.bfloat16)
+    floats = (each.astype(mx.float32) for each in (w.scales, w.biases))
+    stock = mx.quantized_matmul(x.astype(mx.float32), w.words, *floats, True, 64, 4)
+    assert mx.allclose(matmul(x, w).astype(mx.float32), stock, rtol=2**-8, atol=2**-12)
+
+
+def test_a_row_has_the_same_bits_in_every_call(matmul):
+    mx.random.seed(2)
+    w, x = tensor_weights((32, 512)), mx.random.normal((16, 512)).astype(mx.bfloat16)
+    alone = mx.concatenate([matmul(x[i : i + 1], w) for i in range(16)])
+    for rows in (2, 8, 9, 16):
+        assert same_bits(matmul(x[:rows], w), alone[:rows]), rows
+        assert same_bits(matmul(x[-rows:], w), alone[-rows:]), rows
+
+
+def test_fused_products():
+    mx.random.seed(3)
+    fused = VerifyQkv(kernel_factory())
+    for columns, depth in (((64, 32, 32), 256), ((96, 32), 1024)):
+        weights = [tensor_weights((n, depth)) for n in columns]
+        x = mx.random.normal((5, depth)).astype(mx.bfloat16)
+        for y, w in zip(fused(x, weights), weights, strict=True):
+            assert within_rounding(y, *product(x, w))
+
+
+def test_what_tensor_units_cannot_take_runs_without():
+    """Rows in another dtype; matrices that share a launch with one that does not fit."""
+    launches = Launches()
+    matmul, fused = VerifyMatmul(launches), VerifyQkv(launches)
+    w, x = tensor_weights((32, 256)), mx.ones((2, 256), mx.bfloat16)
+    matmul(x.astype(mx.float32), w)
+    fused(x, [w, replace(w, tensor_units=False)])
+    assert not any("tensor" in name for name in launches.counts)
+    matmul(x, w)
+    assert launches.counts["verify_matmul_tensor"] == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "bits"),
+    [
+        ((40, 256), mx.bfloat16, 4),
+        ((32, 384), mx.bfloat16, 4),
+        ((32, 256), mx.float16, 4),
+        ((32, 256), mx.bfloat16, 8),
+        ((2, 32, 256), mx.bfloat16, 4),
+    ],
+)
+def test_other_weights_are_refused(shape, dtype, bits):
+    with pytest.raises(KernelError, match="Tensor units do not take"):
+        replace(random_weights(shape, dtype, bits), tensor_units=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "macos", "has"),
+    [
+        ("applegpu_g17s", "26.4", True),
+        ("applegpu_g17g", "27.0.1", True),
+        ("applegpu_g18d", "26.5.2", True),
+        ("applegpu_g17s", "26.3.1", False),
+        ("applegpu_g16s", "27.0", False),
+        ("applegpu_g17p", "27.0", False),
+        ("applegpu_g18p", "27.0", True),
+        ("applegpu_g17s", "", False),
+        ("x86_64", "26.4", False),
+    ],
+)
+def test_chips_with_tensor_units(architecture, macos, has):
+    assert has_tensor_units({"architecture": architecture}, macos) == has
+    assert not has_tensor_units({}, macos)
+
+
+CHANGES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+
+
+def target():
+    """A model whose matrices fit tensor units."""
+    config = families.CONFIGS["qwen3"] | CHANGES
+    return dm.Target(half_precision("qwen3", **CHANGES), families.Letters(), config, "qwen3")
+
+
+class Timed:
+    """A factory of launches that compute nothing and take seconds on a clock of their own.
+
+    taken: seconds on tensor units and off them; a call of MLX's takes none of ours.
+    """
+
+    def __init__(self, on: float, off: float) -> None:
+        self.on, self.off, self.now, self.factory = on, off, 0.0, Recorder()
+
+    def __call__(self, name, **definition):
+        kernel = self.factory(name=name, **definition)
+
+        def launch(**given):
+            self.now += self.on if "tensor" in name else self.off
+            return kernel(**given)
+
+        return launch
+
+    def clock(self) -> float:
+        """Seconds; asking takes a second, as every call of MLX's."""
+        self.now += 1.0
+        return self.now
+
+
+def choices(monkeypatch, on, off, units):
+    """What is chosen for a model's products, their keys, and the names of what was timed."""
+    monkeypatch.setattr(module, "DEPTHS", (20,))
+    of, factory = target(), Timed(on, off)
+    watch = Stopwatch(1e9, 1, factory.clock)
+    rows, timings = autotune(of, Kernels(factory, tensor_units=units), frozenset(), watch)
+    keys = {matrix.key for _, _, matrix in matrices(of.model, of.config)}
+    return rows, keys, {one.key for one in timings}
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "used", "wins"),
+    [
+        (-0.05, -0.04, True, True),
+        (-0.04, -0.05, False, True),
+        (-0.05, 0.05, True, True),
+        (0.04, 0.05, True, False),
+    ],
+)
+def test_the_stopwatch_decides_between_tensor_units_and_tiles(monkeypatch, on, off, used, wins):
+    """And between the faster of them and MLX."""
+    rows, keys, names = choices(monkeypatch, on, off, units=True)
+    assert {tensor_key(key) for key in keys} <= names
+    assert {tensor_key(key) in rows for key in keys} == {used}
+    assert {bool(rows[key]) for key in keys} == {wins}
+
+
+def test_other_chips_are_not_asked(monkeypatch):
+    rows, keys, names = choices(monkeypatch, -0.05, -0.04, units=False)
+    assert keys <= names and not any("tensor" in name for name in {*names, *rows})
+
+
+def test_a_kernel_that_fails_on_tensor_units_still_runs_without():
+    def fails(name, **definition):
+        kernel = quick_factory()(name=name, **definition)
+
+        def launch(**given):
+            return [1.1 * y if "tensor" in name else y for y in kernel(**given)]
+
+        return launch
+
+    tensor, kernels = target(), Kernels(fails, tensor_units=True)
+    of = tensor.model, tensor.config
+    rows = {key: ROWS for key in candidates(tensor, True) if not key.startswith("attention")}
+    problems = faults(model_checks(tensor, kernels, rows, exact=False))
+    keys = {matrix.key for _, _, matrix in matrices(*of)}
+    assert {tensor_key(key) for key in keys} <= set(problems) and not keys & set(problems)
+    wire(*of, kernels, rows, broken=frozenset(problems))
+    assert not tensor.model.layers[0].self_attn.o_proj._affine.tensor_units
+
+
+def test_exact_decoding_keeps_off_tensor_units(monkeypatch):
+    """Also where they won, and it is no default where they did."""
+    launches, prompt = Launches(), [3, 1, 4, 1, 5]
+    won = candidates(target(), True)
+    monkeypatch.setattr(wiring, "read_choices", lambda forms: won)
+    exact = wire_target(target(), Kernels(launches, tensor_units=True), True)
+    plain = dm.generate(exact, None, prompt, max_tokens=5).tokens
+    oracle = Oracle(prompt, plain, exact.vocab_size, 0.5)
+    assert dm.generate(exact, oracle, prompt, max_tokens=5).tokens == plain
+    assert exact.wiring.exact and launches.counts["verify_matmul_affine"]
+    assert not any("tensor" in name for name in launches.counts)
+    fast = wire_target(target(), Kernels(launches, tensor_units=True), None)
+    assert not fast.wiring.exact and any("tensor" in name for name in launches.counts)
+
+
+def test_exact_decoding_is_no_default_where_tensor_units_won():
+    every = [matrix for _, _, matrix in matrices(target().model, target().config)]
+    free = {matrix.key: ROWS for matrix in every}
+    assert exact_by_default(every, free)
+    assert exact_by_default(every, free | {tensor_key(every[0].key): NONE})
+    assert not exact_by_default(every, free | {tensor_key(every[0].key): ROWS})
+
+
+def test_a_layer_in_another_dtype_keeps_off():
+    """Choices are kept by shape: a drafter's layer may have the shape and not the dtype."""
+    of = target()
+    of.model.set_dtype(mx.float16)
+    rows = candidates(of, True)
+    kernels = Kernels(Recorder(), tensor_units=True)
+    for _, layer, matrix in matrices(of.model, of.config):
+        assert not uses_tensor_units(layer, matrix, kernels, rows)

@@ -1,0 +1,251 @@
+"""Every kernel, with every set of template arguments, as a Mac's compiler reads it.
+
+Nothing here runs on a GPU or needs one: clang reads the text that MLX would hand to Metal, as C++
+for OpenCL, which has Metal's address spaces and Metal 4.1's rule for `this`.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from kernel_calls import Recorder, every_call
+from metal_host import CompilationError, strict, syntax
+from metal_host.wrapper import Wrapper
+
+from dflash_mlx.kernels.source import metal_source
+
+METAL = Path(__file__).parents[2] / "metal"
+STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
+MATRIX_MEMBER = re.compile(r"^  (?:Fragment|Operand|simdgroup_\w+(?:<.*>)?) \w+(?:\[.*\])*;", re.M)
+
+
+@pytest.fixture(scope="module")
+def calls() -> Recorder:
+    return every_call()
+
+
+@pytest.fixture(scope="module")
+def typical(calls) -> list[Wrapper]:
+    """One set of template arguments for each kernel and each kind of its parameters."""
+    kinds: dict[tuple, Wrapper] = {}
+    for wrapper in calls.wrappers.values():
+        types = tuple(parameter.type for parameter in wrapper.parameters)
+        kinds.setdefault((wrapper.header, wrapper.body, types), wrapper)
+    return list(kinds.values())
+
+
+def test_every_kernel_is_asked_for(calls):
+    assert calls.called == calls.defined
+    headers = {wrapper.header for wrapper in calls.wrappers.values()}
+    assert headers == {metal_source(path.name) for path in METAL.glob("*.metal")}
+    assert len(calls.wrappers) > 500
+
+
+def test_every_kernel_compiles_with_every_template_argument(calls):
+    strict.check_strictly(calls.wrappers.values())
+
+
+def test_no_generic_address_space_and_no_loop_left_rolled(typical):
+    assert syntax.faults(typical) == []
+
+
+def test_loops_are_unrolled_whole():
+    """The tree of a kernel shows a pragma, not which: there is one, and it says `full`."""
+    pragmas = [
+        line.strip()
+        for path in METAL.glob("*.*")
+        for line in path.read_text().splitlines()
+        if "unroll" in line.split("//")[0] or "_Pragma" in line.split("//")[0]
+    ]
+    unrolls = {line for line in pragmas if "unroll" in line}
+    assert unrolls == {'#define DFLASH_UNROLL _Pragma("clang loop unroll(full)")'}
+
+
+def test_structs_with_matrices_have_a_constructor_of_thread_objects():
+    """An implicit one takes a generic `this`, and Apple's matrices have none for such objects."""
+    texts = [path.read_text() for path in METAL.glob("*.*")]
+    structs = [found for text in texts for found in STRUCT.findall(text)]
+    holding = [name for name, body in structs if MATRIX_MEMBER.search(body)]
+    assert {"TileSums", "QueryRows"} <= set(holding)
+    bodies = dict(structs)
+    assert all(f"  {name}() thread {{}}" in bodies[name] for name in holding)
+
+
+HEADER = """
+#include <metal_stdlib>
+using namespace metal;
+constexpr constant int kFour = 4;
+struct Piece { float values[kFour]; };
+struct Rows {
+  const device float* data;
+  Piece held;
+  float at(int i) const thread { return data[i] + held.values[0]; }
+  void fill(thread Piece& piece) const thread {
+    _Pragma("clang loop unroll(full)")
+    for (int i = 0; i < kFour; i++) piece.values[i] = at(i);
+  }
+};
+"""
+BODY = """
+  threadgroup float shared[32];
+  const uint lane = thread_index_in_simdgroup;
+  shared[lane] = x[lane];
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  Rows rows = {x, {}};
+  Piece piece;
+  rows.fill(piece);
+  float4 sums = float4(0);
+  _Pragma("clang loop unroll(full)")
+  for (int j = 0; j < 4; j++) {
+    const int next = (j + 1) % 4;
+    sums[j] += piece.values[next] + shared[lane];
+  }
+  for (int i = 0; i < COUNT; i++) out[i] = sums[0] + rows.at(i);
+"""
+
+
+def kernel(changes: Iterable[tuple[str, str]] = ()) -> Wrapper:
+    """A small kernel, with pieces of its text replaced."""
+    header, body = HEADER, BODY
+    for correct, wrong in changes:
+        assert (header + body).count(correct) == 1, correct
+        header, body = header.replace(correct, wrong), body.replace(correct, wrong)
+    recorder = Recorder()
+    call = recorder("planted", ["x"], ["out"], body, header)
+    call([mx.zeros(64)], [(8,)], [mx.float32], template=[("COUNT", 8)])
+    return next(iter(recorder.wrappers.values()))
+
+
+def test_nothing_is_found_in_the_kernel_itself():
+    assert syntax.faults([kernel()]) == []
+
+
+# What Metal takes for itself: a name that the kernel uses, and one that it must not be given.
+KEYWORDS = """
+    vertex fragment kernel device constant thread threadgroup threadgroup_imageblock ray_data
+    object_data sampler texture texture1d texture2d texture2d_array texture3d texturecube
+    texture_buffer depth2d depthcube imageblock coherent patch_control_point interpolant
+    acceleration_structure intersector visible_function_table command_buffer half bfloat double
+    float bool int new delete virtual throw goto asm register thread_local typeid
+""".split()
+
+
+@pytest.mark.parametrize("word", KEYWORDS)
+def test_a_keyword_as_an_identifier_is_refused(word):
+    planted = kernel([("const int next =", f"const int {word} ="), ("[next]", f"[{word}]")])
+    with pytest.raises(CompilationError):
+        strict.check_strictly([planted])
+
+
+@pytest.mark.parametrize("word", ["uint", "float4", "atomic", "vec", "size_t", "metal"])
+def test_a_type_of_the_library_as_an_identifier_is_found(word):
+    planted = kernel([("const int next =", f"const int {word} ="), ("[next]", f"[{word}]")])
+    (fault,) = syntax.faults([planted])
+    assert f"{word} is a type of Metal's" in fault
+
+
+STORE = "inline thread float* store(thread Piece& piece) { return piece.values; }\n"
+SHARED = "reinterpret_cast<const device float*>(shared)"
+FIRST = "static float first(const float* p) { return p[0]; }\n  "
+REFUSED = {
+    "a generic `this` where `thread` is asked for": (
+        ("void fill(thread Piece& piece) const thread {", "void fill(thread Piece& piece) {"),
+        ("piece.values[i] = at(i)", "store(held)[i] = at(i)"),
+        ("struct Rows {", f"{STORE}struct Rows {{"),
+    ),
+    "a device pointer for a threadgroup one": (
+        ("const device float* data;", "const threadgroup float* data;"),
+    ),
+    "a cast to another address space": (
+        ("Rows rows = {x, {}};", f"Rows rows = {{{SHARED}, {{}}}};"),
+    ),
+    "a C cast to another address space": (
+        ("Rows rows = {x, {}};", "Rows rows = {(const device float*)shared, {}};"),
+    ),
+    "a pointer without an address space": (
+        ("const device float* data;", "const float* data;"),
+        ("Rows rows = {x, {}};", "Rows rows = {x, {}}; const device float* back = rows.data;"),
+    ),
+    "a choice between values of two types": (
+        ("rows.fill(piece);", "piece = lane ? Piece{} : rows;"),
+    ),
+    "40 KB of threadgroup memory": (("shared[32]", "shared[10240]"),),
+    "a double": (("const int next =", "const double twice = 2.0; const int next ="),),
+    "a virtual function": (("float at(int i)", "virtual float at(int i)"),),
+    "a write to a constant input": (("sums[j] +=", "x[j] = 0; sums[j] +="),),
+}
+
+
+@pytest.mark.parametrize("changes", REFUSED.values(), ids=REFUSED.keys())
+def test_what_metal_refuses_is_refused(changes):
+    with pytest.raises(CompilationError):
+        strict.check_strictly([kernel(changes)])
+
+
+TENSORS = {
+    "operands in float": ("tensor<device T, Extents", "tensor<device float, Extents"),
+    "words instead of bytes": ("(device uchar*)words", "words"),
+    "k of no whole 32": ("width, GROUP, false", "width, GROUP - 16, false"),
+    "8 rows by 8 columns": ("(kTileRows, width, GROUP", "(8, 8, GROUP"),
+    "a result that is not named": ("run(x_step, codes, sums)", "run(x_step, codes, {})"),
+}
+
+
+@pytest.mark.parametrize(("correct", "wrong"), TENSORS.values(), ids=TENSORS.keys())
+def test_what_tensor_operations_refuse_is_refused(calls, correct, wrong):
+    planted = next(each for each in calls.wrappers.values() if "matmul_tensor" in each.name)
+    assert planted.header.count(correct) == 1
+    with pytest.raises(CompilationError):
+        strict.check_strictly([replace(planted, header=planted.header.replace(correct, wrong))])
+
+
+PICK = "float pick(int i) const thread { return held.values[i]; }\n  "
+UNROLL = '_Pragma("clang loop unroll(full)")\n'
+FOUND = {
+    "a generic `this` that does no harm": (
+        (("float at(int i) const thread", "float at(int i) const"),),
+        "at has a generic `this`",
+    ),
+    "a pointer without an address space": (
+        (("float at(int i)", f"{FIRST}float at(int i)"),),
+        "p has no address space",
+    ),
+    "a loop over an array that is not unrolled": (
+        ((UNROLL + "    for (int i", "    for (int i"),),
+        "values in registers by an index that is not unrolled",
+    ),
+    "a loop over a vector that is not unrolled": (
+        ((UNROLL + "  for (int j", "  for (int j"),),
+        "sums in registers by an index that is not unrolled",
+    ),
+    "an index that a thread decides": (
+        (("= sums[0] +", "= sums[lane % 4] +"),),
+        "sums in registers by an index that is not unrolled",
+    ),
+    "an index that some callers know and another does not": (
+        (
+            ("float at(int i)", f"{PICK}float at(int i)"),
+            ("= sums[0] + rows.at(i);", "= rows.pick(2) + rows.pick(i);"),
+        ),
+        "values in registers by an index that is not unrolled",
+    ),
+    "an unrolled loop whose length is not known": (
+        (("j < 4; j++", "j < int(lane); j++"),),
+        "an unrolled loop whose length is not known",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), FOUND.values(), ids=FOUND.keys())
+def test_what_costs_registers_or_address_spaces_is_found(changes, message):
+    faults = syntax.faults([kernel(changes)])
+    assert any(message in fault for fault in faults), faults
+
+
+def test_a_fault_names_its_line():
+    (fault,) = syntax.faults([kernel([("float at(int i) const thread", "float at(int i) const")])])
+    where, line, _ = fault.split(":", 2)
+    assert where == "header" and "float at" in HEADER.splitlines()[int(line) - 1]

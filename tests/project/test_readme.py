@@ -1,0 +1,45 @@
+"""The script that types README's commands finds them, and fails where one of them does."""
+
+import re
+import shutil
+from pathlib import Path
+
+import check_readme
+import pytest
+from check_readme import Command, commands
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+
+
+def test_no_command_of_the_readme_is_missed():
+    found = "\n".join(command.text for command in commands(README))
+    typed = re.findall(r"^    (?:\$ )?((?:make|pip|uv|\.|.*dflash-mlx) .*)$", README, re.MULTILINE)
+    assert len(typed) > 5 and sum(not command.needs_hub for command in commands(README)) > 5
+    assert all(line in found for line in typed)
+    assert README.count("```python") == sum(command.python for command in commands(README)) > 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_nothing_that_is_pasted_has_a_comment(page):
+    """In zsh, every Mac's shell, a trailing comment is arguments of the command."""
+    shell = [command.text for command in commands(page.read_text()) if not command.python]
+    assert not [text for text in shell if re.search(r"(^|\s)#", text)]
+
+
+@pytest.mark.parametrize("shell", check_readme.SHELLS)
+@pytest.mark.parametrize(
+    "texts, status",
+    [
+        (["cat", "echo fine > made", "cat made"], 0),  # cat must not read the paste
+        (["echo 'it''s'", "cat nowhere", "echo never > made"], 1),
+        (["dflash-mlx --version"], 127),  # the environment that runs the tests is not seen
+        (["python3 - > made <<'PROGRAM'\nprint(1)\nPROGRAM"], 0),
+    ],
+)
+def test_the_first_failure_ends_it(texts, status, shell, tmp_path):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed: apt-get install {shell}")
+    assert check_readme.type_in([Command(text) for text in texts], tmp_path, shell) == status
+    assert (tmp_path / "made").exists() == (status == 0)

@@ -1,0 +1,255 @@
+"""Any thread may step, resume and close a request, and a process with threads ends well.
+
+The texts are compared with what mlx-lm itself decodes, in the main thread and afterwards, so that
+nothing is computed there before another thread needs it.
+"""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from families import FAMILIES, plain_tokens, random_model, random_prompt, target_of
+from oracle import Oracle
+from tinymodels import random_drafter, save_drafter, save_target
+from tinymodels import target as tiny_target
+
+import dflash_mlx as dm
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.loading.load import load
+from dflash_mlx.targets.overrides import Overrides
+
+PROMPT = random_prompt(40, seed=3)  # longer than the windows of 32 rows
+TOKENS = 16
+
+
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    """What a call returns, in a thread of its own that has ended."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def in_new_threads(events: Iterator[dm.Event]) -> Iterator[dm.Event]:
+    """The same events, each taken in another thread."""
+    while (event := in_a_thread(lambda: next(events, None))) is not None:
+        yield event
+
+
+def tokens_of(events: Iterator[dm.Event]) -> list[int]:
+    return [token for event in events for token in event.tokens]
+
+
+def side_by_side(*calls: Callable[[], Any]) -> list[Any]:
+    """What calls return that begin together, each in a thread of its own."""
+    together = threading.Barrier(len(calls))
+
+    def begin(call: Callable[[], Any]) -> Any:
+        together.wait(60)
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(begin, calls))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_in_threads(family):
+    target = target_of(random_model(family), family)  # here, and used elsewhere
+    settings = {"max_tokens": TOKENS, "block_size": 5}
+
+    def plain() -> list[int]:
+        return dm.generate(target, None, PROMPT, max_tokens=TOKENS).tokens
+
+    def oracle(text: list[int]) -> Oracle:
+        return Oracle(PROMPT, text, 256, p=0.6, tap_layers=(0, target.num_layers - 1))
+
+    answer = in_a_thread(plain)
+    events = dm.stream_generate(target, oracle(answer), PROMPT, **settings)
+    assert tokens_of(in_new_threads(events)) == answer
+
+    kept, prompt = dm.Conversation(target, None), PROMPT
+    for cut in (0, 3):  # of the turn before, what is not in the next one's prompt
+        events = dm.stream_generate(target, None, prompt, max_tokens=4, conversation=kept)
+        turn = tokens_of(in_new_threads(events))
+        assert turn == in_a_thread(lambda: dm.generate(target, None, prompt, max_tokens=4)).tokens  # noqa: B023
+        prompt = [*prompt, *turn[: 4 - cut], 7]
+
+    assert side_by_side(
+        plain, lambda: dm.generate(target, oracle(answer), PROMPT, **settings).tokens
+    ) == [answer, answer]
+    assert answer == plain_tokens(target.model, PROMPT, TOKENS)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "logit_bias": {5: 1.0}},
+    "sampled": {"temperature": 0.9, "seed": 4, "top_p": 0.9},
+    "sampled with penalties": {"temperature": 0.9, "seed": 4, "presence_penalty": 0.5},
+    "a tree": {"tree_budget": 9},
+    "a sampled tree": {"tree_budget": 9, "temperature": 0.9, "seed": 4},
+    "quantized keys": {"kv_bits": 8},
+}
+WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_part_of_a_request_changes_threads(way):
+    """Windows of the drafter, waiting features, histories, noise, trees; turns that go back."""
+    target, drafter, settings = tiny_target(), random_drafter(**WINDOW), WAYS[way]
+    kept = dm.Conversation(target, drafter, settings.get("kv_bits"))
+    prompt = [token % 192 for token in PROMPT]
+    for cut in (0, 5, 0):
+        asked = {"max_tokens": 12, **settings}
+        fresh = dm.generate(target, drafter, prompt, **asked)
+        events = in_a_thread(
+            lambda: dm.stream_generate(target, drafter, prompt, conversation=kept, **asked)  # noqa: B023
+        )
+        assert tokens_of(in_new_threads(events)) == fresh.tokens
+        prompt = [*prompt, *fresh.tokens[: 12 - cut], 7]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_request_closed_after_its_first_token(elsewhere):
+    target, drafter, prompt = tiny_target(), random_drafter(), [*range(3, 103)]
+    kept = dm.Conversation(target, drafter)
+    events = dm.stream_generate(target, drafter, prompt, max_tokens=12, conversation=kept)
+    again = [*prompt, *next(events).tokens, 7]
+    in_a_thread(events.close) if elsewhere else events.close()
+    result = dm.generate(target, drafter, again, max_tokens=5, conversation=kept)
+    assert result.stats.reused_tokens == (0 if elsewhere else len(prompt))
+    assert result.tokens == dm.generate(target, None, again, max_tokens=5).tokens
+
+
+def test_a_pair_that_one_thread_loads_and_others_use(tmp_path):
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    folders = (
+        str(save_target(tmp_path / "target")),
+        str(save_drafter(tmp_path / "drafter", rope_scaling=rope)),
+    )
+    pair = in_a_thread(lambda: load(*folders))
+    results = [in_a_thread(lambda: dm.generate(*pair, "The fox", max_tokens=9)) for _ in range(2)]
+    assert (
+        results[0].tokens == results[1].tokens == dm.generate(*pair, "The fox", max_tokens=9).tokens
+    )
+
+
+ENDS: list[Callable[[Any], Any]] = [
+    list,
+    lambda events: (next(events), events.close()),
+    lambda events: events.close(),  # before it began
+    next,  # and forgotten
+    lambda events: None,
+]
+
+
+def test_a_conversation_has_one_request_at_a_time():
+    target, prompt = tiny_target(), [1, 2, 3]
+    kept = dm.Conversation(target, None)
+
+    def begin() -> Any:
+        return dm.stream_generate(target, None, prompt, max_tokens=3, conversation=kept)
+
+    for ends in ENDS:
+        events, tokens = begin(), []
+        for _ in range(2):  # before it is read, and while it is
+            with pytest.raises(SettingsError, match="read it to its end or close it first"):
+                begin()
+            tokens += next(events).tokens
+        assert tokens == dm.generate(target, None, prompt, max_tokens=2).tokens
+        events.close()
+        ends(begin())
+    assert len(list(begin())) == 3
+
+
+def test_a_request_that_failed_leaves_the_conversation_free():
+    target = tiny_target()
+
+    class Failing(Oracle):
+        def propose(self, anchor, width):
+            raise ZeroDivisionError
+
+    drafter = Failing([], [], target.vocab_size)
+    kept = dm.Conversation(target, drafter)
+    for _ in range(2):
+        events = dm.stream_generate(target, drafter, [1, 2, 3], conversation=kept)
+        next(events)  # the first token needs no drafter
+        with pytest.raises(ZeroDivisionError):
+            next(events)
+
+
+def test_a_session_is_not_made_of_classes_that_another_threads_forward_installed():
+    """Else it would call them, and write into the other request, from then on."""
+    target, prompt = tiny_target(), [1, 2, 3]
+    inside, leave, seen = threading.Event(), threading.Event(), []
+    overrides = Overrides(target.forward_lock)
+
+    def watch(x: mx.array, result: mx.array) -> None:
+        seen.append(threading.get_ident())
+        inside.set()
+        leave.wait(60)
+
+    layer = target.model.model.layers[0]
+    for module in (layer, layer.self_attn.rope):
+        overrides.watch(module, watch)
+
+    def forward() -> None:
+        with overrides.installed():
+            target.model(mx.array([prompt]))
+
+    def verify() -> None:
+        session = target.start((0,))
+        list(session.prefill(prompt))
+        session.verify(dm.Proposal([1, 2, 3], (-1, 0, 0)))
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(forward)
+        inside.wait(60)
+        second = pool.submit(verify)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.3)
+        leave.set()
+        first.result(), second.result()
+    assert len(set(seen)) == 1
+
+
+WORKERS = """
+import os, sys, threading
+import dflash_mlx as dm
+from families import random_model, target_of
+
+codes = []
+for _ in range(8):  # what is imported above is shared, but MLX has not computed anything yet
+    child = os.fork()
+    if child == 0:
+        break
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    print(*codes, flush=True)
+    os._exit(0)
+
+target, texts = target_of(random_model("qwen3"), "qwen3"), []
+
+def work():
+    texts.append(dm.generate(target, None, [1, 2, 3], max_tokens=4).tokens)
+
+threads = [threading.Thread(target=work) for _ in range(3)]
+[thread.start() for thread in threads], [thread.join() for thread in threads]
+assert len(texts) == 3 and texts[0] == texts[1] == texts[2], texts
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Metal does not survive a fork")
+def test_processes_with_worker_threads_end_well():
+    """Whether MLX's clean-up meets the interpreter's is a matter of luck, so 8 times."""
+    done = subprocess.run(
+        [sys.executable, "-c", WORKERS],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1] / "helpers",
+        timeout=300,
+    )
+    assert done.stdout.split() == ["0"] * 8, done.stderr[-2000:]

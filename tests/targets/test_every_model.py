@@ -1,0 +1,51 @@
+"""Whatever mlx-lm runs, we run: a tiny model of every kind decodes as mlx-lm's own loop does."""
+
+import json
+import re
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from families import Letters, model_of, plain_tokens, random_prompt
+from oracle import Oracle
+
+import dflash_mlx as dm
+from dflash_mlx.drafter.lookup import LookupDrafter
+from dflash_mlx.targets import Target
+
+MODELS = json.loads((Path(__file__).parents[1] / "data" / "mlx_lm_models.json").read_text())
+NEEDS_METAL = {"bitnet"}  # mlx-lm's own layers do
+TOKENS = 24
+TABLE = (
+    (Path(__file__).parents[2] / "docs" / "targets.md").read_text().partition("end of the table")
+)
+ROWS = {name: row for row in TABLE[0].splitlines() for name in re.findall(r"`(\S+)`", row)}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in NEEDS_METAL])
+def test_every_model_of_mlx_lm_decodes_plainly_and_drafted(name, make_docs):
+    model = model_of(MODELS[name], 0, 0)
+    target = Target(model, Letters(), MODELS[name], name)
+    prompt = random_prompt(9, 1) * 3  # a lookup drafts from it
+    answer = plain_tokens(model, prompt, TOKENS)
+    for drafter in (None, LookupDrafter(), Oracle(prompt, answer, target.vocab_size, p=0.6)):
+        size = None if drafter is None else 6
+        result = dm.generate(target, drafter, prompt, max_tokens=TOKENS, block_size=size)
+        assert result.tokens == answer
+    assert result.stats.rounds < TOKENS - 1
+    assert f"| {make_docs.drafting(target)} |" in ROWS[name], "run python scripts/make_docs.py"
+    if target.supports_trees:
+        check_tree(target, prompt)
+
+
+def check_tree(target, prompt):
+    """A tree's rows have the logits of their own paths."""
+    session = target.start()
+    list(session.prefill(prompt))
+    tokens = [1, 2, 3, 4, 5, 6]
+    logits, _ = session.verify(dm.Proposal(tokens, (-1, 0, 0, 1, 2, 4)))
+    for path in ((0, 1, 3), (0, 2, 4, 5)):
+        chain = target.start()
+        list(chain.prefill(prompt))
+        alone, _ = chain.verify(dm.Proposal([tokens[row] for row in path]))
+        assert mx.allclose(logits[mx.array(path)], alone, atol=1e-4), path

@@ -1,0 +1,389 @@
+"""The drift alarm: what we build on in mlx-lm, which promises none of it.
+
+When one of these fails after an update of mlx-lm, nothing is wrong with the test: look at what it
+names in dflash_mlx/targets/internals.py, and then at the pinned range in pyproject.toml.
+"""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import families
+import mlx.core as mx
+import pytest
+from mlx_lm import utils
+from mlx_lm.models import deepseek_v41, ministral3, mistral4, rope_utils
+from mlx_lm.models.activations import swiglu
+from tinymodels import END, SUPPORTED, model_config, random_model, save_target, tokenizer, wrapped
+
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.targets import internals
+from dflash_mlx.targets.parts import find_parts
+
+PACKAGE = Path(__file__).parents[2] / "dflash_mlx"
+HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+MLA = ("kimi_k25", "deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_a_kv_cache_is_its_three_fields():
+    """`rollback.py` and the drafter's context trim them and rely on there being nothing else."""
+    cache = internals.KVCache()
+    assert vars(cache) == {"keys": None, "values": None, "offset": 0}
+    rows = mx.arange(5, dtype=mx.float32).reshape(1, 1, 5, 1)
+    keys, values = cache.update_and_fetch(rows, -rows)
+    assert keys.reshape(-1).tolist() == [0, 1, 2, 3, 4]
+    assert values.reshape(-1).tolist() == [0, -1, -2, -3, -4]
+    assert cache.keys.shape[2] == internals.KVCache.step == 256
+    assert cache.trim(2) == 2 and cache.offset == 3
+    assert set(vars(cache)) == {"keys", "values", "offset"}
+    keys, _ = cache.update_and_fetch(rows[:, :, :1] + 9, rows[:, :, :1])
+    assert keys.reshape(-1).tolist() == [0, 1, 2, 9]
+    assert [type(part) for part in cache.state] == [mx.array, mx.array, int]
+
+
+@pytest.mark.parametrize("steps", [(3,), (1, 1), (9,), (6, 1), (1, 5, 1, 1, 1), (1,) * 10])
+def test_a_rotating_cache_made_of_its_window(steps):
+    """`caches.py` exports the window, and another cache goes on as this one does."""
+    caches = [internals.RotatingKVCache(max_size=4) for _ in range(2)]
+    rows = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
+    for step in steps:
+        at = caches[0].offset
+        caches[0].update_and_fetch(*[rows[:, :, at : at + step]] * 2)
+    keys, _ = internals.window_of(caches[0])
+    assert keys.reshape(-1).tolist() == list(range(max(0, at + step - 4), at + step))
+    internals.fill_window(caches[1], at + step, keys[...], keys[...])
+    for more in (1, 1, 3, 1):
+        at = caches[0].offset
+        seen = [cache.update_and_fetch(*[rows[:, :, at : at + more]] * 2)[0] for cache in caches]
+        masks = [cache.make_mask(2, window_size=4, return_array=True) for cache in caches]
+        assert sorted(seen[0].flatten().tolist()) == sorted(seen[1].flatten().tolist())
+        assert mx.array_equal(*masks) and caches[0].offset == caches[1].offset
+
+
+def test_a_rotating_cache_after_several_rows():
+    """`rollback.py` cuts its end: temporal order, `max_size - 1` older rows, no more."""
+    cache = internals.RotatingKVCache(max_size=4)
+    rows = mx.arange(9, dtype=mx.float32).reshape(1, 1, 9, 1)
+    for start, count in ((0, 1), (1, 1), (2, 4), (6, 3)):
+        keys, _ = cache.update_and_fetch(*[rows[:, :, start : start + count]] * 2)
+    assert keys.reshape(-1).tolist() == [3, 4, 5, 6, 7, 8]
+    assert internals.end_of_ring(cache) == keys.shape[2] == 6 and cache.offset == 9
+    names = {"keep", "keys", "values", "offset", "max_size", "_idx"}
+    assert set(internals.fields(cache)) == names and internals.fields(cache) is vars(cache)
+    internals.cut_ring(cache, 2)
+    assert internals.end_of_ring(cache) == 4 and cache.offset == 7
+    keys, _ = cache.update_and_fetch(*[rows[:, :, 7:8]] * 2)
+    assert sorted(keys.reshape(-1).tolist()) == [4, 5, 6, 7]
+    cache.update_and_fetch(*[rows[:, :, 8:9]] * 2)  # in place: a ring
+    assert cache.keys.reshape(-1).tolist() != [5, 6, 7, 8]
+    assert internals.in_temporal_order(cache, cache.keys).reshape(-1).tolist() == [5, 6, 7, 8]
+
+
+def test_the_other_caches_are_their_fields():
+    """What `rollback.py`, `recurrent.py`, `deepseek_v41.py` and `caches.py` read and write."""
+    assert set(vars(internals.ArraysCache(2))) == {"cache", "left_padding", "lengths"}
+    assert set(vars(internals.CacheList(internals.KVCache()))) == {"caches"}
+    assert internals.ChunkedKVCache(8).trim(0) == 0
+    assert set(vars(internals.QuantizedKVCache(32, 8))) == {
+        "keys",
+        "values",
+        "offset",
+        "group_size",
+        "bits",
+    }
+    compressed = ["compress_kv", "index_k", "pending_kv", "pending_gate"]
+    assert set(vars(internals.LayerCache(8))) == {"window_size", "offset", "window", *compressed}
+
+
+@pytest.mark.parametrize("family", HYBRID)
+def test_a_recurrence_is_what_enters_it(family):
+    """`recurrent.py` replays it from the convolution's output and the gates, bit for bit."""
+    model = families.random_model(family)
+    layer = internals.backbone(internals.text_model(model)).layers[0]
+    tokens = families.random_prompt(12, 1)
+    short, whole = (families.target_of(model, family).start() for _ in range(2))
+    for session, rows in ((short, 7), (whole, 12)):
+        list(session.prefill([1, 2, 3]))
+        session.verify(Proposal(tokens[:rows]))
+        session.commit(range(7))
+    assert type(layer.linear_attn) in (internals.GatedDeltaNet, internals.Qwen3NextGatedDeltaNet)
+    for one, other in zip(short._cache[0].cache, whole._cache[0].cache, strict=True):
+        assert mx.array_equal(one, other)
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_how_a_model_is_built_and_called(family):
+    """`Target` calls models so; `TapRecorder` records what each layer's class returns."""
+    model = random_model(model_config(family))
+    backbone = model.model
+    assert parameters(model.__call__)[:2] == ["inputs", "cache"]
+    caches = internals.make_prompt_cache(model)
+    assert [type(cache) for cache in caches] == [internals.KVCache] * len(backbone.layers)
+
+    calls = []
+
+    class Spy(type(backbone.layers[0])):
+        def __call__(self, *arguments, **options):
+            calls.append((arguments, options))
+            return super().__call__(*arguments, **options)
+
+    for layer in backbone.layers:
+        layer.__class__ = Spy
+    tokens = mx.array([[3, 4, 5]])
+    logits = model(tokens, cache=caches)
+    assert len(calls) == len(backbone.layers) == 3
+    for (x, *_), options in calls:
+        assert x.shape == (1, 3, 64) and set(options) <= {"cache"}
+    assert [cache.offset for cache in caches] == [3, 3, 3]
+    assert logits.shape == (1, 3, len(tokenizer()))
+    hidden = backbone(tokens)
+    tied = not hasattr(model, "lm_head")
+    head = backbone.embed_tokens.as_linear if tied else model.lm_head
+    assert mx.allclose(head(hidden), logits, atol=1e-5)
+
+
+def test_the_tokenizer_wrapper():
+    wrapper = wrapped([7])
+    assert wrapper.eos_token_ids == {7, tokenizer().eos_token_id}
+    first, second = wrapper.detokenizer, wrapper.detokenizer
+    assert first is not second  # a request's own
+    for token in tokenizer().encode("The fox"):
+        first.add_token(token)
+    first.finalize()
+    assert first.last_segment == "The fox" and first.last_segment == second.last_segment == ""
+    messages = [{"role": "user", "content": "hi"}]
+    ids = wrapper.apply_chat_template(messages, add_generation_prompt=True)
+    assert ids == tokenizer().encode("user: hi\nassistant:")
+    assert wrapper.has_chat_template and wrapper.bos_token is None and wrapper.eos_token == END
+    assert wrapper.backend_tokenizer.to_str() == tokenizer().backend_tokenizer.to_str()
+
+
+def test_how_models_are_loaded(tmp_path):
+    assert parameters(utils.load_model)[:3] == ["model_path", "lazy", "strict"]
+    assert parameters(utils.load_tokenizer)[1:] == ["tokenizer_config_extra", "eos_token_ids"]
+    folder = save_target(tmp_path, "qwen3_moe", eos_token_id=5)
+    model, config = utils.load_model(folder, lazy=True)
+    assert config["eos_token_id"] == 5 and config["hidden_size"] == 64
+    # True, False or how to quantize, for a layer's path
+    assert model.quant_predicate("model.layers.0.self_attn.q_proj", None) is True
+    assert model.quant_predicate("model.layers.0.mlp.gate", None)["bits"] == 8
+    wrapper = utils.load_tokenizer(folder, eos_token_ids=[5])
+    assert 5 in wrapper.eos_token_ids
+
+
+def test_what_the_drafter_is_made_of():
+    names = ["dims", "base", "traditional", "scaling_config", "max_position_embeddings"]
+    assert parameters(rope_utils.initialize_rope) == names
+    gate, x = mx.array([1.0, -2.0]), mx.array([3.0, 5.0])
+    assert mx.allclose(swiglu(gate, x), gate * mx.sigmoid(gate) * x)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v32"])
+def test_a_pipeline_gives_the_first_rank_the_last_layers(family):
+    model = families.random_model(family)
+    backbone = internals.backbone(internals.text_model(model))
+    layers = list(model.layers)
+    assert internals.has_pipeline(backbone) and internals.first_layer(model) == 0
+    backbone.pipeline(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+    assert layers[2:] == model.layers
+    assert internals.first_layer(model) == 2 and len(backbone.layers) == len(layers)
+    assert not internals.has_pipeline(internals.backbone(families.random_model("qwen3")))
+
+
+@pytest.mark.parametrize(
+    ("module", "inner"),
+    [(ministral3, ministral3.LanguageModel), (mistral4, mistral4.Mistral4Model)],
+)
+def test_queries_are_scaled_by_a_global_function_of_the_position(module, inner):
+    scale = getattr(module, internals.QUERY_SCALE)
+    assert parameters(scale) == ["size", "offset", "beta", "max_position_embeddings"]
+    assert mx.array_equal(scale(5, 7, 0.1, 4)[2:], scale(3, 9, 0.1, 4))
+    assert internals.QUERY_SCALE in inner.__call__.__code__.co_names
+
+
+def test_this_file_tries_all_that_is_named_there():
+    tree = ast.parse((PACKAGE / "targets" / "internals.py").read_text())
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.asname for alias in node.names if alias.asname}
+        elif isinstance(node, ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {name.id for name in node.targets if isinstance(name, ast.Name)}
+    tried = set(re.findall(r"internals\.(\w+)", Path(__file__).read_text()))
+    assert names - {"__all__"} == tried - {"py", "__all__"}
+
+
+def test_nothing_private_is_touched_elsewhere():
+    """Neither by import, nor, beside the target's models, by any name of the file above."""
+    for path in PACKAGE.rglob("*.py"):
+        if path == PACKAGE / "targets" / "internals.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlx_lm"):
+                names = [alias.name for alias in node.names]
+                assert not any(name.startswith("_") for name in names), path
+                assert path.parent.name != "targets" or names == ["TokenizerWrapper"], path
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in ("_idx", "_temporal_order", "make_mask"), path
+
+
+def test_the_functions_take_what_we_hand_them():
+    named = {
+        internals.scaled_dot_product_attention: "queries keys values cache scale mask sinks",
+        internals.gated_delta_update: "q k v a b A_log dt_bias state mask use_kernel",
+        internals.compute_g: "A_log a dt_bias",
+        internals.ssm_step: "mixer x b c dt state",
+        internals.normalize_qk: "q k inv_scale eps",
+        internals.apply_rope: "x rope rope_dim offset",
+        internals.fake_quant_fp4: "x block_size",
+        internals.classes_of: "config",
+        internals.make_prompt_cache: "model",
+        deepseek_v41.Attention.__call__: "self x start_pos window_idx cache shared",
+        deepseek_v41.Compressor.__call__: "self x start_pos cache",
+        deepseek_v41.Indexer.__call__: "self x q_residual index_k candidates rope start_pos",
+    }
+    for function, names in named.items():
+        assert parameters(function)[: len(names.split())] == names.split(), function
+    for kind in (internals.KVCache, internals.RotatingKVCache):
+        assert parameters(kind.update_and_fetch) == ["self", "keys", "values"]
+    assert parameters(internals.RotatingKVCache.make_mask)[:4] == [
+        *("self", "N", "window_size", "return_array")
+    ]
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_where_a_family_has_its_parts(family):
+    config = families.CONFIGS[family]
+    shape = config.get("text_config", config)
+    model = families.random_model(family)
+    assert isinstance(model, internals.classes_of(config)[0])
+    text = internals.text_model(model)
+    parts = find_parts(model)
+    assert len(model.layers) == shape["num_hidden_layers"]
+    gemma = family.startswith("gemma4")
+    assert internals.own_head(text) is parts.head
+    assert (parts.head is None) == (gemma or family == "lfm2_moe")
+    scale = internals.embed_scale(internals.backbone(text))
+    assert scale == (shape["hidden_size"] ** 0.5 if gemma else None)
+
+    caches = internals.make_prompt_cache(model)
+    model(mx.array([[1, 2, 3]]), cache=caches)
+    for layer, cache in zip(parts.owners, caches, strict=True):
+        attention, mixer = internals.attention_of(layer), internals.mixer_of(layer)
+        assert (attention is None) == (mixer is not None)
+        if mixer is not None:
+            assert (type(mixer) in internals.SHORT_CONVOLUTIONS) == (family == "lfm2_moe")
+            assert (type(mixer) in internals.MAMBA2) == (family == "nemotron_h")
+            assert (type(mixer) in internals.GATED_DELTA) == (family in HYBRID)
+            continue
+        assert internals.is_mla(layer) == (family in MLA)
+        assert family != "deepseek_v3" or type(attention) is internals.DeepseekV3Attention
+        indexed = type(attention) is internals.DeepseekV32Attention
+        assert indexed == (family in ("deepseek_v32", "glm_moe_dsa"))
+        assert internals.has_sinks(attention) == (family in ("gpt_oss", "deepseek_v41"))
+        assert type(attention).__call__.__code__.co_names.count(internals.ATTENTION) == (
+            family != "deepseek_v41"
+        )
+        if internals.has_key_projection(attention):
+            heads, size = internals.key_heads(attention), internals.head_size(attention)
+            assert cache.keys.shape[1::2] == (heads, size)
+            assert internals.query_heads(attention) % heads == 0
+        else:
+            assert family in MLA or family == "deepseek_v41"
+        assert internals.own_class(layer) is type(layer)
+        ropes = [m for path, m in layer.named_modules() if path.rpartition(".")[2] == "rope"]
+        assert bool(ropes) != internals.turns_nothing(layer) and not internals.masks_itself(layer)
+        assert {type(rope).__name__ for rope in ropes} <= internals.ROPES
+
+
+def test_which_recurrences_are_known():
+    kinds = {*internals.SHORT_CONVOLUTIONS, *internals.MAMBA2}
+    assert {kind.__name__ for kind in kinds} >= {"ShortConv", "NemotronHMamba2Mixer"}
+    assert internals.MIXERS and internals.NOPE and internals.OWN_MASKS
+
+
+def test_which_layers_compress():
+    layers = families.random_model("deepseek_v41").model.layers
+    assert [internals.compression(layer.self_attn) for layer in layers] == [0, 4, 0, 0]
+    assert internals.compression(families.random_model("qwen3").model.layers[0].self_attn) == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma4_dense", "deepseek_v32", "llama"])
+def test_models_ask_their_caches(family):
+    """For masks and for what is kept: there a draft tree comes in."""
+    model = families.random_model(family)
+    plain = internals.make_prompt_cache(model)
+    asked = internals.make_prompt_cache(model)
+    tokens, seen = mx.array([[1, 2, 3]]), []
+
+    def told(name, own):
+        def call(*args, **options):
+            assert name != "mask" or set(options) <= {"return_array", "window_size"}
+            seen.append(name)
+            return own(*args, **options)
+
+        return call
+
+    parts = [part for cache in asked for part in getattr(cache, "caches", (cache,))]
+    for part in parts:
+        masks, keeps = told("mask", part.make_mask), told("keep", part.update_and_fetch)
+        assert not internals.is_hooked(part)
+        internals.hook(part, masks, keeps)
+        assert internals.is_hooked(part)
+    logits = model(tokens, cache=asked)
+    assert mx.array_equal(logits, model(tokens, cache=plain))
+    assert seen.count("keep") == len(parts) and "mask" in seen
+    for part in parts:
+        internals.unhook(part)
+    model(tokens, cache=asked)
+    assert seen.count("keep") == len(parts)
+    assert not {"make_mask", "update_and_fetch"} & set(internals.fields(parts[0]))
+
+
+def test_windows_and_masks_of_the_next_rows():
+    """What `batched_rows` asks of each request's cache, a model would get from it alone."""
+    model = families.random_model("deepseek_v41")
+    caches = internals.make_prompt_cache(model)
+    for count in (3, 20, 20, 1):
+        first = caches[0]
+        found, held = internals.window_indices(first, count), first.window
+        rows = held.shape[1] if held is not None else 0
+        width = min(first.window_size, rows + count)
+        last = rows + mx.arange(count)[:, None]  # each row itself
+        expected = mx.maximum(last - first.window_size + 1, 0) + mx.arange(width)
+        assert mx.array_equal(found, mx.where(expected > last, -1, expected))
+        model(mx.zeros((1, count), mx.int32), cache=caches)
+    asked = {"return_array": False, "window_size": None}  # by name, as mlx-lm's models do
+    for cache in (internals.KVCache(), internals.RotatingKVCache(8)):
+        assert internals.mask_of(cache, 1, **asked) is None
+        assert internals.mask_of(cache, 2, **asked) == "causal"
+        assert internals.mask_of(cache, 3, **asked | {"return_array": True}).shape == (3, 3)
+    assert internals.mask_of(internals.ArraysCache(2), 4) is None
+
+
+def test_which_recurrences_are_sharded():
+    layer = families.random_model("qwen3_5").language_model.model.layers[0]
+    assert layer.linear_attn.sharding_group is None  # the name of what `shard` sets
+    assert internals.sharding_group(layer.linear_attn) is None
+    layer.linear_attn.sharding_group = object()
+    assert internals.sharding_group(layer.linear_attn) is not None
+    without = families.random_model("qwen3_next").layers[0].linear_attn
+    assert internals.sharding_group(without) is None
+
+
+def test_a_window_tells_what_enters_it():
+    model, seen = families.random_model("deepseek_v41"), []
+    caches = internals.make_prompt_cache(model)
+    internals.watch_window(caches[0], seen.append)
+    model(mx.array([[1, 2, 3]]), cache=caches)
+    model(mx.array([[4, 5]]), cache=caches)
+    assert [rows.shape[1] for rows in seen] == [3, 2]
+    assert mx.array_equal(caches[0].window, mx.concatenate(seen, axis=1))

@@ -1,0 +1,198 @@
+"""The embedded pair is what its model card promises: small, identical, quick, and right."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from oracle import Oracle
+from pair_worker import PER_CATEGORY, read_prompts, shortest_of_each
+from tinymodels import greedy
+
+import dflash_mlx as dm
+from dflash_mlx.loop import generate
+
+TINY = Path(str(files("dflash_mlx").joinpath("tiny")))
+WORKER = Path(__file__).parents[1] / "helpers" / "pair_worker.py"
+CATEGORIES = {"arithmetic", "counting", "units", "code", "story", "qa", "chat"}
+PROBLEMS = ["arithmetic", "counting", "units"]  # with one right answer
+FIRST_TOKENS = 20  # of each answer compared with mlx-lm: more than a block
+# Oracles, and how wide: no wider than they are right, or the test would mostly wait.
+FEWER = {None: 4, 8: 1, 4: 1}  # prompts of a category, by bits
+FILTERS = [
+    {},
+    {"top_k": 3, "top_p": 0.6, "min_p": 0.001},
+    {"repetition_penalty": 1.5, "presence_penalty": 3.0, "frequency_penalty": 1.0},
+]
+ORACLES = {0.0: 3, 0.5: 4, 0.9: 10, 1.0: 16}
+
+pytestmark = pytest.mark.skipif(
+    not (TINY / "drafter" / "model.safetensors").is_file(),
+    reason="THE EMBEDDED PAIR IS MISSING: train it with recipes/train_tiny.sh",
+)
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict]:
+    """Whole answers, by a process of its own: on the fast BLAS, as people run it."""
+    done = subprocess.run(
+        [sys.executable, str(WORKER), str(TINY)],
+        capture_output=True,
+        text=True,
+        cwd=WORKER.parent,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def prompts() -> list[dict]:
+    lines = (TINY / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_it_is_small():
+    sizes = [path.stat().st_size for path in TINY.rglob("*") if path.is_file()]
+    assert sum(sizes) <= 9_000_000
+
+
+def test_its_prompts():
+    records = prompts()
+    assert {record["category"] for record in records} == CATEGORIES
+    assert all(record["answer"].strip() for record in records)
+    assert all(("prompt" in record) != ("messages" in record) for record in records)
+    assert any(len(record.get("messages", ())) > 1 for record in records)  # turns before the last
+    asked = [json.dumps(record.get("messages") or record["prompt"]) for record in records]
+    assert len(set(asked)) == len(asked) >= 60
+
+
+def test_its_model_card_is_there():
+    card = (TINY / "README.md").read_text(encoding="utf-8")
+    assert all(category in card for category in CATEGORIES)
+
+
+def test_mlx_lm_loads_the_target():
+    from mlx_lm import load as mlx_lm_load
+
+    theirs, tokenizer = mlx_lm_load(str(TINY / "target"))
+    ours = dm.load_target("tiny")
+    theirs.set_dtype(mx.float32)
+    question = [{"role": "user", "content": "What is 47 + 38?"}]
+    tokens = tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    assert tokens == ours.tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    assert tokenizer.eos_token_ids == ours.tokenizer.eos_token_ids
+    logits = [model(mx.array([tokens])) for model in (theirs, ours.model)]
+    assert mx.allclose(*logits, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("bits", [{}, {"target_bits": 8}, {"target_bits": 4, "draft_bits": 4}])
+def test_it_loads_by_name_and_answers(bits):
+    target, drafter = dm.load("tiny", **bits)
+    result = generate(
+        target, drafter, [{"role": "user", "content": "What is 47 + 38?"}], max_tokens=100
+    )
+    assert result.finish_reason == "stop"
+    assert bits or "85" in result.text
+    assert result.stats.acceptance_length > 3
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_text_is_continued_with_its_space_if_that_is_asked_for(drafted):
+    target, drafter = dm.load("tiny")
+    for prompt in ("Ones: 7 +", "Let us add 4", "Hello there"):
+        ask = partial(dm.generate, target, drafter if drafted else None, prompt, max_tokens=6)
+        whole = target.tokenizer.decode([*target.tokenizer.encode(prompt), *ask().tokens])
+        assert prompt + ask(continues=True).text == whole
+        assert ask().text == whole[len(prompt) :].removeprefix(" ")
+    with pytest.raises(dm.DFlashError, match="continues must be True or False"):
+        ask(continues=1)
+
+
+def test_its_second_drafter_accepts_more():
+    target, dflash = dm.load("tiny")
+    _, dflash2 = dm.load("tiny", draft="tiny-dflash2")
+    assert type(dflash2).__name__ == "DFlash2"
+    rounds = [0, 0]
+    for record in read_prompts(TINY)[::14]:
+        first, second = (generate(target, each, record["messages"]) for each in (dflash, dflash2))
+        assert first.tokens == second.tokens
+        rounds = [rounds[0] + first.stats.rounds, rounds[1] + second.stats.rounds]
+    assert rounds[1] < rounds[0]
+
+
+def in_its_own_process(bits: int | None):
+    """Each takes long, and they share nothing."""
+    return pytest.param(bits, marks=pytest.mark.xdist_group(f"tiny pair, {bits} bits"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [in_its_own_process(bits) for bits in (None, 8, 4)])
+def test_every_drafter_gives_mlx_lms_tokens(bits):
+    """With weights as they are, of 8 and of 4 bits; drafted by the pair's own and by oracles.
+
+    These and plain decoding take turns: what one gets wrong is of no prompt. In few bits, where a
+    product takes MLX's CPU ten times as long and is the same for both, with fewer prompts.
+    """
+    target, drafter = dm.load("tiny", target_bits=bits, draft_bits=bits)
+    records = shortest_of_each(read_prompts(TINY), FEWER[bits])
+    assert len(records) == len(CATEGORIES) * FEWER[bits]
+    turns = [(None, None), *ORACLES.items()]
+    for number, record in enumerate(records):
+        messages = record["messages"]
+        prompt = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        answer = greedy(target, prompt, FIRST_TOKENS)
+        p, width = turns[number % len(turns)]
+        other = None if p is None else Oracle(prompt, answer, target.vocab_size, p, seed=number)
+        for contestant, rows in ((drafter, None), (other, width)):
+            result = generate(target, contestant, prompt, block_size=rows, max_tokens=FIRST_TOKENS)
+            assert result.tokens == answer, (contestant, p, messages)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("tiny pair, sampled")
+@pytest.mark.parametrize(("first", "temperature"), enumerate((0.3, 0.8, 2.0)))
+def test_sampled_drafts_are_plain_text(first, temperature):
+    """Filters and penalties so strong that few tokens tell rows without them; any draft length."""
+    target, drafter = dm.load("tiny")
+    tokens = rounds = 0
+    for seed, record in enumerate(shortest_of_each(read_prompts(TINY), 3)):
+        settings = FILTERS[(first + seed) % 3] | {"temperature": temperature, "seed": seed}
+        asked, settings["max_tokens"] = record["messages"], 12
+        plain = generate(target, None, asked, **settings).tokens
+        pinned = generate(target, drafter, asked, block_size=1 + seed % 16, **settings)
+        drafted = generate(target, drafter, asked, **settings)
+        assert drafted.tokens == pinned.tokens == plain
+        rounds, tokens = rounds + drafted.stats.rounds, tokens + drafted.stats.round_tokens
+    assert tokens > 1.5 * rounds
+
+
+def acceptance_length(answers: Iterable[dict]) -> float:
+    answers = list(answers)
+    return sum(a["tokens"] for a in answers) / sum(a["rounds"] for a in answers)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("tiny pair, answers")
+class TestAnswers:
+    """What the pair says to ten prompts of each category, to the end of each answer."""
+
+    def test_the_drafted_are_mlx_lms(self, answers):
+        assert len(answers) == len(CATEGORIES) * PER_CATEGORY
+        assert all(answer["as mlx-lm's"] for answer in answers)
+
+    def test_acceptance_length(self, answers):
+        assert acceptance_length(answers) >= 7.0
+
+    @pytest.mark.parametrize("category", sorted(CATEGORIES))
+    def test_acceptance_length_by_category(self, answers, category):
+        assert acceptance_length(a for a in answers if a["category"] == category) >= 4.0
+
+    @pytest.mark.parametrize("category", PROBLEMS)
+    def test_they_are_right(self, answers, category):
+        exact = [a["exact"] for a in answers if a["category"] == category]
+        assert len(exact) >= 9 and sum(exact) / len(exact) >= 0.85
