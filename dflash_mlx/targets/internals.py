@@ -2,8 +2,8 @@
 
 Kinds of caches and layers, private functions, the names of layers' parts, and cache fields that are
 read or written. The rest of the package asks here. tests/targets/test_mlx_lm.py tries each of them
-against the installed mlx-lm; when an update moves something, it fails under the name used here. (The
-layers with kernels are named in `kernels`. A forward of ours, such as `mla`, reads its layer's
+against the installed mlx-lm; when an update moves something, it fails under the name used here.
+(The layers with kernels are named in `kernels`. A forward of ours, such as `mla`, reads its layer's
 parts by their own names; the tests list those.)
 """
 
