@@ -67,7 +67,7 @@ def answer() -> str:
 
 
 def test_help_and_models_do_without_mlx():
-    inspect = ["models", "--inspect", str(HERE / "data" / "golden" / "dflash2")]
+    inspect = ["models", "--inspect", str(HERE.parent / "data" / "golden" / "dflash2")]
     runs = [["generate", "--help"], ["models"], inspect, ["--version"]]
     code = f"{NO_MLX} from dflash_mlx.cli.app import app;"
     code += f"[app(arguments, standalone_mode=False) for arguments in {runs}]"

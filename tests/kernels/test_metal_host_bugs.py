@@ -175,6 +175,7 @@ import sys
 from pathlib import Path
 from metal_host import compiler
 compiler.CACHE = Path(sys.argv[1])
+sys.path.append(sys.argv[2])
 import test_metal_host_bugs
 test_metal_host_bugs.sample().run(checked=False)
 """
@@ -185,5 +186,5 @@ def test_a_copied_cache_has_a_runtime_of_its_own(tmp_path):
     sample().run(checked=False)
     for library in compiler.CACHE.glob("*.so"):
         shutil.copy(library, tmp_path)
-    command = [sys.executable, "-c", RUN_A_COPY, str(tmp_path)]
+    command = [sys.executable, "-c", RUN_A_COPY, str(tmp_path), str(Path(__file__).parent)]
     subprocess.run(command, cwd=Path(__file__).parents[1] / "helpers", check=True)
