@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import mlx.core as mx
 
@@ -27,7 +27,7 @@ from ..errors import ProposalError, SettingsError
 from ..proposal import Proposal
 from ..sampling import Sampler
 from ..targets.taps import gathered
-from ..validation import brief, check_type
+from ..validation import brief
 from .prompt_lookup import PromptLookup
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ class SupportsDrafting(Protocol):
         """Draft at most `width` rows that begin with `anchor`, the last committed token."""
 
 
-@runtime_checkable
 class Drafter(Protocol):
     """Drafts for any number of requests; each has its own session."""
 
@@ -303,8 +302,21 @@ def kernels_of(drafter: Drafter | None) -> Kernels | None:
     return getattr(drafter, "kernels", None)
 
 
+def is_drafter(value: object) -> TypeGuard[Drafter]:
+    """Whether a value has what `Drafter` names.
+
+    `isinstance` does not tell: since Python 3.12 it passes over `__getattr__`, and an MLX module
+    keeps tuples such as `tap_layers` behind it.
+    """
+    started: object = getattr(value, "start", None)
+    return callable(started) and hasattr(value, "tap_layers") and not isinstance(value, type)
+
+
 def check_pair(target: object, drafter: object) -> None:
     """Raise `SettingsError` unless these are a target, and a drafter or None."""
     if not hasattr(target, "tokenizer") or isinstance(target, type):
         raise SettingsError(f"target must be such as dm.load_target(...), not {brief(target)}.")
-    check_type("drafter", drafter, Drafter, "dm.load_drafter(...)")
+    if not (drafter is None or is_drafter(drafter)):
+        raise SettingsError(
+            f"drafter must be None or a drafter (dm.load_drafter(...)), not {brief(drafter)}."
+        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from ..drafter.protocol import Drafter, check_pair, drafts_trees, slot_cost
+from ..drafter.protocol import Drafter, check_pair, drafts_trees, is_drafter, slot_cost
 from ..drafter.protocol import block_size as drafter_block_size
 from ..errors import SettingsError
 from ..sampling import DraftSharpness
@@ -68,7 +68,7 @@ class DraftPolicy:
         Raises `SettingsError`, also without a drafter: plain decoding drafts nothing.
         """
         check_pair(target, None)
-        if not isinstance(drafter, Drafter) or isinstance(drafter, type):
+        if not is_drafter(drafter):
             raise SettingsError(f"A policy is for a target and its drafter, not {brief(drafter)}.")
         asked = check_integer("block_size", block_size, most=MOST_ROWS)
         most = min(asked, drafter_block_size(drafter) or MOST_ROWS)

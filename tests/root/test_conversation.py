@@ -152,8 +152,8 @@ def test_another_pair_is_refused():
     ("settings", "told"),
     [
         ({"target": "tiny"}, "^target must be such as"),
-        ({"drafter": LookupDrafter}, "^drafter must be None or such as"),  # its class
-        ({"prefix": "folder"}, "^prefix must be None or such as"),
+        ({"drafter": LookupDrafter}, "^drafter must be None or "),  # its class
+        ({"prefix": "folder"}, "^prefix must be None or "),
         ({"kv_bits": 3}, "must be 8 or 4"),
         ({"kv_bits": np.array([8, 4])}, "must be 8 or 4"),
         ({"salt": b"me"}, "^salt must be text"),

@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from oracle import Oracle, Proposes
@@ -30,8 +31,26 @@ VOCABULARY = len(tokenizer())
 @pytest.mark.parametrize("value", [5, "tiny", object(), Oracle])
 def test_what_is_no_drafter_policy_or_conversation_is_refused(name, value):
     given = {"drafter": None, "policy": None, "conversation": None} | {name: value}
-    with pytest.raises(SettingsError, match=f"^{name} must be None or such as"):
+    with pytest.raises(SettingsError, match=f"^{name} must be None or "):
         stream_generate(target(), given.pop("drafter"), PROMPT, **given)
+
+
+class ModuleDrafter(nn.Module):
+    """A user's network: MLX keeps its tuple out of the sight of `inspect.getattr_static`."""
+
+    def __init__(self):
+        super().__init__()
+        self.tap_layers = (0, 2)
+
+    def start(self, target, sampler):
+        return Proposes(lambda anchor, width: Proposal([anchor]))
+
+
+def test_an_mlx_module_is_a_drafter_on_every_python():
+    drafter = ModuleDrafter()
+    assert DraftPolicy.of(target(), drafter).block_size == 16
+    result = generate(target(), drafter, PROMPT, max_tokens=4)
+    assert result.tokens == generate(target(), None, PROMPT, max_tokens=4).tokens
 
 
 def test_a_policy_of_what_is_no_pair_is_refused():
