@@ -20,6 +20,17 @@ from .worker import Worker, WorkerLimitError
 
 SECONDS = 10  # of a template
 MAX_GROWTH, MAX_ADDED = 4, 2**20  # bytes of a text: for each of the messages, and beside them
+# What `apply_chat_template` raises: jinja2, transformers, and templates that are Python code.
+TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _NAMES = ("messages", "tools", "add_generation_prompt", "enable_thinking", "thinking")
 _VARIABLES = "".join(
@@ -49,8 +60,8 @@ def apply_chat_template(
         continue_final_message: leave the last message's turn open instead.
         settings: more variables of the template, such as tools.
 
-    Raises `TemplateLimitError` for a template that takes too long or too much memory, and whatever
-    transformers raises for messages that are none, or jinja2 for a template that refuses them.
+    Raises `TemplateLimitError` for a template that takes too long or too much memory, and
+    `TEMPLATE_ERRORS` for messages that transformers or the template refuses.
     """
     is_bare = isinstance(tokenizer, PreTrainedTokenizerBase)
     own: Any = tokenizer if is_bare else tokenizer._tokenizer

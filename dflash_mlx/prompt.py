@@ -9,9 +9,9 @@ from itertools import takewhile
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from .chat_template import apply_chat_template, template_reads
+from .chat_template import TEMPLATE_ERRORS, apply_chat_template, template_reads
 from .errors import PromptError, SettingsError
-from .validation import ErrorWrapper, brief
+from .validation import TOKENIZER_ERRORS, ErrorWrapper, brief
 
 if TYPE_CHECKING:
     from .targets import Target
@@ -125,8 +125,7 @@ def token_ids(
         bos = tokenizer.bos_token
         add_special = bos is None or not prompt.startswith(bos)
         _check_text(prompt)
-        with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt"):
-            return list(tokenizer.encode(prompt, add_special_tokens=add_special))
+        return _encode(tokenizer, prompt, add_special)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise PromptError(_FORMS + (_ARRAY_HINT if hasattr(prompt, "tolist") else ""))
     if all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
@@ -178,9 +177,14 @@ def _apply_template(
 ) -> list[int]:
     """Token ids of messages, put through the chat template. Raises `PromptError`."""
     texts = list(map(_with_text, messages))
-    with ErrorWrapper(PromptError, "The chat template refuses these messages"):
+    with ErrorWrapper(PromptError, "The chat template refuses these messages", TEMPLATE_ERRORS):
         text = apply_chat_template(tokenizer, texts, generation_prompt, **(template or {}))
-        return list(tokenizer.encode(text, add_special_tokens=False))
+    return _encode(tokenizer, text, False)
+
+
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt", TOKENIZER_ERRORS):
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .errors import ConfigError
 from .events import FinishReason
-from .validation import ErrorWrapper
+from .validation import TOKENIZER_ERRORS, ErrorWrapper
 
 
 class Piece(NamedTuple):
@@ -55,7 +55,7 @@ class TextStream:
         self.finish_reason: FinishReason | None = None if max_tokens > 0 else "length"
         self._held = ""
         message = "The target's tokenizer cannot make text of its tokens"
-        self._wrap_errors = ErrorWrapper(ConfigError, message)
+        self._tokenizer_errors = ErrorWrapper(ConfigError, message, TOKENIZER_ERRORS)
 
     def add(self, tokens: Sequence[int]) -> Piece:
         """Take a step's tokens, up to the end of the text.
@@ -64,12 +64,11 @@ class TextStream:
         """
         used: list[int] = []
         text = ""
-        with self._wrap_errors:
-            for token in tokens:
-                if self.finish_reason is not None:
-                    break
-                used.append(token)
-                text += self._add_token(token)
+        for token in tokens:
+            if self.finish_reason is not None:
+                break
+            used.append(token)
+            text += self._add_token(token)
         return Piece(text, used, self.finish_reason)
 
     def _add_token(self, token: int) -> str:
@@ -78,8 +77,9 @@ class TextStream:
         if token in self._eos_ids:
             self.finish_reason = "stop"
             return self._finalize()
-        self._detokenizer.add_token(token)
-        text = self._detokenizer.last_segment
+        with self._tokenizer_errors:
+            self._detokenizer.add_token(token)
+            text = self._detokenizer.last_segment
         self._held += text
         stops = bool(self._stop)
         if stops and self._stop_applies is not None:
@@ -96,9 +96,10 @@ class TextStream:
 
     def _finalize(self) -> str:
         """The rest of the text, up to a stop string that it completes."""
-        self._detokenizer.finalize()
-        # A text that ends inside a character ends before it.
-        self._held += self._detokenizer.last_segment.rstrip("\ufffd")
+        with self._tokenizer_errors:
+            self._detokenizer.finalize()
+            # A text that ends inside a character ends before it.
+            self._held += self._detokenizer.last_segment.rstrip("\ufffd")
         if self._stop:
             self._cut_at_stop()
         return self._held

@@ -4,9 +4,9 @@ A model folder may be damaged, or made to do damage. So only ordinary files are 
 block), their size is checked before they are read, and a number before it is used: Python's
 integers have no bound, and `float` and `math.isfinite` raise for large ones.
 
-mlx-lm, transformers, tokenizers and MLX expect intact files. With damaged ones they raise whatever
-Python raises on the way: a `KeyError` for a missing field, a `ZeroDivisionError` for no heads.
-`ErrorWrapper` turns the known ones into ours; any other exception is a bug and is not hidden.
+Other libraries expect intact files, and raise errors of their own for damaged ones. An
+`ErrorWrapper` goes around one call of one library, and names the classes that this call raises. It
+never goes around a caller's function: what that raises comes out as it was raised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,21 @@ MAX_BYTES = 2**63 - 1  # the largest file or memory size
 _MAX_REPR = 60  # characters of a value in a message
 _MAX_REASON = 200  # characters of another library's message in ours
 
-_LIBRARY_ERRORS = (
+
+class TokenizersError(Exception):
+    """In `ErrorWrapper.classes`: a bare Exception, or a panic. tokenizers raises those."""
+
+
+# Encoding a text, or making text of token ids: tokenizers' own, transformers' and mlx-lm's.
+TOKENIZER_ERRORS = (
+    AttributeError,
+    LookupError,
+    OverflowError,
+    TypeError,
+    ValueError,
+    TokenizersError,
+)
+_LIBRARY_ERRORS = (  # until every use names its own
     ArithmeticError,  # ZeroDivisionError, OverflowError: a size of 0, a number too large for C
     AssertionError,  # mlx-lm's models check their config with assert
     AttributeError,  # a list in place of an object, a class that does not exist
@@ -51,22 +65,26 @@ _LIBRARY_ERRORS = (
 
 @dataclass(frozen=True)
 class ErrorWrapper(AbstractContextManager["ErrorWrapper", None]):
-    """A context around calls of other libraries: their errors leave it as `error`.
+    """A context around one call of another library: its errors leave it as `error`.
 
     Attributes:
         error: the error to raise instead.
         message: what is wrong; the library's own reason follows in brackets.
+        classes: what the call raises.
     """
 
     error: type[DFlashError]
     message: str
+    classes: tuple[type[BaseException], ...] = (*_LIBRARY_ERRORS, TokenizersError)
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Raise our error in place of a known one."""
+        """Raise our error in place of a named one."""
         if error is None or isinstance(error, DFlashError):
             return
         kind = type(error)
-        if issubclass(kind, _LIBRARY_ERRORS) or _is_from_rust(kind):
+        if issubclass(kind, self.classes) or (
+            TokenizersError in self.classes and _is_from_rust(kind)
+        ):
             # These have readable messages; a KeyError, for example, only holds the key.
             readable = kind is Exception or issubclass(kind, OSError | ValueError | TemplateError)
             name = "" if readable else f"{kind.__name__}: "
