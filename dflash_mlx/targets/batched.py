@@ -71,6 +71,7 @@ class BatchVerifier:
 
     def __init__(self, target: Target) -> None:
         self._target = target
+        self._starts_early = False  # whether a forward's first layers run while others are built
         self._tapped: dict[tuple[int, ...], tuple[Overrides, TapRecorder]] = {}
         self._layers = next(filter(None, map(self._try, (1, 0))), None)
         self.level = None if self._layers is None else self._layers.level
@@ -107,6 +108,7 @@ class BatchVerifier:
         proposals: Sequence[Proposal],
         tokens: mx.array | None,
     ) -> Verified:
+        self._starts_early = tokens is None  # else they come from a step that still runs
         forwards = [*self._forwards([len(proposal) for proposal in proposals])]
         if tokens is not None and len(forwards) > 1:
             proposals, tokens = [Proposal(row) for row in mx.split(tokens, len(tokens))], None
@@ -133,6 +135,7 @@ class BatchVerifier:
             end.session.leave_slot()
         sessions = [end.session for end in ends]
         rows = [end.session.request_rows(Proposal(end.tokens)) for end in ends]
+        self._starts_early = True
         logits, taps = self._verify(self._layers, sessions, rows, last_only=True)
         for end in ends:
             end.session.commit(range(len(end.tokens)))
@@ -178,6 +181,7 @@ class BatchVerifier:
             with self._target.forward_lock:
                 overrides = Overrides(self._target.forward_lock)
                 self._tapped[tapped] = overrides, self._target.tap(tapped, overrides)
+                self._target.hand_over(overrides, lambda: self._starts_early)
         return self._tapped[tapped]
 
     def _try(self, level: int) -> BatchedLayers | None:

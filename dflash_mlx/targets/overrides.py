@@ -36,12 +36,15 @@ class Overrides:
 
     def replace(self, module: nn.Module, call: Callable[..., Any]) -> None:
         """Have `call(module, *args, **kwargs)` run instead of the module's own `__call__`."""
-        cls = type(module)
+        cls = self._class_of(module)
         self.entries.append((module, type(cls.__name__, (cls,), {"__call__": call})))
 
     def watch(self, module: nn.Module, seen: Callable[[Any, Any], None]) -> None:
-        """Have `seen(first argument, result)` run after each call of the module."""
-        own = type(module).__call__
+        """Have `seen(first argument, result)` run after each call of the module.
+
+        The call is the module's own, or what replaces it in this set so far.
+        """
+        own = self._class_of(module).__call__
 
         def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
             result = own(self, x, *args, **kwargs)
@@ -49,6 +52,11 @@ class Overrides:
             return result
 
         self.replace(module, call)
+
+    def _class_of(self, module: nn.Module) -> Any:
+        """The module's class under this set: of its last entry, or its own."""
+        found = (cls for one, cls in reversed(self.entries) if one is module)
+        return next(found, type(module))
 
     def installed(self, *others: Overrides) -> AbstractContextManager[Any]:
         """Install these overrides, then `others` of the same target, for the forwards inside.

@@ -89,6 +89,8 @@ class TargetSession:
             for rollback in self._rollback if target.wiring.exact else ():
                 if isinstance(rollback, RecurrentRollback):
                     rollback.recurrence.kernels = target.wiring.kernels
+        self._starts_early = False  # whether a verify's first layers run while others are built
+        target.hand_over(self._verify, lambda: self._starts_early)
         self._tree_reader: TreeAttention | None = None  # made for the first tree
         self.kv_bits = kv_bits
         self._uncommitted: Proposal | None = None  # of the last verify
@@ -167,6 +169,8 @@ class TargetSession:
                 stack.enter_context(reader.reading(tree))
                 stack.enter_context(self._verify.installed(reader.overrides))
             ids = proposal.array(self._target.vocab_size)
+            # A plain step's token that is on the device comes from a step that still runs.
+            self._starts_early = len(proposal) > 1 or not isinstance(proposal.tokens, mx.array)
             logits = self._model(ids[None], cache=self._cache)
         return logits.squeeze(0), self._verify_taps.take(len(proposal))
 

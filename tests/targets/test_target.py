@@ -4,17 +4,22 @@ import sys
 
 import mlx.core as mx
 import pytest
+from families import FAMILIES, target_of, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
+from oracle import Oracle
 from tinymodels import (
     SUPPORTED,
     target,
     tokenizer,
 )
+from trees import TreeOracle
 
+import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.proposal import Proposal
+from dflash_mlx.targets.batched import BatchVerifier
 from dflash_mlx.targets.session import LAST_STEP, longest_step
 
 VOCABULARY = len(tokenizer())
@@ -129,3 +134,46 @@ def test_a_verify_evaluates_nothing():
     assert mx.get_active_memory() - before < 4096
     mx.eval(logits, taps)
     assert mx.get_active_memory() - before > 16 * 64 * 2 * 4  # the taps alone
+
+
+@pytest.mark.parametrize(
+    ("rows", "pieces"),
+    [([5, 6, 7], 2), (mx.array([5, 6, 7]), 2), ([5], 2), (mx.array([5]), 0)],
+    ids=["lookup's", "a network's", "plain", "pipelined"],
+)
+def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
+    """Every four layers but the last ones, which the step's own wait computes; taps are the same.
+
+    A pipelined step's row is the token of a step that still runs, so nothing of it starts early.
+    """
+    one = target(num_hidden_layers=12)
+    results, started = [], []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.append(arrays))
+    for in_pieces in (True, False):
+        monkeypatch.setattr(one, "in_pieces", in_pieces)
+        expected = pieces if in_pieces else 0
+        session = one.start((3, 11))
+        list(session.prefill([1, 2, 3]))
+        results.append(session.verify(Proposal(rows)))
+        assert len(started) == expected
+        session.commit([0])
+        batch = [session, one.start((3, 11))]
+        verifier = BatchVerifier(one)
+        started.clear()
+        tokens = None if pieces else mx.array([7, 8])
+        results[-1] += verifier.verify(batch, [Proposal([1])] * 2, tokens)
+        assert len(started) == expected
+        started.clear()
+    for found, expected in zip(*results, strict=True):
+        assert mx.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_the_same_in_pieces(family):
+    target, prompt, answer = truth(family, 1)
+    oracle = TreeOracle if target.supports_trees else Oracle
+    with_pieces = target_of(target.model, family)
+    with_pieces.in_pieces = True
+    for drafter, ways in ((None, {}), (oracle(prompt, answer, 256, p=0.7), {"block_size": 12})):
+        found = dm.generate(with_pieces, drafter, prompt, max_tokens=30, **ways)
+        assert found.tokens == answer[:30]
