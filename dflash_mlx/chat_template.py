@@ -31,8 +31,9 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
+SWITCHES = ("enable_thinking", "thinking")  # what templates call the switch for thinking
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_NAMES = ("messages", "tools", "add_generation_prompt", "enable_thinking", "thinking")
+_NAMES = ("messages", "tools", "add_generation_prompt", *SWITCHES)
 _VARIABLES = "".join(
     f"{{% if {name} is defined %}}{{{{ ['{name}', {name}] | tojson(ensure_ascii=true) }}}}\n"
     "{% endif %}"
@@ -63,10 +64,8 @@ def apply_chat_template(
     Raises `TemplateLimitError` for a template that takes too long or too much memory, and
     `TEMPLATE_ERRORS` for messages that transformers or the template refuses.
     """
-    is_bare = isinstance(tokenizer, PreTrainedTokenizerBase)
-    own: Any = tokenizer if is_bare else tokenizer._tokenizer
-    is_code = type(own).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
-    if is_code or not (is_bare or tokenizer._chat_template is None):
+    own, is_code = _own(tokenizer)
+    if is_code:
         return str(
             tokenizer.apply_chat_template(
                 list(messages),
@@ -96,11 +95,30 @@ def apply_chat_template(
     return text[:at] if text[at:].startswith(_TAG) else text[:at].rstrip()
 
 
+def _own(tokenizer: Any) -> tuple[Any, bool]:
+    """transformers' tokenizer, and whether its chat template is code."""
+    base = PreTrainedTokenizerBase
+    is_bare = isinstance(tokenizer, base)
+    own = tokenizer if is_bare else tokenizer._tokenizer
+    is_code = type(own).apply_chat_template is not base.apply_chat_template
+    return own, is_code or not (is_bare or tokenizer._chat_template is None)
+
+
+def thinking_switches(tokenizer: Any, think: bool) -> dict[str, bool]:
+    """The variables that make a chat template think, or not; empty if it has no switch."""
+    return {name: think for name in SWITCHES if template_reads(tokenizer, name)}
+
+
 def template_reads(tokenizer: Any, name: str) -> bool:
-    """Whether a chat template mentions a variable. One that is code may read any."""
-    own = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else tokenizer._tokenizer
-    if type(own).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-        return True
+    """Whether a chat template mentions a variable.
+
+    One that is code may read any; its switch has its first name for mlx-lm.
+    """
+    own, is_code = _own(tokenizer)
+    if is_code:
+        return name != SWITCHES[1]
+    if own.chat_template is None:
+        return False
     # Neither a field of that name nor a text: message.thinking, 'thinking'.
     variable = rf"(?<![\w.'\"]){name}(?![\w'\"])"
     return re.search(variable, own.get_chat_template() or "") is not None

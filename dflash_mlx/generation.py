@@ -47,8 +47,9 @@ class GenerationSettings(SamplingSettings):
             chains, unless the policy drafts trees.
         kv_bits: 8 or 4 quantizes the target's keys and values; None does not.
         stop: strings that end the text; they are not part of it.
-        stop_applies: (token, text) -> whether stop strings count in the text that a token adds, as
-            they do not in a thought; called once per token. None is everywhere.
+        stop_applies: (token, text) -> whether stop strings count in the text that a token adds, or
+            in how many of its last characters; in a thought in none. Called once per token; None is
+            everywhere.
         continues: whether the text continues the prompt, so that a leading space is kept.
         conversation: keeps the caches for the next request, which then reads only its new tokens.
         prefix: a `PrefixStore` of the pair, shared by many requests. A conversation has its own.
@@ -64,7 +65,7 @@ class GenerationSettings(SamplingSettings):
     tree_budget: int | Literal["auto"] | None = None
     kv_bits: int | None = None
     stop: str | Sequence[str] | None = None
-    stop_applies: Callable[[int, str], bool] | None = None
+    stop_applies: Callable[[int, str], int] | None = None
     continues: bool = False
     conversation: Conversation | None = None
     prefix: PrefixCache | None = None

@@ -9,7 +9,12 @@ from itertools import takewhile
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from .chat_template import TEMPLATE_ERRORS, apply_chat_template, template_reads
+from .chat_template import (
+    TEMPLATE_ERRORS,
+    apply_chat_template,
+    template_reads,
+    thinking_switches,
+)
 from .errors import PromptError, SettingsError
 from .validation import TOKENIZER_ERRORS, ErrorWrapper, brief
 
@@ -19,8 +24,7 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 EFFORTS = ("low", "medium", "high")
-# The names under which chat templates have a switch for thinking, and its amount.
-SWITCHES, EFFORT = ("enable_thinking", "thinking"), "reasoning_effort"
+EFFORT = "reasoning_effort"  # what chat templates call the amount of thinking
 SYSTEM_ROLES = ("system", "developer")
 
 _FORMS = "A prompt is text, a list of token ids, or a list of messages with 'role' and 'content'."
@@ -83,14 +87,18 @@ def thinking_variables(
         )
     found: dict[str, Any] = {}
     switch = f"think={think} ({'--think' if think else '--no-think'})"
+    has_amount = template_reads(tokenizer, EFFORT)
     wanted = (
-        (switch, think, SWITCHES),
-        ("reasoning_effort (--reasoning-effort)", reasoning_effort, (EFFORT,)),
+        (switch, think, thinking_switches(tokenizer, bool(think))),
+        (
+            "reasoning_effort (--reasoning-effort)",
+            reasoning_effort,
+            {EFFORT: reasoning_effort} if has_amount else {},
+        ),
     )
-    for setting, value, names in wanted:
-        known = [name for name in names if value is not None and _reads(tokenizer, name)]
-        found |= dict.fromkeys(known, value)
-        if value is not None and not known:
+    for setting, value, variables in wanted:
+        found |= {} if value is None else variables
+        if value is not None and not variables:
             warnings.warn(
                 f"dflash-mlx: {setting} changes nothing: this model's chat template has no such "
                 "switch.",
@@ -101,18 +109,14 @@ def thinking_variables(
 
 def thinks(tokenizer: Any, template: Mapping[str, Any]) -> bool | None:
     """Whether the template with these variables has answers think; None if it has no switch."""
-    names = [name for name in SWITCHES if _reads(tokenizer, name)]
-    if not names:
+    switches = thinking_switches(tokenizer, True)
+    if not switches:
         return None
     sample = [{"role": "user", "content": "?"}]
-    thinking = {**template, **dict.fromkeys(names, True)}
+    thinking = {**template, **switches}
     return _apply_template(tokenizer, sample, template=template) == _apply_template(
         tokenizer, sample, template=thinking
     )
-
-
-def _reads(tokenizer: Any, name: str) -> bool:
-    return tokenizer.has_chat_template and template_reads(tokenizer, name)
 
 
 def token_ids(

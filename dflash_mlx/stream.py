@@ -34,7 +34,8 @@ class TextStream:
         stop: strings that end the text, wherever token borders fall.
         max_tokens: the most tokens to take, an EOS token included.
         stop_applies: (token, text) -> whether stop strings count in the text that a token has
-            added; it is called once per token. None is everywhere.
+            added, or in how many of its last characters. It is called once per token; None is
+            everywhere.
 
     Attributes:
         remaining: tokens that may still come.
@@ -47,7 +48,7 @@ class TextStream:
         eos_ids: Collection[int],
         stop: Sequence[str],
         max_tokens: int,
-        stop_applies: Callable[[int, str], bool] | None = None,
+        stop_applies: Callable[[int, str], int] | None = None,
     ) -> None:
         self._detokenizer, self._eos_ids = detokenizer, frozenset(eos_ids)
         self._stop, self._stop_applies = tuple(stop), stop_applies
@@ -81,18 +82,17 @@ class TextStream:
             self._detokenizer.add_token(token)
             text = self._detokenizer.last_segment
         self._held += text
-        stops = bool(self._stop)
-        if stops and self._stop_applies is not None:
-            stops = self._stop_applies(token, text)
-        if stops and self._cut_at_stop():
-            return self._release(0)
+        before = ""
+        if self._stop and self._stop_applies is not None:
+            applies = self._stop_applies(token, text)
+            if applies is not True and applies < len(text):
+                before = self._release(applies)
+        if self._cut_at_stop():
+            return before + self._release(0)
         if self.remaining == 0:
             self.finish_reason = "length"
-            return self._finalize()
-        if stops:
-            return self._release(possible_start(self._held, self._stop))
-        text, self._held = self._held, ""
-        return text
+            return before + self._finalize()
+        return before + self._release(possible_start(self._held, self._stop))
 
     def _finalize(self) -> str:
         """The rest of the text, up to a stop string that it completes."""

@@ -129,6 +129,7 @@ class AnswerParser:
         self._is_bare, self._outer = False, NORMAL  # it began without its marker; in which text
         self._newlines = ""  # held back: dropped if a marker follows
         self._after_marker, self._begun = starts_in_reasoning, False
+        self._answered = 0  # characters of the answer since the last marker
 
     def read(self, event: Event) -> list[Part]:
         """The parts that an event brings."""
@@ -142,11 +143,15 @@ class AnswerParser:
         self._pending += self._text.add(text, tokens) if self._text else text
         return merge_texts(self._read())
 
-    def is_answer(self, token: int, text: str) -> bool:
-        """Whether the next token's text is the answer's, no thought, call or marker."""
-        before = self.state
+    def answer_length(self, token: int, text: str) -> int:
+        """How many of the last characters of the next token's text are the answer's.
+
+        The others belong to thoughts, calls, markers, and the newlines beside them.
+        """
         self.feed(text, [token])
-        return before == self.state == NORMAL
+        if self.state != NORMAL:
+            return 0
+        return min(len(text), self._answered + len(self._pending.replace(MARK, "")))
 
     def finish(self, truncated: bool) -> list[Part]:
         """The rest of the parts; `truncated` if `max_tokens` ended the answer."""
@@ -216,9 +221,12 @@ class AnswerParser:
         if kind in (TOOL, _BARE):
             self._begin_call(marker, kind)
             return parts
-        self._newlines, self._after_marker = "", True
+        self._pass_marker()
         self.state = NORMAL if kind == _STRAY else kind
         return parts
+
+    def _pass_marker(self) -> None:
+        self._newlines, self._after_marker, self._answered = "", True, 0
 
     def _read_header(self, header: str) -> list[Part]:
         """What the header of a message says; words before it are text."""
@@ -226,7 +234,7 @@ class AnswerParser:
         assert form is not None
         parts = self._read_words(re.split(r"<\||to=", header)[0])
         called = form.calls.search(header) if form.calls and self._schemas else None
-        self._newlines, self._after_marker = "", True
+        self._pass_marker()
         self.state = REASONING if form.thinks.search(header) else NORMAL
         if called is not None and (called["space"] or called["name"] in self._schemas):
             self._begin_call(header + form.message, TOOL, called["name"])
@@ -250,6 +258,7 @@ class AnswerParser:
         self._begun |= self.state != REASONING
         text, self._newlines = self._newlines + text, ""
         if self.state != REASONING:
+            self._answered += len(text)
             return [Text(text)]
         stripped = text.rstrip(_NEWLINE)
         self._newlines = text[len(stripped) :]
@@ -332,7 +341,8 @@ class AnswerParser:
         if not self._parallel:
             calls = calls[: 1 - self.calls]
         self.calls += len(calls)
-        self.state, self._newlines, self._after_marker = NORMAL, "", True
+        self.state = NORMAL
+        self._pass_marker()
         return [*calls, *self._read_text(rest if rest.strip() else "")]
 
     def _take(self, border: int) -> str:

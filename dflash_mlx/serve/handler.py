@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..answers.families import AnswerFormat
 from ..answers.parser import AnswerParser, Reasoning, joined
+from ..chat_template import SWITCHES, template_reads, thinking_switches
 from ..errors import DFlashError
 from ..events import Event
-from ..prompt import thinks
+from ..prompt import EFFORT
 from ..stream import skip_text_start, text_of
 from ..threads import clean_up_at_end
 from ..validation import ErrorWrapper
@@ -215,6 +216,7 @@ class RequestHandler:
     async def encode(self, request: GenerationRequest) -> list[int]:
         """The token ids of a request's prompt. Raises `RequestError`."""
         loop = asyncio.get_running_loop()
+        request, _ = self._with_template(request)
         return await loop.run_in_executor(self._workers, encode, self.target, self.form, request)
 
     async def start(
@@ -251,7 +253,7 @@ class RequestHandler:
         found = from_library(error)
         if found.status == 500:
             self.metrics.failed.inc()
-            log.error("an answer could not be finished", exc_info=error)
+            log.error("an answer could not be finished: %s", error, exc_info=error.__cause__)
         return found
 
     def closed(self, stream: ResponseStream) -> None:
@@ -311,9 +313,7 @@ class RequestHandler:
         self, request: GenerationRequest, salt: str, unless_all: ExitStack
     ) -> ResponseStream:
         """Submit a request's jobs. `unless_all` cancels them if another one fails."""
-        asks_to_think = request.template_settings.get("enable_thinking")
-        template = {**self._template, **request.template_settings}
-        request = replace(request, template_settings=template)
+        request, ignored = self._with_template(request)
         ids = encode(self.target, self.form, request)
         thinks_first = self.form.starts_in_thought(self.target.tokenizer, ids)
         grammars = self._grammars.make(request, thinks_first)
@@ -334,17 +334,31 @@ class RequestHandler:
                 settings["logits_processors"] = processors
             splits = self.form.thought[0] or request.callable_tools
             if "stop" in settings and splits and request.prompt_field != "prompt":
-                settings["stop_applies"] = self._parser(request, thinks_first).is_answer
+                settings["stop_applies"] = self._parser(request, thinks_first).answer_length
             job = self._engine.submit(ids, **settings)
             unless_all.callback(job.cancel)
             choices.append(Choice(job, self._parser(request, thinks_first), recorder))
-        ignored = [*request.ignored, *(grammars[0].warnings if grammars[0] else ())]
+        ignored += grammars[0].warnings if grammars[0] else ()
         if request.schema is not None and request.tool_choice == "auto" and request.tools:
             if not self._grammars.may_call_beside_schema:
                 ignored.append("tools beside a response format")
-        if asks_to_think and not self.form.thought[0] and thinks(self.target.tokenizer, {}) is None:
-            ignored.append("thinking")
         return ResponseStream(self, request, len(ids), choices, ignored)
+
+    def _with_template(self, request: GenerationRequest) -> tuple[GenerationRequest, list[str]]:
+        """A request with all variables of the chat template, and what is ignored of it.
+
+        A switch for thinking has the name that the template reads, whatever a client calls it.
+        """
+        tokenizer, ignored = self.target.tokenizer, list(request.ignored)
+        asked = dict(request.template_settings)
+        wanted = [asked.pop(name) for name in SWITCHES if name in asked]
+        switches = thinking_switches(tokenizer, wanted[0]) if wanted else {}
+        if wanted and not switches and bool(wanted[0]) != bool(self.form.thought[0]):
+            ignored.append("thinking")
+        elif EFFORT in asked and not template_reads(tokenizer, EFFORT):
+            ignored.append(EFFORT)
+        template = {**self._template, **asked, **switches}
+        return replace(request, template_settings=template), ignored
 
     def _parser(self, request: GenerationRequest, thinks_first: bool) -> AnswerParser:
         tokenizer = self.target.tokenizer

@@ -178,14 +178,18 @@ class Models:
         except NotEnoughMemoryError as error:
             others = [one for one in self._loaded if one.load is not None]
             if not others:
-                raise RequestError(f"{model.name}: {error}", 503) from error
+                log.error("%s cannot be loaded: %s", model.name, error)
+                message = f"{model.name} does not fit into this machine's memory."
+                raise RequestError(message, 503) from error
             oldest = min(others, key=lambda one: one.used)
             assert oldest.handler is not None
             await oldest.handler.idle.wait()
             await self._unload(oldest)
         except DFlashError as error:
-            log.error("%s cannot be loaded", model.name, exc_info=error)
-            raise RequestError(f"{model.name} cannot be loaded: {error}", 500) from error
+            log.error("%s cannot be loaded: %s", model.name, error)
+            # The error may name a folder of this machine.
+            message = f"{model.name} cannot be loaded: see the server's log."
+            raise RequestError(message, 500) from error
 
     async def _unload(self, model: OfferedModel) -> None:
         loop = asyncio.get_running_loop()

@@ -107,7 +107,6 @@ class SamplingOptions(Body):
             top_p=self.top_p,
             top_k=None if self.top_k is None else max(0, self.top_k),
             min_p=self.min_p,
-            seed=None if self.seed is None else self.seed % SEEDS,
             stop=[text for text in stop if text] or None,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
@@ -115,6 +114,8 @@ class SamplingOptions(Body):
             logit_bias=self.logit_bias,
             block_size=1 if self.draft is False else None,
         )
+        if self.seed is not None:  # a negative one, as llama.cpp and Ollama have it, is random
+            found["seed"] = None if self.seed < 0 else self.seed % SEEDS
         for name, off in (("repetition", 1), ("presence", 0), ("frequency", 0)):
             if self.repeat_last_n == 0:
                 found.pop(f"{name}_penalty", None)

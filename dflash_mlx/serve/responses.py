@@ -258,7 +258,7 @@ class ResponsesResponse(ApiResponse):
 
     def _add_call(self, call: ToolCall) -> Events:
         yield from self._close_item()
-        namespace, name = self._names[call.name]
+        namespace, name = self._names.get(call.name, (None, call.name))
         is_custom = namespace is None and name in self._custom
         kind, field = CALLS[1] if is_custom else CALLS[0], "input" if is_custom else "arguments"
         text = call.arguments

@@ -1,6 +1,7 @@
 """Answers of every family split into text, reasoning and calls."""
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 from answers import JSON, KNOWN, TAGGED, WRITERS, form_of, read, written
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from serving import FakeEngine, client, make_target
 
 from dflash_mlx.answers.families import AnswerFormat
-from dflash_mlx.answers.parser import AnswerParser, Reasoning, Text
+from dflash_mlx.answers.parser import AnswerParser, Reasoning, Text, merge_texts
 from dflash_mlx.stream import TextStream
 
 SCHEMA = {
@@ -335,12 +336,37 @@ def test_stop_strings_look_at_the_answer(width):
     target = make_target(thinking="<think>")
     form, detokenizer = AnswerFormat.of(target.tokenizer), target.tokenizer.detokenizer
     parser = AnswerParser(form, {"f": {}}, True, detokenizer=target.tokenizer.detokenizer)
-    stream = TextStream(detokenizer, [2], ("Stop", "4S"), 999, parser.is_answer)
+    stream = TextStream(detokenizer, [2], ("Stop", "4S"), 999, parser.answer_length)
     before = 'Stop 4</think>Hi. <tool_call>{"name": "f", "arguments": {"a": "Stop"}}</tool_call> 4'
     tokens = target.tokenizer.encode(before + "Stop there", add_special_tokens=False)
     pieces = [stream.add(tokens[at : at + width]) for at in range(0, len(tokens), width)]
     assert "".join(one.text for one in pieces) == before[:-1]
     assert stream.finish_reason == "stop"
+
+
+SPOKEN = {
+    "json_tools": "<think>Hm.\n</think>",
+    "harmony": "<|channel|>analysis<|message|>Hm.\n<|end|><|start|>assistant"
+    "<|channel|>final<|message|>",
+}
+
+
+@pytest.mark.parametrize("family", SPOKEN)
+@pytest.mark.parametrize("between", ["\n", "\n\n"])
+@pytest.mark.parametrize("width", [1, 2, 5, 999])
+def test_what_is_in_no_answer_stops_none(family, between, width):
+    """Newlines behind a marker are dropped, in tokens of any size."""
+    form = form_of(family)
+    text = f"{SPOKEN[family]}{between}One line.\nMore."
+    pieces = [text[at : at + width] for at in range(0, len(text), width)]
+    detokenizer = SimpleNamespace(add_token=lambda at: None, finalize=lambda: None)
+    parser, reader = AnswerParser(form, {}), AnswerParser(form, {})
+    stream = TextStream(detokenizer, [], ("\n",), 999, parser.answer_length)
+    parts = []
+    for at, detokenizer.last_segment in enumerate(pieces):
+        parts += reader.feed(stream.add([at]).text) if stream.finish_reason is None else []
+    parts += reader.finish(False)
+    assert merge_texts(parts) == [Reasoning("Hm."), Text("One line.")]
 
 
 HARMONY = (

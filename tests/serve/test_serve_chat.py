@@ -57,7 +57,7 @@ def test_settings_reach_the_engine(target):
         "max_tokens": 5,
         "top_p": 0.9,
         "stop": ["x"],
-        "seed": 2**32 - 1,
+        "seed": None,
     }
     assert second["seed"] == 4 and third["seed"] == 5
     assert second["logit_bias"] == {17: 3.0} and second["top_k"] == 0 and second["block_size"] == 1
@@ -95,7 +95,9 @@ def test_an_engine_error(target, error, told, caplog):
     assert "dflash_open_answers 0.0" in metrics and "dflash_request_failure_total 2.0" in metrics
     # With its cause, whatever is asked for; that a stream's status was 200 tells nobody.
     logged = [one for one in caplog.records if one.levelname == "ERROR"]
-    assert len(logged) == 2 and all(one.exc_info[1].args == (told,) for one in logged)
+    assert len(logged) == 2 and all(told in one.getMessage() for one in logged)
+    traced = isinstance(error, RuntimeError)  # ours says all there is to say
+    assert all(bool(one.exc_info) is traced for one in logged)
 
 
 @pytest.mark.parametrize(

@@ -171,22 +171,31 @@ def test_other_names_of_settings(engine):
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("path", "more"),
     [
-        {"reasoning": {"effort": "none"}},
-        {"reasoning": {"enabled": False}},
-        {"reasoning_effort": "none"},
-        {"thinking": {"type": "disabled"}},
-        {"enable_thinking": False},
-        {"chat_template_kwargs": {"enable_thinking": False}},
+        (CHAT, {"reasoning": {"effort": "none"}}),
+        (CHAT, {"reasoning": {"enabled": False}}),
+        (CHAT, {"reasoning_effort": "none"}),
+        (CHAT, {"thinking": {"type": "disabled"}}),
+        (CHAT, {"enable_thinking": False}),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (CHAT, {"chat_template_kwargs": {"thinking": False}}),
+        (RESPONSES, {"reasoning": {"effort": "none"}}),
+        (MESSAGES, {"thinking": {"type": "disabled"}}),
+        ("/api/chat", {"model": "m", "think": False, "stream": False}),
     ],
 )
-def test_thinking_is_off_by_any_name(more):
-    template = "{% if enable_thinking is false %}calm{% endif %}{{ messages[0].content }}"
-    engine = FakeEngine(make_target(template=template))
-    with client(engine) as server:
-        assert server.post(CHAT, json=ask(CHAT, **more)).status_code == 200
-    assert engine.prompt() == "calmHi"
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking", "other"])
+def test_thinking_is_off_by_any_name(path, more, switch):
+    """Clients and templates have a name each; a model that thinks all the same is said to."""
+    template = f"{{% if {switch} is false %}}calm{{% endif %}}{{{{ messages[0].content }}}}"
+    engine = FakeEngine(make_target(template=template, thinking=""))
+    with client(engine, defaults={"chat_template_kwargs": {switch: True}}) as server:
+        answer = server.post(path, json=ask(path) | more)
+    assert answer.status_code == 200
+    known = switch != "other"
+    assert engine.prompt() == "calm" * known + "Hi"
+    assert answer.headers.get("x-dflash-ignored") == (None if known else "thinking")
 
 
 FUNCTION = {"name": "f", "parameters": SCHEMA}

@@ -51,6 +51,16 @@ def test_reasoning_text_and_calls(target):
     assert details["reasoning_tokens"] == len(reasoning)
 
 
+def test_a_tool_that_was_not_offered_is_handed_on(target):
+    engine = FakeEngine(target, ['<tool_call>{"name": "other", "arguments": {"q": 1}}</tool_call>'])
+    body = ask(tools=[tool("f")])
+    with client(engine) as server:
+        (call,) = server.post(PATH, json=body).json()["output"]
+        events = streamed(server, body)
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "other", '{"q": 1}')
+    assert events[-1]["type"] == "response.completed"
+
+
 PATCH = '*** Begin Patch\n+\t<b>&</b> "x"\n*** End Patch\n'
 
 
