@@ -103,6 +103,7 @@ def open_pair(
     member: Member | None = None,
     check: Callable[[Target], object] | None = None,
     reserved: int = 0,
+    wire: bool = True,
 ) -> Pair:
     """Choose the BLAS, load the weights and make a policy.
 
@@ -111,6 +112,7 @@ def open_pair(
         member: this machine among several that share the target.
         check: refuses a target before the steps of `warm`.
         reserved: bytes of memory that the weights leave to others.
+        wire: whether a Mac keeps the weights in memory; never one of several machines.
 
     Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
@@ -124,8 +126,12 @@ def open_pair(
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
         load, load_target = dflash_mlx.load, dflash_mlx.load_target
-        from dflash_mlx.drafter.lookup import LookupDrafter
+        import mlx.core as mx
 
+        from dflash_mlx.drafter.lookup import LookupDrafter
+        from dflash_mlx.machine import wired
+
+    before = mx.get_active_memory()
     target_bits, draft_bits = weights.target_bits, weights.draft_bits
     settings = weights.settings | {"kernels": weights.kernels}
     settings |= {"reserved": reserved}
@@ -138,6 +144,8 @@ def open_pair(
         else:
             settings["draft_window"] = weights.draft_window
             target, drafter = load(names.model, draft, target_bits, draft_bits, **settings)
+    if wire and member is None:
+        wired.wire(mx.get_active_memory() - before)
     if names.draft is None and isinstance(drafter, LookupDrafter):
         note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")
     if check is not None:

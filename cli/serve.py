@@ -72,6 +72,7 @@ class Load:
     memory: float | None = option(
         None, SERVER, "GB", "Limit of all KV caches. Default: none.", min=0.001
     )
+    wire: bool = flag("--wire", SERVER, "Keep the last loaded weights in memory (macOS).")
     prefix_cache: float = option(4.0, SERVER, "GB", "Shared prefixes in memory.", min=0)
     cache_dir: Path | None = option(None, SERVER, "DIR", "Keep shared prefixes on disk, too.")
     cache_disk: float = option(32.0, SERVER, "GB", "Limit of --cache-dir.", min=0.001)
@@ -98,9 +99,7 @@ def serve(
     machines: Machines,
     verbose: bool = flag("--verbose", SERVER, "Log a line for every request."),
 ) -> None:
-    """Serve models over HTTP: the APIs of OpenAI, Anthropic and Ollama, and a page to chat on.
-    The decoding settings are the defaults of requests.
-    """
+    """Serve OpenAI's, Anthropic's and Ollama's APIs and a chat page, with these defaults."""
     try:
         from dflash_mlx.serve.auth import Auth
         from dflash_mlx.serve.server import listen
@@ -171,7 +170,7 @@ class ModelLoader:
     ) -> tuple[Pair, RequestHandler]:
         """Load a model beside `reserved` bytes of others; `warm` as in `open_pair`."""
         of = names, self.weights, self.steps, self.no_draft
-        pair = open_pair(*of, warm, self.member, reserved=reserved)
+        pair = open_pair(*of, warm, self.member, reserved=reserved, wire=self.load.wire)
         from dflash_mlx.serve.handler import RequestHandler
 
         settings = self.settings | {"kv_bits": pair.kv_bits}
