@@ -1,8 +1,8 @@
 """Keep a model's weights in memory that macOS does not page out.
 
 A model that barely fits decodes many times slower without: 0.7 tokens a second for 31. Small models
-do not change. Only the weights are wired, never the KV caches, which come and go: servers that wired
-everything were followed by kernel panics.
+do not change. Only the weights are wired, never the KV caches, which come and go: servers that
+wired everything were followed by kernel panics.
 """
 
 from __future__ import annotations
