@@ -4,10 +4,10 @@
 // Its operand is a tensor of 4-bit integers, which is what MLX's packed words are, so nothing is
 // unpacked. The codes are not less their middle here: they run from 0 to 15.
 //
-// Which lane has which of the results is asked, not known: get_multidimensional_index. A lane reads
-// scale and bias of one column and half of a row of x, and the others get them from it. The order of
-// all other sums is that of matmul_tile.h. The order inside an operation is not specified, and
-// neither is how it rounds: exact decoding keeps to matmul_tile.h.
+// How many results a lane has, and which, is asked: get_capacity, is_valid_element and
+// get_multidimensional_index. A lane reads scale and bias of one column and half of a row of x, and
+// the others get them from it. The order of all other sums is that of matmul_tile.h. The order inside
+// an operation is not specified, and neither is how it rounds: exact decoding keeps to matmul_tile.h.
 //
 // Sources: MPPTensorOpsMatMul2d.h as quoted in public (types, and `k` a multiple of 32), the use of
 // tensors in MLX's steel_gemm_thin_nax.h (what lies beyond their extents is masked), and Apple's
@@ -19,11 +19,52 @@
 
 #include "matmul_tile.h"
 
-#if __METAL_VERSION__ >= 400
+#ifdef __HAVE_INT4B_FORMAT_TYPE__
 
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 
 namespace dflash {
+
+// The place of a lane's result `i`, and whether there is one; else a place to read without harm.
+struct Result {
+  ushort row, column;
+  bool valid;
+};
+
+template <typename Sums>
+inline Result result_of(thread Sums& sums, int i) {
+  const bool valid = sums.is_valid_element(i);
+  auto place = sums.get_multidimensional_index(i);
+  return {ushort(valid ? place[1] : 0), ushort(valid ? place[0] : 0), valid};
+}
+
+template <typename Sums>
+inline void clear(thread Sums& totals) {
+  DFLASH_UNROLL
+  for (int i = 0; i < totals.get_capacity(); i++) totals[i] = 0;
+}
+
+// Adds a group's sums of codes to the totals. scale, bias: of column `lane`; x_sum: of row lane / 2.
+template <typename Sums>
+inline void add_group(thread Sums& totals, thread Sums& sums, int from, float scale, float bias,
+                      float x_sum) {
+  DFLASH_UNROLL
+  for (int i = 0; i < sums.get_capacity(); i++) {
+    const Result at = result_of(sums, i);  // every lane takes part in a shuffle
+    const ushort lane = from + at.column;
+    const float total = fma(simd_shuffle(scale, lane), sums[i], totals[i]);
+    totals[i] = fma(simd_shuffle(bias, lane), simd_shuffle(x_sum, 2 * at.row), total);
+  }
+}
+
+template <typename Sums>
+inline void store(thread Sums& totals, threadgroup float* to) {
+  DFLASH_UNROLL
+  for (int i = 0; i < totals.get_capacity(); i++) {
+    const Result at = result_of(totals, i);
+    if (at.valid) to[at.row * kTileColumns + at.column] = totals[i];
+  }
+}
 
 // For K a multiple of 256 and N of 32. Fewer than 9 rows take the same operations as 16.
 template <typename T, int ROW_BLOCKS, int GROUP, bool GATE_UP>
@@ -33,7 +74,6 @@ void multiply_tile(DenseRows<T> rows, Columns<AffineWeights<T, 4, GROUP>, GATE_U
   using Extents = dextents<int32_t, 2>;
   using Codes = tensor<device uint4b_format, Extents, tensor_inline>;
   constexpr int width = Columns<AffineWeights<T, 4, GROUP>, GATE_UP>::width;
-  constexpr int parts = kTileColumns / width, held = kTileRows * width / 32;  // results in a lane
   constexpr auto form = matmul2d_descriptor(kTileRows, width, GROUP, false, true, false,
                                             matmul2d_descriptor::mode::multiply);
   mpp::tensor_ops::matmul2d<form, execution_simdgroup> product;
@@ -41,20 +81,14 @@ void multiply_tile(DenseRows<T> rows, Columns<AffineWeights<T, 4, GROUP>, GATE_U
   const int K = rows.K, lane = t % 32;
   tensor<device T, Extents, tensor_inline> x((device T*)rows.row(0), Extents(K, rows.count));
   Codes w((device uchar*)columns.w.words, Extents(K, columns.N));
-  auto first_x = x.slice(0, 0);
-  auto first_codes = w.slice(0, 0);
-  auto sums = product.template get_destination_cooperative_tensor<
-      decltype(first_x), decltype(first_codes), float>();
-  ushort row[held], column[held];
-  float totals[parts][held];
-  DFLASH_UNROLL
-  for (int i = 0; i < held; i++) {
-    auto place = sums.get_multidimensional_index(i);
-    column[i] = place[0];
-    row[i] = place[1];
-    DFLASH_UNROLL
-    for (int part = 0; part < parts; part++) totals[part][i] = 0;
-  }
+  Codes up((device uchar*)columns.up.words, Extents(K, columns.N));
+  using Left = decltype(x.slice(0, 0));
+  using Right = decltype(w.slice(0, 0));
+  auto sums = product.template get_destination_cooperative_tensor<Left, Right, float>();
+  auto totals = product.template get_destination_cooperative_tensor<Left, Right, float>();
+  auto up_totals = product.template get_destination_cooperative_tensor<Left, Right, float>();
+  clear(totals);
+  clear(up_totals);
 
   const AffineWeights<T, 4, GROUP> own = lane < width ? columns.w : columns.up;
   const size_t own_row = size_t(columns.first + lane % width) * (K / GROUP);
@@ -72,29 +106,19 @@ void multiply_tile(DenseRows<T> rows, Columns<AffineWeights<T, 4, GROUP>, GATE_U
     }
     x_sum += simd_shuffle_xor(x_sum, 1);
     auto x_step = x.slice(k, 0);
-    DFLASH_UNROLL
-    for (int part = 0; part < parts; part++) {
-      const device uint* words = part == 0 ? columns.w.words : columns.up.words;
-      Codes whole((device uchar*)words, Extents(K, columns.N));
-      auto codes = whole.slice(k, columns.first);
-      product.run(x_step, codes, sums);
-      DFLASH_UNROLL
-      for (int i = 0; i < held; i++) {
-        const ushort from = part * width + column[i];
-        const float total = fma(simd_shuffle(scale, from), sums[i], totals[part][i]);
-        totals[part][i] = fma(simd_shuffle(bias, from), simd_shuffle(x_sum, 2 * row[i]), total);
-      }
+    auto codes = w.slice(k, columns.first);
+    product.run(x_step, codes, sums);
+    add_group(totals, sums, 0, scale, bias, x_sum);
+    if (GATE_UP) {
+      auto up_codes = up.slice(k, columns.first);
+      product.run(x_step, up_codes, sums);
+      add_group(up_totals, sums, width, scale, bias, x_sum);
     }
   }
 
   threadgroup float* to = scratch + s * (kTileRows * kTileColumns);
-  DFLASH_UNROLL
-  for (int part = 0; part < parts; part++) {
-    DFLASH_UNROLL
-    for (int i = 0; i < held; i++) {
-      to[row[i] * kTileColumns + part * width + column[i]] = totals[part][i];
-    }
-  }
+  store(totals, to);
+  if (GATE_UP) store(up_totals, to + width);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 

@@ -11,7 +11,8 @@ that is not the same object is multiplied separately. The inputs of a recurrence
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -50,8 +51,8 @@ class VerifySwitchGLU(SwitchGLU):
         return of_experts(self["down_proj"], y, indices)
 
 
-class FusedProjections:
-    """Linear layers that multiply the same rows.
+class FusedProjections(threading.local):
+    """Linear layers that multiply the same rows; each thread has results of its own.
 
     Args:
         kernel: computes all their products.
@@ -114,10 +115,12 @@ def fuse(model: nn.Module, kernel: VerifyQkv, broken: frozenset[str] = frozenset
                 unit._rows, unit._kernels = unit.gate_proj._rows, unit.gate_proj._kernels
                 unit.__class__ = UNITS[type(unit)]
     for layers in shared_inputs(model):
-        if _same_rows(layers) and projections_key(layers) not in {None, *broken}:
-            fused = FusedProjections(kernel, layers)
-            for layer in layers:
-                layer._fused = fused
+        ours = [layer for layer in layers if hasattr(layer, "_rows")]
+        for alike in of_one_form(ours, lambda layer: (layer._rows, on_tensor_units(layer))):
+            if projections_key(alike) not in broken:
+                fused = FusedProjections(kernel, alike)
+                for layer in alike:
+                    layer._fused = fused
 
 
 def launches(model: nn.Module) -> Iterator[list[Any]]:
@@ -150,12 +153,17 @@ def shared_inputs(model: nn.Module) -> Iterator[list[Any]]:
             yield [getattr(module, name) for name in _PROJECTIONS[type(module)]]
 
 
-def projections_key(layers: Sequence[Any]) -> str | None:
-    """The name of a launch for these layers; None where their weights are of several kinds."""
-    kinds = set(map(_kind, layers))
-    if len(kinds) > 1:
-        return None
-    _, *kind = kinds.pop()
+def of_one_form(layers: Sequence[Any], form: Callable[[Any], Any]) -> Iterator[list[Any]]:
+    """The groups of several of these layers whose weights are of one kind and one `form`."""
+    groups: dict[Any, list[Any]] = {}
+    for layer in layers:
+        groups.setdefault((_kind(layer), form(layer)), []).append(layer)
+    return (group for group in groups.values() if len(group) > 1)
+
+
+def projections_key(layers: Sequence[Any]) -> str:
+    """The name of a launch for these layers, `of_one_form`."""
+    _, *kind = _kind(layers[0])
     shapes = " and ".join(f"{layer.weight.shape[0]}" for layer in layers)
     return f"{shapes} fused x{layers[0].weight.shape[1]} {' '.join(map(str, kind))}"
 
@@ -181,6 +189,11 @@ def is_ours(layer: Any, rows: int) -> bool:
 def rows_of(x: mx.array) -> int:
     """The rows of x [..., K]."""
     return x.size // x.shape[-1]
+
+
+def on_tensor_units(layer: Any) -> bool:
+    """Whether one of our layers multiplies on an M5's tensor units."""
+    return "scales" in layer and layer._affine.tensor_units
 
 
 def weights(layer: Any) -> Weights:

@@ -36,7 +36,7 @@ from .source import KernelFactory
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
 from .verify_qkv import VerifyQkv
-from .weights import fits_tensor_units, weights_of
+from .weights import aligned, fits_tensor_units, weights_of
 
 EXACT_ROWS = MOST_NODES  # the most rows of a verify that goes through our kernels alone
 EXACT = frozenset(range(1, EXACT_ROWS + 1))
@@ -308,6 +308,8 @@ def _swap(
     module.__class__ = SWAPS[type(module)]
     module._rows, module._kernels = rows, kernels
     module._top_k, module._fused = matrix.top_k, None
+    if tensor_units:
+        module.weight = aligned(module.weight)
     if "scales" in module:
         module._affine = weights_of(module, tensor_units)
 

@@ -10,11 +10,13 @@ from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import KernelError
 from .source import FEWEST, dtype_name, in_device_memory
 
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+TENSOR_ALIGNMENT = 128  # bytes between rows of a 4-bit tensor, and of its first row
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,15 @@ def fits_tensor_units(w: Weights) -> bool:
         return False
     columns, depth = w.shape
     return w.bits == 4 and w.scales.dtype == mx.bfloat16 and columns % 32 == depth % 256 == 0
+
+
+def aligned(words: mx.array) -> mx.array:
+    """The words, or a copy if they are a view that does not begin at a multiple of 128 bytes.
+
+    Tensor units need that; an array of its own has it.
+    """
+    address = np.asarray(words).__array_interface__["data"][0]
+    return words if address % TENSOR_ALIGNMENT == 0 else words | mx.array(0, words.dtype)
 
 
 def form(dtype: mx.Dtype, *weights: Weights) -> str:

@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from ..errors import KernelError
 from ..kernels.choose import DEPTHS, WIDEST, Rows, key_at, tensor_key
-from ..kernels.fused import UNITS, gated_key, projections_key, shared_inputs
+from ..kernels.fused import UNITS, gated_key, of_one_form, projections_key, shared_inputs
 from ..kernels.modules import Kernels, can_swap, uses_tensor_units
 from ..kernels.selfcheck import (
     ALL_ROWS,
@@ -81,15 +81,15 @@ def weight_checks(
             pair, gate = (unit.gate_proj, unit.up_proj), id(unit.gate_proj)
             on = gate in on_tensors
             yield from _products(kernels, name, ours[gate], exact, *pair, tensor_units=on)
-    groups: dict[str | None, list[Any]] = {}
-    for layers in shared_inputs(model):
-        if all(id(layer) in ours for layer in layers):
+    groups: dict[str, list[Any]] = {}
+    for sharing in shared_inputs(model):
+        swapped = [layer for layer in sharing if id(layer) in ours]
+        for layers in of_one_form(swapped, lambda layer: id(layer) in on_tensors):
             groups.setdefault(projections_key(layers), layers)
     for name, layers in groups.items():
-        if name is not None:
-            fused = [weights_of(layer, id(layer) in on_tensors) for layer in layers]
-            multiply, dtype = partial(kernels.qkv, weights=fused), dtype_of(layers[0])
-            yield from product_checks(multiply, name, dtype, _rows(exact), fused)
+        fused = [weights_of(layer, id(layer) in on_tensors) for layer in layers]
+        multiply, dtype = partial(kernels.qkv, weights=fused), dtype_of(layers[0])
+        yield from product_checks(multiply, name, dtype, _rows(exact), fused)
 
 
 def _products(

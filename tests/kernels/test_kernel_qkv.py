@@ -1,6 +1,7 @@
 """verify_qkv: a few products in one launch, against the product of each."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,7 +31,7 @@ SHAPES = [
     ((40, 1, 33), 192),
     ((72, 9, 24), 1024),
     ((33, 64), 64),
-    ((96, 40, 2, 2), 1024),
+    ((96, 40, 3, 2), 1024),
 ]
 KINDS = [(at, *kind) for at, kind in enumerate(itertools.product(DTYPES, (None, 4, 8)))]
 
@@ -105,3 +106,20 @@ def test_the_first_layer_that_is_asked_multiplies_for_all():
     assert len(calls) == 2 and calls[0] is one and calls[1] is other and beside._x is None
     beside(layers[0], one)
     assert relative_error(beside(layers[1], other), layers[1](other)) <= TOLERANCES[mx.float32]
+
+
+def test_threads_do_not_share_results():
+    """A drafter's forwards are not locked: another thread asks between two layers of one."""
+    layers = [nn.Linear(8, n, bias=False) for n in (8, 4, 4)]
+    fused = FusedProjections(lambda x, weights: [x @ w.T for w in weights], layers)
+    one, other = (mx.random.normal((2, 8)) for _ in range(2))
+    mx.eval(one, other, [layer.parameters() for layer in layers])
+
+    def of(x):
+        return [mx.allclose(fused(layer, x), layer(x)).item() for layer in layers]
+
+    first = fused(layers[0], one)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(of, other).result() == [True] * 3
+    ours = [first, *(fused(layer, one) for layer in layers[1:])]
+    assert all(mx.allclose(y, layer(one)).item() for y, layer in zip(ours, layers, strict=True))

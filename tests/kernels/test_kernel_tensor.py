@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import families
 import mlx.core as mx
+import numpy as np
 import pytest
 from kernel_calls import Recorder
 from kernel_check import (
@@ -24,11 +25,13 @@ from oracle import Oracle
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.choose import NONE, exact_by_default, has_tensor_units, tensor_key
+from dflash_mlx.kernels.fused import projections_key
 from dflash_mlx.kernels.modules import Kernels, uses_tensor_units, wire
 from dflash_mlx.kernels.selfcheck import faults
 from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.verify_qkv import VerifyQkv
+from dflash_mlx.kernels.weights import aligned
 from dflash_mlx.loading import wiring
 from dflash_mlx.loading.wiring import wire_target
 from dflash_mlx.targets import autotune as module
@@ -245,6 +248,43 @@ def test_exact_decoding_is_no_default_where_tensor_units_won():
     assert exact_by_default(every, free)
     assert exact_by_default(every, free | {tensor_key(every[0].key): NONE})
     assert not exact_by_default(every, free | {tensor_key(every[0].key): ROWS})
+
+
+def test_layers_of_one_form_share_a_launch():
+    """Of the inputs of a recurrence, gates of 48 columns run without, and the rest on the units."""
+    changes = CHANGES | dict(
+        num_hidden_layers=4,
+        linear_num_key_heads=16,
+        linear_num_value_heads=48,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    )
+    model, config = half_precision("qwen3_5", **changes), families.CONFIGS["qwen3_5"] | changes
+    hybrid, kernels = (
+        dm.Target(model, families.Letters(), config, ""),
+        Kernels(Recorder(), tensor_units=True),
+    )
+    rows = candidates(hybrid, True)
+    keys = {check.key for check in model_checks(hybrid, kernels, rows, exact=False)}
+    wire(model, config, kernels, rows)
+    mixer = model.layers[0].linear_attn
+    large, gates = [mixer.in_proj_qkv, mixer.in_proj_z], [mixer.in_proj_b, mixer.in_proj_a]
+    for layers, units in ((large, True), (gates, False)):
+        assert {layer._affine.tensor_units for layer in layers} == {units}
+        assert len({id(layer._fused) for layer in layers}) == 1
+        assert projections_key(layers) in keys, "what is fused is checked"
+    assert large[0]._fused is not gates[0]._fused is not None
+
+
+def test_words_begin_where_tensor_units_read_them():
+    """A view that begins elsewhere is copied; buffers of Metal's begin right."""
+    words = mx.arange(4096, dtype=mx.uint32)
+    views = [words[4 * at : 4 * at + 2048] for at in range(8)]  # 16 bytes apart
+    mx.eval(views)
+    addresses = [np.asarray(view).__array_interface__["data"][0] for view in views]
+    for view, address in zip(views, addresses, strict=True):
+        ready = aligned(view)
+        assert (ready is view) == (address % 128 == 0) and mx.array_equal(ready, view).item()
 
 
 def test_a_layer_in_another_dtype_keeps_off():

@@ -187,7 +187,7 @@ def test_what_metal_refuses_is_refused(changes):
 
 TENSORS = {
     "operands in float": ("tensor<device T, Extents", "tensor<device float, Extents"),
-    "words instead of bytes": ("(device uchar*)words", "words"),
+    "words instead of bytes": ("(device uchar*)columns.w.words", "columns.w.words"),
     "k of no whole 32": ("width, GROUP, false", "width, GROUP - 16, false"),
     "8 rows by 8 columns": ("(kTileRows, width, GROUP", "(8, 8, GROUP"),
     "a result that is not named": ("run(x_step, codes, sums)", "run(x_step, codes, {})"),

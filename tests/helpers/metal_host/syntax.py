@@ -195,7 +195,9 @@ def _has(node: Node, kind: str) -> bool:
 
 
 def _every(node: Node) -> Iterator[Node]:
-    """The node and all below it."""
+    """The node and all below it; not whose capacity is asked, which a type determines."""
     yield node
+    if node.get("kind") == "MemberExpr" and node.get("name") == "get_capacity":
+        return
     for child in node.get("inner", ()):
         yield from _every(child)

@@ -12,6 +12,7 @@
 #define METAL_FUNC inline
 #define METAL_CONST static constexpr constant
 #define __METAL_VERSION__ 410
+#define __HAVE_INT4B_FORMAT_TYPE__ 1
 #define __HAVE_BFLOAT__ 1
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
@@ -164,6 +165,8 @@ struct tensor_index {
 };
 template <class T>
 struct cooperative_tensor {
+  ushort get_capacity() const thread;
+  bool is_valid_element(ushort) const thread;
   thread T& operator[](ushort) thread;
   tensor_index get_multidimensional_index(ushort) const thread;
 };

@@ -11,6 +11,7 @@
 #define METAL_HOST_INLINE inline __attribute__((always_inline))
 #define METAL_CONST static constexpr constant
 #define __METAL_VERSION__ 410
+#define __HAVE_INT4B_FORMAT_TYPE__ 1
 #define __HAVE_BFLOAT__ 1
 
 // The front end turns `threadgroup T name[n];` into METAL_HOST_SHARED(name, (T), ([n])); types and

@@ -52,15 +52,18 @@ struct tensor {
   }
 };
 
-// A lane's elements of a matrix of ROWS x COLUMNS.
+// A lane's elements of a matrix of ROWS x COLUMNS. Every fifth is none of it.
 template <int ROWS, int COLUMNS>
 struct cooperative_tensor {
-  enum : int { held = ROWS * COLUMNS / 32 };
+  enum : int { held = ROWS * COLUMNS / 32 * 5 / 4 + 1 };
   float elements[held];
 
+  static constexpr int get_capacity() { return held; }
+  bool is_valid_element(int i) const { return i % 5 && i - i / 5 - 1 < ROWS * COLUMNS / 32; }
   float& operator[](int i) { return elements[i]; }
   vec<int, 2> get_multidimensional_index(int i) const {
-    const int at = (i * 32 + metal_host_lane()) * 21 % (ROWS * COLUMNS);
+    if (!is_valid_element(i)) return {1 << 20, 1 << 20};
+    const int at = ((i - i / 5 - 1) * 32 + metal_host_lane()) * 21 % (ROWS * COLUMNS);
     return {at % COLUMNS, at / COLUMNS};
   }
 };
@@ -97,6 +100,7 @@ struct matmul2d {
   void run(Left& left, Right& right, cooperative_tensor<m, n>& sums, METAL_HOST_SITE) const {
     if (Lanes<int>(0, site).present != ~0u) metal_host_inactive_lane();
     for (int i = 0; i < sums.held; i++) {
+      if (!sums.is_valid_element(i)) continue;
       const auto place = sums.get_multidimensional_index(i);
       float sum = 0;
       for (int j = 0; j < k; j++) sum += left.at(j, place[1]) * right.at(j, place[0]);
