@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import dflash_mlx
-from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.checks import fits_here
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.loading.registry import EMBEDDED, local_path, pair_of
+from dflash_mlx.loading.registry import local_path, pair_of
 from dflash_mlx.machine.chips import Chip, chip_named
 from dflash_mlx.validation import read_json
 
@@ -24,10 +23,10 @@ from .output import counted, make_table, note, print_json, sized, stdout, waitin
 if TYPE_CHECKING:
     from dflash_mlx.bench.roofline import StepPrediction
 
-EMBEDDED_ACCEPTANCE = 12.0  # from its model card, over all categories
+ACCEPTANCE = 4.0  # tokens per step, assumed where none are published
 
 PREDICTED = "What is predicted"  # the panel that --help shows
-MEASURED = "Acceptance length at 16 rows, as 'bench' reports. Default: the published figure."
+MEASURED = "Acceptance length at 16 rows, as 'bench' reports. Default: the published one, else 4."
 
 
 def roofline(
@@ -43,13 +42,7 @@ def roofline(
     where = _chip(chip)
     pair = pair_of(model)
     published = pair.acceptance if pair else None
-    published = EMBEDDED_ACCEPTANCE if model == EMBEDDED else published
-    tokens = published if acceptance is None else acceptance
-    if tokens is None:
-        raise SettingsError(
-            f"No acceptance length is published for {model}: measure it with 'dflash-mlx bench', "
-            "and give it as --acceptance."
-        )
+    tokens = acceptance if acceptance is not None else published or ACCEPTANCE
     quantization = Quantization.of(target_bits)
     config, file = find_config(model, Hub(offline=offline))
     with waiting("Reading the model's shapes"):
@@ -70,7 +63,8 @@ def roofline(
     note(f"Recommended: {counted(best.rows, 'row')}, {speed}.")
     note(f"The weights take {sized(shapes.weights)}; {fits_here(shapes.weights, quantized)}.")
     note(f"A prediction, not a measurement: {model} on {where.name}, {context} tokens of context,")
-    note(f"acceptance length {tokens:g} at 16 rows. The drafter's own time is not included.")
+    source = "" if acceptance else " (published)" if published else " (assumed: --acceptance)"
+    note(f"{tokens:g} tokens per step of 16 rows{source}. The drafter's own time is not included.")
 
 
 def find_config(model: str, hub: Hub) -> tuple[dict[str, Any], Path]:

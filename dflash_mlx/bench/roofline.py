@@ -2,7 +2,8 @@
 
 A forward of few rows takes as long as reading the weights or as multiplying by them, whichever is
 longer (Williams, Waterman, Patterson, "Roofline", 2009). Tiles have a fixed number of rows, so
-few rows pay for a whole tile. Not included: the drafter, norms, launches, synchronization.
+few rows pay for a whole tile. Each kernel also takes a few microseconds, which is most of a plain
+step of a small model or of a mixture of experts. Not included: the drafter, waiting for Python.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ from ..targets.internals import (
 from ..validation import text_config
 
 MAX_ROWS = 16
+LEAST_BYTES = 100e6  # of weights; the time of a smaller model's step is Python's
+# Kernels of a layer besides its products. Attention: norms of the layer, of queries and of keys,
+# two rotations, two writes to the cache, the attention, two sums, the activation. A recurrence:
+# convolution, gates, norms, its step. Experts: choosing them, and weighting and adding what they say.
+ATTENTION, MIXER, EXPERTS, EXPERT_MATRICES = 12, 16, 14, 3
 _DTYPES = {"float32": mx.float32, "float16": mx.float16}
 
 
@@ -43,11 +49,13 @@ class Shapes:
         matrices: the weight matrices, in the order of the model.
         other: bytes of all other weights (norms, convolutions).
         context: bytes of keys, values and states for the given context.
+        launches: kernels of a plain forward.
     """
 
     matrices: Sequence[Matrix]
     other: int
     context: int
+    launches: int
 
     @property
     def weights(self) -> int:
@@ -83,10 +91,15 @@ def predict_steps(shapes: Shapes, chip: Chip, acceptance: float) -> list[StepPre
         acceptance: measured acceptance length at 16 rows. Narrower steps are predicted as if every
             draft were right with the same probability.
 
-    Raises `SettingsError` for an acceptance outside 1..16.
+    Raises `SettingsError` for an acceptance outside 1..16, and for a model that is too small.
     """
     probability = slot_probability(acceptance)
-    rest = chip.reading(shapes.other + shapes.context)
+    if shapes.weights < LEAST_BYTES:
+        raise SettingsError(
+            f"The weights take {shapes.weights / 1e6:.0f} MB: below {LEAST_BYTES / 1e6:.0f} MB the "
+            "chip does not decide how long a step takes. Name a larger model with --model."
+        )
+    rest = chip.reading(shapes.other + shapes.context) + chip.launch * shapes.launches
     ours = {matrix: guess(chip, [matrix]) for matrix in set(shapes.matrices)}
 
     def forward(rows: int) -> float:
@@ -152,7 +165,15 @@ def shapes_of(model: nn.Module, config: dict[str, Any], context: int) -> Shapes:
     layers: list[Any] = model.layers
     caches: list[Any] = make_prompt_cache(model)
     states = sum(_state_bytes(*of, context) for of in zip(layers, caches, strict=False))
-    return Shapes(multiplied, other, states)
+    return Shapes(multiplied, other, states, _launches(layers, multiplied))
+
+
+def _launches(layers: Sequence[Any], multiplied: Sequence[Matrix]) -> int:
+    """About how many kernels a plain forward runs with MLX's layers."""
+    mixers = sum(mixer_of(layer) is not None for layer in layers)
+    experts = sum(matrix.experts > 0 for matrix in multiplied) // EXPERT_MATRICES
+    attention = len(layers) - mixers
+    return len(multiplied) + ATTENTION * attention + MIXER * mixers + EXPERTS * experts
 
 
 def _state_bytes(layer: Any, cache: Any, context: int) -> int:

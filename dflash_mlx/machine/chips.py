@@ -10,7 +10,6 @@ from importlib.resources import files
 from ..errors import SettingsError
 
 BANDWIDTH_SHARE = 0.85  # of the memory bandwidth, reached when reading weights
-TILE_SHARE = 0.65  # of the peak, reached by a 16-row tile
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,8 @@ class Chip:
         bandwidth: bytes per second.
         flops: half-precision operations per second.
         stock_share: the part of `flops` that MLX's own 32-row tile reaches.
+        tile_share: the part that a 16-row tile reaches.
+        launch: seconds of the GPU's time that each kernel takes besides.
     """
 
     name: str
@@ -30,14 +31,16 @@ class Chip:
     bandwidth: float
     flops: float
     stock_share: float
+    tile_share: float
+    launch: float
 
     def reading(self, size: float) -> float:
         """Seconds to read `size` bytes."""
         return size / (self.bandwidth * BANDWIDTH_SHARE)
 
-    def multiplying(self, rows: int, weights: float, share: float = TILE_SHARE) -> float:
+    def multiplying(self, rows: int, weights: float, share: float | None = None) -> float:
         """Seconds to multiply `rows` rows by `weights` weights, at a share of the peak."""
-        return 2 * rows * weights / (self.flops * share)
+        return 2 * rows * weights / (self.flops * (share or self.tile_share))
 
 
 def chips() -> list[Chip]:
@@ -46,12 +49,15 @@ def chips() -> list[Chip]:
     return [
         Chip(
             name=name,
-            generation=(generation := name.partition(" ")[0]),
+            generation=name.partition(" ")[0],
             bandwidth=row["bandwidth"] * 1e9,
             flops=row["tflops"] * 1e12,
-            stock_share=content["stock_share"][generation],
+            stock_share=row["stock_share"],
+            tile_share=row["tile_share"],
+            launch=row["launch"] * 1e-6,
         )
-        for name, row in content["chip"].items()
+        for name, own in content["chip"].items()
+        for row in [content["generation"][name.partition(" ")[0]] | own]
     ]
 
 

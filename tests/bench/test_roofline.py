@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import families
 import mlx.core as mx
@@ -12,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from program import run
 
+from dflash_mlx.bench import roofline
 from dflash_mlx.bench.roofline import (
     Shapes,
     model_of,
@@ -37,15 +39,17 @@ PUBLISHED = {
     **dict.fromkeys(("M2 Pro", "M2 Max", "M2 Ultra"), (2.2, 1.2, 3.8, 2.0)),
     **dict.fromkeys(("M4 Pro", "M4 Max"), (2.4, 1.25, 4.1, 2.2)),
     # MLX's tile there is timed in ml-explore/mlx#4171
-    **dict.fromkeys(("M5", "M5 Pro", "M5 Max"), (1.0, 1.0, 2.6, 1.37)),
+    **dict.fromkeys(("M5", "M5 Pro"), (1.0, 1.0, 2.6, 1.37)),
+    "M5 Max": (1.63, 1.0, 3.84, 2.03),
 }
+MAC = json.loads((Path(__file__).parents[1] / "data" / "mac_steps.json").read_text())
 NINE_BILLION = 9 * 2**30
 
 
 def dense(bits: int) -> Shapes:
     """9B weights in one kind of matrix, with a half-precision scale and bias per 64 of them."""
     matrix = Matrix(12288, 4096, 12288 * 4096 * (2 * bits + 1) // 16, "affine", bits, 64)
-    return Shapes([matrix] * (NINE_BILLION // (12288 * 4096)), 0, 0)
+    return Shapes([matrix] * (NINE_BILLION // (12288 * 4096)), 0, 0, 0)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -60,6 +64,28 @@ def test_the_table_of_a_9b_target(name):
     # The upper bound is the acceptance length 6 over T16/T1, with the kernels that run there.
     runs = predicted[2 if name.startswith("M5") else 0]
     assert predict_steps(dense(4), chip, 6)[15].speedup == pytest.approx(6 / runs)
+
+
+@pytest.mark.parametrize("step", MAC["steps"], ids=lambda step: "{model} {chip} {rows}".format(**step))
+def test_steps_that_others_timed_on_macs(step):
+    config = MAC["configs"][step["model"]]
+    model = model_of(config, Path("config.json"), Quantization.of(step["bits"]))
+    chip, shapes = chip_named(step["chip"]), shapes_of(model, config, 1024)
+    rest = chip.reading(shapes.other + shapes.context) + chip.launch * shapes.launches
+    seconds = {"stock": stock_seconds, "tile": tile_seconds}[step["kernels"]]
+    predicted = rest + sum(seconds(chip, matrix, step["rows"]) for matrix in shapes.matrices)
+    assert 1e3 * predicted == pytest.approx(step["milliseconds"], rel=0.2)
+    if step["rows"] == 1:
+        assert predict_steps(shapes, chip, 4)[0].milliseconds == pytest.approx(1e3 * predicted)
+
+
+@pytest.mark.parametrize("product", MAC["products"])
+def test_products_that_others_timed_on_macs(product):
+    columns, depth = product["columns"], product["depth"]
+    matrix = Matrix(columns, depth, columns * depth * 9 // 16, "affine", 4, 64)
+    seconds = {"stock": stock_seconds, "tile": tile_seconds}[product["kernels"]]
+    predicted = seconds(chip_named(product["chip"]), matrix, product["rows"])
+    assert 1e3 * predicted == pytest.approx(product["milliseconds"], rel=0.2)
 
 
 def test_acceptance_at_every_width():
@@ -93,7 +119,7 @@ def test_every_byte_of_a_model_is_counted(family, bits):
     for matrix in shapes.matrices:  # scales and biases are a small part
         assert 1 <= 8 * matrix.size / (matrix.columns * matrix.depth * matrix.bits) < 1.5
     # A model that is only a config has the same shapes, without a weight being computed.
-    lazy = shapes_of(model_of(config, families.Path("config.json"), quantization), config, 0)
+    lazy = shapes_of(model_of(config, Path("config.json"), quantization), config, 0)
     assert list(lazy.matrices) == list(shapes.matrices)
 
 
@@ -140,7 +166,13 @@ def test_chips_are_found_by_the_names_people_and_devices_use():
         chip_named("M99")
 
 
-def test_the_command(tmp_path):
+@pytest.fixture
+def any_size(monkeypatch):
+    """Have the command predict tiny models, too."""
+    monkeypatch.setattr(roofline, "LEAST_BYTES", 0)
+
+
+def test_the_command(tmp_path, any_size):
     config = tinymodels.model_config("qwen3_moe")
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = ("--model", tmp_path, "--chip", "M4 Max", "--target-bits", "4")
@@ -154,10 +186,10 @@ def test_the_command(tmp_path):
     shown = run("roofline", *command, "--acceptance", "4")
     assert "prediction, not a measurement" in shown.stderr and shown.stdout.count("\n") == 17
     shown = run("roofline", *command)
-    assert shown.returncode == 2 and "--acceptance" in shown.stderr
+    assert "\n4 tokens per step of 16 rows (assumed: --acceptance)." in shown.stderr
 
 
-def test_a_gguf_file_is_predicted_by_its_header(tmp_path):
+def test_a_gguf_file_is_predicted_by_its_header(tmp_path, any_size):
     """In its own bits, as it is on Metal; nothing is converted for it."""
     metadata, tensors, _ = gguf_of("llama")
     path = tmp_path / "model.gguf"
@@ -169,7 +201,7 @@ def test_a_gguf_file_is_predicted_by_its_header(tmp_path):
     assert json.loads(done.stdout)["weights_bytes"] == pytest.approx(stored, rel=0.01)
 
 
-def test_the_recommended_width_is_the_fastest_one_of_note(tmp_path):
+def test_the_recommended_width_is_the_fastest_one_of_note(any_size):
     content = json.loads(run("roofline", "--chip", "M1", "--json").stdout)
     speeds = {row["rows"]: row["tokens_per_second"] for row in content["steps"]}
     best = content["recommended_rows"]
@@ -182,22 +214,16 @@ def test_the_recommended_width_is_the_fastest_one_of_note(tmp_path):
     assert f"Recommended: {best} row" in shown and "fits this" in shown
 
 
-def test_acceptance_and_chip_have_defaults_where_something_is_known(tmp_path, monkeypatch):
+def test_acceptance_and_chip_have_defaults_where_something_is_known(tmp_path, monkeypatch, any_size):
     folder = tmp_path / "Qwen3-8B-4bit"  # whose drafter's acceptance is published
     folder.mkdir()
     config = tinymodels.model_config("qwen3") | {"quantization": {"group_size": 32, "bits": 4}}
     (folder / "config.json").write_text(json.dumps(config))
     shown = run("roofline", "--model", folder)
     assert shown.returncode == 2 and "M4 Max" in shown.stderr
-    shown = run("roofline", "--chip", "M4 Max")
-    assert (
-        shown.returncode == 0
-        and "tiny on M4 Max" in shown.stderr
-        and "acceptance length 12" in shown.stderr
-    )
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M3 Pro"})
     shown = run("roofline", "--model", folder)
-    assert shown.returncode == 0 and "on M3 Pro" in shown.stderr and "6.49" in shown.stderr
+    assert shown.returncode == 0 and "on M3 Pro" in shown.stderr and "6.49 tokens per step of 16 rows (published)" in shown.stderr
 
 
 def test_what_the_command_cannot_use_is_one_line(tmp_path):
@@ -212,6 +238,7 @@ def test_what_the_command_cannot_use_is_one_line(tmp_path):
         (["--model", tmp_path / "nothing"], 1, "No model"),
         (["--model", quantized, "--target-bits", "4"], 2, "quantized already"),
         (["--acceptance", "40"], 2, "between 1 and 16"),
+        ([], 2, "below 100 MB"),
     ]:
         done = run("roofline", "--chip", "M4", "--acceptance", "4", *arguments)
         assert done.returncode == code and done.stderr.startswith("error: "), done.stderr
