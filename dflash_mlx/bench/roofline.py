@@ -36,7 +36,7 @@ MAX_ROWS = 16
 LEAST_BYTES = 100e6  # of weights; the time of a smaller model's step is Python's
 # Kernels of a layer besides its products. Attention: norms of the layer, of queries and of keys,
 # two rotations, two writes to the cache, the attention, two sums, the activation. A recurrence:
-# convolution, gates, norms, its step. Experts: choosing them, and weighting and adding what they say.
+# convolution, gates, norms, its step. Experts: choosing them, weighting and adding their outputs.
 ATTENTION, MIXER, EXPERTS, EXPERT_MATRICES = 12, 16, 14, 3
 _DTYPES = {"float32": mx.float32, "float16": mx.float16}
 
