@@ -150,8 +150,17 @@ DRAFTER_FIELDS = frozenset(
         "target_layer_ids block_size mask_token_id draft_vocab_size markov_rank"
     ).split()
 )
-# `model_type` of Gemma 4's assistants, which are no block drafters.
+# `model_type` of drafters that are built from their target: Gemma 4's assistants, and the end of it
+# in MTP heads with a folder of their own.
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+STANDALONE = "_mtp"
+
+
+def needs_target(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a drafter that is built from its target."""
+    kind = str(config.get("model_type"))
+    return kind in ASSISTANTS or kind.endswith(STANDALONE)
+
 
 # Fields with several spellings, by our name. The spellings have to agree.
 SPELLINGS = {

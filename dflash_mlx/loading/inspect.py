@@ -16,6 +16,7 @@ from ..drafter.packagings import (
     HEAD,
     MASK,
     PACKAGINGS,
+    needs_target,
     our_name,
 )
 from ..validation import read_json, text_config
@@ -47,9 +48,10 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     """
     file = path if path.is_file() else path / "config.json"
     raw = read_json(file)
-    if raw.get("model_type") in ASSISTANTS:
+    if needs_target(raw):
         found = [ResolvedField(name, value, name) for name, value in raw.items()]
-        return [ResolvedField("network", "a Gemma 4 assistant", "model_type"), *found]
+        kind = "a Gemma 4 assistant" if raw["model_type"] in ASSISTANTS else "an MTP head"
+        return [ResolvedField("network", kind, "model_type"), *found]
     if not DRAFTER_FIELDS & raw.keys():
         from .mtp import head_files  # these two start MLX
         from .preflight import is_language_model

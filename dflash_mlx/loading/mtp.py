@@ -14,9 +14,10 @@ from typing import Any
 import mlx.core as mx
 
 from ..drafter.mtp import LAYOUTS, HeadLayout, MTPHead
+from ..drafter.packagings import STANDALONE
 from ..errors import WeightsError
 from ..targets import Target
-from ..validation import ErrorWrapper, text_config
+from ..validation import ErrorWrapper, read_json, text_config
 from .checks import read_header
 from .reading import load_as_stored, load_file
 
@@ -36,7 +37,7 @@ def head_files(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path,
     if layout is None:
         return {}
     prefix = _prefix(layout, config)
-    starts = {outer + prefix for outer in _OUTER}
+    starts = ("",) if _stands_alone(folder) else tuple(outer + prefix for outer in _OUTER)
     found, width = dict[str, tuple[Path, str]](), 0
     fuse = next(name for name, ours in layout.names.items() if ours == "fc.")
     for file in sorted(folder.glob("*.safetensors")):
@@ -47,6 +48,18 @@ def head_files(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path,
                 if name == f"{start}{fuse}weight":
                     width = tensor["shape"][0]
     return found if width == text_config(dict(config)).get("hidden_size") else {}
+
+
+def _stands_alone(folder: Path) -> bool:
+    """Whether a folder is a head that mlx-vlm split off: its names have no prefix.
+
+    Its tensors are in MLX's form, so nothing is added to its norms.
+    """
+    file = folder / "config.json"
+    if not (file.exists() and str(read_json(file).get("model_type")).endswith(STANDALONE)):
+        return False
+    names = [name for file in folder.glob("*.safetensors") for name in read_header(file)]
+    return "fc.weight" in names
 
 
 def read_head(folder: Path, target: Target) -> MTPHead:
@@ -60,7 +73,7 @@ def read_head(folder: Path, target: Target) -> MTPHead:
     head = MTPHead(target, layout)
     with ErrorWrapper(WeightsError, f"{folder}: the tensors of its MTP head cannot be read"):
         weights = dict(_ours(layout, stored, target))
-    if layout.zero_centred:
+    if layout.zero_centred and not _stands_alone(folder):
         _centre(weights)
     load_as_stored(
         head,

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..drafter.config import DraftConfig
-from ..drafter.packagings import ARCHITECTURES, ASSISTANTS, DRAFTER_FIELDS
+from ..drafter.packagings import ARCHITECTURES, DRAFTER_FIELDS, needs_target
 from ..errors import ConfigError
 from ..targets.internals import classes_of
 from ..validation import ErrorWrapper, read_json
@@ -116,8 +116,8 @@ def check_drafter(name: str, hub: Hub, model: nn.Module | None) -> None:
     if is_language_model(raw := read_json(path)):
         model_of(name, raw)
         return
-    if raw.get("model_type") in ASSISTANTS:
-        return  # it is made of its target
+    if needs_target(raw):
+        return
     config = DraftConfig.from_file(path)
     if config.unreadable is not None:
         raise ConfigError(f"{name}: {config.unreadable}: it cannot be read.")

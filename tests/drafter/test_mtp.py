@@ -11,6 +11,7 @@ import mtp_oracle
 import numpy as np
 import pytest
 from families import check_drafted_text
+from mlx.utils import tree_flatten
 from mtp_heads import HEADS, INDEXED, config_of, head_weights, save_pair, shapes_of
 from tinymodels import greedy
 
@@ -178,6 +179,39 @@ def test_a_head_that_is_stored_quantized_loads_as_it_is(mode, tmp_path) -> None:
         mx.save_safetensors(str(file), stored)
         with pytest.raises(WeightsError, match=r"eh_proj\.biases is missing"):
             load(str(folder), draft="mtp")
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), [("qwen3_5", None), ("qwen3_5_moe", "affine"), ("qwen3_5", "mxfp4")]
+)
+def test_a_head_that_mlx_vlm_split_off_is_the_head(family, mode, tmp_path) -> None:
+    """Names without "mtp.", norms as MLX has them: small ones, whose mean would tell nothing."""
+    folder, _ = save_pair(tmp_path / "pair", family)
+    _, head = load(str(folder), draft="mtp")
+    theirs = {ours: name for name, ours in LAYOUTS[family].names.items()}
+    expected, stored = {}, {}
+    for name, value in tree_flatten(head.parameters()):
+        start = next(start for start in theirs if name.startswith(start))
+        name = theirs[start] + name.removeprefix(start)
+        expected[name] = value = value * 0.1 if value.ndim == 1 else value
+        parts = [value]
+        if mode is not None and value.ndim > 1 and "shared_expert_gate" not in name:
+            parts = mx.quantize(value, group_size=32, bits=4, mode=mode)
+            expected[name] = mx.dequantize(*parts, group_size=32, bits=4, mode=mode)
+        for part, array in zip(("weight", "scales", "biases"), parts, strict=False):
+            stored[name.removesuffix("weight") + part] = array
+    split = tmp_path / "split"
+    split.mkdir()
+    mx.save_safetensors(str(split / "model.safetensors"), stored, metadata={"format": "mlx"})
+    config = {"model_type": "qwen3_5_mtp", "block_size": 3, "text_config": config_of(family)}
+    (split / "config.json").write_text(json.dumps(config))
+    assert inspect_drafter(split)[0].value == "an MTP head"
+    target, drafter = load(str(folder), draft=str(split))
+    for name, value in tree_flatten(drafter.parameters()):
+        start = next(start for start in theirs if name.startswith(start))
+        theirs_name = theirs[start] + name.removeprefix(start)
+        assert mx.allclose(value, expected[theirs_name], rtol=1e-2, atol=1e-6), name
+    assert generate(target, drafter, PROMPT, max_tokens=9).tokens == greedy(target, PROMPT, 9)
 
 
 @pytest.mark.parametrize("family", HEADS)
