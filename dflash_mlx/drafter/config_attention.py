@@ -12,7 +12,7 @@ from typing import Any
 
 from ..validation import brief, is_integer
 from .config_reader import BOOLEAN, OBJECT, POSITIVE, Check, ConfigReader, one_of, whole
-from .packagings import EAGLE3, FIRST_ROW_FLAGS, FULL, HARMLESS, SLIDING
+from .packagings import EAGLE3, FIRST_ROW_FLAGS, FULL, SLIDING
 
 TAPS = "target_layer_ids"
 ORIGINAL = "original_max_position_embeddings"
@@ -205,10 +205,12 @@ def _scaling(read: ConfigReader, place: str, values: dict[str, Any]) -> dict[str
         raise read.error(f"{place}.partial_rotary_factor", f"must be 1, not {brief(partial)}")
     kept = {"rope_type": kind}
     for key, value in values.items():
-        if value is None or key in HARMLESS:
+        if key not in ROPE_FIELDS[kind] or value is None:
+            known = any(key in fields for fields in ROPE_FIELDS.values())
+            if isinstance(value, Mapping) or (known and value is not None):
+                raise read.error(f"{place}.{key}", f"is not understood for {kind} rope")
+            read.ignore(f"{place}.{key}")
             continue
-        if key not in ROPE_FIELDS[kind]:
-            raise read.error(f"{place}.{key}", f"is not understood for {kind} rope")
         off = value == 0 and key in ("mscale", "mscale_all_dim")
         if not off:
             check = BOOLEAN if key == "truncate" else POSITIVE

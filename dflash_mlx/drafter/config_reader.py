@@ -1,18 +1,20 @@
 """Checked look-ups in a drafter's config.json, in every place where a field may stand.
 
-The reader remembers what it looked up. At the end, every other key has to be known as harmless;
-else it is an error that names the key.
+The reader remembers what it looked up. At the end, every other key is an error if it is known to
+mean another network, else a warning that names it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from ..errors import ConfigError
 from ..validation import MAX_INT32, brief, is_integer, is_positive
-from .packagings import COPIED, HARMLESS, NEUTRAL, PLACES, SPELLINGS, Packaging
+from .packagings import EXPECTED, EXPECTED_OF_ITS_OWN, PLACES, ROUTINE, SPELLINGS, Packaging
 
+MOST_NAMED = 12  # unknown keys in a warning
 REQUIRED: Final = object()  # as a default: the field must be there
 
 
@@ -56,6 +58,7 @@ class ConfigReader:
     def __init__(self, raw: Mapping[str, Any], where: str, packaging: Packaging) -> None:
         self.where, self.packaging = where, packaging
         self.sources: dict[str, str] = {}
+        self._unknown: list[str] = []  # places of values that nobody knows
         self._asked = set(PLACES)
         self._places: list[tuple[str, Mapping[str, Any]]] = []
         for place in PLACES:
@@ -112,23 +115,36 @@ class ConfigReader:
     def unused(self) -> dict[str, Any]:
         """The values that were not looked up, by their place.
 
-        Raises `ConfigError` for one that may change the network.
+        One that nobody knows is a warning: it cannot change the text, but drafts may be worse.
+        Raises `ConfigError` for one that means another network.
         """
-        unused, harmless = {}, HARMLESS | (COPIED if self.packaging.copied else frozenset())
-        unknown = list[str]()
+        unused = dict[str, Any]()
+        expected = EXPECTED if self.packaging.copied else EXPECTED | EXPECTED_OF_ITS_OWN
         for prefix, values in self._places:
             for name in [key for key in values if key not in self._asked]:
                 place = prefix + name
                 value = unused[place] = values[name]
-                if value is None or name in harmless:
+                if value is None:
                     continue
-                if name not in NEUTRAL:
-                    unknown.append(place)
-                    continue
+                if name not in expected:
+                    self.ignore(place)
                 # In some files a 0 or an empty text stands for "none".
-                neutral = NEUTRAL[name]
-                if value != neutral and (value or neutral not in (0, False)):
-                    raise self.error(place, f"must be {neutral!r}, not {brief(value)}")
-        if unknown:  # last: another network is named for what it is, not for a key of its training
-            raise self.error(unknown[0], "is not understood by this version")
+                elif value != expected[name] and (value or expected[name] not in (0, False)):
+                    problem = f"must be {expected[name]!r}, not {brief(value)}"
+                    raise self.error(place, problem)
+        if self._unknown:
+            named = ", ".join(self._unknown[:MOST_NAMED])
+            if len(self._unknown) > MOST_NAMED:
+                named += f" and {len(self._unknown) - MOST_NAMED} more"
+            # At this line for every caller: a file is read several times, and warned about once.
+            warnings.warn(
+                f"dflash-mlx: {self.where}: keys that are not used: {named}. The text is right in "
+                "any case, but if they change the drafter's network, it drafts badly.",
+                stacklevel=1,
+            )
         return unused
+
+    def ignore(self, place: str) -> None:
+        """Note a value that is not used; nobody is warned of those that any config may have."""
+        if not ROUTINE.fullmatch(place.rpartition(".")[2]):
+            self._unknown.append(place)

@@ -36,9 +36,9 @@ class Packaging:
         causal: without a flag in the file, "sliding" layers are causal, or none ("never").
         defaults: values of absent fields.
         copied: the file is a copy of the target's config with the drafter's fields added, so the
-            target's own fields (`COPIED`) mean nothing.
+            target's own fields (`EXPECTED_OF_ITS_OWN`) mean nothing.
         gemma4: the layers are Gemma 4's.
-        tensors: beginnings of tensors' names -> our beginnings.
+        tensors: patterns in tensors' names -> what stands there in ours; applied in order.
         unused_tensors: stored, and not needed.
     """
 
@@ -58,7 +58,8 @@ DEEPSPEC = Packaging("deepspec", {DFLASH: 0, DSPARK: 0}, causal="never", copied=
 SPECFORGE = Packaging(
     "specforge",
     {DFLASH: 0, DSPARK: 0},
-    tensors={"logit_head.": ""},  # of early files
+    # Of early files, and of ModelOpt's.
+    tensors={r"^logit_head\.": "", r"^(markov_w|gate_proj|joint_proj)": r"markov_head.\1"},
 )
 SPECULATORS = Packaging(
     "speculators",
@@ -80,9 +81,22 @@ MUSE = Packaging(
         "rms_norm_eps": 1e-5,
         "vocab_size": 202048,
     },
-    tensors={"encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."},
+    tensors={r"^encoder\.fc": "fc", r"^encoder\.output_norm_enc": "hidden_norm"},
 )
-NVIDIA = Packaging("lilicorr", {LILICORR: 1}, causal="never", tensors={"model.": ""})
+NVIDIA = Packaging(
+    "lilicorr",
+    {LILICORR: 1},
+    causal="never",
+    tensors={
+        r"^model\.": "",
+        # vLLM's and SGLang's names; ours are ModelOpt's.
+        r"^lilicorr\.feature_norm": "lilicorr.feature_mlp.0",
+        r"^lilicorr\.feature_mlp\.up_proj": "lilicorr.feature_mlp.1",
+        r"^lilicorr\.feature_mlp\.down_proj": "lilicorr.feature_mlp.3",
+        r"^(lilicorr\.layers\.\d+\.mlp)\.up_proj": r"\1.0",
+        r"^(lilicorr\.layers\.\d+\.mlp)\.down_proj": r"\1.2",
+    },
+)
 # EAGLE-3 by SGLang, SpecForge, NVIDIA and its authors. A head drafts as long as one asks for, the
 # worse the longer, and has no masks: both numbers are ours.
 EAGLE = Packaging(
@@ -90,15 +104,10 @@ EAGLE = Packaging(
     {EAGLE3: 1},
     defaults={"block_size": 8, "mask_token_id": 0},
     tensors={
-        prefix + stored: ours
-        for prefix in ("", "model.")
-        for stored, ours in (
-            ("midlayer.hidden_norm.", "hidden_norm."),
-            ("layers.0.hidden_norm.", "hidden_norm."),
-            ("midlayer.", "layers.0."),
-        )
-    }
-    | {"model.": ""},
+        r"^model\.": "",
+        r"^midlayer\.": "layers.0.",
+        r"^layers\.0\.hidden_norm\.": "hidden_norm.",
+    },
     unused_tensors=frozenset({"t2d"}),
 )
 # DeepSpec's networks for Gemma 4, and its EAGLE-3.
@@ -178,85 +187,46 @@ FIRST_ROW_FLAGS = {
 }
 
 
-# Keys that change nothing about the network.
-HARMLESS = frozenset(
-    (
-        # the library's own record
-        "auto_map model_type dtype torch_dtype transformers_version _name_or_path "
-        "speculators_version use_cache return_dict output_attentions output_hidden_states "
-        "problem_type id2label label2id is_encoder_decoder is_decoder chunk_size_feed_forward "
-        "use_return_dict finetuning_task torchscript pruned_heads add_cross_attention "
-        "cross_attention_hidden_size tie_encoder_decoder prefix task_specific_params "
-        "tokenizer_class use_bfloat16 tf_legacy_loss _attn_implementation "
-        "_attn_implementation_autoset pretraining_tp has_no_defaults_at_init base_model_ep_plan "
-        "base_model_pp_plan base_model_tp_plan _experts_implementation attn_implementation "
-        "library_name license tags target_model_type target_text_model_type use_aux_hidden_state "
-        # tokens that the target decides about
-        "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id unk_token_id "
-        "decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens "
-        "begin_suppress_tokens bad_words_ids "
-        # training
-        "attention_dropout hidden_dropout embedding_dropout initializer_range num_anchors "
-        "max_anchors confidence_head_alpha loss_decay_gamma loss_type loss_weights loss_gamma "
-        "loss_config ttt_steps ttt_length step_loss_decay draft_num_hidden_layers "
-        "target_model_name_or_path initial_context_length embed_requires_grad freeze_embed "
-        "router_aux_loss_coef output_router_logits "
-        # hints for serving: any value gives the same text
-        "dflash_initial_block_size prefer_requested_block_size runtime_block_size "
-        "dspark_draft_topk confidence_threshold confidence_temperatures sts_temperatures "
-        # all positions of a text are alike
-        "mrope_section mrope_interleaved "
-        # of experts, which `NEUTRAL` refuses
-        "decoder_sparse_step norm_topk_prob mlp_only_layers num_experts_per_tok "
-        "moe_intermediate_size shared_expert_intermediate_size "
-        # decided by the tensors
-        "has_own_embed_tokens "
-        # of confidence heads, which decoding does not read
-        "enable_confidence_head use_confidence_head confidence_head_with_markov"
-    ).split()
+# Keys that any config.json may have: the library's record, tokens, training, confidence heads. Each
+# other key that is not read is named in a warning.
+ROUTINE = re.compile(
+    r"(torch_)?dtype|model_type|auto_map|_name_or_path|(transformers|speculators)_version|use_cache"
+    r"|(\w+_)?token_ids?|initializer_range|\w+_dropout|num_anchors|max_anchors|loss_\w+|ttt_\w+"
+    r"|\w*confidence_\w+|pretraining_tp|embed_requires_grad|step_loss_decay|mrope_\w+"
 )
-# Fields of the target in a copied config (DeepSpec's): the drafter has no such part.
-COPIED = frozenset(
-    (
-        "partial_rotary_factor attn_output_gate output_gate_type full_attention_interval "
-        "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads linear_num_value_heads "
-        "linear_value_head_dim num_experts num_local_experts "
-        "n_routed_experts n_shared_experts n_group topk_group routed_scaling_factor "
-        "first_k_dense_replace moe_layer_freq swiglu_limit swiglu_alpha mamba_ssm_dtype "
-        "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers "
-        "rope_interleave use_qk_norm attn_type_list experts_per_token vision_config "
-        "language_model_only image_token_id video_token_id vision_start_token_id "
-        "vision_end_token_id attn_logit_softcapping query_pre_attn_scalar use_sliding_window "
-        "max_window_layers sliding_window vocab_size_per_layer_input num_kv_shared_layers "
-        "top_k_experts use_bidirectional_attention"
-    ).split()
-)
-# Keys that change the network unless they have this value.
-NEUTRAL: dict[str, Any] = {
+# Keys that mean another network unless they have this value.
+EXPECTED: dict[str, Any] = {
     "hidden_act": "silu",
     "draft_ffn_type": "dense",
-    "partial_rotary_factor": 1,
     "hc_mult": 1,
     "parallel_draft_step": 1,
     **dict.fromkeys(
         "next_layer_regular use_input_layernorm_in_first_layer use_last_layernorm".split(), True
     ),
     **dict.fromkeys(
-        "mlp_bias attn_output_gate gating enable_qwen35_gated_q_proj log_snr_conditioning fc_norm "
-        "fc_layernorm draft_shift use_heterogeneous_kv attention_k_eq_v use_mtp_layernorm "
-        "enable_moe_block use_double_wide_mlp".split(),
+        "mlp_bias gating enable_qwen35_gated_q_proj log_snr_conditioning fc_norm fc_layernorm "
+        "draft_shift use_heterogeneous_kv attention_k_eq_v use_mtp_layernorm enable_moe_block "
+        "use_double_wide_mlp".split(),
         False,
     ),
     **dict.fromkeys(
         "draft_adapter_rank gru_hidden_dim emb_dim pure_draft_prefix_len global_head_dim "
-        "hidden_size_per_layer_input num_global_key_value_heads attn_logit_softcapping "
-        "num_experts num_local_experts n_routed_experts".split(),
+        "hidden_size_per_layer_input num_global_key_value_heads conv_kernel_size selector_rank "
+        "markov_rank".split(),
         0,
+    ),
+}
+# The same, but in a copied config (DeepSpec's) they are the target's and say nothing.
+EXPECTED_OF_ITS_OWN: dict[str, Any] = {
+    "partial_rotary_factor": 1,
+    "attn_output_gate": False,
+    **dict.fromkeys(
+        "attn_logit_softcapping num_experts num_local_experts n_routed_experts".split(), 0
     ),
 }
 
 # Of rotations and of confidence heads, in any packaging.
-UNUSED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)confidence_head\.")
+UNUSED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)confidence_(head|proj)\.")
 PACKAGINGS = {
     row.name: row
     for row in (
@@ -270,7 +240,6 @@ def our_name(packaging: Packaging, tensor: str) -> str | None:
     """The name of a stored tensor in our networks; None if it is not needed."""
     if tensor in packaging.unused_tensors or UNUSED_TENSORS.search(tensor):
         return None
-    for start, ours in packaging.tensors.items():
-        if tensor.startswith(start):
-            return ours + tensor.removeprefix(start)
+    for pattern, ours in packaging.tensors.items():
+        tensor = re.sub(pattern, ours, tensor)
     return tensor

@@ -115,7 +115,6 @@ WRONG = {
     "rope_scaling.factor is missing": {"rope_scaling": {"type": "yarn"}},
     "rope_scaling.factor must": {"rope_scaling": {"rope_type": "linear", "factor": 0}},
     "rope_scaling.truncate must": yarn(truncate="no"),
-    "rope_scaling.extrapolation_factor is not": yarn(extrapolation_factor=1),
     "rope_parameters.sliding_attention is not": {
         "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}
     },
@@ -129,7 +128,8 @@ WRONG = {
     "'Eagle3DraftModel' is an EAGLE-3 head": {"architectures": ["Eagle3DraftModel"]},
     "dflash_config must": {"dflash_config": [8]},
     "dflash_config.projector_type must": nested(projector_type="mlp"),
-    "dflash_config.selector_rank is not understood": nested(selector_rank=16),
+    "dflash_config.selector_rank must be 0": nested(selector_rank=16),
+    "rope_scaling.low_freq_factor is not understood": yarn(low_freq_factor=1),
     "dflash_config.input_embedding_scale must": nested(input_embedding_scale=float("nan")),
     "conv_kernel_size is missing": TWO,
     "markov_rank must": TWO | {"markov_rank": 4},
