@@ -61,6 +61,7 @@ def draft_config(
     taps = tap_layers(target.num_layers)
     return {
         "architectures": [architecture],
+        "model_type": "qwen3",  # the layers'; loaders of others read it
         **_like(target),
         "num_hidden_layers": layers,
         "num_target_layers": target.num_layers,
@@ -88,6 +89,7 @@ def _like(target: Target) -> dict[str, Any]:
         "rms_norm_eps": shape.get("rms_norm_eps", 1e-6),
         "rope_theta": float(rope or 10000.0),
         "max_position_embeddings": shape.get("max_position_embeddings", 40960),
+        "tie_word_embeddings": shape.get("tie_word_embeddings", False),  # it borrows the target's
     }
 
 

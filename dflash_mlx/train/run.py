@@ -140,7 +140,7 @@ def train(
     )
     if recipe.draft_vocab is not None:
         drafter = with_common_tokens(drafter, target, samples, recipe.draft_vocab)
-        raw["draft_vocab_size"] = drafter.config.draft_vocab_size
+        raw |= {"draft_vocab_size": drafter.config.draft_vocab_size, "tie_word_embeddings": False}
     try:
         save_drafter(drafter, raw, out)
         lines = "".join(json.dumps(held_out_record(target, s)) + "\n" for s in held_out)

@@ -72,7 +72,7 @@ TARGET_CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
 }
 DRAFTER_CONFIG: dict[str, Any] = {
-    **{k: v for k, v in TARGET_CONFIG.items() if k not in ("model_type", "tie_word_embeddings")},
+    **TARGET_CONFIG,
     "architectures": ["DFlashDraftModel"],
     "num_hidden_layers": 2,
     "num_target_layers": 6,

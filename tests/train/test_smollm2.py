@@ -1,5 +1,6 @@
 """The drafter of smollm2 that comes with the package: small, sound, for that model alone."""
 
+import json
 from importlib.metadata import PackageNotFoundError, distribution
 
 import mlx.core as mx
@@ -29,7 +30,8 @@ def test_it_is_small_and_made_for_this_model():
 
 def test_every_target_with_a_drafter_of_its_name_has_one():
     for name in PACKAGED:
-        assert (drafter_folder(name) / "config.json").is_file()
+        raw = json.loads((drafter_folder(name) / "config.json").read_text())
+        assert raw["model_type"] == "qwen3" and "tie_word_embeddings" in raw  # others read them
 
 
 def test_it_loads_and_drafts_a_block():

@@ -63,6 +63,10 @@ def test_a_drafter_comes_out_that_drafts(tmp_path, target, data, kind, tokens):
     assert [event.step for event in seen if isinstance(event, StepReport)] == [1, 2, 3]
     [plan] = [event for event in seen if isinstance(event, TrainingPlan)]
     assert plan.samples + plan.held_out == len(PROMPTS)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["model_type"] == "qwen3"
+    tied = tokens is None and target.config["tie_word_embeddings"]
+    assert written["tie_word_embeddings"] is tied
     drafter = load_drafter(str(tmp_path / "out"))
     if (ids := drafter.token_ids()) is not None:
         rows = target.head_rows(ids)
