@@ -20,16 +20,17 @@ from ..drafter.packagings import PACKAGINGS, our_name
 from ..errors import ConfigError, ModelNotFoundError, WeightsError
 from ..proposal import Proposal
 from ..targets import Target
-from ..validation import ErrorWrapper
+from ..validation import ErrorWrapper, read_json
 from .checks import check_safetensors
+from .computed import bounded, complete, spelled_for
 from .inspect import settle
 from .reading import load_as_stored, load_file
 
 SAMPLE = 256  # rows of an embedding that are compared
 
 
-def read_target(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """mlx-lm's model of a folder, its weights still on disk, and its config.
+def read_target(name: str, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """mlx-lm's model of a folder, its weights still on disk, and the config that it computes.
 
     Raises: `ConfigError`, `WeightsError`.
     """
@@ -37,12 +38,13 @@ def read_target(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
     for file in files:
         load_file(file)  # so that an error about a file does not blame the config
     with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: mlx-lm cannot load it"):
-        if {*files} == {*folder.glob("model*.safetensors")}:
-            return load_model(folder, lazy=True)[:2]
-        with TemporaryDirectory() as view:  # mlx-lm would read the other files, too
+        config = spelled_for(read_json(folder / "config.json"))
+        with TemporaryDirectory() as view:  # mlx-lm would read other files than the index's, too
             for file in (*files, *folder.glob("*.json")):
                 Path(view, file.name).symlink_to(file.resolve())
-            return load_model(Path(view), lazy=True)[:2]
+            model, config = load_model(Path(view), lazy=True, model_config=config)
+        complete(name, model, config)
+        return model, bounded(name, model, config)
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Any:

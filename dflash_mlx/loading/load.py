@@ -277,7 +277,7 @@ def _open_target(
         check_not_quantized(name, quantization, quantized)
     machines = 1 if cluster is None else cluster.size
     check_weights(name, weights, quantization, reserved, quantized, machines)
-    model, config = read_target(folder)
+    model, config = read_target(name, folder)
     with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
         start_reading(name, model, quantization, cluster)
         tokenizer = read_tokenizer(folder, config)  # while the weights are being read

@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..targets.internals import classes_of
 from ..validation import ErrorWrapper, read_json
 from .checks import check_memory, memory_needed, read_target_config
+from .computed import complete, spelled_for
 from .hub import Hub
 from .quantization import Quantization, is_quantized
 from .registry import hub_gguf, known_facts, local_path
@@ -163,6 +164,7 @@ def model_of(name: str, config: dict[str, Any]) -> nn.Module:
     """
     wrong = f"{name}: mlx-lm {version('mlx-lm')} cannot run it, so nothing is downloaded"
     with ErrorWrapper(ConfigError, wrong):
-        model_class, arguments = classes_of(config)
+        model_class, arguments = classes_of(config := spelled_for(config))
         model: nn.Module = model_class(arguments.from_dict(config))
+        complete(name, model, config)
     return model

@@ -164,13 +164,25 @@ def vocabulary() -> dict[str, Any]:
     }
 
 
+def without_constants(model: Any) -> Any:
+    """A model whose norms, biases and routers are random too: a constant hides what is dropped."""
+    random = np.random.default_rng(1)
+    weights = [
+        (name, array + mx.array(0.2 * random.normal(size=array.shape)).astype(array.dtype))
+        for name, array in tree_flatten(model.parameters())
+        if array.size > 1 and (array == array.reshape(-1)[0]).all().item()
+    ]
+    model.load_weights(weights, strict=False)
+    return model
+
+
 def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any], Arrays, Any]:
     """A random model of a row: its metadata, its tensors by GGUF's names, and mlx-lm's model."""
     row = ROWS[name]
     sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer()))
     config = SHAPE | SIZES | sizes | {"tie_word_embeddings": True}
     config |= {"model_type": row["model"]} | row.get("config", {}) | overrides
-    model = random_model(config, seed)
+    model = without_constants(random_model(config, seed))
     family = {"mixtral": "llama", "gemma4moe": "gemma4"}.get(name, name)
     layers = config["num_hidden_layers"]
     metadata = {

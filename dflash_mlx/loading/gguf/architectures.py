@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -19,20 +20,21 @@ from ..checks import MOST_LAYERS
 from .header import Header
 from .layout import Config
 
-# Keys that say nothing new, or what mlx-lm's model leaves out too.
+# Keys that say nothing new: tensors have these sizes, and positions in a text are the same in all
+# sections.
 _IGNORED = {
     *("vocab_size", "attention.layer_norm_rms_epsilon", "attention.value_length"),
-    *("attention.value_length_swa", "attention.causal"),
-    *("rope.scaling.finetuned", "rope.dimension_sections", "rope.dimension_count_swa"),
-    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.attn_factor"),
-    *("expert_shared_count", "expert_gating_func", "expert_weights_norm", "expert_weights_scale"),
+    *("attention.value_length_swa", "rope.scaling.finetuned", "rope.dimension_sections"),
 }
+# Keys whose only value is what mlx-lm computes; architectures.toml has more, as `fixed`.
+_FIXED = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_LENGTH = 8192
 ROPE_DIVISORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _PARTLY_ROTATED = {"phi3", "glm4", "qwen3next", "qwen35", "qwen35moe", "minimax-m2", "deepseek2"}
 _SIGMOID = 2  # of expert_gating_func
+_SOFTMAX = {"expert_gating_func": 1, "expert_weights_norm": True, "expert_weights_scale": 1.0}
 _REQUIRED = object()
 
 
@@ -74,6 +76,12 @@ class Fields:
             if prefix == self._kind and name not in self._read and value:
                 raise ConfigError(f"{self.path}: {key} is not understood.")
 
+    def check_fixed(self, values: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for a key with another value than mlx-lm's model computes with."""
+        for name, value in values.items():
+            if (found := self(name, value)) != value:
+                raise self.wrong(name, found)
+
     def wrong(self, name: str, value: Any) -> ConfigError:
         """The error for a value that cannot be."""
         return ConfigError(f"{self.path}: {self._kind}.{name} is {str(value)[:40]}.")
@@ -88,28 +96,48 @@ class Fields:
         return tensor.blocks().view(np.float32).reshape(-1)
 
     def scaling(self, head_dim: int, theta: float) -> Config | None:
-        """mlx-lm's `rope_scaling`: by the metadata, or by the tensors that divide frequencies."""
-        kind, long, short = self("rope.scaling.type", "none"), self.vector(LONG), self.vector(SHORT)
-        if (divisors := self.vector(ROPE_DIVISORS)) is not None:
-            factor, fits = float(divisors.max()), len(divisors) == head_dim // 2
-            if not fits or not np.allclose(
-                divisors, llama3_divisors(head_dim, theta, factor), rtol=1e-3
-            ):
-                raise ConfigError(f"{self.path}: rope_freqs are not those of Llama 3.")
-            length = {"original_max_position_embeddings": _LLAMA3_LENGTH}
-            return {"rope_type": "llama3", "factor": factor, **_LLAMA3, **length}
-        if long is not None and short is not None:
+        """mlx-lm's `rope_scaling`: by the metadata, or by the tensors that divide frequencies.
+
+        As llama.cpp reads the keys: a factor without a type is linear, and YaRN's attention
+        factor multiplies its usual one.
+        """
+        key, divisors = "rope.scaling.", self.vector(ROPE_DIVISORS)
+        factor = self(f"{key}factor", self("rope.scale_linear", 0.0)) or 1.0
+        kind = self(f"{key}type", "linear")
+        kind = "none" if (kind, factor) == ("linear", 1.0) else kind
+        length = self("context_length")
+        original = self(f"{key}original_context_length", length)
+        attention = self(f"{key}attn_factor", 1.0)
+        if kind == "none" and divisors is not None:
+            return self._llama3(divisors, head_dim, theta)
+        long, short = self.vector(LONG), self.vector(SHORT)
+        usual, scaling = 1.0, {"type": kind, "factor": factor}
+        if long is not None and short is not None and kind in ("none", "longrope"):
+            if length > original > 1:
+                usual = math.sqrt(1 + math.log(length / original) / math.log(original))
+            attention = self(f"{key}attn_factor", usual)
             factors = {"long_factor": long.tolist(), "short_factor": short.tolist()}
-            return {"type": "longrope", **factors}
-        if kind == "none":
-            return None
-        scaling = {"type": kind, "factor": self("rope.scaling.factor")}
-        if kind == "linear":
-            return scaling
-        if kind == "yarn":
-            length = self("rope.scaling.original_context_length")
-            return scaling | {"original_max_position_embeddings": length}
-        raise self.wrong("rope.scaling.type", kind)
+            scaling = {"type": "longrope", **factors}
+        elif kind == "yarn" and divisors is None:
+            betas = {name: self(f"{key}yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
+            scaling |= {name: beta for name, beta in betas.items() if beta is not None}
+            scaling["original_max_position_embeddings"] = original
+            if attention != 1:
+                scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+            attention = 1.0
+        elif kind not in ("none", "linear") or divisors is not None:
+            raise self.wrong(f"{key}type", kind)
+        if abs(attention - usual) > 0.01 * usual:
+            raise self.wrong(f"{key}attn_factor", attention)
+        return None if scaling["type"] == "none" else scaling
+
+    def _llama3(self, divisors: np.ndarray, head_dim: int, theta: float) -> Config:
+        factor, fits = float(divisors.max()), len(divisors) == head_dim // 2
+        ours = llama3_divisors(head_dim, theta, factor)
+        if not fits or not np.allclose(divisors, ours, rtol=1e-3):
+            raise ConfigError(f"{self.path}: rope_freqs are not those of Llama 3.")
+        length = {"original_max_position_embeddings": _LLAMA3_LENGTH}
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3, **length}
 
 
 def read_config(path: object, header: Header) -> Config:
@@ -156,6 +184,8 @@ def read_config(path: object, header: Header) -> Config:
     }
     if kind in _DERIVED:
         config |= _DERIVED[kind](fields, config)
+    fields.check_fixed(_FIXED | {"rope.dimension_count_swa": config["head_dim"]})
+    fields.check_fixed(row.get("fixed", {}))
     fields.check_all_read()
     return {name: value for name, value in config.items() if value is not None}
 
@@ -177,6 +207,7 @@ def _llama(fields: Fields, config: Config) -> Config:
     experts = fields("expert_count", 0)
     if not experts:
         return {}
+    fields.check_fixed(_SOFTMAX)
     used = fields("expert_used_count")
     return {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": used}
 
@@ -222,18 +253,19 @@ def _gemma4(fields: Fields, config: Config) -> Config:
 
 
 def _phi3(fields: Fields, config: Config) -> Config:
-    fields("attention.sliding_window", 0)  # mlx-lm's Phi-3 has none
     length = fields("rope.scaling.original_context_length", config["max_position_embeddings"])
-    return {"original_max_position_embeddings": length}
+    window = fields("attention.sliding_window", None)  # not computed: it bounds the context
+    return {"original_max_position_embeddings": length, "sliding_window": window}
 
 
 def _linear(fields: Fields, config: Config) -> Config:
     """Qwen's layers of linear attention."""
     rotation = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
+    rotation |= config["rope_scaling"] or {"type": "default"}
     return {
         "linear_value_head_dim": fields("ssm.inner_size") // config["linear_num_value_heads"],
         "full_attention_interval": fields("full_attention_interval", 4),
-        "rope_parameters": {"type": "default", **rotation},
+        "rope_parameters": rotation,
     }
 
 
@@ -242,6 +274,7 @@ def _deepseek2(fields: Fields, config: Config) -> Config:
     if (gating := fields("expert_gating_func", 0)) != _SIGMOID:
         raise fields.wrong("expert_gating_func", gating)
     if config["rope_scaling"]:
+        fields.check_fixed({"rope.scaling.attn_factor": 1.0})
         amount = 10 * fields("rope.scaling.yarn_log_multiplier", 0.0)
         config["rope_scaling"] |= {"mscale": amount, "mscale_all_dim": amount}
     heads = config["num_attention_heads"]  # files say 1, for the latents that heads share

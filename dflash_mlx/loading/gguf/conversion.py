@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ...errors import ConfigError, WeightsError
 from ...validation import ErrorWrapper
+from ..computed import complete
 from . import tokenizer
 from .architectures import LONG, ROPE_DIVISORS, SHORT, architectures, read_config
 from .blocks import GROUP, PACKINGS, is_readable, pack, unpack
@@ -58,6 +59,7 @@ class Conversion:
             self.config["eos_token_id"] = tokenizer.end_tokens(path, self.header.metadata)
             module = importlib.import_module(f"mlx_lm.models.{self.config['model_type']}")
             model = module.Model(module.ModelArgs.from_dict(self.config))
+            complete(path, model, self.config)
         self._sources = self._find_sources(model)
         modules = dict(model.named_modules())
         self._packed = {

@@ -24,7 +24,7 @@ from .parts import parts_of
 if TYPE_CHECKING:
     from .conversion import Conversion
 
-FORMAT = 3  # of the folders; a higher number converts every file again
+FORMAT = 4  # of the folders; a higher number converts every file again
 BEGINNING, SAMPLE, SAMPLES = 2**20, 2**12, 256  # bytes, bytes, and samples of a file
 
 

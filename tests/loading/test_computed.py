@@ -1,0 +1,184 @@
+"""A config's fields are computed, or refused by name; none is dropped in silence."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from ggufs import ROWS, gguf_of, write
+from tinymodels import SHAPE, save_target
+
+from dflash_mlx.errors import ConfigError
+from dflash_mlx.loading.checkpoint import read_target
+from dflash_mlx.loading.gguf.convert import converted
+from dflash_mlx.loading.load import load_target
+from dflash_mlx.loading.preflight import model_of
+
+YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+KEYS = {
+    "yarn": YARN,
+    "yarn with every key": YARN
+    | {"attn_factor": 1.5, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0, "yarn_ext_factor": 1.0},
+    "linear": {"type": "linear", "factor": 4.0},
+    "a factor alone": {"factor": 4.0},
+}
+
+
+def rotation(keys: dict[str, Any], dims: int, base: float) -> tuple[np.ndarray, float]:
+    """Frequencies [dims / 2] and the factor of queries and keys: arXiv 2309.00071, section 3."""
+    factor, frequencies = keys["factor"], base ** -(np.arange(0, dims, 2) / dims)
+    if keys.get("type") != "yarn":
+        return frequencies / factor, 1.0
+    turns = keys["original_context_length"] * frequencies / (2 * math.pi)
+    bounds = [keys.get(f"yarn_beta_{name}", usual) for name, usual in (("fast", 32), ("slow", 1))]
+    slope = np.log(turns[0] / turns[1])
+    low, high = (math.log(turns[0] / bound) / slope for bound in bounds)
+    low, high = max(math.floor(low), 0), min(math.ceil(high), dims - 1)
+    kept = 1 - np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
+    scale = keys.get("attn_factor", 1.0) * (0.1 * math.log(factor) + 1)
+    return frequencies * kept + frequencies / factor * (1 - kept), scale
+
+
+def of_rope(rope: Any) -> tuple[np.ndarray, float]:
+    """What a rope of mlx-lm rotates by, and the factor, from the rotation of ones."""
+    ones = mx.ones((1, 1, 2, rope.dims))
+    first, second = np.array(rope(ones))[0, 0]
+    halves = [x.reshape(-1, 2).T if rope.traditional else x.reshape(2, -1) for x in (first, second)]
+    (a, b), (c, d) = halves
+    return np.arctan2(a * d - b * c, a * c + b * d), float(a[0])
+
+
+REFUSING = {"gemma4", "gemma4moe", "nemotron_h", "nemotron_h_moe", "phi3", "qwen2moe"}
+
+
+@pytest.mark.filterwarnings("ignore:.*sliding window of gemma2")
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("name", ROWS)
+def test_rope_keys_of_gguf_files_are_computed_or_refused(
+    tmp_path: Path, name: str, keys: dict
+) -> None:
+    metadata, tensors, plain = gguf_of(name, rope_scaling=None)
+    kind = metadata["general.architecture"]
+    metadata = {k: v for k, v in metadata.items() if ".rope.scaling." not in k}
+    more = {f"{kind}.rope.scaling.{key}": value for key, value in keys.items()}
+    write(tmp_path / "a.gguf", metadata | more, tensors, {})
+    latent = kind == "deepseek2"  # its factor is in the attention's scale
+    try:
+        folder = converted(tmp_path / "a.gguf", True, tmp_path / "cache")
+        ropes = dict(read_target(name, folder)[0].named_modules())
+    except ConfigError as error:
+        assert "rope" in str(error) and "\n" not in str(error)
+        assert name in REFUSING or (latent and "attn_factor" in str(error))
+        return
+    outer = "" if name != "qwen3next" else "language_model."
+    rotating = [path for path, one in plain.named_modules() if hasattr(one, "base")]
+    for path in rotating if name != "gemma3" else ["model.layers.5.self_attn.rope"]:
+        one = dict(plain.named_modules())[path]
+        frequencies, factor = rotation(keys, one.dims, one.base)
+        ours = of_rope(ropes[outer + path])
+        assert np.allclose(ours[0], frequencies, rtol=1e-3, atol=1e-6)
+        assert np.isclose(ours[1], 1.0 if latent else factor)
+    assert rotating
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("qwen3moe", "expert_gating_func", 2),
+        ("qwen3moe", "expert_weights_norm", False),
+        ("qwen2moe", "expert_weights_norm", True),
+        ("minimax-m2", "expert_weights_scale", 2.5),
+        ("minimax-m2", "expert_gating_func", 1),
+        ("nemotron_h_moe", "expert_gating_func", 1),
+        ("qwen3", "expert_shared_count", 1),
+        ("llama", "attention.causal", False),
+        ("llama", "rope.scaling.attn_factor", 2.0),
+        ("llama", "rope.dimension_count_swa", 8),
+        ("qwen3", "attention.sliding_window", 64),
+    ],
+)
+def test_keys_of_gguf_files_say_what_is_computed(
+    tmp_path: Path, name: str, key: str, value: Any
+) -> None:
+    metadata, tensors, _ = gguf_of(name)
+    kind = metadata["general.architecture"]
+    write(tmp_path / "a.gguf", metadata | {f"{kind}.{key}": value}, tensors, {})
+    with pytest.raises(ConfigError, match=f"{kind}.{key} is "):
+        converted(tmp_path / "a.gguf", True, tmp_path / "cache")
+
+
+SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
+MOE |= {
+    "tie_word_embeddings": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "field"),
+    [
+        ("llama", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
+        ("gemma2", {"hidden_activation": "silu", "query_pre_attn_scalar": 16}, "hidden_activation"),
+        ("qwen3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("qwen3_moe", MOE | {"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+        ("qwen3_moe", MOE | {"rope_scaling": {"type": "longrope"}}, "rope_scaling"),
+        ("qwen3_moe", MOE | {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("phi", {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e6}}, "rope_theta"),
+        ("llama", {"hidden_act": "silu", "attn_logit_softcapping": None, "n_group": 1}, None),
+    ],
+)
+def test_fields_that_a_class_does_not_read_are_refused(
+    kind: str, more: dict[str, Any], field: str | None
+) -> None:
+    config = SHAPE | {"model_type": kind, "vocab_size": 64, "tie_word_embeddings": True} | more
+    if field is None:
+        assert model_of("a", config)
+        return
+    with pytest.raises(ConfigError, match=f"mlx-lm's {kind} does not compute {field} ") as caught:
+        model_of("a", config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mixtral", "gemma2", "lfm2"])
+def test_newer_spellings_of_a_rotation_are_read(kind: str) -> None:
+    """`rope_parameters`, also where mlx-lm's class does not declare it or reads theta alone."""
+    older = {"rope_theta": 5e5, "rope_scaling": SCALING}
+    newer = {"rope_parameters": SCALING | {"rope_theta": 5e5}}
+    config = SHAPE | MOE | {"model_type": kind, "vocab_size": 64, "layer_types": None}
+    config |= {"num_local_experts": 4, "norm_eps": 1e-6, "conv_bias": False, "conv_L_cache": 3}
+    config |= {"block_dim": 64, "block_ff_dim": 64, "block_multiple_of": 1, "rope_theta": None}
+    config |= {"block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False}
+    config |= {"query_pre_attn_scalar": 16, "full_attn_idxs": [0], "rope_traditional": False}
+    ropes = []
+    for spelling in (older, newer):
+        found = [x for x in model_of("a", config | spelling).modules() if hasattr(x, "traditional")]
+        ropes.append([of_rope(one) for one in found])
+    wanted = rotation(YARN, 16, 5e5)
+    for frequencies, factor in (*ropes[0], *ropes[1]):
+        assert np.allclose(frequencies, wanted[0], rtol=1e-3, atol=1e-6) and np.isclose(
+            factor, wanted[1]
+        )
+    assert len(ropes[0]) == len(ropes[1]) > 0
+
+
+def test_an_attention_factor_is_computed() -> None:
+    scaling = SCALING | {"attention_factor": 1.5}
+    model = model_of(
+        "a", SHAPE | {"model_type": "llama", "vocab_size": 64, "rope_scaling": scaling}
+    )
+    assert of_rope(model.model.layers[0].self_attn.rope)[1] == 1.5
+
+
+def test_a_window_that_is_not_computed_bounds_the_context(tmp_path: Path) -> None:
+    folder = save_target(tmp_path, sliding_window=64)
+    with pytest.warns(UserWarning, match=r"qwen3 does not compute the sliding window .* 64 tokens"):
+        assert load_target(str(folder)).context_length == 64
+    for more in ({"use_sliding_window": False}, {"layer_types": ["full_attention"] * 3}):
+        folder = save_target(tmp_path, sliding_window=64, **more)
+        assert load_target(str(folder)).context_length > 64
