@@ -34,7 +34,7 @@ def limits(target: Target) -> Limits:
     found = {
         Limits.NO_TREES: not target.supports_trees,
         Limits.NO_TRIM: not target.start().can_trim,
-        Limits.NO_BATCH: BatchVerifier(target).level is None,
+        Limits.NO_BATCH: not BatchVerifier(target).shares_forwards,
     }
     return Limits(sum(limit for limit, is_so in found.items() if is_so))
 

@@ -2,13 +2,13 @@
 
 All rows lie in one sequence, each request's after another's; or, if all have as many and slots in
 one array (`kv_slots`), on the batch axis. Only attention and recurrence part them, so weights are
-read once. What has no slot attends and recurs on its request's own cache, as alone.
+read once. Requests without a slot run attention and recurrence on their own cache, as they would
+alone.
 
-The layers' own code runs on all rows (level 1). mlx-lm's attention asks its cache for masks and
-positions, has its `rope` rotate rows, and calls attention by a global name. So it gets a cache that
-stands for all requests', a rope that rotates each row by its own position, and a function of that
-name that attends per request. A layer that does more is called once per request (level 0), its
-modules being what they are in that request's own verify.
+The layers' own code runs on all rows. mlx-lm's attention asks its cache for masks and positions,
+has its `rope` rotate rows, and calls attention by a global name. So it gets a cache that stands for
+all requests', a rope that rotates each row by its own position, and a function of that name that
+attends per request. A model with a layer that does more runs one forward per request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..proposal import Proposal
-from . import caches, deepseek_v41, mla
+from . import caches, mla
 from .attention import attention_function, calls_attention
 from .batched_rows import (
     AXES,
@@ -32,8 +32,6 @@ from .batched_rows import (
     PerRequest,
     RequestRows,
     SlotKVCache,
-    join,
-    pick,
 )
 from .internals import (
     ATTENTION,
@@ -46,7 +44,7 @@ from .internals import (
     scaled_dot_product_attention,
 )
 from .kv_slots import KVSlots
-from .overrides import Entry, Overrides, rebind_globals, swapped_classes
+from .overrides import Overrides, rebind_globals
 from .recurrent import RecurrentRollback, batched_recurrence
 from .session import PromptEnd, TargetSession
 from .taps import TapRecorder
@@ -62,9 +60,7 @@ class BatchVerifier:
     """Verifies the proposals of many requests of one target.
 
     Attributes:
-        level: 1 if rows part for attention and recurrence only; 0 if some layers' attention is
-            called per request; None if the model's forward takes one request only, so that there
-            is one forward per request.
+        shares_forwards: whether requests share a forward; else there is one for each.
         slot_layers: the caches that requests have in slots, by number.
         reads_prompts: whether `read` is possible.
     """
@@ -73,8 +69,8 @@ class BatchVerifier:
         self._target = target
         self._starts_early = False  # whether a forward's first layers run while others are built
         self._tapped: dict[tuple[int, ...], tuple[Overrides, TapRecorder]] = {}
-        self._layers = next(filter(None, map(self._try, (1, 0))), None)
-        self.level = None if self._layers is None else self._layers.level
+        self._layers = self._try()
+        self.shares_forwards = self._layers is not None
         exact = target.wiring is not None and target.wiring.exact
         alone = exact or target.is_distributed or not target.parts.norm_runs_once
         self.reads_prompts = self._layers is not None and self._layers.as_prefill and not alone
@@ -150,7 +146,7 @@ class BatchVerifier:
         wiring, first = self._target.wiring, 0
         most = None if wiring is None else wiring.widest
         for end in range(1, len(widths) + 1):
-            alone = self.level is None or end == len(widths)
+            alone = not self.shares_forwards or end == len(widths)
             if alone or (most is not None and sum(widths[first : end + 1]) > most):
                 yield first, end
                 first = end
@@ -184,8 +180,8 @@ class BatchVerifier:
                 self._target.hand_over(overrides, lambda: self._starts_early)
         return self._tapped[tapped]
 
-    def _try(self, level: int) -> BatchedLayers | None:
-        """The layers at a level; None if the model's forward cannot be built with them.
+    def _try(self) -> BatchedLayers | None:
+        """The layers for many requests; None if the model's forward cannot be built with them.
 
         The forward is built for two new requests and never computed.
         """
@@ -193,7 +189,7 @@ class BatchVerifier:
         proposals = Proposal([0, 0]), Proposal([0])
         rows = [one.request_rows(of) for one, of in zip(sessions, proposals, strict=True)]
         try:
-            layers = BatchedLayers(self._target, rows[0], level)
+            layers = BatchedLayers(self._target, rows[0])
             self._verify(layers, sessions, rows)
         except UNFIT:
             return None
@@ -210,42 +206,33 @@ class BatchVerifier:
 class BatchedLayers:
     """A target's layers, overridden to take many requests' rows.
 
-    Raises `TypeError` for layers of unknown kinds.
+    Raises `TypeError` for layers that cannot.
 
     Args:
         target: the target.
         request: of a session, whose caches and rollbacks tell the layers' kinds.
-        level: 1 to keep rows together in attention; 0 to call attention per request.
 
     Attributes:
-        level: 0 if any layer is called per request.
         slots: where layers with plain keys and values have those of all requests.
         stacks: whether these are all layers, so that requests may be on the batch axis.
         as_prefill: whether a verify computes the same as a prefill, bit for bit.
         last_rows: has the head compute each request's last row only.
     """
 
-    def __init__(self, target: Target, request: RequestRows, level: int) -> None:
+    def __init__(self, target: Target, request: RequestRows) -> None:
         rollbacks, in_slots = request.rollbacks, list[int]()
         self._vocab_size = target.vocab_size
-        self._model, self._overrides, self.level = target.model, Overrides(target.forward_lock), 1
+        self._model, self._overrides = target.model, Overrides(target.forward_lock)
         self._kinds: list[Callable[..., BatchedCache]] = []
-        self._layer_of: dict[int, int] = {}  # by the identity of modules called per request
         self._rows: BatchRows  # of the current forward
-        self._entries: list[dict[int, list[Entry]]] = []  # each request's overrides by layer
         with target.forward_lock:
-            self._wiring, layers = target.wiring, target.layers
+            self._wiring = target.wiring
             self._attend = self._attend_each(attention_function(target.wiring))
             if not rollbacks:
                 raise TypeError("Its kept rows run again, request by request.")
             pairs = target.parts.pairs(rollbacks)
-            shared = level and all(
-                _shares_rows(layer, rollback)
-                for layer, rollback in pairs
-                if attention_of(layer) is not None
-            )
             for index, (layer, rollback) in enumerate(pairs):
-                kind: Any = self._override(index, layer, rollback, level, bool(shared))
+                kind: Any = self._override(index, layer, rollback)
                 if kind is BatchedKVCache and self._fits_slots(layer, request.caches[index:][:1]):
                     kind = partial(SlotKVCache, len(in_slots))
                     in_slots.append(index)
@@ -257,9 +244,9 @@ class BatchedLayers:
             self.as_prefill &= not any(is_mla(layer) for layer, _ in pairs)
             self.last_rows = Overrides(target.forward_lock)
             target.last_logits_only(self.last_rows, lambda: self._rows.last)
-            for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
-                if shared and id(rope) not in self._layer_of:
-                    self._overrides.replace(rope, self._by_position(type(rope).__call__))
+            found = (rope for layer in target.layers for rope in ropes(layer))
+            for rope in {id(rope): rope for rope in found}.values():
+                self._overrides.replace(rope, self._by_position(type(rope).__call__))
 
     def forward(self, rows: BatchRows, *others: Overrides) -> mx.array:
         """The model's logits [R, V] after each row, with other overrides, as the taps'."""
@@ -267,47 +254,27 @@ class BatchedLayers:
         caches = [kind(rows, each) for kind, each in zip(self._kinds, parts, strict=False)]
         with rows.reading_trees(), self._overrides.installed(*others):
             self._rows = rows
-            if self._layer_of:
-                self._entries = [self._by_layer(request.entries) for request in rows.requests]
             try:
                 ids = rows.tokens(self._vocab_size).reshape(rows.shape)
                 return self._model(ids, cache=caches).flatten(0, 1)
             finally:
-                self._rows, self._entries = BatchRows([]), []  # keep no request's caches alive
+                self._rows = BatchRows([])  # keep no request's caches alive
 
-    def _by_layer(self, entries: Sequence[Entry]) -> dict[int, list[Entry]]:
-        """A request's overrides of the modules that are called per request."""
-        found: dict[int, list[Entry]] = {}
-        for module, cls in entries:
-            if id(module) in self._layer_of:
-                found.setdefault(self._layer_of[id(module)], []).append((module, cls))
-        return found
-
-    def _override(
-        self, index: int, layer: nn.Module | None, rollback: Any, level: int, shared: bool
-    ) -> type[BatchedCache]:
+    def _override(self, index: int, layer: nn.Module | None, rollback: Any) -> type[BatchedCache]:
         """Have a layer take many requests' rows; returns the kind of its cache.
 
         `index` is the place of the cache, or beyond those for a layer without one.
         """
-        attention, mixer = attention_of(layer), mixer_of(layer)
-        if level and isinstance(rollback, RecurrentRollback):
-            self._overrides.replace(mixer, batched_recurrence(index))
+        attention = attention_of(layer)
+        if isinstance(rollback, RecurrentRollback):
+            self._overrides.replace(mixer_of(layer), batched_recurrence(index))
             return BatchedCache
-        if shared and attention is not None:
-            self._overrides.replace(attention, self._attention(index, attention, is_mla(layer)))
-            return BatchedKVCache
-        module = mixer if attention is None else attention
-        if module is None and rollback is None:
+        if attention is None and rollback is None:
             return BatchedCache  # nothing in it looks at other rows
-        if module is None:
-            raise TypeError(f"A {type(layer).__name__} with neither attention nor a recurrence.")
-        self.level, call = 0, self._for_each(index, module, join)
-        if isinstance(rollback, deepseek_v41.CompressedRollback):
-            self._overrides.replace(module, deepseek_v41.batched_attention(call))
-            return deepseek_v41.BatchedCompressedCache
-        self._overrides.replace(module, call)
-        return BatchedCache
+        if attention is None or not _shares_rows(layer, rollback):
+            raise TypeError(f"A {type(layer).__name__} takes one request at a time.")
+        self._overrides.replace(attention, self._attention(attention, is_mla(layer)))
+        return BatchedKVCache
 
     def _fits_slots(self, layer: nn.Module | None, caches: Sequence[Any]) -> bool:
         """Whether a layer's cache, if it has one, may be in slots.
@@ -317,29 +284,10 @@ class BatchedLayers:
         exact = self._wiring is not None and self._wiring.exact
         return not exact and not is_mla(layer) and [*map(type, caches)] == [KVCache]
 
-    def _for_each(
-        self, index: int, module: nn.Module, join: Callable[[Sequence[Any]], Any]
-    ) -> Callable[..., Any]:
-        """The call of a layer's module that runs once per request."""
-        self._layer_of |= {id(part): index for part in module.modules()}
-        own = type(module)
-
-        def call(module: nn.Module, x: mx.array, *args: Any, **named: Any) -> Any:
-            outputs = []
-            for at, part in enumerate(self._rows.split(x)):
-                entries = self._entries[at].get(index, [])
-                with swapped_classes([(module, own), *entries]):
-                    others = {name: pick(value, at) for name, value in named.items()}
-                    outputs.append(module(part, *(pick(value, at) for value in args), **others))
-            return join(outputs)
-
-        return call
-
-    def _attention(self, index: int, attention: Any, latent: bool) -> Callable[..., Any]:
+    def _attention(self, attention: Any, latent: bool) -> Callable[..., Any]:
         """The call of an attention layer that takes all rows and attends per request."""
         if type(attention) is DeepseekV32Attention:
-            indexer = self._for_each(index, attention.indexer, PerRequest)
-            self._overrides.replace(attention.indexer, mla.batched_indexer(indexer))
+            self._overrides.replace(attention.indexer, mla.batched_indexer(attention.indexer))
             return mla.batched_sparse(lambda: self._rows)
         if latent:
             attend = self._attend_each(scaled_dot_product_attention)
@@ -382,7 +330,7 @@ class BatchedLayers:
             if not isinstance(offset, mx.array) or offset.ndim != AXES or x.ndim != 4:
                 raise TypeError("This rotation does not rotate each row by its position.")
             # Rows on the batch axis: there each may have its own position.
-            positions = self._rows.positions
+            positions = offset.flatten()
             if self._rows.shape[0] > 1:
                 return own(rope, x, offset=positions, **settings)
             return own(rope, x.swapaxes(0, 2), offset=positions, **settings).swapaxes(0, 2)

@@ -18,7 +18,6 @@ import mlx.core as mx
 from ..proposal import Proposal
 from .internals import mask_of
 from .kv_slots import RowSpan, Slot, SlotArray, SlotRows, are_stacked
-from .overrides import Entry
 from .tree import Tree
 
 AXES = 9  # of positions, so that nothing but `by_position` can use them
@@ -31,7 +30,6 @@ class RequestRows(NamedTuple):
         proposal: its rows.
         position: of the first row.
         caches, rollbacks: one per layer, fewer where layers share them.
-        entries: the classes of the model's modules in this request's own verify.
         tree: the proposal's tree; None for a chain.
         reader: the request's `TreeAttention`; None for a chain.
     """
@@ -40,7 +38,6 @@ class RequestRows(NamedTuple):
     position: int
     caches: Sequence[Any]
     rollbacks: Sequence[Any]
-    entries: Sequence[Entry]
     tree: Tree | None
     reader: Any
 
@@ -275,18 +272,20 @@ class SlotKVCache(BatchedKVCache):
         return PerRequest(own_keys, slot_keys), PerRequest(own_values, slot_values)
 
 
-def pick(value: Any, index: int) -> Any:
-    """An argument's value for one request. Raises `TypeError` for an array of all requests."""
-    if isinstance(value, PerRequest | BatchedCache):
-        return value.parts[index]
-    if isinstance(value, mx.array):
-        raise TypeError("One request's value is expected, not an array of all requests.")
-    return value
+class OneRequestCache:
+    """One request's cache in a forward of many, whose rows turn by their own positions.
 
+    Args:
+        cache: the request's.
+        offset: its part of `BatchRows.offset`.
+    """
 
-def join(outputs: Sequence[Any]) -> Any:
-    """The outputs [1, n, D] of the requests side by side; further results as `PerRequest`."""
-    if not isinstance(outputs[0], tuple):
-        return mx.concatenate(list(outputs), axis=1)
-    rows, *others = zip(*outputs, strict=True)
-    return (mx.concatenate(list(rows), axis=1), *map(PerRequest, others))
+    def __init__(self, cache: Any, offset: mx.array) -> None:
+        vars(self).update(_cache=cache, offset=offset)
+
+    def __getattr__(self, name: str) -> Any:
+        """The cache's own."""
+        return getattr(self._cache, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._cache, name, value)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1's compressed attention in a verify: rollback, trees and many requests.
+"""DeepSeek-V4.1's compressed attention in a verify: rollback and trees.
 
 A layer keeps a sliding window of rows. Some layers also pool every `ratio` rows into a compressed
 entry, and an indexer picks entries for each row; rows of the group that is still open wait with
@@ -10,9 +10,6 @@ the kept ones behind the old ones. No layer runs again.
 
 Trees: a row's window is the end of its own path. Each node that closes a group pools the rows of
 its path into an entry, and a row picks among the older entries and those of its path.
-
-Many requests: the model asks the first layer's cache once for position and window, and hands a
-dictionary from layer to layer. In a batch there is one of each per request.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .batched_rows import BatchedCache, PerRequest
 from .internals import (
     LayerCache,
     apply_rope,
@@ -31,7 +27,6 @@ from .internals import (
     compression,
     fake_quant_fp4,
     watch_window,
-    window_indices,
 )
 from .overrides import Overrides
 from .tree import Tree
@@ -257,36 +252,6 @@ def _candidates(self: Any, scores: mx.array, seen: mx.array) -> mx.array:
     reachable = mx.take_along_axis(blocks, best, axis=-1) > -mx.inf
     chosen = mx.put_along_axis(mx.zeros(blocks.shape, mx.bool_), best, reachable, axis=-1)
     return mx.repeat(chosen, size, axis=-1)[..., :entries]
-
-
-class BatchedCompressedCache(BatchedCache):
-    """Of a DeepSeek-V4.1 layer. The model asks for offset and window, and they are not used."""
-
-    offset, window = 0, None
-
-
-def batched_attention(for_each: Callable[..., Any]) -> Callable[..., Any]:
-    """The call of an attention layer over many requests; `for_each` calls it for each."""
-
-    def call(
-        attention: nn.Module, x: mx.array, *, cache: BatchedCache, shared: dict[str, Any], **_: Any
-    ) -> mx.array:
-        """x [1, R, D] of all requests -> [1, R, D]; all layers of a forward get one `shared`."""
-        if not shared:  # the first layer
-            pairs = zip(cache.parts, cache.rows.widths, strict=True)
-            shared["start"] = PerRequest(one.offset for one in cache.parts)
-            shared["windows"] = PerRequest(window_indices(one, rows)[None] for one, rows in pairs)
-            shared["shared"] = PerRequest({} for _ in cache.parts)
-        return for_each(
-            attention,
-            x,
-            start_pos=shared["start"],
-            window_idx=shared["windows"],
-            cache=cache,
-            shared=shared["shared"],
-        )
-
-    return call
 
 
 def _first(entries: mx.array | None, groups: int) -> mx.array | None:

@@ -28,7 +28,6 @@ from mlx_lm.models.deepseek_v32 import DeepseekV32Attention as DeepseekV32Attent
 from mlx_lm.models.deepseek_v41 import LayerCache as LayerCache
 from mlx_lm.models.deepseek_v41 import _apply_rope as apply_rope
 from mlx_lm.models.deepseek_v41 import _fake_quant_fp4 as fake_quant_fp4
-from mlx_lm.models.deepseek_v41 import _window_indices
 from mlx_lm.models.gated_delta import compute_g as compute_g
 from mlx_lm.models.gated_delta import gated_delta_update as gated_delta_update
 from mlx_lm.models.gated_delta import normalize_qk as normalize_qk
@@ -254,9 +253,3 @@ def watch_window(cache: LayerCache, seen: Callable[[mx.array], None]) -> None:
         return update_window(rows)
 
     cache.update_window = update_and_report
-
-
-def window_indices(cache: LayerCache, rows: int) -> mx.array:
-    """The window rows [rows, W], oldest first, that each of the next rows sees."""
-    held = 0 if cache.window is None else cache.window.shape[1]
-    return _window_indices(previous=held, length=rows, window=cache.window_size)

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .batched_rows import BatchedCache, BatchRows, PerRequest
+from .batched_rows import BatchedCache, BatchRows, OneRequestCache, PerRequest
 from .internals import (
     ATTENTION,
     DeepseekV3Attention,
@@ -149,13 +149,17 @@ def batched_sparse(rows: Callable[[], BatchRows]) -> Callable[..., mx.array]:
     return rebind_globals(sparse, **{attend_to_picked.__name__: attend})
 
 
-def batched_indexer(for_each: Callable[..., PerRequest]) -> Callable[..., PerRequest]:
-    """The call of an indexer over many requests; `for_each` calls it for each."""
+def batched_indexer(indexer: nn.Module) -> Callable[..., PerRequest]:
+    """The call of an indexer over many requests, one after another."""
+    own = type(indexer).__call__
 
     def call(
         indexer: nn.Module, x: mx.array, residual: mx.array, mask: PerRequest, cache: BatchedCache
     ) -> PerRequest:
         """The rows that each request's queries pick, from all rows x and residual [1, R, D]."""
-        return for_each(indexer, x, PerRequest(cache.rows.split(residual)), mask, cache=cache)
+        rows = cache.rows
+        caches = map(OneRequestCache, cache.parts, rows.split(rows.offset, 0))
+        each = zip(rows.split(x), rows.split(residual), mask.parts, caches, strict=True)
+        return PerRequest(own(indexer, *parts) for parts in each)
 
     return call

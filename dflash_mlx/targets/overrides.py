@@ -10,8 +10,8 @@ that looks at module classes, like the methods here, holds it too.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -58,39 +58,24 @@ class Overrides:
         found = (cls for one, cls in reversed(self.entries) if one is module)
         return next(found, type(module))
 
-    def installed(self, *others: Overrides) -> AbstractContextManager[Any]:
+    @contextmanager
+    def installed(self, *others: Overrides) -> Iterator[None]:
         """Install these overrides, then `others` of the same target, for the forwards inside.
 
         Of several entries for one module, the last one counts.
         """
         clean_up_at_end()
-        entries = self.entries
-        if others:
-            entries = [entry for one in (self, *others) for entry in one.entries]
-        return swapped_classes(entries, self._lock) if entries else self._lock
-
-
-@contextmanager
-def swapped_classes(
-    entries: Sequence[Entry], lock: AbstractContextManager[Any] | None = None
-) -> Iterator[None]:
-    """Change modules' classes for the code inside; of a module's several, the last one counts.
-
-    Args:
-        entries: the modules and their classes.
-        lock: the target's; None where the caller holds it.
-    """
-    with lock or nullcontext():
-        originals: list[Entry] = []
-        # MLX's own __setattr__ looks for parameters first.
-        try:
-            for module, cls in entries:
-                originals.append((module, type(module)))
-                object.__setattr__(module, "__class__", cls)
-            yield
-        finally:
-            for module, cls in reversed(originals):
-                object.__setattr__(module, "__class__", cls)
+        with self._lock:
+            originals: list[Entry] = []
+            # MLX's own __setattr__ looks for parameters first.
+            try:
+                for module, cls in (entry for one in (self, *others) for entry in one.entries):
+                    originals.append((module, type(module)))
+                    object.__setattr__(module, "__class__", cls)
+                yield
+            finally:
+                for module, cls in reversed(originals):
+                    object.__setattr__(module, "__class__", cls)
 
 
 def rebind_globals(call: Any, **names: Any) -> Callable[..., Any]:

@@ -179,12 +179,9 @@ class TargetSession:
         tree = self._tree_of(proposal)
         if tree is not None:
             self.leave_slot()
-        reader, entries = None, self._verify.entries
-        if tree is not None:
-            reader = self._reader()
-            entries = [*entries, *reader.overrides.entries]
+        reader = None if tree is None else self._reader()
         caches = self._cache, self._rollback
-        return RequestRows(proposal, self.position, *caches, entries, tree, reader)
+        return RequestRows(proposal, self.position, *caches, tree, reader)
 
     def _tree_of(self, proposal: Proposal) -> Tree | None:
         """The proposal's tree; None for a chain. Raises as `verify` does."""

@@ -12,7 +12,7 @@ from dflash_mlx.kernels.modules import Kernels, Wiring
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Decision, Sampler, decide_all
 from dflash_mlx.settings import SamplingSettings
-from dflash_mlx.targets import attention, batched, batched_rows, deepseek_v41, kv_slots
+from dflash_mlx.targets import attention, batched_rows, kv_slots
 from dflash_mlx.targets.batched import BatchVerifier
 from dflash_mlx.targets.session import PromptEnd
 
@@ -21,15 +21,16 @@ pytestmark = pytest.mark.by_family
 # Latents and Mamba's states have another arithmetic in a prefill; Nanbeige's last norm runs twice.
 READ_ALONE = (
     *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "kimi_k25", "nemotron_h", "nanbeige"),
+    "deepseek_v41",
 )
-ONE_BY_ONE = ("deepseek_v41",)  # its attention, not the rest
+ONE_BY_ONE = ("deepseek_v41",)  # a forward for each request
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_request_is_as_alone(family):
     """Three, eight, one, eight: of any widths, chains and trees, with any rows kept."""
     pair = BatchAndSingles(tiny_target(family), 8)
-    assert pair.verifier.level == (0 if family in ONE_BY_ONE else 1)
+    assert pair.verifier.shares_forwards is (family not in ONE_BY_ONE)
     for members, trees in (((6, 1, 3), False), (range(8), True), ((5,), True), (range(8), False)):
         pair.round(members, trees)
     pair.check_states()
@@ -209,14 +210,9 @@ def windows_of_one(self, size):
     return mx.arange(len(self))[:, None] + mx.arange(size)
 
 
-def of_the_first(value, index):
-    """The mistake: whoever is called gets what is the first one's."""
-    return batched_rows.pick(value, 0)
-
-
-def of_the_first_window(cache, rows):
-    """The mistake: windows are counted from an empty one."""
-    return mx.broadcast_to(mx.arange(rows), (rows, rows))
+def offset_of_the_first(self, cache, offset):
+    """The mistake: whoever is called counts from where the first one does."""
+    vars(self).update(_cache=cache, offset=mx.zeros_like(offset))
 
 
 FAMILY_OF = {
@@ -233,12 +229,7 @@ FAMILY_OF = {
     "qwen3_5": [
         (batched_rows.BatchRows, "windows", windows_of_one),
     ],
-    "deepseek_v32": [(batched.BatchedLayers, "_by_layer", lambda self, entries: {})],
-    "glm_moe_dsa": [(batched, "pick", of_the_first)],
-    "deepseek_v41": [
-        (deepseek_v41, "window_indices", of_the_first_window),
-        (batched.BatchedLayers, "_by_layer", lambda self, entries: {}),
-    ],
+    "glm_moe_dsa": [(batched_rows.OneRequestCache, "__init__", offset_of_the_first)],
 }
 
 
@@ -270,7 +261,7 @@ def test_layers_share_what_their_attention_looks_up(monkeypatch):
 
 def test_tokens_outside_the_vocabulary_are_its_last():
     requests = [
-        batched_rows.RequestRows(Proposal(tokens), 0, (), (), (), None, None)
+        batched_rows.RequestRows(Proposal(tokens), 0, (), (), None, None)
         for tokens in ([3, 256], mx.array([300], mx.int32))
     ]
     assert batched_rows.BatchRows(requests).tokens(256).tolist() == [3, 255, 255]
