@@ -1,12 +1,14 @@
 """`dflash-mlx launch`: a coding agent that uses the model on this machine.
 
-Environment variables and arguments configure the agent; none of its files change.
+Environment variables and arguments configure the agent; none of its files change. They win over the
+agent's own settings files, which may name another server. Where they cannot, launch stops.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,12 +19,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any, Final
+from glob import glob
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import Request
 
 import typer
 
+from dflash_mlx.bench.server import open_url
 from dflash_mlx.errors import ServerError, SettingsError
 from dflash_mlx.loading.registry import EMBEDDED
 from dflash_mlx.machine.signals import signals_to
@@ -34,6 +39,7 @@ from .serve import PORT, SERVER
 
 TIMEOUT: Final = 5.0  # seconds for a server on this machine to answer
 PAUSE: Final = 0.2  # seconds between two questions
+LONGEST_WAIT: Final = 600.0  # seconds for another process to load its model
 LOADING: Final = 503  # the status until the model is loaded
 LEAST_CONTEXT: Final = 20_000  # tokens that Claude Code alone says at the start
 # Claude Code keeps 13,000 tokens and those of an answer free. In a context of less than this it
@@ -56,6 +62,44 @@ PACKAGES: Final = {  # in npm
     Agent.codex: "@openai/codex",
     Agent.opencode: "opencode-ai",
 }
+# Claude Code uses another API where CLAUDE_CODE_USE_... is set.
+CLOUDS: Final = ("BEDROCK", "VERTEX", "FOUNDRY", "MANTLE", "ANTHROPIC_AWS", "GATEWAY")
+
+OPENCODE_AGENTS: Final = "build plan general explore title summary compaction".split()
+
+
+class Elsewhere(NamedTuple):
+    """What would have an agent use another server in spite of our settings."""
+
+    arguments: str  # a pattern of the agent's own arguments
+    files: tuple[str, ...]  # patterns of settings files that win over ours
+    content: str  # a pattern of what such a file may not set
+
+
+ELSEWHERE: Final = {
+    Agent.claude: Elsewhere(
+        "--settings(=|$)",
+        (
+            "/etc/claude-code/managed-settings*/*.json",
+            "/etc/claude-code/managed-settings.json",
+            "/Library/Application Support/ClaudeCode/managed-settings*/*.json",
+            "/Library/Application Support/ClaudeCode/managed-settings.json",
+            "${CLAUDE_CONFIG_DIR}/remote-settings.json",
+            "~/.claude/remote-settings.json",
+        ),
+        rf'"(ANTHROPIC_\w*(URL|KEY|TOKEN|MODEL)|CLAUDE_CODE_USE_({"|".join(CLOUDS)}))"\s*:',
+    ),
+    Agent.codex: Elsewhere(  # a profile won over arguments until Codex refused it
+        r"(-p|--profile|--oss|--local-provider)(=|$)|(-c|--config=)?(model_provider|profile)\s*=",
+        ("${CODEX_HOME}/config.toml", "~/.codex/config.toml", ".codex/config.toml"),
+        r"\A(?:(?!\s*\[)[^\n]*\n)*\s*profile\s*=",
+    ),
+    Agent.opencode: Elsewhere(
+        "(-m|--model)(=|$)",
+        ("/etc/opencode/opencode.json*", "/Library/Application Support/opencode/opencode.json*"),
+        r'"(small_model|model|provider|(en|dis)abled_providers)"\s*:',
+    ),
+}
 
 
 def launch(
@@ -70,6 +114,7 @@ def launch(
     program = shutil.which(agent.value)
     if program is None:
         raise ServerError(f"{agent.value} is not installed: npm install -g {PACKAGES[agent]}")
+    refuse_elsewhere(agent, arguments or [])
     if not port:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
@@ -90,25 +135,52 @@ def launch(
     raise typer.Exit(done.returncode)
 
 
+def refuse_elsewhere(agent: Agent, arguments: list[str]) -> None:
+    """Raise `SettingsError` if an argument or a settings file may name the agent another server."""
+    known = ELSEWHERE[agent]
+    for given in arguments:
+        if re.match(known.arguments, given):
+            raise SettingsError(
+                f"launch decides the server: {given} may name {agent.value} another one. "
+                "Leave it out."
+            )
+    for pattern in known.files:
+        for file in glob(os.path.expanduser(os.path.expandvars(pattern))):
+            if found := re.search(known.content, Path(file).read_text(errors="replace")):
+                raise SettingsError(
+                    f"{file} may name {agent.value} another server, and wins over launch: "
+                    f"remove {found[0].split()[-1].strip(' =:')} there."
+                )
+
+
 def agent_command(
     agent: Agent, program: str, url: str, model: str, key: str, context: int | None
 ) -> tuple[list[str], dict[str, str]]:
     """The command that has an agent use this server and model, and what its environment needs.
 
     Agents are told the model's context length, if it is known, that it sees no images, and that the
-    server does not search the web.
+    server does not search the web. They reach this machine without a proxy.
     """
     output = context // 8 if context else 0  # tokens of an answer
+    direct = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    direct = ",".join(filter(None, (direct, "127.0.0.1", "localhost")))
+    environment = {"NO_PROXY": direct, "no_proxy": direct}
     if agent is Agent.claude:
-        names = ("MODEL", "DEFAULT_OPUS_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_HAIKU_MODEL")
-        environment = {f"ANTHROPIC_{name}": model for name in names}
+        models = (f"DEFAULT_{name}_MODEL" for name in ("FABLE", "HAIKU", "OPUS", "SONNET"))
+        names = [f"ANTHROPIC_{name}" for name in ("MODEL", "SMALL_FAST_MODEL", *models)]
+        environment |= dict.fromkeys([*names, "CLAUDE_CODE_SUBAGENT_MODEL"], model)
         environment |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key}
+        unset = ["ANTHROPIC_API_KEY", "ANTHROPIC_CUSTOM_HEADERS"]
+        unset += [f"CLAUDE_CODE_USE_{name}" for name in CLOUDS]
+        environment |= dict.fromkeys(unset, "")
         environment["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
         if context and context >= LEAST_TOLD:
             environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(context)
             environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(output)
-        denied = {"permissions": {"deny": ["WebSearch"]}}
-        return [program, "--settings", json.dumps(denied)], environment
+        # An `env` of --settings wins over those of the user's and the project's files, and these
+        # over the environment.
+        settings = {"env": environment, "permissions": {"deny": ["WebSearch"]}}
+        return [program, "--settings", json.dumps(settings)], environment
     if agent is Agent.codex:
         provider = {
             "name": "dflash-mlx",
@@ -116,15 +188,15 @@ def agent_command(
             "env_key": "DFLASH_API_KEY",
             "wire_api": "responses",
         }
-        settings: dict[str, Any] = {
+        given: dict[str, Any] = {
             f"model_providers.dflash.{name}": value for name, value in provider.items()
         }
-        settings |= {"model_provider": "dflash", "model": model, "web_search": "disabled"}
-        settings |= {"features.view_image": False, "features.image_generation": False}
+        given |= {"model_provider": "dflash", "model": model, "web_search": "disabled"}
+        given |= {"features.view_image": False, "features.image_generation": False}
         if context:
-            settings["model_context_window"] = context
-        given = [f"-c{name}={json.dumps(value)}" for name, value in settings.items()]
-        return [program, *given], {"DFLASH_API_KEY": key}
+            given["model_context_window"] = context
+        options = [f"-c{name}={json.dumps(value)}" for name, value in given.items()]
+        return [program, *options], environment | {"DFLASH_API_KEY": key}
     described = {"name": model, "attachment": False}
     described["modalities"] = {"input": ["text"], "output": ["text"]}
     if context:
@@ -132,6 +204,10 @@ def agent_command(
     config = {
         "model": f"dflash/{model}",
         "small_model": f"dflash/{model}",
+        # Agents of the user's files may name models elsewhere: built-in ones use ours, and opencode
+        # refuses the others.
+        "agent": {name: {"model": f"dflash/{model}"} for name in OPENCODE_AGENTS},
+        "enabled_providers": ["dflash"],
         "provider": {
             "dflash": {
                 "npm": "@ai-sdk/openai-compatible",
@@ -141,7 +217,7 @@ def agent_command(
             }
         },
     }
-    return [program], {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+    return [program], environment | {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
 
 
 @contextmanager
@@ -150,7 +226,10 @@ def _server(
 ) -> Iterator[tuple[str, int | None]]:
     """Model and context of the server at this address, or of one that ends with the agent."""
     with waiting(f"Waiting for the server at {url}"):
+        end = time.monotonic() + LONGEST_WAIT
         while (served := _served(url, key, names.model)) == LOADING:
+            if time.monotonic() > end:
+                raise ServerError(f"{url} still answers {LOADING}: give another --port.")
             time.sleep(PAUSE)
     if isinstance(served, tuple):
         yield served
@@ -183,7 +262,7 @@ def _served(url: str, key: str, wanted: str) -> tuple[str, int | None] | int | N
     """
     try:
         asked = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
-        with urlopen(asked, timeout=TIMEOUT) as response:
+        with open_url(asked, TIMEOUT) as response:
             models = json.load(response)["data"]
             model = next((one for one in models if one["id"] == wanted), models[0])
             context = int(model.get("context_length") or UNKNOWN)

@@ -7,15 +7,18 @@ own, because only it knows its tokenizer.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
+from ipaddress import ip_address
 from itertools import cycle, islice, pairwise
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.parse import urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
 
 import numpy as np
 
@@ -178,6 +181,31 @@ def text_of(delta: dict[str, Any]) -> str:
     return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
 
 
+def open_url(request: Request, timeout: float) -> HTTPResponse:
+    """Send a request, to this machine without a proxy. Raises as `urllib.request.urlopen`."""
+    direct = _is_here(urlsplit(request.full_url).hostname or "")
+    opener = build_opener(*([ProxyHandler({})] if direct else []))
+    response: HTTPResponse = opener.open(request, timeout=timeout)
+    return response
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host, as an address or a name without a question to the network, is this machine.
+
+    An address is this machine's if a socket can be bound to it.
+    """
+    try:
+        family = socket.AF_INET if ip_address(host).version == 4 else socket.AF_INET6
+        with socket.socket(family) as probe:
+            probe.bind((host, 0))
+    except ValueError:
+        own = socket.gethostname().lower().removesuffix(".local")
+        return host == "localhost" or host.endswith(".localhost") or host in (own, f"{own}.local")
+    except OSError:
+        return False
+    return True
+
+
 def _open(url: str, body: dict[str, Any] | None = None, key: str | None = None) -> HTTPResponse:
     """GET, or POST of JSON. Raises `ServerError`."""
     data = None if body is None else json.dumps(body).encode()
@@ -185,7 +213,7 @@ def _open(url: str, body: dict[str, Any] | None = None, key: str | None = None) 
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     try:
-        response: HTTPResponse = urlopen(Request(url, data, headers), timeout=TIMEOUT)
+        response: HTTPResponse = open_url(Request(url, data, headers), TIMEOUT)
     except HTTPError as error:
         with error:
             message = _error_message(error.read(4000).decode(errors="replace"))
