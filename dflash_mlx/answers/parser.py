@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ..events import Event
 from ..stream import possible_start
-from .calls import Call, Schemas, read_calls
+from .calls import Call, Schemas, TaggedCalls, read_calls
 from .families import AnswerFormat
 from .values import NotACallError, read_arguments, typed_arguments
 
@@ -123,6 +124,9 @@ class AnswerParser:
         own = "|".join(map(re.escape, form.tokens.values()))
         self._own = re.compile(own or r"(?!)")
         self._markers = {one: self._markers_of(one) for one in (NORMAL, REASONING, HEADER)}
+        [start], [end] = (self._marked({one: TOOL}) for one in (form.family.start, form.family.end))
+        self._begins = re.compile(re.escape(start) or "(?!)")
+        self._between = re.compile(rf"({re.escape(end)})\s*{self._begins.pattern}")
         self._pending = ""  # what may be a marker, a header or a call
         self._searched = 0  # no marker in it begins before this place
         self._start = self._name = ""  # of the call: what began it; its name, if a header has it
@@ -279,8 +283,17 @@ class AnswerParser:
 
     def _end_call(self, found: re.Match[str], kind: str) -> list[Part]:
         """The calls up to a marker; none if the marker is a part of the call."""
+        calls, between = (
+            self._form.family.calls,
+            self._between.search(self._pending, 0, found.start()),
+        )
+        if isinstance(calls, TaggedCalls) and calls.tail and between and not self._is_bare:
+            with suppress(NotACallError):  # the tail may be missing where the next call begins
+                parts = self._parse(self._pending[: between.start()] + calls.tail)
+                self._take(between.end(1))
+                return parts
         try:
-            parts = self._parse(self._body(found))
+            parts = self._parse(self._body(found), lenient=bool(self._name))
         except NotACallError:
             if self._name or kind == REASONING:  # the marker is a token, or ends the thought
                 return self._give_up()
@@ -291,22 +304,28 @@ class AnswerParser:
         return parts
 
     def _end_answer(self, truncated: bool) -> list[Part]:
-        """The calls up to the first marker or the end of the answer."""
+        """The calls up to the first marker that ends one, or the end of the answer."""
         ends, start = self._markers[TOOL], len(self._start) if self._is_bare else 0
-        found = ends.pattern.search(self._pending, start)
-        if found is None and truncated and ends.kinds:
+        found: list[re.Match[str] | None] = [*ends.pattern.finditer(self._pending, start)]
+        if not found and truncated and ends.kinds:
             text = self._take(len(self._pending))
             self.state, self._after_marker = self._outer, False
             # After a call it is of no use to the client.
             text = text if self._is_bare else self._start + text
             return [] if self.calls else self._read_text(text)
-        try:
-            parts = self._parse(self._body(found), lenient=True)
-        except NotACallError:
-            return self._give_up()
-        self._take(len(self._pending) if found is None else found.end())
-        self.state = NORMAL
-        return parts
+        found += self._begins.finditer(self._pending, start)  # an end may be missing
+        found.sort(key=lambda one: one.start() if one else 0)
+        for end in [*found, None]:
+            body, border = self._body(end), end.end() if end else len(self._pending)
+            begins_another = end is not None and end.re is not ends.pattern
+            if end is not None and begins_another:
+                body, border = self._pending[: end.start()], end.start()
+            with suppress(NotACallError):
+                parts = self._parse(body, lenient=not begins_another)
+                self._take(border)
+                self.state = NORMAL
+                return parts
+        return self._give_up()
 
     def _give_up(self) -> list[Part]:
         """What began a call is text, and the rest is read again."""
@@ -325,7 +344,7 @@ class AnswerParser:
         """The calls in a text, and the text behind them. Raises `NotACallError`."""
         body, rest = body.replace(MARK, ""), ""
         if self._name:
-            found: list[Call] = [(self._name, read_arguments(body))]
+            found: list[Call] = [(self._name, read_arguments(body, lenient))]
         else:
             found, rest = read_calls(self._form.family.calls, body, self._schemas, lenient)
         if self._is_bare and not {name for name, _ in found} <= set(self._schemas):

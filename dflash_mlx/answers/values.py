@@ -46,23 +46,32 @@ def _number(text: str) -> Any:
 _DECODER: Final = json.JSONDecoder(strict=False, parse_float=_number, parse_constant=str)
 
 
-def read_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value at `start` and where it ends. Raises `NotACallError`."""
+def read_json(text: str, start: int = 0, lenient: bool = False) -> tuple[Any, int]:
+    """The JSON value at `start` and where it ends; `lenient`, one as models write it.
+
+    Raises `NotACallError`.
+    """
     start += len(text[start:]) - len(text[start:].lstrip())
-    with ErrorWrapper(NotACallError, "not JSON"):
-        value, end = _DECODER.raw_decode(text, start)
-    return value, end
+    try:
+        with ErrorWrapper(NotACallError, "not JSON", (ValueError, RecursionError)):
+            return _DECODER.raw_decode(text, start)
+    except NotACallError:
+        if not (lenient and text[start : start + 1] in ("{", "[")):
+            raise
+    reader = LiteralReader(text, start, lenient=True)
+    with ErrorWrapper(NotACallError, "nested too deeply", (RecursionError,)):
+        return reader.value(""), reader.at
 
 
-def read_arguments(arguments: Any) -> dict[str, Any]:
+def read_arguments(arguments: Any, lenient: bool = False) -> dict[str, Any]:
     """The arguments that a call has as JSON, as JSON text, or not at all.
 
     Raises `NotACallError` for anything else.
     """
     if isinstance(arguments, str):
         text = arguments.strip()
-        arguments, end = read_json(text) if text else (None, 0)
-        if text[end:].strip():
+        arguments, end = read_json(text, 0, lenient) if text else (None, 0)
+        if text[end:].strip("} \n"):
             raise NotACallError("text behind the arguments")
     if arguments is None:
         return {}
@@ -73,10 +82,10 @@ def read_arguments(arguments: Any) -> dict[str, Any]:
 
 def typed_arguments(arguments: Mapping[str, Any], schema: Any) -> str:
     """The arguments as JSON text, each typed by the tool's schema. Raises `NotACallError`."""
-    with ErrorWrapper(NotACallError, "not JSON"):
+    with ErrorWrapper(NotACallError, "not JSON", (ValueError, RecursionError)):
         typed = _typed(dict(arguments), schema, schema)
         text = json.dumps(typed, ensure_ascii=False, allow_nan=False)
-    # Halves of surrogate pairs are no text.
+    # Lone surrogates are not valid text.
     return text.encode("utf-16", errors="surrogatepass").decode("utf-16", errors="replace")
 
 
@@ -190,7 +199,7 @@ def _literal(text: str, guess: bool) -> Any:
             return json.loads(word)
         reader = LiteralReader(text)
         try:
-            with ErrorWrapper(NotACallError, "nested too deeply"):
+            with ErrorWrapper(NotACallError, "nested too deeply", (RecursionError,)):
                 value = reader.value("")
         except NotACallError:
             return text
@@ -200,10 +209,11 @@ def _literal(text: str, guess: bool) -> Any:
 
 # A quote ends a string where what follows a string follows it: some models escape none.
 _STRING: Final = re.compile(
-    r"""(["'])((?:\\.|(?!\1)[^\\]|\1(?!\s*(?:[,:)}\]]|$)))*)\1""", re.DOTALL
+    r"""(["'])((?:\\.|(?!\1)[^\\]|\1(?!\s*(?:[,:)}\]]|$|\1[\w-]+\1\s*:)))*)\1""", re.DOTALL
 )
 _ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPES: Final = dict(zip("nrtbf\"'\\/", "\n\r\t\b\f\"'\\/", strict=True))
+_BRACKETS: Final = re.compile(r"[()\[\]{}<>\n]")
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -219,20 +229,24 @@ class LiteralReader:
         text: the literals.
         at: where to begin.
         quote: another quote, of strings without escapes.
+        lenient: whether closing brackets may be missing behind a value.
 
     Attributes:
         at: the end of what was read.
     """
 
-    def __init__(self, text: str, at: int = 0, quote: str = "") -> None:
-        self._text, self.at, self._quote = text, at, quote
+    def __init__(self, text: str, at: int = 0, quote: str = "", lenient: bool = False) -> None:
+        self._text, self.at, self._quote, self._lenient = text, at, quote, lenient
 
     def members(self, separator: str, close: str) -> dict[str, Any]:
         """The members of an object, after its opening bracket."""
         found: dict[str, Any] = {}
-        while not self._take(close):
+        while not (self._take(close) or (found and self._lacks_end())):
             key = self._string()
-            key = self._word(separator) if key is None else key
+            if key is None:
+                key = self._word(separator)
+                if not key or _BRACKETS.search(key):
+                    raise NotACallError("no key")
             if not self._take(separator):
                 raise NotACallError("no value")
             found[key] = self.value(close)
@@ -249,11 +263,15 @@ class LiteralReader:
         if not self._take("["):
             word = self._word("," + close)
             return Raw(_PYTHON_WORDS.get(word, word))
-        found = []
-        while not self._take("]"):
+        found: list[Any] = []
+        while not (self._take("]") or (found and self._lacks_end())):
             found.append(self.value("]"))
             self._take(",")
         return found
+
+    def _lacks_end(self) -> bool:
+        """Whether another bracket is here, or nothing, where brackets may be missing."""
+        return self._lenient and self._text[self.at : self.at + 1] in ("", "}", "]", ")")
 
     def _string(self) -> str | None:
         """A string in quotes, if there is one."""
@@ -272,10 +290,11 @@ class LiteralReader:
 
     def _word(self, ends: str) -> str:
         start = self.at
+        ends += "}]" * self._lenient
         while self.at < len(self._text) and self._text[self.at] not in ends:
             self.at += 1
         word = self._text[start : self.at].strip()
-        if self.at == len(self._text) or word[:1] in ('"', "'"):
+        if (self.at == len(self._text) and not (self._lenient and word)) or word[:1] in ('"', "'"):
             raise NotACallError("no end")
         return word
 

@@ -1,0 +1,145 @@
+"""Calls in which a model has dropped or changed a small part of the syntax, in every family.
+
+Each slip is a function of what was written right; the call is the same. Models are known for all of
+them, in long contexts above all.
+"""
+
+import re
+
+import pytest
+from answers import JSON, KNOWN, TAGGED, form_of, read, written
+
+SCHEMA = {
+    "type": "object",
+    "properties": dict.fromkeys(("path", "old", "new"), {"type": "string"}),
+    "required": ["path", "old"],
+}
+SCHEMAS = {"edit": SCHEMA, "read": {"properties": {"file": {"type": "string"}}}}
+ARGUMENTS = {"path": "a.py", "old": "if x < 1:\n    <b>1</b>"}
+CALL = ("edit", ARGUMENTS)
+
+
+def end_of(family):
+    """The text behind a value."""
+    return KNOWN[family].calls.value_end.strip()
+
+
+def tag_of(family, key="path"):
+    """The tag of an argument, up to its value."""
+    return KNOWN[family].calls.key.split("{key}")[0] + key
+
+
+def without_end(number):
+    """A slip: the end of a value is missing."""
+
+    def slip(family, text):
+        end, parts = end_of(family), text.split(end_of(family))
+        kept = [end] * (len(parts) - 1)
+        kept[number] = ""
+        return "".join(part + then for part, then in zip(parts, [*kept, ""], strict=True))
+
+    return slip
+
+
+def changed_ends(change):
+    """A slip: the ends of values are others."""
+
+    def slip(family, text):
+        ends = iter(ARGUMENTS)
+        return re.sub(re.escape(end_of(family)), lambda end: change(end[0], next(ends)), text)
+
+    return slip
+
+
+def without_tail(family, text):
+    return text.replace(KNOWN[family].calls.tail.strip() or "\0", "")
+
+
+TAG_SLIPS = {
+    "the first end is missing": without_end(0),
+    "the last end is missing": without_end(1),
+    "both are missing": lambda family, text: text.replace(end_of(family), ""),
+    "all ends are missing": lambda family, text: without_tail(
+        family, text.replace(end_of(family), "")
+    ),
+    "the call's end is missing": without_tail,
+    "ends end themselves": changed_ends(lambda end, key: end.replace(">", "/>")),
+    "ends have the key's name": changed_ends(lambda end, key: f"</{key}>"),
+    "ends are another's": changed_ends(lambda end, key: "</value>"),
+    "ends are not ended": changed_ends(lambda end, key: end[:-1] + "\n"),
+    "arguments are nested": lambda family, text: without_end(0)(family, text).replace(
+        end_of(family), end_of(family) * 2
+    ),
+    "a key's tag is not ended": lambda family, text: re.sub(
+        rf"({tag_of(family)}[^>]*)>\n?", r"\1\n", text, count=1
+    ),
+}
+
+
+def in_json(change):
+    """A slip in the JSON that a family writes."""
+
+    def slip(family, text):
+        at, end = text.index("{"), text.rindex("}") + 1
+        return text[:at] + change(text[at:end]) + text[end:]
+
+    return slip
+
+
+JSON_SLIPS = {
+    "a bracket is missing": in_json(lambda json: json[:-1]),
+    "a bracket is too many": in_json(lambda json: json + "}"),
+    "a comma is too many": in_json(lambda json: json[:-1] + ",}"),
+    "a comma is missing": in_json(lambda json: json.replace('", "old"', '" "old"')),
+    "quotes are Python's": in_json(lambda json: json.replace('"', "'")),
+    "quotes are not escaped": in_json(
+        lambda json: json.replace("<b>", 'say "b"').replace("</b>", "")
+    ),
+    "line breaks are not escaped": in_json(lambda json: json.replace("\\n", "\n")),
+    "it is in a block of code": in_json(lambda json: f"```json\n{json}\n```"),
+}
+
+
+def misnamed(family, text):
+    """A slip: the name of the tool stands in the tag of an argument."""
+    calls = KNOWN[family].calls
+    tag = calls.key.replace("{text}", "true").replace("{key}", "edit")
+    return text.replace(calls.head.strip().replace("{name}", "edit"), tag.strip())
+
+
+SLIPS = [(family, "a tag is another", misnamed) for family in TAGGED if family != "glm47"]
+SLIPS += [(family, name, slip) for family in TAGGED for name, slip in TAG_SLIPS.items()]
+SLIPS += [(family, name, slip) for family in JSON for name, slip in JSON_SLIPS.items()]
+SLIPS.remove(("nemotron", "it is in a block of code", JSON_SLIPS["it is in a block of code"]))
+SLIPS += [("harmony", name, JSON_SLIPS[name]) for name in list(JSON_SLIPS)[:7]]
+SLIPS += [
+    ("gemma4", "a bracket is missing", lambda family, text: text.replace("}<tool", "<tool")),
+    ("pythonic", "a bracket is missing", lambda family, text: text.replace(")]", "]")),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "slip"), SLIPS, ids=lambda one: str(one)[:40])
+@pytest.mark.parametrize("width", [1, 1000])
+def test_a_call_with_a_slip_is_the_call(family, name, slip, width):
+    call = ("edit", ARGUMENTS | {"old": 'if x < 1:\n    say "b"1'}) if "escaped" in name else CALL
+    right = written(family, *CALL)
+    text = slip(family, right)
+    if "line breaks" in name:
+        call = CALL
+    assert read(form_of(family), SCHEMAS, text, width) == [call]
+    if KNOWN[family].end and family != "harmony":  # the next call is not a part of it
+        after = written(family, "read", {"file": "b"})
+        assert read(form_of(family), SCHEMAS, text + after, width) == [
+            call,
+            ("read", {"file": "b"}),
+        ]
+
+
+@pytest.mark.parametrize("family", TAGGED)
+@pytest.mark.parametrize("width", [1, 1000])
+def test_a_value_that_quotes_a_call_is_whole(family, width):
+    """Also one with the tool's own arguments, as an agent writes them about its own syntax."""
+    quoted = written(family, *CALL)
+    for value in (quoted, f"First:\n{quoted}\n{quoted}\nand so on.", f"{end_of(family)} ends it."):
+        call = ("edit", {"path": "a.py", "old": value, "new": value})
+        assert read(form_of(family), SCHEMAS, written(family, *call), width) == [call]
