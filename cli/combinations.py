@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import typer
 
+from dflash_mlx.cluster.member import rank
 from dflash_mlx.loading.registry import LOOKUP, NONE
 
-from .machines import rank
 from .options import AUTO, StepOptions, Weights, refuse, spelled
 
 THINKING = ("think", "no_think", "reasoning_effort")

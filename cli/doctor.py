@@ -17,7 +17,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import dflash_mlx
-from dflash_mlx.errors import DFlashError, how_to_install
+from dflash_mlx.cluster.doctor import Check, check_hosts, take_part
+from dflash_mlx.cluster.hosts import read_hosts
+from dflash_mlx.cluster.member import LOST, LOST_CODE, RankProcess, rank
+from dflash_mlx.errors import ConfigError, DFlashError, how_to_install
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED
 from dflash_mlx.machine.blas import BlasInfo
@@ -32,11 +35,11 @@ from dflash_mlx.machine.facts import (
     installed,
     nearest_there,
 )
+from dflash_mlx.validation import brief, is_integer, text_config
 
-from . import doctor_hosts, options
-from .doctor_hosts import Check
-from .machines import rank
-from .output import print_json, sized, stdout, waiting
+from . import options
+from .output import note, print_json, sized, stdout, waiting
+from .roofline import find_config
 
 COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 INSTALL = f"{how_to_install('mlx').capitalize()}."
@@ -60,17 +63,42 @@ def doctor(
     blas = dflash_mlx.use_fast_blas(stock=stock_blas)  # before any check imports MLX
     hub = Hub(offline=offline)
     if rank() is not None:
-        doctor_hosts.measure(model or EMBEDDED, hub, context)
+        _take_part(model or EMBEDDED, hub, context.find_object(RankProcess))
         return
     link = None
     if hosts is not None:
-        checks, link = doctor_hosts.check_hosts(hosts, model or EMBEDDED, hub)
+        shape, machines = _shape(model or EMBEDDED, hub), read_hosts(hosts.expanduser())
+        with waiting("Measuring the link"):
+            checks, link = check_hosts(machines, model or EMBEDDED, shape)
     else:
         with waiting("Checking"):
             checks = check_machine(blas, hub)
             if model is not None and all(check.status != "fail" for check in checks):
                 checks.append(check_model(model, hub))
     _report(checks, json, link)
+
+
+def _take_part(model: str, hub: Hub, process: RankProcess | None) -> None:
+    """Measure the link as one of the machines. Errors go to the one that asks, if one does."""
+    try:
+        line = take_part(process, _shape(model, hub))
+    except DFlashError as error:
+        if process is None:
+            raise
+        process.line.send(LOST, str(error))
+        raise typer.Exit(LOST_CODE) from error
+    if line is not None:
+        note(line)
+
+
+def _shape(model: str, hub: Hub) -> tuple[int, int]:
+    """A model's hidden size and number of layers. Raises `ConfigError`."""
+    config, file = find_config(model, hub)
+    config = text_config(config)
+    found: list[Any] = [config.get(name) for name in ("hidden_size", "num_hidden_layers")]
+    if not all(map(is_integer, found)):
+        raise ConfigError(f"{file}: hidden_size must be 1 or more, not {brief(found[0])}.")
+    return found[0], found[1]
 
 
 def _report(checks: Sequence[Check], json: bool, link: dict[str, Any] | None) -> None:

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 import typer
 
 import dflash_mlx
-from dflash_mlx.cluster.supervisor_line import FAILED, LOST, SupervisorLine
+from dflash_mlx.cluster.member import FAILED, LOST_CODE, MLX_RANK, Member, RankProcess, rank
 from dflash_mlx.errors import ClusterError, DFlashError
 from dflash_mlx.loading.registry import check_name
 
 from . import options
 from .options import MODEL, flag, group, option
-from .output import error_line, note
+from .output import note
 
-MLX_RANK: Final = "MLX_RANK"
-RANK_VARIABLES: Final = (MLX_RANK, "OMPI_COMM_WORLD_RANK")  # set by launchers of MLX
-LOST_CODE: Final = 1
 MEMBER: Final = "dflash_mlx.member"  # key of rank 0's member in a context
 
 
@@ -39,80 +32,6 @@ class Machines:
         20.0, MODEL, "S", "Give up a machine silent for S seconds.", min=1
     )
     pipeline: bool = flag("--pipeline", MODEL, "Split the layers over them, not the heads.")
-
-
-@dataclass
-class RankProcess:
-    """A process that a supervisor started.
-
-    Attributes:
-        line: to the supervisor.
-        listening: the file descriptor of a server's socket.
-    """
-
-    line: SupervisorLine
-    listening: int | None = None
-
-
-class Member:
-    """This process as one of several that share a model.
-
-    Attributes:
-        cluster: all of them.
-        end: called first, in any thread, when the others are lost; None ends the process at once
-            if it waits for them.
-        interrupted: whether Ctrl-C was pressed while this rank followed.
-
-    Raises `ClusterError` if the others cannot be reached.
-    """
-
-    def __init__(self, machines: Machines, context: typer.Context) -> None:
-        from dflash_mlx.cluster.cluster import Cluster
-
-        self.end: Callable[[DFlashError], Any] | None = None
-        self.interrupted = False
-        self._line, self._lost_once = None, threading.Lock()
-        process = context.find_object(RankProcess)
-        if process is not None:
-            self._line = process.line
-            process.line.lost = lambda problem: self._lost(DFlashError(problem), False)
-        self.cluster = Cluster(
-            machines.stall_seconds, self._lost, self._met, pipeline=machines.pipeline
-        )
-        if self.cluster.size == 1 and (rank() or process is not None):
-            raise ClusterError(
-                "MLX has joined no other machine: its backend does not work here. "
-                "'dflash-mlx doctor --hosts FILE' says which one does."
-            )
-
-    def tell(self, word: str, reason: str = "") -> None:
-        """Send a message to the supervisor, if there is one."""
-        if self._line is not None:
-            self._line.send(word, reason)
-
-    def _met(self) -> None:
-        if self.cluster.rank:  # from now on rank 0 decides when it is over
-            signal.signal(signal.SIGINT, self._interrupt)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        self.interrupted = True
-
-    def _lost(self, error: DFlashError, stuck: bool) -> None:
-        if not self._lost_once.acquire(blocking=False):
-            return
-        if self.end is not None:
-            self.end(error)
-        self.tell(LOST, str(error))
-        if self.end is None and stuck:
-            error_line(str(error))
-            sys.stderr.flush()
-            os._exit(LOST_CODE)
-
-
-def rank() -> int | None:
-    """The number of this process among several; None if no launcher of MLX started it."""
-    found = next(filter(None, map(os.environ.get, RANK_VARIABLES)), None)
-    return None if found is None else int(found)
 
 
 def runs_elsewhere(
@@ -139,7 +58,7 @@ def runs_elsewhere(
     try:
         check_name(names.model)  # before the seconds that MLX takes to start
         dflash_mlx.use_fast_blas(stock=weights.stock_blas)
-        member = Member(machines, context)
+        member = Member(process, machines.stall_seconds, machines.pipeline)
         if member.cluster.rank == 0:
             context.meta[MEMBER] = member
             context.call_on_close(member.cluster.close)
@@ -194,6 +113,4 @@ def stdin_ends(context: typer.Context) -> bool:
 def inherited_socket(context: typer.Context) -> socket.socket | None:
     """A server's socket, on which a supervisor listens when this process does not."""
     process = context.find_object(RankProcess)
-    if process is None or process.listening is None:
-        return None
-    return socket.socket(fileno=process.listening)
+    return None if process is None else process.inherited_socket()

@@ -20,10 +20,9 @@ from .output import note, sized, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Stats, Target
+    from dflash_mlx.cluster.member import Member
     from dflash_mlx.drafter.protocol import Drafter
     from dflash_mlx.policy.draft_policy import DraftPolicy
-
-    from .machines import Member
 
 WHOLE_BLOCKS = StepOptions(no_policy=True)
 

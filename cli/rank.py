@@ -15,9 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.cluster.supervisor_line import SupervisorLine
-
-from .machines import RankProcess
+from dflash_mlx.cluster.member import RankProcess, SupervisorLine
 
 
 def main() -> None:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 import dflash_mlx
-from dflash_mlx.cluster.supervisor_line import READY
+from dflash_mlx.cluster.member import READY, Member, rank
 from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, SettingsError
 from dflash_mlx.loading.registry import LOOKUP, NONE, check_name, short
 from dflash_mlx.machine.signals import signals_to
 
 from . import options
-from .machines import Machines, Member, cluster_member, inherited_socket, rank, runs_elsewhere
+from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
 from .options import flag, group, option
 from .output import note
 from .pair import Pair, open_pair

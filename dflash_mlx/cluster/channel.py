@@ -15,6 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 WORDS = 4096  # int32 of one sum; a step of 32 requests and 17 rows each takes less
+# What MLX raises when ranks do not reach each other, or when a file that names them is broken.
+MLX_ERRORS = (RuntimeError, ValueError, OSError)
 HEARTBEAT, STOP = "heartbeat", "stop"  # nothing to do; the last message
 
 Operation = Sequence[Any]  # the name of one of `Worker`'s operations, and its arguments

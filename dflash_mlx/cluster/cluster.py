@@ -15,7 +15,7 @@ from ..loading.checkpoint import check_runs
 from ..loading.load import load_target
 from ..targets import Target
 from ..validation import ErrorWrapper
-from .channel import Channel
+from .channel import MLX_ERRORS, Channel
 from .leader import LOST, Leader
 from .pipeline import LeaderStage, Limits, PipelineStage, gather_taps, limits
 from .shards import split_by_heads, split_by_layers
@@ -52,7 +52,9 @@ class Cluster:
         met: Callable[[], Any] = lambda: None,
         pipeline: bool = False,
     ) -> None:
-        with ErrorWrapper(ClusterError, "The machines of the cluster cannot be reached"):
+        with ErrorWrapper(
+            ClusterError, "The machines of the cluster cannot be reached", MLX_ERRORS
+        ):
             group = mx.distributed.init()
         self.channel, self._stall, self._lost = Channel(group), stall, lost
         self._met, self._pipeline = met, pipeline
@@ -133,7 +135,9 @@ class Cluster:
         return self._leader
 
     def _meet(self, word: int = 0) -> list[int]:
-        with ErrorWrapper(ClusterError, "The machines of the cluster do not come together"):
+        with ErrorWrapper(
+            ClusterError, "The machines of the cluster do not come together", MLX_ERRORS
+        ):
             return self.channel.meet(word)
 
     def _gather(self, result: Any) -> Any:

@@ -22,7 +22,7 @@ from ..errors import ClusterError, DFlashError
 from ..proposal import Proposal
 from ..threads import clean_up_at_end
 from ..validation import ErrorWrapper
-from .channel import HEARTBEAT, STOP, Channel, Operation
+from .channel import HEARTBEAT, MLX_ERRORS, STOP, Channel, Operation
 from .watchdog import Watchdog
 
 IDLE_SECONDS = 1.0  # without a forward, after which the others sleep between messages
@@ -124,7 +124,7 @@ class Leader:
         self._heartbeat.join()
         with self._lock:
             if self._problem is None:
-                with ErrorWrapper(ClusterError, LOST), self._watchdog.watching():
+                with ErrorWrapper(ClusterError, LOST, MLX_ERRORS), self._watchdog.watching():
                     self._send((STOP,))
                 self._end("The cluster is closed: join it again.")
 
@@ -144,7 +144,7 @@ class Leader:
             raise ClusterError(self._problem)
         self._in_forward, complete = True, False
         try:
-            with ErrorWrapper(ClusterError, LOST), self._watchdog.watching():
+            with ErrorWrapper(ClusterError, LOST, MLX_ERRORS), self._watchdog.watching():
                 yield
             complete = True
         except DFlashError as error:

@@ -12,6 +12,9 @@ from ..targets import internals
 from ..targets.caches import make_cache
 from ..validation import ErrorWrapper
 
+# What mlx-lm's `shard` and `pipeline` raise for sizes that do not divide, and for unknown layers.
+SHARDING_ERRORS = (ValueError, TypeError, AttributeError, ZeroDivisionError, NotImplementedError)
+
 
 def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Module | None:
     """Keep this rank's heads of every layer.
@@ -31,7 +34,7 @@ def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Mod
     wrong = f"{name} cannot be split over {size} machines"
     if any(heads % size for one in before for heads in one[:1]):
         raise SettingsError(f"{wrong}: they do not divide its {before[0][0]} heads; {instead}.")
-    with ErrorWrapper(SettingsError, wrong):
+    with ErrorWrapper(SettingsError, wrong, SHARDING_ERRORS):
         model.shard(group)
     for was, layer in zip(before, model.layers, strict=True):
         for heads, now in zip(was, _heads(layer), strict=True):
@@ -56,7 +59,7 @@ def split_by_layers(name: str, model: Any, group: mx.distributed.Group) -> int:
     wrong = f"{name} cannot be split over {size} machines"
     if layers < size:
         raise SettingsError(f"{wrong}: it has {layers} layers; use fewer machines.")
-    with ErrorWrapper(SettingsError, wrong):
+    with ErrorWrapper(SettingsError, wrong, SHARDING_ERRORS):
         backbone.pipeline(group)
     return layers
 

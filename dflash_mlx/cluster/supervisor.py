@@ -15,8 +15,8 @@ from typing import Any
 
 from ..machine.signals import signals_to
 from .hosts import Hosts
+from .member import FAILED, LOST, READY
 from .ranks import ClusterProcess, ClusterProcesses
-from .supervisor_line import FAILED, LOST, READY
 
 POLL_SECONDS = 0.25
 GRACE_SECONDS = 3.0  # for rank 0 to answer its clients

@@ -18,7 +18,7 @@ from ..targets import Target, TargetSession
 from ..targets.batched import BatchVerifier
 from ..targets.caches import Arrays, Checkpoint
 from ..validation import ErrorWrapper
-from .channel import HEARTBEAT, STOP, Channel
+from .channel import HEARTBEAT, MLX_ERRORS, STOP, Channel
 from .leader import LOST, REST_SECONDS
 from .watchdog import Watchdog
 
@@ -68,7 +68,7 @@ class Worker:
         """
         name = ""
         while name != STOP:
-            with ErrorWrapper(ClusterError, LOST), watchdog.watching():
+            with ErrorWrapper(ClusterError, LOST, MLX_ERRORS), watchdog.watching():
                 for name, *arguments in self._channel.receive():
                     self._operations[name](*arguments)
 

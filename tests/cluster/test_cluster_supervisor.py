@@ -20,7 +20,7 @@ HERE = Host("127.0.0.1", ("127.0.0.1",))
 RANK = """
 import json, os, sys, threading
 told, plan = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-from dflash_mlx.cluster.supervisor_line import SupervisorLine
+from dflash_mlx.cluster.member import SupervisorLine
 end = told.get("line")
 line = SupervisorLine(0, 1) if end is None else SupervisorLine(end, end)
 mine = plan[str(told["rank"])]

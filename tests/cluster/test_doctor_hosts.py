@@ -5,7 +5,7 @@ import json
 import pytest
 from program import run, start
 
-from dflash_mlx.cli import doctor_hosts
+from dflash_mlx.cluster import doctor
 
 VERSIONS = {"Python": "3.11.7", "dflash-mlx": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
 
@@ -46,8 +46,8 @@ def found(rank, backends=("ring",), **versions):
 
 def checks_of(path, monkeypatch, ranks):
     """The exit code, and the checks, where the ranks answer so."""
-    monkeypatch.setattr(doctor_hosts, "ClusterProcesses", ranks)
-    monkeypatch.setattr(doctor_hosts, "MEASURE_SECONDS", 0.05)
+    monkeypatch.setattr(doctor, "ClusterProcesses", ranks)
+    monkeypatch.setattr(doctor, "MEASURE_SECONDS", 0.05)
     done = run("doctor", "--hosts", path, "--offline", "--json")
     content = json.loads(done.stdout)
     assert ranks.ended

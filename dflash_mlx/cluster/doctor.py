@@ -1,0 +1,209 @@
+"""`dflash-mlx doctor --hosts`: can these machines share a model, and how fast is their link?
+
+It starts ranks of that command on all machines. Each says what it has; together they measure sums
+over the link. Under a plain mlx.launch the ranks are there already.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, Literal
+
+from ..errors import ClusterError
+from ..machine.facts import DISTRIBUTION, installed
+from ..validation import ErrorWrapper
+from .hosts import Hosts
+from .member import LOST, Member, RankProcess
+from .ranks import ClusterProcesses
+from .watchdog import STALL_SECONDS
+
+FOUND, MEASURED = "found", "measured"  # messages: every rank's versions; rank 0's times; in JSON
+MEASURE_SECONDS = 120.0  # for ranks to start, meet and measure
+LOOK_SECONDS = 0.25
+ROWS = 16  # of a drafted step
+LARGE_BYTES = 2**23
+SUMS, SERIES = 8, 3  # sums that depend on each other, as in a forward; and how often
+SUMS_PER_LAYER = 2  # mlx-lm's sharding sums after attention and after the MLP
+SAME = ("dflash-mlx", "mlx", "mlx-lm")  # versions that all machines must have
+LINK_ADVICE = 'Check ips, firewall and backend: "ring" works where RDMA (jaccl) does not.'
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]
+    detail: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """Measured seconds.
+
+    Attributes:
+        machines: how many took part.
+        width: half-precision numbers of a row, such as a model's hidden size.
+        row, rows: for a sum of one row, and of 16.
+        bandwidth: bytes per second, in a sum of 8 MiB.
+    """
+
+    machines: int
+    width: int
+    row: float
+    rows: float
+    bandwidth: float
+
+
+@dataclass
+class Reports:
+    """What the ranks report.
+
+    Attributes:
+        versions: of Python and packages, and the "backends" of MLX, by rank.
+        ended: how, by rank.
+        lost: why a rank does not reach the others.
+        times: of the link, once measured.
+    """
+
+    versions: dict[int, dict[str, Any]] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)
+    lost: str = ""
+    times: LinkTimes | None = None
+
+
+def check_hosts(
+    hosts: Hosts, model: str, shape: tuple[int, int]
+) -> tuple[list[Check], dict[str, Any] | None]:
+    """Check all machines, and measure their link.
+
+    Args:
+        hosts: the machines.
+        model: the one that they would share.
+        shape: its hidden size, and its number of layers.
+
+    Returns:
+        The checks, and the times of the link in seconds; None where nothing was measured.
+    """
+    reports = _ask(hosts, model)
+    found = reports.versions
+    checks = [_machine(rank, host.ssh, reports) for rank, host in enumerate(hosts.machines)]
+    for package in SAME:
+        versions = {one[package] for one in found.values()}
+        if len(versions) > 1:
+            advice = f"Install the same {package} on all machines."
+            checks.append(Check(package, "fail", " and ".join(sorted(versions)), advice))
+    if reports.times is None:
+        return [*checks, Check("link", "fail", reports.lost, LINK_ADVICE)], None
+    link = Check("link", "ok", describe(reports.times, shape))
+    return [*checks, link], asdict(reports.times)
+
+
+def take_part(process: RankProcess | None, shape: tuple[int, int]) -> str | None:
+    """Measure the link as one of the ranks. Returns a line for rank 0's user, if it has one.
+
+    Args:
+        process: how `check_hosts` started it; None under another launcher.
+        shape: as for `check_hosts`.
+
+    Raises `ClusterError` when another rank is lost.
+    """
+    import mlx.core as mx
+
+    def send(word: str, content: Any) -> None:
+        if process is not None:
+            process.line.send(word, json.dumps(content))
+
+    backends = [name for name in ("ring", "jaccl", "mpi") if mx.distributed.is_available(name)]
+    packages = zip(SAME, (DISTRIBUTION, *SAME[1:]), strict=True)
+    versions = {name: installed(package) or "unknown" for name, package in packages}
+    versions["Python"] = platform.python_version()
+    send(FOUND, versions | {"backends": backends})
+    member = Member(process, STALL_SECONDS)
+    times = measure_link(member.cluster.channel.group, shape[0])
+    if member.cluster.rank:
+        return None
+    send(MEASURED, asdict(times))
+    return describe(times, shape) if process is None else None
+
+
+def measure_link(group: Any, width: int) -> LinkTimes:
+    """Time sums together with all other ranks; returns this rank's times.
+
+    Args:
+        group: MLX's, of all ranks.
+        width: as of `LinkTimes`.
+
+    Raises `ClusterError` when another rank is lost.
+    """
+    import mlx.core as mx
+
+    def seconds(x: mx.array) -> float:
+        """For one sum: the median of a few series, after a first. The device works in between."""
+        times = []
+        for _ in range(SERIES + 1):
+            start, total = time.perf_counter(), x
+            for _ in range(SUMS):
+                total = mx.distributed.all_sum(total * 0.5, group=group)
+            mx.eval(total)
+            times.append((time.perf_counter() - start) / SUMS)
+        return median(times[1:])
+
+    with ErrorWrapper(ClusterError, "The machines do not sum together", (RuntimeError,)):
+        row, rows = (seconds(mx.zeros((n, width), mx.bfloat16)) for n in (1, ROWS))
+        large = seconds(mx.zeros((LARGE_BYTES // 4,), mx.float32))
+    return LinkTimes(group.size(), width, row, rows, LARGE_BYTES / large)
+
+
+def _machine(rank: int, ssh: str, reports: Reports) -> Check:
+    name, found = f"rank {rank}, {ssh}", reports.versions.get(rank)
+    if found is not None:
+        versions = ", ".join(f"{package} {found[package]}" for package in ("Python", *SAME))
+        return Check(name, "ok", f"{versions}; backends: {', '.join(found['backends'])}")
+    code = reports.ended.get(rank)
+    detail = "has not answered in time" if code is None else f"dflash-mlx does not run ({code})"
+    advice = f"'ssh {ssh} {sys.executable} -m dflash_mlx doctor' must work without a password."
+    return Check(name, "fail", detail, advice)
+
+
+def _ask(hosts: Hosts, model: str) -> Reports:
+    """Start ranks of `doctor`, and stop them when they have measured, or when they cannot."""
+    reports = Reports()
+    ranks = ClusterProcesses(hosts, ["doctor", "--model", model])
+    until = time.monotonic() + MEASURE_SECONDS
+    try:
+        while reports.times is None and time.monotonic() < until:
+            for rank, word, more in ranks.receive(LOOK_SECONDS):
+                if word == FOUND:
+                    reports.versions[rank.number] = json.loads(more)
+                elif word == MEASURED:
+                    reports.times = LinkTimes(**json.loads(more))
+                elif word == LOST:
+                    reports.lost = reports.lost or more.rstrip(".")
+            for rank in ranks.all:
+                if code := rank.process.poll():
+                    reports.ended[rank.number] = code
+                    reports.lost = reports.lost or rank.end
+            said = reports.versions.keys() | reports.ended.keys()
+            if reports.lost and len(said) == len(ranks.all):
+                break
+    finally:
+        ranks.end()
+    reports.lost = reports.lost or f"the machines did not meet within {MEASURE_SECONDS:.0f} seconds"
+    return reports
+
+
+def describe(times: LinkTimes, shape: tuple[int, int]) -> str:
+    """The link, and how long a step of a model of this shape waits for it."""
+    sums = SUMS_PER_LAYER * shape[1] + 1  # and the message
+    plain, drafted = (1e3 * sums * each for each in (times.row, times.rows))
+    return (
+        f"{times.machines} machines, {times.bandwidth / 1e9:.2g} GB/s; a plain step "
+        f"waits {plain:,.2f} ms, a step of {ROWS} rows {drafted:,.2f} ms"
+    )
