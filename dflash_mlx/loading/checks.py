@@ -8,11 +8,19 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError, ModelNotFoundError, NotEnoughMemoryError, WeightsError
 from ..machine.facts import memory_bytes
-from ..validation import MAX_JSON_BYTES, brief, check_file, parse_json, read_json
+from ..validation import (
+    MAX_BYTES,
+    MAX_JSON_BYTES,
+    brief,
+    check_file,
+    is_integer,
+    parse_json,
+    read_json,
+)
 from .quantization import Quantization
 
 GB = 1e9
@@ -21,6 +29,8 @@ ON_MAC = sys.platform == "darwin"
 WHETHER = f"fits this {'Mac' if ON_MAC else 'machine'}"
 MOST_LAYERS = 4096  # mlx-lm builds every layer before it compares the weights with the config
 _FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_BYTES = _FLOAT_BYTES | {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 _STORED = 2  # bytes per weight, as published
 # Files that mlx-lm and transformers open by themselves.
 _READ_BY_OTHERS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -80,8 +90,16 @@ def check_safetensors(folder: Path) -> list[Path]:
     return found
 
 
-def read_header(file: Path) -> dict[str, dict[str, Any]]:
-    """A safetensors file's tensors by name (dtype, shape, data_offsets).
+class StoredTensor(NamedTuple):
+    """What a safetensors header says of a tensor; `size` is in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """A safetensors file's tensors by name.
 
     Raises `WeightsError` if it is not such a file, or shorter than its tensors.
     """
@@ -95,22 +113,40 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
                 )
             if length > MAX_JSON_BYTES:
                 raise WeightsError(f"{file}: not a safetensors file, its header is too long.")
-            tensors = parse_json(stream.read(length), file, WeightsError)
+            content = parse_json(stream.read(length), file, WeightsError)
     except OSError as error:
         raise WeightsError(f"{file}: cannot be read ({error.strerror}).") from error
-    try:
-        tensors.pop("__metadata__", None)
-        end = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
-        complete = all({"dtype", "shape"} <= {*tensor} for tensor in tensors.values())
-    except (AttributeError, LookupError, TypeError, ValueError):
-        complete = False
-    if not complete:
-        raise WeightsError(f"{file}: not a safetensors file, its header is broken.")
+    tensors, end = dict[str, StoredTensor](), 0
+    for name, said in content.items() if isinstance(content, dict) else [("it", content)]:
+        if name == "__metadata__":
+            continue
+        found = _stored_tensor(said)
+        if found is None:
+            raise WeightsError(
+                f"{file}: not a safetensors file, its header is broken ({brief(name)} is "
+                f"{brief(said)})."
+            )
+        tensors[name], end = found, max(end, said["data_offsets"][1])
     if size < 8 + length + end:
         raise WeightsError(
             f"{file}: truncated, {size:,} bytes of {8 + length + end:,}. Download it again."
         )
-    return dict(tensors)
+    return tensors
+
+
+def _stored_tensor(said: Any) -> StoredTensor | None:
+    """A header's entry; None for one that is broken."""
+    if not isinstance(said, dict):
+        return None
+    dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
+    if type(dtype) is not str or not isinstance(shape, list) or not isinstance(offsets, list):
+        return None
+    whole = all(is_integer(number, 0, MAX_BYTES) for number in (*shape, *offsets))
+    if not whole or len(offsets) != 2 or (size := offsets[1] - offsets[0]) < 0:
+        return None
+    width = _BYTES.get(dtype)
+    fits = width is None or math.prod(shape) * width == size
+    return StoredTensor(dtype, tuple(shape), size) if fits else None
 
 
 def memory_needed(
@@ -126,12 +162,11 @@ def memory_needed(
     total = 0.0
     for file in files:
         for tensor in read_header(file).values():
-            start, end = tensor["data_offsets"]
-            stored = _FLOAT_BYTES.get(tensor["dtype"])
+            stored, shape = _FLOAT_BYTES.get(tensor.dtype), tensor.shape
             if stored is None:
-                total += end - start
+                total += tensor.size
                 continue
-            weights, shape = (end - start) // stored, tensor["shape"]
+            weights = tensor.size // stored
             if quantization and len(shape) > 1 and shape[-1] % quantization.group_size == 0:
                 total += quantization.bytes_of(weights)
             else:

@@ -75,7 +75,7 @@ class DraftSource:
             return None if stored else target or stored_quantization(self.target)
         if target is None and not is_quantized(self.target):
             return None
-        sizes = (tensor["shape"] for file in self.files for tensor in read_header(file).values())
+        sizes = (tensor.shape for file in self.files for tensor in read_header(file).values())
         stored = is_quantized(read_json(self.folder / "config.json"))
         if stored or sum(map(math.prod, sizes)) <= LARGE_DRAFTER:
             return None

@@ -118,5 +118,5 @@ def _shapes(folder: Path, config: DraftConfig) -> dict[str, tuple[int, ...]]:
         for name, tensor in read_header(file).items():
             ours = our_name(PACKAGINGS[config.packaging], name)
             if ours is not None:
-                shapes[ours] = tuple(tensor["shape"])
+                shapes[ours] = tensor.shape
     return shapes

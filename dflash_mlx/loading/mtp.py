@@ -46,7 +46,7 @@ def head_files(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path,
             if start is not None:
                 found[name.removeprefix(start)] = file, name
                 if name == f"{start}{fuse}weight":
-                    width = tensor["shape"][0]
+                    width = tensor.shape[0] if tensor.shape else 0
     return found if width == text_config(dict(config)).get("hidden_size") else {}
 
 

@@ -1,14 +1,23 @@
 """Weight files: whole ones pass, everything a broken download leaves is named."""
 
 import json
+import math
+import re
+from functools import partial
 
 import mlx.core as mx
 import pytest
+from mtp_heads import config_of, head_weights
+from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import WeightsError
 from dflash_mlx.loading.checks import check_safetensors
+from dflash_mlx.loading.load import load_drafter, load_target
+from dflash_mlx.loading.mtp import head_files
+from dflash_mlx.loading.reading import load_file
 
 NAME = "model.safetensors"
+SAVED = {"target": (save_target, load_target), "drafter": (save_drafter, load_drafter)}
 
 
 @pytest.fixture
@@ -45,8 +54,6 @@ def test_a_truncated_file(folder, kept):
     [
         b"\x08" + bytes(7) + b"not json",
         with_header([1, 2]),
-        with_header({"a": {"dtype": "F32"}}),
-        with_header({"a": 5}),
         b"<!DOCTYPE html><html>" * 40,  # what a captive portal sends instead of a download
         b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n",
     ],
@@ -54,6 +61,41 @@ def test_a_truncated_file(folder, kept):
 def test_what_is_no_safetensors_file(folder, content):
     (folder / NAME).write_bytes(content)
     assert str(folder / NAME) in refused(folder)
+
+
+VALUES = (None, True, -4, 0, 3, 2**70, 1.5, math.inf, math.nan, "", "F32", "\ud800", [], ["x"])
+VALUES += ([2**40, 2**40], [0, math.inf], ["0", 4], [0, -4], [8, 4], [1], [[0], 4], {}, {"a": 1})
+
+
+@pytest.mark.parametrize("reader", ["target", "drafter", "head"])
+def test_headers_whose_fields_have_any_json_type(tmp_path, reader):
+    """Of every field of an entry, and of entries themselves: one named error, or the weights."""
+    if reader == "head":
+        folder, weights = tmp_path, head_weights("qwen3_5")
+        mx.save_safetensors(str(folder / NAME), {k: mx.array(v) for k, v in weights.items()})
+
+        def load():
+            found = head_files(folder, config_of("qwen3_5")).values()
+            return [load_file(file) for file in {file for file, _ in found}]
+    else:
+        save, loader = SAVED[reader]
+        folder = save(tmp_path / reader)
+        load = partial(loader, str(folder))
+    file = folder / NAME
+    whole = file.read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    right = json.loads(whole[8:size])
+    name = next(name for name in right if name != "__metadata__")
+    for field in ("dtype", "shape", "data_offsets", None):
+        for value in VALUES:
+            entry = value if field is None else right[name] | {field: value}
+            file.write_bytes(with_header(right | {name: entry}, whole[size:]))
+            if entry == right[name]:
+                assert load()
+                continue
+            with pytest.raises(WeightsError, match=re.escape(str(file))) as caught:
+                load()
+            assert str(caught.value).isprintable()
 
 
 def test_no_weights(tmp_path):
