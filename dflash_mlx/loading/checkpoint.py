@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,11 +20,12 @@ from ..drafter.packagings import PACKAGINGS, our_name
 from ..errors import ConfigError, ModelNotFoundError, WeightsError
 from ..proposal import Proposal
 from ..targets import Target
+from ..targets.internals import classes_of
 from ..validation import ErrorWrapper, read_json
 from .checks import check_safetensors
-from .computed import bounded, complete, spelled_for
+from .computed import bounded, complete, spelled_for, words_of
 from .inspect import settle
-from .reading import load_as_stored, load_file
+from .reading import SCALES, load_as_stored, load_file, without_fp8
 
 SAMPLE = 256  # rows of an embedding that are compared
 
@@ -42,9 +43,26 @@ def read_target(name: str, folder: Path) -> tuple[nn.Module, dict[str, Any]]:
         with TemporaryDirectory() as view:  # mlx-lm would read other files than the index's, too
             for file in (*files, *folder.glob("*.json")):
                 Path(view, file.name).symlink_to(file.resolve())
-            model, config = load_model(Path(view), lazy=True, model_config=config)
+            model, config = load_model(
+                Path(view), lazy=True, model_config=config, get_model_classes=_reading_fp8
+            )
+        model.__dict__.pop("sanitize", None)
         complete(name, model, config)
         return model, bounded(name, model, config)
+
+
+def _reading_fp8(config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's classes of a config, 8-bit floats becoming 16-bit ones where its own leave them."""
+    model_class, arguments = classes_of(config)
+
+    def build(args: Any) -> nn.Module:
+        model: Any = model_class(args)
+        own = getattr(model, "sanitize", dict)
+        if f"weight{SCALES}" not in words_of(model):
+            model.sanitize = lambda weights: own(without_fp8(weights))
+        return cast(nn.Module, model)
+
+    return build, arguments
 
 
 def read_tokenizer(folder: Path, config: dict[str, Any]) -> Any:

@@ -163,6 +163,8 @@ def memory_needed(
     for file in files:
         for tensor in read_header(file).values():
             stored, shape = _FLOAT_BYTES.get(tensor.dtype), tensor.shape
+            if tensor.dtype == "F8_E4M3":
+                stored, tensor = _STORED, tensor._replace(size=_STORED * tensor.size)
             if stored is None:
                 total += tensor.size
                 continue

@@ -78,7 +78,7 @@ def complete(name: object, model: nn.Module, config: Config) -> None:
 
     Raises `ConfigError`, naming the field.
     """
-    text, words = text_config(config), _words(model)
+    text, words = text_config(config), words_of(model)
     ignored = [
         field
         for field, neutral in _NEUTRAL.items()
@@ -210,7 +210,7 @@ def _scale(
     model.update_modules(tree_unflatten([*new.items()]))
 
 
-def _words(model: nn.Module) -> set[str]:
+def words_of(model: nn.Module) -> set[str]:
     """The words of the code that computes a model, without the declarations of its config."""
     names = {base.__module__ for one in model.modules() for base in type(one).__mro__}
     words = set[str]()

@@ -19,7 +19,7 @@ from ..errors import WeightsError
 from ..targets import Target
 from ..validation import ErrorWrapper, read_json, text_config
 from .checks import read_header
-from .reading import load_as_stored, load_file
+from .reading import load_as_stored, load_file, without_fp8
 
 # Before a head's own prefix, in checkpoints of models with vision and in conversions.
 _OUTER = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
@@ -72,7 +72,7 @@ def read_head(folder: Path, target: Target) -> MTPHead:
     stored = {name: loaded[file][own] for name, (file, own) in files.items()}
     head = MTPHead(target, layout)
     with ErrorWrapper(WeightsError, f"{folder}: the tensors of its MTP head cannot be read"):
-        weights = dict(_ours(layout, stored, target))
+        weights = dict(_ours(layout, without_fp8(stored), target))
     if layout.zero_centred and not _stands_alone(folder):
         _centre(weights)
     load_as_stored(

@@ -19,7 +19,7 @@ from ..validation import ErrorWrapper, read_json
 from .checks import check_memory, memory_needed, read_target_config
 from .computed import complete, spelled_for
 from .hub import Hub
-from .quantization import Quantization, is_quantized
+from .quantization import Quantization, is_fp8, is_quantized
 from .registry import hub_gguf, known_facts, local_path
 
 LOADED = ["model*.safetensors"]  # of a repository's files
@@ -46,7 +46,7 @@ def check_target(
         return None
     config = read_target_config(hub.config(name))
     model = model_of(name, config)
-    size = hub.remote_bytes(name, LOADED)
+    size = hub.remote_bytes(name, LOADED) * (2 if is_fp8(config) else 1)
     in_4_bits: int | None = None
     needed = float(size)
     if not is_quantized(config):

@@ -22,8 +22,17 @@ _MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that the stored weights are quantized already."""
-    return "quantization" in config or "quantization_config" in config
+    """Whether a config.json says that weights are quantized, also once they are loaded."""
+    return "quantization" in config or ("quantization_config" in config and not is_fp8(config))
+
+
+def is_fp8(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json says that weights are 8-bit floats, which become 16-bit ones."""
+    stored = config.get("quantization_config")
+    if not isinstance(stored, dict) or stored.get("quant_method") != "fp8":
+        return False
+    # Blocks of 32 whose scales are powers of two are MXFP8, which MLX computes with.
+    return stored.get("scale_fmt") != "ue8m0" or stored.get("weight_block_size") != [32, 32]
 
 
 def stored_quantization(config: Mapping[str, Any]) -> Quantization | None:

@@ -16,6 +16,8 @@ from ..validation import ErrorWrapper
 from .preflight import on_cpu
 from .quantization import Quantization, mode_of
 
+SCALES = "_scale_inv"
+
 
 class SupportsSharding(Protocol):
     """Machines that share a target, such as a `cluster.Cluster`.
@@ -37,6 +39,26 @@ def load_file(file: Path) -> dict[str, mx.array]:
     """A file's tensors by name, still on disk. Raises `WeightsError`."""
     with ErrorWrapper(WeightsError, f"{file}: the weights cannot be read"):
         return cast(dict[str, mx.array], mx.load(str(file)))
+
+
+def without_fp8(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Weights [..., M, N] in bfloat16 for 8-bit floats, lazily.
+
+    Args:
+        weights: uint8 arrays of E4M3 beside their scales [..., M / 128, N / 128], one for each
+            block, in tensors with the suffix `_scale_inv` (DeepSeek-V3's format); others as given.
+    """
+    found = dict(weights)
+    for name in [name for name in weights if f"{name}{SCALES}" in weights]:
+        scales, floats = found.pop(f"{name}{SCALES}"), mx.from_fp8(found[name], dtype=mx.bfloat16)
+        for axis in (-2, -1) if scales.ndim > 1 else ():
+            size, blocks = floats.shape[axis], scales.shape[axis]
+            block = 1 << (-(-size // blocks) - 1).bit_length()  # the last one may be cut
+            scales = mx.repeat(scales, block, axis)
+        if scales.ndim > 1:
+            scales = scales[..., : floats.shape[-2], : floats.shape[-1]]
+        found[name] = (floats * scales).astype(mx.bfloat16)
+    return found
 
 
 def load_as_stored(
