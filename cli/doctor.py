@@ -216,9 +216,8 @@ def _compiler() -> Check:
 
 def _blas(blas: BlasInfo) -> Check:
     detail = f"{blas.name}: {blas.reason}"
-    if blas.name == "stock" and sys.platform == "linux":
-        advice = "Drafting gains little on it: install libopenblas0 (or gcc, to use numpy's)."
-        return Check("BLAS", "warn", detail, advice)
+    if blas.name in ("stock", "openblas"):
+        return Check("BLAS", "warn", detail, "It is slow for few rows: install gcc.")
     return Check("BLAS", "ok", detail)
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from rowwise import use_rowwise_blas
+
+from dflash_mlx.machine.blas import use_fast_blas
 
 # MLX computes in a thread of its own, which the main one wakes for every small operation. As a
 # batch job a woken thread lets the other go on for a while: a sixth of the time less.
@@ -31,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """The tests' BLAS, before anything imports MLX."""
     if not config.getoption("--stock-blas"):
-        use_rowwise_blas()
+        use_fast_blas()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

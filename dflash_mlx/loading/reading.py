@@ -121,19 +121,5 @@ def start_reading(
         quantization.apply(model)
     if cluster is not None:
         cluster.shard(name, model)
-    if on_cpu():
-        _lay_out_by_column(model)
     model.eval()
     mx.async_eval(model.parameters())
-
-
-def _lay_out_by_column(model: nn.Module) -> None:
-    """Store matrices transposed, values and shapes unchanged, for the products of the CPU.
-
-    A layer computes x @ W.T. With W stored by rows every BLAS takes its transposed path and
-    packs W anew for each call of several rows; stored by columns, W.T is an ordinary matrix
-    (docs/experiments.md has the measurement).
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            module.weight = mx.contiguous(module.weight.T).T

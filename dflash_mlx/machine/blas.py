@@ -5,18 +5,18 @@ MLX's Linux wheel bundles the reference BLAS, whose cost is linear in the number
 library that was loaded globally before it answers first. Nothing is patched, and MLX's own files
 stay as they are.
 
-The first of these is used: an OpenBLAS of the system; the OpenBLAS inside numpy, reached through
-`blas_shim.c`, which is compiled once into ~/.cache/dflash-mlx (or at every start if that folder
-cannot be written); the stock BLAS. On macOS MLX uses Accelerate and nothing is done.
+The first of these is used: `blas_shim.c`, which is compiled once for this processor into
+~/.cache/dflash-mlx (or at every start if that folder cannot be written); an OpenBLAS of the system;
+the stock BLAS. On macOS MLX uses Accelerate and nothing is done.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -26,14 +26,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any
 
 from ..errors import SettingsError
 
-_SYSTEM_NAMES = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")  # p: Fedora's threaded
-_FUNCTIONS = ("cblas_sgemm", "cblas_dgemm", "openblas_set_num_threads", "openblas_get_config")
-_PLAIN = "{}"  # functions have their own names
+_OPENBLAS = ("libopenblas.so.0", "libopenblasp.so.0", "libopenblas.so")  # p: Fedora's threaded
 _COMPILERS = ("cc", "gcc", "clang")
+_X86_KERNELS = {"avx512": ("avx512f", "avx512vl", "fma"), "avx2": ("avx2", "fma")}
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,9 @@ class BlasInfo:
     """Which BLAS does MLX's matrix products on the CPU, and why that one.
 
     Attributes:
-        name: "openblas" (the system's), "numpy-openblas", "accelerate", "preloaded" (loaded
-            globally before) or "stock" (MLX's own).
+        name: "dflash-avx512", "-avx2", "-neon" or "-generic" (this package's, by the vectors it
+            uses), "openblas" (the system's), "accelerate", "preloaded" (loaded globally before) or
+            "stock" (MLX's own).
         path: the library's file, where this module loaded one.
         reason: why this BLAS, in one line.
         flushes_denormals: whether MLX's threads treat denormal numbers as zero.
@@ -61,7 +60,7 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
 
     Args:
         stock: keep MLX's own BLAS.
-        threads: threads per matrix product. With numpy's OpenBLAS this applies to numpy, too.
+        threads: threads per matrix product.
         flush_denormals: treat denormal numbers as zero on every thread where MLX multiplies
             matrices. Training needs it (denormals made it 7 times slower); decoding does not, and
             without it the arithmetic is IEEE's.
@@ -76,7 +75,7 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
         return BlasInfo("accelerate", None, "MLX uses Apple's Accelerate on macOS")
     if sys.platform != "linux":
         return BlasInfo("stock", None, f"no other BLAS is known for {sys.platform}")
-    if has_fast_blas():
+    if hasattr(ctypes.CDLL(None), "cblas_sgemm"):
         return BlasInfo("preloaded", None, "a cblas_sgemm was loaded globally before this call")
     if stock:
         return BlasInfo("stock", None, "chosen by the caller")
@@ -85,87 +84,75 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
             "MLX is already imported and keeps its BLAS: call use_fast_blas() before any import "
             "that needs mlx."
         )
-    for name, path, spelling, reason in _openblas_libraries():
+    try:
+        kernel, flags = _kernel()
+        with _shim(kernel, flags) as path:
+            shim = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except (_NoShim, OSError) as error:
+        return _system_openblas(threads, f"dflash-mlx's own is not used: {error}")
+    flushes = bool(shim.dflash_configure(int(threads), int(flush_denormals)))
+    return BlasInfo(f"dflash-{kernel}", str(path), "built for this processor", flushes)
+
+
+def _system_openblas(threads: int, why: str) -> BlasInfo:
+    """Load an OpenBLAS of this system globally, if MLX can call it as it is."""
+    for name in _OPENBLAS:
         try:
-            library = ctypes.CDLL(path)
-            sgemm, dgemm, set_threads, get_config = (
-                getattr(library, spelling.format(function)) for function in _FUNCTIONS
-            )
+            library = ctypes.CDLL(name)
+            library.openblas_get_config.restype = ctypes.c_char_p
+            if b"USE64BITINT" not in library.openblas_get_config():
+                library.openblas_set_num_threads(int(threads))
+                ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+                return BlasInfo("openblas", library._name, f"found on this system; {why}")
         except (OSError, AttributeError):
             continue
-        get_config.restype = ctypes.c_char_p
-        blas_int = "int64_t" if b"USE64BITINT" in get_config() else "int"
-        fits, flushes = (spelling, blas_int) == (_PLAIN, "int"), False  # MLX can call it as it is
-        if flush_denormals or not fits:
-            try:
-                flushes = _route(blas_int, sgemm, dgemm, flush_denormals)
-            except _NoShim as error:
-                if not fits:
-                    return BlasInfo("stock", None, f"the OpenBLAS {reason} is unused: {error}")
-                reason += f"; denormals are not flushed: {error}"
-        if fits and not flushes:
-            ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-        set_threads(threads)
-        return BlasInfo(name, library._name, reason, flushes)
-    return BlasInfo("stock", None, "no OpenBLAS on this system or in numpy (install one)")
-
-
-def has_fast_blas() -> bool:
-    """Whether matrix products on this CPU cost far less per row than one row alone."""
-    return sys.platform != "linux" or hasattr(ctypes.CDLL(None), "cblas_sgemm")
+    return BlasInfo("stock", None, f"there is no OpenBLAS on this system; {why}")
 
 
 class _NoShim(Exception):
-    """The shim cannot be built or loaded; the message says why."""
+    """The shim cannot be built; the message says why."""
 
 
-def _openblas_libraries() -> Iterator[tuple[str, str, str, str]]:
-    """Name, file, spelling of functions and place of every OpenBLAS that may be there."""
-    for name in _SYSTEM_NAMES:
-        yield "openblas", name, _PLAIN, "found on this system"
-    numpy = importlib.util.find_spec("numpy")
-    if numpy is not None and numpy.origin is not None:
-        libraries = Path(numpy.origin).parents[1] / "numpy.libs"
-        for path in sorted(libraries.glob("libscipy_openblas64_*")):
-            yield "numpy-openblas", str(path), "scipy_{}64_", "bundled with numpy"
-
-
-def _route(blas_int: str, sgemm: Any, dgemm: Any, flush_denormals: bool) -> bool:
-    """Load the shim globally, forwarding to these functions; returns whether denormals flush."""
+def _kernel() -> tuple[str, list[str]]:
+    """The vectors that this processor has, and the compiler's options for them."""
+    if platform.machine() == "aarch64":
+        return "neon", []
     try:
-        with _shim(blas_int) as path:
-            shim = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        raise _NoShim(f"the shim does not load ({error})") from error
-    addresses = (ctypes.cast(function, ctypes.c_void_p) for function in (sgemm, dgemm))
-    return bool(shim.dflash_route(*addresses, int(flush_denormals)))
+        found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    there = found[1].split() if found else []
+    for name, needed in _X86_KERNELS.items():
+        if set(needed) <= set(there):
+            return name, [f"-m{flag}" for flag in needed]
+    return "generic", []
 
 
 @contextmanager
-def _shim(blas_int: str) -> Iterator[Path]:
+def _shim(kernel: str, flags: list[str]) -> Iterator[Path]:
     """The compiled shim, from the user's cache folder; built if missing.
 
     If the folder cannot be written, it is built for this process only.
     """
     source = Path(__file__).with_name("blas_shim.c").read_bytes()
-    version = hashlib.sha256(source + blas_int.encode()).hexdigest()[:16]
-    name = f"shim-{platform.machine()}-{version}.so"
+    version = hashlib.sha256(source).hexdigest()[:16]
+    name = f"shim-{platform.machine()}-{kernel}-{version}.so"
     with ExitStack() as stack:
         try:
             path = Path.home() / ".cache" / "dflash-mlx" / "blas" / name
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not path.exists():
-                _compile(source, blas_int, path)
+                _compile(source, flags, path)
         except (OSError, RuntimeError):  # RuntimeError: a user without a home folder
             path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / name
-            _compile(source, blas_int, path)
+            _compile(source, flags, path)
         status = path.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise _NoShim(f"others can write the shim {path} (delete it)")
         yield path
 
 
-def _compile(source: bytes, blas_int: str, path: Path) -> None:
+def _compile(source: bytes, flags: list[str], path: Path) -> None:
     """Compile `source` into the shared library `path`, atomically."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
@@ -174,7 +161,7 @@ def _compile(source: bytes, blas_int: str, path: Path) -> None:
     handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     built = Path(name)
-    command = [compiler, "-O2", "-fPIC", "-shared", f"-DBLAS_INT={blas_int}"]
+    command = [compiler, "-O2", "-ffp-contract=fast", "-fPIC", "-shared", "-pthread", *flags]
     command += ["-x", "c", "-", "-o", name]
     try:
         subprocess.run(command, input=source, capture_output=True, check=True, timeout=60)

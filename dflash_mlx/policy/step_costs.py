@@ -13,11 +13,9 @@ from math import exp, log, log2
 
 import mlx.core as mx
 
-from ..machine.blas import has_fast_blas
-
 MOST_ROWS = 64  # of a tree
 # Cost of each further row, and of a draft, before any step has run.
-GPU, CPU, SLOW_CPU = (0.015, 0.1), (0.08, 0.3), (0.4, 0.5)
+GPU, CPU = (0.015, 0.1), (0.08, 0.3)
 LENGTHS = (2, 3, 4, 5, 6, 7, 8, 12, 16)  # numbers of rows that a chain may have, besides the most
 RECENT = 9  # comparisons that are kept for each number of rows,
 FORGOTTEN = 256  # for so many steps
@@ -40,8 +38,7 @@ class StepCosts:
     """
 
     def __init__(self, block_size: int, requests: int = 1, slot: float | None = None) -> None:
-        cpu = CPU if has_fast_blas() else SLOW_CPU
-        row, draft = cpu if mx.default_device() == mx.cpu else GPU
+        row, draft = CPU if mx.default_device() == mx.cpu else GPU
         share = requests / (1 + row * (requests - 1))
         row *= share
         chain = CostCurve(block_size, row, draft)

@@ -14,7 +14,7 @@ from dflash_mlx.errors import DataError
 from dflash_mlx.machine.blas import BlasInfo
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "bench.schema.json").read_text())
-HERE = BlasInfo("openblas", None, "made up")
+HERE = BlasInfo("dflash-avx2", None, "made up")
 
 
 def one_line_error(done) -> str:

@@ -26,7 +26,7 @@ Usage = namedtuple("Usage", "total used free")
 @pytest.fixture
 def checks(monkeypatch):
     """Run the command in this process: its exit code, and its checks by name."""
-    blas = BlasInfo("openblas", None, "made up")
+    blas = BlasInfo("dflash-avx2", None, "made up")
     monkeypatch.setattr(dflash_mlx, "use_fast_blas", lambda stock: blas)
     monkeypatch.setattr(doctor, "_pair", lambda: doctor.Check("embedded pair", "ok", ""))
 

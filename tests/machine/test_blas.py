@@ -1,11 +1,14 @@
-"""The BLAS is put under MLX before MLX is imported, so every case here is a process of its own."""
+"""The BLAS is put under MLX before MLX is imported, so most cases are processes of their own."""
 
+import ctypes
 import os
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dflash_mlx.errors import SettingsError
@@ -15,13 +18,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler"
 )
-needs_numpy_openblas = pytest.mark.skipif(
-    not any(name == "numpy-openblas" for name, *_ in blas._openblas_libraries()),
-    reason="numpy without OpenBLAS",
-)
-
+KERNELS = [*blas._X86_KERNELS, "generic"] if os.uname().machine == "x86_64" else ["neon"]
 USE = "from dflash_mlx.machine.blas import use_fast_blas; info = use_fast_blas({}); print(info);"
-NO_SYSTEM = "import dflash_mlx.machine.blas; dflash_mlx.machine.blas._SYSTEM_NAMES = ();"
+NO_SYSTEM = "import dflash_mlx.machine.blas; dflash_mlx.machine.blas._OPENBLAS = ();"
 # 1e-20 * 1e-20 is a denormal: only the product of two matrices can turn the flushing on.
 DENORMAL = """
 import mlx.core as mx
@@ -59,13 +58,12 @@ def bindings(code: str, home: Path) -> list[str]:
 
 @linux
 @needs_compiler
-@needs_numpy_openblas
 def test_mlx_takes_the_shim(tmp_path):
-    code = NO_SYSTEM + USE.format("") + PRODUCT
+    code = USE.format("") + PRODUCT
     taken = bindings(code, tmp_path)
     assert taken and all(" to " in line and "/shim-" in line.split(" to ")[1] for line in taken)
     output = run(code, tmp_path)
-    assert "name='numpy-openblas'" in output and "right" in output
+    assert "name='dflash-" in output and "right" in output
 
 
 @linux
@@ -92,49 +90,36 @@ def system(tmp_path):
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input=source.encode(), check=True)
     module = "dflash_mlx.machine.blas"
-    return f"import {module}; {module}._SYSTEM_NAMES = ({str(library)!r},);"
+    return f"import {module}; {module}._OPENBLAS = ({str(library)!r},);"
 
 
 @linux
 @needs_compiler
-def test_a_system_library_goes_first(tmp_path, system):
-    """In both ways of reaching it."""
+def test_without_a_compiler_a_system_library_is_used(tmp_path, system):
     product = "import mlx.core as mx; print((mx.ones((2, 3)) @ mx.ones((3, 4))).tolist())"
-    for settings in ("threads=2", "threads=2, flush_denormals=True"):
-        output = run(system + USE.format(settings) + product, tmp_path)
-        assert (
-            "threads 2" in output and "name='openblas'" in output and "libopenblas.so.0" in output
-        )
-        assert str([[42.0] * 4] * 2) in output
-        assert f"flushes_denormals={'flush' in settings}" in output
+    output = run(
+        system + USE.format("threads=2, flush_denormals=True") + product, tmp_path, PATH=""
+    )
+    assert "threads 2" in output and "name='openblas'" in output and "libopenblas.so.0" in output
+    assert str([[42.0] * 4] * 2) in output
+    assert "there is no C compiler" in output and "flushes_denormals=False" in output
 
 
 @linux
 @needs_compiler
-@needs_numpy_openblas
 def test_denormals_are_flushed_only_on_request(tmp_path):
-    assert "kept" in run(NO_SYSTEM + USE.format("") + DENORMAL, tmp_path)
-    flushed = run(NO_SYSTEM + USE.format("flush_denormals=True") + DENORMAL, tmp_path)
+    assert "kept" in run(USE.format("") + DENORMAL, tmp_path)
+    flushed = run(USE.format("flush_denormals=True") + DENORMAL, tmp_path)
     assert "flushed" in flushed and "flushes_denormals=True" in flushed
 
 
 @linux
-@needs_numpy_openblas
 def test_no_compiler_leaves_the_stock_blas(tmp_path):
     output = run(NO_SYSTEM + USE.format("") + PRODUCT, tmp_path, PATH="")
     assert "name='stock'" in output and "no C compiler" in output and "right" in output
 
 
 @linux
-@needs_compiler
-def test_without_a_compiler_a_system_library_keeps_denormals(tmp_path, system):
-    output = run(system + USE.format("flush_denormals=True"), tmp_path, PATH="")
-    assert "name='openblas'" in output and "flushes_denormals=False" in output
-    assert "denormals are not flushed: there is no C compiler" in output
-
-
-@linux
-@needs_numpy_openblas
 def test_a_compiler_that_fails_leaves_nothing_behind(tmp_path):
     fake = tmp_path / "bin" / "cc"
     fake.parent.mkdir()
@@ -147,49 +132,37 @@ def test_a_compiler_that_fails_leaves_nothing_behind(tmp_path):
 
 @linux
 @needs_compiler
-@needs_numpy_openblas
 def test_without_a_place_to_keep_it_the_shim_is_built_for_one_process(tmp_path):
     (tmp_path / ".cache").write_text("a file where a folder should be")
     (tmp_path / "tmp").mkdir()
-    output = run(NO_SYSTEM + USE.format("") + PRODUCT, tmp_path, TMPDIR=str(tmp_path / "tmp"))
-    assert "name='numpy-openblas'" in output and "right" in output
+    output = run(USE.format("") + PRODUCT, tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    assert "name='dflash-" in output and "right" in output
     assert not list((tmp_path / "tmp").iterdir())
 
 
 @linux
 @needs_compiler
-@needs_numpy_openblas
 def test_the_shim_is_built_once_and_only_trusted_when_private(tmp_path):
-    code = NO_SYSTEM + USE.format("")
     environment = {**os.environ, "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", NO_SYSTEM + USE.format("")]
     together = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
-        for _ in range(3)
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(3)
     ]
     for process in together:
-        assert b"name='numpy-openblas'" in process.communicate(timeout=120)[0]
+        assert b"name='dflash-" in process.communicate(timeout=120)[0]
     (shim,) = (tmp_path / ".cache/dflash-mlx/blas").iterdir()
     assert shim.stat().st_mode & 0o777 == 0o700 and shim.parent.stat().st_mode & 0o777 == 0o700
 
     built = shim.stat().st_mtime_ns
-    run(code, tmp_path, PATH="")  # no compiler is needed any more
+    run(command[-1], tmp_path, PATH="")  # no compiler is needed any more
     assert shim.stat().st_mtime_ns == built
     shim.chmod(0o777)
-    assert "others can write" in run(code, tmp_path)
+    assert "others can write" in run(command[-1], tmp_path)
 
 
 @linux
-@needs_compiler
-@needs_numpy_openblas
-def test_a_second_call_reports_what_is_in_place(tmp_path):
-    """As where a notebook's cell runs again, when MLX has long been imported."""
-    code = NO_SYSTEM + USE.format("") + "import mlx.core;" + USE.format("stock=True")
-    output = run(code, tmp_path)
-    assert "name='preloaded'" in output.splitlines()[1]
-
-
-@linux
-def test_too_late_after_mlx(tmp_path):
+def test_too_late_after_mlx_and_a_second_call(tmp_path):
+    """The second call is that of a notebook's cell that runs again."""
     pytest.importorskip("mlx.core")
     code = """
 import mlx.core, dflash_mlx as dm
@@ -201,6 +174,8 @@ print(dm.use_fast_blas(stock=True).name)
     late, stock = run(code, tmp_path).splitlines()
     assert "already imported" in late
     assert stock == "stock"  # what is there is what is asked for
+    again = USE.format("") + "import mlx.core;" + USE.format("stock=True")
+    assert "name='preloaded'" in run(again, tmp_path).splitlines()[1]
 
 
 @pytest.mark.parametrize("threads", [0, -(10**5000), "2", 1.5, True, None], ids=type)
@@ -212,3 +187,81 @@ def test_threads_are_checked(threads):
 @pytest.mark.skipif(sys.platform != "darwin", reason="macOS only")
 def test_macos_keeps_accelerate():
     assert blas.use_fast_blas().name == "accelerate"
+
+
+# Products
+
+# [n, k] of the weights of a layer: SmolLM2-135M, Qwen3-0.6B and Gemma 3 270M, and odd ones. Heads
+# are cut to 1,000 rows.
+SHAPES = {(576, 576), (192, 576), (1536, 576), (576, 1536), (1000, 576)}
+SHAPES |= {(2048, 1024), (1024, 1024), (1024, 2048), (3072, 1024), (1024, 3072), (1000, 1024)}
+SHAPES |= {(1024, 640), (256, 640), (640, 1024), (2048, 640), (640, 2048), (1000, 640)}
+SHAPES |= {(1, 1), (5, 3), (7, 18), (23, 64), (64, 301), (33, 2051), (40, 5000)}
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def sgemm(request, tmp_path_factory):
+    """The routine of one kernel, on numpy arrays; skips what this processor does not have."""
+    there = blas._kernel()[0]
+    if sys.platform != "linux" or there not in KERNELS[: KERNELS.index(request.param) + 1]:
+        pytest.skip(f"this processor has {there}")
+    path = tmp_path_factory.mktemp("kernel") / "shim.so"
+    flags = [f"-m{flag}" for flag in blas._X86_KERNELS.get(request.param, ())]
+    blas._compile(Path(blas.__file__).with_name("blas_shim.c").read_bytes(), flags, path)
+    library = ctypes.CDLL(str(path))
+    size, number, array = ctypes.c_int, ctypes.c_float, np.ctypeslib.ndpointer(np.float32)
+    library.cblas_sgemm.argtypes = [size] * 6 + [number, array, size, array, size, number]
+    library.cblas_sgemm.argtypes += [array, size]
+
+    def multiply(a, b, ta=False, tb=False, alpha=1.0, beta=0.0, c=None, threads=1, order=101):
+        m, k = a.shape[::-1] if ta else a.shape
+        n = b.shape[0 if tb else 1]
+        c = np.full((m, n), np.nan, np.float32) if c is None else c.copy()
+        library.dflash_configure(threads, 0)
+        sizes = (order, 112 if ta else 111, 112 if tb else 111, m, n, k, alpha)
+        library.cblas_sgemm(*sizes, a, a.shape[1], b, b.shape[1], beta, c, n)
+        return c
+
+    return multiply
+
+
+def numbers(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
+
+
+@needs_compiler
+@pytest.mark.parametrize("n, k", sorted(SHAPES))
+def test_a_row_does_not_depend_on_the_others(sgemm, n, k):
+    """Nor on how the weights lie in memory, nor on the number of threads."""
+    x, w = numbers(70, k), numbers(n, k)
+    alone = np.concatenate([sgemm(x[row : row + 1], w, tb=True) for row in range(len(x))])
+    np.testing.assert_allclose(alone, x.astype(float) @ w.T.astype(float), atol=2e-5 * k**0.5)
+    for rows in [*range(2, 17), 33, 64, 65, 70]:
+        assert np.array_equal(sgemm(x[:rows], w, tb=True), alone[:rows]), rows
+    by_column = np.ascontiguousarray(w.T)
+    for rows, threads in product((1, 4, 16, 70), (1, 3)):
+        assert np.array_equal(sgemm(x[:rows], by_column, threads=threads), alone[:rows])
+        assert np.array_equal(sgemm(x[:rows], w, tb=True, threads=threads), alone[:rows])
+
+
+@needs_compiler
+def test_keys_that_are_masked_change_nothing(sgemm):
+    """Attention weights of later tokens are 0, so a step of more rows reads more values."""
+    weights, values = numbers(3, 50), numbers(50, 64)
+    weights[:, 41:] = 0
+    assert np.array_equal(sgemm(weights, values), sgemm(weights[:, :41].copy(), values[:41]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("ta, tb", product((False, True), repeat=2))
+@pytest.mark.parametrize("m, n, k", [(1, 1, 0), (3, 5, 7), (17, 40, 33), (80, 21, 90)])
+def test_every_kind_of_product(sgemm, ta, tb, m, n, k):
+    a, b, c = (
+        numbers(*((k, m) if ta else (m, k))),
+        numbers(*((n, k) if tb else (k, n))),
+        numbers(m, n),
+    )
+    want = (a.T if ta else a) @ (b.T if tb else b)
+    np.testing.assert_allclose(sgemm(a, b, ta, tb), want, atol=1e-4)
+    found = sgemm(a, b, ta, tb, alpha=0.5, beta=-2.0, c=c)
+    np.testing.assert_allclose(found, 0.5 * want - 2 * c, atol=1e-4)
