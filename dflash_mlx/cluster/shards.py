@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..targets import internals
-from ..targets.caches import make_cache
+from ..targets.caches import kind_of, make_cache
 from ..validation import ErrorWrapper
 
 # What mlx-lm's `shard` and `pipeline` raise for sizes that do not divide, and for unknown layers.
@@ -68,7 +68,7 @@ def _why_no_pipeline(model: Any) -> str | None:
     """Why a model's layers cannot be split over machines; None if they can."""
     if not internals.has_pipeline(internals.backbone(internals.text_model(model))):
         return f"mlx-lm does not split the layers of a {_type(model)} over machines"
-    if any(type(cache) is internals.LayerCache for cache in make_cache(model)):
+    if any(kind_of(cache).is_shared for cache in make_cache(model)):
         # A stage keeps entries of an earlier stage's layers and could not remove rejected ones.
         return f"in a pipeline of a {_type(model)}, rejected drafts would stay in what layers share"
     return None

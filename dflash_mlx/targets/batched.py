@@ -33,11 +33,11 @@ from .batched_rows import (
     RequestRows,
     SlotKVCache,
 )
+from .caches import kind_of
 from .internals import (
     ATTENTION,
     DeepseekV3Attention,
     DeepseekV32Attention,
-    KVCache,
     attention_of,
     is_mla,
     mixer_of,
@@ -282,7 +282,8 @@ class BatchedLayers:
         Exact kernels read one request's cache. MLA's latents have an attention of their own.
         """
         exact = self._wiring is not None and self._wiring.exact
-        return not exact and not is_mla(layer) and [*map(type, caches)] == [KVCache]
+        plain = [kind.is_plain for kind in map(kind_of, caches)] == [True]
+        return plain and not exact and not is_mla(layer)
 
     def _attention(self, attention: Any, latent: bool) -> Callable[..., Any]:
         """The call of an attention layer that takes all rows and attends per request."""

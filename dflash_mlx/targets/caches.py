@@ -1,30 +1,35 @@
-"""A target's KV caches: making, trimming, checkpointing and exporting them.
+"""A target's KV caches: what each kind of them can do, in one table.
 
 A cache consists of *rows*, one per token, and *state*, which is valid at one position only: a
 sliding window or a recurrent state. Rows can be sliced by token and concatenated. A cache with
 state can only go back to a *checkpoint*, which holds the old arrays by reference.
+
+A family whose caches are special adds a row to `KINDS`, with functions for what is special. The
+exact type of a cache decides, for a subclass may store its rows differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..validation import brief, is_integer
+from .deepseek_v41 import CompressedRollback, restore_entries, rows_of_entries, state_of_entries
 from .internals import (
     ArraysCache,
     CacheList,
+    ChunkedKVCache,
     KVCache,
     LayerCache,
     QuantizedKVCache,
     RotatingKVCache,
     attention_of,
-    compression,
+    cut_ring,
     fields,
     fill_window,
     has_sinks,
@@ -33,21 +38,88 @@ from .internals import (
     make_prompt_cache,
     window_of,
 )
+from .overrides import Overrides
+from .recurrences import recurrence_of
+from .recurrent import RecurrentRollback
+from .tree import Tree
 
 Arrays = dict[str, mx.array]
 
 GROUP_SIZES = (64, 32)  # of quantized keys and values; the first that divides the head size
-# Fields of a DeepSeek-V4.1 layer's cache: compressed entries, one per `ratio` tokens, and the rest.
-ENTRIES = ("compress_kv", "index_k")
-OPEN_GROUP = ("window", "pending_kv", "pending_gate")
+
+
+class Rollback(Protocol):
+    """Removes rejected rows from one layer's cache, for one request.
+
+    Without masks it also has `move(kept)`, which puts the rows of a tree's path in front.
+    """
+
+    def begin(self, tree: Tree | None) -> None:
+        """Prepare for a verify of this tree, or of a chain."""
+
+    def commit(self, kept: int, rejected: int) -> None:
+        """Leave the first `kept` rows of the last verify in the cache, and no others."""
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """The caches after `position` tokens; the state of a cache that can be trimmed is None."""
+class RowRollback:
+    """Rollback of a cache with a row per token: the last rows go, nothing is recorded.
 
-    position: int
-    states: tuple[dict[str, Any] | None, ...]
+    Attributes:
+        parts: the cache, or those in a `CacheList`.
+    """
+
+    parts: Sequence[Any]
+
+    def begin(self, tree: Tree | None) -> None:
+        """Nothing to record."""
+
+    def commit(self, kept: int, rejected: int) -> None:
+        """Remove the last `rejected` rows."""
+        for part in self.parts if rejected else ():
+            cut = kind_of(part).cut
+            assert cut is not None
+            cut(part, rejected)
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """What is special about one class of caches. The functions get a cache of that class.
+
+    The defaults are those of an unknown class: all its fields are a state, and nothing but a
+    checkpoint brings it back.
+
+    Attributes:
+        cut: removes the last rows, if these are rows of the last verify.
+        record: makes the rollback of a cache without rows: (cache, layer, overrides); None for a
+            layer that it does not know.
+        trims: whether any last rows can be cut, so that there is no state.
+        is_plain: whether keys and values are arrays that a batch may keep in slots, or quantize.
+        has_keys: whether it has keys at all.
+        makes_masks: whether the model asks it for masks that are not those of a row per token.
+        is_shared: whether later layers read it, which may be another machine's.
+        rows: lazy slices of tokens `start` to `end`, by name: (cache, start, end).
+        state: the state by name, of a class that does not trim.
+        restore: fills an empty cache: (cache, position, rows, state, room), see `restore_all`.
+    """
+
+    cut: Callable[[Any, int], object] | None = None
+    record: Callable[[Any, nn.Module, Overrides], Rollback | None] | None = None
+    trims: bool = False
+    is_plain: bool = False
+    has_keys: bool = True
+    makes_masks: bool = False
+    is_shared: bool = False
+    rows: Callable[[Any, int, int], Arrays] = lambda *_: {}
+    state: Callable[[Any], Arrays] = lambda cache: _state_of_fields(cache)
+    restore: Callable[[Any, int, Sequence[Arrays], Arrays, int], None] = (
+        lambda cache, position, rows, state, room: _restore_fields(cache, state)
+    )
+
+
+def kind_of(cache: Any) -> CacheKind:
+    """What a cache can do."""
+    return KINDS.get(type(cache), UNKNOWN)
 
 
 def make_cache(
@@ -73,11 +145,11 @@ def check_kv_bits(kv_bits: int | None) -> None:
 
 
 def _quantized(cache: Any, layer: nn.Module | None, bits: int) -> Any:
-    """The quantized form of a layer's cache; a recurrent layer has no keys and keeps its own."""
-    if type(cache) is ArraysCache:
+    """The quantized form of a layer's cache; a recurrent layer's has no keys and stays."""
+    kind, attention = kind_of(cache), attention_of(layer)
+    if not kind.has_keys:
         return cache
-    attention = attention_of(layer)
-    if type(cache) is not KVCache or is_mla(layer):
+    if not kind.is_plain or is_mla(layer):
         what = "MLA latents" if is_mla(layer) else f"a {type(cache).__name__}"
         raise SettingsError(f"kv_bits: this target keeps {what}, which cannot be quantized.")
     if attention is None or has_sinks(attention):
@@ -105,14 +177,37 @@ def leaves(caches: Sequence[Any]) -> list[tuple[str, Any]]:
     return found
 
 
+def rollbacks_for(
+    caches: Sequence[Any], layers: Sequence[nn.Module | None], overrides: Overrides
+) -> list[Rollback]:
+    """The rollbacks of all caches, each with the layer that gets it.
+
+    Empty if rejected rows cannot be removed from one of them. Then the session goes back to a
+    checkpoint, and the kept rows run again.
+    """
+    pairs = zip(caches, layers, strict=True)
+    found = [rollback_for(cache, layer, overrides) for cache, layer in pairs]
+    return [] if None in found else list(filter(None, found))
+
+
+def rollback_for(cache: Any, layer: nn.Module | None, overrides: Overrides) -> Rollback | None:
+    """The rollback of a layer's cache; None for an unknown kind of cache or of recurrence.
+
+    Args:
+        cache: the layer's cache, just made by the model.
+        layer: the decoder layer.
+        overrides: the verify's overrides, to which recorders are added.
+    """
+    parts = [part for _, part in leaves([cache])]
+    if all(kind_of(part).cut for part in parts):
+        return RowRollback(parts)
+    record = kind_of(cache).record
+    return None if record is None or layer is None else record(cache, layer, overrides)
+
+
 def can_trim(cache: Any) -> bool:
     """Whether a layer's cache holds a row for every token, in order."""
-    return all(is_plain_kv(one) for _, one in leaves([cache]))
-
-
-def is_plain_kv(cache: Any) -> bool:
-    """Whether a forward's logits depend on all of a layer's cache, and trimming moves an offset."""
-    return type(cache) in (KVCache, QuantizedKVCache)
+    return all(kind_of(one).trims for _, one in leaves([cache]))
 
 
 def trim(cache: Any, rows: int) -> None:
@@ -123,7 +218,7 @@ def trim(cache: Any, rows: int) -> None:
 
 def checkpoint(caches: Sequence[Any], position: int) -> Checkpoint:
     """Save the state of these caches. It stays valid whatever is appended to them."""
-    states = (None if is_plain_kv(cache) else _saved(cache) for _, cache in leaves(caches))
+    states = (None if kind_of(one).trims else _saved(one) for _, one in leaves(caches))
     return Checkpoint(position, tuple(states))
 
 
@@ -132,10 +227,16 @@ def rewind(caches: Sequence[Any], position: int, saved: Checkpoint) -> None:
     for (_, cache), state in zip(leaves(caches), saved.states, strict=True):
         if state is None:
             trim(cache, position - saved.position)
-        elif type(cache) is ArraysCache:
-            cache.cache = list(state["cache"])
         else:
             fields(cache).update({name: _reference(value) for name, value in state.items()})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The caches after `position` tokens; the state of a cache that can be trimmed is None."""
+
+    position: int
+    states: tuple[dict[str, Any] | None, ...]
 
 
 def arrays(cache: Any) -> list[Any]:
@@ -145,115 +246,52 @@ def arrays(cache: Any) -> list[Any]:
 
 def _saved(cache: Any) -> dict[str, Any]:
     """A cache's own fields: arrays, lists of arrays, and positions."""
-    if type(cache) is ArraysCache:
-        return {"cache": list(cache.cache)}
     return {
         name: _reference(value)
         for name, value in fields(cache).items()
-        if value is None or isinstance(value, mx.array | int)
+        if value is None or isinstance(value, mx.array | int | list)
     }
 
 
 def _reference(value: Any) -> Any:
-    """A reference that an assignment to the array's rows does not change."""
+    """A reference that an assignment to the array's rows, or to the list, does not change."""
+    if isinstance(value, list):
+        return [*value]
     return value[...] if isinstance(value, mx.array) else value
 
 
 # Exporting
 
 
-def rows_of_all(
-    caches: Sequence[Any], start: int, end: int, layers: Sequence[nn.Module | None] = ()
-) -> Arrays:
-    """`rows` of every cache; names begin with the cache's number.
-
-    `layers` are those that get the caches, if one may compress its rows.
-    """
-    ratios = [
-        compression(attention_of(layer))
-        for cache, layer in zip(caches, layers or [None] * len(caches), strict=True)
-        for _ in leaves([cache])
-    ]
-    return {
-        prefix + name: x
-        for (prefix, cache), ratio in zip(leaves(caches), ratios, strict=True)
-        for name, x in rows(cache, start, end, ratio).items()
-    }
+def rows_of_all(caches: Sequence[Any], start: int, end: int) -> Arrays:
+    """The rows of the tokens from `start` to `end`, as lazy slices by name."""
+    found = ((prefix, kind_of(one).rows(one, start, end)) for prefix, one in leaves(caches))
+    return {prefix + name: x for prefix, rows in found for name, x in rows.items()}
 
 
 def state_of_all(caches: Sequence[Any]) -> Arrays:
-    """`state` of every cache; names begin with the cache's number."""
-    return {prefix + n: x for prefix, cache in leaves(caches) for n, x in state(cache).items()}
+    """The states at the caches' own position, by name; none of a cache that can be trimmed."""
+    with_state = ((prefix, one) for prefix, one in leaves(caches) if not kind_of(one).trims)
+    found = ((prefix, kind_of(one).state(one)) for prefix, one in with_state)
+    return {prefix + name: x for prefix, state in found for name, x in state.items()}
 
 
 def restore_all(
     caches: Sequence[Any], position: int, rows: Sequence[Arrays], state: Arrays, room: int
 ) -> None:
-    """`restore` every cache from the results of `rows_of_all` and `state_of_all`."""
-    for prefix, cache in leaves(caches):
-        pieces = [strip_prefix(piece, prefix) for piece in rows]
-        restore(cache, position, pieces, strip_prefix(state, prefix), room)
-
-
-def rows(cache: Any, start: int, end: int, ratio: int = 0) -> Arrays:
-    """The rows of the tokens from `start` to `end`, as lazy slices.
+    """Fill empty caches with `position` tokens. The given arrays are not shared with them.
 
     Args:
-        cache: a cache, past `end`.
-        start, end: token positions.
-        ratio: tokens per compressed entry of a DeepSeek-V4.1 layer; 0 for other layers.
-    """
-    if is_plain_kv(cache):
-        return {name: x[..., start:end, :] for name, x in _keys_values(cache)}
-    if type(cache) is LayerCache and ratio and start // ratio < end // ratio:
-        entries = {name: fields(cache)[name] for name in ENTRIES}
-        return {n: x[:, start // ratio : end // ratio] for n, x in entries.items() if x is not None}
-    return {}
-
-
-def state(cache: Any) -> Arrays:
-    """The state at the cache's own position; empty for a cache that can be trimmed."""
-    kind = type(cache)
-    if is_plain_kv(cache):
-        return {}
-    if kind is RotatingKVCache:
-        return dict(zip(("keys", "values"), window_of(cache), strict=True))
-    if kind is ArraysCache:
-        return {str(at): x for at, x in enumerate(cache.cache) if x is not None}
-    held = _saved(cache)
-    if kind is LayerCache:
-        held = {name: x for name in OPEN_GROUP if (x := held[name]) is not None and x.size}
-    return {name: mx.array(x) for name, x in held.items() if x is not None}
-
-
-def restore(cache: Any, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-    """Fill an empty cache with `position` tokens. The given arrays are not shared with it.
-
-    Args:
-        cache: the empty cache.
+        caches: the empty caches.
         position: tokens.
-        rows: the tokens' rows, in pieces.
-        state: the state at that position.
+        rows: results of `rows_of_all`, in order, up to the position.
+        state: the result of `state_of_all` at the position.
         room: tokens that are about to follow.
     """
-    kind = type(cache)
-    if is_plain_kv(cache):
-        _restore_rows(cache, position, rows, room)
-    elif kind is RotatingKVCache:
-        fill_window(cache, position, state["keys"][...], state["values"][...])
-    elif kind is ArraysCache:
-        for name, x in state.items():
-            cache[int(name)] = x[...]
-    elif kind is LayerCache:
-        held = {name: state[name][...] for name in OPEN_GROUP if name in state}
-        for name in ENTRIES:
-            pieces = [piece[name] for piece in rows if name in piece]
-            if pieces:
-                held[name] = mx.concatenate(pieces, axis=1)
-        fields(cache).update(held, offset=position)
-    else:
-        numbers = {name for name, value in fields(cache).items() if isinstance(value, int)}
-        fields(cache).update({n: x.item() if n in numbers else x[...] for n, x in state.items()})
+    for prefix, cache in leaves(caches):
+        pieces = [strip_prefix(piece, prefix) for piece in rows]
+        own = strip_prefix(state, prefix)
+        kind_of(cache).restore(cache, position, pieces, own, room)
 
 
 def strip_prefix(arrays: Arrays, prefix: str) -> Arrays:
@@ -261,18 +299,33 @@ def strip_prefix(arrays: Arrays, prefix: str) -> Arrays:
     return {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
 
 
-def _keys_values(cache: KVCache | QuantizedKVCache) -> Iterator[tuple[str, mx.array]]:
-    """The arrays [1, H, N, D] of a cache with rows; quantized keys and values have three each."""
+# What is special about kinds
+
+
+def _state_of_fields(cache: Any) -> Arrays:
+    """All fields that hold something."""
+    return {name: mx.array(x) for name, x in _saved(cache).items() if x is not None}
+
+
+def _restore_fields(cache: Any, state: Arrays) -> None:
+    numbers = {name for name, value in fields(cache).items() if isinstance(value, int)}
+    fields(cache).update({n: x.item() if n in numbers else x[...] for n, x in state.items()})
+
+
+def _rows(cache: KVCache | QuantizedKVCache, start: int, end: int) -> Arrays:
+    """Rows of keys and values [1, H, N, D]; quantized ones have three arrays each."""
+    found: Arrays = {}
     for name in ("keys", "values"):
         value = fields(cache)[name]
         if isinstance(value, mx.array):
-            yield name, value
+            found[name] = value[..., start:end, :]
         else:
-            yield from ((f"{name}.{at}", part) for at, part in enumerate(value))
+            found |= {f"{name}.{at}": part[..., start:end, :] for at, part in enumerate(value)}
+    return found
 
 
 def _restore_rows(
-    cache: KVCache | QuantizedKVCache, position: int, rows: Sequence[Arrays], room: int
+    cache: Any, position: int, rows: Sequence[Arrays], state: Arrays, room: int
 ) -> None:
     """One copy of the rows, followed by room in steps of the cache's own."""
     more = -(-(position + room) // cache.step) * cache.step - position
@@ -284,7 +337,57 @@ def _restore_rows(
         return mx.concatenate([*pieces, empty], axis=2)
 
     for name in ("keys", "values"):
-        quantized = type(cache) is QuantizedKVCache
-        parts = (f"{name}.{at}" for at in range(3))
+        parts = tuple(f"{name}.{at}" for at in range(3))
+        quantized = parts[0] in rows[0]
         fields(cache)[name] = tuple(map(joined, parts)) if quantized else joined(name)
     cache.offset = position
+
+
+def _state_of_window(cache: RotatingKVCache) -> Arrays:
+    return dict(zip(("keys", "values"), window_of(cache), strict=True))
+
+
+def _restore_window(
+    cache: RotatingKVCache, position: int, rows: object, state: Arrays, room: int
+) -> None:
+    fill_window(cache, position, state["keys"][...], state["values"][...])
+
+
+def _state_of_arrays(cache: ArraysCache) -> Arrays:
+    return {str(at): x for at, x in enumerate(cache.cache) if x is not None}
+
+
+def _restore_arrays(
+    cache: ArraysCache, position: int, rows: object, state: Arrays, room: int
+) -> None:
+    for name, x in state.items():
+        cache[int(name)] = x[...]
+
+
+def _record_recurrence(
+    cache: ArraysCache, layer: nn.Module, overrides: Overrides
+) -> RecurrentRollback | None:
+    recurrence = recurrence_of(layer)
+    return None if recurrence is None else RecurrentRollback(cache, recurrence, overrides)
+
+
+UNKNOWN = CacheKind()
+KINDS: dict[type, CacheKind] = {
+    KVCache: CacheKind(KVCache.trim, trims=True, is_plain=True, rows=_rows, restore=_restore_rows),
+    QuantizedKVCache: CacheKind(
+        QuantizedKVCache.trim, trims=True, rows=_rows, restore=_restore_rows
+    ),
+    ChunkedKVCache: CacheKind(ChunkedKVCache.trim, makes_masks=True),
+    # Its own `trim` refuses once the window has wrapped.
+    RotatingKVCache: CacheKind(cut_ring, state=_state_of_window, restore=_restore_window),
+    ArraysCache: CacheKind(
+        None, _record_recurrence, has_keys=False, state=_state_of_arrays, restore=_restore_arrays
+    ),
+    LayerCache: CacheKind(
+        record=CompressedRollback,
+        is_shared=True,
+        rows=rows_of_entries,
+        state=state_of_entries,
+        restore=restore_entries,
+    ),
+}

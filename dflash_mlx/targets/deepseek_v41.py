@@ -14,7 +14,7 @@ its path into an entry, and a row picks among the older entries and those of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -26,10 +26,16 @@ from .internals import (
     attention_of,
     compression,
     fake_quant_fp4,
+    fields,
     watch_window,
 )
 from .overrides import Overrides
 from .tree import Tree
+
+# Fields of a layer's cache: compressed entries, one per `ratio` tokens, and the rest.
+ENTRIES = ("compress_kv", "index_k")
+OPEN_GROUP = ("window", "pending_kv", "pending_gate")
+RATIO = "ratio"  # a field that a session adds
 
 
 class CompressedRollback:
@@ -47,7 +53,7 @@ class CompressedRollback:
         self._rows: mx.array  # of the window, [1, S, D], in the last verify
         watch_window(cache, self._record_window)
         # With a ratio of 1 every row is its own group, and none is ever open.
-        self._ratio = compression(self._attention)
+        self._ratio = fields(cache)[RATIO] = compression(self._attention)
         self._pending: dict[str, mx.array] = {}
         if self._ratio > 1:
             compressor = self._attention.compressor
@@ -262,3 +268,34 @@ def _first(entries: mx.array | None, groups: int) -> mx.array | None:
 def _append(held: mx.array | None, new: mx.array) -> mx.array:
     """Rows [1, S, D] appended to those held, if any."""
     return new if held is None else mx.concatenate([held, new], axis=1)
+
+
+def rows_of_entries(cache: LayerCache, start: int, end: int) -> dict[str, mx.array]:
+    """The compressed entries of the groups that close among tokens `start` to `end`."""
+    ratio = fields(cache)[RATIO]
+    if not ratio or start // ratio == end // ratio:
+        return {}
+    entries = {name: fields(cache)[name] for name in ENTRIES}
+    return {n: x[:, start // ratio : end // ratio] for n, x in entries.items() if x is not None}
+
+
+def state_of_entries(cache: LayerCache) -> dict[str, mx.array]:
+    """The window and the open group."""
+    held = {name: fields(cache)[name] for name in OPEN_GROUP}
+    return {name: mx.array(x) for name, x in held.items() if x is not None and x.size}
+
+
+def restore_entries(
+    cache: LayerCache,
+    position: int,
+    rows: Sequence[Mapping[str, mx.array]],
+    state: Mapping[str, mx.array],
+    room: int,
+) -> None:
+    """Fill an empty cache: see `caches.restore_all`."""
+    held = {name: state[name][...] for name in OPEN_GROUP if name in state}
+    for name in ENTRIES:
+        pieces = [piece[name] for piece in rows if name in piece]
+        if pieces:
+            held[name] = mx.concatenate(pieces, axis=1)
+    fields(cache).update(held, offset=position)

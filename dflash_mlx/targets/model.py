@@ -13,10 +13,9 @@ from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..threads import evaluate
 from ..validation import ErrorWrapper
 from .attention import check_exact
-from .caches import make_cache
+from .caches import make_cache, rollbacks_for
 from .overrides import Overrides
 from .parts import find_parts
-from .rollback import rollbacks_for
 from .taps import EMBEDDING, TapRecorder
 from .tree_attention import why_no_trees
 

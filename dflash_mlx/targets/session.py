@@ -14,14 +14,13 @@ from ..proposal import Proposal
 from . import caches
 from .attention import attend_with
 from .batched_rows import RequestRows
-from .caches import Arrays, Checkpoint, make_cache
+from .caches import Arrays, Checkpoint, RowRollback, kind_of, make_cache, rollbacks_for
 from .internals import KVCache
 from .kv_slots import Slot
 from .mla import use_absorbed_mla
 from .model import TargetModel
 from .overrides import Overrides
 from .recurrent import RecurrentRollback
-from .rollback import RowRollback, rollbacks_for
 from .tree import Tree
 from .tree_attention import TreeAttention
 
@@ -76,7 +75,7 @@ class TargetSession:
         self._verify_taps = target.tap(tap_layers, self._verify)
         self._cache = make_cache(target.model, target.owners, kv_bits)
         # Caches that a forward may leave lazy: its logits do not depend on all of them.
-        self._lazy = [cache for cache in self._cache if not caches.is_plain_kv(cache)]
+        self._lazy = [cache for cache in self._cache if not kind_of(cache).trims]
         self.can_pipeline = not self._lazy
         self._rollback = rollbacks_for(self._cache, target.owners, self._verify)
         self._before: Checkpoint | None = None  # of a session without rollbacks
@@ -201,7 +200,7 @@ class TargetSession:
         Those of a request whose drafts were trees, and quantized ones, stay as they are.
         """
         found = [self._cache[number] for number in numbers]
-        plain = self.position > 0 and all(type(cache) is KVCache for cache in found)
+        plain = self.position > 0 and all(kind_of(cache).is_plain for cache in found)
         return found if plain and self._tree_reader is None else []
 
     def leave_slot(self) -> None:
@@ -302,7 +301,7 @@ class TargetSession:
     def rows(self, start: int, end: int) -> Arrays:
         """The cached rows of the tokens from `start` to `end`, by name: lazy slices."""
         self.leave_slot()
-        return caches.rows_of_all(self._cache, start, end, self._target.owners)
+        return caches.rows_of_all(self._cache, start, end)
 
     def state(self) -> Arrays:
         """The windows and recurrent states, valid at this position only, by name."""
@@ -325,7 +324,7 @@ class TargetSession:
         """The reader of this request's trees."""
         if self._tree_reader is None:
             target, overrides = self._target, Overrides(self._target.forward_lock)
-            own = self._cache, self._rollback
             with target.forward_lock:  # as in `Target.start`
-                self._tree_reader = TreeAttention(target.model, target.layers, *own, overrides)
+                of = target.model, target.layers, self._rollback
+                self._tree_reader = TreeAttention(*of, overrides)
         return self._tree_reader

@@ -22,10 +22,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UnsupportedTreeError
+from .caches import RowRollback, kind_of
 from .internals import (
     QUERY_SCALE,
     ROPES,
-    CacheList,
     QuantizedKVCache,
     RotatingKVCache,
     attention_of,
@@ -38,7 +38,6 @@ from .internals import (
     unhook,
 )
 from .overrides import Overrides, rebind_globals
-from .rollback import RowRollback, SupportsTrees
 from .tree import Tree
 
 
@@ -48,8 +47,7 @@ class TreeAttention:
     Args:
         model: the model.
         layers: the model's decoder layers.
-        caches: the request's caches, one per layer (fewer where layers share them).
-        rollbacks: their rollbacks; one that `SupportsTrees` reads trees by itself.
+        rollbacks: of the request's caches; those that record rows read trees by themselves.
         overrides: an empty set of overrides, to be installed after the verify's own.
     """
 
@@ -57,18 +55,16 @@ class TreeAttention:
         self,
         model: nn.Module,
         layers: Sequence[nn.Module],
-        caches: Sequence[Any],
         rollbacks: Sequence[Any],
         overrides: Overrides,
     ) -> None:
         self.overrides = overrides
         self.tree: Tree  # the one that is read, or was read last
-        pairs = zip(caches, rollbacks, strict=True)
         self._caches = [
-            part for cache, way in pairs if isinstance(way, RowRollback) for part in _parts(cache)
+            part for way in rollbacks if isinstance(way, RowRollback) for part in way.parts
         ]
         self._new: dict[int, tuple[mx.array, mx.array]] = {}  # keys and values of the last verify
-        self._others = [way for way in rollbacks if isinstance(way, SupportsTrees)]
+        self._others = [way for way in rollbacks if not isinstance(way, RowRollback)]
         for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
             overrides.replace(rope, self._by_depth(type(rope).__call__))
         inner = backbone(text_model(model))
@@ -147,11 +143,12 @@ def why_no_trees(layer: nn.Module | None, rollback: Any) -> str | None:
 
     `rollback` is that of the layer's cache, or None where it has no cache of its own.
     """
-    if isinstance(rollback, SupportsTrees):
+    by_rows = isinstance(rollback, RowRollback)
+    if rollback is not None and not by_rows:
         return None
     name = f"a {type(layer).__name__}"
-    own = masks_itself(layer) or (isinstance(rollback, RowRollback) and not rollback.reads_trees)
-    if layer is None or own:
+    own = by_rows and any(kind_of(part).makes_masks for part in rollback.parts)
+    if layer is None or own or masks_itself(layer):
         return f"{name} that makes its own masks"
     if rollback is None and attention_of(layer) is None:
         return None  # nothing in it looks at other rows
@@ -186,8 +183,3 @@ def write_rows(cache: Any, keys: mx.array, values: mx.array, rows: int) -> None:
                 held_part[..., to, :] = part
         else:
             held[..., to, :] = new
-
-
-def _parts(cache: Any) -> Sequence[Any]:
-    """The caches in a layer's cache."""
-    return cache.caches if isinstance(cache, CacheList) else (cache,)

@@ -17,8 +17,8 @@ from mlx_lm.models.cache import (
 from oracle import Oracle
 
 import dflash_mlx as dm
+from dflash_mlx.targets.caches import rollback_for
 from dflash_mlx.targets.overrides import Overrides
-from dflash_mlx.targets.rollback import rollback_for
 
 
 def rows(start, count):
