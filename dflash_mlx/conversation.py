@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from .drafter.protocol import Drafter, DraftSession, check_pair, kernels_of, start_session
+from .drafter.protocol import Drafter, DraftSession, check_pair, start_session
 from .errors import SettingsError
 from .prefix.cache import PrefixCache
 from .sampling import Sampler
@@ -61,7 +61,6 @@ class Conversation:
         ids: the tokens in the caches.
         target_session: the target's session of the last request.
         draft_session: the drafter's session.
-        drafts_on: our kernels that the drafter runs on, or None.
     """
 
     target_session: TargetSession
@@ -84,7 +83,6 @@ class Conversation:
         if prefix is not None:
             prefix.check(target, drafter)
         self.target, self._drafter, self.kv_bits = target, drafter, kv_bits
-        self.drafts_on = kernels_of(drafter)
         self.prefix, self._salt = prefix, salt
         self._branches: Sequence[int] = ()
         self._checkpoints: list[PairCheckpoint] = []  # by position

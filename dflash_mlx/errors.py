@@ -7,12 +7,12 @@
     ├── ModelNotFoundError         no model under this name or path
     ├── DownloadError              the hub cannot be reached, refuses, or the disk is full
     ├── WeightsError               weight files missing, truncated or not matching their config
-    ├── NotEnoughMemoryError       the weights do not fit into this machine
+    ├── NotEnoughMemoryError       the weights do not fit into this machine, or memory ran out
     ├── ConfigError                a config.json with a field that is missing or not understood
     ├── IncompatibleDrafterError   a drafter made for another target
     ├── UnsupportedTreeError       a draft tree for a target that reads chains only
     ├── ProposalError              a drafter returned something that is not a draft
-    ├── KernelError                shapes or dtypes that a Metal kernel does not take
+    ├── KernelError                a Metal kernel does not take these shapes, or fails
     ├── DataError                  a file of prompts, samples or a schema that cannot be used
     ├── EngineError                an engine is used after it was closed
     ├── ClusterError               machines that share a model cannot connect, or lost each other
@@ -83,7 +83,7 @@ class WeightsError(DFlashError):
 
 
 class NotEnoughMemoryError(DFlashError):
-    """The weights do not fit into this machine's memory."""
+    """The weights do not fit into this machine's memory, or it ran out."""
 
 
 class ConfigError(DFlashError):
@@ -103,7 +103,11 @@ class ProposalError(DFlashError):
 
 
 class KernelError(DFlashError):
-    """A Metal kernel does not support these shapes or dtypes."""
+    """A Metal kernel does not support these shapes or dtypes, or fails."""
+
+    def __str__(self) -> str:
+        """The message, with the remedy."""
+        return f'{super().__str__()} kernels="off" (--kernels off) loads a model without ours.'
 
 
 class EngineError(DFlashError):

@@ -19,11 +19,11 @@ import mlx.core as mx
 from .drafter.protocol import Drafter
 from .events import Event, FinishReason, Result, Stats
 from .generation import GenerationSettings, make_request
+from .memory import compute
 from .prompt import Prompt
 from .proposal import Proposal
 from .request import Request, choose
 from .targets import Target
-from .targets.fallback import MAYBE_REFUSED
 
 Settings = ParamSpec("Settings")
 T = TypeVar("T")
@@ -34,15 +34,6 @@ def step(request: Request) -> Event:
 
     The engine's `SharedBatch.step` does the same for many requests with one forward for all.
     """
-    try:
-        return _step(request)
-    except MAYBE_REFUSED as error:
-        with request.on_stock(error):  # where none of our kernels runs, it raises the error
-            request.rebuild()
-            return _step(request)
-
-
-def _step(request: Request) -> Event:
     if not request.begin_step():  # else the last step has started this one
         proposal = request.propose()  # propose
         if isinstance(proposal.tokens, mx.array):
@@ -58,7 +49,7 @@ def _step(request: Request) -> Event:
         proposal = Proposal(step.choices)
         choose([request], [proposal], *request.target_session.verify(proposal))
         mx.async_eval(request.pending.choices, request.pending.taps)
-    mx.eval(step.choices, step.taps)  # the only wait
+    compute(step.choices, step.taps)  # the only wait
     choices: Any = step.choices.tolist()
     rows, tokens = request.accept(choices)  # accept
     return request.commit(rows, tokens)  # commit, and the event to emit

@@ -24,7 +24,6 @@ from .proposal import Proposal
 from .sampling import Decision, Sampler, check_choice, decide_all
 from .stream import TextStream
 from .targets import TargetSession
-from .targets.fallback import MAYBE_REFUSED, on_stock
 from .targets.session import PREFILL_STEP, PromptEnd
 
 
@@ -162,15 +161,6 @@ class Request:
             chunk: returns the most tokens of the next forward.
         """
         self._clock = time.perf_counter()
-        try:
-            yield from self._prefill(chunk)
-        except MAYBE_REFUSED as error:
-            with self.on_stock(error):
-                self.release_caches()
-                self.resume()
-                yield from self._prefill(chunk)
-
-    def _prefill(self, chunk: Callable[[], int]) -> Iterator[Event | PromptEnd | None]:
         event = None
         for found in self._conversation.prefill(self._to_cache, chunk):
             if not isinstance(found, mx.array):
@@ -211,10 +201,6 @@ class Request:
         self.resume()
         for _ in self.prefill():
             pass
-
-    def on_stock(self, error: BaseException) -> AbstractContextManager[None]:
-        """See `targets.fallback.on_stock`."""
-        return on_stock(self._conversation.target, self._conversation.drafts_on, error)
 
     def close(self) -> None:
         """End the request, and release its conversation."""

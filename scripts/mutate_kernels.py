@@ -71,7 +71,6 @@ TESTS = {
     "dflash_mlx/targets/attention.py": ["test_kernel_models", *LAYERS],
     "dflash_mlx/targets/autotune.py": ["test_autotune", "test_kernel_wiring"],
     "dflash_mlx/targets/batched_rows.py": BATCHES,
-    "dflash_mlx/targets/fallback.py": ["test_kernel_fallback"],
     "dflash_mlx/targets/kv_slots.py": BATCHES,
     "dflash_mlx/targets/tree_attention.py": ["test_tree_attention", "test_tree_families"],
 }

@@ -11,7 +11,6 @@ from .protocol import (
     PlainSession,
     block_size,
     drafts_trees,
-    kernels_of,
     label,
     slot_cost,
     start_session,
@@ -50,7 +49,6 @@ class CombinedDrafter:
         self.network = network
         self.tap_layers, self.block_size = network.tap_layers, block_size(network)
         self.drafts_trees, self.label = drafts_trees(network), f"{label(network)}+lookup"
-        self.kernels = kernels_of(network)
 
     def __repr__(self) -> str:
         """One line."""

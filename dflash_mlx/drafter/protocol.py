@@ -9,7 +9,6 @@ A drafter may also have these attributes; the functions at the end of this file 
     block_size       the most rows that it drafts well, the anchor included
     drafts_trees     whether its sessions have `propose_tree`
     label            its name for people, if not the class's
-    kernels          our Metal kernels that its layers run on
     slot_cost(t)     of a drafter that drafts token by token over target t: what each token is
                      likely to cost, in plain steps of the target
 """
@@ -31,7 +30,6 @@ from ..validation import brief
 from .prompt_lookup import PromptLookup
 
 if TYPE_CHECKING:
-    from ..kernels.modules import Kernels
     from ..targets import Target
     from ..targets.caches import Arrays
     from .tree import DraftTree
@@ -295,11 +293,6 @@ def slot_cost(drafter: Drafter | None, target: Target) -> float | None:
     """What each drafted token is likely to cost; None if all of a draft cost about as one."""
     cost: Callable[[Target], float] | None = getattr(drafter, "slot_cost", None)
     return None if cost is None else cost(target)
-
-
-def kernels_of(drafter: Drafter | None) -> Kernels | None:
-    """Our Metal kernels that its layers run on; None if MLX's run alone."""
-    return getattr(drafter, "kernels", None)
 
 
 def is_drafter(value: object) -> TypeGuard[Drafter]:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..drafter.batch import BlockDraft, draft_batch
 from ..events import Event
+from ..memory import SPAN, compute
 from ..policy.planner import DraftCandidate, TreeCandidate, checked
 from ..proposal import Proposal
 from ..request import Request, choose
@@ -35,7 +36,7 @@ class ErrorCapture:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         """Keep an exception."""
-        self.error = error or self.error
+        self.error = self.error if error is None else error  # an error may be falsy
         return error is not None
 
 
@@ -71,6 +72,7 @@ class SharedBatch:
     def __init__(self, target: Target, allocator: RowAllocator | None) -> None:
         self._batch_verifier, self._allocator = BatchVerifier(target), allocator
         self.slot_layers = self._batch_verifier.slot_layers
+        self._steps = 0
 
     def step(self, items: Sequence[BatchItem]) -> None:
         """Take the step of `loop.step` with many requests: one forward, and one wait.
@@ -102,10 +104,10 @@ class SharedBatch:
             if self._can_pipeline(items) and all(one.request.can_start_next for one in running):
                 mx.async_eval(arrays)
                 started = self._build_next(running)
-                mx.eval(arrays)
+                compute(arrays)
                 mx.async_eval(started)
             else:
-                mx.eval(arrays)
+                compute(arrays)
             read: dict[int, Any] = {at: step.choices.tolist() for at, step in forwards.items()}
             for item, step in zip(running, steps, strict=True):
                 with item:
@@ -113,6 +115,9 @@ class SharedBatch:
                         own = slice(step.first, step.first + len(step.proposal))
                         kept = item.request.accept(read[id(step.choices)][own])
                         item.event = item.request.commit(*kept)
+        self._steps += 1
+        if self._steps % SPAN == 0:  # sessions without a slot do so themselves
+            mx.clear_cache()
         if self._allocator is not None and len(new or items) > 1:
             events = [(item.request, item.event) for item in new or items if item.event is not None]
             pipelined = any(request.is_pipelined for request, _ in events)

@@ -50,7 +50,7 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
 
     def __repr__(self) -> str:
         """One line: the state and the number of tokens."""
-        error = type(self._error).__name__ if self._error else None
+        error = None if self._error is None else type(self._error).__name__
         state = error or (repr(self._finish_reason) if self._finish_reason else "running")
         return f"Job({state}, {len(self._tokens)} tokens)"
 
@@ -131,9 +131,16 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
             self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """End the job with an error; for the engine."""
+        """End the job with an error; for the engine.
+
+        A `StopIteration` of a callback would end a reader's loop as if the text were complete. As
+        in Python's generators, it is the cause of a `RuntimeError` instead.
+        """
         # The traceback's frames would keep the request and its caches alive.
         traceback.clear_frames(error.__traceback__)
+        if isinstance(error, StopIteration | StopAsyncIteration):
+            cause, error = error, RuntimeError(f"A callback raised {type(error).__name__}.")
+            error.__cause__ = cause
         with self._changed:
             if self._error is None:
                 self._error, self._traceback = error, error.__traceback__

@@ -100,9 +100,9 @@ class BatchScheduler:
     def preempt(self) -> None:
         """Free the caches of the youngest running request; it waits, and continues later."""
         slot = self._running[-1]
-        self._remove(slot)
-        slot.request.release_caches()
-        self._waiting.appendleft(slot)
+        if self._released(slot):
+            self._remove(slot)
+            self._waiting.appendleft(slot)
 
     def _drop_cancelled(self) -> None:
         for slot in [*self._running, *self._waiting]:
@@ -159,8 +159,7 @@ class BatchScheduler:
             if slot in shared and captured.error is not None:
                 self._restart_alone(slot)
             else:
-                while self._prefill_chunk(slot):
-                    pass  # an end again, as it is repeated on MLX's kernels
+                self._prefill_chunk(slot)
 
     def _prefill_chunk(self, slot: _Slot) -> PromptEnd | None:
         """One forward of a prompt; the last one brings the first token, and is asked for first."""
@@ -181,8 +180,16 @@ class BatchScheduler:
     def _restart_alone(self, slot: _Slot) -> None:
         """Rebuild the caches after an error in a shared forward, and read and step alone."""
         slot.alone = True
-        slot.request.release_caches()
-        self._start(slot)
+        if self._released(slot):
+            self._start(slot)
+
+    def _released(self, slot: _Slot) -> bool:
+        """Give a request's caches back; whether it can go on. An error ends it."""
+        with ErrorCapture() as captured:
+            slot.request.release_caches()
+        if captured.error is not None:
+            self._end(slot, captured.error)
+        return captured.error is None
 
     def _prefill_budget(self) -> int:
         """Tokens of prompts that this step may read."""
@@ -199,50 +206,26 @@ class BatchScheduler:
         slots = next(([slot] for slot in ready if slot.alone), ready)
         if not slots:
             return
-        failed = self._repeat_on_stock(self._take_step(slots))
-        shared = len(failed) > 1 and len(set(failed.values())) == 1
-        for slot, error in failed.items():
-            if shared:  # no cache of the forward can be trusted
-                self._restart_alone(slot)
-            else:
-                self._end(slot, error)
-
-    def _take_step(self, slots: list[_Slot]) -> dict[_Slot, BaseException]:
-        """Take a step of these texts; returns the errors. One of a shared forward is everyone's."""
         items = [BatchItem(slot.request) for slot in slots]
-        with ErrorCapture() as captured:
+        with ErrorCapture() as forward:
             self._batch.step(items)
-        failed = {}
         for slot, item in zip(slots, items, strict=True):
             slot.alone = False
-            if (error := captured.error or item.error) is not None:
-                failed[slot] = error
-                continue
             if item.event is not None:
                 slot.job.put(item.event)
-            if slot.request.finished:
-                self._end(slot)
-        return failed
-
-    def _repeat_on_stock(self, failed: dict[_Slot, BaseException]) -> dict[_Slot, BaseException]:
-        """Repeat failed steps without our kernels, which may be to blame; returns the errors."""
-        if not failed:
-            return {}
-        (slot, error), left = next(iter(failed.items())), failed
-        with ErrorCapture(), slot.request.on_stock(error):
-            for each in failed:
-                each.request.rebuild()
-            left = self._take_step(list(failed))
-            for again in left.values():
-                raise again
-        return {each: failed[each] for each in left}
+            if slot.request.finished or item.error is not None:
+                self._end(slot, item.error)
+            elif forward.error is not None and len(items) == 1:
+                self._end(slot, forward.error)
+            elif forward.error is not None:  # no cache of the forward can be trusted
+                self._restart_alone(slot)
 
     def _end(self, slot: _Slot, error: BaseException | None = None) -> None:
         """End a job, and free its caches."""
         self._remove(slot)
         with ErrorCapture() as captured:
             slot.request.close()
-        error = error or captured.error
+        error = captured.error if error is None else error
         if error is not None:
             slot.job.fail(error)
 

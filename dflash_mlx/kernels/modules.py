@@ -32,7 +32,7 @@ from .choose import (
 from .delta_replay import DeltaReplay, DeltaVerify
 from .fused import fuse, is_ours, launches, of_experts, rows_of, weights
 from .shapes import Matrix, matrices
-from .source import KernelFactory
+from .source import KernelFactory, guarded
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
 from .verify_qkv import VerifyQkv
@@ -74,6 +74,7 @@ class Kernels:
         if tensor_units is None:
             tensor_units = self.on_device and has_tensor_units(device, platform.mac_ver()[0])
         self.tensor_units = tensor_units
+        metal_kernel = guarded(metal_kernel)
         enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
         self.product = VerifyMatmul(metal_kernel, enough)
         self.qkv = VerifyQkv(metal_kernel, enough)

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..errors import KernelError
 from .block_attention import CHUNK, TreeMask, block_attention_reference
 from .delta_replay import DeltaReplay, DeltaVerify, delta_replay_reference, delta_verify_reference
 from .shapes import AttentionShape, DeltaShape, key_over
@@ -58,7 +59,7 @@ def _fault(check: Check) -> str | None:
     try:
         results = check.ours()
         mx.eval(results)
-    except (RuntimeError, ValueError) as error:  # MLX's for a compiler's refusal and for limits
+    except (RuntimeError, ValueError, KernelError) as error:  # the compiler's, and of limits
         return f"does not run ({_said(error)})"
     for result, reference in zip(results, check.reference(), strict=True):
         if result.shape != reference.shape:
@@ -72,7 +73,7 @@ def _fault(check: Check) -> str | None:
 
 def _said(error: Exception) -> str:
     """A message's first line with an error of the compiler, or its first line."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    lines = str(*error.args[:1]).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if "error:" in line), lines[0]).strip()[:200]
 
 

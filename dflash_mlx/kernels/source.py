@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import KernelError
+from ..validation import error_text
 
 # The signature of `mx.fast.metal_kernel`: name, input_names, output_names, source and header give a
 # function of inputs, template, grid, threadgroup, output_shapes and output_dtypes.
@@ -26,6 +27,7 @@ Launch = partial[list[mx.array]]
 
 _COMMENT = re.compile(r"//.*")
 _LOCAL_INCLUDE = re.compile(r'^#include "(?P<name>[^"]+)"$')
+_MLX_ERRORS = (RuntimeError, ValueError)  # of a launch that MLX refuses
 FEWEST = 8  # elements: MLX declares a smaller input `constant` instead of `device`
 
 
@@ -51,6 +53,27 @@ def _lines(name: str, seen: set[str]) -> list[str]:
             code = _COMMENT.sub("", line).strip()
             lines += [code + "\n"] if code else []
     return lines
+
+
+def guarded(metal_kernel: KernelFactory) -> KernelFactory:
+    """A factory whose kernels raise `KernelError` for a launch that MLX refuses.
+
+    MLX may refuse one only when it computes it. Then its own error comes out of the step: it does
+    not say whose launch it was.
+    """
+
+    def make(name: str, **definition: Any) -> Any:
+        kernel = metal_kernel(name=name, **definition)
+
+        def launch(**call: Any) -> Any:
+            try:
+                return kernel(**call)
+            except _MLX_ERRORS as error:
+                raise KernelError(f"The kernel {name} fails ({error_text(error)}).") from error
+
+        return launch
+
+    return make
 
 
 def in_device_memory(array: mx.array) -> mx.array:

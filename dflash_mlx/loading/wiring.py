@@ -99,7 +99,6 @@ def wire_drafter(drafter: nn.Module, kernels: Kernels, stopwatch: Stopwatch | No
     rows = guess_products(drafter, {}, _chip(), {**(timed or {}), **kernels.chosen})
     broken = _broken(weight_checks(drafter, {}, kernels, rows, exact=False))
     wire(drafter, {}, kernels, rows, broken=broken)
-    drafter.kernels = kernels
 
 
 def check_exact(target: Target) -> None:
@@ -116,7 +115,7 @@ def check_exact(target: Target) -> None:
         if wiring.required:
             raise
         target.wiring = replace(wiring, exact=False)
-        warnings.warn(f"dflash-mlx: {error}", stacklevel=4)
+        warnings.warn(f"dflash-mlx: {error.args[0]}", stacklevel=4)
 
 
 def _chip() -> Chip | None:

@@ -21,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..memory import compute
 from ..proposal import Proposal
 from . import caches, mla
 from .attention import attention_function, calls_attention
@@ -135,7 +136,8 @@ class BatchVerifier:
         logits, taps = self._verify(self._layers, sessions, rows, last_only=True)
         for end in ends:
             end.session.commit(range(len(end.tokens)))
-        mx.eval(logits, [caches.arrays(cache) for request in rows for cache in request.caches])
+        compute(logits, [caches.arrays(cache) for request in rows for cache in request.caches])
+        mx.clear_cache()
         cuts = [*accumulate(len(end.tokens) for end in ends)][:-1]
         parts = zip(ends, mx.split(logits, len(ends)), mx.split(taps, cuts, axis=1), strict=True)
         for end, last, own in parts:

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import SettingsError
+from ..memory import SPAN, compute
 from ..proposal import Proposal
 from . import caches
 from .attention import attend_with
@@ -135,7 +136,8 @@ class TargetSession:
         self.leave_slot()
         self.intact = False
         logits, taps = self.read_lazily(mx.array(list(tokens)))
-        mx.eval([cache.state for cache in self._cache], [logits] if last else [])
+        compute([cache.state for cache in self._cache], [logits] if last else [])
+        mx.clear_cache()
         self.intact = True
         return logits if last else None, taps
 
@@ -260,6 +262,9 @@ class TargetSession:
                 rollback.commit(len(kept), rejected)
         self.position += len(kept)
         self.intact, self._uncommitted, self._before = True, None, None
+        # A cache has grown once the rows of a step are beyond a multiple of SPAN.
+        if self.slot is None and (self.position - LAST_STEP) % SPAN < len(kept):
+            mx.clear_cache()
         # Leave nothing lazy in the caches: the next forward may be another thread's.
         if lazy := self._cache if moved else self._lazy:
             mx.async_eval([caches.arrays(cache) for cache in lazy])
@@ -274,7 +279,7 @@ class TargetSession:
         with self._verify.installed():
             self._model(ids[None, :kept], cache=self._cache)
         self._verify_taps.take(kept)
-        mx.eval([caches.arrays(cache) for cache in self._cache])
+        compute([caches.arrays(cache) for cache in self._cache])
 
     @property
     def can_trim(self) -> bool:

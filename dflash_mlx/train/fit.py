@@ -24,6 +24,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..errors import SettingsError, WeightsError
 from ..machine.saving import save_arrays
+from ..memory import SPAN, compute
 from .dataset import BatchStream
 
 BETAS = [0.9, 0.98]
@@ -136,7 +137,9 @@ def fit(
         state.step += 1
         if state.step < steps:
             pending = [source.next() for _ in streams]  # while the step computes
-        mx.eval(parameters, optimizer.state)
+        compute(parameters, optimizer.state)
+        if state.step % SPAN == 0:
+            mx.clear_cache()
         if not isfinite(float(mean)):
             raise SettingsError(
                 f"Training diverged: the loss of step {state.step} is {float(mean)}. Lower "

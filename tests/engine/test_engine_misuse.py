@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -32,19 +33,62 @@ def at(length: int, act):
     return process
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
-def test_what_would_end_a_program_ends_one_job(engine, error):
-    """It is raised in the engine's thread, where it would end nothing and leave all waiting."""
+class Falsy(Exception):
+    """As of an empty list of errors; and no two are told apart, nor hashed."""
 
-    def leave():
+    def __len__(self):
+        return 0
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+def callbacks(raise_):
+    """Each place where a caller's function runs, and its settings; they fail some tokens later."""
+    end = len(PROMPT) + 4
+    yield {"logits_processors": [at(len(PROMPT), raise_)]}
+    yield {"logits_processors": [at(end, raise_)]}
+    calls = iter(range(end))
+    yield {"stop": ["@@"], "stop_applies": lambda *_: next(calls, None) != 4 or raise_()}
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), Falsy("ours"), ValueError("ours"), KeyError("x")]
+)
+def test_a_callback_s_error_ends_its_own_job_as_it_was_raised(engine, error):
+    """Of any class, also one that would end the program in the main thread."""
+
+    def fail():
         raise error
 
     others = [engine.submit(PROMPT, max_tokens=20) for _ in range(2)]
-    for length in (len(PROMPT), len(PROMPT) + 4):
-        job = engine.submit(PROMPT, logits_processors=[at(length, leave)])
-        with pytest.raises(type(error)):
-            job.result(SOON)
-    assert [len(job.result(SOON).tokens) for job in others] == [20, 20]
+    for first, second, third in zip(*(callbacks(fail) for _ in range(3)), strict=True):
+        jobs = [engine.submit(PROMPT, **settings) for settings in (first, second)]
+        alone = partial(dm.generate, target(), None, PROMPT, **third)
+        for wait in (*(partial(job.result, SOON) for job in jobs), alone):
+            with pytest.raises(type(error)) as caught:
+                wait()
+            assert caught.value is error
+    plain = dm.generate(target(), None, PROMPT, max_tokens=20).tokens
+    assert [job.result(SOON).tokens for job in others] == [plain, plain]
+
+
+@pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration])
+def test_a_callback_that_stops_iterating_does_not_end_the_text(engine, error):
+    def fail():
+        raise error("ran out")
+
+    async def read(job):
+        return [event async for event in job]
+
+    for settings in callbacks(fail):
+        for wait in (list, lambda job: asyncio.run(read(job)), lambda job: job.result(SOON)):
+            with pytest.raises(RuntimeError) as caught:
+                wait(engine.submit(PROMPT, **settings))
+            assert type(caught.value.__cause__) is error
+            settings = next(iter(callbacks(fail)))
 
 
 def test_an_engine_is_closed_by_one_of_its_own_jobs():

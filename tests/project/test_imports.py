@@ -18,6 +18,7 @@ LEVELS = [
         "constraints",
         "distributions",
         "machine",
+        "memory",
         "metal",
         "threads",
         "smollm2",
