@@ -34,8 +34,9 @@ from .gguf.parts import parts_of
 from .registry import hub_gguf, suggestion
 
 # What mlx-lm reads of a repository.
-WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 WEIGHTS = ["*.safetensors"]
+BESIDE = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+WANTED = [*BESIDE, *WEIGHTS]
 PING_SECONDS = 5.0
 # The quantization that a GGUF file's name ends with, maybe before the number of its part.
 _GGUF_TYPE = re.compile(
@@ -81,17 +82,18 @@ class Hub:
             raise DownloadError(f"{self.url} cannot be reached ({error_text(error)}).") from error
         return time.perf_counter() - start
 
-    def fetch(self, name: str) -> Path:
+    def fetch(self, name: str, weights: Sequence[str] = WEIGHTS) -> Path:
         """The local folder of a repository (owner/name), downloaded unless it is there already.
 
-        Of a GGUF file's name (owner/name:Q4_K_M) the file, the first of its parts.
+        Of a GGUF file's name (owner/name:Q4_K_M) the file, the first of its parts. `weights`:
+        patterns of the weight files, if others are not needed.
 
         Raises:
             ModelNotFoundError: the hub has no such repository, or it has no such file.
             DownloadError: no network and no copy, no access, or no room on the disk.
         """
         if (gguf := hub_gguf(name)) is None:
-            return self._snapshot(name, WANTED)
+            return self._snapshot(name, [*BESIDE, *weights])
         patterns = _gguf_files(gguf[1])
         folder = self._snapshot(gguf[0], patterns)
         found = [file for file in folder.rglob("*.gguf") if any(map(file.match, patterns))]
@@ -101,11 +103,11 @@ class Hub:
         return min(found, key=lambda file: (len(file.name), file.name))
 
     def config(self, name: str) -> Path:
-        """A folder with a repository's config.json, perhaps without its weights.
+        """A folder with a repository's config.json and index, perhaps without its weights.
 
         Raises as `fetch`.
         """
-        folder = self._snapshot(name, ["config.json"])
+        folder = self._snapshot(name, ["config.json", "model.safetensors.index.json"])
         if not (folder / "config.json").is_file() and self._gguf_types(name):
             raise self._no_gguf(name)
         return folder

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import mlx.core as mx
 
@@ -24,7 +24,7 @@ from .checkpoint import check_runs, drop_copies, read_target, read_tokenizer
 from .checks import check_safetensors, memory_needed, read_target_config
 from .drafters import ASSISTANT, MODEL, NETWORK, DraftSource, open_drafter
 from .hub import Hub
-from .mtp import head_files
+from .mtp import head_files, head_shards
 from .preflight import check_drafter, check_target, check_weights, float_bytes, on_cpu
 from .quantization import Quantization, is_quantized
 from .reading import SupportsSharding, check_not_quantized, start_reading
@@ -37,6 +37,7 @@ from .registry import (
     Name,
     as_name,
     check_name,
+    hub_gguf,
     known_drafter,
     local_path,
 )
@@ -115,8 +116,9 @@ def load(
         target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster)
         return target, without
     with _advice_on_drafters():  # downloads may fail: before anything is loaded
-        draft_folder = folder if draft == MTP else _folder(draft, "drafter", hub)
-        source = DraftSource.of(draft, draft_folder, read_target_config(folder))
+        config = read_target_config(folder)
+        draft_folder = folder if draft == MTP else _folder(draft, "drafter", hub, config)
+        source = DraftSource.of(draft, draft_folder, config)
     if cluster is not None and source.kind == ASSISTANT:
         raise SettingsError(f"{draft} reads keys of the target's layers: that needs one machine.")
     if draft_bits is None and not on_cpu():
@@ -314,9 +316,20 @@ def _open_drafter(
     return DraftModel(model)
 
 
-def _folder(name: str, part: Literal["target", "drafter"], hub: Hub) -> Path:
-    """A model's local folder: embedded, given, converted, or fetched from the hub."""
-    path = local_path(name, part) or hub.fetch(name)
+def _folder(
+    name: str,
+    part: Literal["target", "drafter"],
+    hub: Hub,
+    target: Mapping[str, Any] | None = None,
+) -> Path:
+    """A model's local folder: embedded, given, converted, or fetched from the hub.
+
+    If it has a head for a target of this config, only the head's files are fetched.
+    """
+    path, shards = local_path(name, part), set[str]()
+    if path is None and target and hub_gguf(name) is None:
+        shards = head_shards(hub.config(name), target)
+    path = path or (hub.fetch(name, [*shards]) if shards else hub.fetch(name))
     if path.is_dir():
         return path
     from .gguf.convert import converted

@@ -36,8 +36,7 @@ def head_files(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path,
     layout = LAYOUTS.get(str(config.get("model_type")))
     if layout is None:
         return {}
-    prefix = _prefix(layout, config)
-    starts = ("",) if _stands_alone(folder) else tuple(outer + prefix for outer in _OUTER)
+    starts = ("",) if _stands_alone(folder) else _starts(layout, config)
     found, width = dict[str, tuple[Path, str]](), 0
     fuse = next(name for name, ours in layout.names.items() if ours == "fc.")
     for file in sorted(folder.glob("*.safetensors")):
@@ -48,6 +47,27 @@ def head_files(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path,
                 if name == f"{start}{fuse}weight":
                     width = tensor.shape[0] if tensor.shape else 0
     return found if width == text_config(dict(config)).get("hidden_size") else {}
+
+
+def head_shards(folder: Path, config: Mapping[str, Any]) -> set[str]:
+    """The files of a repository that hold the head of a target of this config, by its index.
+
+    `folder` has its config.json and, of several files, the index. Empty if it has no such head.
+    """
+    index, layout = folder / "model.safetensors.index.json", LAYOUTS.get(str(config["model_type"]))
+    if layout is None or not index.exists():
+        return set()
+    ours, theirs = (text_config(dict(one)) for one in (config, read_json(folder / "config.json")))
+    if any(ours.get(key) != theirs.get(key) for key in ("model_type", "hidden_size")):
+        return set()
+    starts, table = _starts(layout, config), read_json(index, WeightsError).get("weight_map")
+    files = table.items() if isinstance(table, dict) else ()
+    return {str(file) for name, file in files if name.startswith(starts)}
+
+
+def _starts(layout: HeadLayout, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the names of the head's tensors may begin with."""
+    return tuple(outer + _prefix(layout, config) for outer in _OUTER)
 
 
 def _stands_alone(folder: Path) -> bool:

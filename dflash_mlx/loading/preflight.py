@@ -42,7 +42,13 @@ def check_target(
 
     Raises: `ConfigError`, `NotEnoughMemoryError`, and the errors of `Hub.fetch`.
     """
-    if local_path(name, "target") or _is_here(name, hub):
+    path = local_path(name, "target")
+    if path is not None and path.is_file():
+        with suppress(ImportError):  # of gguf; loading reports it
+            from .gguf.header import read_base_models
+
+            read_base_models(path)  # a damaged file is named before a drafter is fetched
+    if path or _is_here(name, hub):
         return None
     config = read_target_config(hub.config(name))
     model = model_of(name, config)

@@ -156,13 +156,10 @@ def _drafter_of(name: str) -> str | None:
 
 def _base_models(name: str) -> list[str]:
     """The repositories that a GGUF file says it was made of."""
-    path = Path(name).expanduser()
-    if path.suffix.lower() != ".gguf" or not path.is_file():
-        return []
     with suppress(DFlashError, ImportError):  # loading reports it
         from .gguf.header import read_base_models
 
-        return read_base_models(path)
+        return read_base_models(path) if (path := gguf_file(name)) else []
     return []
 
 
@@ -228,8 +225,9 @@ def local_path(name: str, part: Literal["target", "drafter"]) -> Path | None:
     if (embedded := _EMBEDDED_FOLDERS.get((name, part))) is not None:
         return Path(str(files("dflash_mlx"))) / embedded
     check_name(name)
-    folder = Path(name).expanduser()
-    return folder if folder.is_dir() else gguf_file(name)
+    return gguf_file(name) or (
+        Path(name).expanduser() if Path(name).expanduser().is_dir() else None
+    )
 
 
 def check_name(name: str) -> None:
@@ -243,20 +241,19 @@ def check_name(name: str) -> None:
     if name == EMBEDDED or name in PACKAGES:
         return
     with ErrorWrapper(ModelNotFoundError, f"No model {brief(name)}"):
-        folder = Path(name).expanduser()
+        folder, gguf = Path(name).expanduser(), gguf_file(name) if name else None
         is_folder, exists = folder.is_dir() and name != "", folder.exists()
+    if gguf is not None or hub_gguf(name) is not None:
+        return
     if is_folder and not (folder / "config.json").exists():
         raise ModelNotFoundError(
             f"{name} is a folder, and there is no config.json in it: give a model's folder."
         )
     if is_folder:
         read_json(folder / "config.json")
-    elif hub_gguf(name) is not None or gguf_file(name) is not None:
-        return
     elif (exists and name) or name.startswith((".", "/", "~")):
-        raise ModelNotFoundError(
-            f"No model {name!r}: there is no such folder, nor a file whose name ends in .gguf."
-        )
+        found = "it is not a GGUF file" if exists and name else "there is no such folder or file"
+        raise ModelNotFoundError(f"No model {name!r}: {found}.")
     elif name.count("/") != 1:
         raise ModelNotFoundError(
             f"No model {name!r}: give a folder, a GGUF file, a hub repository (owner/name), "
@@ -282,11 +279,31 @@ def gguf_file(name: str) -> Path | None:
     if name in PACKAGES:
         return packaged(name)
     path = Path(name).expanduser()
-    if path.suffix.lower() != ".gguf" or path.is_dir():
-        return None
-    if not path.is_file():
+    if path.is_dir():
+        return None if (path / "config.json").exists() else _only_gguf(path)
+    if path.is_file():
+        return path if path.suffix.lower() == ".gguf" or _is_gguf(path) else None
+    if path.suffix.lower() == ".gguf":
         raise ModelNotFoundError(f"{name}: there is no such file.")
-    return path
+    return None
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The GGUF file in a folder, as LM Studio keeps one; of a split file the first part.
+
+    Raises `ModelNotFoundError` if there are several.
+    """
+    found = [file for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name.lower()]
+    wholes = sorted({re.sub(r"-\d{5}-of-(\d{5})", "", file.name) for file in found})
+    if len(wholes) > 1:
+        raise ModelNotFoundError(f"{folder} has several GGUF files, name one: {', '.join(wholes)}.")
+    return found[0] if found else None
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether a file is GGUF by its first bytes: Ollama's have no ending."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def packaged(name: str) -> Path:

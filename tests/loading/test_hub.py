@@ -7,6 +7,8 @@ import socket
 import mlx.core as mx
 import pytest
 from hubserver import HubServer
+from mlx.utils import tree_flatten
+from mtp_heads import save_pair
 from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import (
@@ -69,6 +71,28 @@ def test_a_pair_is_fetched_by_the_targets_name(hub, server):
     local = load_target(str(server.repositories[TARGET]))
     tokens = mx.array([[5, 9, 2]])
     assert mx.array_equal(target.model(tokens), local.model(tokens))
+
+
+def test_of_an_original_only_the_shards_of_its_head_are_fetched(hub, server, tmp_path):
+    folder, _ = save_pair(tmp_path / "original", "qwen3_5")
+    weights = mx.load(str(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
+    head = {name for name in weights if name.startswith("mtp.")}
+    rest = sorted(weights.keys() - head)
+    parts = [rest[::2], [*rest[1::2], *sorted(head)[:3]], sorted(head)[3:]]
+    where = {}
+    for number, names in enumerate(parts):
+        file = f"model-{number + 1:05}-of-00003.safetensors"
+        mx.save_safetensors(str(folder / file), {name: weights[name] for name in names})
+        where |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    server.repositories["somebody/original"] = folder
+    target, drafter = load(str(folder), draft="somebody/original", hub=hub)
+    fetched = [name for name in server.fetched() if name.endswith(".safetensors")]
+    assert sorted(fetched) == [f"model-0000{i}-of-00003.safetensors" for i in (2, 3)]
+    _, own = load(str(folder), draft="mtp")
+    ours, theirs = (dict(tree_flatten(one.parameters())) for one in (drafter, own))
+    assert all(mx.array_equal(ours.pop(name), value) for name, value in theirs.items()) and not ours
 
 
 def test_only_what_is_needed_is_fetched_and_only_once(hub, server):

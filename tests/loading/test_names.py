@@ -7,7 +7,14 @@ import pytest
 from program import run, start
 
 from dflash_mlx.errors import ConfigError, ModelNotFoundError
-from dflash_mlx.loading.registry import check_name, known_names, nearest, short
+from dflash_mlx.loading.registry import (
+    check_name,
+    gguf_file,
+    known_names,
+    local_path,
+    nearest,
+    short,
+)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +69,23 @@ def test_a_gguf_file_that_is_not_there_is_no_repository(place):
         check_name(place)
 
 
-def test_a_file_without_the_ending_is_told_it(tmp_path):
-    (tmp_path / "model").touch()
-    with pytest.raises(ModelNotFoundError, match="a file whose name ends in .gguf"):
-        check_name(str(tmp_path / "model"))
+def test_gguf_files_where_other_programs_keep_them(tmp_path):
+    """LM Studio has a folder with one file, maybe in parts or with a projector; Ollama a blob."""
+    blob, other, folder = tmp_path / "sha256-0123", tmp_path / "model", tmp_path / "Qwen3-GGUF"
+    folder.mkdir()
+    blob.write_bytes(b"GGUF")
+    other.touch()
+    with pytest.raises(ModelNotFoundError, match="model': it is not a GGUF file"):
+        check_name(str(other))
+    names = [f"a-Q4_0-0000{i}-of-00002.gguf" for i in (1, 2)]
+    for name in (*names, "mmproj-F16.gguf"):
+        (folder / name).write_bytes(b"GGUF")
+    for path, file in ((blob, blob), (folder, folder / names[0])):
+        check_name(str(path))
+        assert gguf_file(str(path)) == local_path(str(path), "target") == file
+    (folder / "a-Q8_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFoundError, match=r"several GGUF files.*Q4_0.gguf.*Q8_0.gguf"):
+        check_name(str(folder))
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from .layout import change_of, gguf_name, stored_shape
 BYTES_PER_FILE = 1 << 30
 EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"
 _WIDE = {"gemma2", "gemma4"}  # too large for half precision; mlx-lm's Gemma 3 clips what is
+_OTHER_FILES = {"adapter": "a LoRA adapter", "mmproj": "a projector for images"}
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 
 
@@ -48,12 +49,16 @@ class Conversion:
 
     def __init__(self, parts: Sequence[Path], unpacked: bool) -> None:
         self._path, self.header = (path := parts[0]), read_header(parts)
+        self._kind = str(self.header.metadata.get("general.architecture"))
+        kind = "mmproj" if self._kind == "clip" else self.header.metadata.get("general.type")
+        if kind in _OTHER_FILES:
+            found = f"{_OTHER_FILES[kind]} ({self._kind})"
+            raise ConfigError(f"{path}: {found}, not a model: name the model's file.")
         for name, tensor in self.header.tensors.items():
             if not is_readable(tensor.type):
                 raise ConfigError(f"{path}: {name} is stored as {tensor.type.name}: not readable.")
         if EMBEDDING not in self.header.tensors:
             raise WeightsError(f"{path}: the tensor {EMBEDDING} is missing.")
-        self._kind = str(self.header.metadata.get("general.architecture"))
         with ErrorWrapper(ConfigError, f"{path}: its metadata describes no model of mlx-lm"):
             self.config = read_config(path, self.header)
             self.config["eos_token_id"] = tokenizer.end_tokens(path, self.header.metadata)

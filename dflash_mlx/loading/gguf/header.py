@@ -75,7 +75,10 @@ def read_header(parts: Sequence[Path]) -> Header:
     """
     headers = []
     for part in parts:
-        with ErrorWrapper(WeightsError, f"{part}: a broken header"), part.open("rb") as file:
+        with (
+            ErrorWrapper(WeightsError, f"{part}: a GGUF file with a broken header"),
+            part.open("rb") as file,
+        ):
             headers.append(_Reader(part, file).header())
     tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
     if len(tensors) < sum(len(header.tensors) for header in headers):
@@ -88,7 +91,10 @@ def read_base_models(path: Path) -> list[str]:
 
     Raises `WeightsError`.
     """
-    with ErrorWrapper(WeightsError, f"{path}: cannot be read"), path.open("rb") as file:
+    with (
+        ErrorWrapper(WeightsError, f"{path}: a GGUF file with a broken header"),
+        path.open("rb") as file,
+    ):
         said = _Reader(path, file).general()
     urls = (str(said[key]) for key in sorted(said) if _BASE_MODEL.fullmatch(key))
     return ["/".join(url.rstrip("/").split("/")[-2:]) for url in urls]
