@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from .drafter.protocol import Drafter, DraftSession, check_pair, start_session
+from .drafter.protocol import Drafter, DraftSession, SupportsResume, check_pair, start_session
 from .errors import SettingsError
 from .prefix.cache import PrefixCache
 from .sampling import Sampler
@@ -45,8 +45,8 @@ class Conversation:
 
     Pass it to `stream_generate` with every turn's whole prompt, from any thread, but to one request
     at a time: the last one must have ended, or been closed or garbage collected. A drafter of your
-    own is resumed if its sessions are `resumable` (`drafter.protocol`). Otherwise every request
-    reads its whole prompt. Its methods are the loop's.
+    own is resumed if its sessions are a `SupportsResume` (`drafter.protocol`). Otherwise every
+    request reads its whole prompt. Its methods are the loop's.
 
     Args:
         target, drafter, kv_bits: as in `stream_generate`, for all turns.
@@ -145,17 +145,17 @@ class Conversation:
         while shared < most and self.ids[shared] == prompt[shared]:
             shared += 1
         # Both sessions must hold exactly `ids`: no forward failed or was left out.
+        session = self.draft_session if self._started else None
         if (
-            self._started
-            and self.draft_session.resumable
+            isinstance(session, SupportsResume)
             and self.target_session.intact
-            and self.target_session.position == self.draft_session.position == len(self.ids)
-            and self._go_back(shared)
+            and self.target_session.position == session.position == len(self.ids)
+            and self._go_back(session, shared)
             and (self.ids or self.prefix is None)
         ):
-            self.draft_session.resume(sampler)
-            if self.draft_session.lookup is not None:
-                self.draft_session.lookup.trim_to(len(self.ids))
+            session.resume(sampler)
+            if session.lookup is not None:
+                session.lookup.trim_to(len(self.ids))
             return len(self.ids)
         target, drafter, kv_bits = self.target, self._drafter, self.kv_bits
         if self.prefix is None:
@@ -243,8 +243,9 @@ class Conversation:
             taps: the features [1, N, K*D] of a forward, being computed.
             kept: the rows of the S tokens in it, rising.
         """
-        self.draft_session.read_text(tokens)
-        self.draft_session.extend_rows(taps, kept)
+        if self.draft_session.lookup is not None:
+            self.draft_session.lookup.read(tokens)
+        self.draft_session.extend(taps, kept, tokens)
         self.ids += tokens
 
     def _extend_pending(self) -> None:
@@ -256,15 +257,15 @@ class Conversation:
             if target_checkpoint is not None:
                 self._add_checkpoint(target_checkpoint)
 
-    def _go_back(self, shared: int) -> bool:
+    def _go_back(self, drafter: SupportsResume, shared: int) -> bool:
         """Forget the tokens after the first `shared`; whether that is possible."""
         if shared == len(self.ids):
             if self.ids:
                 self._add_checkpoint(self.target_session.checkpoint())
             return True
-        if self.target_session.can_trim and self.draft_session.can_trim:
+        if self.target_session.can_trim and drafter.can_trim:
             self.target_session.trim_to(shared)
-            self.draft_session.trim_to(shared)
+            drafter.trim_to(shared)
         else:
             earlier = [one for one in self._checkpoints if one.target.position <= shared]
             self._checkpoints = earlier
@@ -272,16 +273,18 @@ class Conversation:
                 return False
             self.target_session.rewind(earlier[-1].target)
             if earlier[-1].drafter is None:
-                self.draft_session.trim_to(self.target_session.position)
+                drafter.trim_to(self.target_session.position)
             else:
-                self.draft_session.rewind(earlier[-1].drafter)
+                drafter.rewind(earlier[-1].drafter)
         del self.ids[self.target_session.position :]
         return True
 
     def _add_checkpoint(self, target_checkpoint: Any) -> None:
         """Add a checkpoint of both, unless both can trim."""
         drafter = self.draft_session
-        if drafter.resumable and not (self.target_session.can_trim and drafter.can_trim):
+        if not isinstance(drafter, SupportsResume):
+            return
+        if not (self.target_session.can_trim and drafter.can_trim):
             own = None if drafter.can_trim else drafter.checkpoint()
             added = [*self._checkpoints, PairCheckpoint(target_checkpoint, own)]
             self._checkpoints = added[-MAX_CHECKPOINTS:]

@@ -20,8 +20,8 @@ from ..proposal import Proposal
 from .candidates import DraftInput, Slots, read_candidates
 from .context import append_rows
 from .layers import Attention
-from .network import DFlash, NetworkSession
-from .protocol import DraftSession
+from .network import DFlash
+from .protocol import DraftSession, SupportsBatch, SupportsTrees
 from .tree import DraftTree
 
 
@@ -54,7 +54,7 @@ def draft_batch(drafts: Sequence[BlockDraft]) -> list[Any]:
     groups: dict[tuple[int, ...], list[int]] = {}
     for at, draft in enumerate(drafts):
         key: tuple[int, ...] = (at,)
-        if isinstance(draft.session, NetworkSession) and draft.width > 1:
+        if isinstance(draft.session, SupportsBatch) and draft.width > 1:
             kind = draft.tree_rows is None
             key = id(draft.session.drafter), id(draft.session.target), kind
         groups.setdefault(key, []).append(at)
@@ -62,10 +62,10 @@ def draft_batch(drafts: Sequence[BlockDraft]) -> list[Any]:
         if len(group) == 1:
             session, anchor, width, tree_rows, guard = drafts[group[0]]
             with guard:
-                if tree_rows is None:
-                    results[group[0]] = session.propose(anchor, width)
-                else:
+                if tree_rows is not None and isinstance(session, SupportsTrees):
                     results[group[0]] = session.propose_tree(anchor, tree_rows, width)
+                else:
+                    results[group[0]] = session.propose(anchor, width)
             continue
         network, slots = _draft_slots({at: drafts[at] for at in group})
         if not slots:

@@ -18,7 +18,8 @@ from ..kernels.shapes import weight_bytes
 from ..sampling import Sampler
 from ..targets.caches import Arrays, Checkpoint
 from ..targets.session import longest_step
-from .stepwise import BLOCK_SIZE, MOST_PENDING, ChainSession
+from .session import MOST_PENDING
+from .stepwise import BLOCK_SIZE, ChainSession
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -99,24 +100,27 @@ class ModelSession(ChainSession):
         self._pending: list[int] = []  # committed tokens that the caches do not hold
 
     @property
-    def pending_features(self) -> int:
+    def pending_features(self) -> int:  # type: ignore[override]
         """How many tokens the next draft reads first."""
         return len(self._pending)
 
     @property
-    def can_trim(self) -> bool:
+    def can_trim(self) -> bool:  # type: ignore[override]
         """Whether the model's caches can go back to any position."""
         return self._session.can_trim
 
-    def read_tokens(self, tokens: Sequence[int]) -> None:
-        """Add newly committed tokens; those that the caches hold are passed over."""
+    def extend(
+        self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
+    ) -> None:
+        """See `DraftSession`. There are no features; tokens that the caches hold are left out."""
         self._pending += tokens[max(0, self._session.position - self.position) :]
         self.position += len(tokens)
         if len(self._pending) > MOST_PENDING:
             self._read_pending()
 
-    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
-        """There are no features."""
+    def resume(self, sampler: Sampler) -> None:
+        """See `SupportsResume`."""
+        self._sampler = sampler
 
     def _draft(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
         session, kept = self._session, self._session.checkpoint()
@@ -182,8 +186,9 @@ class ModelSession(ChainSession):
         self._session.dry_run(taps.shape[1])
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """Start with `position` tokens, which `read_tokens` gets next."""
+        """See `SupportsSharing`."""
         self._session.restore(position, rows, state, room)
+        self.position = position
 
 
 def _vocabulary(model: Target) -> dict[str, int]:

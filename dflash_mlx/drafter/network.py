@@ -20,31 +20,17 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import IncompatibleDrafterError
-from ..proposal import Proposal
 from ..sampling import Sampler
-from ..targets import caches
-from ..targets.caches import Arrays, Checkpoint
-from ..targets.taps import gathered
-from .candidates import (
-    CandidateTokens,
-    DraftInput,
-    Slots,
-    likeliest,
-    read_candidates,
-)
+from .candidates import CandidateTokens, Slots, likeliest
 from .config import DraftConfig
 from .context import ContextCache, append_rows, make_context
 from .gemma4 import Gemma4Layer
 from .layers import DraftLayer
 from .packagings import ADAPTER, EMBEDDING, HEAD, MASK
-from .protocol import DraftSession
-from .tree import DraftTree
+from .session import BlockSession
 
 if TYPE_CHECKING:
     from ..targets import Target
-
-PendingFeatures = tuple[mx.array, Sequence[int]]  # [1, N, K*D], and which of their rows
-MOST_PENDING = 256  # rows of features that wait for a block
 
 
 class DFlash(nn.Module):
@@ -206,13 +192,13 @@ class DFlash(nn.Module):
         """The likeliest `count` tokens of every slot; nothing waits."""
         return likeliest(slots.scores, count)
 
-    def start(self, target: Target, sampler: Sampler | None = None) -> NetworkSession:
+    def start(self, target: Target, sampler: Sampler | None = None) -> BlockSession:
         """Begin one request over `target`; without a sampler it drafts greedily.
 
         Raises `IncompatibleDrafterError`.
         """
         self.check_fits(target)
-        return NetworkSession(self, target, sampler or Sampler())
+        return BlockSession(self, target, sampler or Sampler())
 
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the target is the drafter's own."""
@@ -227,143 +213,3 @@ class DFlash(nn.Module):
                 f"The drafter is {config.hidden_size} wide and borrows an embedding and a head, "
                 f"which are {target.hidden_size} wide in this target."
             )
-
-
-class NetworkSession(DraftSession):
-    """Drafts chains and trees for one request with a network.
-
-    The newest features wait for the next block: their keys and values are computed in the same
-    products as the block's own.
-
-    Attributes:
-        drafter, target: as given.
-        can_trim: whether no layer has a sliding window.
-        pending_features: how many features wait.
-    """
-
-    resumable = storable = True
-    can_trim = True
-    pending_features = 0
-
-    def __init__(self, drafter: DFlash, target: Target, sampler: Sampler) -> None:
-        self.drafter, self.target, self._sampler = drafter, target, sampler
-        self._cache = drafter.make_cache()
-        self.can_trim = not any(drafter.config.windows)
-        self._pending: list[PendingFeatures] = []
-        self._newest = self._take_pending()  # the taps of the newest token that was read
-
-    @property
-    def position(self) -> int:
-        """Tokens whose features were added."""
-        return self._cache[0].offset + self.pending_features
-
-    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
-        """Add some rows of a forward's features, which are being computed.
-
-        The next draft gathers them in its own graph.
-        """
-        if self.pending_features >= MOST_PENDING:  # a long prompt's are never in memory together
-            self._read_pending()
-        if kept:
-            self._pending.append((taps, kept))
-            self.pending_features += len(kept)
-        if not self.can_trim:  # every draft makes a new array of a window
-            self._start_computing()
-
-    def propose(self, anchor: int, width: int) -> Proposal:
-        """Draft a chain of at most `width` rows; nothing waits for the device."""
-        if width == 1:
-            return Proposal([anchor])
-        [tokens] = self.drafter.choose([self._draft(anchor, width)])
-        return Proposal(mx.concatenate([mx.array([anchor]), tokens.astype(mx.int32)]))
-
-    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
-        """Draft a tree of at most `rows` rows from a block of `width` rows; this waits."""
-        candidates = self.drafter.candidates(self._draft(anchor, width), rows - 1)
-        return DraftTree(anchor, *read_candidates([candidates])[0], rows)
-
-    def draft_input(self, anchor: int, width: int) -> DraftInput:
-        """The network's input for `width` rows of a draft, 2 or more.
-
-        It takes the features that waited: the network has to run next.
-        """
-        config = self.drafter.config
-        rows = min(width - 1, config.drafts) + config.first_row
-        block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
-        return DraftInput(block, self._take_pending(), self._cache)
-
-    def score(self, logits: mx.array, hidden: mx.array, anchor: int) -> Slots:
-        """The slots of a block, from logits [L, DV] and hidden states [L, D]; processors run."""
-        scores, weight = self._sampler.draft_scores(self.drafter.widen(logits))
-        slots = Slots(scores, weight, hidden, mx.array(anchor))
-        return self.drafter.prepare(slots, logits, self._newest, self.target)
-
-    def _draft(self, anchor: int, width: int) -> Slots:
-        """The slots of a block; an anchor's row that drafts nothing is none."""
-        given, drafter = self.draft_input(anchor, width), self.drafter
-        hidden = drafter(drafter.embed(given.block[None], self.target), given.taps, given.cache)
-        hidden = hidden[:, drafter.config.first_row :]
-        return self.score(drafter.logits(hidden, self.target)[0], hidden[0], anchor)
-
-    def resume(self, sampler: Sampler) -> None:
-        """Continue with another request over the same text, with its settings and seed."""
-        self._sampler = sampler
-
-    def trim_to(self, position: int) -> None:
-        """Forget the features of all tokens from a position on."""
-        held = self._cache[0].offset
-        pending = self._take_pending()[:, : max(0, position - held)]
-        for layer in self._cache:
-            caches.trim(layer, max(0, held - position))
-        self.extend(pending)
-
-    def checkpoint(self) -> tuple[Checkpoint, list[PendingFeatures]]:
-        """The current state; nothing is copied."""
-        return caches.checkpoint(self._cache, self._cache[0].offset), list(self._pending)
-
-    def rewind(self, checkpoint: tuple[Checkpoint, list[PendingFeatures]]) -> None:
-        """Go back to a checkpoint."""
-        caches.rewind(self._cache, self._cache[0].offset, checkpoint[0])
-        self._pending = list(checkpoint[1])
-        self.pending_features = sum(len(kept) for _, kept in self._pending)
-
-    def rows(self, start: int, end: int) -> Arrays:
-        """Keys and values [1, KV, S, head_dim] of S tokens in the layers without a window."""
-        if self._cache[0].offset < end:
-            self._read_pending()
-        return caches.rows_of_all(self._cache, start, end)
-
-    def state(self) -> Arrays:
-        """The windows of the others."""
-        self._read_pending()
-        return caches.state_of_all(self._cache)
-
-    def dry_run(self, taps: mx.array) -> None:
-        """See `DraftSession`."""
-        self.drafter.extend(taps, self._cache)
-
-    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """Start with `position` tokens that other sessions have read."""
-        caches.restore_all(self._cache, position, rows, state, room)
-        self._start_computing()
-
-    def _read_pending(self) -> None:
-        if self._pending:
-            self.drafter.extend(self._take_pending(), self._cache)
-            self._start_computing()
-
-    def _start_computing(self) -> None:
-        """Leave nothing lazy in the cache: the next step may run in another thread."""
-        mx.async_eval([caches.arrays(layer) for layer in self._cache])
-
-    def _take_pending(self) -> mx.array:
-        """The features that wait, [1, S, K*D]; S may be 0."""
-        config, pending = self.drafter.config, self._pending
-        self._pending, self.pending_features = [], 0
-        if not pending:
-            return mx.zeros((1, 0, len(config.target_layer_ids) * config.target_hidden_size))
-        taken = [gathered(taps, kept) for taps, kept in pending]
-        taps = mx.concatenate(taken, axis=1) if len(taken) > 1 else taken[0]
-        if config.lattice is not None:
-            self._newest = taps[:, -1:]
-        return taps

@@ -1,8 +1,9 @@
 """What the decoding loop expects of a drafter, and the base class of its sessions.
 
 A drafter is any object with `tap_layers` and `start`. What `start` returns needs `extend` and
-`propose` (`SupportsDrafting`). A session that can do more inherits from `DraftSession` and
-overrides what it can do better. `start_session` gives the loop a `DraftSession` in any case.
+`propose` (`SupportsDrafting`). The package's own sessions are a `DraftSession`; for each thing more
+that some can do there is a base class: `SupportsResume`, `SupportsSharing`, `SupportsTrees` and
+`SupportsBatch`. `start_session` gives the loop a `DraftSession` in any case.
 
 A drafter may also have these attributes; the functions at the end of this file read them:
 
@@ -15,6 +16,7 @@ A drafter may also have these attributes; the functions at the end of this file 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
@@ -32,6 +34,8 @@ from .prompt_lookup import PromptLookup
 if TYPE_CHECKING:
     from ..targets import Target
     from ..targets.caches import Arrays
+    from .candidates import DraftInput, Slots
+    from .network import DFlash
     from .tree import DraftTree
 
 
@@ -62,73 +66,36 @@ class Drafter(Protocol):
         """Begin one request; the sampler holds its settings and the noise of its seed."""
 
 
-class DraftSession:
-    """One request's drafting state, with a default for everything but `extend` and `propose`.
+class DraftSession(ABC):
+    """One request's drafting state. What else it can do, it says by `Supports...` base classes.
 
     Attributes:
-        resumable: whether the next request of a conversation can go on with this session: it has
-            `position`, `resume`, `trim_to`, `checkpoint` and `rewind`.
-        storable: whether other requests can start from a stored copy: it has `position`, `rows`,
-            `state` and `restore`.
+        pending_features: how many features the next draft reads before it drafts.
         lookup: drafts from the text, if the drafter has lookups. They add to its other drafts.
     """
 
-    resumable: bool = False
-    storable: bool = False
+    pending_features: int = 0
     lookup: PromptLookup | None = None
 
-    @property
-    def position(self) -> int:
-        """Committed tokens so far."""
-        return 0
+    @abstractmethod
+    def extend(
+        self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
+    ) -> None:
+        """Add newly committed tokens, in order.
 
-    @property
-    def pending_features(self) -> int:
-        """How many of them the next draft has to read before it drafts."""
-        return 0
-
-    @property
-    def can_trim(self) -> bool:
-        """Whether `trim_to` can go back to any position; else only `rewind` to a checkpoint."""
-        return True
-
-    def extend(self, taps: mx.array) -> None:
-        """Add the features [1, S, K*D] of S newly committed tokens; see `SupportsDrafting`."""
-        mx.async_eval(taps)  # the drafter may use them in another thread
-        self.extend_rows(taps, range(taps.shape[1]))
-
-    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
-        """Add the rows `kept`, in rising order, of the features [1, N, K*D] of a forward.
-
-        A session overrides this, or `extend`.
+        Args:
+            taps: the features [1, N, K*D] of a forward, being computed.
+            kept: the rows of the S tokens in it, rising; None for all.
+            tokens: the S tokens. A network that reads features alone does without.
         """
-        taps = gathered(taps, kept)
-        mx.async_eval(taps)  # the drafter may use them in another thread
-        self.extend(taps)
 
-    def read_tokens(self, tokens: Sequence[int]) -> None:
-        """Add newly committed tokens, in order; `extend` gets their features."""
-
-    def read_text(self, tokens: Sequence[int]) -> None:
-        """`read_tokens`, also for the lookup."""
-        self.read_tokens(tokens)
-        if self.lookup is not None:
-            self.lookup.read(tokens)
-
+    @abstractmethod
     def propose(self, anchor: int, width: int) -> Proposal:
         """Draft at most `width` rows that begin with `anchor`, the last committed token."""
-        raise NotImplementedError
-
-    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
-        """Draft a tree of at most `rows` rows, whose paths have at most `width`; this waits."""
-        raise NotImplementedError
 
     @property
     def network(self) -> DraftSession | None:
-        """The session whose `propose` runs a network; None if all drafts are lookups.
-
-        Networks of many requests can draft in one pass (`draft_batch`).
-        """
+        """The session whose `propose` runs a network; None if all drafts are lookups."""
         return self
 
     def lookup_rates(self, anchor: int, width: int) -> list[float]:
@@ -149,20 +116,61 @@ class DraftSession:
             return self.propose_lookup(anchor, width)
         return self.propose(anchor, width)
 
+
+class SupportsTrees(DraftSession):
+    """Drafts trees, too."""
+
+    @abstractmethod
+    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
+        """Draft a tree of at most `rows` rows, whose paths have at most `width`; this waits."""
+
+
+class SupportsBatch(SupportsTrees):
+    """A session over a network of ours, which drafts for many requests in one pass."""
+
+    drafter: DFlash
+    target: Target
+
+    @abstractmethod
+    def draft_input(self, anchor: int, width: int) -> DraftInput:
+        """The network's input for `width` rows of a draft, 2 or more."""
+
+    @abstractmethod
+    def score(self, logits: mx.array, hidden: mx.array, anchor: int) -> Slots:
+        """The slots of a block, from logits [L, DV] and hidden states [L, D]."""
+
+
+class SupportsResume(DraftSession):
+    """The next request of a conversation can go on with this session.
+
+    The defaults are for a session that only counts tokens.
+
+    Attributes:
+        position: committed tokens so far.
+        can_trim: whether `trim_to` can go back to any position; else only `rewind` to a checkpoint.
+    """
+
+    position: int = 0
+    can_trim: bool = True
+
     def resume(self, sampler: Sampler) -> None:
         """Continue with another request over the same text, with its settings and seed."""
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
-        raise NotImplementedError
+        self.position = position
 
     def checkpoint(self) -> Any:
         """The current state, for `rewind`; nothing is copied."""
-        raise NotImplementedError
+        return self.position
 
     def rewind(self, checkpoint: Any) -> None:
         """Go back to the state of a checkpoint."""
-        raise NotImplementedError
+        self.position = checkpoint
+
+
+class SupportsSharing(SupportsResume):
+    """Other requests can start from a stored copy of this session. Defaults as above."""
 
     def rows(self, start: int, end: int) -> Arrays:
         """What belongs to the tokens from `start` to `end`, by name; views, to be copied."""
@@ -174,7 +182,6 @@ class DraftSession:
 
     def dry_run(self, taps: mx.array) -> None:
         """As `extend`, but nothing need be computed: only the shapes of rows and state count."""
-        self.extend(taps)
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Start with `position` tokens, from the `rows` of consecutive pieces and the `state`.
@@ -185,58 +192,43 @@ class DraftSession:
             state: of that position, never changed here.
             room: tokens that are about to follow.
         """
+        self.position = position
 
 
-class PlainSession(DraftSession):
+class PlainSession(SupportsSharing):
     """Drafts nothing: plain decoding through the same loop."""
-
-    resumable = storable = True
-    position = 0
 
     @property
     def network(self) -> None:
         """There is none."""
 
-    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
+    def extend(
+        self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
+    ) -> None:
         """Count the tokens."""
-        self.position += len(kept)
+        self.position += taps.shape[1] if kept is None else len(kept)
 
     def propose(self, anchor: int, width: int) -> Proposal:
         """The anchor alone."""
         return Proposal([anchor])
 
-    def trim_to(self, position: int) -> None:
-        """Forget all tokens from a position on."""
-        self.position = position
-
-    def checkpoint(self) -> int:
-        """The position."""
-        return self.position
-
-    def rewind(self, checkpoint: int) -> None:
-        """Go back to a checkpoint."""
-        self.position = checkpoint
-
-    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """Start with this many tokens."""
-        self.position = position
-
 
 class AdaptedSession(DraftSession):
-    """Gives the defaults of `DraftSession` to a session that does not inherit from it."""
-
-    position = 0
+    """A user's session, which has `extend(taps)` and `propose` only."""
 
     def __init__(self, session: SupportsDrafting) -> None:
         self.session = session
 
-    def extend(self, taps: mx.array) -> None:
-        """See `SupportsDrafting`."""
+    def extend(
+        self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
+    ) -> None:
+        """Hand on the features of the tokens, being computed: another thread may use them."""
+        taps = taps if kept is None else gathered(taps, kept)
+        mx.async_eval(taps)
         self.session.extend(taps)
-        self.position += taps.shape[1]
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        """See `SupportsDrafting`."""
+        """See `SupportsDrafting`. Raises `ProposalError` unless it returns a `Proposal`."""
         proposal = self.session.propose(anchor, width)
         if not isinstance(proposal, Proposal):
             raise ProposalError(f"propose must return a Proposal, not {brief(proposal)}.")
@@ -282,7 +274,7 @@ def cache_bytes(drafter: Drafter | None, target: Target, tokens: int) -> int:
     Nothing is computed.
     """
     session = start_session(drafter, target, Sampler())
-    if drafter is None or not session.storable:
+    if drafter is None or not isinstance(session, SupportsSharing):
         return 0
     width = len(drafter.tap_layers) * target.hidden_size
     session.dry_run(mx.zeros((1, tokens, width), target.embed(mx.array([[0]])).dtype))

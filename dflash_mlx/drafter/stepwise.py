@@ -8,7 +8,7 @@ after the draft, even if the target accepts their tokens: kept rows come from th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -17,17 +17,15 @@ from ..kernels.shapes import weight_bytes
 from ..proposal import Proposal
 from ..sampling import Sampler
 from ..targets import caches
-from ..targets.caches import Arrays
-from ..targets.taps import gathered
 from .candidates import likeliest, read_candidates
-from .protocol import DraftSession
+from .protocol import SupportsSharing, SupportsTrees
+from .session import FeatureSession
 from .tree import DraftTree
 
 if TYPE_CHECKING:
     from ..targets import Target
 
 BLOCK_SIZE = 8  # the most rows of a draft, which costs more with each
-MOST_PENDING = 256  # features or tokens that wait for a draft
 
 
 class StepwiseDrafter:
@@ -94,15 +92,13 @@ class StepwiseDrafter:
         return StepwiseSession(self, target, sampler or Sampler())
 
 
-class ChainSession(DraftSession):
+class ChainSession(SupportsSharing, SupportsTrees):
     """Drafts a request's chains token by token, and trees around them.
 
     A tree's slots have the candidates that the network sees after the favourites before them, as in
     DSpark: a tree needs no more passes than a chain.
     """
 
-    resumable = storable = True
-    position = 0
     _sampler: Sampler
 
     def propose(self, anchor: int, width: int) -> Proposal:
@@ -119,63 +115,28 @@ class ChainSession(DraftSession):
         found = likeliest(scores if ids is None else scores[:, ids], rows - 1, ids)
         return DraftTree(anchor, *read_candidates([found])[0], rows)
 
-    def resume(self, sampler: Sampler) -> None:
-        """Continue with another request over the same text, with its settings and seed."""
-        self._sampler = sampler
-
+    @abstractmethod
     def _draft(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
         """The tokens [L] int32 and scores [L, V] of a chain."""
-        raise NotImplementedError
 
     def _token_ids(self) -> mx.array | None:
         """The ids [DV] of the tokens that can be drafted; None for all."""
         return None
 
 
-class StepwiseSession(ChainSession):
-    """Drafts for one request with a network that reads the target's features.
+class StepwiseSession(FeatureSession, ChainSession):
+    """Drafts for one request with a network that reads the target's features."""
 
-    Attributes:
-        position: tokens whose features were added.
-        can_trim: False, for the newest features belong to one position only.
-    """
-
-    can_trim = False
-
-    def __init__(self, drafter: StepwiseDrafter, target: Target, sampler: Sampler) -> None:
-        self.drafter, self.target, self._sampler = drafter, target, sampler
-        self._cache = drafter.make_cache()
-        self._rows = 0  # of the cache; row i has the features of token i and token i + 1
-        # The features of the tokens from `_rows` on, and the tokens after each but the newest.
-        self._features: list[tuple[mx.array, Sequence[int]]] = []
-        self._next: list[int] = []
-        self._read = 0  # tokens that `read_tokens` got
-
-    @property
-    def pending_features(self) -> int:
-        """How many features wait for a draft: the newest one always."""
-        return self.position - self._rows
-
-    def read_tokens(self, tokens: Sequence[int]) -> None:
-        """Add newly committed tokens; those that the cache's rows have are passed over."""
-        self._next += tokens[max(0, self._rows + 1 - self._read) :]
-        self._read += len(tokens)
-
-    def extend_rows(self, taps: mx.array, kept: Sequence[int]) -> None:
-        """Add some rows of a forward's features, which are being computed."""
-        if self.pending_features >= MOST_PENDING:  # a long prompt's are never in memory together
-            self._read_pending()
-        if kept:
-            self._features.append((taps, kept))
-            self.position += len(kept)
+    drafter: StepwiseDrafter
+    can_trim, lag = False, 1
 
     def _token_ids(self) -> mx.array | None:
         return self.drafter.token_ids()
 
     def _draft(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
         drafter, cache, target = self.drafter, self._cache, self.target
-        taps, tokens = self._take_pending([anchor])
-        mx.async_eval(self._features[0][0])  # nothing of the draft computes it
+        taps, tokens = self._take_known([anchor])
+        mx.async_eval(self._pending[0][0])  # nothing of the draft computes it
         hidden = drafter.advance(drafter.fuse(taps), mx.array([tokens]), cache, target)[:, -1:]
         drafted, scores, own = mx.zeros((0,), mx.int32), list[mx.array](), 1
         try:
@@ -193,66 +154,18 @@ class StepwiseSession(ChainSession):
                 caches.trim(layer, own)
         return drafted, mx.concatenate(scores)
 
-    def _take_pending(self, following: list[int]) -> tuple[mx.array, list[int]]:
-        """The taps [1, S, K*D] that wait and have a next token, and these tokens.
-
-        `following` is the token after the newest ones, or nothing: they wait on in any case.
-        """
-        pieces, rows = [gathered(*each) for each in self._features], self.pending_features - 1
-        taps = mx.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
-        tokens, self._next = [*self._next[:rows], *following], self._next[rows:]
-        self._features, self._rows = [(taps[:, rows:], [0])], self._rows + rows
-        return taps[:, : len(tokens)], tokens
-
-    def _advance_pending(self) -> None:
-        """Add rows to the cache for all features but the newest; lazy."""
-        taps, tokens = self._take_pending([])
+    def _add_pending(self) -> None:
+        taps, tokens = self._take_known([])
         following = mx.array([tokens], mx.int32)
         self.drafter.advance(self.drafter.fuse(taps), following, self._cache, self.target)
 
-    def _read_pending(self) -> None:
-        if self.pending_features > 1:
-            self._advance_pending()
-            self._start_computing()
+    def _take_known(self, anchor: list[int]) -> tuple[mx.array, list[int]]:
+        """The taps [1, S, K*D] of tokens whose next one is known, and these next tokens.
 
-    def _start_computing(self) -> None:
-        """Leave nothing lazy behind: the next step may run in another thread."""
-        mx.async_eval(self._features[0][0])
-        if self._rows:
-            mx.async_eval([caches.arrays(layer) for layer in self._cache])
-
-    def checkpoint(self) -> tuple[int, list[tuple[mx.array, Sequence[int]]]]:
-        """The position and the newest features; nothing is copied."""
-        self._read_pending()
-        return self.position, list(self._features)
-
-    def rewind(self, checkpoint: tuple[int, list[tuple[mx.array, Sequence[int]]]]) -> None:
-        """Go back to a checkpoint."""
-        rows = max(0, checkpoint[0] - 1)
-        for layer in self._cache:
-            caches.trim(layer, self._rows - rows)
-        self.position, self._features = checkpoint[0], list(checkpoint[1])
-        self._rows, self._read, self._next = rows, self.position, []
-
-    def rows(self, start: int, end: int) -> Arrays:
-        """The cache's rows that end with the tokens from `start` to `end`; token 0 has none."""
-        self._read_pending()
-        return caches.rows_of_all(self._cache, max(0, start - 1), end - 1)
-
-    def state(self) -> Arrays:
-        """The newest features [1, 1, K*D]."""
-        self._read_pending()
-        return {"features": gathered(*self._features[0])} if self._features else {}
-
-    def dry_run(self, taps: mx.array) -> None:
-        """See `DraftSession`."""
-        self.read_tokens([0] * taps.shape[1])
-        self._features, self.position = [(taps, range(taps.shape[1]))], taps.shape[1]
-        self._advance_pending()
-
-    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """Start with `position` tokens that other sessions have read."""
-        caches.restore_all(self._cache, position - 1, rows, {}, room)
-        self.position, self._rows = position, position - 1
-        self._features = [(state["features"], [0])]
-        self._start_computing()
+        With the anchor they are all that wait, without it all but the newest. The newest waits on.
+        """
+        count = self.pending_features - 1
+        tokens, self._next = [*self._next[:count], *anchor], self._next[count:]
+        taps = self._take()
+        self._pending, self.pending_features = [(taps[:, count:], [0])], 1
+        return taps[:, : len(tokens)], tokens

@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import exp
 from typing import TYPE_CHECKING, Any
 
-from ..drafter.protocol import DraftSession
+from ..drafter.protocol import DraftSession, SupportsTrees
 from ..errors import ProposalError
 from ..proposal import Proposal
 from ..sampling import DraftSharpness
@@ -51,11 +51,11 @@ class TreeCandidate:
 
     Attributes:
         session: that drafts it.
-        rows, width: as `DraftSession.propose_tree` takes them.
+        rows, width: as `SupportsTrees.propose_tree` takes them.
         ready: makes a candidate of the tree.
     """
 
-    session: DraftSession
+    session: SupportsTrees
     rows: int
     width: int
     ready: Callable[[DraftTree], DraftCandidate]
@@ -82,9 +82,9 @@ class Planner:
 
         Raises `ProposalError` when the drafter returns more rows than it was asked for.
         """
-        if self._tree_rows is None or width == 1:
-            return checked(session.propose_best(anchor, width), width)
-        return session.propose_tree(anchor, self._tree_rows, width).propose(self._tree_rows)
+        if self._tree_rows is not None and width > 1 and isinstance(session, SupportsTrees):
+            return session.propose_tree(anchor, self._tree_rows, width).propose(self._tree_rows)
+        return checked(session.propose_best(anchor, width), width)
 
     def can_pipeline(self, session: DraftSession, anchor: int, width: int, shared: bool) -> bool:
         """Whether the step after this plain one is plain, too, whatever this one brings.
@@ -98,7 +98,7 @@ class Planner:
     ) -> DraftCandidate | TreeCandidate:
         """What could be verified in a step that other requests share; else as `propose`."""
         network = session.network
-        if self._tree_rows is not None and network is not None and width > 1:
+        if self._tree_rows is not None and width > 1 and isinstance(network, SupportsTrees):
             return TreeCandidate(network, self._tree_rows, width, self._ready)
         found = session.lookup_rates(anchor, width)
         if network is None or sum(path_probabilities(found)) > (width - 1) / 2:
@@ -157,7 +157,11 @@ class AdaptivePlanner(Planner):
         if network is None or length == 1:
             return Proposal([anchor])
         self._unread = network.pending_features
-        if self._trees is not None and self._trees.should_draft_tree(self._speed(length)):
+        if (
+            self._trees is not None
+            and isinstance(network, SupportsTrees)
+            and self._trees.should_draft_tree(self._speed(length))
+        ):
             return self._propose_tree(network, anchor, length if self._by_slot else width)
         return checked(network.propose(anchor, length), length)
 
@@ -176,7 +180,8 @@ class AdaptivePlanner(Planner):
         if network is None or sum(found) > sum(probs):
             self._kind = "lookup"
             return DraftCandidate(found, partial(session.propose_lookup, anchor))
-        if self._trees is not None and width > 1 and not self._by_slot:
+        trees = self._trees is not None and width > 1 and not self._by_slot
+        if trees and isinstance(network, SupportsTrees):
             self._kind = "tree"
             return TreeCandidate(network, MOST_ROWS, width, self._ready)
         return DraftCandidate(probs)
@@ -235,7 +240,7 @@ class AdaptivePlanner(Planner):
         tokens = 1 + sum(self._estimates.path_probs[: length - 1])
         return tokens / self._costs.table("chain")[length - 1]
 
-    def _propose_tree(self, session: DraftSession, anchor: int, width: int) -> Proposal:
+    def _propose_tree(self, session: SupportsTrees, anchor: int, width: int) -> Proposal:
         """The part of a tree that promises the most tokens per second."""
         self._tree = session.propose_tree(anchor, MOST_ROWS, width)
         self._kind, probs = "tree", _tree_probs(self._tree)

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten
 
 from ..drafter.lookup import CombinedDrafter
 from ..drafter.model import DraftModel
-from ..drafter.protocol import Drafter, DraftSession
+from ..drafter.protocol import Drafter, SupportsSharing
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, strip_prefix
 
@@ -145,13 +145,13 @@ def checkpoint_key(block: bytes, tail: Tokens) -> bytes:
     return _hash(b"checkpoint", block, packed(tail).tobytes())
 
 
-def copy_rows(target: TargetSession, drafter: DraftSession, start: int, end: int) -> Arrays:
+def copy_rows(target: TargetSession, drafter: SupportsSharing, start: int, end: int) -> Arrays:
     """A copy of the rows of both sessions from `start` to `end`."""
     rows = _named("target.rows.", target.rows(start, end))
     return rows | _named("draft.rows.", drafter.rows(start, end))
 
 
-def copy_state(target: TargetSession, drafter: DraftSession) -> Arrays:
+def copy_state(target: TargetSession, drafter: SupportsSharing) -> Arrays:
     """A copy of the states of both sessions at their position."""
     return _named("target.state.", target.state()) | _named("draft.state.", drafter.state())
 
@@ -166,7 +166,7 @@ class Layout:
     """
 
     def __init__(
-        self, target: TargetSession, drafter: DraftSession, length: int, size: int
+        self, target: TargetSession, drafter: SupportsSharing, length: int, size: int
     ) -> None:
         self._target, self._drafter, self._skipped = target, drafter, 0
         if target.is_recurrent:
@@ -186,7 +186,11 @@ class Layout:
 
 
 def restore(
-    target: TargetSession, drafter: DraftSession, position: int, pieces: Sequence[Arrays], room: int
+    target: TargetSession,
+    drafter: SupportsSharing,
+    position: int,
+    pieces: Sequence[Arrays],
+    room: int,
 ) -> None:
     """Start new sessions with `position` tokens.
 
@@ -196,7 +200,7 @@ def restore(
         pieces: the arrays of blocks, then of a checkpoint, if the pair needs one.
         room: tokens that are about to follow.
     """
-    session: TargetSession | DraftSession
+    session: TargetSession | SupportsSharing
     for name, session in (("target", target), ("draft", drafter)):
         rows = [strip_prefix(piece, f"{name}.rows.") for piece in pieces]
         session.restore(position, rows, strip_prefix(pieces[-1], f"{name}.state."), room)

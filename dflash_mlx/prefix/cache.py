@@ -21,7 +21,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ..drafter.protocol import Drafter, DraftSession, check_pair, start_session
+from ..drafter.protocol import (
+    Drafter,
+    DraftSession,
+    SupportsResume,
+    SupportsSharing,
+    check_pair,
+    start_session,
+)
 from ..errors import SettingsError
 from ..sampling import Sampler
 from ..targets import Target, TargetSession
@@ -62,7 +69,7 @@ class PrefixCache:
 
     Args:
         target, drafter: the pair; None for no drafter. With a drafter whose sessions are not
-            `storable` (`DraftSession`), nothing is cached.
+            `SupportsSharing`, nothing is cached.
         memory: bytes for cached entries and for the caches of live requests together.
         folder: where entries are written as well, so that they outlast the process; it is created,
             readable by this user only.
@@ -121,7 +128,7 @@ class PrefixCache:
         taps = () if self._drafter is None else self._drafter.tap_layers
         target = self._target.start(taps, kv_bits)
         drafter = start_session(self._drafter, self._target, sampler)
-        if not drafter.storable:
+        if not isinstance(drafter, SupportsSharing):
             return target, drafter, 0
         cacheable = prompt[: max(0, len(prompt) - UNCACHED)]
         with self._lock:
@@ -132,7 +139,8 @@ class PrefixCache:
             if position < held:
                 target.trim_to(position)
                 drafter.trim_to(position)
-            drafter.read_text(prompt[:position])
+            if drafter.lookup is not None:
+                drafter.lookup.read(prompt[:position])
         return target, drafter, position
 
     def checkpoint_positions(
@@ -149,7 +157,7 @@ class PrefixCache:
         `ends`, where other prompts are likely to diverge (by default before the prompt's end), and
         ends of blocks: every `stride` tokens, and where this prompt diverges from a cached one.
         """
-        if not drafter.storable or can_trim(target, drafter):
+        if not isinstance(drafter, SupportsSharing) or can_trim(target, drafter):
             return []
         keys = block_keys(self._root(target.kv_bits, salt), prompt, self._chunk)
         with self._lock:
@@ -175,7 +183,7 @@ class PrefixCache:
             checkpoint: make this position one to start from, also for a pair that needs one.
             salt: as in `open`.
         """
-        if not (ids and drafter.storable and target.intact):
+        if not (ids and target.intact and isinstance(drafter, SupportsSharing)):
             return
         if not len(ids) == target.position == drafter.position:
             return
@@ -254,7 +262,7 @@ class PrefixCache:
         return max([(entry.shared(text), key) for key, entry in entries], default=(0, b""))
 
     def _find(
-        self, target: TargetSession, drafter: DraftSession, ids: Sequence[int], salt: str
+        self, target: TargetSession, drafter: SupportsSharing, ids: Sequence[int], salt: str
     ) -> tuple[int, int, list[Arrays]]:
         """The length of the longest cached prefix, and the arrays that make it up.
 
@@ -315,6 +323,7 @@ class PrefixCache:
                 if layout is None:
                     target = self._target.start(like.tap_layers, like.kv_bits)
                     drafter = start_session(self._drafter, self._target, Sampler())
+                    assert isinstance(drafter, SupportsSharing)
                     layout = Layout(target, drafter, held, size)
                 tokens = text[start : start + size].copy()
                 end, is_block = start + len(tokens), len(tokens) == size
@@ -364,7 +373,7 @@ class PrefixCache:
         self._index.remove(entry.block, key)
 
 
-def can_trim(target: TargetSession, drafter: DraftSession) -> bool:
+def can_trim(target: TargetSession, drafter: SupportsResume) -> bool:
     """Whether a pair can start from any position of its rows, without checkpoints."""
     return target.can_trim and drafter.can_trim
 

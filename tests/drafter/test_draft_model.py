@@ -24,8 +24,7 @@ PROMPT = [5, 9, 2, 40, 41, 7, 100, 3]
 
 
 def feed(session, tokens) -> None:
-    session.read_tokens(tokens)
-    session.extend_rows(mx.zeros((1, len(tokens), 0)), range(len(tokens)))
+    session.extend(mx.zeros((1, len(tokens), 0)), tokens=tokens)
 
 
 @pytest.mark.parametrize("family", CACHES)
@@ -60,7 +59,6 @@ def test_conversations_and_stored_prefixes_go_on_with_it() -> None:
     pieces = [session.rows(0, 8), session.rows(8, 14)]
     other = drafter.start(model, Sampler())
     other.restore(14, pieces, {}, 20)
-    feed(other, [*PROMPT * 3][:13] + [6])
     assert other.propose(1, 5).tokens.tolist() == session.propose(1, 5).tokens.tolist()
     conversation = dm.Conversation(model, drafter)
     first = generate(model, drafter, PROMPT, max_tokens=6, conversation=conversation)

@@ -99,8 +99,7 @@ def run(drafter, kind):
         tokens = rng.integers(0, 64, len(kept) + 1).tolist()
         tokens[0] = tokens[0] if anchor is None else anchor
         anchor = tokens[-1]
-        session.read_tokens(tokens[:-1])
-        session.extend_rows(mx.array(rows)[None], kept)
+        session.extend(mx.array(rows)[None], kept, tokens[:-1])
         found = session.propose(anchor, drafts + 1).tokens.tolist()
         ours.append((found[1:], np.stack(sampler.seen)))
         oracle.extend(tokens[1:], rows[kept])

@@ -93,8 +93,8 @@ def steps(target, assistant, count):
     prompt = random_prompt(40, 2)
     session, drafting = target.start(assistant.tap_layers), assistant.start(target)
     for _, taps in session.prefill(prompt[:-1]):
-        drafting.read_tokens(prompt[drafting.position : drafting.position + taps.shape[1]])
-        drafting.extend(taps)
+        done = drafting.position
+        drafting.extend(taps, tokens=prompt[done : done + taps.shape[1]])
     text = list(prompt)
     for new in ([7, 9], [3], [4, 5, 6]):
         drafts, logits = drafting._draft(text[-1], count + 1)
@@ -102,8 +102,7 @@ def steps(target, assistant, count):
         _, taps = session.verify(dm.Proposal([text[-1], *new, 1, 2]))
         kept = list(range(len(new)))
         session.commit(kept)
-        drafting.read_tokens([text[-1], *new][: len(new)])
-        drafting.extend_rows(taps, kept)
+        drafting.extend(taps, kept, [text[-1], *new][: len(new)])
         text += new
 
 

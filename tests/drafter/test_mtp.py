@@ -68,8 +68,7 @@ class Steps:
         done, text = self.reads.position, self.text
         for _, taps in self.reads.prefill(text[done:]):
             tokens = text[done : done + taps.shape[1]]
-            self.session.read_tokens(tokens)
-            self.session.extend_rows(taps, range(len(tokens)))
+            self.session.extend(taps, tokens=tokens)
             self.features.append(np.array(self.norm(taps)[0]))
             done += len(tokens)
         anchor = self.draws.randrange(200)

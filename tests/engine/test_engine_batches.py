@@ -171,7 +171,7 @@ def test_the_budget_books_parts_of_a_token(row):
 def test_a_lookup_that_finds_nothing_asks_for_no_rows():
     planner, session = Planner(), LookupDrafter().start(None, None)
     assert not planner.candidate(session, 3, 8).path_probs
-    session.read_text([3, 4, 5, 3])
+    session.lookup.read([3, 4, 5, 3])
     assert len(planner.candidate(session, 4, 8).path_probs) == 7
 
 

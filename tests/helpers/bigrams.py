@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.drafter.candidates import CandidateTokens, log_softmax, read_candidates
-from dflash_mlx.drafter.protocol import DraftSession
+from dflash_mlx.drafter.protocol import SupportsTrees
 from dflash_mlx.drafter.tree import DraftTree
 from dflash_mlx.proposal import Proposal
 
@@ -87,7 +87,7 @@ class BigramDrafter:
         return Proposal(mx.concatenate([mx.array([anchor]), drafts.astype(mx.int32)]))
 
 
-class TreeBigrams(BigramDrafter, DraftSession):
+class TreeBigrams(BigramDrafter, SupportsTrees):
     """Drafts trees from the same distributions as chains, every token being a candidate."""
 
     drafts_trees = True

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.protocol import DraftSession
+from dflash_mlx.drafter.protocol import SupportsSharing
 from dflash_mlx.engine.job import Job
 from dflash_mlx.engine.memory import MemoryBudget
 from dflash_mlx.engine.scheduler import BatchScheduler
@@ -36,41 +36,35 @@ class Knowing:
         return KnowingSession(self, len(self.tap_layers) * target.hidden_size)
 
 
-class KnowingSession(DraftSession):
-    resumable = storable = True
-
+class KnowingSession(SupportsSharing):
     def __init__(self, known: Knowing, features: int) -> None:
         self.known, self.features = known, features
         self.tokens: list[int] = []
-        self.extended = 0
 
     @property
     def position(self) -> int:
-        return self.extended
+        return len(self.tokens)
 
     def trim_to(self, position: int) -> None:
         del self.tokens[position:]
-        self.extended = position
 
-    def checkpoint(self) -> int:
-        return self.extended
+    rewind = trim_to
 
-    def rewind(self, checkpoint: int) -> None:
-        self.trim_to(checkpoint)
+    def rows(self, start: int, end: int) -> dict[str, mx.array]:
+        return {"tokens": mx.array(self.tokens[start:end], mx.int32)}
 
     def dry_run(self, taps: mx.array) -> None:
-        self.extended += taps.shape[1]
+        self.tokens += [0] * taps.shape[1]
 
-    def restore(self, position: int, *of: Any) -> None:
-        self.extended = position
+    def restore(self, position: int, rows: Any, *of: Any) -> None:
+        found: Any = mx.concatenate([piece["tokens"] for piece in rows if piece]).tolist()
+        self.tokens = found[:position]
 
-    def read_tokens(self, tokens: Sequence[int]) -> None:
-        self.tokens += tokens
-
-    def extend(self, taps: mx.array) -> None:
+    def extend(self, taps: mx.array, kept: Any = None, tokens: Sequence[int] = ()) -> None:
         assert taps.shape[0] == 1 and taps.shape[2] == self.features
-        self.extended += taps.shape[1]
-        assert self.extended == len(self.tokens), "features of every token, once"
+        new = taps.shape[1] if kept is None else len(kept)
+        assert new == len(tokens), "features of every token, once"
+        self.tokens += tokens
 
     def propose(self, anchor: int, width: int) -> Proposal:
         known, so_far = self.known, [*self.tokens, anchor]

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from dflash_mlx.drafter.protocol import DraftSession
+from dflash_mlx.drafter.protocol import SupportsResume
 from dflash_mlx.proposal import Proposal
+from dflash_mlx.targets.taps import gathered
 
 
 class Oracle:
@@ -64,10 +65,11 @@ class Oracle:
         return (self.text[position] + (0 if good else wrong)) % self.vocab_size
 
 
-class ResumingOracle(Oracle, DraftSession):
+class ResumingOracle(Oracle, SupportsResume):
     """An oracle that goes on with another request, as the package's own drafters do."""
 
-    can_trim = resumable = True
+    def extend(self, taps: mx.array, kept=None, tokens=()) -> None:
+        super().extend(taps if kept is None else gathered(taps, kept))
 
     @property
     def position(self) -> int:

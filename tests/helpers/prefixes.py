@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.protocol import DraftSession
+from dflash_mlx.drafter.protocol import SupportsSharing
 from dflash_mlx.sampling import Sampler
 
 CHUNK = 4
@@ -22,10 +22,10 @@ def hashes(ids, start=0):
     return values
 
 
-class Session(DraftSession):
+class Session(SupportsSharing):
     """Rows of a target or drafter, and a state if they cannot be trimmed."""
 
-    intact = storable = can_trim = True
+    intact = True
     is_recurrent, tap_layers = False, ()
 
     def __init__(self, can_trim=True, width=1, kv_bits=None):
@@ -34,6 +34,11 @@ class Session(DraftSession):
     @property
     def position(self):
         return len(self.values)
+
+    def extend(self, taps, kept=None, tokens=()):
+        raise NotImplementedError
+
+    propose = extend
 
     def take(self, ids):
         self.values += hashes(ids, self.values[-1] if self.values else 0)

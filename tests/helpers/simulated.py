@@ -42,6 +42,9 @@ class Machine:
 class Session(DraftSession):
     """Drafts any tokens."""
 
+    def extend(self, taps, kept=None, tokens=()) -> None:
+        raise NotImplementedError
+
     def propose(self, anchor: int, width: int) -> Proposal:
         return Proposal([anchor] * width)
 

@@ -204,6 +204,9 @@ class Finds(DraftSession):
     def __init__(self, rates, network=True):
         self.rates, self.kinds, self.has_network = rates, [], network
 
+    def extend(self, taps, kept=None, tokens=()):
+        raise NotImplementedError
+
     @property
     def network(self):
         return self if self.has_network else None

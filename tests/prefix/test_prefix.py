@@ -245,5 +245,5 @@ def test_another_pair_and_wrong_numbers_are_refused():
         with pytest.raises(SettingsError, match="disk_left must be a whole number from 0"):
             store(target, disk_left=wrong)
     for pair in (("tiny", drafter), (Target(), Drafter), (Target(), "lookup")):
-        with pytest.raises(SettingsError, match="must be .*such as dm.load"):
+        with pytest.raises(SettingsError, match="must be .*dm.load"):
             dm.PrefixStore(*pair, memory=2**30)

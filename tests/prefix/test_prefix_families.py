@@ -108,8 +108,10 @@ def read(store, ids, prompt):
 
 def take(drafter, ids, taps):
     """Tell a drafter what came last."""
-    drafter.read_text(ids[len(ids) - taps.shape[1] :])
-    drafter.extend(taps)
+    new = ids[len(ids) - taps.shape[1] :]
+    if drafter.lookup is not None:
+        drafter.lookup.read(new)
+    drafter.extend(taps, tokens=new)
 
 
 WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention"] * 2}

@@ -165,7 +165,7 @@ class WrongSession(DraftSession):
     def __init__(self, drafter):
         self.drafter = drafter
 
-    def extend(self, taps):
+    def extend(self, taps, kept=None, tokens=()):
         pass
 
     def propose(self, anchor, width):
