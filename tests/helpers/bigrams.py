@@ -92,6 +92,9 @@ class TreeBigrams(BigramDrafter, SupportsTrees):
 
     drafts_trees = True
 
+    def extend(self, taps, kept=None, tokens=()):
+        pass
+
     def propose_tree(self, anchor, rows, width):
         row = np.eye(len(self.probabilities))[anchor]
         log_q = np.log([row := row @ self.probabilities for _ in range(width - 1)])
