@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ..targets import Target
     from ..targets.caches import Arrays
     from .candidates import DraftInput, Slots
-    from .network import DFlash
     from .tree import DraftTree
 
 
@@ -126,9 +125,14 @@ class SupportsTrees(DraftSession):
 
 
 class SupportsBatch(SupportsTrees):
-    """A session over a network of ours, which drafts for many requests in one pass."""
+    """A session over a network of ours, which drafts for many requests in one pass.
 
-    drafter: DFlash
+    Attributes:
+        drafter: the `DFlash` network.
+        target: whose embedding and head it may use.
+    """
+
+    drafter: Any
     target: Target
 
     @abstractmethod

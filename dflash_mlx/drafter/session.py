@@ -23,7 +23,6 @@ from .tree import DraftTree
 
 if TYPE_CHECKING:
     from ..targets import Target
-    from .network import DFlash
 
 PendingFeatures = tuple[mx.array, Sequence[int]]  # [1, N, K*D], and which of their rows
 MOST_PENDING = 256  # features or tokens that wait for a draft
@@ -33,7 +32,7 @@ class FeatureSession(SupportsSharing):
     """What sessions over features share. All features but the newest `lag` can enter the cache.
 
     Attributes:
-        drafter, target: as given.
+        drafter, target: as given; the drafter has `make_cache`.
         lag: 0, or 1 if a row has the features of a token and the token after it.
         can_trim: whether no layer has a sliding window, and nothing lags.
         pending_features: how many features wait; those of `lag` always.
@@ -139,9 +138,7 @@ class FeatureSession(SupportsSharing):
 class BlockSession(FeatureSession, SupportsBatch):
     """Drafts chains and trees for one request from blocks that a network drafts in one pass."""
 
-    drafter: DFlash
-
-    def __init__(self, drafter: DFlash, target: Target, sampler: Sampler) -> None:
+    def __init__(self, drafter: Any, target: Target, sampler: Sampler) -> None:
         super().__init__(drafter, target, sampler)
         self.can_trim = not any(drafter.config.windows)
         config = drafter.config
