@@ -1,6 +1,7 @@
 """The page in a real browser, and the endpoint that renders its Markdown."""
 
 import asyncio
+import html
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import pytest
 from serving import FakeEngine, client, make_handler, make_target, running
 
 import dflash_mlx as dm
+from dflash_mlx.serve import markdown
 from dflash_mlx.serve.models import OfferedModel
 
 FOLDER = Path(__file__).parent
@@ -129,6 +131,39 @@ def test_markdown_is_rendered_without_what_acts():
     assert set(re.findall(r" ([a-z]+)=", re.sub(">[^<]*<", "><", nice + hostile))) == {"class"}
     assert '<span class="c1"># the same</span>' in nice and '<td class="align-right">2' in nice
     assert '<span class="link">the page</span> <span class="address">https://e' in nice
+
+
+FORMULAS = [
+    r"\( x^2 \)",
+    r"\[ \frac{a}{b} \]",
+    r"$\begin{matrix} a \\ b \end{matrix}$",
+    "$a_1*b*c_1$",
+    "$$\na *b*\n- c\n    = d\n\n# e\n$$",
+    "It is $5 to $10.",
+]
+WORDS = [
+    "\n".join("  " * level + f"- level{level}" for level in range(40)),
+    "> " * 21 + "quoted",
+    "> " * 3000 + "quoted",  # deeper than Python goes
+    "[a]: http://b/c (title)",
+    '[text](http://b/c "title") ![picture](http://d "name")',
+    "| a | b |\n|---|---|\n| one | two | three | four |",
+    f"[text](http://b/{'c' * 300})",
+]
+
+
+def shown(text):
+    return html.unescape(re.sub(r"<[^>]*>", "", markdown.render(text.encode()).decode())).strip()
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_formulas_stay_as_they_were_written(text):
+    assert shown(text) == text and shown(f"- one\n- two\n\n{text}").endswith(text)
+
+
+@pytest.mark.parametrize("text", WORDS, ids=range(len(WORDS)))
+def test_every_word_of_a_text_is_on_the_page(text):
+    assert set(re.findall(r"\w+", text)) <= set(re.findall(r"\w+", shown(text)))
 
 
 def test_a_text_that_hangs_is_given_up():
