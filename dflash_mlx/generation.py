@@ -57,6 +57,8 @@ class GenerationSettings(SamplingSettings):
         reasoning_effort: "low", "medium" or "high", where the chat template knows it.
         chat_template_kwargs: further variables of the chat template.
         salt: only requests with the same salt share cache entries of the prefix store.
+        branches: positions in a prompt of token ids where other prompts are likely to diverge, for
+            the prefix store; None finds those of chat messages.
     """
 
     max_tokens: int = 256
@@ -70,6 +72,7 @@ class GenerationSettings(SamplingSettings):
     conversation: Conversation | None = None
     prefix: PrefixCache | None = None
     salt: str = ""
+    branches: Sequence[int] | None = None
     think: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -142,10 +145,10 @@ def make_request(
         settings.stop_applies,
     )
     stats = Stats(prompt_tokens=len(ids), block_size=block_size, seed=sampler.seed)
-    branches = (
-        branch_points(target, prompt, ids, template) if conversation.prefix is not None else ()
-    )
-    request = Request(conversation, ids, sampler, planner, text, stats, branches)
+    branches = settings.branches
+    if branches is None and conversation.prefix is not None:
+        branches = branch_points(target, prompt, ids, template)
+    request = Request(conversation, ids, sampler, planner, text, stats, branches or ())
     conversation.open(request)
     return request
 

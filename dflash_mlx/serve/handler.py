@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..answers.families import AnswerFormat
 from ..answers.parser import AnswerParser, Reasoning, joined
@@ -51,8 +51,20 @@ class Choice:
     recorder: LogprobRecorder | None
 
 
+class Started(NamedTuple):
+    """A request whose jobs run: it, the length of its prompt, its answers, what is ignored."""
+
+    request: GenerationRequest
+    prompt_tokens: int
+    choices: Sequence[Choice]
+    ignored: Sequence[str]
+
+
 class ResponseStream:
     """The answers to one request while they are generated.
+
+    A task follows them, so that an answer whose client reads slowly, or not at all, ends when the
+    engine has ended it, and holds nothing of the model then.
 
     Attributes:
         request: the request.
@@ -70,8 +82,12 @@ class ResponseStream:
     ) -> None:
         self.ignored = ignored
         self.request, self.prompt_tokens = request, prompt_tokens
-        self._handler, self._choices, self._open = handler, choices, True
+        self._tokenizer, self._metrics = handler.target.tokenizer, handler.metrics
+        self._closed: Callable[[ResponseStream], None] = handler.closed
+        self._choices, self._open = choices, True
         self._start = time.monotonic()
+        self._steps: asyncio.Queue[StepOutput | RequestError | None] = asyncio.Queue()
+        self._following = asyncio.get_running_loop().create_task(self._follow_all())
 
     async def steps(self) -> AsyncIterator[StepOutput]:
         """The steps of each answer in turn; the engine generates them at the same time.
@@ -79,11 +95,10 @@ class ResponseStream:
         Raises `RequestError` if the engine fails or the server stops.
         """
         try:
-            for index, choice in enumerate(self._choices):
-                async for step in self._follow(index, choice):
-                    yield step
-        except DFlashError as error:
-            raise self._handler.request_error(error) from error
+            while (step := await self._steps.get()) is not None:
+                if isinstance(step, RequestError):
+                    raise step
+                yield step
         finally:
             self.close()
 
@@ -93,10 +108,23 @@ class ResponseStream:
             self._open = False
             for choice in self._choices:
                 choice.job.cancel()
-            self._handler.closed(self)
+            self._closed(self)
+
+    async def _follow_all(self) -> None:
+        last = None
+        try:
+            for index, choice in enumerate(self._choices):
+                async for step in self._follow(index, choice):
+                    self._steps.put_nowait(step)
+        except DFlashError as error:
+            last = request_error(error, self._metrics)
+        finally:
+            self._steps.put_nowait(last)
+            self.close()
+            self._choices, self._closed = (), lambda stream: None
 
     async def _follow(self, index: int, choice: Choice) -> AsyncIterator[StepOutput]:
-        metrics, last = self._handler.metrics, self._start
+        metrics, last = self._metrics, self._start
         tokens: list[int] = []
         reasoning, length = "", 0  # of the text
         events = aiter(choice.job)
@@ -128,7 +156,7 @@ class ResponseStream:
     def _finish(
         self, event: Event, tokens: Sequence[int], length: int, reasoning: str, has_calls: bool
     ) -> Finish:
-        tokenizer = self._handler.target.tokenizer
+        tokenizer = self._tokenizer
         count = len(tokenizer.encode(reasoning, add_special_tokens=False)) if reasoning else 0
         if event.finish_reason == "length":
             return Finish("length", event.stats, count)
@@ -141,17 +169,26 @@ class ResponseStream:
         """The log-probabilities of a step's tokens, without an EOS token."""
         if recorder is None:
             return None
-        eos_ids = self._handler.target.tokenizer.eos_token_ids
+        eos_ids = self._tokenizer.eos_token_ids
         return [one for one in recorder.take(event.tokens) if one.chosen.token not in eos_ids]
 
     def _stop_string(self, tokens: Sequence[int], length: int) -> str | None:
         """The stop string that ended a text of this length; None if an EOS token did."""
-        tokenizer = self._handler.target.tokenizer
+        tokenizer = self._tokenizer
         stops = self.request.settings.get("stop") or ()
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
             return None
         text = text_of(tokenizer, tokens, self.request.continues_text)
         return min((stop for stop in stops if text.startswith(stop, length)), default=None)
+
+
+def request_error(error: DFlashError, metrics: Metrics) -> RequestError:
+    """What the client gets for an error. A failure of ours is also logged and counted."""
+    found = from_library(error)
+    if found.status == 500:
+        metrics.failed.inc()
+        log.error("an answer could not be finished: %s", error, exc_info=error.__cause__)
+    return found
 
 
 class RequestHandler:
@@ -217,7 +254,9 @@ class RequestHandler:
         """The token ids of a request's prompt. Raises `RequestError`."""
         loop = asyncio.get_running_loop()
         request, _ = self._with_template(request)
-        return await loop.run_in_executor(self._workers, encode, self.target, self.form, request)
+        of = self.target, self.form, request
+        ids, _ = await loop.run_in_executor(self._workers, encode, *of)
+        return ids
 
     async def start(
         self, requests: Sequence[GenerationRequest], salt: str = ""
@@ -235,26 +274,19 @@ class RequestHandler:
         self._reserve(count)
         if not (self.busy or self._engine.busy):
             self._busy_since = time.monotonic()
-        loop, streams = asyncio.get_running_loop(), list[ResponseStream]()
+        loop, started = asyncio.get_running_loop(), list[Started]()
         try:
-            streams = await loop.run_in_executor(self._workers, self._start, requests, salt)
+            started = await loop.run_in_executor(self._workers, self._start, requests, salt)
         except DFlashError as error:
-            raise self.request_error(error) from error
+            raise request_error(error, self.metrics) from error
         finally:
-            if not streams:
+            if not started:
                 self._release(count)
+        streams = [ResponseStream(self, *one) for one in started]
         self._streams.update(streams)
         if self._aborted:
             self.abort()
         return streams
-
-    def request_error(self, error: DFlashError) -> RequestError:
-        """What the client gets for an error. A failure of ours is also logged and counted."""
-        found = from_library(error)
-        if found.status == 500:
-            self.metrics.failed.inc()
-            log.error("an answer could not be finished: %s", error, exc_info=error.__cause__)
-        return found
 
     def closed(self, stream: ResponseStream) -> None:
         """A `ResponseStream` has ended."""
@@ -303,21 +335,19 @@ class RequestHandler:
 
     # These run in a worker thread.
 
-    def _start(self, requests: Sequence[GenerationRequest], salt: str) -> list[ResponseStream]:
+    def _start(self, requests: Sequence[GenerationRequest], salt: str) -> list[Started]:
         with ExitStack() as unless_all:
-            streams = [self._start_one(request, salt, unless_all) for request in requests]
+            started = [self._start_one(request, salt, unless_all) for request in requests]
             unless_all.pop_all()
-        return streams
+        return started
 
-    def _start_one(
-        self, request: GenerationRequest, salt: str, unless_all: ExitStack
-    ) -> ResponseStream:
+    def _start_one(self, request: GenerationRequest, salt: str, unless_all: ExitStack) -> Started:
         """Submit a request's jobs. `unless_all` cancels them if another one fails."""
         request, ignored = self._with_template(request)
-        ids = encode(self.target, self.form, request)
+        ids, branches = encode(self.target, self.form, request)
         thinks_first = self.form.starts_in_thought(self.target.tokenizer, ids)
         grammars = self._grammars.make(request, thinks_first)
-        settings = self._defaults | dict(request.settings)
+        settings = self._defaults | dict(request.settings) | {"branches": branches}
         if salt:
             settings["salt"] = salt
         if request.continues_text:
@@ -342,7 +372,7 @@ class RequestHandler:
         if request.schema is not None and request.tool_choice == "auto" and request.tools:
             if not self._grammars.may_call_beside_schema:
                 ignored.append("tools beside a response format")
-        return ResponseStream(self, request, len(ids), choices, ignored)
+        return Started(request, len(ids), choices, ignored)
 
     def _with_template(self, request: GenerationRequest) -> tuple[GenerationRequest, list[str]]:
         """A request with all variables of the chat template, and what is ignored of it.

@@ -1,8 +1,8 @@
 """The models that a server offers: loaded when a request names them, and unloaded when idle.
 
 A model that does not fit beside the loaded ones takes the memory of the one that was used longest
-ago, after its last answer. Requests wait meanwhile, in their order, so that two models that share
-the memory take turns.
+ago, after its last answer. Requests for these two wait meanwhile, in their order, so that two
+models that share the memory take turns; requests for other models do not wait.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class OfferedModel:
         aliases: other names in requests.
         used: when a request was last answered.
         created: when it was loaded last, or offered, in seconds since 1970.
+        lock: held while it is loaded, waits to be unloaded, or is unloaded.
     """
 
     name: str
@@ -48,6 +49,7 @@ class OfferedModel:
     aliases: Sequence[str] = ()
     used: float = 0.0
     created: int = field(default_factory=lambda: int(time.time()))
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def info(self) -> ModelInfo:
@@ -77,7 +79,7 @@ class Models:
     ) -> None:
         self.offered, self._idle_seconds, self._clock = list(offered), idle_seconds, clock
         self._stopping = False
-        self._lock = asyncio.Lock()  # held while models come and go
+        self._room = asyncio.Lock()  # held by the one model that others make room for
         self._thread = ThreadPoolExecutor(1, "dflash-load", clean_up_at_end)
         for model in self._loaded:
             model.used = clock()
@@ -141,61 +143,78 @@ class Models:
         Raises `RequestError`: 404 as `find`, 500 or 503 if the model cannot be loaded.
         """
         model = self.find(name)
-        async with self._lock:
-            while model.handler is None:
-                if self._stopping:
-                    message = "The server is shutting down."
-                    raise RequestError(message, 503, retry_after=RETRY_SECONDS)
-                await self._load(model)
+        async with model.lock:
+            if model.handler is None and not await self._load(model):
+                async with self._room:
+                    while not await self._load(model):
+                        await self._make_room(model)
+            assert model.handler is not None
             model.used = self._clock()
             return model, model.handler
 
     async def unload(self, name: str) -> bool:
         """Unload a model, unless it is busy or stays. Whether it is unloaded; raises as `find`."""
         model = self.find(name)
-        async with self._lock:
+        async with model.lock:
             if model.handler is not None and model.handler.idle.is_set():
                 await self._unload(model)
-        return model.handler is None
+            return model.handler is None
 
     async def unload_idle(self) -> None:
         """Unload the models that no request has used for `idle_seconds`."""
-        if self._idle_seconds is None or self._lock.locked() or self.draining:
+        if self._idle_seconds is None or self.draining:
             return
-        async with self._lock:
-            for model in self._loaded:
-                assert model.handler is not None
-                if not model.handler.idle.is_set():
-                    model.used = self._clock()
-                elif self._clock() - model.used >= self._idle_seconds:
+        for model in self._loaded:
+            if model.lock.locked() or model.handler is None:
+                continue
+            if not model.handler.idle.is_set():
+                model.used = self._clock()
+            elif self._clock() - model.used >= self._idle_seconds:
+                async with model.lock:
                     await self._unload(model)
 
-    async def _load(self, model: OfferedModel) -> None:
-        """Load a model, or make room for it. Raises `RequestError`."""
+    async def _load(self, model: OfferedModel) -> bool:
+        """Load a model; whether it fits beside the loaded ones. Raises `RequestError`."""
+        if self._stopping:
+            message = "The server is shutting down."
+            raise RequestError(message, 503, retry_after=RETRY_SECONDS)
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._thread, _open, model)
         except NotEnoughMemoryError as error:
-            others = [one for one in self._loaded if one.load is not None]
-            if not others:
+            if not any(one.load is not None for one in self._loaded):
                 log.error("%s cannot be loaded: %s", model.name, error)
                 message = f"{model.name} does not fit into this machine's memory."
                 raise RequestError(message, 503) from error
-            oldest = min(others, key=lambda one: one.used)
-            assert oldest.handler is not None
-            await oldest.handler.idle.wait()
-            await self._unload(oldest)
+            return False
         except DFlashError as error:
             log.error("%s cannot be loaded: %s", model.name, error)
             # The error may name a folder of this machine.
             message = f"{model.name} cannot be loaded: see the server's log."
             raise RequestError(message, 500) from error
+        return True
+
+    async def _make_room(self, model: OfferedModel) -> None:
+        """Unload the model that was used longest ago, after its last answer."""
+        others = [one for one in self._loaded if one.load is not None]
+        oldest = min(others, key=lambda one: one.used, default=None)
+        if oldest is None:  # unloaded meanwhile
+            return
+        async with oldest.lock:
+            if oldest.handler is not None:
+                await oldest.handler.idle.wait()
+                await self._unload(oldest)
 
     async def _unload(self, model: OfferedModel) -> None:
-        loop = asyncio.get_running_loop()
-        if model.load is not None:
-            await loop.run_in_executor(self._thread, _close, model)
+        """Unload a model that is idle; its lock is held."""
+        handler = model.handler
+        if model.load is not None and handler is not None:
+            model.handler = None  # before the thread: no request may get it any more
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, handler.close)
+            del handler
             await loop.run_in_executor(self._thread, _free)
+            log.info("%s is unloaded", model.name)
 
 
 def _open(model: OfferedModel) -> None:
@@ -205,13 +224,6 @@ def _open(model: OfferedModel) -> None:
     model.handler = model.load(mx.get_active_memory())
     model.created = int(time.time())
     log.info("%s is loaded", model.name)
-
-
-def _close(model: OfferedModel) -> None:
-    assert model.handler is not None
-    model.handler.close()
-    model.handler = None
-    log.info("%s is unloaded", model.name)
 
 
 def _free() -> None:

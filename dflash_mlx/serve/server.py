@@ -12,14 +12,12 @@ import socket
 import time
 from typing import TYPE_CHECKING, Final
 
-import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ..errors import ServerError
 from .auth import Auth
@@ -35,46 +33,6 @@ MAX_HEADER_BYTES: Final = 2**16
 GRACE_SECONDS: Final = 5  # for interrupted answers to send their last event
 POLL_SECONDS: Final = 0.05
 LOADING: Final = "The model is still loading: try again in a moment."
-
-
-class Protocol(H11Protocol):
-    """uvicorn's protocol, which also closes a connection whose request does not come.
-
-    A request's head may take as long as an idle connection stays open between two requests. When
-    there are too many connections, the one goes that has not brought its request for longest.
-    """
-
-    opened = 0.0  # by the event loop's clock
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the clock."""
-        super().connection_made(transport)
-        handler = self.timeout_keep_alive_handler
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, handler)
-        self.opened = self.loop.time()
-        most, self.limit_concurrency = self.limit_concurrency or MAX_CONNECTIONS, None
-        found = [one for one in self.connections if isinstance(one, Protocol)]
-        others = [one for one in found if one is not self and not one.transport.is_closing()]
-        if len(others) >= most:
-            waiting = [one for one in others if one.awaits_request]
-            if waiting:
-                min(waiting, key=lambda one: one.opened).transport.abort()
-            else:
-                self.limit_concurrency = 0  # uvicorn answers 503
-
-    @property
-    def awaits_request(self) -> bool:
-        """Whether a part of a request is missing."""
-        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
-
-    def data_received(self, data: bytes) -> None:
-        """Stop the clock when the head is complete, and not when a part of it comes."""
-        timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
-        super().data_received(data)
-        if self.conn.their_state is h11.IDLE:
-            self.timeout_keep_alive_task = timer
-        elif timer is not None:
-            timer.cancel()
 
 
 class APIServer(uvicorn.Server):
@@ -93,7 +51,7 @@ class APIServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 self._call_app,
-                http=Protocol,
+                http="h11",
                 ws="none",
                 lifespan="off",
                 interface="asgi3",

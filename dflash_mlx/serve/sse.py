@@ -13,6 +13,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 PING_SECONDS: Final = 5.0
+WRITE_SECONDS: Final = 60.0  # for a client to read what was sent before
 DONE: Final = b"data: [DONE]\n\n"
 
 Result = TypeVar("Result")
@@ -54,20 +55,25 @@ class EventStream(StreamingResponse):
             async with aclosing(self._frames) as frames:
                 async for content in frames:
                     self._silent = False
-                    await send({"type": "http.response.body", "body": content, "more_body": True})
+                    async with asyncio.timeout(WRITE_SECONDS):
+                        await send(_body(content))
+        except TimeoutError:  # the client has stopped reading
+            return
         finally:
             pinging.cancel()
             await asyncio.wait([pinging])
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send(_body(b"", False))
 
     async def _send_pings(self, send: Send) -> None:
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self._silent:
-                await send(
-                    {"type": "http.response.body", "body": self._response.ping(), "more_body": True}
-                )
+                await send(_body(self._response.ping()))
             self._silent = True
+
+
+def _body(content: bytes, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": content, "more_body": more}
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -21,7 +21,7 @@ from ..answers.calls import JsonCalls
 from ..answers.families import HARMONY, AnswerFormat, Family
 from ..chat_template import TemplateLimitError, apply_chat_template
 from ..errors import PromptError
-from ..prompt import check_ids, token_ids
+from ..prompt import branch_points, check_ids, token_ids
 from ..validation import ErrorWrapper
 from .errors import RequestError, too_long
 from .request import GenerationRequest, Tool
@@ -38,17 +38,21 @@ _RESERVED: Final = {
 }
 
 
-def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> list[int]:
-    """The token ids of a request's prompt.
+def encode(
+    target: Target, form: AnswerFormat, request: GenerationRequest
+) -> tuple[list[int], list[int]]:
+    """The token ids of a request's prompt, and where other chats may diverge from it.
 
     Raises `RequestError` if the template refuses it, or it is too long.
     """
     tokenizer, field, prompt = target.tokenizer, request.prompt_field, request.prompt
+    branches: list[int] = []
     try:
         if prompt and isinstance(prompt[0], Mapping):
-            text = _render(tokenizer, form, request)
+            text, messages, settings = _render(tokenizer, form, request)
             with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt"):
                 ids = list(tokenizer.encode(text, add_special_tokens=False))
+            branches = branch_points(target, messages, ids, settings)
         else:
             ids = token_ids(tokenizer, prompt)
         check_ids(target, ids)
@@ -56,10 +60,13 @@ def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> li
         raise RequestError(str(error), param=field) from error
     if len(ids) >= target.context_length:
         raise too_long(len(ids), target.context_length - 1, field)
-    return ids
+    return ids, branches
 
 
-def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> str:
+Rendered = tuple[str, Sequence[Message], Mapping[str, Any]]  # of these messages and variables
+
+
+def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> Rendered:
     """The text of a chat. Raises `PromptError`, the template's first one, or `RequestError`."""
     if not tokenizer.has_chat_template:
         raise PromptError("The model has no chat template: use completions.")
@@ -78,7 +85,7 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> s
         messages = merge_messages([system, *messages])
     messages = for_family(messages, form.family)
     first: PromptError | None = None
-    partly = ""
+    partly: Rendered | None = None
     for attempt in _attempts(messages, form.family):
         try:
             with ErrorWrapper(PromptError, "The chat template refuses these messages"):
@@ -96,9 +103,9 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> s
             continue
         missing = {one["role"] for one in messages for word in _words(one) if word not in text}
         if not missing:
-            return text
+            return text, attempt, settings
         if "system" not in missing:
-            partly = partly or text
+            partly = partly or (text, attempt, settings)
     if partly:
         return partly
     raise first or PromptError("The chat template leaves out system messages.")

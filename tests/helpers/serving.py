@@ -128,8 +128,9 @@ class FakeEngine:
     submitted: list[tuple[list[int], dict[str, Any]]] = field(default_factory=list)
     jobs: list[FakeJob] = field(default_factory=list)
 
-    def submit(self, prompt, **settings):
+    def submit(self, prompt, branches=(), **settings):
         self.submitted.append((list(prompt), settings))
+        self.branches = list(branches)
         stats = Stats(prompt_tokens=len(prompt), reused_tokens=self.cached)
         job = FakeJob(list(self._events(stats)), self.error, waits=self.reason is None)
         self.jobs.append(job)

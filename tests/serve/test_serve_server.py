@@ -87,46 +87,6 @@ def test_more_answers_than_the_limit_get_503(target, monkeypatch):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("sent", [b"", HEALTH[:-2], post()[:-1]], ids=["nothing", "head", "body"])
-def test_requests_that_never_come_keep_nobody_out(target, monkeypatch, sent):
-    """Those that wait for longest go. An answer goes on."""
-    monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 8)
-
-    async def run():
-        async with running(FakeEngine(target, ["Hello"], reason=None)) as server:
-            reading, busy = await connect(server, post(stream=True))
-            await until(lambda: server.handler.busy)
-            for _ in range(5):
-                silent = [await connect(server, sent) for _ in range(9)]
-                reader, writer = await connect(server, HEALTH)
-                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-                for one in (writer, silent[-1][1]):
-                    one.close()
-            assert server.handler.busy and (await reading.readline()).startswith(b"HTTP/1.1 200")
-            busy.close()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("sent", [b"", HEALTH[:-2], HEALTH + HEALTH[:9]])
-def test_a_connection_whose_request_does_not_come_is_closed(target, sent):
-    async def run():
-        async with running(FakeEngine(target)) as server:
-            server.config.timeout_keep_alive = 0.01
-            reader, writer = await connect(server, sent)
-            async with asyncio.timeout(20):
-                assert (await reader.read()).count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\n")
-            writer.close()
-            server.config.timeout_keep_alive = 60
-            _, writer = await connect(server, post()[:-1])
-            await until(lambda: server.server_state.tasks)
-            (connection,) = server.server_state.connections
-            assert connection.timeout_keep_alive_task is None  # the body has its own time
-            writer.close()
-
-    asyncio.run(run())
-
-
 def test_headers_are_bounded(target):
     async def run():
         async with running(FakeEngine(target)) as server:
