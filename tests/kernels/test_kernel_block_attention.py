@@ -17,7 +17,7 @@ from kernel_check import (
     within_rounding,
 )
 from kernel_trees import random_tree
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.block_attention import (
@@ -337,3 +337,51 @@ def test_what_does_not_fit_is_refused(kernel):
         for attention in (kernel, block_attention_reference):
             with pytest.raises(KernelError, match="Block attention has no kernel"):
                 attention(*args, **named | extra)
+
+
+@pytest.mark.parametrize("length", [17_000, 33_100, 66_100])
+def test_long_contexts(length):
+    """More keys than 16 bits count, and more chunks than fit any fixed number; the newest weigh."""
+    quick = BlockAttention(kernel_factory(checked=False))
+    mx.random.seed(length)
+    q, k, v = (mx.random.normal((1, 1, n, 64)) for n in (2, length, length))
+    k[:, :, -500:] *= 3
+    args = [q, k, v], {"scale": 0.125, "window": length - 100}
+    assert (
+        relative_error(quick(*args[0], **args[1]), block_attention_reference(*args[0], **args[1]))
+        < 1e-4
+    )
+    tree = TreeMask(mx.array([length - 2, length - 1]), mx.array([[True, False], [True, True]]))
+    y = quick(*args[0], scale=0.125, tree=tree)
+    assert relative_error(y, block_attention_reference(*args[0], scale=0.125)) < 1e-4
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_a_cache_is_read_where_it_lies(bits):
+    """mlx-lm's caches have room for 256 rows: what they return is a slice of each head's."""
+    copied: list[str] = []
+    seen: list[mx.array] = []
+
+    def factory(**definition):
+        kernel = kernel_factory()(**definition)
+        if definition.get("ensure_row_contiguous", True) and "keys" in definition["input_names"]:
+            copied.append(definition["name"])
+
+        def launch(inputs, **call):
+            seen.extend(inputs)
+            return kernel(inputs=inputs, **call)
+
+        return launch
+
+    cache = KVCache() if bits is None else QuantizedKVCache(group_size=32, bits=bits)
+    mx.random.seed(4)
+    q = mx.random.normal((1, 6, 4, 64))
+    stored = cache.update_and_fetch(*(mx.random.normal((1, 3, 40, 64)) for _ in range(2)))
+    arrays = list(stored)
+    if bits is not None:
+        arrays = [part for parts in stored for part in parts]
+        stored = [AffineWeights(*parts, bits, 32) for parts in stored]
+    y = BlockAttention(factory)(q, *stored, scale=0.1)
+    truth = block_attention_reference(q, *map(dequantized, stored), scale=0.1)
+    assert relative_error(y, truth) < 1e-5
+    assert not copied and all(any(given is array for given in seen) for array in arrays)

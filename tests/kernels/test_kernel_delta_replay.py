@@ -38,6 +38,7 @@ CASES = [
     (mx.float32, 16, (2, 4), (128, 6), False),
     (mx.float16, 9, (1, 3), (192, 16), False),
     (mx.bfloat16, 16, (2, 2), (64, 8), False),
+    (mx.float32, 64, (1, 2), (32, 4), False),
     (mx.float32, 64, (1, 2), (128, 4), True),
     (mx.float16, 21, (2, 6), (48, 5), True),
     (mx.bfloat16, 8, (1, 1), (256, 8), True),
@@ -234,3 +235,12 @@ def test_what_does_not_fit_is_refused(verify, replay):
             rule(queries[:, :2], *tape)
         with pytest.raises(KernelError, match="2 parents for 3 rows"):
             rule(queries, *tape, [-1, 0])
+
+
+@pytest.mark.parametrize("rows", [33, MOST_NODES])
+def test_the_replay_of_a_whole_draft(replay, rows):
+    """As after a long lookup draft in exact decoding: every row is kept."""
+    _, *tape = draft(mx.float32, rows, (1, 2), (32, 4), decay=(0.9, 1.0))
+    following = replay(*tape, mx.arange(rows), rows)
+    _, _, states = rule([tape[0], *tape], list(range(-1, rows - 1)))
+    assert is_state(following, states[-1])

@@ -130,6 +130,8 @@ def test_other_weights_are_refused(shape, dtype, bits):
         ("applegpu_g17s", "26.4", True),
         ("applegpu_g17g", "27.0.1", True),
         ("applegpu_g18d", "26.5.2", True),
+        ("applegpu_g18d", "26.10", True),
+        ("applegpu_g18d", "100.0", True),
         ("applegpu_g17s", "26.3.1", False),
         ("applegpu_g16s", "27.0", False),
         ("applegpu_g17p", "27.0", False),
