@@ -18,7 +18,7 @@ from .pair import Pair, open_pair
 if TYPE_CHECKING:
     from dflash_mlx.targets.autotune import Timing
 
-MILLISECONDS, MICROSECONDS = 1e3, 1e6
+MILLISECONDS = 1e3
 PROMPT, TOKENS = "Count from 1 to 40.", 48
 ROWS = (1, 2, 4, 8, 12, 16)
 SECONDS, REPEATS = 60.0, 5  # of timing kernels; loading takes 3 and 2
@@ -75,17 +75,17 @@ def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing
 
 
 def _kernel_table(timings: list[Timing]) -> Table:
-    """The timings, stock / ours."""
+    """The timings, without / with each group of our kernels."""
     counts = sorted({rows for timing in timings for rows in timing.stock})
-    table = make_table("microseconds, stock/ours", "layers", *map(str, counts))
+    table = make_table("milliseconds of a verify, without/with our kernels", *map(str, counts))
     for timing in timings:
         cells = [
-            f"{MICROSECONDS * timing.stock[rows]:.0f}/{MICROSECONDS * timing.ours[rows]:.0f}"
+            f"{MILLISECONDS * timing.stock[rows]:.3g}/{MILLISECONDS * timing.ours[rows]:.3g}"
             if rows in timing.stock
             else NOTHING
             for rows in counts
         ]
-        table.add_row(timing.key, f"{timing.layers}", *cells)
+        table.add_row(timing.key, *cells)
     return table
 
 

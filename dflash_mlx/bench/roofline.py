@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import ConfigError, SettingsError
-from ..kernels.choose import guess, stock_seconds, tile_seconds
+from ..kernels.costs import guess, stock_seconds, tile_seconds
 from ..kernels.shapes import Matrix, matrices
 from ..loading.quantization import Quantization
 from ..machine.chips import Chip

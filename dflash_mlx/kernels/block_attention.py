@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..errors import KernelError
+from .selfcheck import Check, Noise, Proofs
 from .source import FEWEST, KernelFactory, Launch, dtype_name, in_device_memory, metal_source
 from .weights import FLOATS, AffineWeights, dequantized, kind
 
@@ -86,9 +87,15 @@ class BlockAttention:
 
     Args:
         metal_kernel: the factory of its kernels.
+        proofs: the launches that are known to be right here.
     """
 
-    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+    def __init__(
+        self,
+        metal_kernel: KernelFactory = mx.fast.metal_kernel,
+        proofs: Proofs | None = None,
+    ) -> None:
+        self._proofs = proofs or Proofs()
         header = metal_source("block_attention.metal")
         stored = ["keys", "values"]
         quantized = ["keys", "key_scales", "key_biases", "values", "value_scales", "value_biases"]
@@ -151,13 +158,59 @@ class BlockAttention:
             if len(self._launches) >= MOST_STEPS:
                 self._launches.clear()
             given = queries, keys, values, scale, first, window, sinks, tree
-            prepared = self._launches[key] = self._prepare(*given)
+            prepared = self._prepare(*given)
+            self._proofs.require(self._check(queries, keys, window, sinks, tree))
+            self._launches[key] = prepared
+        return self._launch(prepared, queries, keys, values, sinks)
+
+    def _launch(
+        self,
+        prepared: Launches,
+        queries: mx.array,
+        keys: mx.array | AffineWeights,
+        values: mx.array | AffineWeights,
+        sinks: mx.array | None,
+    ) -> mx.array:
         attend, numbers, merge, counts, _ = prepared
         inputs = [mx.contiguous(queries), *_arrays(keys), *_arrays(values), *numbers]
         partial, stats = attend(inputs=inputs)
         weights = self._no_sinks if sinks is None else self._in_float32(sinks)
         sums = in_device_memory(partial), in_device_memory(stats)
         return merge(inputs=[*sums, weights, *counts])[0]
+
+    def _check(
+        self,
+        queries: mx.array,
+        keys: mx.array | AffineWeights,
+        window: int | None,
+        sinks: mx.array | None,
+        tree: TreeMask | None,
+    ) -> Check:
+        """The check of calls of this form: so many rows across the end of a chunk of keys."""
+        (_, heads, rows, dim), key_heads = queries.shape, keys.shape[1]
+        length, shape = rows + 30, "a chain" if tree is None else "a tree"
+        key = f"attention {heads}/{key_heads} heads of {dim} in {dtype_name(queries)}, {shape} of "
+        key += f"{rows}" + " in a window" * bool(window) + " with sinks" * (sinks is not None)
+        noise, first = Noise(queries.dtype), CHUNK - length // 2
+        stored: list[Any] = [noise(1, key_heads, length, dim) for _ in range(2)]
+        if isinstance(keys, AffineWeights):
+            key += f" over {keys.bits}-bit keys g{keys.group_size}"
+            form = keys.bits, keys.group_size
+            parts = [mx.quantize(x, group_size=form[1], bits=form[0]) for x in stored]
+            stored = [AffineWeights(*of, *form) for of in parts]
+        given = noise(*queries.shape), stored[0], stored[1]
+        named: dict[str, Any] = {"scale": dim**-0.5, "first": first, "window": window}
+        named["sinks"] = None if sinks is None else noise(heads)
+        named["tree"] = None if tree is None else _binary_tree(rows, first + length - rows)
+
+        def ours() -> list[mx.array]:
+            return [self._launch(self._prepare(*given, **named), *given, named["sinks"])]
+
+        def reference() -> list[mx.array]:
+            exact = [dequantized(x) for x in given]
+            return [block_attention_reference(*exact, **named)]
+
+        return Check(key, f"{key},", ours, reference)
 
     def _in_float32(self, sinks: mx.array) -> mx.array:
         """A layer's sinks as the kernel takes them, computed once."""
@@ -276,6 +329,14 @@ def check(
             f"Block attention has no kernel for queries {queries.shape} in {dtype_name(queries)}, "
             f"keys {keys.shape}, values {values.shape} and their sinks or tree."
         )
+
+
+def _binary_tree(nodes: int, position: int) -> TreeMask:
+    """A binary tree, row by row from the root."""
+    ancestors = mx.eye(nodes, dtype=mx.bool_)
+    for node in range(1, nodes):
+        ancestors[node] = ancestors[node] | ancestors[(node - 1) // 2]
+    return TreeMask(position - 1 + ancestors.sum(axis=-1), ancestors)
 
 
 def _tiling(rows: int, queries: mx.array) -> tuple[int, int]:

@@ -9,11 +9,14 @@ The rule is that of Gated DeltaNet (arXiv 2412.06464), as in mlx-lm's `gated_del
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
 from ..errors import KernelError
+from .selfcheck import Check, Noise, Proofs
 from .source import KernelFactory, dtype_name, in_device_memory, metal_source
 from .weights import FLOATS
 
@@ -44,9 +47,15 @@ class DeltaVerify:
 
     Args:
         metal_kernel: the factory of its kernels.
+        proofs: the launches that are known to be right here.
     """
 
-    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+    def __init__(
+        self,
+        metal_kernel: KernelFactory = mx.fast.metal_kernel,
+        proofs: Proofs | None = None,
+    ) -> None:
+        self._proofs, self._known = proofs or Proofs(), set[Any]()
         header = metal_source("delta_replay.metal")
         self._chain = metal_kernel(
             name="delta_verify_chain",
@@ -92,7 +101,24 @@ class DeltaVerify:
         """
         check(keys, values, decay, beta, state)
         check_verify(queries, keys, parents)
-        tape, launch = _launch(keys, values, decay, beta, state)
+        form = parents is None, keys.shape, values.shape, keys.dtype, beta.dtype
+        if form not in self._known:
+            nodes = range(keys.shape[1])
+            tree = None if parents is None else [(n - 1) // 2 if n else -1 for n in nodes]
+            rules = (
+                partial(self._verify, parents=tree),
+                partial(delta_verify_reference, parents=tree),
+            )
+            what = "a chain of" if tree is None else "a tree of"
+            self._proofs.require(_check(what, *rules, keys, values, beta, with_queries=True))
+            self._known.add(form)
+        return self._verify(queries, keys, values, decay, beta, state, parents=parents)
+
+    def _verify(
+        self, queries: mx.array, *given: mx.array, parents: Sequence[int] | None
+    ) -> tuple[mx.array, mx.array | None]:
+        keys, values, *_, state = given
+        tape, launch = _launch(*given)
         tape.append(in_device_memory(queries))
         nodes = mx.array(keys.shape[1], mx.int32)
         if parents is None:
@@ -121,9 +147,15 @@ class DeltaReplay:
 
     Args:
         metal_kernel: the factory of its kernel.
+        proofs: as of `DeltaVerify`.
     """
 
-    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+    def __init__(
+        self,
+        metal_kernel: KernelFactory = mx.fast.metal_kernel,
+        proofs: Proofs | None = None,
+    ) -> None:
+        self._proofs, self._known = proofs or Proofs(), set[Any]()
         self._replay = metal_kernel(
             name="delta_replay",
             input_names=[*_TAPE, "kept", "count"],
@@ -157,7 +189,18 @@ class DeltaReplay:
             KernelError: as `DeltaVerify`.
         """
         check(keys, values, decay, beta, state)
-        tape, launch = _launch(keys, values, decay, beta, state)
+        form = keys.shape, values.shape, keys.dtype, beta.dtype
+        if form not in self._known:
+            rows = mx.arange(keys.shape[1])
+            given: dict[str, Any] = {"kept": rows, "count": rows.size}
+            rules = partial(self._next, **given), partial(delta_replay_reference, **given)
+            self._proofs.require(_check("the replay of", *rules, keys, values, beta))
+            self._known.add(form)
+        return self._next(keys, values, decay, beta, state, kept=kept, count=count)
+
+    def _next(self, *given: mx.array, kept: mx.array, count: mx.array | int) -> mx.array:
+        tape, launch = _launch(*given)
+        state = given[-1]
         kept, count = in_device_memory(kept.astype(mx.int32)), mx.array(count, mx.int32)
         (following,) = self._replay(
             inputs=[*tape, kept, count],
@@ -206,6 +249,33 @@ def delta_replay_reference(
         row = (mx.take(x, kept[i : i + 1], axis=1)[:, 0] for x in (keys, values, decay, beta))
         state = mx.where(i < mx.array(count), _step(state, *row), state)
     return state
+
+
+def _check(
+    what: str,
+    ours: Callable[..., Any],
+    reference: Callable[..., Any],
+    keys: mx.array,
+    values: mx.array,
+    beta: mx.array,
+    with_queries: bool = False,
+) -> Check:
+    """The check of a rule with random rows of these shapes."""
+    noise, gates = Noise(keys.dtype), values.shape[:3]
+    (_, rows, key_heads, key_dim), (heads, value_dim) = keys.shape, values.shape[2:]
+    directions = [noise(*keys.shape) * key_dim**-0.5 for _ in range(1 + with_queries)]
+    decay, strength = noise.gates(*gates), noise.gates(*gates).astype(beta.dtype)
+    state = noise(1, heads, value_dim, key_dim).astype(mx.float32)
+    given = [*directions, noise(*values.shape), decay, strength, state]
+    key = f"the delta rule of {heads}/{key_heads} heads of {value_dim}x{key_dim} in "
+    key += f"{dtype_name(keys)} and {dtype_name(beta)}, {what} {rows} rows"
+    exact = [x.astype(mx.float32) for x in given]
+
+    def arrays(rule: Callable[..., Any], given: list[mx.array]) -> list[mx.array]:
+        result = rule(*given)
+        return [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
+
+    return Check(key, f"{key},", partial(arrays, ours, given), partial(arrays, reference, exact))
 
 
 def _step(

@@ -20,8 +20,10 @@ import mlx.nn as nn
 from mlx_lm.models import gpt_oss, llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
-from .verify_qkv import VerifyQkv
+from .selfcheck import UnprovenError
 from .weights import Weights
+
+Products = Callable[[mx.array, Sequence[Weights]], Sequence[mx.array]]
 
 
 class VerifyGated(nn.Module):
@@ -29,10 +31,13 @@ class VerifyGated(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., D] -> [..., D]."""
-        if not is_ours(self, rows_of(x)):
-            return super().__call__(x)
-        gate, up = weights(self["gate_proj"]), weights(self["up_proj"])
-        return self["down_proj"](self._kernels.product(x, gate, up))
+        if rows_of(x) in self._rows:
+            gate, up = weights(self["gate_proj"]), weights(self["up_proj"])
+            try:
+                return self["down_proj"](self._kernels.product(x, gate, up))
+            except UnprovenError:
+                pass
+        return super().__call__(x)
 
 
 class VerifySwitchGLU(SwitchGLU):
@@ -40,8 +45,14 @@ class VerifySwitchGLU(SwitchGLU):
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         """x [..., D] of tokens sent to experts [..., k] -> [..., k, D]."""
-        if not is_ours(self, indices.size // indices.shape[-1]):
-            return super().__call__(x, indices)
+        if indices.size // indices.shape[-1] in self._rows:
+            try:
+                return self._on_ours(x, indices)
+            except UnprovenError:
+                pass
+        return super().__call__(x, indices)
+
+    def _on_ours(self, x: mx.array, indices: mx.array) -> mx.array:
         gate, up = self["gate_proj"], self["up_proj"]
         if self._shares_launch:
             y = self._kernels.experts(x, weights(gate), indices, weights(up))
@@ -59,7 +70,7 @@ class FusedProjections(threading.local):
         layers: the layers, in the kernel's order.
     """
 
-    def __init__(self, kernel: VerifyQkv, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, kernel: Products, layers: Sequence[nn.Module]) -> None:
         self._kernel, self._layers = kernel, tuple(layers)
         self._places = {id(layer): place for place, layer in enumerate(layers)}
         self._x: mx.array | None = None  # the input of the waiting results
@@ -100,27 +111,24 @@ _PROJECTIONS: Mapping[type, Sequence[str]] = {
 }
 
 
-def fuse(model: nn.Module, kernel: VerifyQkv, broken: frozenset[str] = frozenset()) -> None:
-    """Fuse the layers of a model that all run on our kernels, for the same rows.
-
-    Args:
-        model: the model, changed in place.
-        kernel: of the fused projections.
-        broken: `gated_key` or `projections_key` of layers to leave apart.
-    """
+def fuse(model: nn.Module) -> None:
+    """Fuse the layers of a model that run on our kernels for the same rows; changed in place."""
     for unit in model.modules():
         if type(unit) in UNITS and _same_rows(getattr(unit, name) for name in _MLP):
-            unit._shares_launch = gated_key(unit) not in {None, *broken}
+            unit._shares_launch = _can_gate(unit)
             if unit._shares_launch or type(unit) is SwitchGLU:
                 unit._rows, unit._kernels = unit.gate_proj._rows, unit.gate_proj._kernels
                 unit.__class__ = UNITS[type(unit)]
-    for layers in shared_inputs(model):
-        ours = [layer for layer in layers if hasattr(layer, "_rows")]
-        for alike in of_one_form(ours, lambda layer: (layer._rows, on_tensor_units(layer))):
-            if projections_key(alike) not in broken:
-                fused = FusedProjections(kernel, alike)
-                for layer in alike:
-                    layer._fused = fused
+    for sharing in shared_inputs(model):
+        groups: dict[Any, list[Any]] = {}  # by what layers have in common
+        for layer in sharing:
+            if hasattr(layer, "_rows"):
+                form = layer._rows, "scales" in layer and layer._affine.tensor_units
+                groups.setdefault((form, _kind(layer)), []).append(layer)
+        for layers in groups.values():
+            fused = FusedProjections(layers[0]._kernels.product.several, layers)
+            for layer in layers if len(layers) > 1 else ():
+                layer._fused = fused
 
 
 def launches(model: nn.Module) -> Iterator[list[Any]]:
@@ -131,19 +139,15 @@ def launches(model: nn.Module) -> Iterator[list[Any]]:
     yield from shared_inputs(model)
 
 
-def gated_key(unit: Any) -> str | None:
-    """The name of a unit's launch for gate and up; None where they cannot share one."""
+def _can_gate(unit: Any) -> bool:
+    """Whether gate and up of a unit can share a launch."""
     gate, up = unit.gate_proj, unit.up_proj
     if "bias" in gate or "bias" in up:
-        return None
+        return False
     if isinstance(unit, SwitchGLU) and type(unit.activation) is not SwiGLU:
-        return None
+        return False
     same = gate.weight.shape == up.weight.shape and gate.weight.dtype == up.weight.dtype
-    if not same or _kind(gate) != _kind(up):
-        return None
-    _, *quantized = _kind(gate)
-    shape = "x".join(map(str, gate.weight.shape))
-    return " ".join(map(str, ("gate and up", shape, gate.weight.dtype, *quantized)))
+    return same and _kind(gate) == _kind(up)
 
 
 def shared_inputs(model: nn.Module) -> Iterator[list[Any]]:
@@ -151,21 +155,6 @@ def shared_inputs(model: nn.Module) -> Iterator[list[Any]]:
     for module in model.modules():
         if type(module) in _PROJECTIONS:
             yield [getattr(module, name) for name in _PROJECTIONS[type(module)]]
-
-
-def of_one_form(layers: Sequence[Any], form: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    """The groups of several of these layers whose weights are of one kind and one `form`."""
-    groups: dict[Any, list[Any]] = {}
-    for layer in layers:
-        groups.setdefault((_kind(layer), form(layer)), []).append(layer)
-    return (group for group in groups.values() if len(group) > 1)
-
-
-def projections_key(layers: Sequence[Any]) -> str:
-    """The name of a launch for these layers, `of_one_form`."""
-    _, *kind = _kind(layers[0])
-    shapes = " and ".join(f"{layer.weight.shape[0]}" for layer in layers)
-    return f"{shapes} fused x{layers[0].weight.shape[1]} {' '.join(map(str, kind))}"
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:
@@ -181,19 +170,9 @@ def _same_rows(layers: Iterable[Any]) -> bool:
     return len(rows) == 1 and None not in rows
 
 
-def is_ours(layer: Any, rows: int) -> bool:
-    """Whether one of our layers multiplies so many rows with our kernels now."""
-    return rows in layer._rows and layer._kernels.active
-
-
 def rows_of(x: mx.array) -> int:
     """The rows of x [..., K]."""
     return x.size // x.shape[-1]
-
-
-def on_tensor_units(layer: Any) -> bool:
-    """Whether one of our layers multiplies on an M5's tensor units."""
-    return "scales" in layer and layer._affine.tensor_units
 
 
 def weights(layer: Any) -> Weights:

@@ -8,10 +8,9 @@ through the stock layer. No class is patched, and layers that are left to MLX ar
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -30,12 +29,12 @@ from .choose import (
     tensor_key,
 )
 from .delta_replay import DeltaReplay, DeltaVerify
-from .fused import fuse, is_ours, launches, of_experts, rows_of, weights
+from .fused import fuse, launches, of_experts, rows_of, weights
+from .selfcheck import Proofs, UnprovenError
 from .shapes import Matrix, matrices
 from .source import KernelFactory, guarded
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
-from .verify_qkv import VerifyQkv
 from .weights import aligned, fits_tensor_units, weights_of
 
 EXACT_ROWS = MOST_NODES  # the most rows of a verify that goes through our kernels alone
@@ -51,14 +50,9 @@ class Kernels:
         tensor_units: whether products may run on them; None asks the device where Metal compiles.
 
     Attributes:
-        active: whether layers use them.
         on_device: whether Metal compiles them. What an emulator takes says nothing.
-        splits_stock: whether MLX's attention may run in two calls (`choose.takes_two_calls`).
-        chosen: the rows at which the target runs on them.
+        proofs: the launches that are known to be right here.
     """
-
-    active = True
-    chosen: Rows = MappingProxyType({})
 
     def __init__(
         self,
@@ -70,17 +64,17 @@ class Kernels:
         if large is None:
             large = is_large(str(device.get("device_name", "")))
         self.on_device = metal_kernel is mx.fast.metal_kernel
-        self.splits_stock = self.on_device and large
         if tensor_units is None:
             tensor_units = self.on_device and has_tensor_units(device, platform.mac_ver()[0])
         self.tensor_units = tensor_units
         metal_kernel = guarded(metal_kernel)
         enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
-        self.product = VerifyMatmul(metal_kernel, enough)
-        self.qkv = VerifyQkv(metal_kernel, enough)
-        self.experts = VerifyMatmulMoe(metal_kernel)
-        self.attention = BlockAttention(metal_kernel)
-        self.delta, self.delta_replay = DeltaVerify(metal_kernel), DeltaReplay(metal_kernel)
+        self.proofs = Proofs()
+        self.product = VerifyMatmul(metal_kernel, enough, self.proofs)
+        self.experts = VerifyMatmulMoe(metal_kernel, self.proofs)
+        self.attention = BlockAttention(metal_kernel, self.proofs)
+        self.delta = DeltaVerify(metal_kernel, self.proofs)
+        self.delta_replay = DeltaReplay(metal_kernel, self.proofs)
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,6 @@ class Wiring:
         exact: whether every row of a verify goes through our kernels, so that its bits do not
             depend on the number of rows.
         layers: the path of every swapped layer.
-        broken: the names of kernels that failed their check here and are left to MLX.
         required: whether exact decoding was asked for, so that no kernel may be left to MLX.
     """
 
@@ -101,7 +94,6 @@ class Wiring:
     rows: Rows
     exact: bool
     layers: frozenset[str]
-    broken: frozenset[str] = frozenset()
     required: bool = False
 
     @property
@@ -115,7 +107,12 @@ class OurLinear(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [..., K] -> [..., N]."""
-        return _product(self, x) if is_ours(self, rows_of(x)) else super().__call__(x)
+        if rows_of(x) in self._rows:
+            try:
+                return _product(self, x)
+            except UnprovenError:
+                pass
+        return super().__call__(x)
 
 
 class OurHead(nn.Module):
@@ -123,8 +120,13 @@ class OurHead(nn.Module):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., D] -> logits [..., V]."""
+        if rows_of(x) in self._rows:
+            try:
+                return _product(self, x)
+            except UnprovenError:
+                pass
         stock: Any = super()
-        return _product(self, x) if is_ours(self, rows_of(x)) else stock.as_linear(x)
+        return stock.as_linear(x)
 
 
 class OurSwitchLinear(nn.Module):
@@ -135,9 +137,12 @@ class OurSwitchLinear(nn.Module):
 
         Sorted by expert, x is [tokens * k, 1, K] and the experts [tokens * k].
         """
-        if not is_ours(self, indices.size // self._top_k):
-            return super().__call__(x, indices, sorted_indices)
-        return mx.expand_dims(of_experts(self, x, indices), -2)
+        if indices.size // self._top_k in self._rows:
+            try:
+                return mx.expand_dims(of_experts(self, x, indices), -2)
+            except UnprovenError:
+                pass
+        return super().__call__(x, indices, sorted_indices)
 
 
 class VerifyConv1d(nn.Conv1d):
@@ -177,7 +182,6 @@ def wire(
     kernels: Kernels,
     rows: Rows,
     exact: bool = False,
-    broken: frozenset[str] = frozenset(),
 ) -> Wiring:
     """Swap in the layers that run on our kernels.
 
@@ -187,7 +191,6 @@ def wire(
         kernels: the kernels that the layers run on.
         rows: the rows at which they run, by `Matrix.key`.
         exact: whether to send every verify of up to 64 rows through our kernels instead.
-        broken: the names of kernels that are left to MLX.
 
     Raises `SettingsError` for exact=True with a layer that no kernel of ours can run.
     """
@@ -200,15 +203,14 @@ def wire(
             )
     for path, module, matrix in found:
         of = EXACT if exact else rows.get(matrix.key, NONE)
-        if of and matrix.key not in broken and can_swap(module, matrix):
-            sound = not exact and tensor_key(matrix.key) not in broken
-            tensor_units = sound and uses_tensor_units(module, matrix, kernels, rows)
+        if of and can_swap(module, matrix):
+            tensor_units = not exact and uses_tensor_units(module, matrix, kernels, rows)
             _swap(module, matrix, kernels, of, tensor_units)
             layers.add(path)
-    fuse(model, kernels.qkv, broken)
+    fuse(model)
     if exact:
         _swap_convolutions(model)
-    return Wiring(kernels, rows, exact, frozenset(layers), broken)
+    return Wiring(kernels, rows, exact, frozenset(layers))
 
 
 def will_be_exact(model: nn.Module, config: dict[str, Any], rows: Rows) -> bool:
@@ -261,17 +263,11 @@ def can_swap(module: nn.Module, matrix: Matrix) -> bool:
     return "scales" not in module or module.scales.dtype == module.biases.dtype
 
 
-def can_use_tensor_units(module: nn.Module, matrix: Matrix, kernels: Kernels) -> bool:
-    """Whether this chip has tensor units, and they can multiply by a layer's weights."""
-    if not kernels.tensor_units or not can_swap(module, matrix):
-        return False
-    return fits_tensor_units(weights_of(module))
-
-
 def uses_tensor_units(module: nn.Module, matrix: Matrix, kernels: Kernels, rows: Rows) -> bool:
-    """Whether they do, by the choices in `rows`."""
-    chosen = bool(rows.get(tensor_key(matrix.key)))
-    return chosen and can_use_tensor_units(module, matrix, kernels)
+    """Whether a layer multiplies on this chip's tensor units, by the choices in `rows`."""
+    if not kernels.tensor_units or not rows.get(tensor_key(matrix.key)):
+        return False
+    return can_swap(module, matrix) and fits_tensor_units(weights_of(module))
 
 
 @contextmanager
@@ -284,18 +280,6 @@ def restored(model: nn.Module) -> Iterator[None]:
         for module, original in originals:
             module.__class__ = original
             vars(module).pop("_fused", None)
-
-
-@contextmanager
-def verifying(
-    layers: Sequence[tuple[nn.Module, Matrix]], kernels: Kernels, tensor_units: bool = False
-) -> Iterator[None]:
-    """Run stock layers, each by itself, on our kernels for the code inside."""
-    with ExitStack() as stack:
-        for module, matrix in layers:
-            stack.enter_context(restored(module))
-            _swap(module, matrix, kernels, EXACT, tensor_units)
-        yield
 
 
 def _swap(
@@ -316,9 +300,12 @@ def _swap(
 
 
 def _product(layer: Any, x: mx.array) -> mx.array:
-    fused = layer._fused
-    y = layer._kernels.product(x, weights(layer)) if fused is None else fused(layer, x)
-    return _biased(layer, y)
+    if layer._fused is not None:
+        try:
+            return _biased(layer, layer._fused(layer, x))
+        except UnprovenError:
+            pass
+    return _biased(layer, layer._kernels.product(x, weights(layer)))
 
 
 def _biased(layer: nn.Module, y: mx.array) -> mx.array:

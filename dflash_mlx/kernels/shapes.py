@@ -1,6 +1,6 @@
-"""The shapes of a model's matrices, attention and recurrence, by which kernels are chosen.
+"""The shapes of a model's matrices, by which kernels are chosen and the roofline is drawn.
 
-Autotuning, the guess and the roofline all use this list. Weights may be lazy.
+Weights may be lazy.
 """
 
 from __future__ import annotations
@@ -71,54 +71,6 @@ class Matrix:
         )
 
 
-@dataclass(frozen=True)
-class AttentionShape:
-    """One kind of attention layer.
-
-    Attributes:
-        heads, key_heads, head_dim: of queries, of keys, numbers in a head.
-        dtype: of queries, keys and values.
-        window: positions that a row looks back; None for all.
-        sinks: whether the softmax has sinks.
-        group_size: of quantized keys and values; None where they cannot be quantized.
-    """
-
-    heads: int
-    key_heads: int
-    head_dim: int
-    dtype: mx.Dtype
-    window: int | None = None
-    sinks: bool = False
-    group_size: int | None = None
-
-    @property
-    def key(self) -> str:
-        """As of `attention_key`."""
-        return attention_key(self.heads, self.key_heads, self.head_dim)
-
-
-@dataclass(frozen=True)
-class DeltaShape:
-    """One kind of Gated DeltaNet layer.
-
-    Attributes:
-        key_heads, heads: of keys and of values.
-        key_dim, value_dim: numbers in a head of each.
-        dtype: of keys and values.
-    """
-
-    key_heads: int
-    heads: int
-    key_dim: int
-    value_dim: int
-    dtype: mx.Dtype
-
-    @property
-    def key(self) -> str:
-        """Its name in messages."""
-        return f"delta rule {self.heads}/{self.key_heads} heads of {self.value_dim}x{self.key_dim}"
-
-
 def matrices(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, nn.Module, Matrix]]:
     """Every matrix that a forward multiplies by: its path, its module and its shape.
 
@@ -142,11 +94,6 @@ def matrices(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, nn
 def attention_key(heads: int, key_heads: int, head_dim: int) -> str:
     """The name of an attention shape in tables: `attention 32/8 heads of 128`."""
     return f"attention {heads}/{key_heads} heads of {head_dim}"
-
-
-def key_over(key: str, bits: int | None) -> str:
-    """The name of attention over quantized keys; `bits` is None for plain keys."""
-    return key if bits is None else f"{key} over {bits}-bit keys"
 
 
 def top_k(config: dict[str, Any]) -> int:

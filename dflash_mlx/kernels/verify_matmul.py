@@ -1,22 +1,28 @@
-"""x w^T for the few rows of a verify, and the gated unit silu(x gate^T) (x up^T) in one pass.
+"""x w^T for the few rows of a verify: of one matrix, of several, and gated.
 
 Stock kernels change with the number of rows, and use 32-row tiles for 16 rows.
-`metal/verify_matmul.metal` has tiles of 16 rows and one order of sums for any number of rows.
+`metal/verify_matmul.metal` has tiles of 16 rows and one order of sums for any number of rows. The
+gated unit silu(x gate^T) (x up^T) is one pass. Queries, keys and values share a launch
+(`metal/verify_qkv.metal`): alone, the matrices of keys and values have so few columns that their K
+is split and merged, six launches a layer instead of one or two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import product, zip_longest
 from math import prod
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .source import KernelFactory, Launch, in_device_memory, metal_source
+from ..errors import KernelError
+from .selfcheck import Check, Noise, Proofs
+from .source import KernelFactory, Launch, dtype_name, in_device_memory, metal_source
 from .weights import (
+    AffineWeights,
     Weights,
     check_product,
     declaration,
@@ -25,12 +31,17 @@ from .weights import (
     input_names,
     inputs,
     kind,
+    name_of,
     result_dtype,
     rows_in,
     traits,
 )
 
 TILE_ROWS, TILE_COLUMNS, THREADS = 16, 32, 128  # as in metal/matmul_tile.h
+
+COUNTS = (2, 3, 4)  # of matrices that share a launch
+COLUMNS = 8  # that a check compares: at the beginning, in the middle and at the end of a matrix
+_LETTERS = "abcd"
 
 Prepared = tuple[mx.Dtype, Launch, Launch | None]  # of the product, and of the sums of its splits
 
@@ -48,6 +59,16 @@ _CALL = """
 _MERGE = """
     dflash::merge_splits<GATE_UP>(
         sums, y, SPLITS, threads_per_grid.x, thread_position_in_grid.x);
+"""
+_CALL_SEVERAL = """
+    threadgroup float scratch[dflash::kScratch];
+    dflash::verify_qkv<T, {split}>(
+        x, a, b, c, d, {outputs}, x_shape[0], {columns}, scratch, threadgroup_position_in_grid,
+        threadgroups_per_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup);
+"""
+_MERGE_SEVERAL = """
+    dflash::merge_qkv(sums, {outputs}, SPLITS, A, B, C, D, threads_per_grid.y,
+        thread_position_in_grid.y, thread_position_in_grid.x);
 """
 
 
@@ -100,21 +121,33 @@ class VerifyMatmul:
     Args:
         metal_kernel: the factory of the kernels.
         enough: tiles to keep the chip busy; K is split until there are as many.
+        proofs: the launches that are known to be right here.
     """
 
     def __init__(
-        self, metal_kernel: KernelFactory = mx.fast.metal_kernel, enough: int = ENOUGH_TILES
+        self,
+        metal_kernel: KernelFactory = mx.fast.metal_kernel,
+        enough: int = ENOUGH_TILES,
+        proofs: Proofs | None = None,
     ) -> None:
-        self._enough = enough
-        headers = form_headers("verify_matmul")
+        self._enough, self._proofs = enough, proofs or Proofs()
+        headers, merging = form_headers("verify_matmul"), metal_source("merge_splits.metal")
         self._products = product_kernels(metal_kernel, "verify_matmul", [], _CALL, headers)
-        self._merge = metal_kernel(
-            name="merge_splits",
-            input_names=["sums"],
-            output_names=["y"],
-            source=_MERGE,
-            header=metal_source("merge_splits.metal"),
-        )
+        headers = form_headers("verify_qkv")
+        self._several = {
+            (count, of, split): _product(metal_kernel, headers[of], count, of, split)
+            for count, of, split in product(COUNTS, headers, (False, True))
+        }
+        self._merges = {
+            count: metal_kernel(
+                name="merge_splits" if count == 1 else f"merge_qkv_{count}",
+                input_names=["sums"],
+                output_names=["y"] if count == 1 else _outputs(count),
+                source=_MERGE if count == 1 else _MERGE_SEVERAL.format(outputs=_four(count)),
+                header=merging,
+            )
+            for count in (1, *COUNTS)
+        }
         self._launches: dict[Any, Prepared] = {}  # by the shapes and kinds of their inputs
 
     def __call__(self, x: mx.array, w: Weights, up: Weights | None = None) -> mx.array:
@@ -123,27 +156,64 @@ class VerifyMatmul:
         Any number of rows; w is read once per 16 of them. `up`, if given, is of w's shape and kind,
         and w is then the gate. Sums are float32. Raises `KernelError`.
         """
-        key = x.shape, x.dtype, kind(w), kind(up)
+        return self._multiply(x, (w,) if up is None else (w, up), up is not None)[0]
+
+    def several(self, x: mx.array, weights: Sequence[Weights]) -> list[mx.array]:
+        """x [..., K] by two to four w [N, K], alike in kind -> as many [..., N], in one launch.
+
+        The bits may differ from those of one w: K is split by the matrices' total size. Raises
+        `KernelError`.
+        """
+        check_several(x, weights)
+        return self._multiply(x, weights, False)
+
+    def _multiply(self, x: mx.array, weights: Sequence[Weights], gated: bool) -> list[mx.array]:
+        key = gated, x.shape, x.dtype, *map(kind, weights)
         prepared = self._launches.get(key)
         if prepared is None:
-            prepared = self._launches[key] = self._prepare(x, w, up)
-        dtype, product, merge = prepared
-        given = [rows_in(dtype, x), *inputs(w), *(inputs(up) if up is not None else ())]
-        (y,) = product(inputs=given)
-        return y if merge is None else merge(inputs=[in_device_memory(y)])[0]
+            prepared = (self._prepare if gated or len(weights) == 1 else self._prepare_several)(
+                x, weights
+            )
+            self._proofs.require(self._check(prepared, x, weights, gated))
+            self._launches[key] = prepared
+        return self._launch(prepared, x, weights)
 
-    def _prepare(self, x: mx.array, w: Weights, up: Weights | None) -> Prepared:
-        weights = [w] if up is None else [w, up]
+    def _launch(
+        self, prepared: Prepared, x: mx.array, weights: Sequence[Weights]
+    ) -> list[mx.array]:
+        dtype, product, merge = prepared
+        given = [rows_in(dtype, x)]
+        for w in weights:
+            given += inputs(w)
+        results = product(inputs=given)
+        return results if merge is None else merge(inputs=[in_device_memory(*results)])
+
+    def _check(
+        self, prepared: Prepared, x: mx.array, weights: Sequence[Weights], gated: bool
+    ) -> Check:
+        """The check of a launch, with other rows of the same shape."""
+
+        def reference(x: mx.array, *picked: Weights) -> list[mx.array]:
+            if gated:
+                return [verify_matmul_reference(x, *picked)]
+            return [verify_matmul_reference(x, w) for w in picked]
+
+        name = f"{' and '.join(map(name_of, weights))}{' as gate and up' * gated}"
+        key = f"{prod(x.shape[:-1])} rows in {dtype_name(x)} by {name}"
+        multiply = partial(self._launch, prepared, weights=weights)
+        return product_check(key, multiply, reference, weights, Noise(x.dtype)(*x.shape))
+
+    def _prepare(self, x: mx.array, weights: Sequence[Weights]) -> Prepared:
         check_product(x, "[N, K]", *weights)
-        dtype, gate_up = result_dtype(x, *weights), up is not None
-        rows, (columns, depth) = prod(x.shape[:-1]), w.shape
+        dtype, gate_up = result_dtype(x, *weights), len(weights) > 1
+        rows, (columns, depth) = prod(x.shape[:-1]), weights[0].shape
         splits = splits_of_k(columns, depth, gate_up, self._enough)
         tiles = -(-columns // (TILE_COLUMNS // len(weights)))
         outputs, shape = rows * columns, (*x.shape[:-1], columns)
         product = partial(
             self._products[form(dtype, *weights), gate_up],
             template=[
-                *(("T", dtype), *traits(w).items()),
+                *(("T", dtype), *traits(weights[0]).items()),
                 *(("GATE_UP", gate_up), ("SPLIT", splits > 1)),
             ],
             grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
@@ -154,7 +224,7 @@ class VerifyMatmul:
         if splits == 1:
             return dtype, product, None
         merge = partial(
-            self._merge,
+            self._merges[1],
             template=[("GATE_UP", gate_up), ("SPLITS", splits)],
             grid=(outputs, 1, 1),
             threadgroup=(256, 1, 1),
@@ -162,3 +232,117 @@ class VerifyMatmul:
             output_dtypes=[dtype],
         )
         return dtype, product, merge
+
+    def _prepare_several(self, x: mx.array, weights: Sequence[Weights]) -> Prepared:
+        dtype, count = result_dtype(x, *weights), len(weights)
+        rows, depth, columns = prod(x.shape[:-1]), x.shape[-1], [w.shape[0] for w in weights]
+        tiles = sum(-(-n // TILE_COLUMNS) for n in columns)
+        splits = splits_of_k(tiles * TILE_COLUMNS, depth, enough=self._enough)
+        shapes = [(*x.shape[:-1], n) for n in columns]
+        product = partial(
+            self._several[count, form(dtype, *weights), splits > 1],
+            template=[("T", dtype), *traits(weights[0]).items()],
+            grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=[(splits, rows, sum(columns))] if splits > 1 else shapes,
+            output_dtypes=[mx.float32] if splits > 1 else [dtype] * count,
+        )
+        if splits == 1:
+            return dtype, product, None
+        merge = partial(
+            self._merges[count],
+            template=[("SPLITS", splits), *zip_longest("ABCD", columns, fillvalue=0)],
+            grid=(sum(columns), rows, 1),
+            threadgroup=(256, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=[dtype] * count,
+        )
+        return dtype, product, merge
+
+
+def _product(
+    metal_kernel: KernelFactory, header: str, count: int, of: str, split: bool
+) -> Callable[..., list[mx.array]]:
+    """The kernel for `count` matrices; the last one fills the missing arguments."""
+    names = [f"w_{letter}" for letter in _LETTERS[:count]]
+    declared = [
+        declaration(variable, names[min(i, count - 1)], of) for i, variable in enumerate(_LETTERS)
+    ]
+    columns = [f"{name}_shape[0]" for name in names] + ["0"] * (len(_LETTERS) - count)
+    call = _CALL_SEVERAL.format(
+        split=str(split).lower(),
+        outputs=", ".join(["sums"] * 4) if split else _four(count),
+        columns=", ".join(columns),
+    )
+    return metal_kernel(
+        name=f"verify_qkv_{count}_{of}{'_split' * split}",
+        input_names=["x", *(n for name in names for n in input_names(name, of))],
+        output_names=["sums"] if split else _outputs(count),
+        source="".join(declared) + call,
+        header=header,
+    )
+
+
+def _outputs(count: int) -> list[str]:
+    return [f"y_{letter}" for letter in _LETTERS[:count]]
+
+
+def _four(count: int) -> str:
+    """Four result arguments; the last name fills the missing ones."""
+    names = _outputs(count)
+    return ", ".join(names + names[-1:] * (len(_LETTERS) - count))
+
+
+def check_several(x: mx.array, weights: Sequence[Weights]) -> None:
+    """Raise `KernelError` for arguments that `VerifyMatmul.several` does not take."""
+    if len(weights) not in COUNTS:
+        raise KernelError(f"2 to 4 matrices can be fused, not {len(weights)}.")
+    for w in weights:
+        check_product(x, "[N, K]", w)
+    if any(traits(w) != traits(weights[0]) for w in weights):
+        kinds = ", ".join(map(str, map(traits, weights)))
+        raise KernelError(f"The fused matrices are of different kinds: {kinds}.")
+
+
+def product_check(
+    key: str,
+    multiply: Callable[..., list[mx.array]],
+    reference: Callable[..., list[mx.array]],
+    weights: Sequence[Weights],
+    x: mx.array,
+    *experts: mx.array,
+) -> Check:
+    """The check of products of x, and of the experts of its rows, by a few columns of each.
+
+    Args:
+        key: of the check.
+        multiply, reference: take x, then experts; the reference then some rows of the weights.
+        weights: [N, K], or [E, N, K] of experts.
+    """
+    columns = [_columns(w.shape[-2]) for w in weights]
+
+    def ours() -> list[mx.array]:
+        results = zip(multiply(x, *experts), columns, weights, strict=False)
+        return [y[..., of] if y.shape[-1] == w.shape[-2] else y for y, of, w in results]
+
+    def expected() -> list[mx.array]:
+        picked = [dequantized(_picked(w, of)) for w, of in zip(weights, columns, strict=True)]
+        return reference(x.astype(mx.float32), *experts, *picked)
+
+    return Check(key, f"the product of {key}", ours, expected)
+
+
+def _columns(count: int) -> mx.array:
+    """The columns to compare: the reference of a whole matrix takes long."""
+    starts = (0, count // 2, count - COLUMNS)
+    return mx.array(
+        sorted({at + i for at in starts for i in range(COLUMNS) if 0 <= at + i < count})
+    )
+
+
+def _picked(w: Weights, columns: mx.array) -> Weights:
+    """Some columns of the result: rows of w [..., N, K]."""
+    if isinstance(w, mx.array):
+        return mx.take(w, columns, axis=-2)
+    words, scales, biases = (mx.take(x, columns, axis=-2) for x in (w.words, w.scales, w.biases))
+    return AffineWeights(words, scales, biases, w.bits, w.group_size)

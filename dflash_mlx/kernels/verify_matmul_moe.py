@@ -14,8 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from .source import KernelFactory, Launch, in_device_memory, metal_source
-from .verify_matmul import THREADS, TILE_COLUMNS, product_kernels
+from .selfcheck import Check, Noise, Proofs
+from .source import KernelFactory, Launch, dtype_name, in_device_memory, metal_source
+from .verify_matmul import THREADS, TILE_COLUMNS, product_check, product_kernels
 from .weights import (
     AffineWeights,
     Weights,
@@ -24,6 +25,7 @@ from .weights import (
     form,
     inputs,
     kind,
+    name_of,
     result_dtype,
     rows_in,
     traits,
@@ -68,9 +70,15 @@ class VerifyMatmulMoe:
 
     Args:
         metal_kernel: the factory of the kernels.
+        proofs: the launches that are known to be right here.
     """
 
-    def __init__(self, metal_kernel: KernelFactory = mx.fast.metal_kernel) -> None:
+    def __init__(
+        self,
+        metal_kernel: KernelFactory = mx.fast.metal_kernel,
+        proofs: Proofs | None = None,
+    ) -> None:
+        self._proofs = proofs or Proofs()
         headers = dict.fromkeys(("plain", "affine"), metal_source("verify_matmul_moe.metal"))
         self._products = product_kernels(
             metal_kernel, "verify_matmul_moe", ["order", "experts"], _CALL, headers
@@ -98,12 +106,49 @@ class VerifyMatmulMoe:
         """
         key = x.shape, x.dtype, kind(w), kind(up), experts.shape
         prepared = self._launches.get(key)
+        weights = (w,) if up is None else (w, up)
         if prepared is None:
-            prepared = self._launches[key] = self._prepare(x, w, experts, up)
+            prepared = self._prepare(x, w, experts, up)
+            self._proofs.require(self._check(prepared, x, experts, weights))
+            self._launches[key] = prepared
+        return self._launch(prepared, weights, x, experts)
+
+    def _launch(
+        self,
+        prepared: tuple[mx.Dtype, Launch],
+        weights: Sequence[Weights],
+        x: mx.array,
+        experts: mx.array,
+    ) -> mx.array:
         dtype, product = prepared
-        routing = self._sorted(experts)
-        given = [rows_in(dtype, x), *routing, *inputs(w), *(inputs(up) if up is not None else ())]
+        given = [rows_in(dtype, x), *self._sorted(experts)]
+        for w in weights:
+            given += inputs(w)
         return product(inputs=given)[0]
+
+    def _check(
+        self,
+        prepared: tuple[mx.Dtype, Launch],
+        x: mx.array,
+        experts: mx.array,
+        weights: Sequence[Weights],
+    ) -> Check:
+        """The check of a launch, with other rows, each with experts of its own."""
+        noise, (*tokens, top_k) = Noise(x.dtype), experts.shape
+        chosen = mx.argsort(noise(*tokens, weights[0].shape[0]), axis=-1)[..., :top_k]
+        name = f"{' and '.join(map(name_of, weights))}{' as gate and up' * (len(weights) > 1)}"
+        rows, depth = x.size // x.shape[-1], x.shape[-1]
+        key = f"{rows} rows in {dtype_name(x)} by {experts.size} of {name}"
+        given = noise(*(experts.shape if rows == experts.size else tokens), depth)
+
+        def ours(*given: mx.array) -> list[mx.array]:
+            return [self._launch(prepared, weights, *given)]
+
+        def reference(x: mx.array, chosen: mx.array, *picked: Weights) -> list[mx.array]:
+            w, *up = picked
+            return [verify_matmul_moe_reference(x, w, chosen, *up)]
+
+        return product_check(key, ours, reference, weights, given, chosen)
 
     def _sorted(self, experts: mx.array) -> Sequence[mx.array]:
         """What sorts the experts, and the experts, flat; the products of one unit share them."""

@@ -171,6 +171,15 @@ def kind(w: Weights | None) -> tuple[Any, ...] | None:
     return w.kind if isinstance(w, AffineWeights) else (w.shape, w.dtype)
 
 
+def name_of(w: Weights) -> str:
+    """Weights in a message: `4096x4096 affine 4-bit g64 bfloat16`."""
+    shape = "x".join(map(str, w.shape))
+    if isinstance(w, mx.array):
+        return f"{shape} {dtype_name(w)}"
+    units = " on tensor units" * w.tensor_units
+    return f"{shape} affine {w.bits}-bit g{w.group_size} {dtype_name(w.scales)}{units}"
+
+
 def declaration(variable: str, name: str, form: str) -> str:
     """Metal: a variable for the weights `name` [..., N, K]; x is [M, K] in the kernel."""
     arrays = ", ".join(input_names(name, form))

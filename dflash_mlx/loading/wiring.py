@@ -1,4 +1,4 @@
-"""Give a loaded model's layers to our kernels, where those pass their checks on this device.
+"""Give a loaded model's layers to our kernels, where those are faster on this machine.
 
 Imported only where our kernels can run.
 """
@@ -6,33 +6,28 @@ Imported only where our kernels can run.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from ..kernels.choose import Rows, read_choices, store_choices, tensor_key
-from ..kernels.modules import EXACT, Kernels, will_be_exact, wire
-from ..kernels.selfcheck import Check, faults
-from ..kernels.shapes import matrices
-from ..machine.chips import Chip, find_chip
-from ..targets import Target, attention
-from ..targets.autotune import (
-    Stopwatch,
-    Timing,
-    autotune,
-    candidates,
-    forms,
-    guess_products,
-    guesses,
-    time_products,
+from ..kernels.choose import (
+    WIDEST,
+    Rows,
+    read_choices,
+    read_proofs,
+    store_choices,
+    store_proofs,
 )
-from ..targets.selfcheck import check_rows, model_checks, weight_checks
+from ..kernels.modules import Kernels, will_be_exact, wire
+from ..kernels.shapes import matrices
+from ..proposal import Proposal
+from ..targets import Target, attention
+from ..targets.autotune import Stopwatch, Timing, autotune, autotune_products, forms
 
-DRAFTER_SECONDS = 2.0  # of a drafter's stopwatch, which uses half of them
+DRAFTER_SECONDS = 1.0  # of a drafter's stopwatch
+PROMPT = 40  # tokens before the rows that `check_exact` compares
 
 
 def wire_target(
@@ -40,13 +35,12 @@ def wire_target(
 ) -> Target:
     """Give a target's layers to our kernels where they are faster on this machine; returns it.
 
-    What was not timed yet is timed, and the answer is kept. Without a `stopwatch` an emulator's
-    kernels run by a guess.
-
-    A kernel that fails its check is replaced by MLX's, with a warning, or raises `KernelError` if
-    `exact` is True and needs it.
+    What was not timed yet is timed, and the answer is kept. Without a `stopwatch`, an emulator's
+    kernels run in exact decoding only. A launch is checked when it is first made; one that fails is
+    MLX's, with a warning, or raises `KernelError` in exact decoding.
     """
     model, config, required = target.model, target.config, bool(exact)
+    begin_checks(kernels)
     if stopwatch is None and kernels.on_device:
         stopwatch = Stopwatch()
     if exact is None and not attention.attends_exactly(target.pairs()):
@@ -54,57 +48,52 @@ def wire_target(
     rows = read_choices(forms(target))
     if rows is None and stopwatch is not None and not required:
         rows, _ = time_kernels(target, kernels, stopwatch)
-    rows = guesses(target, _chip()) if rows is None else rows
+    rows = rows or {}
     if exact is None:
         exact = will_be_exact(model, config, rows)
-    broken = _broken(model_checks(target, kernels, rows, exact), required)
     if exact:
         attention.check_exact(target.pairs())
-    wiring = wire(model, config, kernels, rows, exact and not broken, broken)
-    target.wiring, kernels.chosen = replace(wiring, required=required), rows
+    kernels.proofs.strict = exact
+    target.wiring = replace(wire(model, config, kernels, rows, exact), required=required)
     return target
+
+
+def begin_checks(kernels: Kernels) -> None:
+    """Have every launch of these kernels checked that has not passed on this device before."""
+    kernels.proofs.proven = kernels.proofs.proven or set()
+    if kernels.on_device:  # what an emulator takes says nothing
+        kernels.proofs.proven, kernels.proofs.keep = read_proofs(), store_proofs
 
 
 def time_kernels(
     target: Target, kernels: Kernels, stopwatch: Stopwatch
 ) -> tuple[Rows, list[Timing]]:
-    """Time a target whose layers are MLX's, as `autotune` does, and keep the answer.
-
-    Kernels that fail their check are not timed, with a warning.
-    """
-    every = candidates(target, kernels.tensor_units)
-    broken = _broken(model_checks(target, kernels, every, exact=False))
-    rows, timings = autotune(target, kernels, broken, stopwatch, guesses(target, _chip()))
-    with suppress(OSError):  # then the next load times again
-        store_choices(forms(target), rows)
+    """Time a target whose layers are MLX's, as `autotune` does, and keep the answer."""
+    begin_checks(kernels)
+    rows, timings = autotune(target, kernels, stopwatch)
+    store_choices(forms(target), rows)
     return rows, timings
 
 
 def wire_drafter(drafter: nn.Module, kernels: Kernels, stopwatch: Stopwatch | None = None) -> None:
-    """The same for a drafter, never exact: drafts do not change the text.
-
-    Forms of weights that a target with these kernels has, too, run as there. Others are timed
-    alone.
-    """
+    """The same for a drafter, never exact: drafts do not change the text."""
     names = [matrix.key for _, _, matrix in matrices(drafter, {})]
-    timed, guessed = read_choices(names), guess_products(drafter, {}, _chip())
+    rows = read_choices(names)
     if stopwatch is None and kernels.on_device:
         stopwatch = Stopwatch(DRAFTER_SECONDS)
-    if timed is None and stopwatch is not None and guessed.keys() - kernels.chosen.keys():
-        every = dict.fromkeys([*guessed, *map(tensor_key, guessed)], EXACT)
-        broken = _broken(weight_checks(drafter, {}, kernels, every, exact=False))
-        timed, _ = time_products(drafter, {}, kernels, broken, stopwatch, guessed)
-        with suppress(OSError):
-            store_choices(names, timed)
-    rows = guess_products(drafter, {}, _chip(), {**(timed or {}), **kernels.chosen})
-    broken = _broken(weight_checks(drafter, {}, kernels, rows, exact=False))
-    wire(drafter, {}, kernels, rows, broken=broken)
+    begin_checks(kernels)
+    if rows is None and stopwatch is not None:
+        rows = autotune_products(drafter, kernels, stopwatch)
+        store_choices(names, rows)
+    wire(drafter, {}, kernels, rows or {})
 
 
 def check_exact(target: Target) -> None:
     """Check that exact decoding is exact on this device.
 
-    If it is not, raises `KernelError` if the user asked for it, else warns and turns it off.
+    What MLX computes between our kernels (a rotation, a norm) must not depend on the number of rows
+    either. If it does, raises `KernelError` if the user asked for exact decoding, else warns and
+    turns it off.
     """
     wiring = target.wiring
     if wiring is None or not wiring.exact:
@@ -114,24 +103,30 @@ def check_exact(target: Target) -> None:
     except KernelError as error:
         if wiring.required:
             raise
-        target.wiring = replace(wiring, exact=False)
+        target.wiring, wiring.kernels.proofs.strict = replace(wiring, exact=False), False
         warnings.warn(f"dflash-mlx: {error.args[0]}", stacklevel=4)
 
 
-def _chip() -> Chip | None:
-    return find_chip(str(mx.device_info().get("device_name", "")))
+def check_rows(target: Target) -> None:
+    """Compare the rows of one verify with the same rows one after another, bit for bit.
+
+    Raises `KernelError` for a row that differs: drafted text would not be the plain text.
+    """
+    ids = [(7919 * i + 13) % target.vocab_size for i in range(PROMPT + WIDEST)]
+    prompt, rows = ids[:PROMPT], ids[PROMPT:]
+    together, alone = target.start(), target.start()
+    for session in (together, alone):
+        list(session.prefill(prompt))
+    logits, _ = together.verify(Proposal(rows))
+    for row, token in enumerate(rows):
+        one, _ = alone.verify(Proposal([token]))
+        if not mx.array_equal(_bits(one[0]), _bits(logits[row])).item():
+            raise KernelError(
+                f"kernels=exact: row {row + 1} of {WIDEST} that {target.name} verifies has other "
+                "bits here than alone. Leave it out, and please report this."
+            )
+        alone.commit([0])
 
 
-def _broken(checks: Iterable[Check], required: bool = False) -> frozenset[str]:
-    """The names of the kernels that fail; each with a warning, or a `KernelError`."""
-    broken = faults(checks)
-    if broken and required:
-        [problem, *_] = broken.values()
-        raise KernelError(f"Exact decoding needs our kernels: {problem}. Please report this.")
-    for problem in broken.values():
-        warnings.warn(
-            f"dflash-mlx: a kernel of ours is broken here and left out: {problem}. "
-            "Please report this.",
-            stacklevel=5,
-        )
-    return frozenset(broken)
+def _bits(x: mx.array) -> mx.array:
+    return x.view({2: mx.uint16, 4: mx.uint32}[x.dtype.size])

@@ -12,8 +12,7 @@ latents), keeps the stock function.
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +21,10 @@ import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, TreeMask
-from ..kernels.choose import STOCK_QUERIES, attention_rows, takes_two_calls
-from ..kernels.shapes import AttentionShape, attention_key, dtype_of, key_over
+from ..kernels.choose import Rows, attention_rows
+from ..kernels.selfcheck import UnprovenError
+from ..kernels.shapes import attention_key
 from ..kernels.weights import AffineWeights
-from .caches import GROUP_SIZES
 from .internals import (
     ATTENTION,
     KVCache,
@@ -33,7 +32,6 @@ from .internals import (
     RotatingKVCache,
     attention_of,
     has_key_projection,
-    has_sinks,
     head_size,
     in_temporal_order,
     is_hooked,
@@ -44,7 +42,7 @@ from .internals import (
     scaled_dot_product_attention,
 )
 from .overrides import Overrides, rebind_globals
-from .recurrences import delta_shape
+from .recurrences import GatedDelta, recurrence_of
 
 if TYPE_CHECKING:
     from ..kernels.modules import Wiring
@@ -78,34 +76,26 @@ def attends_exactly(pairs: Pairs) -> bool:
     return all(_can_be_exact(*of) for of in pairs)
 
 
-def attention_shapes(pairs: Pairs) -> Counter[AttentionShape]:
-    """How many layers have each attention that the kernel takes."""
-    return Counter(shape for shape in (attention_shape(*of) for of in pairs) if shape)
+def attention_keys(pairs: Pairs) -> list[str]:
+    """The name of every layer's attention that the kernel takes, as of `attention_key`."""
+    return [
+        attention_key(query_heads(attention), key_heads(attention), head_size(attention))
+        for attention in (attention_of(layer) for layer, _ in pairs if not is_mla(layer))
+        if attention is not None and _has_kernel(attention)
+    ]
 
 
-def attention_shape(layer: nn.Module | None, cache: Any) -> AttentionShape | None:
-    """The attention of a layer as the kernel sees it; None where it stays with MLX."""
-    attention = attention_of(layer)
-    if attention is None or is_mla(layer) or not calls_attention(attention):
-        return None
-    if not has_key_projection(attention) or head_size(attention) not in HEAD_DIMS:
-        return None
-    heads, size = query_heads(attention), head_size(attention)
-    sinks = has_sinks(attention)
-    window = cache.max_size if isinstance(cache, RotatingKVCache) else None
-    groups = (group for group in GROUP_SIZES if size % group == 0)
-    group = None if sinks or window else next(groups, None)
-    dtype = dtype_of(attention.k_proj)
-    return AttentionShape(heads, key_heads(attention), size, dtype, window, sinks, group)
+def _has_kernel(attention: nn.Module) -> bool:
+    called = calls_attention(attention) and has_key_projection(attention)
+    return called and head_size(attention) in HEAD_DIMS
 
 
 def _can_be_exact(layer: nn.Module | None, cache: Any) -> bool:
     attention = attention_of(layer)
     if attention is None:
-        return cache is None or delta_shape(layer) is not None
+        return cache is None or isinstance(recurrence_of(layer), GatedDelta)
     plain = type(cache) is KVCache or (type(cache) is RotatingKVCache and not cache.keep)
-    known = plain and calls_attention(attention) and has_key_projection(attention)
-    return known and head_size(attention) in HEAD_DIMS
+    return plain and _has_kernel(attention)
 
 
 def calls_attention(attention: nn.Module) -> bool:
@@ -119,10 +109,9 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
     if wiring is None:
         return scaled_dot_product_attention
     kernel = wiring.kernels.attention
-    stock = functools.partial(stock_attention, wiring.kernels.splits_stock)
     # The layers of a forward ask the same, for each request. They share their masks, full or of a
     # window.
-    rows_of = functools.lru_cache(maxsize=64)(functools.partial(_rows, wiring))
+    rows_of = functools.lru_cache(maxsize=64)(functools.partial(_rows, wiring.rows))
     tree_of = functools.lru_cache(maxsize=2)(_tree)
 
     def attend(
@@ -136,12 +125,10 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
     ) -> mx.array:
         """Attend with queries [1, H, N, D], as mlx-lm's `scaled_dot_product_attention` does."""
         _, heads, rows, head_dim = queries.shape
-        ours = wiring.kernels.active
-        if ours and not wiring.exact:
-            bits = cache.bits if isinstance(cache, QuantizedKVCache) else None
-            ours = rows in rows_of(heads, *_heads_and_length(keys), head_dim, bits)
+        given = queries, keys, values, cache, scale, mask, sinks
+        ours = wiring.exact or rows in rows_of(heads, *_heads_and_length(keys), head_dim)
         if not ours or not _readable(queries, cache, mask):
-            return stock(queries, keys, values, cache, scale, mask, sinks)
+            return scaled_dot_product_attention(*given)
         tree = None
         # A window's mask says no more than the window: only a tree's has more to say.
         if isinstance(mask, mx.array) and (is_hooked(cache) or not _has_window(cache)):
@@ -152,35 +139,12 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
         elif isinstance(cache, QuantizedKVCache):
             keys, values = _affine(cache, *keys), _affine(cache, *values)
         at = {"scale": scale, "first": cache.offset - keys.shape[2], "window": window}
-        return kernel(queries, keys, values, **at, sinks=sinks, tree=tree)
+        try:
+            return kernel(queries, keys, values, **at, sinks=sinks, tree=tree)
+        except UnprovenError:
+            return scaled_dot_product_attention(*given)
 
     return attend
-
-
-def stock_attention(
-    splits: bool,
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """MLX's attention; if it `splits`, in two calls of up to 8 queries where that is faster."""
-    batch, heads, rows, head_dim = queries.shape
-    key_heads, length = _heads_and_length(keys)
-    splits &= batch == 1 and mask is not None and isinstance(keys, mx.array)
-    if not splits or not takes_two_calls(heads, key_heads, head_dim, rows, length):
-        return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
-    halves = []
-    for first in (0, STOCK_QUERIES):
-        last = min(first + STOCK_QUERIES, rows)
-        seen = length - rows + last  # no row looks at later ones
-        part = mask if isinstance(mask, str) else mask[..., first:last, :seen]
-        near = queries[:, :, first:last], keys[:, :, :seen], values[:, :, :seen]
-        halves.append(scaled_dot_product_attention(*near, cache, scale, part, sinks))
-    return mx.concatenate(halves, axis=2)
 
 
 def _tree(mask: mx.array, past: int) -> TreeMask:
@@ -191,14 +155,9 @@ def _tree(mask: mx.array, past: int) -> TreeMask:
     return TreeMask(past - 1 + ancestors.sum(axis=-1), ancestors)
 
 
-def _rows(
-    wiring: Wiring, heads: int, key_heads: int, length: int, head_dim: int, bits: int | None
-) -> Container[int]:
-    """The numbers of queries for which the kernel runs, over a cache of so many bits."""
-    key = attention_key(heads, key_heads, head_dim)
-    if key_over(key, bits) in wiring.broken:
-        return ()
-    return attention_rows(wiring.rows, key, length)
+def _rows(rows: Rows, heads: int, key_heads: int, length: int, head_dim: int) -> frozenset[int]:
+    """The numbers of queries for which the kernel runs."""
+    return attention_rows(rows, attention_key(heads, key_heads, head_dim), length)
 
 
 def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:

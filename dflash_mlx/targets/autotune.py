@@ -1,19 +1,17 @@
-"""Autotuning: MLX's kernels and ours are timed on this machine, for a model's own layers.
+"""Autotuning: whole verifies are timed on this machine, with each group of our kernels on and off.
 
-Every form of weights and of attention is timed alone, in turns, and ours run at the rows where they
-win. Then the whole forward decides: a kernel that wins alone may still make it slower. There is a
-limit on the time that all of this takes; at rows that were not timed by then, the guess decides.
+A kernel that wins alone may still make a forward slower, so forwards decide, and nothing is
+guessed. What was not timed when the time was up is MLX's. A drafter's forward is all of its
+products, one after another.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
-from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -21,53 +19,35 @@ import mlx.nn as nn
 from tqdm import tqdm
 
 from ..kernels.block_attention import MOST_NODES
-from ..kernels.choose import (
-    DEPTHS,
-    NONE,
-    ROWS,
-    WIDEST,
-    Rows,
-    chosen,
-    guess,
-    guess_attention,
-    key_at,
-    tensor_key,
-)
-from ..kernels.modules import (
-    Kernels,
-    can_use_tensor_units,
-    chosen_together,
-    restored,
-    verifying,
-    wire,
-)
-from ..kernels.shapes import AttentionShape, Matrix, dtype_of, matrices
-from ..machine.chips import Chip
+from ..kernels.choose import DEPTHS, Rows, chosen, key_at, tensor_key
+from ..kernels.modules import EXACT, Kernels, Wiring, chosen_together, restored, wire
+from ..kernels.shapes import Matrix, dtype_of, matrices
 from ..proposal import Proposal
-from .attention import attention_shapes, stock_attention
+from .attention import attention_keys
+from .internals import KVCache, attention_of, has_key_projection, head_size, key_heads
 from .target import Target
 
-FORWARD, TITLE = "whole forward", "Timing kernels, once on this machine"
-LAYERS = 4  # layers of one form run together, or waiting for the device would be timed
-ALONE = 0.5  # of the time, at most, before the whole forward is timed
-GAIN = 0.98  # of MLX's time; a smaller gain alone may be noise
-NONE_KNOWN: Rows = MappingProxyType({})
-LOSS = 1.01  # of MLX's time in the whole forward
+TITLE = "Checking and timing kernels, once on this machine"
+GAIN = 0.98  # of the time without; a smaller gain may be noise
 ORDER = (16, 4, 8, 2, 6, 12, 3, 1)  # rows, the commonest first
+FIRST = ORDER[:2]  # rows that decide whether tensor units run
+
+Keys = frozenset[str]  # the forms that run on our kernels
+Call = Callable[[], list[mx.array]]
+Start = Callable[[Wiring, int], Call]  # a wiring and rows -> the forward to time
+InTurns = Callable[[Keys, Keys, int], tuple[float, float] | None]  # seconds with each, rows
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds by number of rows, with MLX's kernels and with ours; only what was timed.
+    """Seconds of a forward by number of rows, without a group of our kernels and with it.
 
     Attributes:
-        key: `Matrix.key`, attention's name by depth, or `FORWARD`.
-        layers: how many layers of the model have this form.
-        stock, ours: seconds per layer, or of the forward.
+        key: the group's name.
+        stock, ours: without and with it; only what was timed.
     """
 
     key: str
-    layers: int
     stock: Mapping[int, float]
     ours: Mapping[int, float]
 
@@ -75,15 +55,6 @@ class Timing:
     def won(self) -> list[int]:
         """The rows at which ours clearly took less."""
         return [rows for rows in self.ours if self.ours[rows] <= GAIN * self.stock[rows]]
-
-    def choice(self, guessed: Rows, key: str, most: int = WIDEST) -> frozenset[int]:
-        """The rows at which ours run, with a guess where they were not timed."""
-        return chosen(self.won, most, self.ours, guessed.get(key, NONE))
-
-    @property
-    def not_lost(self) -> list[int]:
-        """The rows at which ours did not take longer."""
-        return [rows for rows in self.ours if self.ours[rows] <= LOSS * self.stock[rows]]
 
 
 @dataclass
@@ -102,249 +73,197 @@ class Stopwatch:
     start: float | None = field(default=None, init=False)
 
     def both(
-        self,
-        stock: Callable[[], list[mx.array]],
-        ours: Callable[[], list[mx.array]],
-        share: float = 1.0,
-        warm_up: bool = True,
-        layers: int = 1,
+        self, stock: Call, ours: Call, ready: Callable[[int], None] = lambda at: None
     ) -> tuple[float, float] | None:
-        """Seconds of each per layer; None if its `share` of the time has passed before."""
+        """Seconds of each; None if the time has passed before.
+
+        `ready` is called before each call of the first or second, and not timed. The first turn,
+        in which kernels compile and are checked, does not count.
+        """
         calls, fastest = (stock, ours), [float("inf"), float("inf")]
-        for repeat in range(self.repeats + warm_up):
+        for repeat in range(self.repeats + 1):
             for at, call in enumerate(calls):
                 now = self.clock()
                 self.start = now if self.start is None else self.start
-                if now - self.start >= share * self.seconds:
+                if now - self.start >= self.seconds:
                     return None
+                ready(at)
+                now = self.clock()
                 mx.eval(call())
-                if repeat >= warm_up:
+                if repeat:
                     fastest[at] = min(fastest[at], self.clock() - now)
-        return fastest[0] / layers, fastest[1] / layers
+        return fastest[0], fastest[1]
 
 
 def forms(target: Target) -> list[str]:
     """The names of all weights and attention of a target, one a layer: what its timings are for."""
     found = [matrix.key for _, _, matrix in matrices(target.model, target.config)]
-    return found + [shape.key for shape in attention_shapes(target.pairs()).elements()]
-
-
-def guess_products(
-    model: nn.Module, config: dict[str, Any], chip: Chip | None, known: Rows = NONE_KNOWN
-) -> dict[str, frozenset[int]]:
-    """The rows at which our products should win on a chip, where `known` does not say it."""
-    rows: dict[str, frozenset[int]] = {}
-    for group in chosen_together(model, config):
-        if group.keys() <= known.keys():
-            names = [name for key in group for name in (key, tensor_key(key)) if name in known]
-            rows |= {name: known[name] for name in names}
-        else:
-            every = [matrix for layers in group.values() for _, matrix in layers]
-            rows |= dict.fromkeys(group, guess(chip, every))
-    return rows
-
-
-def guesses(target: Target, chip: Chip | None) -> Rows:
-    """The rows at which our kernels should win on a chip, before they were timed."""
-    rows = guess_products(target.model, target.config, chip)
-    for shape in attention_shapes(target.pairs()):
-        of = guess_attention(chip, shape.heads, shape.key_heads)
-        rows |= {key_at(shape.key, depth): of for depth in DEPTHS}
-    return rows
+    return found + attention_keys(target.pairs())
 
 
 def candidates(target: Target, tensor_units: bool = False) -> Rows:
     """All rows, for whatever our kernels can run, on `tensor_units` too."""
     keys = [key for group in chosen_together(target.model, target.config) for key in group]
     keys += [tensor_key(key) for key in keys if tensor_units]
-    shapes = attention_shapes(target.pairs())
-    keys += [key_at(shape.key, depth) for shape in shapes for depth in DEPTHS]
-    return {key: chosen(ROWS, MOST_NODES) for key in keys}
-
-
-def time_products(
-    model: nn.Module,
-    config: dict[str, Any],
-    kernels: Kernels,
-    broken: frozenset[str],
-    stopwatch: Stopwatch,
-    guessed: Rows,
-) -> tuple[dict[str, frozenset[int]], dict[str, Timing]]:
-    """Time a model's layers alone; returns the rows at which ours win, and the timings, by form.
-
-    On a chip with tensor units, weights are timed on these, too. Args as of `autotune`.
-    """
-    groups = chosen_together(model, config)
-    alone = {(key, False): layers for group in groups for key, layers in group.items()}
-    for (key, _), layers in [*alone.items()]:
-        if all(can_use_tensor_units(*layer, kernels) for layer in layers):
-            alone[tensor_key(key), True] = layers
-    bar = tqdm(alone.items(), TITLE, leave=False, disable=None)
-    timings = {
-        key: _time_layers(key, layers, tensor_units, kernels, stopwatch)
-        for (key, tensor_units), layers in bar
-        if key not in broken
-    }
-    rows: dict[str, frozenset[int]] = {}
-    for group in groups:
-        faster = {key: _faster(timings, key) for key in group if key in timings}
-        total = _total([*faster.values()])
-        for key, one in faster.items():
-            rows[key] = rows[one.key] = total.choice(guessed, key)
-    return rows, timings
+    keys += [key_at(key, depth) for key in attention_keys(target.pairs()) for depth in DEPTHS]
+    return dict.fromkeys(keys, EXACT)
 
 
 def autotune(
-    target: Target,
-    kernels: Kernels,
-    broken: frozenset[str],
-    stopwatch: Stopwatch,
-    guessed: Rows = NONE_KNOWN,
-) -> tuple[Rows, list[Timing]]:
-    """Time a target whose layers are MLX's; returns the rows at which ours run, and the timings.
+    target: Target, kernels: Kernels, stopwatch: Stopwatch
+) -> tuple[dict[str, frozenset[int]], list[Timing]]:
+    """Time a target's verifies; returns the rows at which ours run, by form, and the timings.
 
-    Args:
-        target: it has no wiring, before and afterwards.
-        kernels: ours.
-        broken: the names of kernels that do not take part.
-        stopwatch: a new one.
-        guessed: the rows at which ours run, by form, where there was no time for both.
+    The target has no wiring, before and afterwards.
     """
-    model, config = target.model, target.config
-    rows, timings = time_products(model, config, kernels, broken, stopwatch, guessed)
-    shapes = {
-        shape.key: shape for shape in attention_shapes(target.pairs()) if shape.key not in broken
-    }
-    layers = Counter(forms(target))
-    for (key, shape), depth in product(shapes.items(), DEPTHS):
-        one = _time_attention(shape, layers[key], depth, kernels, stopwatch)
-        timings[one.key], rows[one.key] = one, one.choice(guessed, one.key, MOST_NODES)
-    # The forward reads few keys. Attention that wins over many takes part in it all the same.
-    near = {
-        key_at(key, DEPTHS[0]): frozenset().union(*(rows[key_at(key, depth)] for depth in DEPTHS))
-        for key in shapes
-    }
-    with restored(model):
-        target.wiring = wire(model, config, kernels, rows | near, broken=broken)
-        forward = _time_forward(target, kernels, frozenset().union(*rows.values()), stopwatch)
+
+    def start(depth: int, wiring: Wiring, rows: int) -> Call:
+        target.wiring = wiring
+        session, proposal = target.start(), Proposal(list(range(rows)))
+        if depth:
+            _fill(target, session._cache, depth)
+            session.position = depth
+        return lambda: [session.verify(proposal)[0]]
+
+    of = target.model, target.config, kernels, stopwatch
+    attention = dict.fromkeys(attention_keys(target.pairs()))
+    near, far = (frozenset(key_at(key, depth) for key in attention) for depth in DEPTHS)
+    groups = _product_groups(target.model, target.config) | ({"attention": near} if near else {})
+    try:
+        rows, timings = _choose(
+            groups, kernels.tensor_units, partial(_in_turns, *of, partial(start, 0))
+        )
+        if far:
+            behind = partial(_in_turns, *of, partial(start, DEPTHS[1]))
+            products = frozenset(key for key, won in rows.items() if won) - near
+            timing = _time(f"attention over {DEPTHS[1]} keys", products, products | far, behind)
+            rows |= dict.fromkeys(far, chosen(timing.won, MOST_NODES))
+            timings.append(timing)
+    finally:
         target.wiring = None
-    return {
-        key: of & chosen(forward.not_lost, MOST_NODES, forward.ours, guessed.get(key, NONE))
-        for key, of in rows.items()
-    }, [*timings.values(), forward]
+    return rows, timings
 
 
-def _faster(timings: Mapping[str, Timing], key: str) -> Timing:
-    """The timing of our kernel, or the one on tensor units where these take less in total."""
-    one, other = timings[key], timings.get(tensor_key(key), timings[key])
-    rows = one.ours.keys() & other.ours.keys()
-    return min(one, other, key=lambda timing: sum(timing.ours[at] for at in rows))
+def autotune_products(
+    model: nn.Module, kernels: Kernels, stopwatch: Stopwatch
+) -> dict[str, frozenset[int]]:
+    """The same for the products of a drafter."""
+
+    def start(wiring: Wiring, rows: int) -> Call:
+        calls = [_product(module, matrix, rows) for _, module, matrix in matrices(model, {})]
+        return lambda: [call() for call in calls]
+
+    in_turns = partial(_in_turns, model, {}, kernels, stopwatch, start)
+    return _choose(_product_groups(model, {}), kernels.tensor_units, in_turns)[0]
 
 
-def _total(timings: Sequence[Timing]) -> Timing:
-    """The layers of several forms together, at the rows for which all were timed."""
-    timed = [rows for rows in ROWS if all(rows in one.ours for one in timings)]
-
-    def total(of: Callable[[Timing], Mapping[int, float]]) -> dict[int, float]:
-        return {rows: sum(one.layers * of(one)[rows] for one in timings) for rows in timed}
-
-    return Timing("", 1, total(lambda one: one.stock), total(lambda one: one.ours))
+def _product_groups(model: nn.Module, config: dict[str, Any]) -> dict[str, Keys]:
+    """The forms of weights that are chosen together, by the name of their group."""
+    return {", ".join(group): frozenset(group) for group in chosen_together(model, config)}
 
 
-def _timing(
-    key: str, count: int, rows: Iterable[int], both: Callable[[int], tuple[float, float] | None]
+def _choose(
+    groups: Mapping[str, Keys], tensor_units: bool, in_turns: InTurns
+) -> tuple[dict[str, frozenset[int]], list[Timing]]:
+    """The rows at which each form runs on our kernels, and the timings.
+
+    First all groups against none of them, then all against all but one.
+    """
+    every: Keys = frozenset().union(*groups.values())
+    units = frozenset(map(tensor_key, every)) if tensor_units else every
+    if tensor_units:
+        with_units = _time("tensor units", every, every | units, in_turns, FIRST)
+        if sum(with_units.ours.values()) < sum(with_units.stock.values()):
+            every |= units
+    whole = _time("whole verify", frozenset(), every, in_turns)
+    stock: dict[str, dict[int, float]] = {name: {} for name in groups}
+    ours: dict[str, dict[int, float]] = {name: {} for name in groups}
+    runs: dict[str, list[int]] = {name: [] for name in groups}
+    for rows in whole.ours:
+        saved = 0.0  # where what is slower than MLX's is left out
+        faster = []
+        for name, keys in groups.items():
+            others = every - keys - frozenset(map(tensor_key, keys))
+            taken = in_turns(others, every, rows) if len(groups) > 1 else None
+            if taken is not None:
+                stock[name][rows], ours[name][rows] = taken
+            if taken is None or taken[1] < taken[0]:
+                faster.append(name)
+            else:
+                saved += taken[1] - taken[0]
+        if whole.ours[rows] - saved <= GAIN * whole.stock[rows]:
+            for name in faster:
+                runs[name].append(rows)
+    found: dict[str, frozenset[int]] = {}
+    for name, keys in groups.items():
+        of = chosen(runs[name], MOST_NODES if name == "attention" else 16)
+        found |= dict.fromkeys(keys, of)
+        found |= dict.fromkeys(every & frozenset(map(tensor_key, keys)), of)
+    return found, [whole, *(Timing(name, stock[name], ours[name]) for name in groups)]
+
+
+def _time(
+    name: str, without: Keys, with_ours: Keys, in_turns: InTurns, order: Sequence[int] = ORDER
 ) -> Timing:
-    """The timing of `count` layers, with the seconds that `both` returns while there is time."""
-    taken = {}
-    for at in rows:
-        if (seconds := both(at)) is None:
+    """Forwards with two sets of kernels in turns, while there is time."""
+    stock, ours = {}, {}
+    for rows in tqdm(order, TITLE, leave=False, disable=None):
+        if (taken := in_turns(without, with_ours, rows)) is None:
             break
-        taken[at] = seconds
-    stock, ours = ({at: seconds[way] for at, seconds in taken.items()} for way in (0, 1))
-    return Timing(key, count, stock, ours)
+        stock[rows], ours[rows] = taken
+    return Timing(name, stock, ours)
 
 
-def _time_layers(
-    key: str,
-    layers: list[tuple[nn.Module, Matrix]],
-    tensor_units: bool,
+def _in_turns(
+    model: nn.Module,
+    config: dict[str, Any],
     kernels: Kernels,
     stopwatch: Stopwatch,
-) -> Timing:
-    some = layers[:LAYERS]
+    start: Start,
+    first: Keys,
+    second: Keys,
+    rows: int,
+) -> tuple[float, float] | None:
+    """Seconds of a forward with two sets of kernels. Layers are swapped while no clock runs."""
+    call: Call = list
+    with ExitStack() as stack:
 
-    def both(rows: int) -> tuple[float, float] | None:
-        calls = [_forward(module, matrix, rows) for module, matrix in some]
+        def ready(at: int) -> None:
+            nonlocal call
+            stack.close()
+            stack.enter_context(restored(model))
+            keys = (first, second)[at]
+            call = start(wire(model, config, kernels, dict.fromkeys(keys, EXACT)), rows)
 
-        def stock() -> list[mx.array]:
-            return [call() for call in calls]
-
-        def ours() -> list[mx.array]:
-            with verifying(some, kernels, tensor_units):
-                return stock()
-
-        return stopwatch.both(stock, ours, ALONE, layers=len(some))
-
-    return _timing(key, len(layers), ORDER, both)
-
-
-def _time_attention(
-    shape: AttentionShape, count: int, depth: int, kernels: Kernels, stopwatch: Stopwatch
-) -> Timing:
-    """Attention over `depth` keys, in caches of two layers that take turns."""
-    scale, size = shape.head_dim**-0.5, (1, shape.key_heads, depth, shape.head_dim)
-    keys, values, *others = (_noise(size, shape.dtype, seed) for seed in range(4))
-    caches = [(keys, values), (others[0], others[1])]
-    stock = partial(stock_attention, kernels.splits_stock)
-
-    def both(rows: int) -> tuple[float, float] | None:
-        q = _noise((1, shape.heads, rows, shape.head_dim), shape.dtype)
-        mask = "causal" if rows > 1 else None
-        return stopwatch.both(
-            lambda: [stock(q, k, v, None, scale, mask) for k, v in caches],
-            lambda: [kernels.attention(q, k, v, scale=scale) for k, v in caches],
-            ALONE,
-            layers=len(caches),
-        )
-
-    return _timing(key_at(shape.key, depth), count, ORDER, both)
+        return stopwatch.both(lambda: call(), lambda: call(), ready)
 
 
-def _time_forward(
-    target: Target, kernels: Kernels, ours: frozenset[int], stopwatch: Stopwatch
-) -> Timing:
-    """A verify of a wired target, at the rows at which anything of ours runs."""
-
-    def verify(rows: int, active: bool) -> list[mx.array]:
-        kernels.active = active
-        try:
-            logits, _ = target.start().verify(Proposal(list(range(rows))))
-        finally:
-            kernels.active = True
-        return [logits]
-
-    def both(rows: int) -> tuple[float, float] | None:
-        stock, with_ours = partial(verify, rows, False), partial(verify, rows, True)
-        return stopwatch.both(stock, with_ours, warm_up=False)
-
-    return _timing(FORWARD, 1, [rows for rows in ORDER if rows in ours], both)
+def _fill(target: Target, caches: Sequence[Any], depth: int) -> None:
+    """Give empty caches without a window `depth` keys and values of zeros."""
+    filled = []
+    for layer, cache in zip(target.owners, caches, strict=True):
+        attention = attention_of(layer)
+        if type(cache) is KVCache and attention is not None and has_key_projection(attention):
+            shape = 1, key_heads(attention), depth + cache.step, head_size(attention)
+            cache.keys, cache.values = (mx.zeros(shape, dtype_of(attention.k_proj)) for _ in "kv")
+            cache.offset = depth
+            filled += [cache.keys, cache.values]
+    mx.eval(filled)
 
 
-def _noise(shape: tuple[int, ...], dtype: mx.Dtype, seed: int = 0) -> mx.array:
-    noise = mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
-    mx.eval(noise)
-    return noise
+def _product(module: Any, matrix: Matrix, rows: int) -> Callable[[], mx.array]:
+    """A product of a layer with rows of noise."""
 
+    def noise(*shape: int) -> mx.array:
+        return mx.random.normal(shape, key=mx.random.key(0))
 
-def _forward(module: Any, matrix: Matrix, rows: int) -> Callable[[], mx.array]:
-    """A forward of the layer over rows of noise."""
-    x = _noise((1, rows, matrix.depth), dtype_of(module))
+    x = noise(1, rows, matrix.depth).astype(dtype_of(module))
+    mx.eval(x)
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
         return lambda: module.as_linear(x)
     if not matrix.experts:
         return lambda: module(x)
     # Each row has experts of its own, as behind a router.
-    scores = _noise((1, rows, matrix.experts), mx.float32)
-    experts = mx.argsort(scores, axis=-1)[..., : matrix.top_k]
+    experts = mx.argsort(noise(1, rows, matrix.experts), axis=-1)[..., : matrix.top_k]
     mx.eval(experts)
     return lambda: module(x[..., None, None, :], experts)

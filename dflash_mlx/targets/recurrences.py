@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels.shapes import DeltaShape, dtype_of
 from .internals import (
     GATED_DELTA,
     MAMBA2,
@@ -321,13 +320,3 @@ def recurrence_of(layer: nn.Module | None) -> Recurrence | None:
     """A decoder layer's recurrence; None where it has none, or one that is unknown here."""
     mixer = mixer_of(layer)
     return None if mixer is None else RECURRENCES[type(mixer)](mixer)
-
-
-def delta_shape(layer: nn.Module | None) -> DeltaShape | None:
-    """The shape of a layer's Gated DeltaNet; None for a layer without one."""
-    recurrence = recurrence_of(layer)
-    if not isinstance(recurrence, GatedDelta):
-        return None
-    mixer = recurrence.mixer
-    heads = mixer.num_k_heads, mixer.num_v_heads
-    return DeltaShape(*heads, mixer.head_k_dim, mixer.head_v_dim, dtype_of(mixer.out_proj))

@@ -22,7 +22,7 @@ from dflash_mlx.bench.roofline import (
     slot_probability,
 )
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.kernels.choose import stock_seconds, tile_seconds
+from dflash_mlx.kernels.costs import stock_seconds, tile_seconds
 from dflash_mlx.kernels.shapes import Matrix
 from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.quantization import Quantization

@@ -17,7 +17,6 @@ from dflash_mlx.kernels.block_attention import BlockAttention, TreeMask
 from dflash_mlx.kernels.delta_replay import DeltaReplay, DeltaVerify
 from dflash_mlx.kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
-from dflash_mlx.kernels.verify_qkv import VerifyQkv
 from dflash_mlx.kernels.weights import AffineWeights, Weights
 
 DTYPES = tuple(METAL_NAMES)
@@ -114,10 +113,10 @@ def record_products(recorder: Recorder) -> None:
 def record_fused(recorder: Recorder) -> None:
     """Two to as many matrices as are taken, whole and split K."""
     for enough in (ENOUGH_TILES, ENOUGH_TILES_LARGE):
-        beside = VerifyQkv(recorder, enough)
+        several = VerifyMatmul(recorder, enough).several
         for count, shape in product(range(1, 9), ((1, 8), (32, 256), (64, 1024))):
             for w, dtype in product(matrices(*shape), DTYPES):
-                taken(beside, mx.zeros((3, w.shape[1]), dtype), [w] * count)
+                taken(several, mx.zeros((3, w.shape[1]), dtype), [w] * count)
 
 
 def record_attention(recorder: Recorder) -> None:

@@ -8,9 +8,8 @@ from kernel_check import kernel_factory
 
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.machine.chips import Chip
 from dflash_mlx.targets import Target
-from dflash_mlx.targets.autotune import guesses
+from dflash_mlx.targets.autotune import candidates
 
 HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
 
@@ -55,11 +54,11 @@ def exact_target(
     return Target(model, families.Letters(), config, family, wiring)
 
 
-def table_target(family: str, chip: Chip | None, factory) -> Target:
-    """Such a model in float32 with the kernels that are the guess for a chip."""
+def chosen_target(family: str, factory) -> Target:
+    """Such a model in float32, where ours won from 4 rows on."""
     target = float_target(family)
-    kernels, rows = Kernels(factory, large=False), guesses(target, chip)
-    target.wiring = wire(target.model, target.config, kernels, rows)
+    rows = {key: frozenset(range(4, max(of) + 1)) for key, of in candidates(target).items()}
+    target.wiring = wire(target.model, target.config, Kernels(factory, large=False), rows)
     return target
 
 

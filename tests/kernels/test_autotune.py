@@ -1,12 +1,12 @@
-"""Kernels are chosen by a stopwatch, whose clock counts calls and launches here."""
+"""Kernels are chosen by a stopwatch over whole verifies, whose clock counts calls and launches."""
 
 from functools import partial
-from itertools import product
 
 import families
+import mlx.core as mx
 import pytest
 from kernel_calls import Recorder
-from kernel_models import Launches, half_precision, quick_factory
+from kernel_models import Launches, half_precision
 
 import dflash_mlx as dm
 from dflash_mlx.kernels import choose
@@ -15,33 +15,29 @@ from dflash_mlx.kernels.modules import SWAPS, Kernels
 from dflash_mlx.loading import wiring
 from dflash_mlx.loading.wiring import wire_drafter, wire_target
 from dflash_mlx.targets import autotune as module
-from dflash_mlx.targets import parts
-from dflash_mlx.targets.autotune import FORWARD, Stopwatch, autotune, candidates, forms
-
-EVERYWHERE, ALONE, TOGETHER = (-0.05, -0.01), (-0.05, 0.01), (0.05, -0.01)
+from dflash_mlx.targets.autotune import Stopwatch, autotune, candidates, forms
 
 
 class Clock(Launches):
-    """A clock that launches of ours move by `alone` or, in a wired target's forward, `together`.
+    """A clock that launches of ours move, which compute nothing.
 
-    The launches compute nothing. With `deep_only` those alone that read fewer than 40 keys lose.
+    Args:
+        products, attention, far: seconds a launch; `far` for attention over 40 keys and more.
     """
 
-    deep_only = False
-
-    def __init__(self, target: dm.Target, alone: float, together: float) -> None:
+    def __init__(self, products: float, attention: float, far: float | None = None) -> None:
         super().__init__(Recorder())
-        self.target, self.now, self.alone, self.together = target, 0.0, alone, together
+        self.now, self.products, self.attention, self.far = 0.0, products, attention, far
 
     def __call__(self, name, **definition):
         kernel = super().__call__(name, **definition)
 
         def launch(**given):
-            apart = self.target.wiring is None
-            if apart and self.deep_only and given["inputs"][1].shape[-2] < 40:
-                self.now += 1.0
-            else:
-                self.now += self.alone if apart else self.together
+            taken = self.products
+            if name == "block_attention":
+                deep = self.far is not None and given["inputs"][1].shape[2] >= 40
+                taken = self.far if deep else self.attention
+            self.now += taken * ("merge" not in name)
             return kernel(**given)
 
         return launch
@@ -54,8 +50,8 @@ class Counted(Stopwatch):
         super().__init__(seconds, 1, lambda: clock.now)
         self.moved, self.step, self.calls = clock, step, 0
 
-    def both(self, stock, ours, *args, **named):
-        return super().both(*(partial(self.call, one) for one in (stock, ours)), *args, **named)
+    def both(self, stock, ours, *args):
+        return super().both(*(partial(self.call, one) for one in (stock, ours)), *args)
 
     def call(self, one):
         self.calls += 1
@@ -70,118 +66,95 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
 
 
-def timed(launch, seconds=1e6, step=1.0, layers=2):
+def timed(products, attention, far=None, seconds=1e6, step=1.0, layers=2):
     """A target, a clock, and a stopwatch with it."""
     config = families.CONFIGS["qwen3"] | {"num_hidden_layers": layers}
     model = half_precision("qwen3", num_hidden_layers=layers)
     target = dm.Target(model, families.Letters(), config, "qwen3")
-    clock = Clock(target, *launch)
+    clock = Clock(products, attention, far)
     return target, clock, Counted(clock, seconds, step)
 
 
 @pytest.mark.parametrize(
-    ("launch", "wins"), [(EVERYWHERE, True), (ALONE, False), (TOGETHER, False)]
+    ("products", "attention", "far", "wins"),
+    [
+        (-0.01, -0.01, -0.1, {"products", "near", "far"}),
+        (0.01, 0.01, 0.1, set()),
+        (-0.02, 0.01, 0.1, {"products"}),  # attention is left out, and the forward wins
+        (0.01, -0.2, 0.1, {"near"}),  # although all of ours together may lose
+        (-0.01, -0.01, 0.1, {"products", "near"}),
+        (0.01, 0.01, -0.1, {"far"}),
+        (-0.0002, -0.0002, -0.0002, set()),  # less than a clear gain
+    ],
 )
-def test_the_whole_forward_decides(launch, wins):
-    """A kernel that wins alone and loses there is not used, nor one that loses alone."""
-    target, clock, stopwatch = timed(launch)
+def test_whole_verifies_decide_for_each_group(products, attention, far, wins):
+    target, clock, stopwatch = timed(products, attention, far)
     classes = [type(part) for part in target.model.modules()]
-    rows, timings = autotune(target, Kernels(clock), frozenset(), stopwatch)
+    rows, timings = autotune(target, Kernels(clock), stopwatch)
     assert [type(part) for part in target.model.modules()] == classes and target.wiring is None
-    assert rows and {bool(of) for of in rows.values()} == {wins}
-    assert {of for of in rows.values()} <= {
-        frozenset(),
-        *map(frozenset, (range(1, 17), range(1, 65))),
-    }
-    [forward] = [one for one in timings if one.key == FORWARD]
-    assert sorted(forward.stock) == (list(ROWS) if launch is not TOGETHER else [])
+    part = {"near": " at 20", "far": " at 40"}
+    for name in ("products", "near", "far"):
+        found = {
+            bool(of)
+            for key, of in rows.items()
+            if (key.endswith(part[name]) if name in part else not key.startswith("attention"))
+        }
+        assert found == {name in wins}, name
+    assert all(sorted(one.ours) == list(ROWS) for one in timings)
+    assert set(rows) == set(candidates(target))
 
 
-@pytest.mark.parametrize(("together", "wins"), [(-0.01, True), (0.05, False)])
-def test_attention_that_wins_over_many_keys_takes_part_in_the_forward(together, wins):
-    target, clock, stopwatch = timed((-0.2, together))
-    clock.deep_only = True
-    keys = {key for key in forms(target) if not key.startswith("attention")}
-    rows, _ = autotune(target, Kernels(clock), frozenset(keys), stopwatch)
-    assert [key for key in rows if rows[key]] == [key for key in rows if wins and " at 40" in key]
-    assert rows
-
-
-def test_what_is_broken_takes_no_part():
-    target, clock, stopwatch = timed(EVERYWHERE)
-    [key] = {key for key in forms(target) if key.startswith("attention")}
-    rows, timings = autotune(target, Kernels(clock), frozenset({key}), stopwatch)
-    assert rows and not any(one.startswith(key) for one in [*rows, *(t.key for t in timings)])
-    assert not any(name.startswith("block_attention") for name in clock.counts)
-
-
-@pytest.mark.parametrize(("step", "forwards"), [(0.001, 8), (0.02, 4), (0.7, 0)])
-def test_it_ends_in_time_with_36_layers(step, forwards):
+@pytest.mark.parametrize(("step", "rows"), [(0.001, set(ROWS)), (0.1, {16, 4, 8}), (2.0, set())])
+def test_it_ends_in_time_with_36_layers(step, rows):
     """3 seconds and one call at most, however long a call takes; what was not timed is MLX's."""
-    target, clock, stopwatch = timed((-step / 20, -step / 1000), 3.0, step, layers=36)
-    rows, timings = autotune(target, Kernels(clock), frozenset(), stopwatch)
-    assert clock.now <= 3.0 + step
-    [forward] = [one for one in timings if one.key == FORWARD]
-    assert len(forward.stock) >= forwards and bool(forward.stock) == bool(forwards)
-    assert all(of <= choose.chosen(forward.stock, 64) for of in rows.values())
-    assert stopwatch.calls < 600 and any(rows.values()) == bool(forwards)
+    target, clock, stopwatch = timed(-step / 1000, -step / 1000, None, 3.0, step, layers=36)
+    found, [whole, *_] = autotune(target, Kernels(clock), stopwatch)
+    assert clock.now <= 3.0 + step and rows <= set(whole.ours)
+    assert all(of <= choose.chosen(whole.ours, 64) for of in found.values())
+    assert any(found.values()) == bool(rows)
 
 
-@pytest.mark.parametrize(
-    ("step", "alone", "together"), [(2.0, 1, 1), (0.02, 1, 1), (0.01, -1, 1), (0.02, 1, -1)]
-)
-def test_the_guess_decides_at_rows_that_were_not_timed(step, alone, together):
-    """alone, together: 1 where ours win, -1 where they lose."""
-    launch = -alone * step / 20, -together * step / 1000
-    target, clock, stopwatch = timed(launch, 3.0, step, layers=36)
-    guess = frozenset({4, 6, 12, 16})
-    guessed = dict.fromkeys(candidates(target), guess)
-    found, [*timings, forward] = autotune(target, Kernels(clock), frozenset(), stopwatch, guessed)
-    assert bool(forward.ours) == (step < 1) and len(forward.ours) < len(ROWS)
-    left = [timing.key for timing in timings if not timing.ours]
-    assert left and all(
-        (rows in found[key]) == (rows in guess and (together > 0 or rows not in forward.ours))
-        for key, rows in product(left, ROWS)
-    )
-    whole = [found[timing.key] for timing in timings if len(timing.ours) == len(ROWS)]
-    assert alone > 0 or frozenset() in whole, "it lost here, whatever was guessed"
+def test_what_is_timed_is_computed(monkeypatch):
+    computed, own = [], mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *x: (computed.extend(x), own(*x)))
+    results = [[mx.ones(4) + 1], [mx.ones(4) + 2]]
+    Stopwatch(10.0, 1).both(lambda: results[0], lambda: results[1])
+    assert [id(x) for x in computed] == [id(x) for x in results * 2]
 
 
-@pytest.mark.parametrize(("alone", "wins"), [(-0.05, True), (0.05, False)])
-def test_a_drafter_is_timed_once(alone, wins, monkeypatch):
-    """Its own forms; those of a target with these kernels run as there, and are not timed."""
-    monkeypatch.setattr(wiring, "_broken", lambda *checks: frozenset())
-    target, clock, stopwatch = timed((alone, alone))
-    for known in ({key: frozenset({5}) for key in candidates(target)}, {}):
-        drafter, kernels = half_precision("qwen3"), Kernels(clock)
-        calls, kernels.chosen = stopwatch.calls, known
-        wire_drafter(drafter, kernels, stopwatch)
-        assert (stopwatch.calls > calls) == (not known)
-        layer = drafter.model.layers[0].mlp.down_proj
-        assert (type(layer) in SWAPS.values()) == (bool(known) or wins)
-        assert not (known or wins) or layer._rows == ({5} if known else set(range(1, 17)))
-    drafter, calls = half_precision("qwen3"), stopwatch.calls
-    wire_drafter(drafter, Kernels(clock), stopwatch)
-    assert stopwatch.calls == calls and (type(drafter.lm_head) in SWAPS.values()) == wins
+def test_waiting_for_the_layers_is_not_timed():
+    now, watch = [0.0], None
+    watch = Stopwatch(1e9, 3, lambda: now[0])
+
+    def passing(seconds):
+        now[0] += seconds
+        return []
+
+    taken = watch.both(lambda: passing(2.0), lambda: passing(1.0), lambda at: passing(7.0 + at))
+    assert taken == (2.0, 1.0)
+
+
+@pytest.mark.parametrize(("products", "wins"), [(-0.05, True), (0.05, False)])
+def test_a_drafter_is_timed_once(products, wins, monkeypatch):
+    monkeypatch.setattr(wiring, "begin_checks", lambda kernels: None)
+    _, clock, stopwatch = timed(products, 0.0)
+    for again in (False, True):
+        drafter, calls = half_precision("qwen3"), stopwatch.calls
+        wire_drafter(drafter, Kernels(clock), stopwatch)
+        assert (stopwatch.calls == calls) == again
+        assert (type(drafter.lm_head) in SWAPS.values()) == wins
 
 
 def test_a_model_is_timed_once(monkeypatch):
     """By the first load that chooses. The next one, also of its drafter, reads the answer."""
-    monkeypatch.setattr(wiring, "_broken", lambda *checks: frozenset())
-    exact, clock, stopwatch = timed((-0.05, -0.01))
+    monkeypatch.setattr(wiring, "begin_checks", lambda kernels: None)
+    exact, clock, stopwatch = timed(-0.01, -0.01)
     assert wire_target(exact, Kernels(clock), True, stopwatch).wiring.exact and not stopwatch.calls
-    watched, own = [], parts.make_prompt_cache
-    monkeypatch.setattr(parts, "make_prompt_cache", lambda of: watched.append(of) or own(of))
-    target, clock, stopwatch = timed((-0.05, -0.01))
+    target, clock, stopwatch = timed(-0.01, -0.01)
     ours = wire_target(target, Kernels(clock), False, stopwatch)
-    assert len(watched) == 1, "the parts are found once"
     rows, calls = ours.wiring.rows, stopwatch.calls
     assert rows == read_choices(forms(target)) and all(rows.values())
     assert ours.wiring.layers and calls
-    again, *_ = timed(EVERYWHERE)
-    kernels = Kernels(quick_factory())
-    assert wire_target(again, kernels, None, stopwatch).wiring.exact, "it was free at every row"
+    again, *_ = timed(0.0, 0.0)
+    assert wire_target(again, Kernels(clock), None, stopwatch).wiring.exact, "free at every row"
     assert stopwatch.calls == calls
-    drafter = half_precision("qwen3")
-    wire_drafter(drafter, kernels)
-    assert drafter.model.layers[0].mlp.down_proj._rows == frozenset(range(1, 17))

@@ -1,4 +1,4 @@
-"""Which kernels run: the guess by costs, what was timed, and when exact decoding is free."""
+"""What was timed and checked, where it is kept, when exact decoding is free; estimated costs."""
 
 from dataclasses import replace
 
@@ -11,16 +11,14 @@ from dflash_mlx.kernels.choose import (
     attention_rows,
     chosen,
     exact_by_default,
-    guess,
-    guess_attention,
     has_kernel,
     key_at,
     read_choices,
-    stock_seconds,
-    stock_tiles_from,
+    read_proofs,
     store_choices,
-    tile_seconds,
+    store_proofs,
 )
+from dflash_mlx.kernels.costs import guess, stock_seconds, stock_tiles_from, tile_seconds
 from dflash_mlx.kernels.shapes import Matrix
 from dflash_mlx.machine.chips import chip_named, chips
 
@@ -79,21 +77,11 @@ def test_what_has_a_kernel(change, runs):
     assert has_kernel(replace(FOUR, **change)) == runs
 
 
-@pytest.mark.parametrize(
-    ("group", "row"),
-    [(1, 9), (2, 9), (4, 9), (5, 7), (8, 5), (16, 3), (64, 1)],
-)
-def test_attention_runs_where_stock_does_not_split_the_keys(group, row):
-    heads = 2 * group, 2
-    assert guess_attention(chip_named("M4"), *heads) == frozenset(range(row, 65))
-    assert guess_attention(chip_named("M5"), *heads) == guess_attention(None, *heads) == frozenset()
-
-
 def test_attention_is_chosen_by_depth():
     near, far = frozenset({4}), frozenset({8})
-    rows = {key_at("attention", 1024): near, key_at("attention", 16384): far}
-    found = [attention_rows(rows, "attention", depth) for depth in (1, 1024, 1025, 4097, 10**6)]
-    assert found == [near, near, frozenset(), far, far]
+    rows = {key_at("attention", 1024): near, key_at("attention", 4096): far}
+    found = [attention_rows(rows, "attention", depth) for depth in (1, 1024, 1025, 10**6)]
+    assert found == [near, near, far, far] and not attention_rows(rows, "another", 1)
 
 
 def test_rows_between_those_that_were_timed_follow_the_next():
@@ -159,12 +147,16 @@ def test_the_rows_from_which_stock_has_tiles(chip, rows):
         assert stock_tiles_from(chip_named(chip), matrix) == first
 
 
-def test_choices_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_path):
-    """A file that says it is of another is not believed, even in the right place."""
+def test_choices_and_proofs_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_path):
+    """Of several models beside each other. A file that says it is of another is not believed."""
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
     model, rows = [FOUR.key, FOUR.key, HALF.key], {FOUR.key: frozenset({4, 5}), HALF.key: NONE}
-    assert read_choices(model) is None
+    assert read_choices(model) is None and read_proofs() == set()
     store_choices(model, rows)
+    store_choices([HALF.key], {})
+    store_proofs(["a"])
+    store_proofs(["b"])
+    assert read_proofs() == {"a", "b"} and read_choices([HALF.key]) == {}
     assert read_choices(model) == rows and read_choices([*reversed(model)]) == rows
     [file] = (tmp_path / "kernels").iterdir()
     stored = file.read_text()
@@ -176,12 +168,13 @@ def test_choices_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_path):
     ):
         with monkeypatch.context() as patch:
             change(patch)
-            assert read_choices(model) is None
+            assert read_choices(model) is None and read_proofs() == set()
             store_choices(model, {})
             [other] = set((tmp_path / "kernels").iterdir()) - {file}
             other.write_text(stored)
-            assert read_choices(model) is None
+            assert read_choices(model) is None and read_proofs() == set()
             other.unlink()
     assert read_choices([FOUR.key, HALF.key]) is None, "a model of other layers"
-    file.write_text("{")
-    assert read_choices(model) is None
+    for damaged in ("{", "[]", '{"of": 3}', "\x00"):
+        file.write_text(damaged)
+        assert read_choices(model) is None and read_proofs() == set()

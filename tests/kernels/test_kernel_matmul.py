@@ -21,7 +21,6 @@ from kernel_check import (
 
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul, splits_of_k, verify_matmul_reference
-from dflash_mlx.kernels.verify_qkv import VerifyQkv
 from dflash_mlx.kernels.weights import AffineWeights, dequantized
 
 pytestmark = on_gpu_or_emulator
@@ -172,7 +171,7 @@ def test_a_small_bias_is_not_lost_beside_the_middle_of_the_codes(matmul, dtype, 
 @pytest.mark.parametrize(("depth", "splits"), [(2592, 5), (3600, 7)])
 def test_no_split_is_rounded_before_it_is_added(matmul, dtype, depth, splits):
     """A later one has 1 and a little, and the first one takes the 1 away again."""
-    beside = VerifyQkv(kernel_factory())
+    beside = matmul.several
     assert splits_of_k(24, depth) == splits_of_k(3 * 24, depth) == splits
     for at in range(1, splits):
         x, w = mx.ones((2, depth), dtype), mx.zeros((24, depth), dtype)
@@ -187,7 +186,7 @@ def test_no_split_is_rounded_before_it_is_added(matmul, dtype, depth, splits):
 
 def test_the_first_split_is_added_first(matmul):
     """And in it the first of four SIMD-groups: 1 is lost in 1e8 before that is taken away again."""
-    x, beside = mx.ones((3, 1536)), VerifyQkv(kernel_factory())
+    x, beside = mx.ones((3, 1536)), matmul.several
     for places in ((0, 600, 1200), (0, 32, 64), (0, 128, 256)):
         w = mx.zeros((40, 1536))
         w[:, places[0]], w[:, places[1]], w[:, places[2]] = 1.0, 1e8, -1e8

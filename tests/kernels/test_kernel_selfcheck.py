@@ -1,31 +1,24 @@
 """Kernels that do not compile, or compute something else, are left to MLX, and no others."""
 
 import warnings
-from typing import Any
 
 import families
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 import tinymodels
 from kernel_calls import Recorder
 from kernel_check import on_gpu_or_emulator
-from kernel_models import half_precision, quick_factory
-from kernel_trees import random_tree
+from kernel_models import Launches, half_precision, quick_factory
 
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.block_attention import BlockAttention, TreeMask
-from dflash_mlx.kernels.choose import attention_rows
-from dflash_mlx.kernels.fused import UNITS, gated_key
-from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
-from dflash_mlx.kernels.selfcheck import Noise, faults
-from dflash_mlx.kernels.shapes import matrices
-from dflash_mlx.kernels.weights import AffineWeights
+from dflash_mlx.kernels import choose
+from dflash_mlx.kernels.modules import Kernels, wire
+from dflash_mlx.kernels.selfcheck import Proofs, UnprovenError
+from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
 from dflash_mlx.loading import wiring
-from dflash_mlx.machine.chips import chip_named
-from dflash_mlx.targets.autotune import candidates, guesses
-from dflash_mlx.targets.selfcheck import model_checks, weight_checks
+from dflash_mlx.loading.wiring import begin_checks, wire_target
+from dflash_mlx.targets.autotune import candidates
 
 pytestmark = on_gpu_or_emulator
 
@@ -82,102 +75,94 @@ def one_element_off(results):
     return [first.reshape(results[0].shape), *results[1:]]
 
 
+def infinite(results):
+    return [results[0] + float("inf"), *results[1:]]
+
+
 def not_a_number(results):
     return [results[0] * float("nan"), *results[1:]]
 
 
-def target_of(family, bits=4):
-    """A random target whose layers are MLX's."""
+def wired(family, factory, bits=4, exact=False):
+    """A random target, wired as `load` does it where all of ours won."""
     config = families.CONFIGS[family]
-    return dm.Target(half_precision(family, bits), families.Letters(), config, family)
+    target = dm.Target(half_precision(family, bits), families.Letters(), config, family)
+    kernels, rows = Kernels(factory), candidates(target)
+    begin_checks(kernels)
+    target.wiring = wire(target.model, config, kernels, rows, exact)
+    return target
 
 
-def found(family, factory, bits=4):
-    """What the self-check finds in a random model."""
-    return faults(model_checks(target_of(family, bits), Kernels(factory), {}, exact=True))
+def answer(target, kv_bits=None):
+    """Verify a chain and a tree of two sizes behind a prompt; returns the logits."""
+    logits = []
+    for rows in (3, 16):
+        for parents in ((), [(node - 1) // 2 if node else -1 for node in range(rows)]):
+            session = target.start(kv_bits=kv_bits)
+            list(session.prefill(families.random_prompt(3, seed=1)))
+            logits.append(session.verify(dm.Proposal([7] * rows, tuple(parents)))[0])
+            session.commit([0, 1])
+    mx.eval(logits)
+    return mx.concatenate(logits)
 
 
-def keys(family, bits=4):
-    """The names of the products of a random model."""
-    of = half_precision(family, bits), families.CONFIGS[family]
-    return {matrix.key for _, _, matrix in matrices(*of)}
+def found(family, factory, bits=4, exact=False, kv_bits=None):
+    """What failed while a random model verified."""
+    target = wired(family, factory, bits, exact)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        answer(target, kv_bits)
+    return target.wiring.kernels.proofs.broken
 
 
 @pytest.mark.parametrize(
     ("family", "bits"), [("qwen3", 8), ("qwen3_5", 4), ("qwen3_moe", None), ("gpt_oss", 4)]
 )
 def test_nothing_is_found_where_all_is_well(family, bits):
-    assert found(family, quick_factory(), bits) == {}
+    assert found(family, quick_factory(), bits, exact=family == "qwen3_5") == {}
 
 
-@pytest.mark.parametrize("key_heads", [1, 2, 4])
-@pytest.mark.parametrize("bits", [None, 8])
-def test_every_form_of_attention_that_can_run_is_checked(bits, key_heads):
-    """A form is what MLX compiles once. Trees have up to 64 rows, whatever a chain has."""
-    model = families.random_model("qwen3", head_dim=64, num_key_value_heads=key_heads)
-    model.set_dtype(mx.bfloat16)
-    target = dm.Target(model, families.Letters(), families.CONFIGS["qwen3"], "qwen3")
-    checked, ran, noise = Recorder(), Recorder(), Noise(mx.bfloat16)
-    rows, heads = guesses(target, chip_named("M4")), model.layers[0].self_attn.n_heads
-    for check in model_checks(target, Kernels(checked), rows, exact=False):
-        if check.key.startswith("attention"):
-            check.ours()
-    keys: Any = noise(1, key_heads, 80, 64)
-    if bits:
-        keys = AffineWeights(*mx.quantize(keys, 64, bits), bits, 64)
-    attention = BlockAttention(ran)
-    for count in attention_rows(rows, f"attention {heads}/{key_heads} heads of 64", 80):
-        for tree in (None, TreeMask(*random_tree(count))):
-            attention(noise(1, heads, count, 64), keys, keys, scale=0.1, tree=tree)
-    assert set(ran.wrappers) <= set(checked.wrappers)
-
-
-ATTENTION = "attention 4/2 heads of 64"
-DELTA = "delta rule 4/2 heads of 32x32"
-# family, what is broken, and the beginnings of all names that are left to MLX
+ATTENTION = "attention 4/2 heads of 64 in bfloat16, "
+# family, what is broken, and what the names of all that is left to MLX have in common
 CASES = {
-    "products": ("qwen3", named("verify_matmul_affine"), ("64x", "128x", "256x", "gate and up")),
-    "gate and up": ("qwen3", with_argument("verify_matmul", "GATE_UP", True), ("gate and up",)),
+    "products": ("qwen3", named("verify_matmul_affine"), "rows in bfloat16 by"),
+    "gate and up": ("qwen3", with_argument("verify_matmul", "GATE_UP", True), "as gate and up"),
     "gate and up of experts": (
         "qwen3_moe",
         named("verify_matmul_moe_affine_gate_up"),
-        ("gate and up",),
+        "as gate and up",
     ),
-    "experts": ("qwen3_moe", named("verify_matmul_moe_affine"), ("64x64 affine", "gate and up")),
-    "fused": ("qwen3", named("verify_qkv_3"), ("256 and 128 and 128 fused",)),
-    "what enters a recurrence": ("qwen3_5", named("verify_qkv_4"), ("",)),
-    "attention": ("qwen3", named("block_attention"), (ATTENTION,)),
-    "quantized keys": ("qwen3", named("block_attention_quantized"), (f"{ATTENTION} over ",)),
-    "4-bit keys": (
-        "qwen3",
-        with_argument("block_attention_quantized", "BITS", 4),
-        (f"{ATTENTION} over 4-bit keys",),
-    ),
-    "trees": ("gpt_oss", with_argument("block_attention", "TREE", True), (ATTENTION,)),
-    "sinks": ("gpt_oss", with_argument("block_attention_merge", "SINKS", True), (ATTENTION,)),
-    "the recurrence": ("qwen3_5", named("delta_verify_chain"), (DELTA,)),
-    "the recurrence in trees": ("qwen3_5", named("delta_verify_tree"), (DELTA,)),
-    "the replay": ("qwen3_5", named("delta_replay"), (DELTA,)),
+    "experts": ("qwen3_moe", named("verify_matmul_moe_affine"), " of "),
+    "fused": ("qwen3", named("verify_qkv_3"), "256x64 affine 4-bit g32 bfloat16 and 128x64"),
+    "attention": ("qwen3", named("block_attention"), ATTENTION),
+    "trees": ("gpt_oss", with_argument("block_attention", "TREE", True), "a tree of"),
+    "sinks": ("gpt_oss", with_argument("block_attention_merge", "SINKS", True), "with sinks"),
 }
 
 
 @pytest.mark.parametrize(
-    ("family", "concerns", "left", "wrong"),
+    ("family", "concerns", "name", "wrong"),
     [(*case, (slightly_off, does_not_compile)[at % 2]) for at, case in enumerate(CASES.values())],
     ids=CASES.keys(),
 )
-def test_what_is_broken_is_found_and_nothing_else(family, concerns, left, wrong):
-    problems = found(family, Broken(concerns, wrong))
-    assert problems and all(key.startswith(left) for key in problems)
-    for start in left:
-        assert any(key.startswith(start) for key in problems), start
-    if wrong is does_not_compile:
-        words = (
-            "does not run (program_source:52:13: error: use of undeclared identifier 'fragment')"
-        )
-    else:
+def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concerns, name, wrong):
+    """MLX's run in its place: the logits are those of a model without ours."""
+    target = wired(family, Broken(concerns, wrong))
+    with pytest.warns(UserWarning, match="a kernel of ours is broken here and left out"):
+        logits = answer(target)
+    problems = target.wiring.kernels.proofs.broken
+    assert problems and all(name in key for key in problems), problems
+    words = "does not run (program_source:52:13: error: use of undeclared identifier 'fragment')"
+    if wrong is not does_not_compile:
         words = "differs from its reference by"
     assert all(words in problem for problem in problems.values())
+    stock = half_precision(family), families.CONFIGS[family]
+    expected = answer(dm.Target(stock[0], families.Letters(), stock[1], family))
+    if family == "qwen3":  # a rounding changes a router's choice
+        assert mx.abs(logits - expected).max() < 0.1 * mx.abs(expected).max()
+    with warnings.catch_warnings():  # said once
+        warnings.simplefilter("error")
+        answer(target)
 
 
 @pytest.mark.parametrize(
@@ -186,96 +171,61 @@ def test_what_is_broken_is_found_and_nothing_else(family, concerns, left, wrong)
         (too_many_threads, "does not run (Thread group size (512) is greater than"),
         (one_element_off, "differs from its reference by"),
         (not_a_number, "differs from its reference by nan"),
+        (infinite, "differs from its reference by inf"),
         (lambda results: [results[0][:, :-1]], "does not run|gives"),
     ],
 )
 def test_every_way_to_fail_is_found(wrong, words):
     broken = with_argument("verify_matmul_affine", "GATE_UP", True)
-    [problem] = found("qwen3", Broken(broken, wrong)).values()
-    assert any(word in problem for word in words.split("|"))
+    for problem in found("qwen3", Broken(broken, wrong)).values():
+        assert any(word in problem for word in words.split("|"))
 
 
-def asked_of(checks):
-    """What attention is asked for by checks, as dictionaries; it is not computed."""
-    asked = []
-
-    def attention(queries, keys, values, **named):
-        bits = getattr(keys, "bits", None)
-        asked.append(named | {"nodes": queries.shape[2], "length": keys.shape[2], "bits": bits})
-        return mx.zeros_like(queries)
-
-    for check in checks(attention):
-        check.ours()
-    return asked
-
-
-def test_every_kind_of_layer_is_asked():
-    """Windows of both kinds, and each dtype in which a shape occurs."""
-    target, kernels = target_of("gpt_oss"), Kernels(Recorder())
-
-    def checks(attention):
-        kernels.attention = attention
-        every = model_checks(target, kernels, {}, True)
-        return [check for check in every if check.key.startswith("attention")]
-
-    assert {of["window"] for of in asked_of(checks)} == {None, target.config["sliding_window"]}
-    both = nn.Module()
-    both.a, both.b = nn.Linear(64, 32, bias=False), nn.Linear(64, 32, bias=False)
-    both.a.set_dtype(mx.bfloat16), both.b.set_dtype(mx.float16)  # of one size, and so of one name
-    dtypes = {c.ours()[0].dtype for c in weight_checks(both, {}, kernels, {}, True)}
-    assert dtypes == {mx.bfloat16, mx.float16}
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_nobody_asked_for_is_not_compiled(bits):
+    """Quantized keys, trees, other numbers of rows: each is checked with its first use."""
+    recorder = Recorder()
+    target = wired("qwen3", recorder)
+    proofs = target.wiring.kernels.proofs
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zeros are not what a reference gives
+        for rows, kv_bits in ((4, None), (4, bits), (9, None)):
+            proofs.broken.clear()
+            target.start(kv_bits=kv_bits).verify(dm.Proposal([7] * rows))
+            attention = [key for key in proofs.broken if key.startswith("attention")]
+            assert len(attention) == 1 and f"a chain of {rows}" in attention[0]
+            assert (f"over {bits}-bit keys" in attention[0]) == (kv_bits is not None)
+    assert not any(
+        "('TREE', True)" in str(wrapper.template) for wrapper in recorder.wrappers.values()
+    )
 
 
-def wired(family, broken):
-    """A random model wired as `load` does it."""
-    target, kernels = target_of(family), Kernels(quick_factory())
-    rows, model = candidates(target), target.model
-    return model, wire(model, target.config, kernels, rows, broken=frozenset(broken))
-
-
-def test_what_is_broken_is_left_to_mlx_and_the_rest_is_not():
-    model, wiring = wired("qwen3", ())
-    assert {type(layer.mlp) for layer in model.layers} <= set(UNITS.values())
-    [unit] = {gated_key(layer.mlp) for layer in model.layers}
-    model, wiring = wired("qwen3", {unit})
-    assert {type(layer.mlp) for layer in model.layers} <= set(UNITS)
-    assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
-    shape = next(matrix.key for path, _, matrix in matrices(model, {}) if "down_proj" in path)
-    model, wiring = wired("qwen3", {shape})
-    assert type(model.layers[0].mlp.down_proj) in SWAPS
-    assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
-    assert type(model.layers[0].self_attn.q_proj) in SWAPS.values()
-
-
-def test_broken_attention_over_quantized_keys_leaves_the_other():
-    called = []
-    factory = Broken(lambda name, given: called.append(name), None)
-    target, broken = target_of("qwen3"), frozenset({f"{ATTENTION} over 8-bit keys"})
-    rows = {key: of for key, of in candidates(target).items() if key.startswith(ATTENTION)}
-    target.wiring = wire(target.model, target.config, Kernels(factory), rows, broken=broken)
-    for bits, used in ((None, True), (8, False), (4, True)):
-        called.clear()
-        mx.eval(target.start(kv_bits=bits).verify(dm.Proposal([7, 9]))[0])
-        assert any(name.startswith("block_attention") for name in called) == used, bits
+def test_a_second_answer_compiles_what_it_launches(monkeypatch, tmp_path):
+    """The verdict is on disk: a new process checks nothing that was checked."""
+    monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
+    texts = []
+    for _ in range(2):
+        launches = Launches()
+        kernels, model = Kernels(launches), half_precision("qwen3")
+        kernels.on_device = True  # as Metal's are
+        target = dm.Target(model, families.Letters(), families.CONFIGS["qwen3"], "qwen3")
+        won = candidates(target)
+        monkeypatch.setattr(wiring, "read_choices", lambda forms, won=won: won)
+        wire_target(target, kernels, False)
+        assert not launches.counts, "a load launches nothing"
+        answer(target)
+        texts.append(sum(launches.counts.values()))
+        checked = dict(launches.counts)
+        launches.counts.clear()
+        answer(target)
+        texts.append(sum(launches.counts.values()))
+    first, again, second, last = texts
+    assert first > again == second == last and checked == launches.counts
 
 
 @pytest.fixture
 def folder(tmp_path):
     return str(tinymodels.save_target(tmp_path, "qwen3", head_dim=64))
-
-
-def test_a_load_says_what_it_leaves_to_mlx(folder, monkeypatch):
-    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Max"})
-    factory = Broken(named("verify_matmul_affine_gate_up"), does_not_compile)
-    with pytest.warns(UserWarning, match="a kernel of ours is broken here and left out") as said:
-        target = dm.load_target(folder, bits=4, group_size=32, metal_kernel=factory)
-    assert "error: use of undeclared identifier 'fragment'" in str(said[0].message)
-    assert type(target.model.layers[0].mlp.gate_proj) in SWAPS.values()
-    assert type(target.model.layers[0].mlp) in UNITS
-    target.start().verify(dm.Proposal([7] * 16))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dm.load_target(folder, bits=4, group_size=32, metal_kernel=quick_factory())
 
 
 def test_exact_decoding_does_without_no_kernel(folder, monkeypatch):
@@ -285,7 +235,7 @@ def test_exact_decoding_does_without_no_kernel(folder, monkeypatch):
         dm.load_target(folder, **load, kernels="exact")
     free = candidates(dm.load_target(folder, bits=4, group_size=32, kernels="off"))
     monkeypatch.setattr(wiring, "read_choices", lambda forms: free)
-    with pytest.warns(UserWarning, match="ours is broken here"):
+    with pytest.warns(UserWarning, match="Exact decoding needs our kernels"):
         assert not dm.load_target(folder, **load).wiring.exact
 
 
@@ -315,3 +265,25 @@ def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
         patch.setattr(wiring, "read_choices", lambda forms: free)
         with pytest.warns(UserWarning, match="has other bits here than alone"):
             assert not dm.load_target(folder, **load).wiring.exact
+
+
+def test_a_check_sends_rows_to_experts_of_their_own():
+    """Whatever the rows are that are about to be multiplied."""
+    routes = []
+
+    def factory(**definition):
+        def launch(inputs, output_shapes, output_dtypes, **call):
+            routes.append(inputs[2].reshape(16, 4).tolist())
+            return [mx.zeros(*of) for of in zip(output_shapes, output_dtypes, strict=True)]
+
+        return launch
+
+    proofs = Proofs()
+    proofs.proven = set()
+    with pytest.raises(UnprovenError), pytest.warns(UserWarning, match="64 of 32x8x16"):
+        VerifyMatmulMoe(factory, proofs)(
+            mx.ones((16, 16)), mx.ones((32, 8, 16)), mx.zeros((16, 4), mx.uint32)
+        )
+    [checked] = routes
+    assert len({tuple(sorted(row)) for row in checked}) > 8
+    assert all(len(set(row)) == 4 for row in checked)

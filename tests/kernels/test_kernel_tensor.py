@@ -4,6 +4,7 @@ On a Mac with tensor units: `pytest -m metal tests/kernels/test_kernel_tensor.py
 """
 
 import platform
+import warnings
 from dataclasses import replace
 
 import families
@@ -25,18 +26,14 @@ from oracle import Oracle
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.choose import NONE, exact_by_default, has_tensor_units, tensor_key
-from dflash_mlx.kernels.fused import projections_key
 from dflash_mlx.kernels.modules import Kernels, uses_tensor_units, wire
-from dflash_mlx.kernels.selfcheck import faults
 from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
-from dflash_mlx.kernels.verify_qkv import VerifyQkv
 from dflash_mlx.kernels.weights import aligned
 from dflash_mlx.loading import wiring
-from dflash_mlx.loading.wiring import wire_target
+from dflash_mlx.loading.wiring import begin_checks, wire_target
 from dflash_mlx.targets import autotune as module
 from dflash_mlx.targets.autotune import Stopwatch, autotune, candidates
-from dflash_mlx.targets.selfcheck import model_checks
 
 UNITS = mx.metal.is_available() and has_tensor_units(mx.device_info(), platform.mac_ver()[0])
 pytestmark = [
@@ -89,7 +86,7 @@ def test_a_row_has_the_same_bits_in_every_call(matmul):
 
 def test_fused_products():
     mx.random.seed(3)
-    fused = VerifyQkv(kernel_factory())
+    fused = VerifyMatmul(kernel_factory()).several
     for columns, depth in (((64, 32, 32), 256), ((96, 32), 1024)):
         weights = [tensor_weights((n, depth)) for n in columns]
         x = mx.random.normal((5, depth)).astype(mx.bfloat16)
@@ -100,10 +97,10 @@ def test_fused_products():
 def test_what_tensor_units_cannot_take_runs_without():
     """Rows in another dtype; matrices that share a launch with one that does not fit."""
     launches = Launches()
-    matmul, fused = VerifyMatmul(launches), VerifyQkv(launches)
+    matmul = VerifyMatmul(launches)
     w, x = tensor_weights((32, 256)), mx.ones((2, 256), mx.bfloat16)
     matmul(x.astype(mx.float32), w)
-    fused(x, [w, replace(w, tensor_units=False)])
+    matmul.several(x, [w, replace(w, tensor_units=False)])
     assert not any("tensor" in name for name in launches.counts)
     matmul(x, w)
     assert launches.counts["verify_matmul_tensor"] == 1
@@ -179,13 +176,13 @@ class Timed:
 
 
 def choices(monkeypatch, on, off, units):
-    """What is chosen for a model's products, their keys, and the names of what was timed."""
-    monkeypatch.setattr(module, "DEPTHS", (20,))
+    """What is chosen for a model's products, and their keys."""
+    monkeypatch.setattr(module, "DEPTHS", (20, 40))
     of, factory = target(), Timed(on, off)
     watch = Stopwatch(1e9, 1, factory.clock)
-    rows, timings = autotune(of, Kernels(factory, tensor_units=units), frozenset(), watch)
+    rows, _ = autotune(of, Kernels(factory, tensor_units=units), watch)
     keys = {matrix.key for _, _, matrix in matrices(of.model, of.config)}
-    return rows, keys, {one.key for one in timings}
+    return rows, keys
 
 
 @pytest.mark.parametrize(
@@ -199,15 +196,14 @@ def choices(monkeypatch, on, off, units):
 )
 def test_the_stopwatch_decides_between_tensor_units_and_tiles(monkeypatch, on, off, used, wins):
     """And between the faster of them and MLX."""
-    rows, keys, names = choices(monkeypatch, on, off, units=True)
-    assert {tensor_key(key) for key in keys} <= names
+    rows, keys = choices(monkeypatch, on, off, units=True)
     assert {tensor_key(key) in rows for key in keys} == {used}
     assert {bool(rows[key]) for key in keys} == {wins}
 
 
 def test_other_chips_are_not_asked(monkeypatch):
-    rows, keys, names = choices(monkeypatch, -0.05, -0.04, units=False)
-    assert keys <= names and not any("tensor" in name for name in {*names, *rows})
+    rows, keys = choices(monkeypatch, -0.05, -0.04, units=False)
+    assert keys <= set(rows) and not any("tensor" in name for name in rows)
 
 
 def test_a_kernel_that_fails_on_tensor_units_still_runs_without():
@@ -219,14 +215,17 @@ def test_a_kernel_that_fails_on_tensor_units_still_runs_without():
 
         return launch
 
-    tensor, kernels = target(), Kernels(fails, tensor_units=True)
-    of = tensor.model, tensor.config
+    tensor, kernels, launches = target(), Kernels(fails, tensor_units=True), Launches(fails)
     rows = {key: ROWS for key in candidates(tensor, True) if not key.startswith("attention")}
-    problems = faults(model_checks(tensor, kernels, rows, exact=False))
-    keys = {matrix.key for _, _, matrix in matrices(*of)}
-    assert {tensor_key(key) for key in keys} <= set(problems) and not keys & set(problems)
-    wire(*of, kernels, rows, broken=frozenset(problems))
-    assert not tensor.model.layers[0].self_attn.o_proj._affine.tensor_units
+    expected = tensor.start().verify(dm.Proposal([7, 9]))[0]
+    begin_checks(kernels)
+    tensor.wiring = wire(tensor.model, tensor.config, kernels, rows)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        logits = tensor.start().verify(dm.Proposal([7, 9]))[0]
+    assert mx.allclose(logits, expected, rtol=0.1, atol=0.1) and not launches.counts
+    assert all("on tensor units" in key for key in kernels.proofs.broken)
+    assert len(said) == len(kernels.proofs.broken) > 0
 
 
 def test_exact_decoding_keeps_off_tensor_units(monkeypatch):
@@ -241,6 +240,7 @@ def test_exact_decoding_keeps_off_tensor_units(monkeypatch):
     assert exact.wiring.exact and launches.counts["verify_matmul_affine"]
     assert not any("tensor" in name for name in launches.counts)
     fast = wire_target(target(), Kernels(launches, tensor_units=True), None)
+    fast.start().verify(dm.Proposal([7, 9]))
     assert not fast.wiring.exact and any("tensor" in name for name in launches.counts)
 
 
@@ -267,14 +267,12 @@ def test_layers_of_one_form_share_a_launch():
         Kernels(Recorder(), tensor_units=True),
     )
     rows = candidates(hybrid, True)
-    keys = {check.key for check in model_checks(hybrid, kernels, rows, exact=False)}
     wire(model, config, kernels, rows)
     mixer = model.layers[0].linear_attn
     large, gates = [mixer.in_proj_qkv, mixer.in_proj_z], [mixer.in_proj_b, mixer.in_proj_a]
     for layers, units in ((large, True), (gates, False)):
         assert {layer._affine.tensor_units for layer in layers} == {units}
         assert len({id(layer._fused) for layer in layers}) == 1
-        assert projections_key(layers) in keys, "what is fused is checked"
     assert large[0]._fused is not gates[0]._fused is not None
 
 

@@ -18,7 +18,6 @@ from kernel_models import (
     HEAD,
     Launches,
     exact_target,
-    float_target,
     half_precision,
     quick_factory,
 )
@@ -27,8 +26,7 @@ from oracle import Oracle
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.kernels import choose
-from dflash_mlx.kernels.fused import UNITS, VerifySwitchGLU, gated_key
+from dflash_mlx.kernels.fused import UNITS, VerifySwitchGLU
 from dflash_mlx.kernels.modules import SWAPS, Kernels, VerifyConv1d, wire
 from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.loading import wiring
@@ -135,12 +133,14 @@ def test_a_gated_unit_is_fused_only_as_a_whole():
     ],
 )
 def test_gate_and_up_of_other_kinds_share_no_launch(groups, biases, shared):
-    unit = half_precision("qwen3").layers[0].mlp
+    model = half_precision("qwen3")
+    unit = model.layers[0].mlp
     unit.gate_proj, unit.up_proj = (
         nn.QuantizedLinear(64, 128, bias, group, 4)
         for bias, group in zip(biases, groups, strict=True)
     )
-    assert (gated_key(unit) is not None) == shared
+    wire(model, families.CONFIGS["qwen3"], Kernels(quick_factory()), {}, exact=True)
+    assert (type(unit) in UNITS.values()) == shared
 
 
 def test_a_convolution_in_one_order_is_the_stock_one():
@@ -165,54 +165,6 @@ def test_many_rows_are_left_to_stock_layers():
     assert launches.counts
     with pytest.raises(SettingsError, match="at most 64 rows"):
         session.verify(Proposal([1] * 65))
-
-
-@pytest.mark.parametrize(("chip", "first"), [("Apple M4 Max", 4), ("Apple M5 Max", None)])
-def test_the_guess_decides_before_anything_was_timed(chip, first, monkeypatch, tmp_path):
-    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": chip})
-    folder = str(tinymodels.save_target(tmp_path, "qwen3", head_dim=HEAD))
-    launches = Launches()
-    target = dm.load_target(folder, bits=4, group_size=32, metal_kernel=launches)
-    assert not target.wiring.exact and bool(target.wiring.layers) == bool(first)
-    stock = dm.load_target(folder, bits=4, group_size=32)
-    for rows in (1, 3, 4, 16):
-        launches.counts.clear()
-        logits = [one.start().verify(Proposal([7] * rows))[0] for one in (target, stock)]
-        ran = any(name.startswith("verify_") for name in launches.counts)
-        assert ran == (first is not None and rows >= first)
-        assert mx.allclose(*logits, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
-@pytest.mark.parametrize(
-    "parents", [range(-1, 16), [-1, *(i // 2 for i in range(16))]], ids=["chain", "tree"]
-)
-def test_mlx_s_attention_over_a_long_context_runs_in_two_calls(family, parents, monkeypatch):
-    """Bit for bit what one call computes. gpt-oss has sinks, and windows that are shorter."""
-    monkeypatch.setattr(choose, "SPLIT_KEYS", 50)
-    calls, own = [], mx.fast.scaled_dot_product_attention
-    plain, target, kernels = float_target(family), float_target(family), Kernels(quick_factory())
-    kernels.splits_stock = True
-    target.wiring = wire(target.model, target.config, kernels, {})
-    monkeypatch.setattr(
-        mx.fast,
-        "scaled_dot_product_attention",
-        lambda q, *of, **named: calls.append(q.shape[2]) or own(q, *of, **named),
-    )
-    for prompt, rows, expected in (
-        (40, 9, {9}),
-        (60, 8, {8}),
-        (60, 9, {8, 1}),
-        (60, 16, {8}),
-        (60, 17, {17}),
-    ):
-        proposal, logits = Proposal([7] * rows, tuple(parents)[:rows]), []
-        for one in (plain, target):
-            session = one.start()
-            list(session.prefill(families.random_prompt(prompt, seed=1)))
-            calls.clear()
-            logits.append(session.verify(proposal)[0])
-        assert same_bits(*logits) and set(calls) - {rows} == expected - {rows}
 
 
 def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
@@ -240,17 +192,6 @@ def test_exact_is_asked_for_at_load(tmp_path):
     alone, together = target.start(), target.start()
     logits, _ = together.verify(Proposal([7, 9]))
     assert same_bits(alone.verify(Proposal([7]))[0][0], logits[0])
-
-
-def test_drafters_follow_the_guess_too(monkeypatch, tmp_path):
-    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Max"})
-    folder, launches = str(tinymodels.save_drafter(tmp_path)), Launches()
-    ours = dm.load_drafter(folder, bits=4, metal_kernel=launches)
-    stock = dm.load_drafter(folder, bits=4, kernels="off")
-    block = mx.random.normal((1, 16, 64), key=mx.random.key(0))
-    taps = mx.random.normal((1, 9, 128), key=mx.random.key(1))
-    hidden = [drafter(block, taps, drafter.make_cache()) for drafter in (ours, stock)]
-    assert launches.counts and mx.allclose(*hidden, rtol=1e-2, atol=1e-2)
 
 
 def test_without_metal_nothing_changes(tmp_path):
