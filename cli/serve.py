@@ -20,6 +20,7 @@ import dflash_mlx
 from dflash_mlx.cluster.member import READY, Member, rank
 from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, SettingsError
 from dflash_mlx.loading.registry import LOOKUP, NONE, check_name, short
+from dflash_mlx.machine.facts import usable_bytes
 from dflash_mlx.machine.signals import signals_to
 
 from . import options
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 SERVER = "Server"  # the panel that --help shows
 MODELS = "Folder, GGUF, hub name, smollm2 or tiny. Repeatable."
+CACHES, PREFIXES = 0.8, 0.25  # of what the weights leave; caches include prefixes
 LAST_SECONDS: Final = 2.0  # for clients to hear that the machines lost each other
 
 
@@ -70,10 +72,12 @@ class Load:
     concurrency: int = option(32, SERVER, "N", "Requests decoded together.", min=1, max=1024)
     queue: int = option(64, SERVER, "N", "Requests that may wait.", min=0)
     memory: float | None = option(
-        None, SERVER, "GB", "Limit of all KV caches. Default: none.", min=0.001
+        None, SERVER, "GB", "KV caches. Default: 80% of the rest.", min=0.001
     )
     wire: bool = flag("--wire", SERVER, "Keep the last loaded weights in memory (macOS).")
-    prefix_cache: float = option(4.0, SERVER, "GB", "Shared prefixes in memory.", min=0)
+    prefix_cache: float | None = option(
+        None, SERVER, "GB", "Prefixes in it. Default: 25% of the rest.", min=0
+    )
     cache_dir: Path | None = option(None, SERVER, "DIR", "Keep shared prefixes on disk, too.")
     cache_disk: float = option(32.0, SERVER, "GB", "Limit of --cache-dir.", min=0.001)
     disk_left: float = option(10.0, SERVER, "GB", "Disk that --cache-dir leaves free.", min=0)
@@ -183,7 +187,7 @@ class ModelLoader:
             pair.drafter,
             policy=pair.policy,
             prefix=_prefix(pair, load),
-            memory=None if load.memory is None else int(load.memory * 1e9),
+            memory=_bytes(load.memory, CACHES),
             most_jobs=load.concurrency,
             thread=self._thread,
         )
@@ -275,15 +279,24 @@ def _end(
 
 def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
     """The cache of prompt prefixes that requests share."""
-    if not load.prefix_cache:
+    if load.prefix_cache == 0:
         return None
     folder = None if load.cache_dir is None else load.cache_dir.expanduser()
-    memory = int(load.prefix_cache * 1e9)
+    memory = _bytes(load.prefix_cache, PREFIXES)
     store: type[PrefixStore] = dflash_mlx.PrefixStore
     if pair.member is not None:
         from dflash_mlx.cluster.target import LeaderPrefixCache as store
     disk, left = int(load.cache_disk * 1e9), int(load.disk_left * 1e9)
     return store(pair.target, pair.drafter, memory=memory, folder=folder, disk=disk, disk_left=left)
+
+
+def _bytes(given: float | None, share: float) -> int:
+    """A limit in bytes: as given in GB, or a share of what loaded weights leave of the memory."""
+    if given is not None:
+        return int(given * 1e9)
+    import mlx.core as mx
+
+    return max(1, int(share * (usable_bytes() - mx.get_active_memory())))
 
 
 def _log(verbose: bool) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError, ModelNotFoundError, NotEnoughMemoryError, WeightsError
-from ..machine.facts import memory_bytes
+from ..machine.facts import memory_bytes, usable_bytes
 from ..validation import (
     MAX_BYTES,
     MAX_JSON_BYTES,
@@ -177,22 +177,22 @@ def memory_needed(
 
 
 def check_memory(name: str, needed: int, in_4_bits: int | None = None) -> None:
-    """Raise `NotEnoughMemoryError` unless weights fit into this machine's memory.
+    """Raise `NotEnoughMemoryError` unless weights fit into the memory that models may take.
 
     Args:
         name: the model, for the message.
         needed: bytes of the weights.
         in_4_bits: their bytes if they were quantized to 4 bits; None where they cannot be.
     """
-    limit, remedy = memory_bytes(), "choose a smaller model or one in fewer bits"
+    limit, remedy = usable_bytes(), "choose a smaller model or one in fewer bits"
     if needed <= limit:
         return
     if in_4_bits is not None:
         even = "" if in_4_bits <= limit else "even "
         remedy = f"{even}quantized to 4 bits they would take {in_4_bits / GB:.1f} GB"
+    has = "this machine has" if limit == memory_bytes() else "this Mac's GPU may use"
     raise NotEnoughMemoryError(
-        f"{name}: the weights take {needed / GB:.1f} GB, this machine has {limit / GB:.1f} GB; "
-        f"{remedy}."
+        f"{name}: the weights take {needed / GB:.1f} GB, {has} {limit / GB:.1f} GB; {remedy}."
     )
 
 
@@ -204,10 +204,10 @@ def fits(size: float, quantized: bool = False, limit: int | None = None, mac: bo
     Args:
         size: bytes of the weights as stored.
         quantized: whether they are quantized already; otherwise they take two bytes each.
-        limit: bytes of memory, None for this machine's.
+        limit: bytes that models may take, None for this machine's.
         mac: whether they run on a Mac.
     """
-    limit = memory_bytes() if limit is None else limit
+    limit = usable_bytes() if limit is None else limit
     if size * (1 if quantized or mac else 2) <= limit:
         return YES
     for bits in () if quantized else (8, 4):

@@ -7,7 +7,7 @@ import pytest
 from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import NotEnoughMemoryError
-from dflash_mlx.loading.checks import memory_needed
+from dflash_mlx.loading.checks import check_memory, fits, memory_needed
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.machine.facts import memory_bytes
@@ -84,3 +84,16 @@ def test_a_pair_has_to_fit_together(tmp_path):
     claim(target, memory * 0.6 / width)
     claim(drafter, memory * 0.6 / width)
     refusal(load, target, draft=str(drafter))
+
+
+@pytest.mark.parametrize(("size", "says"), [(10.7, "yes"), (12.5, "no")])
+def test_what_fits_is_what_the_gpu_may_use(monkeypatch, size, says):
+    """macOS gives the GPU two thirds of a small Mac's memory: here 10.7 GiB of 16."""
+    info = {**mx.device_info(), "max_recommended_working_set_size": int(11.4e9)}
+    monkeypatch.setattr(mx, "device_info", lambda *_: info)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr("dflash_mlx.machine.facts.memory_bytes", lambda: 16 * 2**30)
+    assert fits(size * 1e9, quantized=True, mac=True) == says
+    if says == "no":
+        with pytest.raises(NotEnoughMemoryError, match=r"this Mac's GPU may use 11.4 GB"):
+            check_memory("a model", int(size * 1e9))
