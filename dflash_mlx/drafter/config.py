@@ -26,6 +26,7 @@ from .config_attention import (
     read_windows,
     rope_amplitude,
 )
+from .config_heads import READERS, Eagle, Lattice, Markov
 from .config_reader import BOOLEAN, OBJECT, POSITIVE, REQUIRED, Check, ConfigReader, one_of, whole
 from .packagings import (
     ARCHITECTURES,
@@ -36,67 +37,18 @@ from .packagings import (
     JETSPEC,
     LILICORR,
     OTHER_KINDS,
-    SPECFORGE,
     SPECULATORS_KINDS,
+    ZLAB,
     Packaging,
 )
 
 LAYERS, ROWS, WIDTH, TOKENS = whole(1024), whole(2**12), whole(2**20), whole(2**24)
 HEADS = whole(2**14)
-DFLASH2_CHECKS = {
-    "conv_kernel_size": whole(64),
-    "conv_group_size": WIDTH,
-    "selector_rank": WIDTH,
-    "selector_top_k": whole(1024),
-}
 
 
 def checked(check: Check, default: Any = MISSING) -> Any:
     """A field of `DraftConfig` that is read as it is, after a check."""
     return field(default=default, metadata={"check": check})
-
-
-@dataclass(frozen=True)
-class Markov:
-    """DSpark's head: a bias on a row's logits that the token before it decides.
-
-    Attributes:
-        rank: of the bias.
-        type: "vanilla", "gated" by the row's hidden state, or "rnn" over the drafted tokens.
-    """
-
-    rank: int
-    type: str = "vanilla"
-
-
-@dataclass(frozen=True)
-class Lattice:
-    """LiLiCorr's head; fields as published, without their `lilicorr_`."""
-
-    candidate_topk: int
-    hidden_size: int  # absent or 0: the drafter's
-    num_layers: int
-    num_heads: int
-    mlp_ratio: float
-    factor_dim: int
-    vector_eps: float
-    logit_scale: float
-
-
-@dataclass(frozen=True)
-class Eagle:
-    """EAGLE-3's norms, which differ between publishers.
-
-    Attributes:
-        norm_before_residual: the residual stream begins with the normed feature.
-        norm_before_fc, fc_norm: a norm of all taps side by side, or one of each tap, comes first.
-        norm_output: the features of drafted rows are the states after the final norm (EAGLE 3.1).
-    """
-
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +142,9 @@ class DraftConfig:
         read = ConfigReader(raw, where, packaging)
         for place, _ in read.found("architectures", "speculators_model_type"):
             read.sources[place] = place
-        resolved = _kind(read, kind)
+        read.get("projector_type", one_of(DFLASH, DFLASH2, DSPARK, LILICORR))
+        resolved = {"kind": kind} | READERS[kind](read, kind)
+        resolved["packaging"] = read.packaging.name
         resolved |= _sizes(read, resolved["kind"])
         layers, rows = resolved["num_hidden_layers"], resolved["block_size"]
         is_eagle = resolved["kind"] == EAGLE3
@@ -240,79 +194,38 @@ def _packaging(raw: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
     """The packaging and the kind that the config's labels mean. Raises `ConfigError`."""
     names = raw.get("architectures") or [None]
     name = names[0] if isinstance(names, list) and len(names) == 1 else names
-    algorithm = raw.get("speculators_model_type")
-    if algorithm is not None or "transformer_layer_config" in raw:
-        if not isinstance(algorithm, str) or algorithm not in SPECULATORS_KINDS:
-            _refuse_other_kinds(where, algorithm)
-            problem = f"must be one of {', '.join(SPECULATORS_KINDS)}, not {brief(algorithm)}"
-            raise ConfigError(f"{where}: speculators_model_type {problem}.")
-        return SPECULATORS_KINDS[algorithm]
-    if name is None:
-        _refuse_other_kinds(where, raw.get("model_type"))
-        muse = raw.get("model_type") == "muse_glimmer_assistant"
-        name = "MuseGlimmerAssistantModel" if muse else "DFlashDraftModel"
-    if name == "LlamaForCausalLM" and "draft_vocab_size" in raw:
-        name = "LlamaForCausalLMEagle3"  # as EAGLE-3's authors label it
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        _refuse_other_kinds(where, name)
-        raise ConfigError(f"{where}: architectures {brief(name)} is not a known drafter.")
-    packaging, kind = ARCHITECTURES[name]
     nested = raw.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
-    if nested.get("projector_type") == LILICORR or nested.get("lilicorr_enabled"):
-        return ARCHITECTURES["LiLiCorrDraftModel"]
-    if kind == DFLASH and ("causal_head" in raw or "causal_head" in nested):
+    key, known = "architectures", ARCHITECTURES
+    if "speculators_model_type" in raw or "transformer_layer_config" in raw:
+        key, known = "speculators_model_type", SPECULATORS_KINDS
+        name = raw.get(key)
+    elif name is None and raw.get("model_type") == "muse_glimmer_assistant":
+        name = "MuseGlimmerAssistantModel"
+    elif name == "LlamaForCausalLM" and "draft_vocab_size" in raw:
+        name = "LlamaForCausalLMEagle3"  # as EAGLE-3's authors label it
+    elif nested.get("projector_type") == LILICORR or nested.get("lilicorr_enabled"):
+        name = "LiLiCorrDraftModel"
+    label = raw.get("model_type") if name is None else name
+    if name is None and key == "architectures" and _other_kind(label) is None:
+        name = "DFlashDraftModel"
+    if not isinstance(name, str) or name not in known:
+        if (other := _other_kind(label)) is not None:
+            raise ConfigError(f"{where}: {brief(label)} is {other}: it cannot be read here.")
+        if key != "architectures":
+            problem = f"must be one of {', '.join(known)}, not {brief(name)}"
+            raise ConfigError(f"{where}: {key} {problem}.")
+        raise ConfigError(f"{where}: architectures {brief(name)} is not a known drafter.")
+    packaging, kind = known[name]
+    if packaging is ZLAB and kind == DFLASH and ("causal_head" in raw or "causal_head" in nested):
         return JETSPEC, kind
     return packaging, kind
 
 
-def _refuse_other_kinds(where: str, label: Any) -> None:
-    """Raise `ConfigError` that says what a drafter is, where its label tells."""
+def _other_kind(label: Any) -> str | None:
+    """What a drafter is that is not loaded from its config, where its label tells."""
     text = str(label).lower()
-    if (part := next((part for part in OTHER_KINDS if part in text), None)) is not None:
-        raise ConfigError(
-            f"{where}: {brief(label)} is {OTHER_KINDS[part]}: it cannot be read here."
-        )
-
-
-def _kind(read: ConfigReader, kind: str) -> dict[str, Any]:
-    """What comes after the backbone, and so the drafter's kind and packaging."""
-    if kind == EAGLE3:
-        read.get("use_aux_hidden_state", Check(lambda value: value is True, "true"))
-        read.get("speculators_config", OBJECT)
-        norms = {item.name: read.get(item.name, BOOLEAN, False) for item in fields(Eagle)}
-        return {"kind": kind, "packaging": read.packaging.name, "eagle": Eagle(**norms)}
-    read.get("projector_type", one_of(DFLASH, DFLASH2, DSPARK, LILICORR))
-    if kind == LILICORR:
-        read.get("lilicorr_enabled", Check(lambda value: value is True, "true"))
-        return {"kind": kind, "packaging": read.packaging.name, "lattice": _lattice(read)}
-    rank = read.get("markov_rank", whole(2**20, 0), REQUIRED if kind == DSPARK else None)
-    head = read.get("markov_head_type", one_of("vanilla", "gated", "rnn"), "vanilla")
-    if kind == DFLASH2 and rank:
-        raise read.error(read.place("markov_rank"), "must be 0 in a DFlash2 drafter")
-    if kind != DFLASH2:
-        kind = DSPARK if rank else DFLASH
-    if rank and read.packaging.name == "zlab":
-        # DSpark under DFlash's label. There are both kinds, so the file has to say more.
-        read.packaging = replace(SPECFORGE, first_row={DSPARK: None})
-    return {
-        "kind": kind,
-        "packaging": read.packaging.name,
-        "markov": Markov(rank, head) if rank else None,
-    }
-
-
-def _lattice(read: ConfigReader) -> Lattice:
-    width = read.get("lilicorr_hidden_size", whole(2**20, 0), 0)
-    width = width or read.get("hidden_size", WIDTH, REQUIRED)
-    found = {}
-    for item in fields(Lattice):
-        check = POSITIVE if item.type == "float" else whole(2**20)
-        if item.name != "hidden_size":
-            found[item.name] = read.get(f"lilicorr_{item.name}", check, REQUIRED)
-    if width % found["num_heads"]:
-        raise read.error("lilicorr_num_heads", f"must divide {width}")
-    return Lattice(hidden_size=width, **found)
+    return next((OTHER_KINDS[part] for part in OTHER_KINDS if part in text), None)
 
 
 def _sizes(read: ConfigReader, kind: str) -> dict[str, Any]:
@@ -342,15 +255,8 @@ def _sizes(read: ConfigReader, kind: str) -> dict[str, Any]:
         "draft_vocab_size": (drafted > vocabulary, f"must be at most {vocabulary}"),
     }
     if kind == DFLASH2:
-        found |= {name: read.get(name, check, REQUIRED) for name, check in DFLASH2_CHECKS.items()}
-        rules |= {
-            "draft_vocab_size": (drafted != vocabulary, f"must be {vocabulary}, the selector's"),
-            "conv_group_size": (hidden % found["conv_group_size"], f"must divide {hidden}"),
-        }
-    if kind == LILICORR and read.get("conv_kernel_size", whole(64, 0), 0):
-        found["conv_kernel_size"] = read.get("conv_kernel_size", whole(64))
-        found["conv_group_size"] = group = read.get("conv_group_size", WIDTH, REQUIRED)
-        rules["conv_group_size"] = (hidden % group, f"must divide {hidden}")
+        problem = f"must be {vocabulary}, the selector's"
+        rules["draft_vocab_size"] = drafted != vocabulary, problem
     for name, (broken, problem) in rules.items():
         if broken:
             raise read.error(read.place(name), problem)

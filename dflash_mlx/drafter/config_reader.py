@@ -128,8 +128,8 @@ class ConfigReader:
                     continue
                 if name not in expected:
                     self.ignore(place)
-                # In some files a 0 or an empty text stands for "none".
-                elif value != expected[name] and (value or expected[name] not in (0, False)):
+                # In some files a false, 0 or empty text stands for "none".
+                elif value != expected[name] and (value or expected[name]):
                     problem = f"must be {expected[name]!r}, not {brief(value)}"
                     raise self.error(place, problem)
         if self._unknown:

@@ -16,10 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .candidates import CandidateTokens, Slots, likeliest
-from .config import DraftConfig, Markov
-from .dflash2 import DFlash2
-from .eagle3 import Eagle3
-from .lilicorr import ConvolvedLiLiCorr, LiLiCorr
+from .config import DraftConfig
+from .config_heads import Markov
 from .network import DFlash
 
 
@@ -122,10 +120,3 @@ class DSpark(DFlash):
                 tokens.append(previous[place])
                 biased.append(score)
         return [(mx.stack(tokens), mx.stack(scores)) for tokens, scores in walked]
-
-
-def network_for(config: DraftConfig) -> type[DFlash]:
-    """The class of the network that a config calls for."""
-    lilicorr = ConvolvedLiLiCorr if config.conv_kernel_size else LiLiCorr
-    kinds = {"dflash2": DFlash2, "dspark": DSpark, "eagle3": Eagle3, "lilicorr": lilicorr}
-    return kinds.get(config.kind, DFlash)

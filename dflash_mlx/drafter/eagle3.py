@@ -19,7 +19,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from ..sampling import Sampler
-from .config import DraftConfig, Eagle
+from .config import DraftConfig
+from .config_heads import Eagle
 from .layers import Attention, DraftLayer
 from .network import DFlash
 from .stepwise import StepwiseDrafter, StepwiseSession

@@ -17,7 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .candidates import Slots, log_softmax, top_candidates
-from .config import DraftConfig, Lattice
+from .config import DraftConfig
+from .config_heads import Lattice
 from .dflash2 import DFlash2Layer, LatticeDrafter
 
 if TYPE_CHECKING:

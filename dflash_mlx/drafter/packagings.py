@@ -198,42 +198,35 @@ ROUTINE = re.compile(
 EXPECTED: dict[str, Any] = {
     "hidden_act": "silu",
     "draft_ffn_type": "dense",
-    "hc_mult": 1,
-    "parallel_draft_step": 1,
+    **dict.fromkeys("hc_mult parallel_draft_step".split(), 1),
     **dict.fromkeys(
         "next_layer_regular use_input_layernorm_in_first_layer use_last_layernorm".split(), True
     ),
+    # False, or none of them
     **dict.fromkeys(
         "mlp_bias gating enable_qwen35_gated_q_proj log_snr_conditioning fc_norm fc_layernorm "
         "draft_shift use_heterogeneous_kv attention_k_eq_v use_mtp_layernorm enable_moe_block "
-        "use_double_wide_mlp".split(),
-        False,
-    ),
-    **dict.fromkeys(
-        "draft_adapter_rank gru_hidden_dim emb_dim pure_draft_prefix_len global_head_dim "
-        "hidden_size_per_layer_input num_global_key_value_heads conv_kernel_size selector_rank "
-        "markov_rank".split(),
+        "use_double_wide_mlp draft_adapter_rank gru_hidden_dim emb_dim pure_draft_prefix_len "
+        "global_head_dim hidden_size_per_layer_input num_global_key_value_heads conv_kernel_size "
+        "selector_rank markov_rank".split(),
         0,
     ),
 }
 # The same, but in a copied config (DeepSpec's) they are the target's and say nothing.
 EXPECTED_OF_ITS_OWN: dict[str, Any] = {
     "partial_rotary_factor": 1,
-    "attn_output_gate": False,
     **dict.fromkeys(
-        "attn_logit_softcapping num_experts num_local_experts n_routed_experts".split(), 0
+        "attn_output_gate attn_logit_softcapping num_experts num_local_experts "
+        "n_routed_experts".split(),
+        0,
     ),
 }
 
 # Of rotations and of confidence heads, in any packaging.
 UNUSED_TENSORS = re.compile(r"rotary_emb\.inv_freq$|(^|\.)confidence_(head|proj)\.")
 PACKAGINGS = {
-    row.name: row
-    for row in (
-        *(ZLAB, JETSPEC, DEEPSPEC, DEEPSPEC_GEMMA, SPECFORGE, SPECULATORS, MUSE),
-        *(NVIDIA, EAGLE, SPECULATORS_EAGLE, DEEPSPEC_EAGLE, DEEPSPEC_GEMMA_EAGLE),
-    )
-}
+    row.name: row for row, _ in (*ARCHITECTURES.values(), *SPECULATORS_KINDS.values())
+} | {row.name: row for row in (JETSPEC, SPECFORGE)}
 
 
 def our_name(packaging: Packaging, tensor: str) -> str | None:

@@ -14,8 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
 from ..drafter.config import DraftConfig
-from ..drafter.dspark import network_for
 from ..drafter.network import DFlash
+from ..drafter.networks import network_for
 from ..drafter.packagings import PACKAGINGS, our_name
 from ..errors import ConfigError, ModelNotFoundError, WeightsError
 from ..proposal import Proposal

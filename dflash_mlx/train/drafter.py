@@ -23,8 +23,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..drafter.config import DraftConfig
-from ..drafter.dspark import network_for
 from ..drafter.network import DFlash
+from ..drafter.networks import network_for
 from ..errors import SettingsError
 from ..targets import Target
 from .dataset import Arrays, BatchStream, Sample, bucket_length, group

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from mlx.utils import tree_flatten
 
 from ..drafter.config import DraftConfig
-from ..drafter.dspark import network_for
+from ..drafter.networks import network_for
 from ..errors import NotEnoughMemoryError
 from ..kernels.shapes import weight_bytes
 from ..machine.facts import GB, memory_bytes

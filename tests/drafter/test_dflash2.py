@@ -15,8 +15,8 @@ import dflash_mlx as dm
 from dflash_mlx.drafter.candidates import Slots, top_candidates
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2, convolve
-from dflash_mlx.drafter.dspark import network_for
 from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.drafter.networks import network_for
 from dflash_mlx.drafter.packagings import EMBEDDING, HEAD
 from dflash_mlx.errors import SettingsError, WeightsError
 from dflash_mlx.loading.inspect import inspect_drafter

@@ -10,7 +10,7 @@ from mlx_lm.models.cache import KVCache
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.dspark import network_for
+from dflash_mlx.drafter.networks import network_for
 from dflash_mlx.drafter.packagings import EMBEDDING, HEAD
 from dflash_mlx.loading.checkpoint import drop_copies
 

@@ -10,8 +10,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from dflash_mlx.drafter.batch import BlockDraft, draft_batch
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.dspark import network_for
 from dflash_mlx.drafter.lilicorr import LatticeHead
+from dflash_mlx.drafter.networks import network_for
 from dflash_mlx.loading.checkpoint import read_drafter
 
 HEAD = {
