@@ -22,6 +22,7 @@ from ..threads import evaluate
 from ..validation import ErrorWrapper, brief, check_integer
 from .checkpoint import check_runs, drop_copies, read_target, read_tokenizer
 from .checks import check_safetensors, memory_needed, read_target_config
+from .defaults import sampling_defaults
 from .drafters import ASSISTANT, MODEL, NETWORK, DraftSource, open_drafter
 from .hub import Hub
 from .mtp import head_files, head_shards
@@ -285,14 +286,16 @@ def _open_target(
         tokenizer = read_tokenizer(folder, config)  # while the weights are being read
         evaluate(model)
     if cluster is not None:
-        return cluster.open(model, tokenizer, config, name)
-    target = Target(model, tokenizer, config, name)
-    check_runs(target)
-    if kernels is not None:
-        from .wiring import check_exact, wire_target
+        target = cluster.open(model, tokenizer, config, name)
+    else:
+        target = Target(model, tokenizer, config, name)
+        check_runs(target)
+        if kernels is not None:
+            from .wiring import check_exact, wire_target
 
-        target = wire_target(target, kernels, exact or None)
-        check_exact(target)
+            target = wire_target(target, kernels, exact or None)
+            check_exact(target)
+    target.sampling_defaults = sampling_defaults(folder)
     return target
 
 

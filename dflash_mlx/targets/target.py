@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
@@ -29,6 +29,7 @@ class Target(TargetModel):
         tokenizer: mlx-lm's `TokenizerWrapper`.
         config: its config.json.
         context_length: tokens that it was made for.
+        sampling_defaults: the publisher's sampling settings; `dm.generate` does not use them.
 
     Raises `ConfigError` for a model that cannot run.
     """
@@ -43,6 +44,7 @@ class Target(TargetModel):
     ) -> None:
         super().__init__(model, name, wiring)
         self.tokenizer, self.config = tokenizer, config
+        self.sampling_defaults: Mapping[str, Any] = {}
         self.context_length = int(text_config(config).get("max_position_embeddings") or 2**31)
         self._embedding, self._head = self.parts.embedding, self.parts.head
         self._embed_scale = internals.embed_scale(internals.backbone(internals.text_model(model)))
