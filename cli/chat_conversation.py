@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import sys
@@ -10,6 +11,8 @@ from contextlib import closing, contextmanager
 from itertools import chain
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+
+from rich.cells import cell_len
 
 from dflash_mlx.errors import DFlashError, PromptError
 
@@ -179,11 +182,12 @@ def _ctrl_c_stops(interactive: bool) -> Iterator[Interrupt]:
 
 
 class Writer:
-    """Writes an answer as it comes; in a pipe the text as it is."""
+    """Writes an answer as it comes: wrapped at words on a terminal, unchanged in a pipe."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
         self._last, self._dim = "\n", False
+        self._column, self._word, self._columns = 0, "", 0
 
     def write(self, parts: list[tuple[str, bool]]) -> None:
         """Write pieces of text, each with whether it is reasoning."""
@@ -194,13 +198,40 @@ class Writer:
                 self.end()
             self._last, self._dim = text[-1], dim
             if self._terminal:
-                text = text.translate(CONTROL)
+                text = self._wrapped(text.translate(CONTROL))
                 text = f"{DIM}{text}{NORMAL}" if dim else text
             sys.stdout.write(text)
         sys.stdout.flush()
+
+    def _wrapped(self, text: str) -> str:
+        """The text with a new line before each word that does not fit.
+
+        The beginning of such a word may stand on the screen already: it is erased there. The last
+        column stays free, because terminals disagree where the cursor is behind it.
+        """
+        columns, out = (os.get_terminal_size(sys.stdout.fileno()).columns or 80) - 1, ""
+        if columns != self._columns:  # resized: nothing is known of what is on the line
+            self._columns, self._column, self._word = columns, self._column % columns, ""
+        for char in text:
+            size = cell_len(char)
+            if char == "\n":
+                self._column, self._word = 0, ""
+            elif self._column + size > columns:
+                self._column = cell_len(self._word)
+                if char == " " or self._column + size > columns:
+                    self._column, self._word = 0, ""
+                erased = f"\x1b[{self._column}D\x1b[K" if self._column else ""
+                out += f"{erased}\n{self._word}"
+                char = "" if char == " " else char
+            if char and char != "\n":
+                self._column += size
+                self._word = "" if char == " " or size > 1 else self._word + char
+            out += char
+        return out
 
     def end(self) -> None:
         """End the line."""
         if self._last != "\n":
             sys.stdout.write("\n")
+            self._column, self._word = 0, ""
         sys.stdout.flush()

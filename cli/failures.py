@@ -19,7 +19,7 @@ from dflash_mlx.errors import (
     error_of_import,
 )
 
-from .output import error_line
+from .output import error_line, note
 
 FAILED, USAGE = 1, 2
 WRONG_USAGE = (SettingsError, PromptError, UnsupportedTreeError)
@@ -37,6 +37,10 @@ def one_line_errors() -> Iterator[None]:
     """Print an error that a person can act on, and exit; others are bugs."""
     try:
         yield
+    except KeyboardInterrupt as error:
+        if str(error):
+            note(str(error))
+        raise
     except UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # Typer prints the help
             raise

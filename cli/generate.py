@@ -159,20 +159,21 @@ def _stream(comparison: Comparison, thoughts: Thoughts, shown: bool) -> Result:
     """Generate once; `shown` prints the text as it comes, a terminal's with dimmed thoughts."""
     text, tokens = "", list[int]()
     writer = Writer() if shown and sys.stdout.isatty() else None
-    for event in dflash_mlx.stream_generate(
-        comparison.target,
-        comparison.drafter,
-        comparison.prompt,
-        **comparison.settings,
-        **comparison.drafting,
-    ):
-        text += event.text
-        tokens += event.tokens
-        pieces = thoughts.split(event)
+    pair = comparison.target, comparison.drafter
+    settings = comparison.settings | comparison.drafting
+    try:
+        for event in dflash_mlx.stream_generate(*pair, comparison.prompt, **settings):
+            text += event.text
+            tokens += event.tokens
+            pieces = thoughts.split(event)
+            if writer is not None:
+                writer.write(pieces)
+            elif shown:
+                print(event.text, end="", flush=True)
+    except KeyboardInterrupt:
         if writer is not None:
-            writer.write(pieces)
-        elif shown:
-            print(event.text, end="", flush=True)
+            writer.end()  # the shell's prompt begins on a line of its own
+        raise
     return dflash_mlx.Result(text, tokens, event.finish_reason or "length", event.stats)
 
 

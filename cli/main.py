@@ -7,8 +7,11 @@ import warnings
 
 
 def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
-    """A warning as one line, without the source line that raised it."""
-    return f"{message}\n"
+    """A warning as one line, without the source line that raised it.
+
+    On a terminal it takes the place of what `output.waiting` says there.
+    """
+    return f"\r\x1b[K{message}\n" if sys.stderr.isatty() else f"{message}\n"
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ def pull(
     if not on_hub(name):
         note(f"{name} is on this disk already.")
         return
-    drafter, hub = known_drafter(name), Hub(offline=offline)
+    drafter, hub = known_drafter(name), Hub(offline=offline, update=True)
     from dflash_mlx.loading.preflight import check_drafter, check_target  # starts MLX
 
     model = check_target(name, hub, Quantization(4, 64))  # --target-bits 4 may follow

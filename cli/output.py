@@ -19,6 +19,7 @@ from rich.text import Text
 from dflash_mlx.errors import OutputError
 
 BAR_WIDTH = 28
+CLEAR_LINE = "\r\x1b[K"  # of a terminal
 BESIDE_BAR = 32  # columns of the other cells and the frame
 NOTHING = "-"  # an empty cell
 MIN_STEPS = 3  # the speed of fewer steps says little
@@ -50,14 +51,24 @@ def note(message: str) -> None:
 
 
 @contextmanager
-def waiting(message: str, quiet: bool = False) -> Iterator[None]:
-    """Show a spinner on a terminal's stderr; `quiet` leaves the screen to others."""
-    console = stderr()
-    if quiet or not console.is_terminal:
+def waiting(message: str, spinner: bool = True) -> Iterator[None]:
+    """Say on a terminal's stderr what is waited for, until it is there.
+
+    A `spinner` would print each state of a progress bar as a line. Without one the line stands
+    still, and a bar takes its place.
+    """
+    console, text = stderr(), Text(f"{message} ...", no_wrap=True, overflow="ellipsis")
+    if not console.is_terminal or console.is_dumb_terminal:
         yield
-    else:
-        with console.status(Text(f"{message} ...", no_wrap=True, overflow="ellipsis")):
+    elif spinner:
+        with console.status(text):
             yield
+    else:
+        console.print(text, end="\r")
+        try:
+            yield
+        finally:
+            console.file.write(CLEAR_LINE)
 
 
 def counted(number: int, thing: str) -> str:

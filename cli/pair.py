@@ -135,9 +135,8 @@ def open_pair(
     settings = weights.settings | {"kernels": weights.kernels}
     settings |= {"reserved": reserved}
     settings |= {} if member is None else {"cluster": member.cluster}
-    downloads = any(map(on_hub, filter(None, (names.model, names.draft))))
     drafter: Drafter | None = None
-    with waiting(f"Loading {names.model}", quiet=downloads):  # downloads have their own bars
+    with waiting(f"Loading {names.model}", spinner=False):  # downloads and conversions have bars
         if draft == NONE:
             target = load_target(names.model, target_bits, **settings)
         else:

@@ -93,7 +93,7 @@ def train(
         raise SettingsError(f"{spelled(given)} cannot be combined with --warm-start.")
     blas = dflash_mlx.use_fast_blas(stock=stock_blas, flush_denormals=True)
     recipe = choices.recipe()
-    with waiting(f"Loading {model}"):
+    with waiting(f"Loading {model}", spinner=False):
         target = dflash_mlx.load_target(model, target_bits, hub=hub)
         warm = None if warm_start is None else _load_warm(warm_start, hub)
     from dflash_mlx.train.run import train as train_drafter

@@ -68,7 +68,7 @@ def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing
         from dflash_mlx.targets.autotune import Stopwatch
     if not mx.metal.is_available():
         return None
-    with waiting(f"Loading {names.model}"):
+    with waiting(f"Loading {names.model}", spinner=False):
         target = load_target(names.model, weights.target_bits, **weights.settings, kernels="off")
     with waiting("Timing MLX's kernels and ours in turns"):
         return time_kernels(target, Kernels(), Stopwatch(SECONDS, REPEATS))[1]

@@ -1,8 +1,7 @@
 """Models of the Hugging Face hub, through huggingface-hub's own client and cache.
 
-The client shows progress on stderr, resumes broken downloads, and uses a downloaded copy when there
-is no network. This module asks only for the files that a model needs, and turns failures into
-one-line errors.
+A complete copy is used without a question to the hub. The client resumes broken downloads. This
+module asks only for the files that a model needs, and turns failures into one-line errors.
 """
 
 from __future__ import annotations
@@ -25,11 +24,13 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import filter_repo_objects, get_session
 
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
 from ..validation import error_text
 from .checks import check_safetensors
+from .download import download
 from .gguf.parts import parts_of
 from .registry import hub_gguf, suggestion
 
@@ -56,11 +57,13 @@ class Hub:
         endpoint: the hub's address, None for the public one.
         cache: the folder of downloads, None for huggingface-hub's own.
         offline: use downloaded copies only.
+        update: ask the hub for a newer revision than a complete copy's.
     """
 
     endpoint: str | None = None
     cache: Path | None = None
     offline: bool = False
+    update: bool = False
     _listed: dict[str, dict[str, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -93,9 +96,9 @@ class Hub:
             DownloadError: no network and no copy, no access, or no room on the disk.
         """
         if (gguf := hub_gguf(name)) is None:
-            return self._snapshot(name, [*BESIDE, *weights])
+            return self._snapshot(name, [*BESIDE, *weights], name)
         patterns = _gguf_files(gguf[1])
-        folder = self._snapshot(gguf[0], patterns)
+        folder = self._snapshot(gguf[0], patterns, name)
         found = [file for file in folder.rglob("*.gguf") if any(map(file.match, patterns))]
         found = [file for file in found if not file.name.startswith("mmproj")]  # of images
         if not found:
@@ -107,7 +110,7 @@ class Hub:
 
         Raises as `fetch`.
         """
-        folder = self._snapshot(name, ["config.json", "model.safetensors.index.json"])
+        folder = self._snapshot(name, ["config.json", "model.safetensors.index.json"], name)
         if not (folder / "config.json").is_file() and self._gguf_types(name):
             raise self._no_gguf(name)
         return folder
@@ -117,7 +120,7 @@ class Hub:
 
         Raises the errors of `fetch`.
         """
-        with self._explained(name):
+        with self.explained(name):
             return Path(hf_hub_download(name, file, repo_type="dataset", **self._settings))
 
     def downloaded(self, name: str) -> int | None:
@@ -170,7 +173,7 @@ class Hub:
     def _sizes(self, name: str) -> dict[str, int]:
         """A repository's files and their bytes, asked for once. Raises as `fetch`."""
         if name not in self._listed:
-            with self._explained(name):
+            with self.explained(name):
                 found = HfApi(self.endpoint).model_info(name, files_metadata=True, timeout=10)
             self._listed[name] = {file.rfilename: file.size or 0 for file in found.siblings or []}
         return self._listed[name]
@@ -190,9 +193,20 @@ class Hub:
         advice = f"name one of its types, as {name}:TYPE: {types}" if types else "see its page"
         return ModelNotFoundError(f"{name} has no {lacks}: {advice}.")
 
-    def _snapshot(self, name: str, wanted: list[str]) -> Path:
-        with self._explained(name):
-            return Path(snapshot_download(name, allow_patterns=wanted, **self._settings))
+    def _snapshot(self, name: str, wanted: list[str], whole: str) -> Path:
+        """A repository's folder with the files that are wanted.
+
+        A complete copy of `whole`, the repository or one of its GGUF types, is not asked for again.
+        """
+        settings = self._settings | {"repo_id": name, "allow_patterns": wanted}
+        if self.offline or not self.update and self.downloaded(whole) is not None:
+            with self.explained(name):
+                return Path(snapshot_download(**settings | {"local_files_only": True}))
+        total = 0
+        with suppress(DownloadError):  # the client uses what it has without a network
+            total = self.remote_bytes(name, wanted)
+        blobs = self.folder / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
+        return download(settings | {"cache_dir": str(self.folder)}, blobs, total)
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -204,7 +218,7 @@ class Hub:
         }
 
     @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
+    def explained(self, name: str) -> Iterator[None]:
         """Raise our error for the client's."""
         try:
             yield

@@ -5,10 +5,12 @@ import json
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
+
+PART = 100_000  # bytes
 
 
 def commit_of(name: str) -> str:
@@ -23,6 +25,7 @@ class HubServer:
         repositories: owner/name -> the folder with its files.
         gated: repositories that answer nobody.
         sizes: file name -> a size to claim instead of the true one.
+        hold: while it is not set, files longer than `PART` end there.
         requests: (method, path, Range header) of every request, in order.
     """
 
@@ -32,6 +35,8 @@ class HubServer:
         self.sizes: dict[str, int] = {}
         self.requests: list[tuple[str, str, str | None]] = []
         self.url = ""
+        self.hold = threading.Event()
+        self.hold.set()
 
     def fetched(self) -> dict[str, int]:
         """How often the content of each file was asked for."""
@@ -52,6 +57,7 @@ class HubServer:
             try:
                 yield self
             finally:
+                self.hold.set()
                 server.shutdown()
                 thread.join()
 
@@ -123,5 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return None
-        self.wfile.write(content)
+        self.wfile.write(content[:PART])
+        self.hub.hold.wait()
+        with suppress(OSError):  # nobody waits for the rest
+            self.wfile.write(content[PART:])
         return None

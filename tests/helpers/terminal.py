@@ -30,12 +30,18 @@ class Terminal:
     Args:
         home: the folder of its person, where the history lies.
         columns, rows: how large it is.
-        arguments: options of `chat`.
+        arguments: options of the command.
         environment: in addition to our own.
     """
 
     def __init__(
-        self, home: Path, columns: int, *arguments: str, rows: int = HIGH, **environment: str
+        self,
+        home: Path,
+        columns: int,
+        *arguments: str,
+        rows: int = HIGH,
+        command: str = "chat",
+        **environment: str,
     ) -> None:
         self.shown = ""
         self.screen = Screen(columns, rows)
@@ -44,7 +50,7 @@ class Terminal:
         own |= {"TERM": "xterm-256color", "HOME": str(home), **environment}
         options = {"dimensions": (rows, columns), "encoding": "utf-8", "timeout": 60, "cwd": HERE}
         self.program = pexpect.spawn(
-            PROGRAM[0], [*PROGRAM[1:], "chat", *arguments], env=own, **options
+            PROGRAM[0], [*PROGRAM[1:], command, *arguments], env=own, **options
         )
         self.screen.program = self.program
         self.program.logfile_read = self

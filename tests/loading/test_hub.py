@@ -19,6 +19,7 @@ from dflash_mlx.errors import (
     NotEnoughMemoryError,
     WeightsError,
 )
+from dflash_mlx.loading.download import answered
 from dflash_mlx.loading.gguf import convert
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.load import load, load_target
@@ -100,8 +101,11 @@ def test_only_what_is_needed_is_fetched_and_only_once(hub, server):
     first = server.fetched()
     assert first["model.safetensors"] == first["config.json"] == first["tokenizer.json"] == 1
     assert "pytorch_model.bin" not in first
+    asked = len(server.requests)
     hub.fetch(TARGET)
-    assert server.fetched() == first
+    assert len(server.requests) == asked  # a complete copy needs no question
+    Hub(hub.endpoint, hub.cache, update=True).fetch(TARGET)
+    assert server.fetched() == first and len(server.requests) > asked
 
 
 def test_a_repository_that_is_not_there(hub):
@@ -114,12 +118,13 @@ def test_a_gated_repository(hub):
     assert "gated" in message and "hf auth login" in message
 
 
-def test_a_disk_that_fills_up_on_the_way(hub, monkeypatch):
+def test_a_disk_that_fills_up_on_the_way(monkeypatch):
     def fail(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("dflash_mlx.loading.hub.snapshot_download", fail)
-    assert "disk is full" in refusal(DownloadError, hub, TARGET)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    answer = answered({"repo_id": TARGET, "endpoint": None})
+    assert answer["error"] == "DownloadError" and "disk is full" in answer["message"]
 
 
 def test_no_network_and_no_copy(unreachable):

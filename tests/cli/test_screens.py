@@ -1,0 +1,92 @@
+"""What a person sees of a download and of an answer, on a terminal."""
+
+import fcntl
+import io
+import os
+import pty
+import struct
+import sys
+import termios
+from pathlib import Path
+
+import pexpect
+import pyte
+import pytest
+from hubserver import HubServer
+from terminal import Terminal
+
+import dflash_mlx
+from dflash_mlx.cli.chat_conversation import Writer
+
+TARGET, DRAFTER = "mlx-community/Qwen3-4B-4bit", "z-lab/Qwen3-4B-DFlash-b16"
+
+
+@pytest.fixture
+def hub():
+    """A hub with the embedded pair under the names of a large one."""
+    server, tiny = HubServer(), Path(dflash_mlx.__file__).parent / "tiny"
+    server.repositories = {TARGET: tiny / "target", DRAFTER: tiny / "drafter"}
+    with server.running():
+        yield server
+
+
+def opened(home, hub, command, *arguments):
+    where = {"HF_HOME": str(home / "hf"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
+    return Terminal(home, 80, *arguments, command=command, **where)
+
+
+@pytest.mark.slow
+def test_a_download_has_one_bar_ends_at_once_and_is_asked_for_once(hub, tmp_path):
+    hub.hold.clear()
+    first = opened(tmp_path, hub, "pull", TARGET)
+    first.program.expect_exact(" of 5.77M")
+    first.program.sendintr()  # the server sends nothing more
+    first.program.expect_exact("What came is kept")
+    first.program.expect(pexpect.EOF)
+    first.program.close()
+    assert first.program.exitstatus == 130
+    assert sum("Qwen3-4B-4bit" in line and " of " in line for line in first.lines) == 0
+
+    hub.hold.set()
+    again = opened(tmp_path, hub, "pull", TARGET)
+    again.program.expect(pexpect.EOF)
+    assert all(word not in again.shown for word in ("Fetching", "Reconstruction", "complete:"))
+
+    hub.requests.clear()
+    answer = opened(tmp_path, hub, "generate", "--model", TARGET, "What is 47 plus 38?")
+    answer.program.expect(pexpect.EOF)
+    assert not hub.requests and "Fetching" not in answer.shown
+    assert "Let us add 47 and 38" in answer.lines[0], answer.lines[:5]
+
+
+TEXT = "I was trained on a small synthetic corpus, so I can do simple arithmetic. " * 4
+TEXT += f"\n    code = {'x' * 150} # so long\n" + "字" * 100
+
+
+@pytest.mark.parametrize("columns", [[60], [80], [120], [80, 60], [60, 120]])
+@pytest.mark.parametrize("size", [1, 7])
+def test_answers_wrap_at_words(columns, size, monkeypatch):
+    """Also when the window is resized in the middle of an answer, and words come in pieces."""
+    leader, follower = pty.openpty()
+    screen = pyte.Screen(columns[0], 200)
+    screen.set_mode(pyte.modes.LNM)
+    stream, output = pyte.Stream(screen), io.StringIO()
+    monkeypatch.setattr(output, "isatty", lambda: True)
+    monkeypatch.setattr(output, "fileno", lambda: follower)
+    writer = Writer()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        parts = [TEXT[at : at + size] for at in range(0, len(TEXT), size)]
+        for at, part in enumerate(parts):
+            now = columns[at * len(columns) // len(parts)]
+            fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, now, 0, 0))
+            writer.write([(part, False)])
+    stream.feed(output.getvalue())
+    os.close(leader)
+    os.close(follower)
+    if len(columns) == 1:
+        lines = [line.rstrip() for line in screen.display]
+        words = " ".join(lines).split()
+        assert max(map(len, lines)) < columns[0]
+        assert [word for word in TEXT.split() if len(word) < 60 and word not in words] == []
+        assert sum(line.count("x") for line in lines if "x" * 20 in line) == 150
