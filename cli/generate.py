@@ -160,7 +160,7 @@ def _stream(comparison: Comparison, thoughts: Thoughts, shown: bool) -> Result:
     text, tokens = "", list[int]()
     writer = Writer() if shown and sys.stdout.isatty() else None
     pair = comparison.target, comparison.drafter
-    settings = comparison.settings | comparison.drafting
+    settings = {**comparison.settings, **comparison.drafting}
     try:
         for event in dflash_mlx.stream_generate(*pair, comparison.prompt, **settings):
             text += event.text

@@ -10,8 +10,9 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from tqdm import tqdm
@@ -51,7 +52,30 @@ def download(settings: dict[str, Any], blobs: Path, total: int) -> Path:
         start_new_session=True,  # Ctrl-C reaches this process alone
         env={**os.environ, "PYTHONPATH": paths},
     )
-    bar = tqdm(
+    try:
+        with process:
+            try:
+                _show(process, name, blobs, total)
+                assert process.stdout is not None
+                told = process.stdout.read()
+            finally:
+                process.kill()
+    except KeyboardInterrupt as error:
+        raise DownloadInterrupt(
+            f"The download of {name} is stopped. What came is kept: run this again to go on."
+        ) from error
+    if not told:
+        raise DownloadError(f"{name}: the download ended without an answer; run this again.")
+    answer = json.loads(told)
+    if "error" in answer:
+        kind: type[errors.DFlashError] = getattr(errors, answer["error"])
+        raise kind(answer["message"])
+    return Path(answer["folder"])
+
+
+def _show(process: Popen[bytes], name: str, blobs: Path, total: int) -> None:
+    """Show a bar until the process ends."""
+    with tqdm(
         desc=name.rpartition("/")[2],
         total=total,
         initial=min(_bytes(blobs), total),
@@ -60,30 +84,10 @@ def download(settings: dict[str, Any], blobs: Path, total: int) -> Path:
         bar_format=BAR,
         leave=False,
         disable=None if total > LEAST else True,
-    )
-    with process, bar:
-        try:
-            while True:
-                try:
-                    process.wait(PAUSE)
-                    break
-                except TimeoutExpired:
-                    bar.update(max(0, min(_bytes(blobs), total) - bar.n))
-        except KeyboardInterrupt as error:
-            raise DownloadInterrupt(
-                f"The download of {name} is stopped. What came is kept: run this again to go on."
-            ) from error
-        finally:
-            process.kill()
-        assert process.stdout is not None
-        told = process.stdout.read()
-    if not told:
-        raise DownloadError(f"{name}: the download ended without an answer; run this again.")
-    answer = json.loads(told)
-    if "error" in answer:
-        kind: type[errors.DFlashError] = getattr(errors, answer["error"])
-        raise kind(answer["message"])
-    return Path(answer["folder"])
+    ) as bar:
+        while process.poll() is None:
+            time.sleep(PAUSE)
+            bar.update(max(0, min(_bytes(blobs), total) - bar.n))
 
 
 def _bytes(blobs: Path) -> int:

@@ -45,7 +45,6 @@ def test_a_download_has_one_bar_ends_at_once_and_is_asked_for_once(hub, tmp_path
     first.program.expect(pexpect.EOF)
     first.program.close()
     assert first.program.exitstatus == 130
-    assert sum("Qwen3-4B-4bit" in line and " of " in line for line in first.lines) == 0
 
     hub.hold.set()
     again = opened(tmp_path, hub, "pull", TARGET)
