@@ -72,9 +72,9 @@ def test_answers_wrap_at_words(columns, size, monkeypatch):
     stream, output = pyte.Stream(screen), io.StringIO()
     monkeypatch.setattr(output, "isatty", lambda: True)
     monkeypatch.setattr(output, "fileno", lambda: follower)
-    writer = Writer()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", output)
+        writer = Writer()
         parts = [TEXT[at : at + size] for at in range(0, len(TEXT), size)]
         for at, part in enumerate(parts):
             now = columns[at * len(columns) // len(parts)]
