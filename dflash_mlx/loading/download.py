@@ -1,7 +1,6 @@
 """A download in a process of its own: Ctrl-C ends it at once, and one bar shows it.
 
-The hub's client waits for the end of the file that it reads, and leaves bars of its own open. This
-file is also the program of that process.
+The hub's client waits for the end of the file that it reads, and leaves bars of its own open.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
@@ -20,6 +18,7 @@ from tqdm import tqdm
 from .. import errors
 from ..errors import DownloadError
 
+PROGRAM = "dflash_mlx.loading.download_process"
 PAUSE = 0.1  # seconds between two looks at the bytes that came
 LEAST = 1e6  # bytes that take a while
 BAR = "{desc} {bar} {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
@@ -42,7 +41,7 @@ def download(settings: dict[str, Any], blobs: Path, total: int) -> Path:
         DFlashError: what `Hub.explained` makes of the client's errors.
     """
     name = settings["repo_id"]
-    program = [sys.executable, "-P", "-m", __name__, json.dumps(settings)]
+    program = [sys.executable, "-P", "-m", PROGRAM, json.dumps(settings)]
     paths = os.pathsep.join(filter(None, sys.path))
     process = Popen(
         program,
@@ -93,27 +92,3 @@ def _show(process: Popen[bytes], name: str, blobs: Path, total: int) -> None:
 def _bytes(blobs: Path) -> int:
     """Bytes of the files that are there, also of unfinished ones."""
     return sum(file.stat().st_size for file in blobs.glob("*")) if blobs.is_dir() else 0
-
-
-def answered(settings: dict[str, Any]) -> dict[str, str]:
-    """Download, and say where the files are, or what went wrong."""
-    from huggingface_hub import snapshot_download
-
-    from .hub import Hub
-
-    hub = Hub(settings["endpoint"])
-    try:
-        with hub.explained(settings["repo_id"]):
-            return {"folder": snapshot_download(**settings)}
-    except errors.DFlashError as error:
-        return {"error": type(error).__name__, "message": str(error)}
-
-
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    print(json.dumps(answered(json.loads(sys.argv[1]))))
