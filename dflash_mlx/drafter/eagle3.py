@@ -18,7 +18,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from ..sampling import Sampler
 from .config import DraftConfig
 from .config_heads import Eagle
 from .layers import Attention, DraftLayer
@@ -35,6 +34,7 @@ class Eagle3(DFlash, StepwiseDrafter):
     """The EAGLE-3 head: loaded and borrowed from the target as a DFlash drafter is."""
 
     label = "EAGLE-3"
+    session_class = StepwiseSession
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__(config, parts)
@@ -88,10 +88,6 @@ class Eagle3(DFlash, StepwiseDrafter):
     def feedback(self, hidden: mx.array) -> mx.array:
         """The features of the next rows: before the final norm, or (EAGLE 3.1) after it."""
         return self.norm(hidden) if self.eagle.norm_output else hidden
-
-    def start(self, target: Target, sampler: Sampler | None = None) -> StepwiseSession:  # type: ignore[override]
-        """See `StepwiseDrafter`."""
-        return StepwiseDrafter.start(self, target, sampler)
 
 
 def _attend(attention: Attention, cache: KVCache, given: mx.array | None, x: mx.array) -> mx.array:

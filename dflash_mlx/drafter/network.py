@@ -27,7 +27,7 @@ from .context import ContextCache, append_rows, make_context
 from .gemma4 import Gemma4Layer
 from .layers import DraftLayer
 from .packagings import ADAPTER, EMBEDDING, HEAD, MASK
-from .session import BlockSession
+from .session import BlockSession, FeatureSession
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -43,6 +43,7 @@ class DFlash(nn.Module):
     """
 
     layer_class: type[DraftLayer] = DraftLayer
+    session_class: type[FeatureSession] = BlockSession
     drafts_trees = True  # its sessions have propose_tree
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
@@ -192,13 +193,13 @@ class DFlash(nn.Module):
         """The likeliest `count` tokens of every slot; nothing waits."""
         return likeliest(slots.scores, count)
 
-    def start(self, target: Target, sampler: Sampler | None = None) -> BlockSession:
+    def start(self, target: Target, sampler: Sampler | None = None) -> FeatureSession:
         """Begin one request over `target`; without a sampler it drafts greedily.
 
         Raises `IncompatibleDrafterError`.
         """
         self.check_fits(target)
-        return BlockSession(self, target, sampler or Sampler())
+        return self.session_class(self, target, sampler or Sampler())
 
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the target is the drafter's own."""

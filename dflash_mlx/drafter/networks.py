@@ -1,8 +1,7 @@
 """The table of networks: what a config's kind is built as.
 
-`packagings` says which published name means which kind, and `config` reads it. The session that
-drafts with a network is what its `start` returns: a `BlockSession`, or a `StepwiseSession` for
-networks that draft token by token.
+`packagings` says which published name means which kind, and `config_heads` reads its fields. The
+session that drafts with a network is its `session_class`.
 """
 
 from __future__ import annotations

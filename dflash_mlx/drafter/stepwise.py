@@ -83,7 +83,7 @@ class StepwiseDrafter:
         """Raise `IncompatibleDrafterError` unless the target is its own."""
         raise NotImplementedError
 
-    def start(self, target: Target, sampler: Sampler | None = None) -> StepwiseSession:
+    def start(self, target: Target, sampler: Sampler | None = None) -> FeatureSession:
         """Begin one request over `target`; without a sampler it drafts greedily.
 
         Raises `IncompatibleDrafterError`.

@@ -1,9 +1,7 @@
-"""EAGLE-3 drafters: against an oracle of their authors' code, and their text against plain text."""
+"""EAGLE-3 drafters against an oracle of their authors' code."""
 
 import functools
-import itertools
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -12,18 +10,8 @@ import numpy as np
 import pytest
 from eagle3_oracle import Eagle3 as Oracle
 from eagle3_oracle import random_weights
-from families import (
-    FAMILIES,
-    check_drafted_text,
-    plain_tokens,
-    random_model,
-    random_prompt,
-    target_of,
-)
 
 from dflash_mlx.drafter import stepwise
-from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.eagle3 import Eagle3
 from dflash_mlx.loading.checkpoint import read_drafter
 from dflash_mlx.sampling import Sampler
 
@@ -150,38 +138,3 @@ def test_a_planted_mistake_changes_the_drafts(mistake, tmp_path, monkeypatch):
         mistake(drafter)
     ours, theirs = run(drafter, "authors")
     assert [found for found, _ in ours] != [found for found, _ in theirs]
-
-
-@functools.cache
-def pair(family):
-    """A random target, and a random head for it of half of its tokens."""
-    target = target_of(random_model(family), family)
-    raw = SGLANG | {
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        "draft_vocab_size": target.vocab_size // 2,
-    }
-    mx.random.seed(7)
-    drafter = Eagle3(DraftConfig.from_dict(raw).for_target(max(5, target.num_layers)))
-    drafter.config = replace(drafter.config, target_layer_ids=(0, 1, target.num_layers - 1))
-    drafter.d2t = mx.arange(target.vocab_size // 2)  # every other token
-    return target, drafter
-
-
-DEFAULT = (("qwen3", 0.0), ("qwen3_5", 0.8))
-
-
-@pytest.mark.parametrize(
-    ("family", "temperature"),
-    [
-        pytest.param(*each, marks=[] if each in DEFAULT else [pytest.mark.matrix])
-        for each in itertools.product(FAMILIES, [0.0, 0.8])
-    ],
-)
-def test_text_is_plain_text_alone_and_among_eight(family, temperature):
-    (target, drafter), settings = pair(family), {"max_tokens": 8, "temperature": temperature}
-    settings |= {"seed": 0} if temperature else {}
-    prompts = [random_prompt(6 + 3 * number, number) for number in range(8)]
-    plain = check_drafted_text(target, drafter, prompts, **settings)
-    if not temperature:
-        assert plain[0] == plain_tokens(target.model, prompts[0], 8)
