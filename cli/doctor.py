@@ -48,6 +48,7 @@ LITTLE_DISK = 10  # GB below which most models do not fit
 TOKENS = 16
 
 LINK = "Check these machines and their link instead (mlx.launch's file)."
+KERNELS = "On a Mac, check every Metal kernel in five minutes, and write what to send back."
 WEIGHTS = "Also load this model and check its weights; with --hosts, the model to share."
 
 
@@ -55,6 +56,7 @@ def doctor(
     context: typer.Context,
     hosts: Path | None = options.option(None, options.MODEL, "FILE", LINK),
     model: str | None = options.model(None, WEIGHTS),
+    kernels: bool = options.flag("--kernels", options.MODEL, KERNELS),
     offline: bool = options.OFFLINE,
     stock_blas: bool = options.STOCK_BLAS,
     json: bool = options.JSON,
@@ -62,6 +64,12 @@ def doctor(
     """Check that this machine has what decoding needs, and say how to fix what it lacks."""
     blas = dflash_mlx.use_fast_blas(stock=stock_blas)  # before any check imports MLX
     hub = Hub(offline=offline)
+    if kernels:
+        from .doctor_kernels import report
+
+        if not report(model):
+            raise typer.Exit(1)
+        return
     if rank() is not None:
         _take_part(model or EMBEDDED, hub, context.find_object(RankProcess))
         return

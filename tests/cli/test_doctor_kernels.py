@@ -1,0 +1,66 @@
+"""`dflash-mlx doctor --kernels`: every kernel is called, what fails is named, a file is written."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from kernel_calls import Recorder
+from kernel_models import quick_factory
+from metal_host import needs_compiler
+from program import run
+
+from dflash_mlx.cli import doctor_kernels
+from dflash_mlx.kernels.modules import Kernels
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="this machine has Metal")
+def test_without_a_mac_it_says_what_it_cannot_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("doctor", "--kernels")
+    assert done.returncode == 0 and "needs a Mac" in done.stderr and not [*tmp_path.iterdir()]
+
+
+def test_every_kernel_is_called():
+    recorder = Recorder()
+    counting = doctor_kernels.Counting(recorder)
+    for call in doctor_kernels.instances(Kernels(counting, large=True, tensor_units=True)):
+        call()
+    assert recorder.called == recorder.defined
+    templates = str(counting.libraries)
+    for argument in ("'TREE', True", "'SINKS', True", "'BLOCKS', 2", "'BITS', 8", "'GROUP', 128"):
+        assert argument in templates, argument
+
+
+@needs_compiler
+def test_the_report(tmp_path, monkeypatch, capsys):
+    """On the emulator, of a few kernels: one is wrong, and a model's rows are right."""
+    factory = quick_factory()
+
+    def wrong(name, **definition):
+        kernel = factory(name=name, **definition)
+        return lambda **call: [y + 1 if "moe" in name else y for y in kernel(**call)]
+
+    few = [
+        lambda kernels: kernels.product(mx.ones((3, 64)), mx.ones((8, 64))),
+        lambda kernels: kernels.experts(mx.ones((1, 64)), mx.ones((2, 8, 64)), mx.array([[0, 1]])),
+    ]
+    patch = monkeypatch.setattr
+    patch(doctor_kernels, "instances", lambda kernels: [lambda of=of: of(kernels) for of in few])
+    patch(doctor_kernels, "FAMILIES", {"qwen3": doctor_kernels.FAMILIES["qwen3"]})
+    patch(doctor_kernels, "SHAPES", ((32, 64),))
+    patch(doctor_kernels, "TOKENS", 4)
+    patch(doctor_kernels, "SAMPLE", 2)
+    patch(doctor_kernels, "machine", lambda blas: {"chip": "a test"})
+    patch(doctor_kernels.mx.metal, "is_available", lambda: True)
+    patch(doctor_kernels.mx.fast, "metal_kernel", wrong)
+    patch(doctor_kernels.mx, "device_info", lambda: {"device_name": "Apple M9 Max"})
+    patch(doctor_kernels, "sample_memory", lambda model: [[1.0, 0.5]])
+    file = tmp_path / "report.json"
+    assert not doctor_kernels.report(None, file)
+    content = json.loads(file.read_text())
+    assert content["machine"] == {"chip": "a test"} and content["compiled"] >= 2
+    [name] = content["failures"]
+    assert "2 of 2x8x64" in name and content["memory"] == [[1.0, 0.5]]
+    assert len(content["milliseconds, MLX and ours"]) == 2
+    first, *_, last = capsys.readouterr().err.strip().splitlines()
+    assert "2 calls checked, 0 not reached, 1 wrong" in first and "report.json" in last
