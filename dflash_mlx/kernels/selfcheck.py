@@ -55,7 +55,7 @@ def _fault(check: Check) -> str | None:
         results = check.ours()
         mx.eval(results)
     except (RuntimeError, ValueError, KernelError) as error:  # the compiler's, and of limits
-        return f"does not run ({_said(error)})"
+        return f"does not run ({_said(error.__cause__ or error)})"
     for result, reference in zip(results, check.reference(), strict=True):
         if result.shape != reference.shape:
             return f"gives {result.shape} instead of {reference.shape}"
@@ -66,7 +66,7 @@ def _fault(check: Check) -> str | None:
     return None
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     """A message's first line with an error of the compiler, or its first line."""
     lines = str(*error.args[:1]).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if "error:" in line), lines[0]).strip()[:200]
