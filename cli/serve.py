@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,13 +19,15 @@ import typer
 import dflash_mlx
 from dflash_mlx.cluster.member import READY, Member, rank
 from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, SettingsError
-from dflash_mlx.loading.registry import LOOKUP, NONE, check_name, short
+from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.registry import LOOKUP, NONE, check_name, local_path, short
 from dflash_mlx.machine.facts import usable_bytes
 from dflash_mlx.machine.signals import signals_to
 
 from . import options
+from .generate import note_training
 from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
-from .options import flag, group, option
+from .options import flag, group, is_given, option
 from .output import note
 from .pair import Pair, open_pair
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from dflash_mlx.serve.models import Models
     from dflash_mlx.serve.server import APIServer
 
+TOY = "tiny is a toy: sums, counting, short stories. Give --model NAME for a real one."
 SERVER = "Server"  # the panel that --help shows
 MODELS = "Folder, GGUF, hub name, smollm2 or tiny. Repeatable."
 CACHES, PREFIXES = 0.8, 0.25  # of what the weights leave; caches include prefixes
@@ -125,7 +128,8 @@ def serve(
         inherited_socket(context) or listening() as socket,  # a taken port fails first
         _serving(socket, auth, load) as (server, metrics, over),
     ):
-        settings, member = vars(sampling) | {"max_tokens": max_tokens}, cluster_member(context)
+        given = {name: value for name, value in vars(sampling).items() if is_given(name, context)}
+        settings, member = given | {"max_tokens": max_tokens}, cluster_member(context)
         loader = ModelLoader(weights, steps, no_draft, settings, thinking, load, metrics, member)
         pair, handler = loader.open(every[0], warm=True)
         from dflash_mlx.settings import SamplingSettings
@@ -138,6 +142,15 @@ def serve(
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C stops)")
+        note("Open it in a browser to chat.")
+        defaults = pair.target.sampling_defaults
+        used = [f"{name} {defaults[name]:g}" for name in defaults if name not in given]
+        if used:
+            note(f"Default sampling is the publisher's: {', '.join(used)}.")
+        if not model:
+            note(TOY)
+        elif pair.drafter is not None:
+            note_training(pair, every[0], thinking)
         with signals_to(partial(_end, server, over, load.drain_seconds)):
             over.result()
             for handler in models.handlers:
@@ -149,7 +162,7 @@ class ModelLoader:
     """Loads models as the options say, and starts their engines.
 
     Attributes:
-        settings: defaults of requests.
+        settings: defaults of requests, where the publisher's are not used.
         member: this machine among several that share the model.
     """
 
@@ -177,7 +190,7 @@ class ModelLoader:
         pair = open_pair(*of, warm, self.member, reserved=reserved, wire=self.load.wire)
         from dflash_mlx.serve.handler import RequestHandler
 
-        settings = self.settings | {"kv_bits": pair.kv_bits}
+        settings = {**pair.target.sampling_defaults, **self.settings, "kv_bits": pair.kv_bits}
         settings["chat_template_kwargs"] = self.thinking.variables(pair.target.tokenizer)
         if pair.policy is None:
             settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
@@ -228,12 +241,20 @@ def _start(
         return lambda reserved: loader.open(names, reserved=reserved)[1]
 
     offered = [
-        OfferedModel(short(names.model), later(names), aliases=(names.model,)) for names in every
+        OfferedModel(short(one.model), later(one), None, (one.model,), _local_copy(one.model))
+        for one in every
     ]
     offered[0].handler = handler
     models = Models(offered, None if loader.load.idle is None else 60 * loader.load.idle)
     server.set_app(make_app(models, auth, loader.metrics), models)
     return models
+
+
+def _local_copy(name: str) -> Path | None:
+    """The folder or GGUF file of a model on this disk."""
+    with suppress(DFlashError):
+        return local_path(name, "target") or Hub(offline=True).fetch(name)
+    return None
 
 
 @contextmanager

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from mlx_lm.utils import get_total_parameters
 
 from ..answers.families import AnswerFormat
+from ..errors import ConfigError
 from ..kernels.shapes import weight_bytes
+from ..validation import read_json
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -28,14 +33,16 @@ class ModelInfo:
     Attributes:
         name: its name in requests.
         created: when it was offered or loaded, in seconds since 1970.
-        target: the model; None while it is not loaded, when little is known of it.
+        target: the model; None while it is not loaded.
         form: how it answers.
+        path: its folder or GGUF file; None if it is not on this machine.
     """
 
     name: str
     created: int
     target: Target | None = None
     form: AnswerFormat | None = None
+    path: Path | None = None
 
     @property
     def _time(self) -> str:
@@ -68,10 +75,28 @@ class ModelInfo:
             "details": self._details,
         }
         if self.target is None:
-            return content
+            return content | {"size": self._file_bytes}
         size, length = weight_bytes(self.target.model), self.target.context_length
         more = {"expires_at": NEVER, "size": size, "size_vram": size, "context_length": length}
         return content | more
+
+    @property
+    def _file_bytes(self) -> int:
+        """The size of the weights' files; 0 if they are not here, or not any more."""
+        path = self.path or Path()
+        files = [path] if path.is_file() else [*path.glob("*.safetensors")] if self.path else []
+        with suppress(OSError):
+            return sum(file.stat().st_size for file in files)
+        return 0
+
+    @property
+    def _config(self) -> Mapping[str, Any]:
+        """The model's config.json; empty if nothing is known of it."""
+        if self.target is not None:
+            return self.target.config
+        with suppress(ConfigError):
+            return read_json(self.path / "config.json") if self.path and self.path.is_dir() else {}
+        return {}
 
     def ollama_details(self) -> dict[str, Any]:
         """The model as Ollama's /api/show has it."""
@@ -91,9 +116,10 @@ class ModelInfo:
 
     @property
     def _details(self) -> dict[str, Any]:
-        if self.target is None:
-            return {"format": "mlx"}
-        config, millions = self.target.config, get_total_parameters(self.target.model) / 1e6
+        config, size = self._config, ""
+        if self.target is not None:
+            millions = get_total_parameters(self.target.model) / 1e6
+            size = f"{millions / 1e3:.3g}B" if millions >= 1e3 else f"{millions:.3g}M"
         family = str(config.get("model_type", ""))
         bits = (config.get("quantization") or {}).get("bits")
         kind = config.get("dtype") or config.get("torch_dtype") or ""
@@ -101,6 +127,6 @@ class ModelInfo:
             "format": "mlx",
             "family": family,
             "families": [family],
-            "parameter_size": f"{millions / 1e3:.3g}B" if millions >= 1e3 else f"{millions:.3g}M",
+            "parameter_size": size,
             "quantization_level": f"{bits}-bit" if bits else str(kind),
         }

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import mlx.core as mx
@@ -38,6 +39,7 @@ class OfferedModel:
         load: loads it beside so many bytes of others, in a thread; None for one that stays loaded.
         handler: answers its requests; None while it is not loaded.
         aliases: other names in requests.
+        path: its folder or GGUF file, if it is on this machine.
         used: when a request was last answered.
         created: when it was loaded last, or offered, in seconds since 1970.
         lock: held while it is loaded, waits to be unloaded, or is unloaded.
@@ -47,6 +49,7 @@ class OfferedModel:
     load: Callable[[int], RequestHandler] | None = None
     handler: RequestHandler | None = None
     aliases: Sequence[str] = ()
+    path: Path | None = None
     used: float = 0.0
     created: int = field(default_factory=lambda: int(time.time()))
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -55,8 +58,8 @@ class OfferedModel:
     def info(self) -> ModelInfo:
         """What the lists of models say."""
         handler = self.handler  # another thread may unload it meanwhile
-        of = (handler.target, handler.form) if handler else ()
-        return ModelInfo(self.name, self.created, *of)
+        target, form = (handler.target, handler.form) if handler else (None, None)
+        return ModelInfo(self.name, self.created, target, form, self.path)
 
 
 class Models:

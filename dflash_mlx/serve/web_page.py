@@ -11,7 +11,7 @@ from typing import Annotated, Final
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ..worker import Worker, WorkerLimitError
 from .body import Body, read_body
@@ -55,7 +55,9 @@ class WebPage:
         return f"'sha256-{digest.decode()}'"
 
     async def page(self, request: Request) -> Response:
-        """The page itself."""
+        """The page itself; for clients that are no browsers, what Ollama says here."""
+        if "text/html" not in request.headers.get("accept", ""):
+            return PlainTextResponse("Ollama is running")
         media_type = "text/html; charset=utf-8"
         return Response(self._html, media_type=media_type, headers=self._headers)
 

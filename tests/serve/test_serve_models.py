@@ -64,14 +64,19 @@ class Shelf:
         return stream
 
 
-def test_names_of_models():
+def test_names_of_models(tmp_path):
     """Short ones, those of the command line, and Ollama's tags; others are 404 by all APIs."""
     shelf = Shelf("a", "b", make=lambda name: FakeEngine(make_target()))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "model.safetensors").write_bytes(b"...")
+    shelf.models.offered[0].path, shelf.models.offered[1].path = tmp_path, tmp_path / "gone"
     app = make_app(shelf.models, Auth(), Metrics())
     with TestClient(app, "http://127.0.0.1:8000") as server:
         lists = ("/v1/models", "/api/tags", "/api/ps")
         shown = [len(next(iter(server.get(path).json().values()))) for path in lists[1:]]
         assert shown == [2, 0] and shelf.loads == []
+        (unloaded, _) = server.get("/api/tags").json()["models"]
+        assert unloaded["size"] == 3 and unloaded["details"]["family"] == "qwen3"
         for name, answers in (("b:latest", "b"), ("/b", "b"), ("", "a")):
             said = server.post(CHAT, json={"model": name, "messages": HI}).json()
             assert said["model"] == answers

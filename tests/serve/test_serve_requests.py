@@ -168,8 +168,9 @@ def test_requests_to_a_server_that_stops_are_refused(target):
 
 
 def test_the_page_runs_only_its_own_script(server):
-    answer = server.get("/")
+    answer = server.get("/", headers={"accept": "text/html,*/*"})
     assert answer.status_code == 200 and server.head("/").status_code == 200
+    assert server.get("/").text == "Ollama is running"  # its clients ask whether it is there
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy
 

@@ -98,6 +98,9 @@ async function loadModels() {
     option.value = id;
     return option;
   }));
+  const isToy = told.data.every(({ id }) => id === "tiny");
+  $("turns").dataset.empty = isToy
+    ? "tiny is a toy: sums, counting, short stories. Start the server with --model NAME for a real one." : "Ask something.";
   showModel();
 }
 

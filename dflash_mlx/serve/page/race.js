@@ -29,6 +29,7 @@ async function race(one, place) {
     if (!isWhole(side.turn)) break;
   }
   clearInterval(watch);
+  $("live").textContent = ""; // it would have the plain side's
   controls();
   said.textContent = plain.turn.error || drafted.turn.error || verdict(drafted, plain, others);
   answer.race = plain.speed ? said.textContent : "";
