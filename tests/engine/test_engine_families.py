@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 from crowd import Knowing, Played, fresh
-from families import FAMILIES, random_model, random_prompt, target_of
+from families import FAMILIES, dspark_for, random_model, random_prompt, target_of
 from simulated import policy_with_costs
-from test_dspark_families import HEADS, dspark_for
 from test_engine_batches import Allocator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -68,7 +67,7 @@ def model(family: str) -> tuple[dm.Target, list[int | None], Any]:
         bits += [8, 4]
     except SettingsError:  # caches that cannot be quantized
         pass
-    return target, bits, dspark_for(target, HEADS[FAMILIES.index(family) % len(HEADS)])
+    return target, bits, dspark_for(target)
 
 
 class Asked(NamedTuple):

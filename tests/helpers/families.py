@@ -18,6 +18,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import _get_classes
 
 import dflash_mlx as dm
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.dspark import DSpark
 from dflash_mlx.targets import Target
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -25,6 +27,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     for row in json.loads((Path(__file__).parents[1] / "data" / "tiny_configs.json").read_text())
 }
 FAMILIES = tuple(CONFIGS)
+QUANTIZABLE = (  # whose keys and values can be kept in fewer bits
+    *("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "llama", "minimax_m2"),
+    *("glm4_moe", "lfm2_moe", "nemotron_h", "nanbeige"),
+)
 TOKENS = 65
 VARIED, DRAWS = 20, 8  # different tokens of a text, and models to look for it
 # Windows are 32 rows. The first prompt is longer, the second wraps them while text is generated;
@@ -86,6 +92,36 @@ class Letters:
 def target_of(model: Any, family: str) -> Target:
     """The `Target` of a random model."""
     return Target(model, Letters(), copy.deepcopy(CONFIGS[family]), name=family)
+
+
+def dspark_for(target: Target) -> DSpark:
+    """A random DSpark over a target, with half of its tokens; row 0 drafts, or row 1.
+
+    Families have one of three kinds of Markov heads, by turns.
+    """
+    head = ("vanilla", "gated", "rnn")[FAMILIES.index(target.name) % 3]
+    raw = {
+        "architectures": ["DSparkDraftModel"],
+        "hidden_size": target.hidden_size,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": target.vocab_size // 2,
+        "block_size": 6,
+        "mask_token_id": 1,
+        "target_layer_ids": [0, target.num_layers - 1],
+        "markov_rank": 8,
+        "markov_head_type": head,
+        "sample_from_anchor": head != "gated",
+    }
+    mx.random.seed(5)
+    drafter = DSpark(DraftConfig.from_dict(raw))
+    drafter.d2t = mx.arange(target.vocab_size // 2)  # every other token
+    mx.eval(drafter.parameters(), drafter.d2t)  # an engine drafts in another thread
+    return drafter
 
 
 def random_prompt(length: int, seed: int) -> list[int]:

@@ -2,16 +2,11 @@
 
 import mlx.core as mx
 import pytest
-from batches import QUANTIZABLE, BatchAndSingles, by_proposal, same, tiny_target
-from families import FAMILIES, random_prompt
-from oracle import Oracle
+from batches import BatchAndSingles, same, tiny_target
+from families import FAMILIES, QUANTIZABLE, random_prompt
 
-import dflash_mlx as dm
-from dflash_mlx.accept import accept
 from dflash_mlx.kernels.modules import Kernels, Wiring
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Decision, Sampler, decide_all
-from dflash_mlx.settings import SamplingSettings
 from dflash_mlx.targets import attention, batched_rows, kv_slots
 from dflash_mlx.targets.batched import BatchVerifier
 from dflash_mlx.targets.session import PromptEnd
@@ -130,51 +125,6 @@ def test_masks_of_slots_count_positions():
     for window in (None, 2, 3):
         seen = [[own - (window or 9) < key <= own for key in range(6)] for own in (3, 4, 5, 5)]
         assert rows.mask(window).reshape(4, 6).tolist() == seen
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
-def test_texts_are_those_alone(family):
-    """Oracles that are right at different rates, greedy and with a seed, beside each other."""
-    target, count = tiny_target(family), 12
-    prompts = [[7, 3, 9, 200], [5] * 40, [1, 2]]
-    settings = [
-        SamplingSettings(),
-        SamplingSettings(temperature=0.8, seed=3),
-        SamplingSettings(temperature=1.2, seed=4),
-    ]
-    texts = []
-    for prompt, how in zip(prompts, settings, strict=True):
-        options = {"temperature": how.temperature, "seed": how.seed, "max_tokens": count}
-        texts.append(dm.generate(target, None, prompt, **options).tokens)
-    found = together(target, prompts, texts, settings, count)
-    assert [text[:count] for text in found] == texts
-
-
-def together(target, prompts, texts, settings, count):
-    """The texts of some requests, each round of which is one forward, and one wait."""
-    verifier = BatchVerifier(target)
-    sessions = [target.start() for _ in prompts]
-    samplers = [Sampler(*of) for of in zip(settings, prompts, strict=True)]
-    drafters = []
-    for prompt, text, p, session in zip(prompts, texts, (0, 0.5, 1), sessions, strict=True):
-        drafters.append(Oracle(prompt, text, 256, p=p).start(target, None))
-        for _, taps in session.prefill(prompt[:-1]):
-            drafters[-1].extend(taps)
-    written = [[prompt[-1]] for prompt in prompts]
-    while any(len(text) <= count for text in written):
-        going = [at for at, text in enumerate(written) if len(text) <= count]
-        proposals = [drafters[at].propose(written[at][-1], 7) for at in going]
-        logits, taps = verifier.verify([sessions[at] for at in going], proposals)
-        pairs = zip(going, proposals, strict=True)
-        choices = decide_all([Decision(samplers[at], proposal) for at, proposal in pairs], logits)
-        each = by_proposal(proposals, choices, taps)
-        for at, proposal, (choices, taps) in zip(going, proposals, each, strict=True):
-            kept, certain = accept(proposal.tokens, proposal.parents, choices.tolist())
-            sessions[at].commit(kept)
-            drafters[at].extend(taps[:, : len(kept)])
-            samplers[at].commit(certain)
-            written[at] += certain
-    return [text[1:] for text in written]
 
 
 def shifted_split(self, x, axis=1):

@@ -4,19 +4,15 @@ import sys
 
 import mlx.core as mx
 import pytest
-from families import FAMILIES, target_of, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
-from oracle import Oracle
 from tinymodels import (
     SUPPORTED,
     target,
     tokenizer,
 )
-from trees import TreeOracle
 
-import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets.batched import BatchVerifier
@@ -166,14 +162,3 @@ def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
         started.clear()
     for found, expected in zip(*results, strict=True):
         assert mx.array_equal(found, expected)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_text_is_the_same_in_pieces(family):
-    target, prompt, answer = truth(family, 1)
-    oracle = TreeOracle if target.supports_trees else Oracle
-    with_pieces = target_of(target.model, family)
-    with_pieces.in_pieces = True
-    for drafter, ways in ((None, {}), (oracle(prompt, answer, 256, p=0.7), {"block_size": 12})):
-        found = dm.generate(with_pieces, drafter, prompt, max_tokens=30, **ways)
-        assert found.tokens == answer[:30]

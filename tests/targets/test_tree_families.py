@@ -115,26 +115,3 @@ def test_drafted_text_is_plain_text(family, p):
     result = dm.generate(target, oracle, prompt, max_tokens=TOKENS, block_size=16)
     assert result.tokens == answer
     assert result.stats.rounds < TOKENS * (0.9 if p < 0.5 else 0.5), "paths were accepted"
-
-
-@pytest.mark.parametrize("temperature", [0.8, pytest.param(1.3, marks=pytest.mark.matrix)])
-@every_family
-def test_sampled_text_is_that_without_drafting(family, temperature):
-    target, prompt, _ = truth(family, 1)
-    settings = {"max_tokens": 48, "temperature": temperature, "seed": 11}
-    plain = dm.generate(target, None, prompt, **settings).tokens
-    oracle = TreeOracle(prompt, plain, 256, p=0.7)
-    result = dm.generate(target, oracle, prompt, block_size=16, **settings)
-    assert result.tokens == plain
-    assert result.stats.rounds < 40
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "minimax_m2"])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_keys_and_values(family, bits):
-    target, prompt, _ = truth(family, 1)
-    plain = dm.generate(target, None, prompt, max_tokens=60, kv_bits=bits).tokens
-    oracle = TreeOracle(prompt, plain, 256, p=0.7)
-    result = dm.generate(target, oracle, prompt, max_tokens=60, block_size=16, kv_bits=bits)
-    assert result.tokens == plain
-    assert result.stats.rounds < 50
