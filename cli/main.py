@@ -26,6 +26,10 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without the character shows "?"
     try:
+        if sys.platform == "darwin":
+            from .command_buffers import apply_fastest
+
+            apply_fastest()
         from .app import app
 
         app(prog_name="dflash-mlx")

@@ -12,7 +12,8 @@ import dflash_mlx
 from dflash_mlx.machine.facts import busy
 
 from . import options
-from .output import NOTHING, make_table, note, print_json, stdout, waiting
+from .command_buffers import find_fastest
+from .output import NOTHING, make_table, note, print_json, rate, stdout, waiting
 from .pair import Pair, open_pair
 
 if TYPE_CHECKING:
@@ -36,16 +37,19 @@ def tune(
     warning = busy()
     # Only on macOS, because elsewhere there is no Metal, and the BLAS has to come before MLX.
     kernels = _time_kernels(names, weights) if sys.platform == "darwin" else None
+    buffers = _time_buffers(names, weights) if kernels is not None else {}
     pair = open_pair(names, weights)  # with the kernels that have just won
     with waiting("Timing steps of each length"):
         steps = {rows: _milliseconds(pair, rows, kv_bits) for rows in ROWS if rows <= pair.rows}
     if json:
         content: dict[str, Any] = {"model": pair.target.name, "milliseconds": steps}
         timed = None if kernels is None else [asdict(row) for row in kernels]
-        print_json(content | {"kernels": timed})
+        print_json(content | {"kernels": timed, "command_buffers": buffers})
         return
     if kernels is not None:
         stdout().print(_kernel_table(kernels), "")
+        found = ", ".join(f"{size} {rate(speed)}" for size, speed in buffers.items())
+        note(f"Tokens a second by launches per command buffer: {found}; the fastest is used")
     table = make_table("rows of a step", *(f"{rows}" for rows in steps))
     table.add_row("milliseconds", *(f"{taken:#.3g}" for taken in steps.values()))
     stdout().print(table)
@@ -72,6 +76,21 @@ def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing
         target = load_target(names.model, weights.target_bits, **weights.settings, kernels="off")
     with waiting("Timing MLX's kernels and ours in turns"):
         return time_kernels(target, Kernels(), Stopwatch(SECONDS, REPEATS))[1]
+
+
+def _time_buffers(names: options.Names, weights: options.Weights) -> dict[str, float]:
+    """Tokens a second by the size of MLX's command buffers; what wins is kept."""
+    given = {
+        "--model": names.model,
+        "--draft": names.draft,
+        "--target-bits": weights.target_bits,
+        "--draft-bits": weights.draft_bits,
+        "--group-size": weights.group_size,
+    }
+    named = [f"{option}={value}" for option, value in given.items() if value is not None]
+    with waiting("Timing MLX's command buffers in processes of their own"):
+        speeds = find_fastest([*named, f"--quant-mode={weights.quant_mode}"])
+    return {"default" if size is None else str(size): speed for size, speed in speeds.items()}
 
 
 def _kernel_table(timings: list[Timing]) -> Table:

@@ -6,9 +6,8 @@
 Some survivors are no bugs: a changed line may mean the same. Read each before writing a test.
 Known ones:
 
-- `choose.guess`: `<=` for `<`; two estimated costs that are equal are no reason for either.
+- `costs.guess`: `<=` for `<`; two estimated costs that are equal are no reason for either.
 - `autotune.Timing`: `<` for `<=`; two measured times are never equal to that digit.
-- `autotune._time_attention`: which two of the four arrays a cache has; only a GPU's cache can tell.
 - `merge_chunks`: a largest score without the sink; weights then pass 2^128 only where rows are 0.
 - `AffineWeights::fetch`: a scale of columns past the end, which are stored nowhere.
 - `BlockAttention`: a chunk more; no row sees a key of it.
@@ -20,7 +19,7 @@ Known ones:
 - `SlotKVCache`: without `if not rows.own`; rows are split that nobody reads.
 - `chosen_together`: `keys` for `merged`; no model's launches share keys in a chain.
 - `VerifyConv1d`: the rows of one window for all; our convolution takes any number of rows.
-- `VerifyQkv`: sums left in constant memory; fewer than 8 are of matrices with a column or two.
+- `VerifyMatmul`: sums left in constant memory; fewer than 8 are of matrices with a column or two.
 """
 
 import argparse
@@ -60,16 +59,17 @@ TESTS = {
     "dflash_mlx/kernels/delta_replay.py": DELTA,
     "dflash_mlx/kernels/verify_matmul.py": PRODUCT,
     "dflash_mlx/kernels/verify_matmul_moe.py": EXPERTS,
-    "dflash_mlx/kernels/verify_qkv.py": ["test_kernel_qkv"],
     "dflash_mlx/kernels/weights.py": [*PRODUCT, *EXPERTS],
     "dflash_mlx/kernels/fused.py": ["test_kernel_qkv", *LAYERS],
     "dflash_mlx/kernels/modules.py": LAYERS,
-    "dflash_mlx/kernels/choose.py": ["test_choose", "test_autotune", *LAYERS],
+    "dflash_mlx/kernels/choose.py": ["test_choose", "test_autotune", "test_kernel_tensor"],
+    "dflash_mlx/kernels/costs.py": ["test_choose", "test_roofline"],
+    "dflash_mlx/kernels/selfcheck.py": ["test_kernel_selfcheck"],
     "dflash_mlx/kernels/shapes.py": ["test_choose", "test_roofline", "test_autotune", *LAYERS],
     "dflash_mlx/kernels/source.py": ["test_kernel_source"],
-    "dflash_mlx/loading/wiring.py": ["test_autotune", *LAYERS],
+    "dflash_mlx/loading/wiring.py": ["test_autotune", "test_kernel_selfcheck"],
     "dflash_mlx/targets/attention.py": ["test_kernel_models", *LAYERS],
-    "dflash_mlx/targets/autotune.py": ["test_autotune", "test_kernel_wiring"],
+    "dflash_mlx/targets/autotune.py": ["test_autotune", "test_kernel_tensor"],
     "dflash_mlx/targets/batched_rows.py": BATCHES,
     "dflash_mlx/targets/kv_slots.py": BATCHES,
     "dflash_mlx/targets/tree_attention.py": ["test_tree_attention", "test_tree_families"],

@@ -8,6 +8,8 @@ import pytest
 from program import run
 from rich.console import Console
 
+from dflash_mlx.cli import command_buffers
+from dflash_mlx.cli.command_buffers import apply_fastest, find_fastest
 from dflash_mlx.cli.output import rate, times
 from dflash_mlx.cli.tune import _kernel_table
 from dflash_mlx.targets.autotune import Timing
@@ -55,3 +57,39 @@ def test_the_table_of_timings(capsys):
     Console(width=100).print(_kernel_table(TIMINGS))
     *_, one, forward = capsys.readouterr().out.splitlines()
     assert "10/20" in one and "50/30" in one and forward.split()[-2:] == ["-", "5/4"]
+
+
+def test_what_is_fastest_is_set_before_mlx_starts(monkeypatch, tmp_path):
+    """In processes of their own, in turns; a small gain, another MLX and the user's wish count."""
+    speeds = {None: 50.0, 100: 50.5, 200: 60.0, 400: 0.0}
+    asked, here = [], {}
+    monkeypatch.setattr(command_buffers, "_file", lambda: tmp_path / "kernels" / "buffers.json")
+    monkeypatch.setattr(command_buffers.os, "environ", here)
+
+    def measured(options, size):
+        asked.append(size)
+        return speeds[size]
+
+    monkeypatch.setattr(command_buffers, "_tokens_per_second", measured)
+    apply_fastest(here)
+    assert not here, "nothing was measured"
+    assert find_fastest(["--model", "a"]) == speeds and asked == [*speeds, *speeds]
+    own = {"MLX_MAX_OPS_PER_BUFFER": "7"}
+    apply_fastest(own)
+    assert not here and own == {"MLX_MAX_OPS_PER_BUFFER": "7"}
+    apply_fastest(here)
+    assert here == dict.fromkeys(command_buffers.NAMES, "200")
+    with monkeypatch.context() as patch:
+        patch.setattr(command_buffers, "version", lambda package: "another")
+        here.clear()
+        apply_fastest(here)
+        assert not here
+    speeds[200] = 50.6
+    find_fastest([])
+    apply_fastest(here)
+    assert not here
+
+
+def test_a_process_of_its_own_decodes(pair):
+    assert command_buffers._tokens_per_second([*pair], 200) > 0
+    assert command_buffers._tokens_per_second(["--model", "/nowhere"], None) == 0

@@ -56,7 +56,9 @@ class Counted(Stopwatch):
     def call(self, one):
         self.calls += 1
         self.moved.now += self.step
-        return one()
+        results = one()
+        assert all(array.size for array in results), "what is computed needs the whole forward"
+        return results
 
 
 @pytest.fixture(autouse=True)
