@@ -57,7 +57,7 @@ class Commands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-class Command(TyperCommand):
+class CheckedCommand(TyperCommand):
     """A command that refuses options without effect."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -78,7 +78,7 @@ def _load_command(name: str, place: str, *examples: str) -> Any:
     made = expand_groups(vars(import_module(f".{module}", __package__))[function])
     lines = [f"dflash-mlx {name} {example}".rstrip() for example in examples]
     text = "\n".join(("Examples:", *lines)).replace("MODEL", SMALL).replace("CODER", CODER)
-    single.command(name, cls=Command, epilog=text)(made)
+    single.command(name, cls=CheckedCommand, epilog=text)(made)
     return get_command(single)
 
 

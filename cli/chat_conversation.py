@@ -20,7 +20,7 @@ from .output import MIN_STEPS, counted, error_line, note, rate, times, waiting
 from .pair import explain
 
 if TYPE_CHECKING:
-    from .chat_models import ChatModel, Messages, Piece
+    from .chat_models import AnswerPiece, ChatModel, Messages
 
 DIM, NORMAL = "\x1b[2m", "\x1b[0m"
 # A model's answer must not control the terminal.
@@ -106,7 +106,7 @@ class Chat:
             checked.check_vocabulary(self.model.pair.target.vocab_size)
         self.settings = changed
 
-    def _report(self, piece: Piece, stopped: bool) -> None:
+    def _report(self, piece: AnswerPiece, stopped: bool) -> None:
         """A line about an answer: its length, speed and speedup, and what was read for it."""
         stats, pair = piece.stats, self.model.pair
         parts = [counted(stats.output_tokens, "token")]
@@ -145,7 +145,7 @@ class Chat:
         return asked[-1] if asked else None
 
 
-def _awaited(pieces: Generator[Piece]) -> Iterator[Piece]:
+def _awaited(pieces: Generator[AnswerPiece]) -> Iterator[AnswerPiece]:
     """The pieces; a spinner shows while the prompt is read."""
     with waiting("Reading the prompt"):
         first = next(pieces, None)

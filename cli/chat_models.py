@@ -22,7 +22,7 @@ STANDARD = ("temperature", "top_p", "seed", "max_tokens", "stop")  # every serve
 
 
 @dataclass(frozen=True)
-class Piece:
+class AnswerPiece:
     """A piece of an answer."""
 
     parts: list[tuple[str, bool]]  # text to show, and whether it is reasoning
@@ -45,7 +45,7 @@ class LocalModel:
         self._pair = pair
         self._caches = dflash_mlx.Conversation(pair.target, pair.drafter, pair.kv_bits)
 
-    def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[Piece]:
+    def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[AnswerPiece]:
         """Answer a conversation, piece by piece. Raises `PromptError` if it is too long."""
         from dflash_mlx.prompt import encode_prompt, thinking_variables
 
@@ -59,7 +59,7 @@ class LocalModel:
         ):
             shown = thoughts.split(event)
             content = "".join(text for text, is_thought in shown if not is_thought)
-            yield Piece(shown, content, event.stats, event.finish_reason, thoughts)
+            yield AnswerPiece(shown, content, event.stats, event.finish_reason, thoughts)
 
 
 class ServedModel:
@@ -82,7 +82,7 @@ class ServedModel:
         self.name = self._server.model
         self.title = f"{self.name} · {self._server.url}"
 
-    def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[Piece]:
+    def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[AnswerPiece]:
         """As `LocalModel.stream`. Raises `ServerError`, too."""
         given = {name: settings[name] for name in STANDARD if settings[name] not in (None, (), [])}
         given |= {name: settings[name] for name in SOME if settings.get(name)}
@@ -103,12 +103,12 @@ class ServedModel:
                             stats.first_token_seconds = stats.first_token_seconds or now
                             stats.decode_seconds = now - stats.first_token_seconds
                             parts = [(reasoning, True), (content, False)]
-                            yield Piece(parts, content, stats)
+                            yield AnswerPiece(parts, content, stats)
         except ServerError as error:
             if TOO_LONG in str(error):
                 raise PromptError("The conversation is too long for the server's model.") from error
             raise
-        yield Piece([], "", stats, reason or "stop")
+        yield AnswerPiece([], "", stats, reason or "stop")
 
 
 def _count_usage(stats: Stats, usage: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ _MARKER: Final = re.compile(r"(<\|?[^<>]*[^\s<>]>|\[/?\w+\])")
 
 
 @dataclass(frozen=True)
-class Header:
+class MessageHeader:
     """An answer of several messages, each with a header that says what it is.
 
     Attributes:
@@ -72,7 +72,7 @@ class Family:
     openings: tuple[str, ...] = ()
     bare_end: str = ""
     template_words: tuple[str, ...] = ()
-    header: Header | None = None
+    header: MessageHeader | None = None
     call_ids: str = ""
     dropped: tuple[str, ...] = ()
 
@@ -131,7 +131,7 @@ _MISTRAL: Final = JsonCalls(
     r"(?:\[TOOL_CALLS\]\s*)?(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]|(?=\{))",
 )
 _GEMMA: Final = LiteralCalls(r"call:(?P<name>[^{]+?)\s*\{", ":", "}", '<|"|>')
-_HARMONY: Final = Header(
+_HARMONY: Final = MessageHeader(
     ("<|end|>", "<|call|>", "<|return|>", "<|start|>"),
     re.compile(r"<\|channel\|>\s*analysis"),
     re.compile(r"to=(?P<space>functions\.)?(?P<name>[^\s<]+)"),
@@ -139,7 +139,7 @@ _HARMONY: Final = Header(
     "<|channel|>final<|message|>",
     "<|end|><|start|>assistant",
 )
-_MUSE: Final = Header(
+_MUSE: Final = MessageHeader(
     ("<|eom|>", "<|eot|>", "<|start|>"),
     re.compile(r"to=self\b"),
     None,
@@ -224,7 +224,7 @@ class AnswerFormat:
     tokens: Mapping[int, str] = field(default_factory=dict)
     template_has_tools: bool = True
     shows_tools: bool = True
-    header: Header | None = None
+    header: MessageHeader | None = None
 
     @classmethod
     def of(cls, tokenizer: Any) -> AnswerFormat:

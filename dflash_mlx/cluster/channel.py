@@ -19,7 +19,7 @@ WORDS = 4096  # int32 of one sum; a step of 32 requests and 17 rows each takes l
 MLX_ERRORS = (RuntimeError, ValueError, OSError)
 HEARTBEAT, STOP = "heartbeat", "stop"  # nothing to do; the last message
 
-Operation = Sequence[Any]  # the name of one of `Worker`'s operations, and its arguments
+Operation = Sequence[Any]  # the name of one of `RankWorker`'s operations, and its arguments
 
 
 class Channel:

@@ -21,7 +21,7 @@ from .pipeline import LeaderStage, Limits, PipelineStage, gather_taps, limits
 from .shards import split_by_heads, split_by_layers
 from .target import LeaderTarget
 from .watchdog import STALL_SECONDS, Watchdog
-from .worker import Worker
+from .worker import RankWorker
 
 SILENCE_SECONDS = 60.0  # without a message of rank 0, which sends heartbeats
 
@@ -79,9 +79,9 @@ class Cluster:
         """
         self.work(load_target(name, bits, cluster=self, **settings))
 
-    def work(self, target: Target) -> Worker:
+    def work(self, target: Target) -> RankWorker:
         """The part of `follow` after loading."""
-        worker = Worker(self.channel, target, self._gather)
+        worker = RankWorker(self.channel, target, self._gather)
         watchdog = Watchdog(max(SILENCE_SECONDS, self._stall), self._silent)
         try:
             worker.run(watchdog)

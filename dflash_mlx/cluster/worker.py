@@ -23,7 +23,7 @@ from .leader import LOST, REST_SECONDS
 from .watchdog import Watchdog
 
 
-class Worker:
+class RankWorker:
     """One rank's part of the target, and the sessions on it.
 
     Args:

@@ -27,7 +27,16 @@ from .config_attention import (
     rope_amplitude,
 )
 from .config_heads import READERS, Eagle, Lattice, Markov
-from .config_reader import BOOLEAN, OBJECT, POSITIVE, REQUIRED, Check, ConfigReader, one_of, whole
+from .config_reader import (
+    BOOLEAN,
+    OBJECT,
+    POSITIVE,
+    REQUIRED,
+    ConfigReader,
+    FieldCheck,
+    one_of,
+    whole,
+)
 from .packagings import (
     ARCHITECTURES,
     DFLASH,
@@ -46,7 +55,7 @@ LAYERS, ROWS, WIDTH, TOKENS = whole(1024), whole(2**12), whole(2**20), whole(2**
 HEADS = whole(2**14)
 
 
-def checked(check: Check, default: Any = MISSING) -> Any:
+def checked(check: FieldCheck, default: Any = MISSING) -> Any:
     """A field of `DraftConfig` that is read as it is, after a check."""
     return field(default=default, metadata={"check": check})
 

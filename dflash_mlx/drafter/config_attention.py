@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..validation import brief, is_integer
-from .config_reader import BOOLEAN, OBJECT, POSITIVE, Check, ConfigReader, one_of, whole
+from .config_reader import BOOLEAN, OBJECT, POSITIVE, ConfigReader, FieldCheck, one_of, whole
 from .packagings import EAGLE3, FIRST_ROW_FLAGS, FULL, SLIDING
 
 TAPS = "target_layer_ids"
@@ -43,8 +43,8 @@ def _are_layers(value: Any) -> bool:
     return listed and all(is_integer(layer, -1) for layer in value)
 
 
-LAYERS = Check(_are_layers, "a list of layer numbers")
-LAYERS_OR_NONE = Check(lambda value: value == [] or _are_layers(value), LAYERS.words)
+LAYERS = FieldCheck(_are_layers, "a list of layer numbers")
+LAYERS_OR_NONE = FieldCheck(lambda value: value == [] or _are_layers(value), LAYERS.words)
 
 
 def read_taps(read: ConfigReader) -> tuple[int, ...]:

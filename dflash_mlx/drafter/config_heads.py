@@ -8,11 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from .config_reader import BOOLEAN, OBJECT, POSITIVE, REQUIRED, Check, ConfigReader, one_of, whole
+from .config_reader import (
+    BOOLEAN,
+    OBJECT,
+    POSITIVE,
+    REQUIRED,
+    ConfigReader,
+    FieldCheck,
+    one_of,
+    whole,
+)
 from .packagings import DFLASH, DFLASH2, DSPARK, EAGLE3, LILICORR, SPECFORGE, ZLAB
 
 T = TypeVar("T")
-WIDTH, TRUE = whole(2**20), Check(lambda value: value is True, "true")
+WIDTH, TRUE = whole(2**20), FieldCheck(lambda value: value is True, "true")
 
 
 @dataclass(frozen=True)

@@ -18,29 +18,31 @@ MOST_NAMED = 12  # unknown keys in a warning
 REQUIRED: Final = object()  # as a default: the field must be there
 
 
-class Check(NamedTuple):
+class FieldCheck(NamedTuple):
     """What a value must be: a test, and its words for the error message."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
-def whole(most: int = MAX_INT32, least: int = 1) -> Check:
+def whole(most: int = MAX_INT32, least: int = 1) -> FieldCheck:
     """Whole numbers from `least` to `most`."""
     words = f"a whole number from {least} to {most}"
-    return Check(lambda value: is_integer(value, least, most), words)
+    return FieldCheck(lambda value: is_integer(value, least, most), words)
 
 
-def one_of(*names: str) -> Check:
+def one_of(*names: str) -> FieldCheck:
     """One of these texts."""
-    return Check(lambda value: value in names, f"one of {', '.join(names)}")
+    return FieldCheck(lambda value: value in names, f"one of {', '.join(names)}")
 
 
-ANY = Check(lambda value: True, "anything")
-BOOLEAN = Check(lambda value: isinstance(value, bool), "true or false")
-OBJECT = Check(lambda value: isinstance(value, Mapping), "an object")
+ANY = FieldCheck(lambda value: True, "anything")
+BOOLEAN = FieldCheck(lambda value: isinstance(value, bool), "true or false")
+OBJECT = FieldCheck(lambda value: isinstance(value, Mapping), "an object")
 # Within what f32 and int64 hold.
-POSITIVE = Check(lambda value: is_positive(value) and 1e-15 < value < 1e15, "a positive number")
+POSITIVE = FieldCheck(
+    lambda value: is_positive(value) and 1e-15 < value < 1e15, "a positive number"
+)
 
 
 class ConfigReader:
@@ -69,7 +71,7 @@ class ConfigReader:
         """An error about a field; `place` is its name or, if it was read, its place."""
         return ConfigError(f"{self.where}: {place} {problem}.")
 
-    def check(self, place: str, value: Any, check: Check) -> Any:
+    def check(self, place: str, value: Any, check: FieldCheck) -> Any:
         """The value. Raises `ConfigError` unless the check holds."""
         if not check.holds(value):
             raise self.error(place, f"must be {check.words}, not {brief(value)}")
@@ -85,7 +87,7 @@ class ConfigReader:
             if values.get(name) is not None
         ]
 
-    def get(self, name: str, check: Check = ANY, default: Any = None) -> Any:
+    def get(self, name: str, check: FieldCheck = ANY, default: Any = None) -> Any:
         """The value of a field, or its default in this packaging, or `default`.
 
         Raises `ConfigError`, naming the field, if it is missing, fails its check or has several

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..errors import KernelError
-from .selfcheck import Check, Noise, Proofs
+from .selfcheck import KernelCheck, Noise, Proofs
 from .source import FEWEST, KernelFactory, Launch, dtype_name, in_device_memory, metal_source
 from .weights import FLOATS, AffineWeights, dequantized, kind
 
@@ -185,7 +185,7 @@ class BlockAttention:
         window: int | None,
         sinks: mx.array | None,
         tree: TreeMask | None,
-    ) -> Check:
+    ) -> KernelCheck:
         """The check of calls of this form: so many rows across the end of a chunk of keys."""
         (_, heads, rows, dim), key_heads = queries.shape, keys.shape[1]
         length, shape = rows + 30, "a chain" if tree is None else "a tree"
@@ -210,7 +210,7 @@ class BlockAttention:
             exact = [dequantized(x) for x in given]
             return [block_attention_reference(*exact, **named)]
 
-        return Check(key, f"{key},", ours, reference)
+        return KernelCheck(key, f"{key},", ours, reference)
 
     def _in_float32(self, sinks: mx.array) -> mx.array:
         """A layer's sinks as the kernel takes them, computed once."""

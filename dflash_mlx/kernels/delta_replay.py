@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import KernelError
-from .selfcheck import Check, Noise, Proofs
+from .selfcheck import KernelCheck, Noise, Proofs
 from .source import KernelFactory, dtype_name, in_device_memory, metal_source
 from .weights import FLOATS
 
@@ -259,7 +259,7 @@ def _check(
     values: mx.array,
     beta: mx.array,
     with_queries: bool = False,
-) -> Check:
+) -> KernelCheck:
     """The check of a rule with random rows of these shapes."""
     noise, gates = Noise(keys.dtype), values.shape[:3]
     (_, rows, key_heads, key_dim), (heads, value_dim) = keys.shape, values.shape[2:]
@@ -275,7 +275,9 @@ def _check(
         result = rule(*given)
         return [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
 
-    return Check(key, f"{key},", partial(arrays, ours, given), partial(arrays, reference, exact))
+    return KernelCheck(
+        key, f"{key},", partial(arrays, ours, given), partial(arrays, reference, exact)
+    )
 
 
 def _step(

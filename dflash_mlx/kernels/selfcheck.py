@@ -25,7 +25,7 @@ class UnprovenError(KernelError):
 
 
 @dataclass(frozen=True)
-class Check:
+class KernelCheck:
     """One call of a kernel, and its expected result.
 
     Attributes:
@@ -40,7 +40,7 @@ class Check:
     reference: Callable[[], list[mx.array]]
 
 
-def faults(checks: Iterable[Check]) -> dict[str, str]:
+def faults(checks: Iterable[KernelCheck]) -> dict[str, str]:
     """The failed checks: a description by key."""
     found: dict[str, str] = {}
     for check in checks:
@@ -49,7 +49,7 @@ def faults(checks: Iterable[Check]) -> dict[str, str]:
     return found
 
 
-def _fault(check: Check) -> str | None:
+def _fault(check: KernelCheck) -> str | None:
     """How a call fails: it does not run, or its result differs. None if it passes."""
     try:
         results = check.ours()
@@ -89,7 +89,7 @@ class Proofs:
         self.broken: dict[str, str] = {}
         self.keep: Callable[[Collection[str]], None] = lambda proven: None
 
-    def require(self, check: Check) -> None:
+    def require(self, check: KernelCheck) -> None:
         """Make the check, if this launch was never made. Raises `UnprovenError` if it fails."""
         if self.proven is None or check.key in self.proven:
             return

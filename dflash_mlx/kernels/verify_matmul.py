@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from .selfcheck import Check, Noise, Proofs
+from .selfcheck import KernelCheck, Noise, Proofs
 from .source import KernelFactory, Launch, dtype_name, in_device_memory, metal_source
 from .weights import (
     AffineWeights,
@@ -190,7 +190,7 @@ class VerifyMatmul:
 
     def _check(
         self, prepared: Prepared, x: mx.array, weights: Sequence[Weights], gated: bool
-    ) -> Check:
+    ) -> KernelCheck:
         """The check of a launch, with other rows of the same shape."""
 
         def reference(x: mx.array, *picked: Weights) -> list[mx.array]:
@@ -311,7 +311,7 @@ def product_check(
     weights: Sequence[Weights],
     x: mx.array,
     *experts: mx.array,
-) -> Check:
+) -> KernelCheck:
     """The check of products of x, and of the experts of its rows, by a few columns of each.
 
     Args:
@@ -329,7 +329,7 @@ def product_check(
         picked = [dequantized(_picked(w, of)) for w, of in zip(weights, columns, strict=True)]
         return reference(x.astype(mx.float32), *experts, *picked)
 
-    return Check(key, f"the product of {key}", ours, expected)
+    return KernelCheck(key, f"the product of {key}", ours, expected)
 
 
 def _columns(count: int) -> mx.array:

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from .selfcheck import Check, Noise, Proofs
+from .selfcheck import KernelCheck, Noise, Proofs
 from .source import KernelFactory, Launch, dtype_name, in_device_memory, metal_source
 from .verify_matmul import THREADS, TILE_COLUMNS, product_check, product_kernels
 from .weights import (
@@ -132,7 +132,7 @@ class VerifyMatmulMoe:
         x: mx.array,
         experts: mx.array,
         weights: Sequence[Weights],
-    ) -> Check:
+    ) -> KernelCheck:
         """The check of a launch, with other rows, each with experts of its own."""
         noise, (*tokens, top_k) = Noise(x.dtype), experts.shape
         chosen = mx.argsort(noise(*tokens, weights[0].shape[0]), axis=-1)[..., :top_k]

@@ -20,7 +20,7 @@ from .openai_common import (
     MaxTokens,
     ReasoningOptions,
     SamplingBody,
-    Thinking,
+    ThinkingConfig,
     read_message,
     template_call,
     thinking_settings,
@@ -98,7 +98,7 @@ class ChatBody(SamplingBody):
     reasoning_effort: Effort | None = None
     reasoning: ReasoningOptions | None = None
     enable_thinking: bool | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     audio: None = None

@@ -15,7 +15,7 @@ from .handler import ResponseStream
 from .openai_common import (
     ModelName,
     Nothing,
-    Thinking,
+    ThinkingConfig,
     template_call,
     thinking_settings,
 )
@@ -153,7 +153,7 @@ class CountBody(Body):
     system: str | ListOf[ContentBlock] | None = None
     tools: ListOf[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     compaction: None = None
@@ -169,7 +169,7 @@ class CountBody(Body):
             if choice.name is None:
                 raise RequestError("name is missing.", param="tool_choice.name")
             allowed = frozenset({choice.name})
-        thinks = (self.thinking or Thinking()).type != "disabled"
+        thinks = (self.thinking or ThinkingConfig()).type != "disabled"
         form = self.output_format or output.format
         messages = self._system_messages()
         for message in self.messages:

@@ -54,7 +54,7 @@ class StructuredOutputs(Body):
         return {"type": "object"} if self.json_object and self.json_ is None else self.json_
 
 
-class Thinking(Body):
+class ThinkingConfig(Body):
     """Whether the model reasons before it answers."""
 
     type: Literal["enabled", "adaptive", "disabled"] = "disabled"

@@ -135,3 +135,13 @@ def test_nothing_heavy_is_imported_early():
     code += f"print({heavy} & ({{*sys.modules}} - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
+def test_no_two_classes_share_a_name():
+    found = [
+        node.name
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert len(found) == len(set(found)), {name for name in found if found.count(name) > 1}
