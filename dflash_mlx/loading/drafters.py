@@ -20,7 +20,7 @@ from ..threads import evaluate
 from ..validation import ErrorWrapper, read_json
 from .checkpoint import read_drafter
 from .checks import check_safetensors, read_header
-from .mtp import head_files, read_head, why_no_head
+from .mtp import head_files, read_head, stands_alone, why_no_head
 from .preflight import check_weights, is_language_model, on_cpu
 from .quantization import Quantization, is_quantized, stored_quantization
 from .reading import check_not_quantized, load_as_stored, load_file, start_reading
@@ -56,7 +56,8 @@ class DraftSource:
     def of(cls, name: str, folder: Path, target: Mapping[str, Any]) -> DraftSource:
         """What a folder holds for a target. Raises `ConfigError`, `WeightsError`."""
         if head_files(folder, target):
-            return cls(name, folder, HEAD, target)
+            files = check_safetensors(folder) if stands_alone(folder) else ()
+            return cls(name, folder, HEAD, target, files)
         if name == MTP:
             raise WeightsError(why_no_head(str(folder), target))
         config = read_json(folder / "config.json")

@@ -36,7 +36,7 @@ def head_files(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path,
     layout = LAYOUTS.get(str(config.get("model_type")))
     if layout is None:
         return {}
-    starts = ("",) if _stands_alone(folder) else _starts(layout, config)
+    starts = ("",) if stands_alone(folder) else _starts(layout, config)
     found, width = dict[str, tuple[Path, str]](), 0
     fuse = next(name for name, ours in layout.names.items() if ours == "fc.")
     for file in sorted(folder.glob("*.safetensors")):
@@ -70,7 +70,7 @@ def _starts(layout: HeadLayout, config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(outer + _prefix(layout, config) for outer in _OUTER)
 
 
-def _stands_alone(folder: Path) -> bool:
+def stands_alone(folder: Path) -> bool:
     """Whether a folder is a head that mlx-vlm split off: its names have no prefix.
 
     Its tensors are in MLX's form, so nothing is added to its norms.
@@ -93,7 +93,7 @@ def read_head(folder: Path, target: Target) -> MTPHead:
     head = MTPHead(target, layout)
     with ErrorWrapper(WeightsError, f"{folder}: the tensors of its MTP head cannot be read"):
         weights = dict(_ours(layout, without_fp8(stored), target))
-    if layout.zero_centred and not _stands_alone(folder):
+    if layout.zero_centred and not stands_alone(folder):
         _centre(weights)
     load_as_stored(
         head,

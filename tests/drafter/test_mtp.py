@@ -19,6 +19,7 @@ import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.mtp import LAYOUTS
 from dflash_mlx.errors import ConfigError, SettingsError, WeightsError
+from dflash_mlx.loading.drafters import DraftSource
 from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.loading.load import load
 from dflash_mlx.loop import generate
@@ -205,6 +206,8 @@ def test_a_head_that_mlx_vlm_split_off_is_the_head(family, mode, tmp_path) -> No
     config = {"model_type": "qwen3_5_mtp", "block_size": 3, "text_config": config_of(family)}
     (split / "config.json").write_text(json.dumps(config))
     assert inspect_drafter(split)[0].value == "an MTP head"
+    source = DraftSource.of("split", split, config_of(family))
+    assert [file.name for file in source.files] == ["model.safetensors"]  # memory is checked for it
     target, drafter = load(str(folder), draft=str(split))
     for name, value in tree_flatten(drafter.parameters()):
         start = next(start for start in theirs if name.startswith(start))
