@@ -14,8 +14,6 @@ from mlx.utils import tree_flatten, tree_map_with_path
 import dflash_mlx as dm
 from dflash_mlx.drafter.candidates import Slots, top_candidates
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.dflash2 import DFlash2, convolve
-from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.drafter.networks import network_for
 from dflash_mlx.drafter.packagings import EMBEDDING, HEAD
 from dflash_mlx.errors import SettingsError, WeightsError
@@ -185,30 +183,6 @@ def test_top_candidates_are_the_highest(vocabulary):
     assert np.array_equal(np.sort(np.array(top_candidates(logits, 5)), axis=-1), expected)
 
 
-def test_a_convolution_reads_no_later_row_and_nothing_before_the_block():
-    x, kernels = mx.random.normal((1, 5, 4)), mx.random.normal((1, 5, 3, 4))
-    out = convolve(x, kernels)
-    changed = mx.concatenate([x[:, :3], x[:, 3:] + 1], axis=1)
-    assert mx.array_equal(convolve(changed, kernels)[:, :3], out[:, :3])
-    assert mx.allclose(out[:, 0], kernels[:, 0, 0] * x[:, 0])
-
-
-def test_an_untrained_dflash2_drafts_what_its_dflash_does():
-    config = raw_config()
-    mx.random.seed(0)
-    second = DFlash2(DraftConfig.from_dict(config))
-    first = DFlash(DraftConfig.from_dict(raw_config(dflash2=False)))
-    first.update(tree_map_with_path(random_weight, first.parameters()))
-    second.load_weights(tree_flatten(first.parameters()), strict=False)
-    target, block = make_target(config), mx.array([[5, 2, 2, 2, 2, 2]])
-    taps = mx.random.normal((1, 8, 64))
-    hidden = [d(target.embed(block), taps, d.make_cache()) for d in (first, second)]
-    assert mx.allclose(hidden[0], hidden[1], atol=1e-6)
-    pair = zip((first, second), hidden, strict=True)
-    one, other = (drafts(drafter, states[:, 1:], 5, target) for drafter, states in pair)
-    assert one == other
-
-
 def test_scales_multiplier_and_soft_cap_surround_the_network():
     fields = {
         "input_embedding_scale": 3.0,
@@ -307,7 +281,7 @@ def test_a_drafter_stored_quantized_loads_as_it_is(tmp_path, bits):
     drafter = dm.load_drafter(path)
     context, block = mx.random.normal((1, 12, 256)), mx.random.normal((1, 6, 128))
     hidden = [d(block, context, d.make_cache()) for d in (quantized, drafter)]
-    assert mx.array_equal(*hidden)
+    assert distance(*hidden) < 1e-4  # a CPU multiplies stored ones as floats
     assert decided(path)["quantization"][1] == "quantization"
     with pytest.raises(SettingsError, match="quantized already"):
         dm.load_drafter(path, bits=4)

@@ -27,7 +27,6 @@ from dflash_mlx.sampling import Sampler
 
 PROMPT = [5, 9, 2, 40, 41, 7, 100, 3]
 SLOTS = 5
-MISTAKES = {"before_norm": True, "swapped": True, "shift": 1, "keeps": True}
 KNOWN = [family for family in HEADS if family != "nemotron_h"]  # to the oracle
 
 
@@ -39,16 +38,14 @@ def pair(family: str):
         return load(str(target), draft=draft)
 
 
-def oracle_of(family: str, **mistakes) -> mtp_oracle.Head:
+def oracle_of(family: str) -> mtp_oracle.Head:
     target, _ = pair(family)
     config = config_of(family)
     config = config.get("text_config", config)
     prefix = LAYOUTS[family].prefix.format(N=config["num_hidden_layers"])
     embed = np.array(target.embed(mx.arange(target.vocab_size)[None])[0])
     lm_head = np.array(target.head(mx.eye(target.hidden_size)[None])[0]).T
-    head = mtp_oracle.Head(family, prefix, head_weights(family), config, embed, lm_head)
-    vars(head).update(mistakes)
-    return head
+    return mtp_oracle.Head(family, prefix, head_weights(family), config, embed, lm_head)
 
 
 class Steps:
@@ -101,21 +98,6 @@ def test_drafts_are_the_oracles(family, monkeypatch) -> None:
             expected = oracle.draft(features, after, width - 1)
             assert np.abs(np.concatenate(seen) - expected).max() < 1e-4
             assert drafts == expected.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_changes_the_drafts(mistake) -> None:
-    steps, wrong = Steps("glm4_moe"), oracle_of("glm4_moe", **{mistake: MISTAKES[mistake]})
-    found = [steps.propose(SLOTS) for _ in range(4)]
-    drafts = [wrong.draft(*new, SLOTS - 1).argmax(-1).tolist() for _, *new in found]
-    assert drafts != [ours for ours, *_ in found]
-
-
-def test_a_feature_before_the_targets_norm_would_change_the_drafts() -> None:
-    steps, oracle = Steps("glm4_moe"), oracle_of("glm4_moe")
-    steps.norm = lambda taps: taps * mx.linspace(0.2, 3, taps.shape[-1])
-    drafts, *new = steps.propose(SLOTS)
-    assert oracle.draft(*new, SLOTS - 1).argmax(-1).tolist() != drafts
 
 
 FEW = [("qwen3_5", 0.0, None), ("glm4_moe", 0.8, 6), ("nemotron_h", 0.8, None)]

@@ -48,12 +48,7 @@ def rotate(x, positions, dims, theta, pairs):
 
 
 class Head:
-    """One request's drafting with a head.
-
-    Attributes:
-        before_norm, swapped, shift, keeps: planted mistakes: own outputs fed back before the final
-            norm, embedding and feature exchanged, a drafted row's position, rows that stay.
-    """
+    """One request's drafting with a head."""
 
     def __init__(
         self,
@@ -70,22 +65,18 @@ class Head:
         self.w = {name.removeprefix(prefix): np.asarray(w, F) for name, w in weights.items()}
         self.keys: list[Any] = []
         self.values: list[Any] = []
-        self.before_norm = self.swapped = self.keeps = False
-        self.shift = 0
 
     def draft(self, features: Any, tokens: Sequence[int], count: int) -> Any:
         """Add the rows of features [T, D] and the tokens after each; then draft, greedily.
 
         Returns the logits [count, V] of the drafts.
         """
-        hidden = self.rows(features, tokens, 0)[-1:]
+        hidden = self.rows(features, tokens)[-1:]
         kept, rows = len(self.keys), [self.normed(hidden) @ self.lm_head.T]
         while len(rows) < count:
-            feature = hidden if self.before_norm else self.normed(hidden)
-            hidden = self.rows(feature, [int(rows[-1].argmax())], self.shift)
+            hidden = self.rows(self.normed(hidden), [int(rows[-1].argmax())])
             rows.append(self.normed(hidden) @ self.lm_head.T)
-        if not self.keeps:
-            del self.keys[kept:], self.values[kept:]
+        del self.keys[kept:], self.values[kept:]
         return np.concatenate(rows)
 
     def normed(self, x: Any) -> Any:
@@ -97,10 +88,10 @@ class Head:
     def linear(self, x: Any, name: str) -> Any:
         return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", F(0))
 
-    def rows(self, features: Any, tokens: Sequence[int], shift: int) -> Any:
-        positions = np.arange(len(self.keys), len(self.keys) + len(tokens)) + shift
+    def rows(self, features: Any, tokens: Sequence[int]) -> Any:
+        positions = np.arange(len(self.keys), len(self.keys) + len(tokens))
         pair = [self.norm(self.embed[list(tokens)], self.enorm), self.norm(features, self.hnorm)]
-        if (self.kind == "mimo") != self.swapped:
+        if self.kind == "mimo":
             pair.reverse()
         x = self.linear(np.concatenate(pair, -1), self.fuse)
         is_latent = f"{self.layer}self_attn.kv_b_proj.weight" in self.w

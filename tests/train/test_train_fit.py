@@ -1,6 +1,5 @@
 """The training loop: it learns, it resumes exactly, it stops early; drafters for any target."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -30,7 +29,7 @@ from dflash_mlx.train.drafter import (
     train_drafter,
 )
 from dflash_mlx.train.features import FIRST, features, tap_scales
-from dflash_mlx.train.fit import StepReport, fit, make_optimizer, schedule
+from dflash_mlx.train.fit import StepReport, fit, make_optimizer
 from dflash_mlx.train.initial import draft_config
 
 TARGET = tinymodels.model_config("qwen3", tie_word_embeddings=True)
@@ -105,15 +104,6 @@ def test_a_foreign_checkpoint_is_refused(tmp_path, target):
         train_drafter(target, DRAFTER, sample_texts, SETTINGS, checkpoint=checkpoint)
 
 
-def test_the_schedule_counts_steps():
-    rate = schedule(1.0, steps=100, warmup=0.1)
-    values = [float(rate(mx.array(step))) for step in (0, 5, 10, 55, 100)]
-    assert values[0] == pytest.approx(0.1)
-    assert values[0] < values[1] < values[2] == pytest.approx(1.0, abs=1e-3)
-    assert values[3] == pytest.approx(0.51, abs=0.01)
-    assert values[4] == pytest.approx(0.02, abs=1e-3)
-
-
 @pytest.mark.parametrize(
     ("family", "config"),
     [("llama", DFLASH2), ("qwen3", DRAFTER)],
@@ -140,23 +130,6 @@ def own_samples(target: Target) -> list[Sample]:
     return found
 
 
-def test_a_resumed_drafter_is_the_same(tmp_path, target):
-    def train(steps: int, checkpoint: Path | None) -> Any:
-        progress: Callable[[StepReport], None] = interrupt_at(steps)
-        settings = replace(SETTINGS, every=3)
-        try:
-            drafter = train_drafter(
-                target, DRAFTER, sample_texts, settings, checkpoint=checkpoint, progress=progress
-            )
-        except KeyboardInterrupt:
-            return None
-        return drafter.parameters()
-
-    whole = train(99, None)
-    assert train(7, tmp_path / "d.safetensors") is None  # stopped at 7, saved at 6
-    assert_bitwise_equal(whole, train(99, tmp_path / "d.safetensors"))
-
-
 def test_a_drafter_that_was_loaded_in_16_bits_learns_in_32(target):
     """As one is loaded on a GPU."""
     start = new_drafter(DRAFTER, 3)
@@ -164,14 +137,6 @@ def test_a_drafter_that_was_loaded_in_16_bits_learns_in_32(target):
     settings = replace(SETTINGS, steps=1)
     drafter = train_drafter(target, DRAFTER, sample_texts, settings, drafter=start)
     assert {weight.dtype for _, weight in tree_flatten(drafter.parameters())} == {mx.float32}
-
-
-def interrupt_at(step: int) -> Callable[[StepReport], None]:
-    def progress(report: StepReport) -> None:
-        if report.step == step:
-            raise KeyboardInterrupt
-
-    return progress
 
 
 def test_the_best_parameters_are_returned(target):
