@@ -15,7 +15,7 @@ ids on the host. Those that are a `TokenConstraint` and come last are applied to
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ class Sampler:
         temperature: of the settings.
         seed: of the noise; None if greedy.
         can_pipeline: whether a token can be chosen before the one before it is on the host.
-            Processors read that token, and a bias may leave no token to choose.
+            Processors read that token.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Sampler:
         self._processors = [*penalties, *settings.logits_processors]
         # Whether anything but the model's logits, noise and truncation decides a token.
         self._edits = bool(settings.logit_bias or self._processors)
-        self.can_pipeline = not self._edits
+        self.can_pipeline = not self._processors
         constraints: list[TokenConstraint] = []
         while self._processors and isinstance(self._processors[-1], TokenConstraint):
             constraints.append(self._processors.pop())
@@ -119,7 +119,8 @@ class Sampler:
         self._plain = not self._edits and settings.temperature == 0
         # Equal in requests whose plain rows `decide_all` may choose together; None for no others.
         truncation = settings.temperature, settings.top_p, settings.min_p, float(settings.top_k)
-        self._group = None if self._edits else (0.0,) if self._plain else truncation
+        kind = bool(settings.logit_bias), *(truncation if settings.temperature > 0 else ())
+        self._group = kind if self.can_pipeline else None
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if self._processors else None
         self._noise: mx.array | None = None  # [R, V], from position `_noise_start` on
@@ -139,14 +140,19 @@ class Sampler:
         if self.temperature > 0:
             rows = self._noise_rows(ahead + max(proposal.depths) + 1, logits.shape[-1])[ahead:]
             chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
-        choices = chosen.argmax(axis=-1).astype(mx.int32)
-        if self._edits:
-            # argmax would return token 0 if all are NaN or -inf; +inf and noise make NaN.
-            none = mx.isnan(chosen).any(axis=-1) | mx.isinf(chosen.max(axis=-1))
-            choices = mx.where(none, NO_CHOICE, choices)
+        choices = self.choose(chosen)
         if self._compared is not None:
             mx.async_eval(self._compared)  # `commit` reads it, perhaps in another thread
         return choices
+
+    def choose(self, scores: mx.array) -> mx.array:
+        """The best token [N] int32 of each row of scores [N, V], noise included."""
+        choices = scores.argmax(axis=-1).astype(mx.int32)
+        if not self._edits:
+            return choices
+        # argmax would return token 0 if all are NaN or -inf; +inf and noise make NaN.
+        none = mx.isnan(scores).any(axis=-1) | mx.isinf(scores.max(axis=-1))
+        return mx.where(none, NO_CHOICE, choices)
 
     def group(self, proposal: Proposal, ahead: int) -> tuple[float, ...] | None:
         """The key of requests whose choices are one operation; None if these are not."""
@@ -237,12 +243,7 @@ class Sampler:
         return mx.concatenate(rows)
 
     def _biased(self, logits: mx.array) -> mx.array:
-        bias = self.settings.logit_bias
-        if not bias:
-            return logits
-        most = mx.finfo(logits.dtype).max / 2  # f16 ends at 65,504
-        values = [max(-most, min(value, most)) for value in bias.values()]
-        return logits.at[:, mx.array(list(bias))].add(mx.array(values, logits.dtype))
+        return add_bias([self.settings.logit_bias] * len(logits), logits)
 
     def _apply(self, history: mx.array, logits: mx.array) -> mx.array:
         for processor in self._processors:
@@ -322,7 +323,8 @@ class Decision(NamedTuple):
 def decide_all(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
     """What `Sampler.decide` returns for each request, side by side: [R] int32. Lazy as that is.
 
-    All greedy rows are chosen in one operation, as are plain sampled rows of equal settings. If a
+    All greedy rows are chosen in one operation, biased ones in another, as are plain sampled rows
+    of equal settings. If a
     guard suppresses an error, its rows' choices mean nothing.
 
     Args:
@@ -353,11 +355,25 @@ def _decide_group(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
         with guard:
             choices = sampler.decide(proposal, logits, ahead)
         return choices
-    scores = sampler.scores(logits)
+    biases = [
+        one.sampler.settings.logit_bias for one in decisions for _ in range(len(one.proposal))
+    ]
+    scores = sampler.scores(add_bias(biases, logits))
     if sampler.temperature > 0:
         keys = [one.sampler.noise_key(one.ahead) for one in decisions]
         scores = scores + gumbel(keys, logits.shape[-1])
-    return scores.argmax(axis=-1).astype(mx.int32)
+    return sampler.choose(scores)
+
+
+def add_bias(biases: Sequence[Mapping[int, float] | None], logits: mx.array) -> mx.array:
+    """The logits [N, V] with the bias of each row's request, token -> addend, in one operation."""
+    if not any(biases):
+        return logits
+    most = mx.finfo(logits.dtype).max / 2  # f16 ends at 65,504
+    added = [(row, *each) for row, bias in enumerate(biases) for each in (bias or {}).items()]
+    rows, tokens, values = zip(*added, strict=True)
+    clipped = mx.array([max(-most, min(value, most)) for value in values], logits.dtype)
+    return logits.at[mx.array(rows), mx.array(tokens)].add(clipped)
 
 
 def check_choice(token: int) -> None:

@@ -344,6 +344,7 @@ def test_choices_of_many_requests_are_those_alone(ahead):
         *({}, {"temperature": 0.7, "seed": 1}, {"logit_bias": {3: 2.0}}, {}),
         *({"temperature": 0.7, "seed": 2}, {"temperature": 0.7, "seed": 1, "top_k": 5}),
         *({"temperature": 0.7, "seed": 2, "drafts": 4}, {"drafts": 4}),
+        {"drafts": 3, "logit_bias": {5: 1.5, 7: -1.0, 3: 4.0}},
     ]
 
     def requests():
@@ -362,4 +363,4 @@ def test_choices_of_many_requests_are_those_alone(ahead):
     found = decide_all(decisions, mx.concatenate([logits for *_, logits in together]))
     assert found.tolist() == alone.tolist()
     keys = [sampler.group(proposal, ahead) for sampler, proposal, _ in together]
-    assert [keys.index(key) for key in keys] == [0, 1, 2, 0, 1, 5, 2, 0], "which are one operation"
+    assert [keys.index(key) for key in keys] == [0, 1, 2, 0, 1, 5, 6, 0, 2], "one operation each"
