@@ -86,7 +86,7 @@ _ENDING: Final = r"\1(?:[^\\S\\n]*>|\\n)"
 def _pattern(text: str) -> str:
     """A pattern for text with {name} or {key}, in which white space and small slips are free."""
     pattern = re.escape(text.strip()).replace(r'\ string="\{text\}"', "")
-    pattern = re.sub(r"(</\w+>)\\\n(<\w+>)$", r"(?:\1\\s*(?:\2)?|\2)", pattern)  # one is enough
+    pattern = re.sub(r"(</\w+>)\\\n(<\w+>)$", r"(?:\1\\s*(?:\2)?|\\s*\2)", pattern)  # one is enough
     pattern = re.sub("</([^<>]+)>", _CLOSING, pattern)
     pattern = pattern.replace("｜DSML｜", "(?:[｜|]+DSML[｜|]+)?").replace("atem:", "(?:atem:)?")
     for group, characters in (("name", r"[^\s<>\"{}]+"), ("key", r"[^<>\"\n]+")):
@@ -130,6 +130,7 @@ class JsonCalls:
         end = tail.match(body, at)
         if end is None and not (lenient or head.match(body, at)):
             raise NotACallError("no end")
+        end = end or _AFTER_JSON.match(body, at)
         call = match["name"].strip(), read_arguments(arguments)
         return [call], at if end is None else end.end()
 
@@ -172,6 +173,12 @@ class TaggedCalls:
         _, _, end, tail, _ = self._patterns
         loose = rf"(?:\s*{end.pattern})*{tail.pattern}" + ("" if self.tail else r"\Z")
         return re.compile(_pattern(self.key)), re.compile(loose)
+
+    @property
+    def beginning(self) -> str:
+        """A pattern for the beginning of a call with arguments."""
+        head, key, *_ = self._patterns
+        return head.pattern + key.pattern
 
     def read(self, body: str, at: int, schemas: Schemas, lenient: bool) -> tuple[list[Call], int]:
         """The call at a place, and where it ends. Raises `NotACallError`."""
@@ -241,8 +248,7 @@ class TaggedCalls:
         if possible[0] < border:
             return possible
         value = body[start:border].rstrip()
-        other = _OTHER_END.search(value)
-        if other is not None and f"<{other[1]}" not in value:  # else it is the value's own
+        while (other := _OTHER_END.search(value)) and f"<{other[1]}" not in value:
             value = value[: other.start()]
         return start + len(value), border
 

@@ -96,7 +96,8 @@ def _tags(prefix: str = "", more: str = "") -> TaggedCalls:
 def _deepseek(name: str, head: str, tail: str, *marks: str) -> Family:
     """Calls between tokens; V3 has the JSON in a block of code."""
     pattern = (
-        r"<｜tool▁call▁begin｜>\s*(?:function\s*<｜tool▁sep｜>)?(?P<name>[^\n<{]+)"
+        r"(?:<｜tool▁call▁begin｜>|(?=[^\n<{]*<｜tool▁sep｜>))\s*(?:function\s*<｜tool▁sep｜>)?"
+        r"(?P<name>[^\n<{]+)"
         r"(?:<｜tool▁sep｜>)?\s*(?:```json)?"
     )
     begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -122,8 +123,8 @@ _QWEN: Final = TaggedCalls(
 _KIMI: Final = JsonCalls(
     "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
     "<|tool_call_end|>",
-    r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^\s<]+?)(?::\d+)?"
-    r"\s*<\|tool_call_argument_begin\|>",
+    r"(?:<\|tool_call_begin\|>|(?=[^<]*<\|tool_call_argument_begin))\s*(?:functions\.)?"
+    r"(?P<name>[^\s<{]+?)(?::\d+)?\s*(?:<\|tool_call_argument_begin\|>|(?=\{))",
 )
 _MISTRAL: Final = JsonCalls(
     "{name}[ARGS]",

@@ -126,7 +126,13 @@ class AnswerParser:
         self._markers = {one: self._markers_of(one) for one in (NORMAL, REASONING, HEADER)}
         [start], [end] = (self._marked({one: TOOL}) for one in (form.family.start, form.family.end))
         self._begins = re.compile(re.escape(start) or "(?!)")
-        self._between = re.compile(rf"({re.escape(end)})\s*{self._begins.pattern}")
+        calls = form.family.calls
+        self._tail, another = (
+            (calls.tail, calls.beginning) if isinstance(calls, TaggedCalls) else ("", "(?!)")
+        )
+        self._between = re.compile(
+            rf"((?:{re.escape(end)})?)\s*(?={self._begins.pattern}{another})"
+        )
         self._pending = ""  # what may be a marker, a header or a call
         self._searched = 0  # no marker in it begins before this place
         self._start = self._name = ""  # of the call: what began it; its name, if a header has it
@@ -214,7 +220,7 @@ class AnswerParser:
         before = self._pending[:start]
         if self.state == TOOL:
             return self._end_call(found, kind)
-        if (kind == _STRAY and (before.strip() or not self._is_bare or not self._after_marker)) or (
+        if (kind == _STRAY and (before.strip() or not self._after_marker)) or (
             marker == "{" and (before.strip() or self._begun)
         ):
             return self._read_text(self._take(end))
@@ -283,15 +289,13 @@ class AnswerParser:
 
     def _end_call(self, found: re.Match[str], kind: str) -> list[Part]:
         """The calls up to a marker; none if the marker is a part of the call."""
-        calls, between = (
-            self._form.family.calls,
-            self._between.search(self._pending, 0, found.start()),
-        )
-        if isinstance(calls, TaggedCalls) and calls.tail and between and not self._is_bare:
-            with suppress(NotACallError):  # the tail may be missing where the next call begins
-                parts = self._parse(self._pending[: between.start()] + calls.tail)
-                self._take(between.end(1))
-                return parts
+        between = self._between.search(self._pending, 0, found.start())
+        if between is not None and not self._is_bare:
+            for tail in (self._tail, ""):  # it may be missing before the next call
+                with suppress(NotACallError):
+                    parts = self._parse(self._pending[: between.start()] + tail)
+                    self._take(between.end(1))
+                    return parts
         try:
             parts = self._parse(self._body(found), lenient=bool(self._name))
         except NotACallError:
@@ -347,6 +351,7 @@ class AnswerParser:
             found: list[Call] = [(self._name, read_arguments(body, lenient))]
         else:
             found, rest = read_calls(self._form.family.calls, body, self._schemas, lenient)
+        found = [(self._own_name(name), arguments) for name, arguments in found]
         if self._is_bare and not {name for name, _ in found} <= set(self._schemas):
             raise NotACallError("unknown tool")
         calls = [
@@ -363,6 +368,11 @@ class AnswerParser:
         self.state = NORMAL
         self._pass_marker()
         return [*calls, *self._read_text(rest if rest.strip() else "")]
+
+    def _own_name(self, name: str) -> str:
+        """A tool's name without the space that some models write before it."""
+        short = name.removeprefix("functions.")
+        return short if name not in self._schemas and short in self._schemas else name
 
     def _take(self, border: int) -> str:
         """The pending text up to a place, which is pending no more."""

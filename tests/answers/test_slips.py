@@ -7,7 +7,7 @@ them, in long contexts above all.
 import re
 
 import pytest
-from answers import JSON, KNOWN, TAGGED, form_of, read, written
+from answers import JSON, KNOWN, TAGGED, WRITERS, form_of, read, written
 
 SCHEMA = {
     "type": "object",
@@ -99,6 +99,28 @@ JSON_SLIPS = {
     "it is in a block of code": in_json(lambda json: f"```json\n{json}\n```"),
 }
 
+KIMI, DEEPSEEK = "<|tool_call_%s|>", "<｜tool▁call▁%s｜>"
+MISSING = [
+    *(("kimi_k2", KIMI % one) for one in ("begin", "argument_begin", "end")),
+    *(("kimi_k2", one) for one in ("functions.", ":0")),
+    *(
+        (one, DEEPSEEK % part)
+        for one in ("deepseek_v3", "deepseek_v31")
+        for part in ("begin", "end")
+    ),
+    *(("deepseek_v3", one) for one in ("```json\n", "\n```<")),
+    ("mistral", "[ARGS]"),
+    ("minimax_m2", '"'),
+    *(("glm47", one) for one in ("</arg_key>", "<arg_value>")),
+    *(("qwen3_coder", one) for one in ("<tool_call>\n", "</tool_call>")),
+    ("llama3", "<|python_tag|>"),
+]
+
+
+def without(part):
+    """A slip: a part of the syntax is missing."""
+    return lambda family, text: text.replace(part, part[-1] * (part[-1] == "<"))
+
 
 def misnamed(family, text):
     """A slip: the name of the tool stands in the tag of an argument."""
@@ -110,6 +132,8 @@ def misnamed(family, text):
 SLIPS = [(family, "a tag is another", misnamed) for family in TAGGED if family != "glm47"]
 SLIPS += [(family, name, slip) for family in TAGGED for name, slip in TAG_SLIPS.items()]
 SLIPS += [(family, name, slip) for family in JSON for name, slip in JSON_SLIPS.items()]
+SLIPS += [(family, f"{part} is missing", without(part)) for family, part in MISSING]
+SLIPS += [(family, "ends are others", changed_ends(lambda end, key: "</x>")) for family in TAGGED]
 SLIPS.remove(("nemotron", "it is in a block of code", JSON_SLIPS["it is in a block of code"]))
 SLIPS += [("harmony", name, JSON_SLIPS[name]) for name in list(JSON_SLIPS)[:7]]
 SLIPS += [
@@ -133,6 +157,17 @@ def test_a_call_with_a_slip_is_the_call(family, name, slip, width):
             call,
             ("read", {"file": "b"}),
         ]
+
+
+@pytest.mark.parametrize("family", [one for one in WRITERS if KNOWN[one].end and one != "harmony"])
+def test_markers_too_few_and_too_many(family):
+    """Between two calls, or behind one."""
+    start, end = KNOWN[family].start, KNOWN[family].end
+    first, second = written(family, *CALL), written(family, "read", {"file": "b"})
+    calls = [CALL, ("read", {"file": "b"})]
+    assert read(form_of(family), SCHEMAS, first.replace(end, "") + second) == calls
+    assert read(form_of(family), SCHEMAS, first + end + second + end) == calls
+    assert CALL in read(form_of(family), SCHEMAS, start + first)
 
 
 @pytest.mark.parametrize("family", TAGGED)
