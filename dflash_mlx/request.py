@@ -190,10 +190,12 @@ class Request:
         The text then continues as if nothing had happened: the noise depends on seed and position,
         and the state of the sampler and the text stays here.
         """
-        self._store()
-        self._consistent = False  # `close` has nothing to store
-        self._conversation.drop_caches()
-        del self.target_session, self.draft_session
+        try:
+            self._store()
+        finally:
+            self._consistent = False  # `close` has nothing to store
+            self._conversation.drop_caches()
+            del self.target_session, self.draft_session
 
     def rebuild(self) -> None:
         """Read all tokens into new caches."""
@@ -206,8 +208,8 @@ class Request:
         """End the request, and release its conversation."""
         try:
             self._store()
-            self._conversation.leave_batch()
         finally:
+            self._conversation.leave_batch()
             self.ended = True
 
     def _store(self) -> None:

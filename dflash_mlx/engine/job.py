@@ -8,7 +8,6 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from ..errors import EngineError
@@ -34,7 +33,7 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
     def __init__(
         self,
         stats: Stats,
-        wake: Callable[[], None],
+        wake: Callable[[], object],
         in_engine_thread: Callable[[], bool] = lambda: False,
     ) -> None:
         self.stats, self.cancelled = stats, False
@@ -46,7 +45,6 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         self._tokens: list[int] = []
         self._finish_reason: FinishReason | None = None
         self._error: BaseException | None = None
-        self._traceback: TracebackType | None = None
 
     def __repr__(self) -> str:
         """One line: the state and the number of tokens."""
@@ -136,14 +134,13 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         A `StopIteration` of a callback would end a reader's loop as if the text were complete. As
         in Python's generators, it is the cause of a `RuntimeError` instead.
         """
-        # The traceback's frames would keep the request and its caches alive.
-        traceback.clear_frames(error.__traceback__)
+        _drop_frames(error)
         if isinstance(error, StopIteration | StopAsyncIteration):
             cause, error = error, RuntimeError(f"A callback raised {type(error).__name__}.")
             error.__cause__ = cause
         with self._changed:
             if self._error is None:
-                self._error, self._traceback = error, error.__traceback__
+                self._error = error
             self._notify()
 
     def _next_change(self) -> asyncio.Future[None]:
@@ -172,14 +169,35 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
     def _raise_error(self) -> None:
         """Raise the request's error, if any, without the tracebacks of earlier readers."""
         if self._error is not None:
-            raise self._error.with_traceback(self._traceback)
+            raise self._error.with_traceback(None)
 
     def _notify(self) -> None:
+        if self.done:  # nothing of the engine is held by a job that nobody reads
+            self._wake, self._in_engine_thread = _nothing, _nothing
         self._changed.notify_all()
         waiters, self._waiters = self._waiters, []
         for loop, change in waiters:
             with suppress(RuntimeError):  # the loop is closed, so no task waits there
                 loop.call_soon_threadsafe(_resolve, change)
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Have a note of an error's traceback in place of it.
+
+    Its frames, and their callers', would keep the request, its caches and the engine.
+    """
+    if not getattr(error, "__notes__", None):  # it may be raised again and again
+        trace = "".join(traceback.format_tb(error.__traceback__))
+        error.add_note(f"Traceback in the engine's thread:\n{trace}")
+    link: BaseException | None = error
+    while link is not None:
+        link = link.with_traceback(None)
+        link = link.__context__ if link.__cause__ is None else link.__cause__
+
+
+def _nothing() -> bool:
+    """In place of an engine's methods."""
+    return False
 
 
 def _resolve(change: asyncio.Future[None]) -> None:

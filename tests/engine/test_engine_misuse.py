@@ -1,16 +1,21 @@
 """An engine in the hands of people who have read the first page of its manual."""
 
 import asyncio
+import gc
 import os
+import weakref
 from functools import partial
 
 import mlx.core as mx
 import pytest
+from crowd import Played
 from families import random_prompt
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
+from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.errors import EngineError, SettingsError
+from dflash_mlx.request import Request
 
 PROMPT = [token % 192 for token in random_prompt(9, seed=1)]
 SOON = 60  # seconds after which a test fails rather than hangs
@@ -149,3 +154,43 @@ def test_a_forked_process_is_told_that_it_has_no_engine(engine, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: -1)
     with pytest.raises(EngineError, match="spawn it instead"):
         engine.submit(PROMPT)
+
+
+def test_a_job_that_has_ended_holds_nothing_of_its_engine():
+    """A client that has stopped reading does not keep a model from being unloaded."""
+
+    def fail():
+        raise ValueError("ours")
+
+    engine = dm.Engine(target(), None)
+    jobs = [
+        engine.submit(PROMPT, max_tokens=4),
+        engine.submit(PROMPT, logits_processors=[at(len(PROMPT) + 2, fail)]),
+    ]
+    jobs[0].result(SOON)
+    with pytest.raises(ValueError) as caught:
+        jobs[1].result(SOON)
+    assert "engine's thread" in caught.value.__notes__[0] and "fail" in caught.value.__notes__[0]
+    engine.close()
+    held = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert held() is None and len(jobs) == 2
+
+
+def test_no_request_is_lost_that_cannot_give_its_caches_back(monkeypatch):
+    played = Played(target(), None, SharedBatch(target(), None))
+    jobs = [played.submit(PROMPT, max_tokens=9) for _ in range(2)]
+    played.scheduler.step()
+    own = Request.release_caches
+
+    def failing(request):
+        own(request)
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(Request, "release_caches", failing)
+    played.scheduler.preempt()
+    played.run()
+    assert len(jobs[0].result().tokens) == 9
+    with pytest.raises(RuntimeError, match="ours"):
+        jobs[1].result()
