@@ -6,7 +6,6 @@ plays crowds until they have so many tokens, and prints what came of them.
 """
 
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count, cycle
@@ -18,22 +17,16 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, (root / "helpers", *(each for each in root.iterdir() if each.is_dir())))
 
 import pytest
-import test_eagle3
+import test_drafted_text
 import test_gemma4_assistant
 import test_lilicorr
+import test_mtp
 from crowd import Tally, play
-from mtp_heads import save_pair
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
 from dflash_mlx.drafter.model import DraftModel
-
-
-def mtp(family: str) -> tuple[dm.Target, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        model, draft = save_pair(Path(folder), family)
-        return dm.load(str(model), draft)
 
 
 def lilicorr() -> tuple[dm.Target, Any]:
@@ -45,11 +38,12 @@ PAIRS: dict[str, Callable[[], tuple[dm.Target, Any]]] = {
     "lookup": lambda: (target("gpt_oss"), LookupDrafter()),
     "DFlash": lambda: (target(), random_drafter()),
     "DFlash of windows": lambda: (target("sliding llama"), random_drafter()),
-    "DFlash and lookup": lambda: (target("qwen3_next"), CombinedDrafter(random_drafter())),
+    "DFlash and lookup": lambda: (target("qwen3_moe"), CombinedDrafter(random_drafter())),
     "LiliCorr": lilicorr,
-    "MTP": lambda: mtp("mimo"),
-    "EAGLE-3": lambda: test_eagle3.pair("qwen3"),
-    "EAGLE-3 of a hybrid": lambda: test_eagle3.pair("qwen3_5"),
+    "MTP": lambda: test_mtp.pair("mimo"),
+    "DSpark": lambda: test_drafted_text.pair("qwen3", "rnn"),
+    "EAGLE-3": lambda: test_drafted_text.pair("qwen3", "eagle3"),
+    "EAGLE-3 of a hybrid": lambda: test_drafted_text.pair("qwen3_5", "eagle3"),
     "assistant": lambda: test_gemma4_assistant.pair("gemma4_dense"),
     "draft model": lambda: (target(), DraftModel(target("llama"))),
 }
