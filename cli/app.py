@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from dflash_mlx import __version__
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.machine.facts import installed
 
 from .failures import one_line_errors
@@ -57,8 +58,30 @@ class Commands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
+ALIASES = {  # of options, as mlx_lm and others spell them
+    "--temp": "--temperature",
+    "--max-new-tokens": "--max-tokens",
+    "--num-predict": "--max-tokens",
+    "--draft-model": "--draft",
+    "--no-thinking": "--no-think",
+}
+PROMPTS = ("--prompt", "-p")  # of generate, where others want an option
+OTHERS = {"run": "chat --model NAME", "download": "pull NAME", "ls": "list"}  # commands of others
+
+
 class CheckedCommand(TyperCommand):
-    """A command that refuses options without effect."""
+    """A command that refuses options without effect, and takes the names that others use."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments."""
+        read = list[str]()
+        for arg in args:
+            name, equals, value = arg.partition("=")
+            if ctx.info_name == "generate" and name in PROMPTS:
+                read += [value] if equals else []
+            else:
+                read.append(f"{ALIASES.get(name, name)}{equals}{value}")
+        return super().parse_args(ctx, read)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -87,6 +110,12 @@ class Program(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings | {"commands": Commands()})
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of the first argument. Raises `SettingsError` for one of other programs."""
+        if args and (ours := OTHERS.get(args[0])):
+            raise SettingsError(f"There is no command {args[0]!r}: dflash-mlx {ours}.")
+        return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **settings: Any) -> Any:
         """Read the options before the command."""

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import typer
 
 from dflash_mlx.errors import PromptError
 from dflash_mlx.loading.registry import EMBEDDED
@@ -17,22 +19,19 @@ from .chat_commands import read_conversation, run_command
 from .chat_conversation import Chat
 from .chat_models import ChatModel, LocalModel, ServedModel
 from .generate import check_text
-from .options import DECODING, MODEL, SMALL, option
+from .options import DECODING, MODEL, option
 from .output import counted, note
-from .pair import open_pair
+from .pair import Pair, note_toy, note_training, open_pair
 
 if TYPE_CHECKING:
     from .chat_input import LineReader
 
-TOY = (
-    "tiny is a toy to try things on: sums, counting, short stories. A real model of 2.3 GB: "
-    f"dflash-mlx chat --model {SMALL}"
-)
 SAVED = "Continue a conversation saved with /save."
 HINT = "/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves."
 
 
 def chat(
+    context: typer.Context,
     *,
     names: options.Names,
     no_draft: bool = options.NO_DRAFT,
@@ -60,12 +59,23 @@ def chat(
     else:
         pair = open_pair(names, weights, steps, no_draft)
         model = LocalModel(pair)
-        if names.model == EMBEDDED:
-            note(TOY)
+        note_toy(names, context)
+        if pair.drafter is not None:
+            note_training(pair, names, thinking)
+        settings |= publishers(pair, sampling)
     conversation = Chat(model, settings, messages, verbose)
     if system is not None:
         conversation.set_system(system)
     _run(conversation)
+
+
+def publishers(pair: Pair, sampling: options.Sampling) -> dict[str, Any]:
+    """The publisher's sampling settings, if none was given."""
+    defaults = {} if sampling.given else dict(pair.target.sampling_defaults)
+    if defaults:
+        shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        note(f"{shown}: the publisher's defaults. /set changes them.")
+    return defaults
 
 
 def _run(chat: Chat) -> None:

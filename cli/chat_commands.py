@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_mlx.errors import DataError, DFlashError, SettingsError
+from dflash_mlx.setting_table import SAMPLING
 from dflash_mlx.validation import is_message, read_json
 
 from .output import counted, error_line, note, write_file
@@ -20,15 +21,9 @@ if TYPE_CHECKING:
 COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 ROLES = ("system", "user", "assistant")
 THINKING = ("on", "off", "low", "medium", "high")
+NO_EFFECT = ("top_p", "top_k", "min_p", "seed")  # at temperature 0
 NONE = "none"  # removes the system message
-SETTINGS: dict[str, type[int] | type[float]] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "seed": int,
-    "max_tokens": int,
-}
+SETTINGS = {name: one.kind for name, one in SAMPLING.items()} | {"max_tokens": int}
 
 
 def run_command(chat: Chat, line: str) -> bool:
@@ -75,6 +70,8 @@ def _retry(chat: Chat, _: str) -> None:
     if chat.last_question is None:
         note("There is no question yet.")
         return
+    if not chat.settings["temperature"]:
+        note("The temperature is 0, so the answer is the same: /set temperature 0.8 changes that.")
     if chat.settings["seed"] is not None:
         chat.settings["seed"] = (chat.settings["seed"] + 1) % 2**32
     chat.answer(chat.messages[: chat.last_question + 1])
@@ -99,10 +96,10 @@ def _set(chat: Chat, text: str) -> None:
             if isinstance(error, SettingsError):
                 raise
             raise SettingsError(f"{name} must be a number, not {value!r}.") from error
-        if name in ("top_p", "top_k", "min_p", "seed") and not chat.settings["temperature"]:
+        if name in NO_EFFECT and not chat.settings["temperature"]:
             note(f"{name} has no effect at temperature 0.")
     for each in [name] if name else SETTINGS:
-        note(f"{each:12} {chat.settings[each]}")
+        note(f"{each:18} {chat.settings[each]}")
 
 
 def _think(chat: Chat, text: str) -> None:

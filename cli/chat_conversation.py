@@ -7,7 +7,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import chain
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -116,17 +116,20 @@ class Chat:
             parts.append(f"{rate(stats.tokens_per_second)} tok/s")
         if pair and stats.rounds >= MIN_STEPS and (plain := pair.plain_speed()):
             speedup = times(stats.tokens_per_second / plain, stats.acceptance_length)
-            parts.append(f"~{speedup} plain")
+            doubtful = " (other programs disturbed the timing)" * speedup.endswith("?")
+            parts.append(f"~{speedup} plain{doubtful}")
         if pair and pair.drafter is not None and stats.rounds:
             parts.append(f"{stats.acceptance_length:.1f} tokens per step")
         if stopped:
             parts.append("stopped")
         elif piece.finish_reason == "length":
-            parts.append(pair.limit_reached(stats) if pair else "cut off by --max-tokens")
+            limit = pair.limit_reached(stats) if pair else "cut off by --max-tokens"
+            typed = limit.replace("--max-tokens", "/set max_tokens")
+            parts.append(typed if self.interactive else limit)
         new = stats.prompt_tokens - stats.reused_tokens
         note(" · ".join([*parts, f"prompt: {new} new, {stats.reused_tokens} cached"]))
         if pair and self._verbose:
-            explain(pair, stats)
+            explain(pair, stats, self.settings["temperature"])
 
     @property
     def system(self) -> str:
@@ -209,7 +212,10 @@ class Writer:
         The beginning of such a word may stand on the screen already: it is erased there. The last
         column stays free, because terminals disagree where the cursor is behind it.
         """
-        columns, out = (os.get_terminal_size(sys.stdout.fileno()).columns or 80) - 1, ""
+        columns, out = 0, ""
+        with suppress(OSError):
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns
+        columns = (columns or 80) - 1
         if columns != self._columns:  # resized: nothing is known of what is on the line
             self._columns, self._column, self._word = columns, self._column % columns, ""
         for char in text:

@@ -17,7 +17,8 @@ from .thoughts import Thoughts
 
 Messages = list[dict[str, str]]
 TOO_LONG = "context_length_exceeded"
-SOME = ("top_k", "min_p", "reasoning_effort")  # not every server knows these
+# Not every server knows these.
+SOME = ("top_k", "min_p", "reasoning_effort", "presence_penalty", "frequency_penalty")
 STANDARD = ("temperature", "top_p", "seed", "max_tokens", "stop")  # every server knows these
 
 
@@ -86,6 +87,8 @@ class ServedModel:
         """As `LocalModel.stream`. Raises `ServerError`, too."""
         given = {name: settings[name] for name in STANDARD if settings[name] not in (None, (), [])}
         given |= {name: settings[name] for name in SOME if settings.get(name)}
+        if settings.get("repetition_penalty", 1) != 1:
+            given["repetition_penalty"] = settings["repetition_penalty"]
         if settings.get("think") is not None:
             given["enable_thinking"] = settings["think"]
         stats, reason = Stats(seed=settings["seed"]), None

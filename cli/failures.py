@@ -76,5 +76,7 @@ def usage_message(error: Any) -> str:
             expected = EXPECTED.get(found["type"], "").format(**found.get("ctx", {}))
             message = message.replace("Value error, ", "")
             message = f"{name} must be {expected}, not {found['input']}" if expected else message
+    if "unexpected extra argument" in message:
+        message = f"{message}: put quotes around a text of several words"
     help = f" See '{error.ctx.command_path} --help'." if error.ctx else ""
     return f"{message.removesuffix('.')}{'' if message.endswith('?') else '.'}{help}"

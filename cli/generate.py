@@ -17,7 +17,6 @@ from rich.text import Text
 
 import dflash_mlx
 from dflash_mlx.errors import DataError, PromptError, SettingsError
-from dflash_mlx.loading.registry import WITH_LOOKUP, known_drafter, known_facts
 from dflash_mlx.validation import UTF8, brief, parse_json, read_json
 
 from . import options
@@ -38,7 +37,15 @@ from .output import (
     waiting,
     write_file,
 )
-from .pair import Pair, explain, open_pair, steps_by_rows
+from .pair import (
+    Pair,
+    explain,
+    note_sampling,
+    note_toy,
+    note_training,
+    open_pair,
+    steps_by_rows,
+)
 from .thoughts import Thoughts
 
 if TYPE_CHECKING:
@@ -125,23 +132,12 @@ def generate(
         stderr().print(_summary(pair, comparison, result, thoughts))
         for line in _stats_as_lines(result.stats) if stats else ():
             note(line)
+        note_toy(names, context)
+        note_sampling(pair, sampling)
     if verbose:
-        explain(pair, result.stats)
+        explain(pair, result.stats, sampling.temperature)
     if schema is not None and result.finish_reason == "length":
         raise SettingsError(f"The JSON is incomplete: {pair.limit_reached(result.stats)}.")
-
-
-def note_training(pair: Pair, names: options.Names, thinking: options.Thinking) -> None:
-    """Say if the drafter was trained on answers that think and these do not, or the reverse."""
-    from dflash_mlx.prompt import thinks
-
-    drafter = (names.draft or known_drafter(names.model) or "").removesuffix(WITH_LOOKUP)
-    facts, tokenizer = known_facts(drafter), pair.target.tokenizer
-    trained = None if facts is None else facts.thinking
-    now = None if trained is None else thinks(tokenizer, thinking.variables(tokenizer))
-    if now is not None and now != trained:
-        kind, option = ("with", "--think") if trained else ("without", "--no-think")
-        note(f"{drafter} was trained on answers {kind} thoughts: {option} may be faster.")
 
 
 def _encode(

@@ -16,6 +16,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, MTP, NONE, PACKAGED, pairs
+from dflash_mlx.setting_table import SAMPLING
 
 from .output import note
 
@@ -55,6 +56,13 @@ def group(declared: type[Group]) -> type[Group]:
         setattr(declared, name, one.default)
     setattr(declared, DECLARED, found)
     return dataclass(frozen=True)(declared)
+
+
+def setting(name: str, *names: str) -> Any:
+    """The option of a sampling setting."""
+    one = SAMPLING[name]
+    shown = not name.endswith("penalty")
+    return option(one.default, DECODING, one.metavar, one.help, *names, show_default=shown)
 
 
 def argument(default: Any, help: str, **settings: Any) -> Any:
@@ -114,8 +122,7 @@ NO_DRAFT = flag("--no-draft", MODEL, "Decode without a drafter.")
 TARGET_BITS = option(None, MODEL, "4|8", "Quantize the model's weights on load.")
 OFFLINE = flag("--offline", MODEL, "Use only what is already downloaded.")
 STOCK_BLAS = flag("--stock-blas", MODEL, "On Linux, keep MLX's own slow BLAS.")
-SAMPLES = "0 picks the likeliest token; 1 samples."
-TEMPERATURE = option(0.0, DECODING, "T", SAMPLES, "--temperature", "-t", min=0)
+TEMPERATURE = setting("temperature", "--temperature", "-t")
 STOP = option(None, DECODING, "TEXT", "Stop before this text. Repeatable.")
 SYSTEM = option(None, DECODING, "TEXT", "A system message.")
 KV_BITS = option(None, DECODING, "4|8", "Quantize the KV cache, if the model allows it.")
@@ -168,23 +175,27 @@ class Sampling:
     """How tokens are chosen. Raises `SettingsError`."""
 
     temperature: float = TEMPERATURE
-    top_p: float = option(1.0, DECODING, "P", "Only tokens within probability P.", min=0, max=1)
-    top_k: int = option(0, DECODING, "K", "Only the K likeliest tokens; 0 for all.", min=0)
-    min_p: float = option(0.0, DECODING, "P", "Only tokens over P x the top one.", min=0, max=1)
-    seed: int | None = option(
-        None, DECODING, "N", "The same seed gives the same text, drafted or not.", min=0
-    )
+    top_p: float = setting("top_p")
+    top_k: int = setting("top_k")
+    min_p: float = setting("min_p")
+    seed: int | None = setting("seed")
+    repetition_penalty: float = setting("repetition_penalty")
+    presence_penalty: float = setting("presence_penalty")
+    frequency_penalty: float = setting("frequency_penalty")
 
     def __post_init__(self) -> None:  # before MLX starts, and before a note about these options
-        if not self.top_p > 0:
-            raise SettingsError("top_p must be above 0 and at most 1.")
-        if (self.seed or 0) >= 2**32:
-            raise SettingsError(f"seed must be from 0 to 2**32 - 1, not {self.seed}.")
+        for name, value in vars(self).items():
+            SAMPLING[name].check(name, value)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that are not the defaults."""
+        return {name: one for name, one in vars(self).items() if one != SAMPLING[name].default}
 
     def settings(self) -> dict[str, Any]:
         """Of `stream_generate`, with a seed if one is needed; notes options without effect."""
         settings = dict(vars(self))
-        given = [name for name, value in settings.items() if value != getattr(Sampling, name)]
+        given = [name for name in self.given if not name.endswith("penalty")]
         if given and not self.temperature:
             note(f"{', '.join(map(spelled, given))} has no effect at temperature 0.")
         if self.temperature > 0 and self.seed is None:

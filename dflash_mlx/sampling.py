@@ -26,7 +26,8 @@ from .constraints import ConstraintSet, TokenConstraint
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .proposal import Proposal
-from .settings import SEED_BITS, LogitsProcessor, SamplingSettings
+from .setting_table import SEED_BITS
+from .settings import LogitsProcessor, SamplingSettings
 from .validation import brief
 
 # Scores [L, V] of the next tokens, and the factor of the logits in them. A chain takes the best; a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -11,15 +10,14 @@ from typing import Any
 import mlx.core as mx
 
 from .errors import SettingsError
+from .setting_table import MAX_F32, SAMPLING
 from .validation import MAX_INT32, brief
 
 # (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a pure function:
 # it sees drafts that are rejected later, and may see one history twice.
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
-SEED_BITS = 32
 CONTEXT_SIZE = 20  # mlx-lm's
-MAX_F32 = 3e38  # a little below the largest f32
 
 
 @dataclass(frozen=True)
@@ -57,17 +55,8 @@ class SamplingSettings:
     logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
-        # Logits times or over these numbers must stay finite in f32.
-        if self.temperature != 0:
-            self._check("temperature", 1e-20, 1e20, "0 (greedy) or from 1e-20 to 1e20")
-        self._check("top_p", 5e-324, 1, "above 0 and at most 1")
-        self._check("top_k", 0, math.inf, "0 (off) or more", Integral)
-        self._check("min_p", 0, 1, "from 0 to 1")
-        if self.seed is not None:
-            self._check("seed", 0, 2**SEED_BITS - 1, "from 0 to 2**32 - 1", Integral)
-        self._check("repetition_penalty", 1e-20, 1e20, "from 1e-20 to 1e20 (1 is off)")
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._check(name, -MAX_F32, MAX_F32, "from -3e38 to 3e38 (0 is off)")
+        for name, setting in SAMPLING.items():
+            object.__setattr__(self, name, setting.check(name, getattr(self, name)))
         for name in ("repetition", "presence", "frequency"):
             size, off = f"{name}_context_size", 1.0 if name == "repetition" else 0.0
             self._check(size, 1, MAX_INT32, "1 or more", Integral)

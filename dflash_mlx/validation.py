@@ -183,7 +183,7 @@ def check_type(name: str, value: Any, kind: Any, example: str) -> None:
         example: a call that makes one, for the message.
     """
     if value is not None and (isinstance(value, type) or not isinstance(value, kind)):
-        raise SettingsError(f"{name} must be None or such as {example}, not {brief(value)}.")
+        raise SettingsError(f"{name} must be None or {example}, not {brief(value)}.")
 
 
 def brief(value: Any) -> str:

@@ -101,13 +101,19 @@ class DraftPolicy:
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
         self._plain_tokens = 0.0
 
-    def describe(self) -> list[str]:
-        """The costs and estimates that draft lengths follow from, a line each."""
-        estimates, _ = self.learnt(0.0)
+    def describe(self, temperature: float = 0.0) -> list[str]:
+        """The costs and estimates that draft lengths follow from, a line each.
+
+        Without estimates where none were learned at about this temperature: lookup keeps its own.
+        """
+        estimates, _ = self.learnt(temperature)
         costs, tokens = self.costs.table("chain"), [*accumulate(estimates.path_probs, initial=1.0)]
         plain = self.costs.plain_seconds
         timed = "was not timed yet" if plain is None else f"takes {1e3 * plain:.2f} ms"
-        return [f"a plain step {timed}"] + [
+        shown = f"a plain step {timed}"
+        if estimates.path_probs == AcceptanceEstimates(self.block_size - 1).path_probs:
+            return [f"{shown}; no drafts were judged at temperature {temperature:g}"]
+        return [shown] + [
             f"{rows} rows: {costs[rows - 1]:.2f} x plain, {tokens[rows - 1]:.2f} tokens: "
             f"{tokens[rows - 1] / costs[rows - 1]:.2f} x the speed"
             for rows in SHOWN

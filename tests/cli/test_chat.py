@@ -9,6 +9,7 @@ import tinymodels
 from program import run
 
 from dflash_mlx.cli import options
+from dflash_mlx.cli.chat import publishers
 from dflash_mlx.cli.chat_commands import run_command
 from dflash_mlx.cli.chat_conversation import DIM, NORMAL, Chat, Writer
 from dflash_mlx.cli.chat_models import LocalModel
@@ -50,6 +51,16 @@ def chat() -> Chat:
     chat = Chat(LocalModel(pair), settings, [])
     chat.interactive = True
     return chat
+
+
+def test_the_publishers_sampling_is_the_default(capsys):
+    pair = Pair(tinymodels.target(), None, None, BlasInfo("", None, ""))
+    pair.target.sampling_defaults = {"temperature": 0.6, "top_p": 0.95}
+    assert publishers(pair, options.Sampling(top_k=3)) == {}, "somebody chooses"
+    chat = Chat(LocalModel(pair), options.Sampling().settings() | {"max_tokens": 4}, [])
+    chat.change(publishers(pair, options.Sampling()))
+    assert chat.settings["temperature"] == 0.6 and chat.settings["seed"] is not None
+    assert "temperature 0.6, top_p 0.95: the publisher's defaults" in capsys.readouterr().err
 
 
 def say(chat, *lines):
@@ -103,8 +114,8 @@ def test_leaving(chat, line):
 
 
 def test_settings_are_shown_and_changed(chat, capsys):
-    assert "temperature  0.0" in told(chat, capsys, "/set")
-    assert told(chat, capsys, "/set temperature 0.8") == "temperature  0.8\n"
+    assert "temperature        0.0" in told(chat, capsys, "/set")
+    assert told(chat, capsys, "/set temperature 0.8") == "temperature        0.8\n"
     assert chat.settings["seed"] is not None, "sampling needs one"
     say(chat, "/set top_p=0.9", "/set top_k 5", "/set seed 3", "/set max_tokens 2")
     assert "2 tokens" in told(chat, capsys, "hi")

@@ -49,3 +49,18 @@ def test_what_has_no_effect_at_temperature_0_is_said(capsys):
     assert not capsys.readouterr().err
     Sampling(seed=7, top_p=0.9).settings()
     assert "--top-p, --seed has no effect" in capsys.readouterr().err
+    Sampling(repetition_penalty=1.1).settings()
+    assert not capsys.readouterr().err
+
+
+def test_only_where_no_model_was_named_is_the_toy_called_one():
+    assert "tiny is a toy" in run("generate", "hi", "-n", "1").stderr
+    assert "toy" not in run("generate", "hi", "-n", "1", "--model", "tiny").stderr
+
+
+def test_draft_lengths_are_explained_by_the_run_alone():
+    """Lookup keeps its own estimates, so the policy has none to show."""
+    options = ("-t", "0.8", "--seed", "1", "-n", "60", "--verbose")
+    drafted = run("generate", QUESTION, "--verbose").stderr
+    lookup = run("generate", "Why is the sky blue?", *options, "--draft", "lookup").stderr
+    assert "\n8 rows: " in drafted and " rows: " not in lookup

@@ -281,7 +281,7 @@ def test_the_loop_follows_the_policy_and_the_text_does_not(temperature):
     assert free.tokens == pinned.tokens == plain.tokens
     assert sum(free.stats.widths.values()) == free.stats.rounds and len(free.stats.widths) > 1
     assert max(pinned.stats.widths) == 5 and pinned.stats.widths[5] > 0.9 * pinned.stats.rounds
-    assert any("rows" in line for line in policy.describe())
+    assert any("rows" in line for line in policy.describe(temperature))
 
 
 def test_a_policy_of_one_row_is_plain_decoding():

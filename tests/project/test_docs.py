@@ -12,7 +12,7 @@ from dflash_mlx.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = get_command(app).commands
-SCREEN, COLUMNS = 66, 100  # lines and columns of a terminal that is not small
+SCREEN, COLUMNS = 70, 100  # lines and columns of a terminal that is not small
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md")) + [ROOT / "dflash_mlx" / "tiny" / "README.md"]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")

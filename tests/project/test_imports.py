@@ -26,6 +26,7 @@ LEVELS = [
         "validation",
         "worker",
     },
+    {"setting_table"},
     {"chat_template", "events", "kernels", "memory", "settings"},
     {"proposal"},
     {"accept", "sampling"},

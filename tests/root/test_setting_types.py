@@ -1,0 +1,31 @@
+"""Settings of a wrong type are errors of ours, in words."""
+
+import pytest
+import tinymodels
+
+import dflash_mlx as dm
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.setting_table import SAMPLING
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tinymodels.target()
+
+
+WRONG = [
+    {"chat_template_kwargs": "x"},
+    {"chat_template_kwargs": [1]},
+    {"stop_applies": 5, "stop": ["a"]},
+    {"max_tokens": True},
+    {"stop": b"x"},
+    {"policy": 3},
+    *({name: value} for name in SAMPLING for value in ("1", True, float("nan"), [1])),
+]
+
+
+@pytest.mark.parametrize("settings", WRONG, ids=str)
+def test_a_wrong_type_is_named(target, settings):
+    chat = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(SettingsError, match=next(iter(settings))):
+        dm.generate(target, None, chat, **{"max_tokens": 1, **settings})
