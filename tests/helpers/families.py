@@ -19,7 +19,8 @@ from mlx_lm.utils import _get_classes
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.dspark import DSpark
+from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.drafter.networks import network_for
 from dflash_mlx.targets import Target
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -94,7 +95,7 @@ def target_of(model: Any, family: str) -> Target:
     return Target(model, Letters(), copy.deepcopy(CONFIGS[family]), name=family)
 
 
-def dspark_for(target: Target) -> DSpark:
+def dspark_for(target: Target) -> DFlash:
     """A random DSpark over a target, with half of its tokens; row 0 drafts, or row 1.
 
     Families have one of three kinds of Markov heads, by turns.
@@ -102,6 +103,26 @@ def dspark_for(target: Target) -> DSpark:
     head = ("vanilla", "gated", "rnn")[FAMILIES.index(target.name) % 3]
     raw = {
         "architectures": ["DSparkDraftModel"],
+        "block_size": 6,
+        "mask_token_id": 1,
+        "target_layer_ids": [0, target.num_layers - 1],
+        "markov_rank": 8,
+        "markov_head_type": head,
+        "sample_from_anchor": head != "gated",
+    }
+    return _random_drafter(target, raw)
+
+
+def eagle3_for(target: Target) -> DFlash:
+    """A random EAGLE-3 head over a target, with half of its tokens."""
+    taps = [0, 1, target.num_layers - 1]
+    config = {"eagle_aux_hidden_state_layer_ids": taps}
+    raw = {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": config}
+    return _random_drafter(target, raw)
+
+
+def _random_drafter(target: Target, raw: dict[str, Any]) -> DFlash:
+    sizes = {
         "hidden_size": target.hidden_size,
         "num_hidden_layers": 1,
         "intermediate_size": 32,
@@ -110,15 +131,10 @@ def dspark_for(target: Target) -> DSpark:
         "head_dim": 16,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": target.vocab_size // 2,
-        "block_size": 6,
-        "mask_token_id": 1,
-        "target_layer_ids": [0, target.num_layers - 1],
-        "markov_rank": 8,
-        "markov_head_type": head,
-        "sample_from_anchor": head != "gated",
     }
     mx.random.seed(5)
-    drafter = DSpark(DraftConfig.from_dict(raw))
+    config = DraftConfig.from_dict(sizes | raw)
+    drafter = network_for(config)(config)
     drafter.d2t = mx.arange(target.vocab_size // 2)  # every other token
     mx.eval(drafter.parameters(), drafter.d2t)  # an engine drafts in another thread
     return drafter

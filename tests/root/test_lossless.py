@@ -12,6 +12,7 @@ from families import (
     FAMILIES,
     QUANTIZABLE,
     dspark_for,
+    eagle3_for,
     plain_tokens,
     random_model,
     random_prompt,
@@ -35,6 +36,7 @@ DRAFTERS = {
     "lookup": lambda target, texts: LookupDrafter(),
     "network": lambda target, texts: dspark_for(target),
     "network and lookup": lambda target, texts: CombinedDrafter(dspark_for(target)),
+    "token by token": lambda target, texts: eagle3_for(target),
     "itself": lambda target, texts: DraftModel(target),
 }
 
