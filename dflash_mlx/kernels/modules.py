@@ -153,15 +153,22 @@ class VerifyConv1d(nn.Conv1d):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x [B, S + kernel - 1, C] -> [B, S, C]."""
-        kernel = self.weight.shape[1]
-        rows = x.shape[1] - kernel + 1
+        rows = x.shape[1] - self.weight.shape[1] + 1
         if x.shape[0] * rows not in self._rows:
             return super().__call__(x)
-        taps = self.weight[..., 0].T  # [kernel, C]; products and sums are those of x, float32
-        y = taps[0] * x[:, :rows].astype(mx.float32)
-        for tap in range(1, kernel):
-            y = y + taps[tap] * x[:, tap : tap + rows].astype(mx.float32)
-        return _biased(self, y.astype(x.dtype))
+        return _biased(self, _convolved(x, self.weight))
+
+
+@mx.compile
+def _convolved(x: mx.array, weight: mx.array) -> mx.array:
+    """The sums in one launch: x [B, S + kernel - 1, C], weight [C, kernel, 1] -> [B, S, C]."""
+    channels, kernel, _ = weight.shape
+    taps = weight.reshape(channels, kernel).T  # [kernel, C]; products and sums in float32
+    rows = x.shape[1] - kernel + 1
+    y = taps[0] * x[:, :rows].astype(mx.float32)
+    for tap in range(1, kernel):
+        y = y + taps[tap] * x[:, tap : tap + rows].astype(mx.float32)
+    return y.astype(x.dtype)
 
 
 # By stock class, exactly: a subclass may compute something else.

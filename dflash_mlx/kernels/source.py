@@ -1,7 +1,7 @@
 """The Metal sources as the single header string that a kernel factory takes.
 
 `mx.fast.metal_kernel` compiles an ASCII string and finds no files; in `metal/` the kernels are
-ordinary files with local includes. MLX compares the whole text at every call, so comments,
+ordinary files with local includes. MLX writes and hashes the whole text at every call, so comments,
 indentation and empty lines are removed.
 """
 
