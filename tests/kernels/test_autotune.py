@@ -83,7 +83,8 @@ def timed(products, attention, far=None, seconds=1e6, step=1.0, layers=2):
         (-0.01, -0.01, -0.1, {"products", "near", "far"}),
         (0.01, 0.01, 0.1, set()),
         (-0.02, 0.01, 0.1, {"products"}),  # attention is left out, and the forward wins
-        (0.01, -0.2, 0.1, {"near"}),  # although all of ours together may lose
+        (0.01, -0.2, 0.1, {"near"}),
+        (0.05, -0.2, 0.1, {"near"}),  # although all of ours together lose
         (-0.01, -0.01, 0.1, {"products", "near"}),
         (0.01, 0.01, -0.1, {"far"}),
         (-0.0002, -0.0002, -0.0002, set()),  # less than a clear gain

@@ -60,7 +60,10 @@ struct cooperative_tensor {
 
   static constexpr int get_capacity() { return held; }
   bool is_valid_element(int i) const { return i % 5 && i - i / 5 - 1 < ROWS * COLUMNS / 32; }
-  float& operator[](int i) { return elements[i]; }
+  float& operator[](int i) {
+    if (i < 0 || i >= held) metal_host_inactive_lane();
+    return elements[i];
+  }
   vec<int, 2> get_multidimensional_index(int i) const {
     if (!is_valid_element(i)) return {1 << 20, 1 << 20};
     const int at = ((i - i / 5 - 1) * 32 + metal_host_lane()) * 21 % (ROWS * COLUMNS);
