@@ -158,7 +158,8 @@ def _print_models(shown: list[KnownPair], copies: dict[str, int], details: bool)
         _print(f"{pair.targets[0]:{width}}{figures}  {_status(pair)}{here}")
         if details:
             drafters = [one for one in pair.drafters if one.refused is None]
-            lines = [f"also {name}" for name in pair.targets[1:]]
+            lines = [f"download {pair.download}"] if pair.conversion else []
+            lines += [f"also {name}" for name in pair.targets[1:]]
             lines += [
                 f"{'or' if at else 'drafter'} {one.drafter}"
                 + (f" (license: {one.license})" if one.license else "")
@@ -185,7 +186,7 @@ def _fits(pair: KnownPair) -> str | None:
     if pair.unsupported:
         return NO
     size = pair.gigabytes(16)
-    return None if size is None else fits(size * GB)
+    return None if size is None else fits(size * GB, quantized=pair.published is not None)
 
 
 def _as_json(pair: KnownPair, copies: dict[str, int]) -> dict[str, Any]:
@@ -194,6 +195,7 @@ def _as_json(pair: KnownPair, copies: dict[str, int]) -> dict[str, Any]:
         "drafter": drafter.drafter,
         "targets": list(pair.targets),
         "also": [asdict(other) for other in others],
+        "download": pair.download,
         "gigabytes": {str(bits): pair.gigabytes(bits) for bits in WIDTHS},
         "fits": _fits(pair),
         "unsupported": pair.unsupported,

@@ -86,6 +86,8 @@ class KnownPair:
         targets: the repositories of the target's original weights, the usual one first.
         model_type: mlx-lm's module for them.
         billions: the target's parameters, from its name or model card; None if unknown.
+        published: GB of the publisher's files where these are quantized; None for 16 bits.
+        conversion: the repository of a conversion for MLX; None if none is known.
         acceptance: published tokens per step of 16 rows, greedy; None if unknown.
         drafters: the default one, then others, the most promising first.
     """
@@ -95,6 +97,13 @@ class KnownPair:
     drafters: tuple[KnownDrafter, ...]
     billions: float | None = None
     acceptance: float | None = None
+    published: float | None = None
+    conversion: str | None = None
+
+    @property
+    def download(self) -> str:
+        """The repository that is worth downloading."""
+        return self.conversion or self.targets[0]
 
     @property
     def unsupported(self) -> str | None:
@@ -107,9 +116,9 @@ class KnownPair:
         return f"mlx-lm {version('mlx-lm')} has no {self.model_type}"
 
     def gigabytes(self, bits: int) -> float | None:
-        """Approximate size of the target's weights in 4, 8 or (as published) 16 bits."""
-        if self.billions is None:
-            return None
+        """Size of the target's weights in 4, 8 or 16 bits; of quantized files, as published."""
+        if self.published is not None or self.billions is None:
+            return self.published
         if bits == 16:
             return self.billions * 2
         return Quantization(bits, 64).bytes_of(1) * self.billions

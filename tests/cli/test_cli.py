@@ -93,6 +93,7 @@ def test_models():
     assert all(one["targets"][0] in shown for one in listed["pairs"])
     sizes = {one["targets"][0]: one["gigabytes"] for one in listed["pairs"]}
     assert sizes["Qwen/Qwen3-8B"] == {"4": 4.5, "8": 8.5, "16": 16}
+    assert sizes["openai/gpt-oss-20b"] == dict.fromkeys(("4", "8", "16"), 13)  # its files
     [line] = [line for line in shown.splitlines() if line.startswith("Qwen/Qwen3.5-9B")]
     said = next(one["fits"] for one in listed["pairs"] if "Qwen/Qwen3.5-9B" in one["targets"])
     assert line.split(maxsplit=4)[1:] == ["18.0", "9.6", "5.1", said]
