@@ -118,6 +118,7 @@ DRAFT = option(
     "-d",
     autocompletion=drafters_beginning,
 )
+ADAPTER = option(None, MODEL, "PATH", "LoRA of mlx_lm.lora: folder or hub name.")
 NO_DRAFT = flag("--no-draft", MODEL, "Decode without a drafter.")
 TARGET_BITS = option(None, MODEL, "4|8", "Quantize the model's weights on load.")
 OFFLINE = flag("--offline", MODEL, "Use only what is already downloaded.")
@@ -132,10 +133,11 @@ JSON = flag("--json", OUTPUT, "Print one JSON object and nothing else.")
 
 @group
 class Names:
-    """The model and its drafter."""
+    """The model, its drafter and its adapter."""
 
     model: str = MODEL_NAME
     draft: str | None = DRAFT
+    adapter: str | None = ADAPTER
 
 
 @group

@@ -158,7 +158,7 @@ def open_pair(
     before = mx.get_active_memory()
     target_bits, draft_bits = weights.target_bits, weights.draft_bits
     settings = weights.settings | {"kernels": weights.kernels}
-    settings |= {"reserved": reserved}
+    settings |= {"reserved": reserved, "adapter": names.adapter}
     settings |= {} if member is None else {"cluster": member.cluster}
     drafter: Drafter | None = None
     with waiting(f"Loading {names.model}", spinner=False):  # downloads and conversions have bars

@@ -27,7 +27,7 @@ from dflash_mlx.machine.signals import signals_to
 from . import options
 from .generate import note_training
 from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
-from .options import flag, group, is_given, option
+from .options import MODEL, flag, group, is_given, option
 from .output import note
 from .pair import Pair, open_pair
 
@@ -95,6 +95,9 @@ def serve(
     *,
     model: list[str] | None = options.model(None, MODELS),
     draft: str | None = options.DRAFT,
+    adapter: list[str] | None = option(
+        None, MODEL, "PATH", "LoRA, served by its name. Repeatable."
+    ),
     no_draft: bool = options.NO_DRAFT,
     weights: options.Weights,
     access: Access,
@@ -119,7 +122,7 @@ def serve(
         frozenset(origin.lower().rstrip("/") for origin in access.allow_origin or ()),
         access.no_auth,
     )
-    every = _names(model or [options.EMBEDDED], draft, load, machines)
+    every = _names(model or [options.EMBEDDED], draft, adapter or [], load, machines)
     listening = partial(listen, access.host, access.port)
     if runs_elsewhere(machines, every[0], weights, context, listening):
         return
@@ -209,21 +212,27 @@ class ModelLoader:
 
 
 def _names(
-    models: list[str], draft: str | None, load: Load, machines: Machines
+    models: list[str], draft: str | None, adapters: list[str], load: Load, machines: Machines
 ) -> list[options.Names]:
-    """Each model with its drafter. Raises `SettingsError`, `ModelNotFoundError`."""
-    several = len(models) > 1
+    """Each model with its drafter, then the first with each adapter.
+
+    Raises `SettingsError`, `ModelNotFoundError`.
+    """
+    several = len(models) + len(adapters) > 1
+    if adapters and len(models) > 1:
+        raise SettingsError("--adapter is a LoRA of one model: give one --model.")
     shared = machines.hosts is not None or rank() is not None
     if shared and (several or load.idle is not None):
         raise SettingsError("--hosts keeps one model loaded: give one --model, and no --idle.")
-    if several and draft not in (None, LOOKUP, NONE):
+    if len(models) > 1 and draft not in (None, LOOKUP, NONE):
         raise SettingsError("--draft of several models is lookup or none; known ones are found.")
-    names = list(map(short, models))
+    names = list(map(short, [*models, *adapters]))
     if twice := [name for name in names if names.count(name) > 1]:
         raise SettingsError(f"Two models are called {twice[0]}: give it once, or rename a folder.")
     for name in models if several else ():  # one of them may be loaded hours later
         check_name(name)
-    return [options.Names(name, draft) for name in models]
+    tuned = [options.Names(models[0], draft, one) for one in adapters]
+    return [*(options.Names(name, draft) for name in models), *tuned]
 
 
 def _start(
@@ -241,7 +250,10 @@ def _start(
         return lambda reserved: loader.open(names, reserved=reserved)[1]
 
     offered = [
-        OfferedModel(short(one.model), later(one), None, (one.model,), _local_copy(one.model))
+        OfferedModel(
+            *(short(one.adapter or one.model), later(one), None),
+            *((one.adapter or one.model,), _local_copy(one.model)),
+        )
         for one in every
     ]
     offered[0].handler = handler

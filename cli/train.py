@@ -77,6 +77,7 @@ def train(
     context: typer.Context,
     *,
     model: str = options.MODEL_NAME,
+    adapter: str | None = options.ADAPTER,
     target_bits: int | None = options.TARGET_BITS,
     offline: bool = options.OFFLINE,
     stock_blas: bool = options.STOCK_BLAS,
@@ -94,7 +95,7 @@ def train(
     blas = dflash_mlx.use_fast_blas(stock=stock_blas, flush_denormals=True)
     recipe = choices.recipe()
     with waiting(f"Loading {model}", spinner=False):
-        target = dflash_mlx.load_target(model, target_bits, hub=hub)
+        target = dflash_mlx.load_target(model, target_bits, adapter=adapter, hub=hub)
         warm = None if warm_start is None else _load_warm(warm_start, hub)
     from dflash_mlx.train.run import train as train_drafter
 

@@ -73,7 +73,8 @@ def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing
     if not mx.metal.is_available():
         return None
     with waiting(f"Loading {names.model}", spinner=False):
-        target = load_target(names.model, weights.target_bits, **weights.settings, kernels="off")
+        settings = weights.settings | {"adapter": names.adapter, "kernels": "off"}
+        target = load_target(names.model, weights.target_bits, **settings)
     with waiting("Timing MLX's kernels and ours in turns"):
         return time_kernels(target, Kernels(), Stopwatch(SECONDS, REPEATS))[1]
 

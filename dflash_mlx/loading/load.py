@@ -20,6 +20,7 @@ from ..errors import DFlashError, SettingsError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper, brief, check_integer
+from .adapters import adapter_folder, add_adapter
 from .checkpoint import check_runs, drop_copies, read_target, read_tokenizer
 from .checks import check_safetensors, memory_needed, read_target_config
 from .defaults import sampling_defaults
@@ -58,6 +59,7 @@ def load(
     target_bits: int | None = None,
     draft_bits: int | None = None,
     *,
+    adapter: Name | None = None,
     mode: str = "affine",
     group_size: int | None = None,
     draft_window: int | None = None,
@@ -80,6 +82,8 @@ def load(
             with a warning.
         target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them. Blocks of
             a GGUF file that keep their bits stay as they are.
+        adapter: folder or repository of a fine-tune of the target by `mlx_lm.lora`: LoRA, DoRA or
+            full weights.
         mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
         group_size: weights that share a scale; None is the mode's default.
         draft_window: the most rows that the drafter remembers; None: all, or as it suggests.
@@ -109,12 +113,12 @@ def load(
     with _advice_on_drafters():
         if draft not in (LOOKUP, NONE, MTP):
             check_drafter(draft, hub, model)
-    folder = _folder(name, "target", hub)
+    folder, tuned = _folder(name, "target", hub), adapter_folder(adapter, hub, cluster)
     if draft == LOOKUP and wanted != LOOKUP:
         draft, with_lookup = _drafter_of_its_own(name, folder)
     if draft in (LOOKUP, NONE):
         without = _without_weights(draft, draft_bits, draft_window)
-        target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster)
+        target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster, tuned)
         return target, without
     with _advice_on_drafters():  # downloads may fail: before anything is loaded
         config = read_target_config(folder)
@@ -125,7 +129,7 @@ def load(
     if draft_bits is None and not on_cpu():
         draft_quantization = source.quantization_beside(quantization)
     reserved += memory_needed(source.files, draft_quantization, float_bytes())
-    target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster)
+    target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster, tuned)
     with _advice_on_drafters():
         drafter = _open_drafter(source, target, draft_quantization, ours, draft_window)
         drafter.check_fits(target)
@@ -179,6 +183,7 @@ def load_target(
     path: Name,
     bits: int | None = None,
     *,
+    adapter: Name | None = None,
     mode: str = "affine",
     group_size: int | None = None,
     hub: Hub | None = None,
@@ -196,7 +201,8 @@ def load_target(
     hub = hub or Hub()
     check_target(path, hub, quantization, 1 if cluster is None else cluster.size)
     ours, folder = _kernels(kernels, metal_kernel), _folder(path, "target", hub)
-    return _open_target(path, folder, quantization, reserved, kernels, ours, cluster)
+    tuned = adapter_folder(adapter, hub, cluster)
+    return _open_target(path, folder, quantization, reserved, kernels, ours, cluster, tuned)
 
 
 def load_drafter(
@@ -262,6 +268,7 @@ def _open_target(
     choice: KernelChoice = "auto",
     kernels: Kernels | None = None,
     cluster: SupportsSharding | None = None,
+    adapter: Path | None = None,
 ) -> Target:
     """Load the target in a folder, if it fits beside `reserved` bytes of other weights."""
     exact = choice == "exact"
@@ -283,6 +290,8 @@ def _open_target(
     model, config = read_target(name, folder)
     with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
         start_reading(name, model, quantization, cluster)
+        if adapter is not None:
+            config = config | {"adapter": add_adapter(name, model, adapter)}
         tokenizer = read_tokenizer(folder, config)  # while the weights are being read
         evaluate(model)
     if cluster is not None:

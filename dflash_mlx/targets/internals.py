@@ -155,7 +155,8 @@ def query_heads(attention: nn.Module) -> int:
 
 def head_size(attention: Any) -> int:
     """Numbers in one head's key, from the projection's shape."""
-    return int(attention.k_proj.weight.shape[0]) // key_heads(attention)
+    projection = getattr(attention.k_proj, "linear", attention.k_proj)  # inside of an adapter
+    return int(projection.weight.shape[0]) // key_heads(attention)
 
 
 def has_sinks(attention: nn.Module) -> bool:

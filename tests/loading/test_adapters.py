@@ -1,0 +1,167 @@
+"""Targets with an adapter of mlx_lm.lora: mlx-lm's own text with it, whatever drafts."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from families import check_drafted_text, plain_tokens, random_prompt, truth
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.utils import load_model
+from mtp_heads import config_of, save_pair
+from tinymodels import random_drafter, save_weights, tokenizer
+
+import dflash_mlx as dm
+from dflash_mlx.drafter.lookup import LookupDrafter
+from dflash_mlx.drafter.protocol import drafts_trees
+from dflash_mlx.errors import DFlashError
+from dflash_mlx.prefix.blocks import fingerprint
+
+KINDS = {"qwen3": "dora", "qwen3_moe": "lora", "qwen3_5": "full", "deepseek_v3": "lora"}
+KINDS |= {"gpt_oss": "lora"}
+PROMPTS = [2 * random_prompt(8 + 3 * i, i) for i in range(8)]  # a lookup finds something
+
+
+def save_adapter(folder: Path, model: Path, kind: str, rank: int = 4, scale: float = 4.0) -> Path:
+    """A random adapter of the last two layers, as `mlx_lm.lora` writes it."""
+    network, _ = load_model(model)
+    config: dict[str, Any] = {"fine_tune_type": kind, "num_layers": 2}
+    config["lora_parameters"] = {"rank": rank, "scale": scale, "dropout": 0.3}
+    if kind == "dora":
+        config["lora_parameters"]["keys"] = ["self_attn.q_proj", "mlp.down_proj"]
+    if kind != "full":
+        linear_to_lora_layers(network, 2, config["lora_parameters"], use_dora=kind == "dora")
+    ends = ("lora_a", "lora_b", ".m") if kind != "full" else ("o_proj.weight", "in_proj_z.weight")
+    found = [(name, x) for name, x in tree_flatten(network.parameters()) if name.endswith(ends)]
+    keys = mx.random.split(mx.random.key(rank), len(found))
+    weights = {
+        name: x + 0.1 * mx.random.normal(x.shape, key=key)
+        for (name, x), key in zip(found, keys, strict=True)
+    }
+    assert weights
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """family -> the folder of its model and of its adapter."""
+
+    @functools.cache
+    def save(family: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp(family) / "model"
+        if family in ("qwen3_5", "deepseek_v3"):
+            save_pair(folder, family)
+        else:
+            target, _, _ = truth(family, 1)
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(config_of(family)))
+            save_weights(folder, target.model)
+            tokenizer().save_pretrained(folder)
+        return folder, save_adapter(folder.parent / "adapter", folder, KINDS[family])
+
+    return save
+
+
+def drafters(family: str, folder: Path, adapter: Path) -> list[Any]:
+    """A network that reads features, a lookup, and the model's own head where it has one."""
+    network = random_drafter(vocab_size=256, num_target_layers=4, target_layer_ids=[0, 3])
+    heads = {"qwen3_5": "mtp", "deepseek_v3": str(folder / "head")}
+    found: list[Any] = [network, LookupDrafter()]
+    if family in heads:
+        found.append(dm.load(str(folder), heads[family], adapter=str(adapter))[1])
+    return found
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_text_is_mlx_lms_own_with_the_adapter(saved: Any, family: str) -> None:
+    folder, adapter = saved(family)
+    reference, _ = load_model(folder)
+    reference.set_dtype(mx.float32)
+    plain = plain_tokens(reference, PROMPTS[0], 16)
+    load_adapters(reference, str(adapter))
+    reference.eval()
+    tuned = [plain_tokens(reference, prompt, 16) for prompt in PROMPTS]
+    tuned = [text[: text.index(0) + 1] if 0 in text else text for text in tuned]  # 0 ends a text
+    target = dm.load_target(str(folder), adapter=str(adapter))
+    assert tuned[0] != plain
+    for drafter in drafters(family, folder, adapter):
+        ways = {"block_size": 6, "max_tokens": 16}
+        if isinstance(drafter, LookupDrafter):  # which finds nothing in some texts
+            assert dm.generate(target, drafter, PROMPTS[0], **ways).tokens == tuned[0]
+            with dm.Engine(target, drafter) as engine:
+                jobs = [engine.submit(prompt, **ways) for prompt in PROMPTS]
+                assert [job.result().tokens for job in jobs] == tuned
+        else:
+            trees = (None, 8) if drafts_trees(drafter) else (None,)
+            assert check_drafted_text(target, drafter, PROMPTS, trees, **ways) == tuned
+        sampled = {"temperature": 0.8, "seed": 3, "max_tokens": 16}
+        wanted, found = (
+            dm.generate(target, one, PROMPTS[1], **sampled).tokens for one in (None, drafter)
+        )
+        assert found == wanted
+
+
+def test_prefixes_and_conversations_with_an_adapter(saved: Any, tmp_path: Path) -> None:
+    folder, adapter = saved("qwen3")
+    target = dm.load_target(str(folder), adapter=str(adapter))
+    base = dm.load_target(str(folder))
+    prompt = random_prompt(60, 3)
+    tuned, plain = (dm.generate(one, None, prompt, max_tokens=12).tokens for one in (target, base))
+    assert tuned != plain
+    for one, text in ((base, plain), (target, tuned), (target, tuned)):
+        store = dm.PrefixStore(one, None, folder=tmp_path, memory=2**20, chunk=16, disk_left=0)
+        assert dm.generate(one, None, prompt, max_tokens=12, prefix=store).tokens == text
+        store.flush()
+    other = save_adapter(tmp_path / "other", folder, "dora", scale=5.0)
+    prints = {
+        fingerprint(one, None)
+        for one in (base, target, dm.load_target(str(folder), adapter=str(other)))
+    }
+    assert len(prints) == 3  # also of the same tensors at another scale
+    drafter = LookupDrafter()
+    conversation, ways = dm.Conversation(target, drafter), {"max_tokens": 12}
+    first = dm.generate(target, drafter, prompt, conversation=conversation, **ways)
+    longer = [*prompt, *first.tokens, *random_prompt(9, 4)]
+    again = dm.generate(target, drafter, longer, conversation=conversation, **ways)
+    assert first.tokens == tuned
+    assert again.tokens == dm.generate(target, None, longer, **ways).tokens
+
+
+def test_adapters_that_do_not_fit(saved: Any, tmp_path: Path) -> None:
+    folder, adapter = saved("qwen3")
+    _, other = saved("qwen3_moe")
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(adapter, tmp_path / name))
+
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    ranks, cut, part, kind, empty = map(copy, ("ranks", "cut", "part", "kind", "empty"))
+    changed = config | {"lora_parameters": config["lora_parameters"] | {"rank": 8}}
+    (ranks / "adapter_config.json").write_text(json.dumps(changed))
+    whole = (cut / "adapters.safetensors").read_bytes()
+    (cut / "adapters.safetensors").write_bytes(whole[:-100])
+    weights = dict(mx.load(str(part / "adapters.safetensors")))
+    mx.eval(weights)
+    weights.pop(next(iter(weights)))
+    mx.save_safetensors(str(part / "adapters.safetensors"), weights)
+    (kind / "adapter_config.json").write_text(json.dumps(config | {"fine_tune_type": "ia3"}))
+    (empty / "adapters.safetensors").unlink()
+    for path, said in (
+        (other, "does not fit"),
+        (ranks, "does not fit .* does not match"),
+        (part, "does not fit .* is missing"),
+        (cut, "truncated"),
+        (kind, "fine_tune_type is 'ia3'"),
+        (empty, "there is no adapters.safetensors"),
+        (tmp_path / "nowhere", "no such folder"),
+    ):
+        with pytest.raises(DFlashError, match=said) as caught:
+            dm.load_target(str(folder), adapter=str(path))
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
