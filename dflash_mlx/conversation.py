@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from .drafter.protocol import Drafter, DraftSession, SupportsResume, check_pair, start_session
 from .errors import SettingsError
+from .prefix.blocks import BlockKeys
 from .prefix.cache import PrefixCache
 from .sampling import Sampler
 from .targets import Target, TargetSession
@@ -65,6 +66,7 @@ class Conversation:
 
     target_session: TargetSession
     draft_session: DraftSession
+    _keys: BlockKeys  # of `ids`, where there is a prefix cache
 
     def __init__(
         self,
@@ -166,6 +168,7 @@ class Conversation:
         else:
             opened = self.prefix.open(prompt, sampler, kv_bits, self._salt)
             self.target_session, self.draft_session, held = opened
+            self._keys = self.prefix.keys(kv_bits, self._salt)
         self._started, self._checkpoints, self.ids = True, [], list(prompt[:held])
         self._pending, self._flushed = [], True
         return held
@@ -226,9 +229,8 @@ class Conversation:
     def store(self, checkpoint: bool = True) -> None:
         """Add the caches to the prefix cache, if there is one; at the end with a checkpoint."""
         if self.prefix is not None:
-            self.prefix.insert(
-                self.target_session, self.draft_session, self.ids, checkpoint, self._salt
-            )
+            sessions = self.target_session, self.draft_session
+            self.prefix.insert(*sessions, self._keys, self.ids, checkpoint)
 
     def leave_batch(self) -> None:
         """Take the target's caches out of a batch, after which any thread may use them."""
@@ -277,6 +279,8 @@ class Conversation:
             else:
                 drafter.rewind(earlier[-1].drafter)
         del self.ids[self.target_session.position :]
+        if self.prefix is not None:
+            self._keys.cut(len(self.ids))
         return True
 
     def _add_checkpoint(self, target_checkpoint: Any) -> None:

@@ -131,13 +131,34 @@ def packed(ids: Tokens) -> np.ndarray:
     return np.asarray(ids, dtype="<u4")
 
 
-def block_keys(root: bytes, ids: Tokens, size: int) -> list[bytes]:
-    """The keys of the full blocks at the start of these tokens."""
-    ids, keys, key = packed(ids), [], root
-    for end in range(size, len(ids) + 1, size):
-        key = _hash(b"block", key, ids[end - size : end].tobytes())
-        keys.append(key)
-    return keys
+class BlockKeys:
+    """A text that grows, and the keys of its full blocks: each block is hashed once.
+
+    Args:
+        root: the key before the first block.
+        size: tokens of a block.
+        ids: the text so far.
+
+    Attributes:
+        path: the root's key, and those of the full blocks.
+        text: the tokens, uint32.
+    """
+
+    def __init__(self, root: bytes, size: int, ids: Tokens = ()) -> None:
+        self._size, self.path, self.text = size, [root], packed(())
+        self.read(ids)
+
+    def read(self, ids: Tokens) -> None:
+        """Add what is new of the whole text `ids`, which begins with the tokens so far."""
+        self.text = np.concatenate([self.text, packed(ids[len(self.text) :])])
+        for end in range(len(self.path) * self._size, len(self.text) + 1, self._size):
+            block = self.text[end - self._size : end].tobytes()
+            self.path.append(_hash(b"block", self.path[-1], block))
+
+    def cut(self, length: int) -> None:
+        """Forget all tokens but the first `length`."""
+        self.text = self.text[:length]
+        del self.path[1 + length // self._size :]
 
 
 def checkpoint_key(block: bytes, tail: Tokens) -> bytes:

@@ -36,14 +36,13 @@ from ..targets.caches import Arrays
 from ..validation import MAX_BYTES, check_integer
 from .blocks import (
     BlockIndex,
+    BlockKeys,
     Entry,
     Layout,
-    block_keys,
     checkpoint_key,
     copy_rows,
     copy_state,
     fingerprint,
-    packed,
     restore,
     root_key,
 )
@@ -143,6 +142,10 @@ class PrefixCache:
                 drafter.lookup.read(prompt[:position])
         return target, drafter, position
 
+    def keys(self, kv_bits: int | None, salt: str, ids: Sequence[int] = ()) -> BlockKeys:
+        """The keys of a request's text, which begins with `ids`, for `insert`."""
+        return BlockKeys(root_key(self._pair, kv_bits, salt, self._chunk), self._chunk, ids)
+
     def checkpoint_positions(
         self,
         target: TargetSession,
@@ -159,9 +162,9 @@ class PrefixCache:
         """
         if not isinstance(drafter, SupportsSharing) or can_trim(target, drafter):
             return []
-        keys = block_keys(self._root(target.kv_bits, salt), prompt, self._chunk)
+        keys = self.keys(target.kv_bits, salt, prompt)
         with self._lock:
-            diverges = len(self._cached_prefix(keys)) * self._chunk
+            diverges = len(self._cached_prefix(keys.path[1:])) * self._chunk
         ends = ends or [len(prompt) - TAIL]
         strides = range(0, len(prompt), -(-self._stride // self._chunk) * self._chunk)
         last = len(prompt) - UNCACHED
@@ -171,25 +174,24 @@ class PrefixCache:
         self,
         target: TargetSession,
         drafter: DraftSession,
+        keys: BlockKeys,
         ids: Sequence[int],
         checkpoint: bool = False,
-        salt: str = "",
     ) -> None:
         """Cache what is new of these tokens, between two forwards. Does not wait for the device.
 
         Args:
             target, drafter: a request's sessions, from `open` or not.
+            keys: of the request, from `keys`; it reads what is new.
             ids: all tokens that both hold.
             checkpoint: make this position one to start from, also for a pair that needs one.
-            salt: as in `open`.
         """
         if not (ids and target.intact and isinstance(drafter, SupportsSharing)):
             return
         if not len(ids) == target.position == drafter.position:
             return
-        text, size, trims = packed(ids), self._chunk, can_trim(target, drafter)
-        path = [self._root(target.kv_bits, salt)]
-        path += block_keys(path[0], text, size)
+        keys.read(ids)
+        path, text, size, trims = [*keys.path], keys.text, self._chunk, can_trim(target, drafter)
         with self._lock:
             new = []
             for start, (block, key) in zip(count(step=size), pairwise(path), strict=False):
@@ -234,8 +236,6 @@ class PrefixCache:
             while self._entries:
                 self._evict(next(iter(self._entries)))
 
-    def _root(self, kv_bits: int | None, salt: str) -> bytes:
-        return root_key(self._pair, kv_bits, salt, self._chunk)
 
     def _cached_prefix(self, keys: Iterable[bytes]) -> list[bytes]:
         """The first of these keys that are all in memory or on disk."""
@@ -268,10 +268,10 @@ class PrefixCache:
 
         In between: how many tokens are in the arrays, of which the last may be another text's.
         """
-        text, root = packed(ids), self._root(target.kv_bits, salt)
-        keys = block_keys(root, text, self._chunk)
+        keys = self.keys(target.kv_bits, salt, ids)
+        text, [root, *blocks] = keys.text, keys.path
         while True:
-            path = [root, *self._cached_prefix(keys)]
+            path = [root, *self._cached_prefix(blocks)]
             position = held = (len(path) - 1) * self._chunk
             if can_trim(target, drafter):
                 shared, last = self._longest(path[-1], text[position:])

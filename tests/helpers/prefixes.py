@@ -106,15 +106,15 @@ def request(store, prompt, answer=(), step=8, kv_bits=None, salt="", ends=()):
     for session in sessions:
         assert session.values == hashes(prompt[:held])
     assert held < len(prompt)
-    stops = store.checkpoint_positions(*sessions, prompt, ends, salt)
+    stops, keys = store.checkpoint_positions(*sessions, prompt, ends, salt), store.keys(**of)
     for stop in (*stops, len(prompt)):
         while target.position < stop:
             more = prompt[target.position : min(stop, target.position + step)]
             for session in sessions:
                 session.take(more)
-            store.insert(*sessions, prompt[: target.position], target.position in stops, salt)
+            store.insert(*sessions, keys, prompt[: target.position], target.position in stops)
     text = [*prompt, *answer[:-1]]  # the last token of an answer is in no cache
     for session in sessions:
         session.take(text[len(prompt) :])
-    store.insert(*sessions, text, True, salt)
+    store.insert(*sessions, keys, text, True)
     return held

@@ -12,7 +12,8 @@ from prefixes import CHUNK, Drafter, Target, request, store
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.prefix.blocks import block_keys, fingerprint
+from dflash_mlx.prefix import blocks
+from dflash_mlx.prefix.blocks import BlockKeys, fingerprint
 from dflash_mlx.sampling import Sampler
 
 KINDS = pytest.mark.parametrize("kind", [(True, True), (True, False), (False, True)], ids=str)
@@ -145,11 +146,26 @@ def test_live_requests_come_first():
 def test_a_conversation_has_few_marks_and_keeps_its_first():
     here, prompt = store(Target(False), stride=CHUNK), text(40 * CHUNK)
     request(here, prompt)
-    keys = block_keys(here._root(None, ""), prompt, CHUNK)
+    keys = here.keys(None, "", prompt).path[1:]
     places = [entry.location for entry in here._entries.values() if entry.location is not None]
     # The last one is the prompt's end, without the token that is the first anchor.
     assert sorted(keys.index(place.block) + 1 for place in places) == [1, *range(34, 41)]
     assert request(here, [*prompt[: 30 * CHUNK], 1, 2, 3]) == CHUNK
+
+
+def test_a_growing_text_hashes_each_block_once(monkeypatch):
+    prompt, calls, own = text(40 * CHUNK + 3), [], blocks._hash
+    whole = BlockKeys(b"root", CHUNK, prompt)
+    monkeypatch.setattr(blocks, "_hash", lambda *parts: calls.append(parts) or own(*parts))
+    keys = BlockKeys(b"root", CHUNK)
+    for end in range(len(prompt) + 1):
+        keys.read(prompt[:end])
+    assert keys.path == whole.path and keys.text.tolist() == prompt and len(calls) == 40
+    keys.cut(10 * CHUNK + 2)
+    keys.read([*prompt[: 10 * CHUNK + 2], 7, *prompt])
+    assert (
+        keys.path == BlockKeys(b"root", CHUNK, keys.text).path and keys.path[11] != whole.path[11]
+    )
 
 
 def test_what_did_not_end_well_is_not_kept():
@@ -157,14 +173,15 @@ def test_what_did_not_end_well_is_not_kept():
     target, drafter, _ = here.open(prompt, Sampler())
     for session, missing in ((target, 0), (drafter, 4)):
         session.take(prompt[: 20 - missing])
-    here.insert(target, drafter, prompt)  # the drafter is behind
+    keys = here.keys(None, "")
+    here.insert(target, drafter, keys, prompt)  # the drafter is behind
     drafter.take(prompt[16:])
-    here.insert(target, drafter, prompt[:16])  # not what they hold
+    here.insert(target, drafter, keys, prompt[:16])  # not what they hold
     target.intact = False
-    here.insert(target, drafter, prompt)  # a forward broke off
+    here.insert(target, drafter, keys, prompt)  # a forward broke off
     assert used(here) == 0
     target.intact = True
-    here.insert(target, drafter, prompt)
+    here.insert(target, drafter, keys, prompt)
     assert used(here) > 0
 
 

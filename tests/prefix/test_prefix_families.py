@@ -94,16 +94,16 @@ def test_chunks_of_the_real_size(family):
 def read(store, ids, prompt):
     """Have a store read a prompt, and an answer as if it had been decoded in blocks."""
     target, drafter, _ = store.open(ids[:prompt], Sampler())
-    stops = store.checkpoint_positions(target, drafter, ids[:prompt])
+    stops, keys = store.checkpoint_positions(target, drafter, ids[:prompt]), store.keys(None, "")
     for _, taps in target.prefill(ids[target.position : prompt], stops):
         take(drafter, ids[: target.position], taps)
-        store.insert(target, drafter, ids[: target.position], checkpoint=target.position in stops)
+        store.insert(target, drafter, keys, ids[: target.position], target.position in stops)
     while target.position < len(ids):
         block = ids[target.position : target.position + 40]
         _, taps = target.verify(dm.Proposal(block))
         target.commit(range(len(block)))
         take(drafter, ids[: target.position], taps)
-    store.insert(target, drafter, ids, checkpoint=True)
+    store.insert(target, drafter, keys, ids, checkpoint=True)
 
 
 def take(drafter, ids, taps):
