@@ -66,7 +66,7 @@ def main() -> None:
         print(f"drafted tokens with other logits than plain's: {different} of {tokens:,}")
         for worker in workers.values():
             worker.process.kill()
-        for bias in ([], ["--logit-bias"]):
+        for bias in ([], ["--logit-bias", "1"]):
             print("\nMany requests" + ", each with a logit bias" * bool(bias), flush=True)
             subprocess.run(
                 [sys.executable, HERE / "scripts/many_requests.py", "--model", model, *bias]

@@ -2,7 +2,8 @@
 
     python scripts/many_requests.py --requests 1,8,32 --repeats 3
     python scripts/many_requests.py --model smollm2 --draft lookup --requests 8 --repeats 1
-    python scripts/many_requests.py --counts          launches per step, not speed
+    python scripts/many_requests.py --logit-bias 1    each request with a bias
+    python scripts/many_requests.py --counts 9        launches per step, not speed
 
 All methods take turns in one process on one core, from the first request to the last token. Prints
 tokens per second over BatchGenerator's (medians of the turns), and how many texts equal those that
@@ -25,6 +26,8 @@ from experiment import VIEWS, graph_nodes, options_of
 import dflash_mlx as dm
 
 Texts = list[list[int]]
+Bias = dict[int, float] | None
+BIAS = {5: -1.0, 7: 0.5}  # with --logit-bias 1
 BASELINE = "mlx-lm"
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -45,7 +48,10 @@ QWEN3_8B = {
 def main() -> None:
     """Measure and print."""
     doc = __doc__ or ""
-    options = options_of(doc, requests="1,8,32", repeats=3, max_tokens=64, counts=0, core=-1)
+    options = options_of(
+        doc, requests="1,8,32", repeats=3, max_tokens=64, counts=0, core=-1, logit_bias=0
+    )
+    bias = BIAS if options.logit_bias else None
     if options.core >= 0:
         os.sched_setaffinity(0, {options.core})
     dm.use_fast_blas(stock=options.stock_blas)
@@ -56,7 +62,7 @@ def main() -> None:
     counts = [int(count) for count in options.requests.split(",")]
     prompts = token_prompts(target, max(counts))
     alone = [
-        dm.generate(target, None, prompt, max_tokens=options.max_tokens).tokens
+        dm.generate(target, None, prompt, max_tokens=options.max_tokens, logit_bias=bias).tokens
         for prompt in prompts
     ]
     policy = dm.DraftPolicy.of(target, drafter)
@@ -66,10 +72,12 @@ def main() -> None:
         "blocks": dm.Engine(target, drafter),
     }
     methods: dict[str, Callable[[Sequence[list[int]]], Texts]] = {
-        BASELINE: lambda asked: batch_generator(target, asked, options.max_tokens)
+        BASELINE: lambda asked: batch_generator(target, asked, options.max_tokens, bias)
     }
     for name, engine in engines.items():
-        methods[name] = lambda asked, engine=engine: engine_texts(engine, asked, options.max_tokens)
+        methods[name] = lambda asked, engine=engine: engine_texts(
+            engine, asked, options.max_tokens, bias
+        )
     print(f"{'requests':>8}  {BASELINE} tok/s" + "".join(f"{name:>8}" for name in engines), end="")
     print("   texts as alone: " + " / ".join(methods))
     for count in counts:
@@ -87,21 +95,29 @@ def token_prompts(target: dm.Target, count: int) -> list[list[int]]:
     return [encode_prompt(target, question) for question in questions]
 
 
-def engine_texts(engine: dm.Engine, prompts: Sequence[list[int]], max_tokens: int) -> Texts:
+def engine_texts(
+    engine: dm.Engine, prompts: Sequence[list[int]], max_tokens: int, bias: Bias
+) -> Texts:
     """The texts of our engine."""
-    jobs = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
+    jobs = [engine.submit(prompt, max_tokens=max_tokens, logit_bias=bias) for prompt in prompts]
     return [job.result().tokens for job in jobs]
 
 
-def batch_generator(target: dm.Target, prompts: Sequence[list[int]], max_tokens: int) -> Texts:
+def batch_generator(
+    target: dm.Target, prompts: Sequence[list[int]], max_tokens: int, bias: Bias
+) -> Texts:
     """The texts of mlx-lm's batching."""
     from mlx_lm.generate import BatchGenerator
+    from mlx_lm.sample_utils import make_logits_processors
 
     ends = target.tokenizer.eos_token_ids
     generator = BatchGenerator(
         target.model, max_tokens=max_tokens, stop_tokens=[[end] for end in ends]
     )
-    texts: dict[int, list[int]] = {number: [] for number in generator.insert(list(prompts))}
+    processors = [make_logits_processors(bias) for _ in prompts]
+    texts: dict[int, list[int]] = {
+        number: [] for number in generator.insert(list(prompts), logits_processors=processors)
+    }
     left = len(texts)
     while left:
         for response in generator.next_generated():

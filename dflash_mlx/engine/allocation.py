@@ -16,7 +16,7 @@ import numpy as np
 from ..policy.budget import CREDIT, Budget
 from ..policy.draft_policy import DraftPolicy
 from ..policy.planner import GAIN, DraftCandidate, plain_steps_after
-from ..policy.step_costs import StepCosts
+from ..policy.step_costs import PARTS, StepCosts
 from ..request import Request
 
 FLOOR = 0.9  # of plain batching's speed, for every request,
@@ -28,7 +28,7 @@ class RowAllocator:
     """Decides how many rows of each request a shared step verifies.
 
     Costs are learnt from shared steps, for each number of requests up to a factor of two. A step's
-    cost goes by the rows of a request on average.
+    cost goes by its total rows, in parts of a row per request.
 
     Args:
         policy: of the pair.
@@ -42,7 +42,7 @@ class RowAllocator:
         self._plain_left = self._in_vain = 0  # see `AdaptivePlanner`
         self._started: float | None = None  # the time of `allocate`; None for a pipelined step
         self._ended = 0.0
-        self._rows, self._cost = 1, 1.0  # of a request on average, and of the step
+        self._rows, self._cost = 1, 1.0  # of the step, in the table of costs
 
     @property
     def can_pipeline(self) -> bool:
@@ -70,9 +70,9 @@ class RowAllocator:
             self._plain_left = plain_steps_after(self._in_vain)
         for owner in owners[:chosen].tolist():
             rows[owner] += 1
-        mean = (required + chosen) / count
-        self._rows = 1 + int(np.ceil(mean))
-        self._cost = float(np.interp(1 + mean, *_curve(costs)))
+        table = costs.table("chain")
+        self._rows = 1 + int(_places(table, required + chosen, count))
+        self._cost = table[self._rows - 1]
         return rows
 
     def observe(self, tokens: Sequence[tuple[Request, int]], pipelined: bool) -> None:
@@ -111,7 +111,8 @@ class RowAllocator:
     ) -> int:
         """How many of the ranked rows bring the most tokens per second."""
         count = len(requests)
-        cost = np.interp(1 + (required + np.arange(len(probs) + 1)) / count, *_curve(costs))
+        table = costs.table("chain")
+        cost = np.array(table)[_places(table, required + np.arange(len(probs) + 1), count)]
         tokens = 1 + np.concatenate([[0.0], probs.cumsum()]) / count
         most = np.minimum(self._budget.max_cost, self._max_fair_cost(requests, owners, probs))
         speed = np.where(cost <= most, tokens / cost, 0.0)
@@ -140,6 +141,7 @@ class RowAllocator:
 
     def _costs_of(self, requests: int) -> StepCosts:
         """Costs of steps of about so many requests, by the rows of a request."""
+        requests = max(2, requests)  # one that others have left with an error
         at = requests.bit_length()
         if at not in self._costs:
             self._costs[at] = StepCosts(self._policy.block_size, requests, self._policy.slot_cost)
@@ -155,7 +157,7 @@ def _ranked(candidates: Sequence[DraftCandidate]) -> tuple[np.ndarray, np.ndarra
     return owners[order], probs[order]
 
 
-def _curve(costs: StepCosts) -> tuple[np.ndarray, list[float]]:
-    """Rows of a request, and the cost of a step: the points of a line."""
-    table = costs.table("chain")
-    return np.arange(1, len(table) + 1), table
+def _places(table: Sequence[float], further: np.ndarray | int, requests: int) -> np.ndarray:
+    """The places in a table of costs of steps with so many further rows in all."""
+    parts = np.ceil(PARTS * np.asarray(further) / requests)
+    return np.minimum(parts, len(table) - 1).astype(int)

@@ -17,6 +17,7 @@ MOST_ROWS = 64  # of a tree
 # Cost of each further row, and of a draft, before any step has run.
 GPU, CPU = (0.015, 0.1), (0.08, 0.3)
 LENGTHS = (2, 3, 4, 5, 6, 7, 8, 12, 16)  # numbers of rows that a chain may have, besides the most
+PARTS = 4  # of a request's row, by which costs of shared steps are known
 RECENT = 9  # comparisons that are kept for each number of rows,
 FORGOTTEN = 256  # for so many steps
 PRIOR_WEIGHT = 1.0  # comparisons that the typical curve counts for
@@ -24,7 +25,7 @@ PER_OCTAVE = 0.5  # weight of what is known about half or twice as many rows
 LARGEST_RATIO = 4.0  # of a comparison, either way
 FRESH = 8  # drafted steps before or after a plain one that are compared with it
 # Drafted steps after which a plain one runs to be timed: the first, the next ones, and later.
-FIRST, FEW, STALE = 3, 12, 64
+FIRST, FEW, STALE = 1, 12, 64
 PLAIN_SAMPLES = 3
 
 
@@ -33,17 +34,21 @@ class StepCosts:
 
     Args:
         block_size: the most rows of a chain.
-        requests: that share a step; then rows are those of a request on average.
+        requests: that share a step. Then a table's rows are `PARTS` of a further row per request:
+            a step's draft costs as much for a few rows of all requests as for many.
         slot: of a drafter that drafts token by token, what each token is likely to cost.
     """
 
     def __init__(self, block_size: int, requests: int = 1, slot: float | None = None) -> None:
         row, draft = CPU if mx.default_device() == mx.cpu else GPU
         share = requests / (1 + row * (requests - 1))
-        row *= share
-        chain = CostCurve(block_size, row, draft)
+        parts, longest = 1, block_size
+        if requests > 1:
+            parts, longest = PARTS, 1 + PARTS * (block_size - 1)
+        row *= share / parts
+        chain = CostCurve(longest, row, draft)
         if slot is not None:
-            chain = CostCurve(block_size, row + slot * share, draft, by_slot=True)
+            chain = CostCurve(longest, row + slot * share / parts, draft, by_slot=True)
         self._kinds = {
             "chain": chain,
             "lookup": CostCurve(block_size, row, 0.0),

@@ -22,6 +22,7 @@ from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.policy.budget import ALLOWANCE, CREDIT
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.planner import DraftCandidate, Planner
+from dflash_mlx.policy.step_costs import PARTS
 
 MANY = 32
 OF_NUMPY = ("array", "asarray", "ascontiguousarray")  # which read what they are given
@@ -100,7 +101,7 @@ class Allocator(RowAllocator):
 
     def __init__(self, row, policy=None):
         super().__init__(policy or DraftPolicy(16))
-        self.costs = GivenCosts(16, row, 0.2)
+        self.costs = GivenCosts(1 + 15 * PARTS, row / PARTS, 0.2)
 
     def _costs_of(self, requests):
         return self.costs
