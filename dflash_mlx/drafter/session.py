@@ -80,16 +80,16 @@ class FeatureSession(SupportsSharing):
             caches.trim(layer, max(0, held - position))
         self.extend(pending)
 
-    def checkpoint(self) -> tuple[Checkpoint, int, list[PendingFeatures], list[int]]:
-        """See `SupportsResume`."""
-        held = caches.checkpoint(self._cache, self._cache[0].offset)
-        return held, self.pending_features, list(self._pending), list(self._next)
+    def checkpoint(self) -> tuple[Checkpoint, list[PendingFeatures]]:
+        """See `SupportsResume`; it holds no features but those that lag."""
+        self._read_pending()
+        return caches.checkpoint(self._cache, self._cache[0].offset), list(self._pending)
 
-    def rewind(self, checkpoint: tuple[Checkpoint, int, list[PendingFeatures], list[int]]) -> None:
+    def rewind(self, checkpoint: tuple[Checkpoint, list[PendingFeatures]]) -> None:
         """See `SupportsResume`."""
-        held, self.pending_features, pending, following = checkpoint
+        held, pending = checkpoint
         caches.rewind(self._cache, self._cache[0].offset, held)
-        self._pending, self._next = list(pending), list(following)
+        self._pending, self.pending_features, self._next = list(pending), len(pending), []
 
     def rows(self, start: int, end: int) -> Arrays:
         """The cache's rows that these tokens complete, of the layers without a window."""
