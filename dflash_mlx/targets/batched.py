@@ -32,7 +32,6 @@ from .batched_rows import (
     BatchRows,
     PerRequest,
     RequestRows,
-    SlotKVCache,
 )
 from .caches import kind_of
 from .internals import (
@@ -236,7 +235,7 @@ class BatchedLayers:
             for index, (layer, rollback) in enumerate(pairs):
                 kind: Any = self._override(index, layer, rollback)
                 if kind is BatchedKVCache and self._fits_slots(layer, request.caches[index:][:1]):
-                    kind = partial(SlotKVCache, len(in_slots))
+                    kind = partial(BatchedKVCache, layer=len(in_slots))
                     in_slots.append(index)
                 self._kinds.append(kind)
             self.slots = KVSlots(in_slots)

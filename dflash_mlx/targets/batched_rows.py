@@ -7,7 +7,7 @@ any other array. So a model that does more with them fails while its forward is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import accumulate
@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from ..proposal import Proposal
 from .internals import mask_of
-from .kv_slots import RowSpan, Slot, SlotArray, SlotRows, are_stacked
+from .kv_slots import RowSpan, Slot, SlotArray, SlotRows
 from .tree import Tree
 
 AXES = 9  # of positions, so that nothing but `by_position` can use them
@@ -93,8 +93,13 @@ class BatchRows:
                 continue
             member = RowSpan(slot.index, self._starts[at], self.widths[at], request.position)
             members.setdefault(slot.array, []).append(member)
+        # As many rows of each, in the order of their slots.
+        width = self.widths[0] if requests else 0
         stacked = stacks and not self.own and len(members) == 1
-        stacked = stacked and are_stacked(*members.values())
+        stacked = stacked and all(
+            (span.slot, span.first, span.width) == (at, at * width, width)
+            for at, span in enumerate(next(iter(members.values())))
+        )
         self.slots = [SlotRows(array, found, stacked) for array, found in members.items()]
         self.shape = (len(requests), self.widths[0]) if stacked else (1, self._rows)
 
@@ -192,15 +197,11 @@ class BatchedCache:
 
     def make_mask(self, N: int, **settings: Any) -> PerRequest:
         """The masks that the caches make for their own rows; N is R."""
-        return PerRequest(self.masks(settings))
-
-    def masks(self, settings: Mapping[str, Any]) -> list[Any]:
-        """The masks, by request."""
         pairs = zip(self.parts, self.rows.widths, strict=True)
-        return [mask_of(cache, rows, **settings) for cache, rows in pairs]
+        return PerRequest(mask_of(cache, rows, **settings) for cache, rows in pairs)
 
     def __getitem__(self, index: int) -> Any:
-        """The caches at an index of a layer with several; `keys` where arrays are there."""
+        """Sub-cache `index` of every request. For an array, the batch's `keys`."""
         parts = [cache[index] for cache in self.parts]
         return self.keys if isinstance(parts[0], mx.array) else type(self)(self.rows, parts)
 
@@ -221,55 +222,43 @@ class BatchedCache:
 
 
 class BatchedKVCache(BatchedCache):
-    """Of an attention layer that computes all rows together, up to the attention itself."""
+    """Of an attention layer that computes all rows together, up to the attention itself.
+
+    Args:
+        rows, parts: as for the others.
+        layer: its number among the layers whose keys and values may be in slots; None for another.
+    """
+
+    def __init__(self, rows: BatchRows, parts: Iterable[Any], layer: int | None = None) -> None:
+        super().__init__(rows, parts)
+        self._layer: Any = layer
+        self._slots = [] if layer is None else rows.slots
+        self._own = rows.own if self._slots else range(len(self.parts))
 
     @property
     def offset(self) -> mx.array:
         """See `BatchRows`."""
         return self.rows.offset
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerRequest, PerRequest]:
-        """Give each cache its request's rows of keys and values [1, H, R, D]."""
-        new = zip(self.parts, self.rows.split(keys, 2), self.rows.split(values, 2), strict=True)
-        held = [cache.update_and_fetch(*rows) for cache, *rows in new]
-        return PerRequest(keys for keys, _ in held), PerRequest(values for _, values in held)
-
-
-class SlotKVCache(BatchedKVCache):
-    """Of an attention layer whose plain keys and values may be in slots.
-
-    Args:
-        layer: its number among those layers.
-        rows, parts: as for the others.
-    """
-
-    def __init__(self, layer: int, rows: BatchRows, parts: Iterable[Any]) -> None:
-        super().__init__(rows, parts)
-        self._layer = layer
-
     def make_mask(self, N: int, **settings: Any) -> PerRequest:
-        """Those of each request, and of the rows in each slot array."""
-        rows, window = self.rows, settings.get("window_size")
-        own: list[Any] = [None] * len(self.parts)
-        for at in rows.own:
-            own[at] = mask_of(self.parts[at], rows.widths[at], **settings)
-        return PerRequest(own, [slots.mask(window) for slots in rows.slots])
+        """The mask of each request without a slot, and of the rows in each slot array; N is R."""
+        masks: list[Any] = [None] * len(self.parts)
+        for at in self._own:
+            masks[at] = mask_of(self.parts[at], self.rows.widths[at], **settings)
+        window = settings.get("window_size")
+        return PerRequest(masks, [slots.mask(window) for slots in self._slots])
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerRequest, PerRequest]:
-        """Write all rows of a slot array at once."""
-        rows = self.rows
-        if not rows.slots:
-            return super().update_and_fetch(keys, values)
-        in_slots = [slots.update(self._layer, keys, values) for slots in rows.slots]
-        slot_keys, slot_values = zip(*in_slots, strict=True)
-        if not rows.own:
-            return PerRequest((), slot_keys), PerRequest((), slot_values)
+        """Write keys and values [1, H, R, D] of each slot array at once, others per request."""
         held: list[Any] = [(None, None)] * len(self.parts)
-        new = rows.split(keys, 2), rows.split(values, 2)
-        for at in rows.own:
-            held[at] = self.parts[at].update_and_fetch(new[0][at], new[1][at])
-        own_keys, own_values = zip(*held, strict=True)
-        return PerRequest(own_keys, slot_keys), PerRequest(own_values, slot_values)
+        in_slots: Any = [slots.update(self._layer, keys, values) for slots in self._slots]
+        new = [self.rows.split(x, 2) for x in (keys, values)] if self._own else []
+        for at in self._own:
+            held[at] = self.parts[at].update_and_fetch(*(each[at] for each in new))
+        own: Any = zip(*held, strict=True)
+        shared: Any = zip(*in_slots, strict=True) if in_slots else ((), ())
+        all_keys, all_values = map(PerRequest, own, shared)
+        return all_keys, all_values
 
 
 class OneRequestCache:

@@ -126,8 +126,8 @@ def ssm_step(
     return out, held[1]
 
 
-def turns_nothing(layer: nn.Module) -> bool:
-    """Whether a decoder layer without a rope is one whose rows have no positions."""
+def uses_no_positions(layer: nn.Module) -> bool:
+    """Whether the layer uses no positional encoding (NoPE), rather than one we did not find."""
     return type(layer).__module__.rpartition(".")[2] in NOPE
 
 

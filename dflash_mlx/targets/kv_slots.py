@@ -240,15 +240,6 @@ class RowSpan(NamedTuple):
     position: int
 
 
-def are_stacked(members: Sequence[RowSpan]) -> bool:
-    """Whether requests have equally many rows in a forward, in the order of their slots."""
-    width = members[0].width
-    return all(
-        slot == at and first == at * width and rows == width
-        for at, (slot, first, rows, _) in enumerate(members)
-    )
-
-
 class SlotRows:
     """The rows of a forward whose requests have slots in one array.
 
@@ -298,7 +289,7 @@ class SlotRows:
         return mx.unflatten(x.squeeze(0)[:, self._index], 1, shape).swapaxes(0, 1)
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write a forward's keys and values [1, H, R, D]; all of each slot [n, H, L, D]."""
+        """Write new keys and values [1, H, R, D] and return all of each slot's [n, H, L, D]."""
         self._array.write(layer, self._places_of, self.rows_of(keys), self.rows_of(values))
         return self._array.read(layer, self._count, self._end)
 

@@ -34,8 +34,8 @@ from .internals import (
     hook,
     masks_itself,
     text_model,
-    turns_nothing,
     unhook,
+    uses_no_positions,
 )
 from .overrides import Overrides, rebind_globals
 from .tree import Tree
@@ -157,7 +157,7 @@ def why_no_trees(layer: nn.Module | None, rollback: Any) -> str | None:
     unknown += [name for part in layer.modules() for name in _other_rotations(type(part))]
     if unknown:
         return f"positions by {unknown[0]}"
-    return None if found or turns_nothing(layer) else f"{name} without a rope"
+    return None if found or uses_no_positions(layer) else f"{name} without a rope"
 
 
 def ropes(layer: nn.Module) -> list[nn.Module]:

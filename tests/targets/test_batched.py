@@ -171,10 +171,10 @@ FAMILY_OF = {
         (batched_rows.BatchRows, "positions", property(positions_of_the_first)),
         (kv_slots.SlotRows, "mask", masks_of_all_rows),
     ],
-    "gpt_oss": [(batched_rows.BatchedCache, "make_mask", masks_of_the_last)],
+    "gpt_oss": [(batched_rows.BatchedKVCache, "make_mask", masks_of_the_last)],
     "deepseek_v3": [
         (batched_rows.BatchRows, "positions", property(positions_of_the_first)),
-        (batched_rows.BatchedCache, "make_mask", whole_masks),
+        (batched_rows.BatchedKVCache, "make_mask", whole_masks),
     ],
     "qwen3_5": [
         (batched_rows.BatchRows, "windows", windows_of_one),
