@@ -142,7 +142,9 @@ def masks_of_the_last(self, N, **settings):
     """The mistake: every request sees what the last one may."""
     width = self.rows.widths[-1]
     mask = batched_rows.mask_of(self.parts[-1], width, **settings)
-    return batched_rows.PerRequest(mask for _ in self.parts)
+    window = settings.get("window_size")
+    slots = [slots.mask(window) for slots in self._slots]  # these are right
+    return batched_rows.PerRequest([mask for _ in self.parts], slots)
 
 
 def whole_masks(self, N, **settings):
