@@ -112,7 +112,7 @@ class DraftPolicy:
         timed = "was not timed yet" if plain is None else f"takes {1e3 * plain:.2f} ms"
         shown = f"a plain step {timed}"
         if estimates.path_probs == AcceptanceEstimates(self.block_size - 1).path_probs:
-            return [f"{shown}; no drafts were judged at temperature {temperature:g}"]
+            return [f"{shown}; no acceptance rates were learned here (lookup keeps its own)"]
         return [shown] + [
             f"{rows} rows: {costs[rows - 1]:.2f} x plain, {tokens[rows - 1]:.2f} tokens: "
             f"{tokens[rows - 1] / costs[rows - 1]:.2f} x the speed"
