@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -126,7 +125,8 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
     name = Column(no_wrap=True, overflow="fold")  # never shortened for an empty remark
     table = Table.grid(name, Column(width=width), figure, remarks, padding=(0, 1))
     for label, speed, remark in rows:
-        bar = ProgressBar(fastest, speed, width, complete_style="blue", finished_style="green")
+        length = round(width * speed / fastest) if fastest else 0
+        bar = Text("━" * length, "green" if speed == fastest else "blue")
         table.add_row(label, bar, f"{rate(speed)} tok/s", remark)
     return table
 

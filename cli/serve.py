@@ -25,11 +25,10 @@ from dflash_mlx.machine.facts import usable_bytes
 from dflash_mlx.machine.signals import signals_to
 
 from . import options
-from .generate import note_training
 from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
 from .options import MODEL, flag, group, is_given, option
 from .output import note
-from .pair import Pair, open_pair
+from .pair import TOY, Pair, note_training, open_pair
 
 if TYPE_CHECKING:
     from dflash_mlx import PrefixStore
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from dflash_mlx.serve.models import Models
     from dflash_mlx.serve.server import APIServer
 
-TOY = "tiny is a toy: sums, counting, short stories. Give --model NAME for a real one."
 SERVER = "Server"  # the panel that --help shows
 MODELS = "Folder, GGUF, hub name, smollm2 or tiny. Repeatable."
 CACHES, PREFIXES = 0.8, 0.25  # of what the weights leave; caches include prefixes

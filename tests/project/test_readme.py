@@ -1,12 +1,16 @@
 """The script that types README's commands finds them, and fails where one of them does."""
 
+import html
+import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import check_readme
 import pytest
 from check_readme import Command, commands
+from program import run
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -19,6 +23,16 @@ def test_no_command_of_the_readme_is_missed():
     assert len(typed) > 5 and sum(not command.needs_hub for command in commands(README)) > 5
     assert all(line in found for line in typed)
     assert README.count("```python") == sum(command.python for command in commands(README)) > 0
+
+
+def test_the_picture_shows_what_the_command_below_it_prints():
+    """scripts/record_session.py draws it: its tokens per step and steps are what a reader gets."""
+    picture = html.unescape((ROOT / "docs" / "session.svg").read_text()).replace("\xa0", " ")
+    command = re.search(r"\$ dflash-mlx (generate [^<]*)", picture)[1]
+    assert command.replace("'", '"') in README
+    length, steps = re.search(r"then ([\d.]+) per step in (\d+) steps", picture).groups()
+    answer = json.loads(run(*shlex.split(command), "--no-compare", "--json").stdout)
+    assert (round(answer["tokens_per_round"], 1), answer["rounds"]) == (float(length), int(steps))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
