@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1),
     **dict.fromkeys(("logit_scale", "scale_emb", "routed_scaling_factor", "n_group"), 1),
     **dict.fromkeys(("attn_temperature_tuning", "alibi", "use_alibi", "parallel_attn"), False),
-    **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention"), False),
+    "use_parallel_residual": False,
     "is_causal": True,
 }
 # Fields that name a function: part of its name -> words of code that computes it.
@@ -88,6 +88,8 @@ def complete(name: object, model: nn.Module, config: Config) -> None:
         code = next((code for one, code in functions.items() if one in str(text.get(field))), "")
         if not any(re.search(code, word) for word in words):
             ignored.append(field)
+    if text.get("use_bidirectional_attention") in (True, "all"):  # "vision" is about images
+        ignored.append("use_bidirectional_attention")
     if text.get("partial_rotary_factor", 1) != 1 and not _PARTLY & words:
         ignored.append("partial_rotary_factor")
     ropes = {path: one for path, one in model.named_modules() if type(one).__name__ in ROPES}
@@ -220,4 +222,6 @@ def words_of(model: nn.Module) -> set[str]:
             if hasattr(one, "from_dict") and one.__module__ == module.__name__:
                 code = code.replace(inspect.getsource(one), "")
         words |= {*re.findall(r"\w+", code)}
+        if not module.__name__.endswith("switch_layers"):  # has every activation as a class
+            words |= {*re.findall(r"\w+", code.lower())}
     return words
