@@ -177,8 +177,9 @@ def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concer
 )
 def test_every_way_to_fail_is_found(wrong, words):
     broken = with_argument("verify_matmul_affine", "GATE_UP", True)
-    for problem in found("qwen3", Broken(broken, wrong)).values():
-        assert any(word in problem for word in words.split("|"))
+    problems = found("qwen3", Broken(broken, wrong)).values()
+    assert problems
+    assert all(any(word in problem for word in words.split("|")) for problem in problems)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
