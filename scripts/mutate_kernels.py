@@ -8,7 +8,8 @@ Known ones:
 
 - `costs.guess`: `<=` for `<`; two estimated costs that are equal are no reason for either.
 - `autotune`: `<` for `<=` and `<=` for `<`; two measured times are never equal to that digit.
-- `tensor_tile.h`: where a slice begins of which only the type is asked.
+- `tensor_tile.h`: where a slice begins of which only the type is asked; a fifth of four elements.
+- `selfcheck.TOLERANCES`: twice or half of what is allowed.
 - `merge_chunks`: a largest score without the sink; weights then pass 2^128 only where rows are 0.
 - `AffineWeights::fetch`: a scale of columns past the end, which are stored nowhere.
 - `BlockAttention`: a chunk more; no row sees a key of it.

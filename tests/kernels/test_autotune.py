@@ -112,7 +112,7 @@ def test_it_ends_in_time_with_36_layers(step, rows):
     """3 seconds and one call at most, however long a call takes; what was not timed is MLX's."""
     target, clock, stopwatch = timed(-step / 1000, -step / 1000, None, 3.0, step, layers=36)
     found, [whole, *_] = autotune(target, Kernels(clock), stopwatch)
-    assert clock.now <= 3.0 + step and rows <= set(whole.ours)
+    assert clock.now <= 3.0 + 4 * step and rows <= set(whole.ours)
     assert all(of <= choose.chosen(whole.ours, 64) for of in found.values())
     assert any(found.values()) == bool(rows)
 
@@ -125,8 +125,23 @@ def test_what_is_timed_is_computed(monkeypatch):
     assert [id(x) for x in computed] == [id(x) for x in results * 2]
 
 
+def test_compiling_takes_no_time_from_timing():
+    """Kernels that compile for a minute, in the first turn, are timed for the whole 3 seconds."""
+    now, calls = [0.0], []
+    watch = Stopwatch(3.0, 2, lambda: now[0])
+
+    def call():
+        calls.append(now[0])
+        now[0] += 60.0 if len(calls) <= 2 else 0.25
+        return []
+
+    assert watch.both(call, call) == (0.25, 0.25)
+    assert watch.both(call, call) == (0.25, 0.25), "1.5 of 3 seconds have passed"
+    assert watch.both(call, call) is None and len(calls) < 18
+
+
 def test_waiting_for_the_layers_is_not_timed():
-    now, watch = [0.0], None
+    now = [0.0]
     watch = Stopwatch(1e9, 3, lambda: now[0])
 
     def passing(seconds):

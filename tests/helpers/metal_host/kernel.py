@@ -103,6 +103,8 @@ class EmulatedKernel:
         template: TemplateArguments | None = None,
     ) -> list[mx.array]:
         """Runs the kernel, now and here. Raises CheckError for what it finds."""
+        if min(*grid, *threadgroup) < 1:
+            raise ValueError(f"A launch of {grid} threads in groups of {threadgroup}.")
         if prod(threadgroup) > _MOST_THREADS:
             raise ValueError(f"A threadgroup has at most {_MOST_THREADS} threads.")
         arrays = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
