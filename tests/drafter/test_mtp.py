@@ -126,6 +126,16 @@ def test_a_conversation_goes_on_and_lookup_joins() -> None:
     assert again.stats.reused_tokens > len(PROMPT) and again.tokens == greedy(target, prompt, 9)
 
 
+def test_prompts_of_any_length_go_through_the_prefix_cache() -> None:
+    """After 17 tokens a checkpoint lies behind the first, for which the head's cache has no row."""
+    target, drafter = pair("glm4_moe")
+    for length in (1, 2, 3, 16, 17, 18, 19, 25, 33):
+        store, prompt = dm.PrefixStore(target, drafter, memory=2**26, chunk=8), PROMPT * 5
+        for _ in range(2):
+            found = generate(target, drafter, prompt[:length], max_tokens=5, prefix=store)
+            assert found.tokens == greedy(target, prompt[:length], 5)
+
+
 def test_a_target_with_a_head_needs_no_other_drafter(tmp_path) -> None:
     folder, _ = save_pair(tmp_path, "glm4_moe")
     target, drafter = load(str(folder))
