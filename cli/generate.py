@@ -239,12 +239,14 @@ def _as_json(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -
         "finish_reason": result.finish_reason,
         "prompt_tokens": stats.prompt_tokens,
         "output_tokens": stats.output_tokens,
-        "rounds": stats.rounds,
+        "steps": stats.rounds,
+        "rounds": stats.rounds,  # the older name of the same
         "thoughts": {"tokens": thoughts.tokens, "rounds": thoughts.rounds},
         "block_size": stats.block_size,
         "widths": dict(sorted(stats.widths.items())),
         "trees": dict(sorted(stats.trees.items())),
         "seed": stats.seed,
+        "tokens_per_step": stats.acceptance_length,
         "tokens_per_round": stats.acceptance_length,
         "tokens_per_second": runs.speed(runs.chain),
         "blas": pair.blas.name,
@@ -273,7 +275,8 @@ def _stats_as_lines(stats: Stats) -> list[str]:
     counters = _stats_as_json(stats) | {"peak_bytes": f"{stats.peak_bytes:,}"}
     counters |= {"widths": steps_by_rows(stats.widths), "trees": steps_by_rows(stats.trees)}
     shown = {n: f"{v:.3f}" if isinstance(v, float) else f"{v}" for n, v in counters.items()}
-    return [f"{name.replace('_', ' '):20}{value}" for name, value in shown.items()]
+    names = {name: name.replace("round", "step").replace("_", " ") for name in shown}
+    return [f"{names[name]:20}{value}" for name, value in shown.items()]
 
 
 def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = True) -> str:

@@ -115,7 +115,8 @@ def list_(*, json: bool = options.JSON) -> None:
         print_json({"models": rows})
         return
     if not copies:
-        note("Nothing is downloaded. 'dflash-mlx pull NAME' downloads; 'tiny' is built in.")
+        note("Nothing is downloaded from the hub. 'dflash-mlx pull NAME' downloads.")
+        note(f"'tiny' is built in; what pip installed is unpacked in {cache_folder('gguf')}.")
         return
     table = make_table("name", "size", WHETHER)
     for name, size in copies.items():
@@ -123,7 +124,12 @@ def list_(*, json: bool = options.JSON) -> None:
     stdout().print(table)
 
 
-def rm(*, name: str = NAME) -> None:
+def _downloaded(incomplete: str) -> list[str]:
+    """The downloaded models that a shell may complete a name to."""
+    return [name for name in Hub().copies() if name.startswith(incomplete)]
+
+
+def rm(*, name: str = argument(..., REPOSITORY, autocompletion=_downloaded)) -> None:
     """Delete a downloaded model from this disk."""
     if name == EMBEDDED:
         raise ModelNotFoundError(f"{name} is part of dflash-mlx and cannot be deleted.")

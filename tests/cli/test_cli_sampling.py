@@ -39,6 +39,8 @@ def test_the_policy_can_be_switched_off_and_leaves_the_text_alone(pair):
     assert "a plain step takes" in chosen.stderr
     assert "a plain step takes" not in blocks.stderr + pinned.stderr
     chosen, blocks, pinned = (json.loads(done.stdout) for done in (chosen, blocks, pinned))
+    assert chosen["steps"] == chosen["rounds"]
+    assert chosen["tokens_per_step"] == chosen["tokens_per_round"]
     assert chosen["tokens"] == blocks["tokens"] == pinned["tokens"]
     assert blocks["widths"] == pinned["widths"] and "16" in blocks["widths"]
 
