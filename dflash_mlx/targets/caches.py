@@ -199,7 +199,7 @@ def rollback_for(cache: Any, layer: nn.Module | None, overrides: Overrides) -> R
         overrides: the verify's overrides, to which recorders are added.
     """
     parts = [part for _, part in leaves([cache])]
-    if all(kind_of(part).cut for part in parts):
+    if all([kind_of(part).cut for part in parts]):
         return RowRollback(parts)
     record = kind_of(cache).record
     return None if record is None or layer is None else record(cache, layer, overrides)

@@ -55,8 +55,10 @@ class Overrides:
 
     def _class_of(self, module: nn.Module) -> Any:
         """The module's class under this set: of its last entry, or its own."""
-        found = (cls for one, cls in reversed(self.entries) if one is module)
-        return next(found, type(module))
+        for one, cls in reversed(self.entries):
+            if one is module:
+                return cls
+        return type(module)
 
     @contextmanager
     def installed(self, *others: Overrides) -> Iterator[None]:
@@ -69,9 +71,10 @@ class Overrides:
             originals: list[Entry] = []
             # MLX's own __setattr__ looks for parameters first.
             try:
-                for module, cls in (entry for one in (self, *others) for entry in one.entries):
-                    originals.append((module, type(module)))
-                    object.__setattr__(module, "__class__", cls)
+                for overrides in (self, *others):
+                    for module, cls in overrides.entries:
+                        originals.append((module, type(module)))
+                        object.__setattr__(module, "__class__", cls)
                 yield
             finally:
                 for module, cls in reversed(originals):
