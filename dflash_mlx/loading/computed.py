@@ -31,7 +31,6 @@ _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("logit_scale", "scale_emb", "routed_scaling_factor", "n_group"), 1),
     **dict.fromkeys(("attn_temperature_tuning", "alibi", "use_alibi", "parallel_attn"), False),
     "use_parallel_residual": False,
-    "is_causal": True,
 }
 # Fields that name a function: part of its name -> words of code that computes it.
 _ACTIVATIONS = {"silu": "silu|swiglu|swish", "swish": "silu|swiglu|swish", "gelu": "gelu|geglu"}
@@ -82,21 +81,23 @@ def complete(name: object, model: nn.Module, config: Config) -> None:
     ignored = [
         field
         for field, neutral in _NEUTRAL.items()
-        if text.get(field) not in (None, neutral) and field not in words
+        if field not in words and (text.get(field) or neutral) != neutral
     ]
     for field, functions in _FUNCTIONS.items():
         code = next((code for one, code in functions.items() if one in str(text.get(field))), "")
         if not any(re.search(code, word) for word in words):
             ignored.append(field)
+    if text.get("is_causal") is False:
+        ignored.append("is_causal")
     if text.get("use_bidirectional_attention") in (True, "all"):  # "vision" is about images
         ignored.append("use_bidirectional_attention")
-    if text.get("partial_rotary_factor", 1) != 1 and not _PARTLY & words:
+    rotation = text | (text.get("rope_parameters") or {})
+    if rotation.get("partial_rotary_factor", 1) not in (None, 1) and not _PARTLY & words:
         ignored.append("partial_rotary_factor")
     ropes = {path: one for path, one in model.named_modules() if type(one).__name__ in ROPES}
     plain = {*map(type, ropes.values())} == {nn.RoPE}
     bases = {one.base for one in ropes.values()} if plain else set()
-    theta = (text.get("rope_parameters") or text).get("rope_theta", text.get("rope_theta"))
-    if plain and is_positive(theta) and theta not in bases:
+    if plain and is_positive(rotation.get("rope_theta")) and rotation["rope_theta"] not in bases:
         ignored.append("rope_theta")
     if (scaling := _scaling(text)) and not _reads_scaling(config):
         if _kind(scaling) in _SCALED and plain:
@@ -104,7 +105,7 @@ def complete(name: object, model: nn.Module, config: Config) -> None:
         else:
             ignored.append("rope_scaling")
     if ignored:
-        value = scaling if ignored[0] == "rope_scaling" else text[ignored[0]]
+        value = scaling if ignored[0] == "rope_scaling" else rotation[ignored[0]]
         raise ConfigError(
             f"{name}: mlx-lm's {config.get('model_type')} does not compute {ignored[0]} "
             f"({brief(value)}): it would be another model."
