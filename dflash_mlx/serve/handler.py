@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from ..answers.families import AnswerFormat
 from ..answers.parser import AnswerParser, Reasoning, joined
@@ -51,15 +51,6 @@ class Choice:
     recorder: LogprobRecorder | None
 
 
-class Started(NamedTuple):
-    """A request whose jobs run: it, the length of its prompt, its answers, what is ignored."""
-
-    request: GenerationRequest
-    prompt_tokens: int
-    choices: Sequence[Choice]
-    ignored: Sequence[str]
-
-
 class ResponseStream:
     """The answers to one request while they are generated.
 
@@ -87,7 +78,10 @@ class ResponseStream:
         self._choices, self._open = choices, True
         self._start = time.monotonic()
         self._steps: asyncio.Queue[StepOutput | RequestError | None] = asyncio.Queue()
-        self._following = asyncio.get_running_loop().create_task(self._follow_all())
+
+    def start(self) -> None:
+        """Follow the answers; in the event loop."""
+        self._following = asyncio.create_task(self._follow_all())
 
     async def steps(self) -> AsyncIterator[StepOutput]:
         """The steps of each answer in turn; the engine generates them at the same time.
@@ -156,8 +150,7 @@ class ResponseStream:
     def _finish(
         self, event: Event, tokens: Sequence[int], length: int, reasoning: str, has_calls: bool
     ) -> Finish:
-        tokenizer = self._tokenizer
-        count = len(tokenizer.encode(reasoning, add_special_tokens=False)) if reasoning else 0
+        count = len(self._tokenizer.encode(reasoning, add_special_tokens=False)) if reasoning else 0
         if event.finish_reason == "length":
             return Finish("length", event.stats, count)
         reason: FinishReason = "tool_calls" if has_calls else "stop"
@@ -274,15 +267,16 @@ class RequestHandler:
         self._reserve(count)
         if not (self.busy or self._engine.busy):
             self._busy_since = time.monotonic()
-        loop, started = asyncio.get_running_loop(), list[Started]()
+        loop, streams = asyncio.get_running_loop(), list[ResponseStream]()
         try:
-            started = await loop.run_in_executor(self._workers, self._start, requests, salt)
+            streams = await loop.run_in_executor(self._workers, self._start, requests, salt)
         except DFlashError as error:
             raise request_error(error, self.metrics) from error
         finally:
-            if not started:
+            if not streams:
                 self._release(count)
-        streams = [ResponseStream(self, *one) for one in started]
+        for stream in streams:
+            stream.start()
         self._streams.update(streams)
         if self._aborted:
             self.abort()
@@ -335,13 +329,15 @@ class RequestHandler:
 
     # These run in a worker thread.
 
-    def _start(self, requests: Sequence[GenerationRequest], salt: str) -> list[Started]:
+    def _start(self, requests: Sequence[GenerationRequest], salt: str) -> list[ResponseStream]:
         with ExitStack() as unless_all:
-            started = [self._start_one(request, salt, unless_all) for request in requests]
+            streams = [self._start_one(request, salt, unless_all) for request in requests]
             unless_all.pop_all()
-        return started
+        return streams
 
-    def _start_one(self, request: GenerationRequest, salt: str, unless_all: ExitStack) -> Started:
+    def _start_one(
+        self, request: GenerationRequest, salt: str, unless_all: ExitStack
+    ) -> ResponseStream:
         """Submit a request's jobs. `unless_all` cancels them if another one fails."""
         request, ignored = self._with_template(request)
         ids, branches = encode(self.target, self.form, request)
@@ -372,7 +368,7 @@ class RequestHandler:
         if request.schema is not None and request.tool_choice == "auto" and request.tools:
             if not self._grammars.may_call_beside_schema:
                 ignored.append("tools beside a response format")
-        return Started(request, len(ids), choices, ignored)
+        return ResponseStream(self, request, len(ids), choices, ignored)
 
     def _with_template(self, request: GenerationRequest) -> tuple[GenerationRequest, list[str]]:
         """A request with all variables of the chat template, and what is ignored of it.
