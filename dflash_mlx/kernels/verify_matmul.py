@@ -171,9 +171,7 @@ class VerifyMatmul:
         key = gated, x.shape, x.dtype, *map(kind, weights)
         prepared = self._launches.get(key)
         if prepared is None:
-            prepared = (self._prepare if gated or len(weights) == 1 else self._prepare_several)(
-                x, weights
-            )
+            prepared = self._prepare(x, weights, gated)
             self._proofs.require(self._check(prepared, x, weights, gated))
             self._launches[key] = prepared
         return self._launch(prepared, x, weights)
@@ -203,59 +201,39 @@ class VerifyMatmul:
         multiply = partial(self._launch, prepared, weights=weights)
         return product_check(key, multiply, reference, weights, Noise(x.dtype)(*x.shape))
 
-    def _prepare(self, x: mx.array, weights: Sequence[Weights]) -> Prepared:
-        check_product(x, "[N, K]", *weights)
-        dtype, gate_up = result_dtype(x, *weights), len(weights) > 1
-        rows, (columns, depth) = prod(x.shape[:-1]), weights[0].shape
-        splits = splits_of_k(columns, depth, gate_up, self._enough)
-        tiles = -(-columns // (TILE_COLUMNS // len(weights)))
-        outputs, shape = rows * columns, (*x.shape[:-1], columns)
+    def _prepare(self, x: mx.array, weights: Sequence[Weights], gated: bool) -> Prepared:
+        check_product(x, "[N, K]", *(weights if gated else weights[:1]))
+        dtype, kinds = result_dtype(x, *weights), traits(weights[0])
+        columns = [w.shape[0] for w in (weights[:1] if gated else weights)]
+        rows, count, total = prod(x.shape[:-1]), len(columns), sum(columns)
+        width = TILE_COLUMNS // (1 + gated)
+        tiles = sum(-(-n // width) for n in columns)
+        splits = splits_of_k(tiles * width, x.shape[-1], gated, self._enough)
+        of, template = form(dtype, *weights), [("T", dtype), *kinds.items()]
+        if count == 1:
+            kernel = self._products[of, gated]
+            template += [("GATE_UP", gated), ("SPLIT", splits > 1)]
+        else:
+            kernel = self._several[count, of, splits > 1]
+        shapes, dtypes = [(*x.shape[:-1], n) for n in columns], [dtype] * count
         product = partial(
-            self._products[form(dtype, *weights), gate_up],
-            template=[
-                *(("T", dtype), *traits(weights[0]).items()),
-                *(("GATE_UP", gate_up), ("SPLIT", splits > 1)),
-            ],
+            kernel,
+            template=template,
             grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
             threadgroup=(THREADS, 1, 1),
-            output_shapes=[(splits, len(weights), rows, columns) if splits > 1 else shape],
-            output_dtypes=[mx.float32 if splits > 1 else dtype],
+            output_shapes=[(splits, 1 + gated, rows, total)] if splits > 1 else shapes,
+            output_dtypes=[mx.float32] if splits > 1 else dtypes,
         )
         if splits == 1:
             return dtype, product, None
-        merge = partial(
-            self._merges[1],
-            template=[("GATE_UP", gate_up), ("SPLITS", splits)],
-            grid=(outputs, 1, 1),
-            threadgroup=(256, 1, 1),
-            output_shapes=[shape],
-            output_dtypes=[dtype],
-        )
-        return dtype, product, merge
-
-    def _prepare_several(self, x: mx.array, weights: Sequence[Weights]) -> Prepared:
-        dtype, count = result_dtype(x, *weights), len(weights)
-        rows, depth, columns = prod(x.shape[:-1]), x.shape[-1], [w.shape[0] for w in weights]
-        tiles = sum(-(-n // TILE_COLUMNS) for n in columns)
-        splits = splits_of_k(tiles * TILE_COLUMNS, depth, enough=self._enough)
-        shapes = [(*x.shape[:-1], n) for n in columns]
-        product = partial(
-            self._several[count, form(dtype, *weights), splits > 1],
-            template=[("T", dtype), *traits(weights[0]).items()],
-            grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[(splits, rows, sum(columns))] if splits > 1 else shapes,
-            output_dtypes=[mx.float32] if splits > 1 else [dtype] * count,
-        )
-        if splits == 1:
-            return dtype, product, None
+        named = [("GATE_UP", gated)] if count == 1 else [*zip_longest("ABCD", columns, fillvalue=0)]
         merge = partial(
             self._merges[count],
-            template=[("SPLITS", splits), *zip_longest("ABCD", columns, fillvalue=0)],
-            grid=(sum(columns), rows, 1),
+            template=[("SPLITS", splits), *named],
+            grid=(rows * total, 1, 1) if count == 1 else (total, rows, 1),
             threadgroup=(256, 1, 1),
             output_shapes=shapes,
-            output_dtypes=[dtype] * count,
+            output_dtypes=dtypes,
         )
         return dtype, product, merge
 

@@ -236,7 +236,6 @@ class PrefixCache:
             while self._entries:
                 self._evict(next(iter(self._entries)))
 
-
     def _cached_prefix(self, keys: Iterable[bytes]) -> list[bytes]:
         """The first of these keys that are all in memory or on disk."""
 
