@@ -17,11 +17,11 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, (root / "helpers", *(each for each in root.iterdir() if each.is_dir())))
 
 import pytest
-import test_drafted_text
 import test_gemma4_assistant
 import test_lilicorr
 import test_mtp
 from crowd import Tally, play
+from families import dspark_for, eagle3_for, random_model, target_of
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
@@ -33,6 +33,11 @@ def lilicorr() -> tuple[dm.Target, Any]:
     return target(), test_lilicorr.drafter_for(target())[1]
 
 
+def pair_of(family: str, drafter_for: Callable[[dm.Target], Any]) -> tuple[dm.Target, Any]:
+    found = target_of(random_model(family), family)
+    return found, drafter_for(found)
+
+
 PAIRS: dict[str, Callable[[], tuple[dm.Target, Any]]] = {
     "none": lambda: (target(), None),
     "lookup": lambda: (target("gpt_oss"), LookupDrafter()),
@@ -41,9 +46,9 @@ PAIRS: dict[str, Callable[[], tuple[dm.Target, Any]]] = {
     "DFlash and lookup": lambda: (target("qwen3_moe"), CombinedDrafter(random_drafter())),
     "LiliCorr": lilicorr,
     "MTP": lambda: test_mtp.pair("mimo"),
-    "DSpark": lambda: test_drafted_text.pair("qwen3", "rnn"),
-    "EAGLE-3": lambda: test_drafted_text.pair("qwen3", "eagle3"),
-    "EAGLE-3 of a hybrid": lambda: test_drafted_text.pair("qwen3_5", "eagle3"),
+    "DSpark": lambda: pair_of("qwen3", dspark_for),
+    "EAGLE-3": lambda: pair_of("qwen3", eagle3_for),
+    "EAGLE-3 of a hybrid": lambda: pair_of("qwen3_5", eagle3_for),
     "assistant": lambda: test_gemma4_assistant.pair("gemma4_dense"),
     "draft model": lambda: (target(), DraftModel(target("llama"))),
 }
