@@ -142,7 +142,9 @@ SLIPS += [
 ]
 
 
-@pytest.mark.parametrize(("family", "name", "slip"), SLIPS, ids=lambda one: one if isinstance(one, str) else "")
+@pytest.mark.parametrize(
+    ("family", "name", "slip"), SLIPS, ids=[f"{family}-{name}" for family, name, _ in SLIPS]
+)
 @pytest.mark.parametrize("width", [1, 1000])
 def test_a_call_with_a_slip_is_the_call(family, name, slip, width):
     call = ("edit", ARGUMENTS | {"old": 'if x < 1:\n    say "b"1'}) if "escaped" in name else CALL
