@@ -35,6 +35,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, NONE, known_drafter
 from dflash_mlx.machine.facts import busy, computer, machine
+from dflash_mlx.setting_table import SAMPLING
 
 from . import options, output
 from .machines import Machines, cluster_member, runs_elsewhere
@@ -86,6 +87,7 @@ def bench(
         return
     if names.draft == NONE:
         raise SettingsError(f"--draft must not be {NONE} here: name a drafter.")
+    SAMPLING["temperature"].check("temperature", temperature)
     budget = tree_rows(tree_budget)
     clients = _numbers(concurrency)
     if protocol is not None:

@@ -41,6 +41,7 @@ def test_what_the_library_refuses_of_options_is_wrong_usage(options, loaded):
         ("generate hi -b 0", "--block-size must be at least 1, not 0."),
         ("generate hi -t hot", "--temperature must be a number, not hot."),
         ("serve --port 70000", "--port must be at most 65535, not 70000."),
+        ("bench -t -1", "temperature must be 0 (greedy) or from 1e-20 to 1e20, not -1.0."),
         ("bench --repeats 0", "--repeats must be at least 1, not 0."),
         ("bench --suite nope", "--suite must be one of embedded, gsm8k,"),
         ("bench --tree-budget many", "--tree-budget must be a number, auto or off, not 'many'."),
