@@ -24,7 +24,7 @@ from dflash_mlx.cluster.cluster import Cluster
 from dflash_mlx.engine.batch import BatchItem, SharedBatch
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.targets import TargetSession, internals
-from dflash_mlx.targets.taps import EMBEDDING
+from dflash_mlx.targets.taps import EMBEDDING, gathered
 
 WINDOWED = 40  # tokens of a prompt, more than the windows of the families
 TOKENS = 8
@@ -135,9 +135,9 @@ class Listening(Knowing):
         session = super().start(target, sampler)
         extend = session.extend
 
-        def listen(taps: mx.array) -> None:
-            self.heard.append(np.array(taps))
-            extend(taps)
+        def listen(taps: mx.array, kept: Any = None, tokens: Sequence[int] = ()) -> None:
+            self.heard.append(np.array(taps if kept is None else gathered(taps, kept)))
+            extend(taps, kept, tokens)
 
         session.extend = listen  # type: ignore[method-assign]
         return session
