@@ -129,7 +129,7 @@ def token_ids(
         bos = tokenizer.bos_token
         add_special = bos is None or not prompt.startswith(bos)
         _check_text(prompt)
-        return _encode(tokenizer, prompt, add_special)
+        return encode_text(tokenizer, prompt, add_special)
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise PromptError(_FORMS + (_ARRAY_HINT if hasattr(prompt, "tolist") else ""))
     if all(isinstance(item, Integral) and not isinstance(item, bool) for item in prompt):
@@ -183,10 +183,11 @@ def _apply_template(
     texts = list(map(_with_text, messages))
     with ErrorWrapper(PromptError, "The chat template refuses these messages", TEMPLATE_ERRORS):
         text = apply_chat_template(tokenizer, texts, generation_prompt, **(template or {}))
-    return _encode(tokenizer, text, False)
+    return encode_text(tokenizer, text, False)
 
 
-def _encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+def encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text. Raises `PromptError` if the tokenizer cannot encode it."""
     with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt", TOKENIZER_ERRORS):
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 

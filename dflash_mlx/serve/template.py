@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..answers.calls import JsonCalls
 from ..answers.families import HARMONY, AnswerFormat, Family
-from ..chat_template import TemplateLimitError, apply_chat_template
+from ..chat_template import TEMPLATE_ERRORS, TemplateLimitError, apply_chat_template
 from ..errors import PromptError
-from ..prompt import branch_points, check_ids, token_ids
+from ..prompt import branch_points, check_ids, encode_text, token_ids
 from ..validation import ErrorWrapper
 from .errors import RequestError, too_long
 from .request import GenerationRequest, Tool
@@ -50,8 +50,7 @@ def encode(
     try:
         if prompt and isinstance(prompt[0], Mapping):
             text, messages, settings = _render(tokenizer, form, request)
-            with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt"):
-                ids = list(tokenizer.encode(text, add_special_tokens=False))
+            ids = encode_text(tokenizer, text, False)
             branches = branch_points(target, messages, ids, settings)
         else:
             ids = token_ids(tokenizer, prompt)
@@ -88,7 +87,9 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> R
     partly: Rendered | None = None
     for attempt in _attempts(messages, form.family):
         try:
-            with ErrorWrapper(PromptError, "The chat template refuses these messages"):
+            with ErrorWrapper(
+                PromptError, "The chat template refuses these messages", TEMPLATE_ERRORS
+            ):
                 text = apply_chat_template(
                     tokenizer,
                     attempt,

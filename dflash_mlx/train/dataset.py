@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ..chat_template import apply_chat_template
+from ..chat_template import TEMPLATE_ERRORS, apply_chat_template
 from ..errors import DataError
-from ..validation import UTF8, ErrorWrapper, is_message, parse_json
+from ..validation import TOKENIZER_ERRORS, UTF8, ErrorWrapper, is_message, parse_json
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -70,7 +70,11 @@ def template_ids(
 
     Raises `DataError` if the chat template refuses them.
     """
-    with ErrorWrapper(DataError, "The chat template refuses these messages"):
+    wrong, errors = (
+        "The chat template refuses these messages",
+        (*TEMPLATE_ERRORS, *TOKENIZER_ERRORS),
+    )
+    with ErrorWrapper(DataError, wrong, errors):
         text = apply_chat_template(tokenizer, messages, prompt)
         return list(tokenizer.encode(text, add_special_tokens=False))
 

@@ -41,9 +41,10 @@ def check_bits(target, store, ids, held, kv_bits=None):
     assert found == held
     fresh = target.start((), kv_bits)
     found, read = logits_after(session, ids), logits_after(fresh, ids)
-    # mlx-lm's Mamba-2 rounds by where a prefill's forwards end.
-    most = 1e-5 if target.name == "nemotron_h" else 0.0
-    assert mx.abs(found - read).max().item() <= most
+    # Mamba-2, and products of many rows on a fast BLAS, round by where a prefill's forwards end.
+    # A rounding may choose another level of quantized keys, or other rows of DeepSeek-V4.1's.
+    chooses = kv_bits is not None or target.name == "deepseek_v41"
+    assert mx.abs(found - read).max().item() <= (1e-2 if chooses else 1e-5)
 
 
 @pytest.mark.parametrize(
