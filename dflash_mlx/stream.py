@@ -65,22 +65,33 @@ class TextStream:
         """
         used: list[int] = []
         text = ""
-        for token in tokens:
+        open_ended = self.finish_reason is None
+        for token, segment in self._segments(tokens[: self.remaining] if open_ended else ()):
+            used.append(token)
+            text += self._add_token(token, segment)
             if self.finish_reason is not None:
                 break
-            used.append(token)
-            text += self._add_token(token)
         return Piece(text, used, self.finish_reason)
 
-    def _add_token(self, token: int) -> str:
+    def _segments(self, tokens: Sequence[int]) -> list[tuple[int, str | None]]:
+        """Each token with the text that it completes, up to an EOS token, which has None."""
+        found: list[tuple[int, str | None]] = []
+        with self._tokenizer_errors:
+            for token in tokens:
+                if token in self._eos_ids:
+                    return [*found, (token, None)]
+                self._detokenizer.add_token(token)
+                found.append((token, self._detokenizer.last_segment))
+        return found
+
+    def _add_token(self, token: int, text: str | None) -> str:
         """The text that is certain after one more token."""
         self.remaining -= 1
-        if token in self._eos_ids:
+        if text is None:
             self.finish_reason = "stop"
             return self._finalize()
-        with self._tokenizer_errors:
-            self._detokenizer.add_token(token)
-            text = self._detokenizer.last_segment
+        if not self._stop and self.remaining:
+            return text
         self._held += text
         before = ""
         if self._stop and self._stop_applies is not None:

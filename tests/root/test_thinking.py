@@ -13,6 +13,7 @@ import dflash_mlx as dm
 from dflash_mlx.bench import measure
 from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.cli import generate as command
+from dflash_mlx.cli import pair as pair_module
 from dflash_mlx.cli.options import Names, Thinking
 from dflash_mlx.cli.thoughts import Thoughts
 from dflash_mlx.errors import SettingsError
@@ -79,10 +80,10 @@ def test_a_benchmark_asks_as_the_template_says(switching):
 
 def test_a_drafter_of_the_other_kind_is_named(switching, monkeypatch, capsys):
     facts = KnownDrafter("x/y", thinking=True)
-    monkeypatch.setattr(command, "known_facts", lambda name: facts if name == "x/y" else None)
+    monkeypatch.setattr(pair_module, "known_facts", lambda name: facts if name == "x/y" else None)
     pair, names = SimpleNamespace(target=switching), Names("somebody/model", "x/y+lookup")
     for think in (False, True):
-        command.note_training(pair, names, Thinking(think))
+        pair_module.note_training(pair, names, Thinking(think))
     assert capsys.readouterr().err.count("with thoughts: --think may be faster") == 1
 
 
