@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import load_adapters
 
 from ..errors import ModelNotFoundError, SettingsError, WeightsError
 from ..validation import ErrorWrapper, brief, read_json
@@ -59,6 +58,8 @@ def add_adapter(name: str, model: nn.Module, folder: Path) -> dict[str, Any]:
 
     Raises `WeightsError` if it is another model's, or not complete.
     """
+    from mlx_lm.tuner.utils import load_adapters  # mlx-lm's trainer comes with it
+
     wrong = f"{folder}: this adapter does not fit {name}"
     config, stored = read_json(folder / CONFIG), read_header(folder / FILE)
     with ErrorWrapper(WeightsError, wrong):

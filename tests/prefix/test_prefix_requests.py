@@ -108,7 +108,7 @@ def test_settings_that_do_not_fit_together_are_refused():
     chat = dm.Conversation(target, None, prefix=store)
     with pytest.raises(SettingsError, match="give it to the Conversation"):
         dm.generate(target, None, [1, 2], conversation=chat, prefix=store)
-    with pytest.raises(SettingsError, match="prefix must be None or such as dm.PrefixStore"):
+    with pytest.raises(SettingsError, match="prefix must be None or dm.PrefixStore"):
         dm.generate(target, None, [1, 2], prefix=8)
     with pytest.raises(SettingsError, match="of another target or drafter"):
         dm.generate(tiny_target("llama"), None, [1, 2], prefix=store)
