@@ -75,7 +75,7 @@ def test_a_last_message_is_continued(spaces, speaker):
 @pytest.mark.parametrize("template", BOMBS, ids=range(len(BOMBS)))
 def test_a_template_that_never_ends_is_ended(template, speaker, monkeypatch):
     """In one line, and the next template is rendered."""
-    earlier = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # KiB, of other tests' children
+    earlier = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # KiB, other tests'
     speaker.chat_template = template
     with monkeypatch.context() as shorter, pytest.raises((PromptError, TemplateError)):
         shorter.setattr(worker(), "seconds", 0.5)
