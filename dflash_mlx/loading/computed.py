@@ -29,9 +29,13 @@ _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("clip_qkv", "attention_multiplier", "no_rope_layers")),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1),
     **dict.fromkeys(("logit_scale", "scale_emb", "routed_scaling_factor", "n_group"), 1),
-    **dict.fromkeys(("attn_temperature_tuning", "alibi", "use_alibi", "parallel_attn"), False),
-    "use_parallel_residual": False,
+    **dict.fromkeys(("alibi", "use_alibi", "parallel_attn", "use_parallel_residual"), False),
 }
+# Fields that a class may compute without reading them -> part of a word of code that computes it.
+_FIXED = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), "softcap")
+_FIXED |= {"logits_soft_cap": "softcap"}
+# Fields that change nothing in a model without experts.
+_OF_EXPERTS = {"routed_scaling_factor", "n_group", "scoring_func", "moe_router_activation_func"}
 # Fields that name a function: part of its name -> words of code that computes it.
 _ACTIVATIONS = {"silu": "silu|swiglu|swish", "swish": "silu|swiglu|swish", "gelu": "gelu|geglu"}
 _ACTIVATIONS |= {"relu": "relu"}
@@ -40,7 +44,8 @@ _FUNCTIONS = {
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), _ACTIVATIONS),
     **dict.fromkeys(("scoring_func", "moe_router_activation_func"), _SCORES),
 }
-_PARTLY = {"partial_rotary_factor", "rotary_dim", "qk_rope_head_dim"}  # any means a part is rotated
+# Any of these words means that a part of a head is rotated.
+_PARTLY = {"partial_rotary_factor", "rotary_dim", "rotary_pct", "qk_rope_head_dim"}
 _UNSCALED = {None, "none", "default", "mrope", "proportional"}
 _SCALED = {"linear", "yarn", "llama3", "dynamic"}
 
@@ -59,7 +64,8 @@ def spelled_for(config: Config) -> Config:
     if not isinstance(full, dict) or not isinstance(local, dict):
         return config
     found = {name: full.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    found["rope_scaling"] = full if _kind(full) not in _UNSCALED else None
+    if _kind(full) not in _UNSCALED:  # classes ask for either name of the kind
+        found["rope_scaling"] = full | {"type": _kind(full), "rope_type": _kind(full)}
     found["rope_local_base_freq"] = None if local is full else local.get("rope_theta")
     given = {name: value for name, value in found.items() if value is not None and name in declared}
     return _with(config, given | {name: x for name, x in text.items() if x is not None})
@@ -81,20 +87,30 @@ def complete(name: object, model: nn.Module, config: Config) -> None:
     ignored = [
         field
         for field, neutral in _NEUTRAL.items()
-        if field not in words and (text.get(field) or neutral) != neutral
+        if field not in words
+        and (text.get(field) or neutral) != neutral
+        and not (field in _FIXED and any(_FIXED[field] in word for word in words))
     ]
+    if "no_rope_layers" in ignored and _rotating(model) == [*map(bool, text["no_rope_layers"])]:
+        ignored.remove("no_rope_layers")
     for field, functions in _FUNCTIONS.items():
         code = next((code for one, code in functions.items() if one in str(text.get(field))), "")
         if not any(re.search(code, word) for word in words):
             ignored.append(field)
+    if not any("expert" in word for word in words):
+        ignored = [field for field in ignored if field not in _OF_EXPERTS]
     if text.get("is_causal") is False:
         ignored.append("is_causal")
     if text.get("use_bidirectional_attention") in (True, "all"):  # "vision" is about images
         ignored.append("use_bidirectional_attention")
     rotation = text | (text.get("rope_parameters") or {})
+    modules = dict(model.named_modules())
+    ropes = {path: one for path, one in modules.items() if type(one).__name__ in ROPES}
     if rotation.get("partial_rotary_factor", 1) not in (None, 1) and not _PARTLY & words:
-        ignored.append("partial_rotary_factor")
-    ropes = {path: one for path, one in model.named_modules() if type(one).__name__ in ROPES}
+        parents = [modules[path.rpartition(".")[0]] for path in ropes]
+        sizes = zip(ropes.values(), parents, strict=True)
+        if all(getattr(one, "dims", 0) >= getattr(parent, "head_dim", 0) for one, parent in sizes):
+            ignored.append("partial_rotary_factor")
     plain = {*map(type, ropes.values())} == {nn.RoPE}
     bases = {one.base for one in ropes.values()} if plain else set()
     if plain and is_positive(rotation.get("rope_theta")) and rotation["rope_theta"] not in bases:
@@ -121,22 +137,40 @@ def bounded(name: object, model: nn.Module, config: Config) -> Config:
 
     Up to there, the model is the same. Args as for `complete`.
     """
-    text = text_config(config)
+    text, words = text_config(config), words_of(model)
     length, chunks = text.get("max_position_embeddings"), text.get("dual_chunk_attention_config")
-    kinds = text.get("layer_types") or ["sliding_attention"]
-    bounds: list[Any] = [chunks.get("chunk_size") if isinstance(chunks, dict) else None]
-    if text.get("use_sliding_window", True) and "sliding_attention" in kinds:
-        if all(type(cache) is KVCache for cache in make_prompt_cache(model)):
-            bounds.append(text.get("sliding_window"))
-    bound = min(filter(is_positive, bounds), default=None)
+    chunk = chunks.get("chunk_size") if isinstance(chunks, dict) else None
+    bounds: dict[str, Any] = {"dual chunk attention": chunk}
+    if _has_window(text) and all(type(cache) is KVCache for cache in make_prompt_cache(model)):
+        bounds["sliding window"] = text.get("sliding_window")
+    if text.get("attn_temperature_tuning") and "attn_temperature_tuning" not in words:
+        bounds["attention temperature"] = (text.get("floor_scale") or 8192) - 1
+    given = [(value, what) for what, value in bounds.items() if is_positive(value)]
+    bound, what = min(given, default=(None, None))
     if bound is None or not is_positive(length) or length <= bound:
         return config
     warnings.warn(
-        f"dflash-mlx: mlx-lm's {config.get('model_type')} does not compute the sliding window of "
+        f"dflash-mlx: mlx-lm's {config.get('model_type')} does not compute the {what} of "
         f"{name}, so the context ends there: {bound:,} tokens, not {length:,}.",
         stacklevel=5,
     )
     return _with(config, {"max_position_embeddings": bound})
+
+
+def _has_window(text: Config) -> bool:
+    """Whether transformers' model of a config has layers with a sliding window."""
+    if "max_window_layers" in text:  # Qwen's: off by default, and only from this layer on
+        first, layers = text["max_window_layers"], text.get("num_hidden_layers")
+        if not text.get("use_sliding_window") or (layers and first and first >= layers):
+            return False
+    kinds = text.get("layer_types") or ["sliding_attention"]
+    return bool(text.get("use_sliding_window", True)) and "sliding_attention" in kinds
+
+
+def _rotating(model: nn.Module) -> list[bool]:
+    """Which layers rotate queries and keys."""
+    attentions = [getattr(layer, "self_attn", layer) for layer in getattr(model, "layers", ())]
+    return [bool(getattr(one, "use_rope", True)) for one in attentions]
 
 
 def _declared(config: Config) -> set[str]:

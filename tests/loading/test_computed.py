@@ -12,6 +12,7 @@ from tinymodels import SHAPE, save_target
 
 from dflash_mlx.errors import ConfigError
 from dflash_mlx.loading.checkpoint import read_target
+from dflash_mlx.loading.computed import bounded
 from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.load import load_target
 from dflash_mlx.loading.preflight import model_of
@@ -117,6 +118,9 @@ MOE |= {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+SCALED = {"rope_scaling": SCALING, "rope_theta": 5e5}
+NEOX = {"rotary_pct": 0.25, "rotary_emb_base": 1e4, "layer_norm_eps": 1e-5}
+NEOX |= {"use_parallel_residual": True}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,12 @@ MOE |= {
         ("phi", {"hidden_act": "gelu_new"}, None),
         ("phi", {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e6}}, "rope_theta"),
         ("llama", {"hidden_act": "silu", "attn_logit_softcapping": None, "n_group": 1}, None),
+        ("llama", {"n_group": 8, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid"}, None),
+        ("qwen3", {"no_rope_layers": [1] * 3}, None),
+        ("qwen3", {"no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
+        ("nanochat", {"final_logit_softcapping": 15.0, "hidden_act": "relu2"}, None),
+        ("gpt_neox", NEOX | {"rope_parameters": {"partial_rotary_factor": 0.25}}, None),
+        ("glm", {"partial_rotary_factor": 0.5, "head_dim": 16}, "partial_rotary_factor"),
     ],
 )
 def test_fields_that_a_class_does_not_read_are_refused(
@@ -150,6 +160,19 @@ def test_fields_that_a_class_does_not_read_are_refused(
     with pytest.raises(ConfigError, match=f"mlx-lm's {kind} does not compute {field} ") as caught:
         model_of("a", config)
     assert "\n" not in str(caught.value)
+
+
+def test_layers_without_a_rotation_that_a_class_fixes_are_computed() -> None:
+    """Llama 4's class computes its usual layers, which newer configs list."""
+    text = SHAPE | SCALED | {"num_hidden_layers": 8, "head_dim": 16, "vocab_size": 64}
+    text |= {"attention_chunk_size": 8192, "interleave_moe_layer_step": 1, "use_qk_norm": True}
+    text |= {"intermediate_size_mlp": 64, "num_experts_per_tok": 1, "num_local_experts": 2}
+    text |= {"attention_bias": False, "model_type": "llama4_text"}
+    config = {"model_type": "llama4", "text_config": text | {"no_rope_layers": [1, 1, 1, 0] * 2}}
+    assert model_of("a", config)
+    text["no_rope_layers"] = [1, 0] * 4
+    with pytest.raises(ConfigError, match="no_rope_layers"):
+        model_of("a", config | {"text_config": text})
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mixtral", "gemma2", "lfm2"])
@@ -174,6 +197,16 @@ def test_newer_spellings_of_a_rotation_are_read(kind: str) -> None:
     assert len(ropes[0]) == len(ropes[1]) > 0
 
 
+def test_a_kind_of_rotation_has_both_names() -> None:
+    """Phi-4-mini's class asks for `type`, and transformers writes `rope_type`."""
+    own: dict[str, Any] = {"rope_type": "longrope"}
+    own |= {"long_factor": [2.0] * 6, "short_factor": [1.0] * 6}
+    own |= {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    config = SHAPE | {"model_type": "phi3", "vocab_size": 64, "rope_parameters": own}
+    rope = model_of("a", config).model.layers[0].self_attn.rope
+    assert type(rope).__name__ == "SuScaledRoPE" and rope.dim == 12
+
+
 def test_an_attention_factor_is_computed() -> None:
     scaling = SCALING | {"attention_factor": 1.5}
     model = model_of(
@@ -186,6 +219,20 @@ def test_a_window_that_is_not_computed_bounds_the_context(tmp_path: Path) -> Non
     folder = save_target(tmp_path, sliding_window=64)
     with pytest.warns(UserWarning, match=r"qwen3 does not compute the sliding window .* 64 tokens"):
         assert load_target(str(folder)).context_length == 64
-    for more in ({"use_sliding_window": False}, {"layer_types": ["full_attention"] * 3}):
+    for more in (
+        {"use_sliding_window": False},
+        {"layer_types": ["full_attention"] * 3},
+        {"max_window_layers": 0},  # off by default
+        {"max_window_layers": 28, "use_sliding_window": True},
+    ):
         folder = save_target(tmp_path, sliding_window=64, **more)
         assert load_target(str(folder)).context_length > 64
+
+
+def test_an_attention_temperature_that_is_not_computed_bounds_the_context() -> None:
+    """It is 1 up to `floor_scale`."""
+    config = SHAPE | {"model_type": "llama4_text", "vocab_size": 64, "tie_word_embeddings": True}
+    config |= {"no_rope_layers": [1, 0, 1], "use_qk_norm": True, "intermediate_size_mlp": 64}
+    config |= {"attn_temperature_tuning": True, "floor_scale": 128}
+    with pytest.warns(UserWarning, match="attention temperature of a, .* 127 tokens"):
+        assert bounded("a", model_of("a", config), config)["max_position_embeddings"] == 127
