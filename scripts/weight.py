@@ -24,26 +24,27 @@ PROMPT = "What is 47 plus 38?"
 MAX_TOKENS = 77
 
 
-# The most lines of each room. Who needs more room in one place makes it in the same change.
+# The most lines that each room may have now, and the goal. The first number only goes down, towards
+# the second. Who needs more room in one place makes it in the same change.
 CAPS = {
-    "root": 2_900,
-    "answers": 1_150,
-    "bench": 1_150,
-    "cli": 3_500,
-    "cluster": 1_500,
-    "drafter": 3_450,
-    "engine": 1_100,
-    "kernels": 2_100,
-    "loading": 3_050,
-    "machine": 450,
-    "policy": 684,
-    "prefix": 800,
-    "serve": 3_850,
-    "targets": 3_800,
-    "train": 2_000,
-    "package": 31_500,
-    "tests": 25_500,
-    "docs": 2_500,
+    "root": (3_450, 2_900),
+    "answers": (1_300, 1_150),
+    "bench": (1_320, 1_150),
+    "cli": (4_720, 3_500),
+    "cluster": (1_720, 1_500),
+    "drafter": (4_035, 3_450),
+    "engine": (1_165, 1_100),
+    "kernels": (2_565, 2_100),
+    "loading": (4_090, 3_050),
+    "machine": (450, 450),
+    "policy": (697, 684),
+    "prefix": (880, 800),
+    "serve": (4_550, 3_850),
+    "targets": (4_180, 3_800),
+    "train": (2_160, 2_000),
+    "package": (37_260, 31_500),
+    "tests": (32_380, 25_500),
+    "docs": (2_500, 2_500),
 }
 
 
@@ -81,10 +82,11 @@ def rooms() -> dict[str, list[Path]]:
 def print_lines() -> list[str]:
     """Print the table of lines. Returns the rooms that are over their caps."""
     counts = {room: lines(files) for room, files in rooms().items()}
-    over = [room for room, count in counts.items() if count > CAPS.get(room, count)]
+    over = [room for room, count in counts.items() if room in CAPS and count > CAPS[room][0]]
     for room, count in counts.items():
-        cap = f"of {CAPS[room]:6,}" if room in CAPS else ""
-        print(f"{room:10} {count:6,} {cap}{' OVER' * (room in over)}")
+        cap, goal = CAPS.get(room, (0, 0))
+        limits = f"of {cap:6,}, goal {goal:6,}" if cap else ""
+        print(f"{room:10} {count:6,} {limits}{' OVER' * (room in over)}")
 
     package = rooms()["package"]
     texts = [line for file in package for line in file.read_text().splitlines() if line.strip()]
@@ -131,6 +133,6 @@ if __name__ == "__main__":
     given = parser.parse_args()
     over = print_lines()
     if given.check and over:
-        sys.exit(f"Over the cap: {', '.join(over)}. Make room, or say in CAPS why it has to grow.")
+        sys.exit(f"Over the cap: {', '.join(over)}. Make room there in the same change.")
     if not (given.lines or given.check):
         print_calls()
