@@ -32,8 +32,7 @@ _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("alibi", "use_alibi", "parallel_attn", "use_parallel_residual"), False),
 }
 # Fields that a class may compute without reading them -> part of a word of code that computes it.
-_FIXED = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), "softcap")
-_FIXED |= {"logits_soft_cap": "softcap"}
+_FIXED = dict.fromkeys(("final_logit_softcapping", "logits_soft_cap"), "softcap")
 # Fields that change nothing in a model without experts.
 _OF_EXPERTS = {"routed_scaling_factor", "n_group", "scoring_func", "moe_router_activation_func"}
 # Fields that name a function: part of its name -> words of code that computes it.
