@@ -30,7 +30,7 @@ from dflash_mlx.bench.report import (
 )
 from dflash_mlx.bench.server import ServerClient
 from dflash_mlx.bench.suites import SUITES, suite_prompts
-from dflash_mlx.bench.summary import PromptRuns, drafting_methods
+from dflash_mlx.bench.summary import PLAIN, PromptRuns, drafting_methods
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, NONE, known_drafter
@@ -290,6 +290,8 @@ def _show(content: Mapping[str, Any]) -> None:
     rows = (*content["categories"], overall)
     runs = output.counted(content["repeats"], "run")
     output.note(f"{content['title']}; medians of {runs} per prompt, then quartiles of all")
+    if any(method["speedup"] for name, method in overall["methods"].items() if name != PLAIN):
+        output.note("x: the median over pairs of runs of one turn, not a ratio of the columns")
     if content["block_size"]:
         output.note(
             "In whole blocks; generate chooses lengths, and adds lookup to a known drafter."

@@ -19,7 +19,7 @@ from dflash_mlx.errors import OutputError
 
 BAR_WIDTH = 28
 CLEAR_LINE = "\r\x1b[K"  # of a terminal
-BESIDE_BAR = 32  # columns of the other cells and the frame
+BESIDE_BAR = 7  # columns of the spaces between cells and of the frame
 NOTHING = "-"  # an empty cell
 MIN_STEPS = 3  # the speed of fewer steps says little
 NOISE = 1.05  # of a measured speedup
@@ -120,8 +120,11 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
         rows: name, tokens per second, and a remark such as the speedup.
     """
     fastest = max((speed for _, speed, _ in rows), default=0.0)
-    width = min(BAR_WIDTH, max(4, stderr().width - BESIDE_BAR))
-    figure, remarks = Column(justify="right", no_wrap=True), Column(style="bold green")
+    cells = [(len(name), len(rate(speed)), len(remark)) for name, speed, remark in rows]
+    longest = sum(map(max, zip(*cells, strict=True))) + len(" tok/s")
+    width = min(BAR_WIDTH, max(4, stderr().width - BESIDE_BAR - longest))
+    figure = Column(justify="right", no_wrap=True)
+    remarks = Column(style="bold green", no_wrap=True)
     name = Column(no_wrap=True, overflow="fold")  # never shortened for an empty remark
     table = Table.grid(name, Column(width=width), figure, remarks, padding=(0, 1))
     for label, speed, remark in rows:
