@@ -1,10 +1,11 @@
 """Compare our server with mlx-lm's on the same prompts, in turns and with the same BLAS.
 
     python scripts/beside_mlx_lm.py --concurrency 1,8,32 --repeats 3
-    python scripts/beside_mlx_lm.py --model FOLDER -- --draft lookup     what follows -- is for ours
+    python scripts/beside_mlx_lm.py --model FOLDER --ours "--draft lookup"
     python scripts/beside_mlx_lm.py --model smollm2 --repeats 1 --max-tokens 48     some 6 minutes
     python scripts/beside_mlx_lm.py --model smollm2 --turns 7 --max-tokens 48       one conversation
 
+A model is a folder, a GGUF file, tiny or smollm2; --ours are further options of dflash-mlx serve.
 Prints tokens per second of all clients, their wait for the first text, and CPU time of the server
 process per token, which is the most reliable figure on a busy machine. Medians of the turns.
 --turns prints for every turn of a conversation how many tokens of its prompt were reused, the wait
@@ -13,19 +14,21 @@ and the CPU time of its whole answer.
 
 from __future__ import annotations
 
-import argparse
-import atexit
+import shlex
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
 from typing import Any
 
 import mlx.core as mx
+from experiment import in_turns, numbers, options_of
 
 import dflash_mlx
 from dflash_mlx.bench.datasets import embedded_prompts
@@ -34,7 +37,6 @@ from dflash_mlx.errors import ServerError
 from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.registry import gguf_file
 
-TINY = f"{dflash_mlx.__path__[0]}/tiny/target"
 MLX_LM_SERVER = (
     "import sys, dflash_mlx; dflash_mlx.use_fast_blas()\n"
     "from mlx_lm.server import main; sys.argv[0] = 'mlx_lm.server'; main()"
@@ -45,7 +47,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 class ServerProcess:
-    """A server in a process of its own.
+    """A server in a process of its own, which ends with the block.
 
     Args:
         name: shown in the table.
@@ -53,26 +55,31 @@ class ServerProcess:
     """
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
-        self.name, port = name, _free_port()
-        self._log = TemporaryFile("w+")
+        self.name, self._log = name, TemporaryFile("w+")
+        with socket.create_server(("127.0.0.1", 0)) as bound:
+            port = bound.getsockname()[1]
         self.process = subprocess.Popen(
             [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=self._log
         )
-        atexit.register(self.process.kill)
-        self.client = self._connect(f"http://127.0.0.1:{port}")
+        # mlx-lm's name for its own model
+        self.client = ServerClient(f"http://127.0.0.1:{port}/v1", "default_model")
 
-    def _connect(self, url: str) -> ServerClient:
+    def __enter__(self) -> ServerProcess:
         """Wait until the server answers."""
-        client = ServerClient(f"{url}/v1", "default_model")  # mlx-lm's name for its own model
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self.process.poll() is None:
             try:
-                client.ask(HI, 1, 0.0, 0)
-                return client
+                self.client.ask(HI, 1, 0.0, 0)
+                return self
             except ServerError:
                 time.sleep(0.5)
         self._log.seek(0)
+        self.__exit__()
         raise SystemExit(f"{self.name} does not start.\n{self._log.read()}")
+
+    def __exit__(self, *_: Any) -> None:
+        self.process.terminate()
+        self.process.wait()
 
     @property
     def cpu_seconds(self) -> float:
@@ -82,12 +89,11 @@ class ServerProcess:
 
     def measure(self, clients: int, prompts: int, max_tokens: int) -> dict[str, Any]:
         """One turn, repeated if the server refuses a request: mlx-lm's queue is short."""
+        asked = embedded_prompts()[:prompts]
         for attempt in range(ATTEMPTS):
             before = self.cpu_seconds
             try:
-                found = measure_concurrency(
-                    self.client, embedded_prompts()[:prompts], clients, max_tokens
-                )
+                found = measure_concurrency(self.client, asked, clients, max_tokens)
                 break
             except ServerError as error:
                 print(f"{self.name}: {error}", file=sys.stderr)
@@ -96,14 +102,20 @@ class ServerProcess:
         cpu = self.cpu_seconds - before
         return found | {"cpu_ms_per_token": 1e3 * cpu / max(1, found["tokens"])}
 
+    def answer(self, talk: list[dict[str, str]], question: str, max_tokens: int) -> str:
+        """Go on with a conversation. Returns what the turn took."""
+        before = self.cpu_seconds
+        talk.append({"role": "user", "content": question})
+        result, _ = self.client.ask(talk, max_tokens, 0.0, 0)
+        talk.append({"role": "assistant", "content": result.text})
+        stats, cpu = result.stats, self.cpu_seconds - before
+        return (
+            f"{self.name:11}{stats.reused_tokens:5} of {stats.prompt_tokens:5} tokens reused  "
+            f"first text {1e3 * stats.first_token_seconds:7,.0f} ms  {cpu:5.2f} s of CPU"
+        )
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port: int = bound.getsockname()[1]
-        return port
 
-
-def line_of(name: str, clients: int, turns: Sequence[dict[str, Any]]) -> str:
+def line_of(clients: int, name: str, turns: Sequence[dict[str, Any]]) -> str:
     """Medians of the turns."""
     speed = median(one["tokens_per_second"] for one in turns)
     wait = 1e3 * median(one["first_token_seconds"]["median"] for one in turns)
@@ -116,63 +128,48 @@ def line_of(name: str, clients: int, turns: Sequence[dict[str, Any]]) -> str:
 
 def converse(servers: Sequence[ServerProcess], turns: int, max_tokens: int) -> None:
     """A conversation with each server, turn by turn; prints what each turn took."""
-    questions = [prompt.messages[-1]["content"] for prompt in embedded_prompts()]
-    talks: dict[str, list[dict[str, str]]] = {server.name: [] for server in servers}
-    for turn in range(turns):
-        for server in servers if turn % 2 == 0 else reversed(servers):
-            talk, before = talks[server.name], server.cpu_seconds
-            talk.append({"role": "user", "content": questions[turn % len(questions)]})
-            result, _ = server.client.ask(talk, max_tokens, 0.0, 0)
-            talk.append({"role": "assistant", "content": result.text})
-            stats, cpu = result.stats, server.cpu_seconds - before
-            print(
-                f"turn {turn + 1}  {server.name:11}{stats.reused_tokens:5} of "
-                f"{stats.prompt_tokens:5} tokens reused  first text "
-                f"{1e3 * stats.first_token_seconds:7,.0f} ms  {cpu:5.2f} s of CPU",
-                flush=True,
-            )
+    questions = [prompt.question for prompt in embedded_prompts()[:turns]]
+    talks: list[list[dict[str, str]]] = [[] for _ in servers]
+    for turn, question in enumerate(questions, start=1):
+        for server, talk in zip(servers, talks, strict=True):
+            print(f"turn {turn}  {server.answer(talk, question, max_tokens)}", flush=True)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    args = options_of(
+        __doc__,
+        model="tiny",
+        concurrency="1,8,32",
+        repeats=3,
+        prompts=32,
+        turns=0,
+        max_tokens=64,
+        ours="",
     )
-    parser.add_argument("--model", default=TINY, help="a folder, a GGUF file, smollm2")
-    parser.add_argument("--concurrency", default="1,8,32")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--turns", type=int, help="of one conversation, in place of --concurrency")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("ours", nargs="*", help="further options of dflash-mlx serve")
-    args = parser.parse_args()
-    model = [] if args.model == TINY else ["--model", args.model]
     gguf = gguf_file(args.model)  # mlx-lm loads the folder that ours is converted to
     folder = args.model if gguf is None else str(converted(gguf, mx.default_device() == mx.cpu))
-    python = sys.executable
-    servers = [
-        ServerProcess("dflash-mlx", [python, "-m", "dflash_mlx", "serve", *model, *args.ours]),
-        ServerProcess("mlx-lm", [python, "-c", MLX_LM_SERVER, "--model", folder]),
-    ]
-    try:
+    if folder == "tiny":
+        folder = f"{dflash_mlx.__path__[0]}/tiny/target"
+    ours = ["-m", "dflash_mlx", "serve", "--model", args.model, *shlex.split(args.ours)]
+    commands = {"dflash-mlx": ours, "mlx-lm": ["-c", MLX_LM_SERVER, "--model", folder]}
+    with ExitStack() as stack:
+        servers = [
+            stack.enter_context(ServerProcess(name, [sys.executable, *command]))
+            for name, command in commands.items()
+        ]
         for server in servers:
             server.measure(1, prompts=1, max_tokens=8)  # warms up
         if args.turns:
             converse(servers, args.turns, args.max_tokens)
             return
-        for clients in map(int, args.concurrency.split(",")):
-            turns: dict[str, list[dict[str, Any]]] = {server.name: [] for server in servers}
-            for turn in range(args.repeats):
-                for server in servers if turn % 2 == 0 else reversed(servers):
-                    turns[server.name].append(
-                        server.measure(clients, args.prompts, args.max_tokens)
-                    )
-            for name, found in turns.items():
-                print(line_of(name, clients, found), flush=True)
-    finally:
-        for server in servers:
-            server.process.terminate()
-            server.process.wait()
+        for clients in numbers(args.concurrency):
+            turns = {
+                server.name: partial(server.measure, clients, args.prompts, args.max_tokens)
+                for server in servers
+            }
+            for name, found in in_turns(turns, args.repeats).items():
+                print(line_of(clients, name, found), flush=True)
 
 
 if __name__ == "__main__":

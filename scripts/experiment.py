@@ -1,69 +1,73 @@
-"""Shared by measuring scripts: options, and decoding with several methods in turns."""
+"""Shared by measuring scripts: options, methods that take turns, mlx-lm's decoding, graphs."""
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
 import re
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from random import sample
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
-
-import dflash_mlx as dm
-from dflash_mlx.loading.registry import known_drafter
 
 # Primitives that read their input in place.
 VIEWS = {"AsStrided", "Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze"}
 VIEWS |= {"StopGradient", "Transpose", "Unflatten", "View"}
-TURN = 16  # tokens that a method decodes before the next one's turn
-Method = TypeVar("Method")
+Name, Result = TypeVar("Name"), TypeVar("Result")
 
 
-def options_of(doc: str, **defaults: int | str) -> argparse.Namespace:
-    """Parse the command line: common options, and one per default.
-
-    The drafter is the pair's own network, without lookup, unless --draft is given.
-    """
-    options = argparse.ArgumentParser(description=doc.splitlines()[0])
-    options.add_argument("--model", default="tiny")
-    options.add_argument("--draft")
-    options.add_argument("--stock-blas", action="store_true", help="keep MLX's own BLAS on Linux")
+def options_of(doc: str | None, **defaults: Any) -> argparse.Namespace:
+    """Parse the command line: `--core`, to which it pins this process, and one option a default."""
+    options = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--core", type=int, help="pin this process to it")
     for name, default in defaults.items():
-        options.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            options.add_argument(flag, action="store_true")
+        else:
+            kind = str if default is None else type(default)
+            options.add_argument(flag, type=kind, default=default, help=f"default: {default}")
     found = options.parse_args()
-    found.draft = found.draft or known_drafter(found.model)
+    if found.core is not None:
+        os.sched_setaffinity(0, {found.core})
     return found
 
 
+def numbers(text: str) -> list[int]:
+    """The numbers of an option such as 1,8,32."""
+    return [int(number) for number in text.split(",")]
+
+
 def in_turns(
-    streams: Mapping[Method, Iterator[dm.Event]],
-) -> dict[Method, tuple[dm.Stats, list[int]]]:
-    """Decode with several methods in turns of `TURN` tokens; returns stats and tokens of each.
+    methods: Mapping[Name, Callable[[], Result]], repeats: int
+) -> dict[Name, list[Result]]:
+    """Call all methods `repeats` times, every turn in the opposite order of the last."""
+    found: dict[Name, list[Result]] = {name: [] for name in methods}
+    for turn in range(repeats):
+        for name in reversed(methods) if turn % 2 else methods:
+            found[name].append(methods[name]())
+    return found
 
-    A machine's speed changes from second to second, and turns spread this over all methods. The
-    order changes in every lap, because wide steps leave other data in the CPU's caches. The time of
-    a pipelined step counts for the method that started it.
-    """
+
+def mlx_lm_tokens(target: Any, prompt: Sequence[int], max_tokens: int) -> Iterator[int]:
+    """mlx-lm's own plain decoding of the same model."""
     import mlx.core as mx
+    from mlx_lm.generate import generate_step
 
-    done: dict[Method, tuple[dm.Stats, list[int]]] = {}
-    going, tokens = dict(streams), {method: list[int]() for method in streams}
-    while going:
-        for method, stream in sample([*going.items()], len(going)):
-            end = len(tokens[method]) + TURN
-            while len(tokens[method]) < end:
-                event = next(stream, None)
-                if event is None:
-                    del going[method]
-                    break
-                tokens[method] += event.tokens
-                done[method] = event.stats, tokens[method]
-            clock = time.perf_counter()
-            mx.synchronize()
-            done[method][0].decode_seconds += time.perf_counter() - clock
-    return done
+    for token, _ in generate_step(mx.array(prompt), target.model, max_tokens=max_tokens):
+        yield int(token)
+        if token in target.tokenizer.eos_token_ids:
+            return
+
+
+def embedded_ids(target: Any) -> list[list[int]]:
+    """The embedded prompts as token ids."""
+    from dflash_mlx.bench.datasets import embedded_prompts
+    from dflash_mlx.prompt import encode_prompt
+
+    return [encode_prompt(target, list(prompt.messages)) for prompt in embedded_prompts()]
 
 
 def graph_nodes(*arrays: Any) -> Counter[str]:

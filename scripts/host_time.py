@@ -11,46 +11,33 @@ layer, and of a whole verify at the published depth.
 
 from __future__ import annotations
 
-import argparse
-import copy
+import json
 import tempfile
 import time
 from contextlib import ExitStack
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
-import mlx.nn as nn
-from experiment import VIEWS, graph_nodes
+from experiment import VIEWS, graph_nodes, options_of
 from mlx.utils import tree_map
 from mlx_lm.models import gated_delta
 
+from dflash_mlx.bench.roofline import model_of
 from dflash_mlx.kernels.modules import Kernels, wire
+from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
 
+CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "mac_steps.json"
 CONSTANTS = {"Full"}  # they stay from step to step
-QWEN3 = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 1024,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1e6,
-    "tie_word_embeddings": False,
-}
+QWEN3 = json.loads(CONFIGS.read_text())["configs"]["Qwen3-8B"] | {"vocab_size": 1024}
 QWEN35 = QWEN3 | {
     "model_type": "qwen3_5",
     "head_dim": 256,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
-    "vocab_size": 1024,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
@@ -128,22 +115,10 @@ def on_a_gpu() -> ExitStack:
     return stack
 
 
-def model_of(config: dict[str, Any], layers: int, factory: Either | None) -> Target:
+def target_of(config: dict[str, Any], layers: int, factory: Either | None) -> Target:
     """A model in 4 bits, on our kernels if there is a factory of them."""
     config = config | {"num_hidden_layers": layers}
-    module = import_module(f"mlx_lm.models.{config['model_type']}")
-    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(config)))
-    model.set_dtype(mx.bfloat16)
-    nn.quantize(
-        model,
-        group_size=64,
-        bits=4,
-        class_predicate=lambda path, layer: (
-            hasattr(layer, "to_quantized")
-            and "gate" != path.split(".")[-1]
-            and "router" not in path
-        ),
-    )
+    model = model_of(config, CONFIGS, Quantization.of(4))
     model.update(tree_map(lambda array: mx.zeros(array.shape, array.dtype), model.parameters()))
     # As where every product and attention of this many rows was chosen to be ours.
     wiring = factory and wire(model, config, Kernels(factory, large=True), {}, exact=True)
@@ -182,13 +157,10 @@ def fastest(
 
 def main() -> None:
     """See the module's docstring."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=300)
-    args = parser.parse_args()
+    args = options_of(__doc__, rows=16, repeats=300)
     for name, (config, period, depth) in MODELS.items():
         kernels = Either()
-        pairs = [[model_of(config, n * period, of) for n in (1, 2)] for of in (None, kernels)]
+        pairs = [[target_of(config, n * period, of) for n in (1, 2)] for of in (None, kernels)]
         mx.eval([target.model.parameters() for targets in pairs for target in targets])
         best = fastest(pairs, kernels, args.rows, args.repeats)
         micros = [1e6 * (more - less) / period for less, more in best]

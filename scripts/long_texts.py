@@ -12,12 +12,13 @@ in which the drafter reads the prompt, and of a later one, and the total over ml
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
+
+from experiment import in_turns, mlx_lm_tokens, numbers, options_of
 
 Seconds = tuple[float, float, float, float]  # in all, to the first token, of the first step, later
 
@@ -48,12 +49,9 @@ class Knowing:
 
 
 def mlx_lm_seconds(target: Any, prompt: list[int], max_tokens: int) -> Seconds:
-    """The seconds of mlx-lm's own `generate_step`."""
-    import mlx.core as mx
-    from mlx_lm.generate import generate_step
-
+    """The seconds of mlx-lm's own loop."""
     start, times = time.perf_counter(), list[float]()
-    for _ in generate_step(mx.array(prompt), target.model, max_tokens=max_tokens):
+    for _ in mlx_lm_tokens(target, prompt, max_tokens):
         times.append(time.perf_counter() - start)
     later = (times[-1] - times[1]) / (len(times) - 2)
     return times[-1], times[0], times[1] - times[0], later
@@ -72,49 +70,44 @@ def seconds(target: Any, drafter: Any, prompt: list[int], max_tokens: int) -> Se
     return total, stats.first_token_seconds, first, later
 
 
-def main() -> None:
-    """See the module's docstring."""
-    import dflash_mlx as dm
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--lengths", default="1000,4000,8000")
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
-    dm.use_fast_blas()
+def drafters_of(model: str, layers: int) -> dict[str, Any]:
+    """The model's own drafter, and those that never pay, by what is printed of them."""
     import mlx.core as mx
 
-    from dflash_mlx.bench.datasets import embedded_prompts
+    import dflash_mlx as dm
 
-    target, drafter = dm.load(args.model, draft=args.model)
-    target.context_length = 2**20
-    target.tokenizer.eos_token_ids = set()  # every answer has as many tokens
-    mixed_up, before = (dm.load(args.model, draft=args.model)[1] for _ in range(2))
+    own, mixed_up, before = (dm.load_drafter(model) for _ in range(3))
     for wrong in (mixed_up, before):
         wrong.fc.weight = wrong.fc.weight[:, ::-1]
         mx.eval(wrong.fc.weight)
     *taps, last = before.config.target_layer_ids
-    before.config = replace(
-        before.config, target_layer_ids=(*taps, min(last, target.num_layers - 2))
-    )
+    before.config = replace(before.config, target_layer_ids=(*taps, min(last, layers - 2)))
+    return {"pays": Knowing(own), "never pays": mixed_up, "tapped before": before}
+
+
+def main() -> None:
+    """See the module's docstring."""
+    args = options_of(__doc__, model="tiny", lengths="1000,4000,8000", max_tokens=128, repeats=3)
+    import dflash_mlx as dm
+
+    dm.use_fast_blas()
+    from dflash_mlx.bench.datasets import embedded_prompts
+
+    target = dm.load_target(args.model)
+    target.context_length = 2**20
+    target.tokenizer.eos_token_ids = set()  # every answer has as many tokens
+    drafters = drafters_of(args.model, target.num_layers)
     text = "".join(f"{one.messages[-1]['content']} {one.answer}\n" for one in embedded_prompts())
     ids = target.tokenizer.encode(text * 3)
-    for length in map(int, args.lengths.split(",")):
-        prompt, knowing = ids[:length], Knowing(drafter)
-        plain = dm.generate(target, None, prompt, max_tokens=args.max_tokens)
-        knowing.text = [*prompt, *plain.tokens]
-        sides = {
-            "mlx-lm": partial(mlx_lm_seconds, target),
-            "plain": partial(seconds, target, None),
-            "pays": partial(seconds, target, knowing),
-            "never pays": partial(seconds, target, mixed_up),
-            "tapped before": partial(seconds, target, before),
+    for length in numbers(args.lengths):
+        asked = ids[:length], args.max_tokens
+        plain = dm.generate(target, None, ids[:length], max_tokens=args.max_tokens)
+        drafters["pays"].text = [*ids[:length], *plain.tokens]
+        sides = {"mlx-lm": partial(mlx_lm_seconds, target, *asked)} | {
+            name: partial(seconds, target, drafter, *asked)
+            for name, drafter in {"plain": None, **drafters}.items()
         }
-        found: dict[str, list[Seconds]] = {name: [] for name in sides}
-        for _ in range(args.repeats):
-            for name, side in sides.items():
-                found[name].append(side(prompt, args.max_tokens))
+        found = in_turns(sides, args.repeats)
         base = median(run[0] for run in found["mlx-lm"])
         for name, runs in found.items():
             total, token, step, later = (median(values) for values in zip(*runs, strict=True))

@@ -13,98 +13,93 @@ with tiny widths, and counts what a plain step launches (primitives other than v
 
 from __future__ import annotations
 
-import os
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiment import VIEWS, graph_nodes, options_of
+from experiment import VIEWS, embedded_ids, graph_nodes, in_turns, numbers, options_of
 
 import dflash_mlx as dm
+from dflash_mlx.loading.registry import known_drafter
 
 Texts = list[list[int]]
-Bias = dict[int, float] | None
 BIAS = {5: -1.0, 7: 0.5}  # with --logit-bias 1
 BASELINE = "mlx-lm"
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 8,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "vocab_size": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
+# The layers and heads of Qwen3-8B, with tiny widths.
+SHAPE = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "vocab_size": 1024}
+CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "mac_steps.json"
 
 
 def main() -> None:
     """Measure and print."""
-    doc = __doc__ or ""
     options = options_of(
-        doc, requests="1,8,32", repeats=3, max_tokens=64, counts=0, core=-1, logit_bias=0
+        __doc__,
+        model="tiny",
+        draft=None,  # the pair's own network, without lookup
+        stock_blas=False,
+        requests="1,8,32",
+        repeats=3,
+        max_tokens=64,
+        logit_bias=0,
+        counts=0,
     )
-    bias = BIAS if options.logit_bias else None
-    if options.core >= 0:
-        os.sched_setaffinity(0, {options.core})
     dm.use_fast_blas(stock=options.stock_blas)
     if options.counts:
         print_counts(options.counts)
         return
-    target, drafter = dm.load(options.model, options.draft)
-    counts = [int(count) for count in options.requests.split(",")]
-    prompts = token_prompts(target, max(counts))
-    alone = [
-        dm.generate(target, None, prompt, max_tokens=options.max_tokens, logit_bias=bias).tokens
-        for prompt in prompts
-    ]
+    target, drafter = dm.load(options.model, options.draft or known_drafter(options.model))
+    counts = numbers(options.requests)
+    prompts = embedded_ids(target)[: max(counts)]
+    settings: dict[str, Any] = {"max_tokens": options.max_tokens}
+    settings["logit_bias"] = BIAS if options.logit_bias else None
+    alone = [dm.generate(target, None, prompt, **settings).tokens for prompt in prompts]
     policy = dm.DraftPolicy.of(target, drafter)
     engines = {
         "plain": dm.Engine(target, None),
         "policy": dm.Engine(target, drafter, policy=policy),
         "blocks": dm.Engine(target, drafter),
     }
-    methods: dict[str, Callable[[Sequence[list[int]]], Texts]] = {
-        BASELINE: lambda asked: batch_generator(target, asked, options.max_tokens, bias)
-    }
-    for name, engine in engines.items():
-        methods[name] = lambda asked, engine=engine: engine_texts(
-            engine, asked, options.max_tokens, bias
-        )
+    methods: dict[str, Callable[..., Texts]] = {BASELINE: partial(batch_generator, target)}
+    methods |= {name: partial(engine_texts, engine) for name, engine in engines.items()}
     print(f"{'requests':>8}  {BASELINE} tok/s" + "".join(f"{name:>8}" for name in engines), end="")
     print("   texts as alone: " + " / ".join(methods))
     for count in counts:
-        print(_line(count, methods, prompts[:count], alone, options.repeats), flush=True)
+        asked = {
+            name: partial(timed, method, prompts[:count], settings)
+            for name, method in methods.items()
+        }
+        found = in_turns(asked, 1 + options.repeats)
+        print(_line(count, found, alone), flush=True)
     for engine in engines.values():
         engine.close()
 
 
-def token_prompts(target: dm.Target, count: int) -> list[list[int]]:
-    """So many different prompts of the embedded set, as token ids."""
-    from dflash_mlx.bench.datasets import embedded_prompts
-    from dflash_mlx.prompt import encode_prompt
+def timed(
+    method: Callable[..., Texts], prompts: Sequence[list[int]], settings: dict[str, Any]
+) -> tuple[float, Texts]:
+    """Tokens per second over all requests, and their texts."""
+    clock = time.perf_counter()
+    texts = method(prompts, **settings)
+    return sum(map(len, texts)) / (time.perf_counter() - clock), texts
 
-    questions = [list(prompt.messages) for prompt in embedded_prompts()[:count]]
-    return [encode_prompt(target, question) for question in questions]
 
-
-def engine_texts(
-    engine: dm.Engine, prompts: Sequence[list[int]], max_tokens: int, bias: Bias
-) -> Texts:
+def engine_texts(engine: dm.Engine, prompts: Sequence[list[int]], **settings: Any) -> Texts:
     """The texts of our engine."""
-    jobs = [engine.submit(prompt, max_tokens=max_tokens, logit_bias=bias) for prompt in prompts]
+    jobs = [engine.submit(prompt, **settings) for prompt in prompts]
     return [job.result().tokens for job in jobs]
 
 
 def batch_generator(
-    target: dm.Target, prompts: Sequence[list[int]], max_tokens: int, bias: Bias
+    target: dm.Target,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    logit_bias: dict[int, float] | None,
 ) -> Texts:
     """The texts of mlx-lm's batching."""
     from mlx_lm.generate import BatchGenerator
@@ -114,7 +109,7 @@ def batch_generator(
     generator = BatchGenerator(
         target.model, max_tokens=max_tokens, stop_tokens=[[end] for end in ends]
     )
-    processors = [make_logits_processors(bias) for _ in prompts]
+    processors = [make_logits_processors(logit_bias) for _ in prompts]
     texts: dict[int, list[int]] = {
         number: [] for number in generator.insert(list(prompts), logits_processors=processors)
     }
@@ -128,45 +123,33 @@ def batch_generator(
     return list(texts.values())
 
 
-def _line(
-    count: int,
-    methods: dict[str, Callable[[Sequence[list[int]]], Texts]],
-    prompts: Sequence[list[int]],
-    alone: Texts,
-    repeats: int,
-) -> str:
-    """Time all methods in turns; the first turn warms up."""
-    speeds: dict[str, list[float]] = {name: [] for name in methods}
-    right = {}
-    for turn in range(1 + repeats):
-        for name in methods if turn % 2 else reversed(methods):
-            clock = time.perf_counter()
-            texts = methods[name](prompts)
-            speeds[name].append(sum(map(len, texts)) / (time.perf_counter() - clock))
-            right[name] = sum(a == b for a, b in zip(texts, alone, strict=False))
-    over = {
-        name: median(a / b for a, b in zip(each[1:], speeds[BASELINE][1:], strict=True))
-        for name, each in speeds.items()
-    }
-    ratios = "".join(f"{over[name]:8.2f}" for name in methods if name != BASELINE)
-    same = " / ".join(f"{right[name]} of {count}" for name in methods)
-    return f"{count:8}  {median(speeds[BASELINE][1:]):12,.0f}{ratios}   {same}"
+def _line(count: int, found: dict[str, list[tuple[float, Texts]]], alone: Texts) -> str:
+    """Medians of the turns; the first turn warms up."""
+    speeds = {name: [speed for speed, _ in runs[1:]] for name, runs in found.items()}
+    own = speeds.pop(BASELINE)
+    ratios = "".join(
+        f"{median(a / b for a, b in zip(each, own, strict=True)):8.2f}" for each in speeds.values()
+    )
+    same = " / ".join(
+        f"{sum(a == b for a, b in zip(runs[-1][1], alone, strict=False))} of {count}"
+        for runs in found.values()
+    )
+    return f"{count:8}  {median(own):12,.0f}{ratios}   {same}"
 
 
 # Counts
 
 
 def print_counts(steps: int) -> None:
-    """Print what a plain step of 8 and 32 requests costs, ours and mlx-lm's."""
-    print("requests   launches a step: mlx-lm, ours    ms a step: mlx-lm, ours")
+    """Print what a plain step of 8 and 32 requests launches, mlx-lm's and ours."""
+    print("requests   launches a step: mlx-lm, ours")
     for count in (8, 32):
         theirs, ours = counts_of(random_target(), count, steps)
-        print(f"{count:8}{theirs[0]:25,.0f}{ours[0]:7,.0f}{theirs[1]:25.2f}{ours[1]:7.2f}")
+        print(f"{count:8}{theirs:25,.0f}{ours:7,.0f}")
 
 
-def counts_of(target: dm.Target, count: int, steps: int) -> list[tuple[float, float]]:
-    """Launches and milliseconds of a plain step of `count` requests: mlx-lm's, ours."""
-    import mlx.core as mx
+def counts_of(target: dm.Target, count: int, steps: int) -> list[float]:
+    """Launches of a plain step of `count` requests: mlx-lm's, ours."""
     from mlx_lm.generate import BatchGenerator
 
     from dflash_mlx.engine.batch import BatchItem, SharedBatch
@@ -188,15 +171,10 @@ def counts_of(target: dm.Target, count: int, steps: int) -> list[tuple[float, fl
     for take in (generator.next, lambda: batch.step([BatchItem(one) for one in requests])):
         for _ in range(3):  # a pipeline has begun, and no request enters or leaves
             take()
-        mx.synchronize()
         with evaluated() as names:
             for _ in range(steps):
                 take()
-        clock = time.perf_counter()
-        for _ in range(steps):
-            take()
-        launches = sum(count for name, count in names.items() if name not in VIEWS)
-        found.append((launches / steps, 1e3 * (time.perf_counter() - clock) / steps))
+        found.append(sum(n for name, n in names.items() if name not in VIEWS) / steps)
     return found
 
 
@@ -206,7 +184,7 @@ def random_target(**changes: Any) -> dm.Target:
 
     from dflash_mlx.loading.load import load_target
 
-    config = QWEN3_8B | changes
+    config = json.loads(CONFIGS.read_text())["configs"]["Qwen3-8B"] | SHAPE | changes
     tokenizer = load_target("tiny").tokenizer
     return dm.Target(Model(ModelArgs.from_dict(config)), tokenizer, config, "of Qwen3-8B's shape")
 

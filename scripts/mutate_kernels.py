@@ -38,44 +38,25 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SECONDS = 900  # for the tests of one mutant
 
-PRODUCT = ["test_kernel_matmul", "test_kernel_qkv"]
-EXPERTS = ["test_kernel_moe"]
-ATTENTION = ["test_kernel_block_attention"]
-DELTA = ["test_kernel_delta_replay"]
-LAYERS = ["test_kernel_layers", "test_kernel_wiring", "test_kernel_selfcheck"]
-BATCHES = ["test_batched", "test_batched_levels", "test_many_requests"]
-# The tests of each file's kernels, the likeliest to fail first.
-TESTS = {
-    "metal/block_attention.metal": ATTENTION,
-    "metal/delta_replay.metal": DELTA,
-    "metal/fragment.h": [*PRODUCT, *ATTENTION],
-    "metal/gated.h": [*PRODUCT, *EXPERTS],
-    "metal/matmul_tile.h": [*PRODUCT, *EXPERTS],
-    "metal/matrix_rows.h": [*PRODUCT, *EXPERTS, *ATTENTION],
-    "metal/merge_splits.metal": PRODUCT,
-    "metal/tensor_tile.h": ["test_kernel_tensor"],
-    "metal/verify_matmul.metal": PRODUCT,
-    "metal/verify_matmul_moe.metal": EXPERTS,
-    "metal/verify_qkv.metal": ["test_kernel_qkv"],
-    "dflash_mlx/kernels/block_attention.py": ATTENTION,
-    "dflash_mlx/kernels/delta_replay.py": DELTA,
-    "dflash_mlx/kernels/verify_matmul.py": PRODUCT,
-    "dflash_mlx/kernels/verify_matmul_moe.py": EXPERTS,
-    "dflash_mlx/kernels/weights.py": [*PRODUCT, *EXPERTS],
-    "dflash_mlx/kernels/fused.py": ["test_kernel_qkv", *LAYERS],
-    "dflash_mlx/kernels/modules.py": LAYERS,
-    "dflash_mlx/kernels/choose.py": ["test_choose", "test_autotune", "test_kernel_tensor"],
-    "dflash_mlx/kernels/costs.py": ["test_choose", "test_roofline"],
-    "dflash_mlx/kernels/selfcheck.py": ["test_kernel_selfcheck"],
-    "dflash_mlx/kernels/shapes.py": ["test_choose", "test_roofline", "test_autotune", *LAYERS],
-    "dflash_mlx/kernels/source.py": ["test_kernel_source"],
-    "dflash_mlx/loading/wiring.py": ["test_autotune", "test_kernel_selfcheck"],
-    "dflash_mlx/targets/attention.py": ["test_kernel_models", *LAYERS],
-    "dflash_mlx/targets/autotune.py": ["test_autotune", "test_kernel_tensor"],
-    "dflash_mlx/targets/batched_rows.py": BATCHES,
-    "dflash_mlx/targets/kv_slots.py": BATCHES,
-    "dflash_mlx/targets/tree_attention.py": ["test_tree_attention", "test_tree_families"],
+# Tests, and the stems of the files whose code they run.
+COVERED = {
+    "test_kernel_matmul test_kernel_qkv": "fragment gated matmul_tile matrix_rows merge_splits "
+    "verify_matmul weights",
+    "test_kernel_qkv": "verify_qkv fused",
+    "test_kernel_moe": "gated matmul_tile matrix_rows verify_matmul_moe weights",
+    "test_kernel_block_attention": "block_attention fragment matrix_rows",
+    "test_kernel_delta_replay": "delta_replay",
+    "test_kernel_tensor": "tensor_tile choose autotune",
+    "test_kernel_layers test_kernel_wiring": "attention fused modules shapes",
+    "test_kernel_selfcheck": "attention fused modules selfcheck shapes wiring",
+    "test_choose test_roofline": "choose costs shapes",
+    "test_autotune": "autotune choose shapes wiring",
+    "test_kernel_source": "source",
+    "test_kernel_models": "attention",
+    "test_batched test_batched_levels test_many_requests": "batched_rows kv_slots",
+    "test_tree_attention test_tree_families": "tree_attention",
 }
+FOLDERS = ("metal", "dflash_mlx/kernels", "dflash_mlx/loading", "dflash_mlx/targets")
 # What is replaced by what, wherever it stands in a line of code.
 SWAPS = [
     (r" \+ ", " - "),
@@ -107,6 +88,19 @@ class Mutant:
     number: int
     line: str
     becomes: str
+
+
+def tests_by_file() -> dict[str, list[str]]:
+    """The names of the tests that run each file's code."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).iterdir()):
+        tests = [names for names, stems in COVERED.items() if path.stem in stems.split()]
+        if tests:
+            found[str(path.relative_to(ROOT))] = " ".join(tests).split()
+    return found
+
+
+TESTS = tests_by_file()
 
 
 def mutants_of(file: str) -> Iterator[Mutant]:
