@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import ConfigError
 from ..validation import MAX_INT32, brief, is_integer, is_positive
-from .packagings import EXPECTED, EXPECTED_OF_ITS_OWN, PLACES, ROUTINE, SPELLINGS, Packaging
+from .networks import EXPECTED, OF_TARGETS, PLACES, ROUTINE, SPELLINGS, Packaging
 
 MOST_NAMED = 12  # unknown keys in a warning
 REQUIRED: Final = object()  # as a default: the field must be there
@@ -31,9 +31,9 @@ def whole(most: int = MAX_INT32, least: int = 1) -> FieldCheck:
     return FieldCheck(lambda value: is_integer(value, least, most), words)
 
 
-def one_of(*names: str) -> FieldCheck:
-    """One of these texts."""
-    return FieldCheck(lambda value: value in names, f"one of {', '.join(names)}")
+def one_of(*values: Any) -> FieldCheck:
+    """One of these values."""
+    return FieldCheck(lambda value: value in values, f"one of {', '.join(map(str, values))}")
 
 
 ANY = FieldCheck(lambda value: True, "anything")
@@ -120,20 +120,21 @@ class ConfigReader:
         One that nobody knows is a warning: it cannot change the text, but drafts may be worse.
         Raises `ConfigError` for one that means another network.
         """
-        unused = dict[str, Any]()
-        expected = EXPECTED if self.packaging.copied else EXPECTED | EXPECTED_OF_ITS_OWN
-        for prefix, values in self._places:
-            for name in [key for key in values if key not in self._asked]:
-                place = prefix + name
-                value = unused[place] = values[name]
-                if value is None:
-                    continue
-                if name not in expected:
-                    self.ignore(place)
-                # In some files a false, 0 or empty text stands for "none".
-                elif value != expected[name] and (value or expected[name]):
-                    problem = f"must be {expected[name]!r}, not {brief(value)}"
-                    raise self.error(place, problem)
+        unused = {
+            prefix + name: value
+            for prefix, values in self._places
+            for name, value in values.items()
+            if name not in self._asked
+        }
+        for place, value in unused.items():
+            name = place.rpartition(".")[2]
+            allowed = EXPECTED.get(name)
+            if allowed is None or (self.packaging.copied and name in OF_TARGETS):
+                self.ignore(place, value)
+            # In some files a null, false, 0 or empty text stands for "none".
+            elif value is not None and value not in allowed and (value or allowed[0]):
+                words = " or ".join(map(repr, allowed))
+                raise self.error(place, f"must be {words}, not {brief(value)}")
         if self._unknown:
             named = ", ".join(self._unknown[:MOST_NAMED])
             if len(self._unknown) > MOST_NAMED:
@@ -146,7 +147,7 @@ class ConfigReader:
             )
         return unused
 
-    def ignore(self, place: str) -> None:
+    def ignore(self, place: str, value: Any) -> None:
         """Note a value that is not used; nobody is warned of those that any config may have."""
-        if not ROUTINE.fullmatch(place.rpartition(".")[2]):
+        if value is not None and not ROUTINE.fullmatch(place.rpartition(".")[2]):
             self._unknown.append(place)

@@ -1,12 +1,9 @@
 """DFlash2: DFlash with convolutions inside the block and a selector that walks over candidates.
 
 A DFlash block is drafted in one pass, so its rows know little of each other. DFlash2 (z-lab, August
-2026) adds two parts:
-
-- a causal convolution along the block, around every attention and every MLP. Its kernels depend on
-  each row's own hidden state (*dynamic*), and groups of channels share them (*grouped*);
-- a *candidate selector*, which scores the top-k tokens of every slot against the candidates of the
-  slot before. It chooses the chain as a whole.
+2026) adds causal convolutions along the block (`layers.ConvolvedLayer`) and a *candidate selector*,
+which scores the top-k tokens of every slot against the candidates of the slot before. It chooses
+the chain as a whole.
 
 Parameter names are those of the published checkpoints.
 """
@@ -20,65 +17,7 @@ import mlx.nn as nn
 
 from .candidates import CandidateTokens, Slots, log_softmax, top_candidates
 from .config import DraftConfig
-from .layers import DraftLayer, Sublayer
 from .network import DFlash
-
-
-class DynamicConv(nn.Module):
-    """Grouped dynamic causal convolutions of a sub-layer's input and of its output."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        hidden, kernel = config.hidden_size, config.conv_kernel_size
-        self.groups = hidden // config.conv_group_size
-        # Before training, every row passes through unchanged.
-        self.base_kernel = mx.zeros((2, kernel, hidden))
-        self.base_kernel[:, 0] = 1
-        self.kernel_projection = nn.Linear(hidden, 2 * kernel * self.groups, bias=False)
-        self.kernel_projection.weight = mx.zeros_like(self.kernel_projection.weight)
-
-    def __call__(self, x: mx.array, sublayer: Sublayer, places: mx.array | None = None) -> mx.array:
-        """x [N, L, D] -> convolve -> sub-layer -> convolve; both kernels depend on x."""
-        sides, kernel, hidden = self.base_kernel.shape
-        dynamic = self.kernel_projection(x).reshape(*x.shape[:2], sides, kernel, self.groups, 1)
-        static = self.base_kernel.reshape(sides, kernel, self.groups, -1)
-        kernels = (static + dynamic).flatten(-2)  # [N, L, 2, kernel, D]
-        within = convolve(x, kernels[:, :, 0], places)
-        return convolve(sublayer(within), kernels[:, :, 1], places)
-
-
-def convolve(x: mx.array, kernels: mx.array, places: mx.array | None = None) -> mx.array:
-    """out[i] = sum_t kernels[i, t] * x[i - t], zero before the block's first row.
-
-    x is [N, L, D]; kernels [N, L, K, D] hold a kernel per row and channel; places [L] are the rows'
-    places in their blocks, if x holds several blocks.
-    """
-    length = x.shape[1]
-    out = kernels[:, :, 0] * x
-    for back in range(1, min(kernels.shape[2], length)):
-        earlier = mx.pad(x[:, : length - back], [(0, 0), (back, 0), (0, 0)])
-        if places is not None:
-            earlier = mx.where((places < back)[:, None], 0, earlier)
-        out = out + kernels[:, :, back] * earlier
-    return out
-
-
-class DFlash2Layer(DraftLayer):
-    """A DFlash layer with a convolution around each of its halves."""
-
-    def __init__(self, config: DraftConfig, layer: int) -> None:
-        super().__init__(config, layer)
-        self.attention_conv = DynamicConv(config)
-        self.mlp_conv = DynamicConv(config)
-
-    def __call__(self, x: mx.array, attend: Sublayer, places: mx.array | None = None) -> mx.array:
-        """As of `DraftLayer`."""
-
-        def attention(inputs: mx.array) -> mx.array:
-            return self.self_attn.output(attend(inputs))
-
-        x = x + self.attention_conv(self.input_layernorm(x), attention, places)
-        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp, places)
 
 
 class CandidateSelector(nn.Module):
@@ -148,8 +87,6 @@ class LatticeDrafter(DFlash):
 
 class DFlash2(LatticeDrafter):
     """The DFlash2 drafter: used, cached and fed exactly as a DFlash one."""
-
-    layer_class = DFlash2Layer
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__(config, parts)

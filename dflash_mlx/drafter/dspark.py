@@ -17,7 +17,6 @@ import mlx.nn as nn
 
 from .candidates import CandidateTokens, Slots, likeliest
 from .config import DraftConfig
-from .config_heads import Markov
 from .network import DFlash
 
 
@@ -32,15 +31,15 @@ class MarkovHead(nn.Module):
                  s(g) state + (1 - s(g)) tanh(c), from 0 on
     """
 
-    def __init__(self, config: DraftConfig, markov: Markov) -> None:
+    def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        rank, hidden = markov.rank, config.hidden_size
+        rank, hidden = config.markov_rank, config.hidden_size
         self.rank = rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
-        if markov.type == "gated":
+        if config.markov_head_type == "gated":
             self.gate_proj = nn.Linear(hidden + rank, rank)
-        if markov.type == "rnn":
+        if config.markov_head_type == "rnn":
             self.joint_proj = nn.Linear(hidden + 2 * rank, 3 * rank)
 
     def first_state(self, count: int) -> mx.array:
@@ -81,8 +80,7 @@ class DSpark(DFlash):
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__(config, parts)
-        assert config.markov is not None
-        self.markov_head = MarkovHead(config, config.markov)
+        self.markov_head = MarkovHead(config)
 
     def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
         """The tokens [L] of every request, each chosen with the one before it in its logits."""

@@ -19,7 +19,6 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from .config import DraftConfig
-from .config_heads import Eagle
 from .layers import Attention, DraftLayer
 from .network import DFlash
 from .stepwise import StepwiseDrafter, StepwiseSession
@@ -38,7 +37,6 @@ class Eagle3(DFlash, StepwiseDrafter):
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__(config, parts)
-        self.eagle = config.eagle or Eagle()
         first, hidden = self.layers[0].self_attn, config.hidden_size
         for name in first.keys() & {"q_proj", "k_proj", "v_proj"}:
             width = first[name].weight.shape[0]
@@ -49,9 +47,9 @@ class Eagle3(DFlash, StepwiseDrafter):
                     layer.self_attn[name] = nn.Identity()
         eps, width = config.rms_norm_eps, config.target_hidden_size
         taps = len(config.target_layer_ids)
-        if self.eagle.norm_before_fc:
+        if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(taps * width, eps=eps)
-        if self.eagle.fc_norm:
+        if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(width, eps=eps) for _ in range(taps)]
 
     def make_cache(self) -> list[Any]:
@@ -74,7 +72,7 @@ class Eagle3(DFlash, StepwiseDrafter):
         """See `StepwiseDrafter`. The hidden states are those before the final norm."""
         first: DraftLayer = self.layers[0]
         normed = self.hidden_norm(features)
-        x = normed if self.eagle.norm_before_residual else features
+        x = normed if self.config.norm_before_residual else features
         both = mx.concatenate([first.input_layernorm(self.embed(tokens, target)), normed], axis=-1)
         for layer, rows in zip(self.layers, cache, strict=True):
             attend = partial(_attend, layer.self_attn, rows, both if layer is first else None)
@@ -87,7 +85,7 @@ class Eagle3(DFlash, StepwiseDrafter):
 
     def feedback(self, hidden: mx.array) -> mx.array:
         """The features of the next rows: before the final norm, or (EAGLE 3.1) after it."""
-        return self.norm(hidden) if self.eagle.norm_output else hidden
+        return self.norm(hidden) if self.config.norm_output else hidden
 
 
 def _attend(attention: Attention, cache: KVCache, given: mx.array | None, x: mx.array) -> mx.array:

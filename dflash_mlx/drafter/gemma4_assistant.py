@@ -22,7 +22,7 @@ from mlx_lm.models.cache import KVCache
 from ..errors import ConfigError, IncompatibleDrafterError
 from ..targets.internals import text_model
 from ..validation import is_integer
-from .packagings import SLIDING
+from .networks import SLIDING
 from .stepwise import StepwiseDrafter
 
 if TYPE_CHECKING:

@@ -117,3 +117,63 @@ class DraftLayer(nn.Module):
         """
         x = x + self["self_attn"].output(attend(self["input_layernorm"](x)))
         return x + self["mlp"](self["post_attention_layernorm"](x))
+
+
+class DynamicConv(nn.Module):
+    """Causal convolutions along the block, of a sub-layer's input and of its output (DFlash2).
+
+    Their kernels depend on each row's own hidden state, and groups of channels share them.
+    """
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        hidden, kernel = config.hidden_size, config.conv_kernel_size
+        self.groups = hidden // config.conv_group_size
+        # Before training, every row passes through unchanged.
+        self.base_kernel = mx.zeros((2, kernel, hidden))
+        self.base_kernel[:, 0] = 1
+        self.kernel_projection = nn.Linear(hidden, 2 * kernel * self.groups, bias=False)
+        self.kernel_projection.weight = mx.zeros_like(self.kernel_projection.weight)
+
+    def __call__(self, x: mx.array, sublayer: Sublayer, places: mx.array | None = None) -> mx.array:
+        """x [N, L, D] -> convolve -> sub-layer -> convolve; both kernels depend on x."""
+        sides, kernel, hidden = self.base_kernel.shape
+        dynamic = self.kernel_projection(x).reshape(*x.shape[:2], sides, kernel, self.groups, 1)
+        static = self.base_kernel.reshape(sides, kernel, self.groups, -1)
+        kernels = (static + dynamic).flatten(-2)  # [N, L, 2, kernel, D]
+        within = convolve(x, kernels[:, :, 0], places)
+        return convolve(sublayer(within), kernels[:, :, 1], places)
+
+
+def convolve(x: mx.array, kernels: mx.array, places: mx.array | None = None) -> mx.array:
+    """out[i] = sum_t kernels[i, t] * x[i - t], zero before the block's first row.
+
+    x is [N, L, D]; kernels [N, L, K, D] hold a kernel per row and channel; places [L] are the rows'
+    places in their blocks, if x holds several blocks.
+    """
+    length = x.shape[1]
+    out = kernels[:, :, 0] * x
+    for back in range(1, min(kernels.shape[2], length)):
+        earlier = mx.pad(x[:, : length - back], [(0, 0), (back, 0), (0, 0)])
+        if places is not None:
+            earlier = mx.where((places < back)[:, None], 0, earlier)
+        out = out + kernels[:, :, back] * earlier
+    return out
+
+
+class ConvolvedLayer(DraftLayer):
+    """A DFlash layer with a convolution around each of its halves."""
+
+    def __init__(self, config: DraftConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.attention_conv = DynamicConv(config)
+        self.mlp_conv = DynamicConv(config)
+
+    def __call__(self, x: mx.array, attend: Sublayer, places: mx.array | None = None) -> mx.array:
+        """As of `DraftLayer`."""
+
+        def attention(inputs: mx.array) -> mx.array:
+            return self.self_attn.output(attend(inputs))
+
+        x = x + self.attention_conv(self.input_layernorm(x), attention, places)
+        return x + self.mlp_conv(self.post_attention_layernorm(x), self.mlp, places)

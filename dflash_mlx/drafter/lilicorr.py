@@ -18,8 +18,7 @@ import mlx.nn as nn
 
 from .candidates import Slots, log_softmax, top_candidates
 from .config import DraftConfig
-from .config_heads import Lattice
-from .dflash2 import DFlash2Layer, LatticeDrafter
+from .dflash2 import LatticeDrafter
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -47,11 +46,12 @@ class LatticeAttention(nn.Module):
 class LatticeLayer(nn.Module):
     """A layer of the lattice's transformer."""
 
-    def __init__(self, width: int, shape: Lattice, eps: float) -> None:
+    def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        inner = int(width * shape.mlp_ratio)
+        width, eps = config.lilicorr_hidden_size, config.rms_norm_eps
+        inner = int(width * config.lilicorr_mlp_ratio)
         self.attn_norm = nn.RMSNorm(width, eps=eps)
-        self.attn = LatticeAttention(width, shape.num_heads)
+        self.attn = LatticeAttention(width, config.lilicorr_num_heads)
         self.mlp_norm = nn.RMSNorm(width, eps=eps)
         self.mlp = [nn.Linear(width, inner), nn.SiLU(), nn.Linear(inner, width)]
 
@@ -64,10 +64,12 @@ class LatticeLayer(nn.Module):
 class LatticeHead(nn.Module):
     """Scores how well each candidate follows each of the slot before."""
 
-    def __init__(self, config: DraftConfig, shape: Lattice) -> None:
+    def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        hidden, width, eps = config.hidden_size, shape.hidden_size, config.rms_norm_eps
-        self.shape, slots = shape, config.block_size - 1
+        hidden, width, eps = config.hidden_size, config.lilicorr_hidden_size, config.rms_norm_eps
+        heads, top_k = config.lilicorr_num_heads, config.lilicorr_candidate_topk
+        factors, slots = config.lilicorr_factor_dim, config.block_size - 1
+        self.vector_eps, self.logit_scale = config.lilicorr_vector_eps, config.lilicorr_logit_scale
         if hidden != width:
             self.token_proj = nn.Linear(hidden, width)
         self.pass_hidden_proj = nn.Linear(hidden, width)
@@ -75,17 +77,17 @@ class LatticeHead(nn.Module):
         first = nn.LayerNorm(5), nn.Linear(5, width)
         self.feature_mlp = [*first, nn.SiLU(), nn.Linear(width, width)]
         self.slot_embedding = mx.zeros((1, 1, slots, 1, width))
-        self.rank_embedding = mx.zeros((1, 1, 1, shape.candidate_topk, width))
-        self.relative_slot_bias = mx.zeros((shape.num_heads, 2 * slots + 1))
-        self.same_slot_bias = mx.zeros((shape.num_heads,))
+        self.rank_embedding = mx.zeros((1, 1, 1, top_k, width))
+        self.relative_slot_bias = mx.zeros((heads, 2 * slots + 1))
+        self.same_slot_bias = mx.zeros((heads,))
         self.context_proj = nn.Linear(hidden, width)
-        self.layers = [LatticeLayer(width, shape, eps) for _ in range(shape.num_layers)]
+        self.layers = [LatticeLayer(config) for _ in range(config.lilicorr_num_layers)]
         self.output_norm = nn.RMSNorm(width, eps=eps)
         self.anchor_norm = nn.RMSNorm(width, eps=eps)
         self.factor_input_proj = nn.Linear(3 * width, width)
-        self.out_head = nn.Linear(width, shape.factor_dim)
-        self.in_head = nn.Linear(width, shape.factor_dim)
-        self.anchor_out_head = nn.Linear(width, shape.factor_dim)
+        self.out_head = nn.Linear(width, factors)
+        self.in_head = nn.Linear(width, factors)
+        self.anchor_out_head = nn.Linear(width, factors)
 
     def pairs(
         self, embeddings: mx.array, log_probs: mx.array, hidden: mx.array, newest: mx.array
@@ -119,10 +121,10 @@ class LatticeHead(nn.Module):
         before, after = self._unit(self.out_head(x)), self._unit(self.in_head(x))
         first = mx.broadcast_to(self._unit(self.anchor_out_head(anchor)), (1, *before.shape[1:]))
         scores = mx.concatenate([first, before[:-1]]) @ after.swapaxes(-1, -2)
-        return scores.astype(mx.float32) * self.shape.logit_scale
+        return scores.astype(mx.float32) * self.logit_scale
 
     def _unit(self, x: mx.array) -> mx.array:
-        return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), self.shape.vector_eps)
+        return x / mx.maximum(mx.linalg.norm(x, axis=-1, keepdims=True), self.vector_eps)
 
 
 def _sequence(parts: Sequence[nn.Module], x: mx.array) -> mx.array:
@@ -136,8 +138,7 @@ class LiLiCorr(LatticeDrafter):
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__(config, parts)
-        assert config.lattice is not None
-        self.lilicorr = LatticeHead(config, config.lattice)
+        self.lilicorr = LatticeHead(config)
 
     def prepare(self, slots: Slots, logits: mx.array, newest: mx.array, target: Target) -> Slots:
         """Slots with candidates, their own scores and their scores after each other.
@@ -145,7 +146,7 @@ class LiLiCorr(LatticeDrafter):
         The head has read the candidates' probabilities: their logits count no more.
         """
         log_probs = log_softmax(logits)
-        tokens = top_candidates(log_probs, self.lilicorr.shape.candidate_topk)
+        tokens = top_candidates(log_probs, self.config.lilicorr_candidate_topk)
         ours = mx.take_along_axis(log_probs, tokens, axis=-1)
         order = mx.argsort(-ours, axis=-1)
         tokens, ours = (mx.take_along_axis(x, order, axis=-1) for x in (tokens, ours))
@@ -160,9 +161,3 @@ class LiLiCorr(LatticeDrafter):
         """See `LatticeDrafter`."""
         assert slots.lattice is not None
         return slots.lattice
-
-
-class ConvolvedLiLiCorr(LiLiCorr):
-    """With DFlash2's convolutions."""
-
-    layer_class = DFlash2Layer

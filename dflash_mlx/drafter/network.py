@@ -25,8 +25,8 @@ from .candidates import CandidateTokens, Slots, likeliest
 from .config import DraftConfig
 from .context import ContextCache, append_rows, make_context
 from .gemma4 import Gemma4Layer
-from .layers import DraftLayer
-from .packagings import ADAPTER, EMBEDDING, HEAD, MASK
+from .layers import ConvolvedLayer, DraftLayer
+from .networks import ADAPTER, EMBEDDING, HEAD, MASK
 from .session import BlockSession, FeatureSession
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ class DFlash(nn.Module):
             target's, `MASK` the mask token's embedding; `ADAPTER` is for taps of another width.
     """
 
-    layer_class: type[DraftLayer] = DraftLayer
     session_class: type[FeatureSession] = BlockSession
     drafts_trees = True  # its sessions have propose_tree
 
@@ -55,8 +54,9 @@ class DFlash(nn.Module):
             width = hidden
         self.fc = nn.Linear(len(config.target_layer_ids) * width, hidden, bias=False)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
-        layer_class = Gemma4Layer if config.gemma4 else self.layer_class
-        self.layers = [layer_class(config, i) for i in range(config.num_hidden_layers)]
+        layer = ConvolvedLayer if config.conv_kernel_size else DraftLayer
+        layer = Gemma4Layer if config.gemma4 else layer
+        self.layers = [layer(config, i) for i in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(hidden, eps=eps)
         if EMBEDDING in parts:
             self.embed_tokens = nn.Embedding(config.vocab_size, hidden)

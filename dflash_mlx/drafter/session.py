@@ -18,6 +18,7 @@ from ..targets import caches
 from ..targets.caches import Arrays, Checkpoint
 from ..targets.taps import gathered
 from .candidates import DraftInput, Slots, read_candidates
+from .networks import LILICORR
 from .protocol import SupportsBatch, SupportsSharing
 from .tree import DraftTree
 
@@ -192,6 +193,6 @@ class BlockSession(FeatureSession, SupportsBatch):
         if not self._pending:
             return self._none
         taps = super()._take()
-        if self.drafter.config.lattice is not None:
+        if self.drafter.config.kind == LILICORR:
             self._newest = taps[:, -1:]
         return taps

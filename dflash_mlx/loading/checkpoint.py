@@ -15,8 +15,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from ..drafter.config import DraftConfig
 from ..drafter.network import DFlash
-from ..drafter.networks import network_for
-from ..drafter.packagings import PACKAGINGS, our_name
+from ..drafter.networks import EAGLE3, PACKAGINGS, network_for, our_name
 from ..errors import ConfigError, ModelNotFoundError, WeightsError
 from ..proposal import Proposal
 from ..targets import Target
@@ -127,7 +126,7 @@ def read_drafter(folder: Path, window: int | None = None, num_layers: int | None
     weights = _tensors(folder, config)
     config = settle(config, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     drafter = network_for(config)(config, weights)
-    if config.eagle is not None and config.draft_vocab_size == config.vocab_size:
+    if config.kind == EAGLE3 and config.draft_vocab_size == config.vocab_size:
         weights.pop("d2t", None)  # all zeros, in some EAGLE-3 files
     load_as_stored(drafter, weights, f"{folder}: the weights do not fit the config,")
     if "d2t" in weights:

@@ -13,7 +13,7 @@ from mlx_lm.utils import dequantize_model
 from ..drafter.gemma4_assistant import Gemma4Assistant
 from ..drafter.mtp import MTPHead
 from ..drafter.network import DFlash
-from ..drafter.packagings import ASSISTANTS
+from ..drafter.networks import ASSISTANTS
 from ..errors import ConfigError, WeightsError
 from ..targets import Target
 from ..threads import evaluate

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..drafter.config import DraftConfig
-from ..drafter.packagings import (
+from ..drafter.networks import (
     ADAPTER,
     ASSISTANTS,
     DRAFTER_FIELDS,
@@ -70,9 +70,12 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     source = next((label for label in labels if label in config.sources), "default")
     network = ResolvedField("network", NETWORKS[config.kind], source)
     resolved = [
-        ResolvedField(name, getattr(config, name), config.sources.get(name, "default"))
-        for name in (item.name for item in fields(config))
-        if name not in ("sources", "unused")
+        ResolvedField(
+            item.name, getattr(config, item.name), config.sources.get(item.name, "default")
+        )
+        for item in fields(config)
+        if item.name not in ("sources", "unused")
+        and config.kind in (item.metadata.get("of") or (config.kind,))
     ]
     unused = [ResolvedField(place, value, "not used") for place, value in config.unused.items()]
     return [network, *resolved, *(_parts(config, shapes) if shapes else []), *unused]

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..drafter.mtp import LAYOUTS, HeadLayout, MTPHead
-from ..drafter.packagings import STANDALONE
+from ..drafter.networks import STANDALONE
 from ..errors import WeightsError
 from ..targets import Target
 from ..validation import ErrorWrapper, read_json, text_config

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..drafter.config import DraftConfig
-from ..drafter.packagings import ARCHITECTURES, DRAFTER_FIELDS, needs_target
+from ..drafter.networks import ARCHITECTURES, DRAFTER_FIELDS, needs_target
 from ..errors import ConfigError
 from ..targets.internals import classes_of
 from ..validation import ErrorWrapper, read_json

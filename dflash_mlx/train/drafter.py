@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten
 
 from ..drafter.config import DraftConfig
 from ..drafter.network import DFlash
-from ..drafter.networks import network_for
+from ..drafter.networks import EAGLE3, LILICORR, network_for
 from ..errors import SettingsError
 from ..targets import Target
 from .dataset import Arrays, BatchStream, Sample, bucket_length, group
@@ -244,9 +244,9 @@ def _loss_subset(
 def check_trainable(config: DraftConfig) -> None:
     """Raise `SettingsError` for published parts that the training forward lacks."""
     parts = {
-        "an EAGLE-3 network": config.eagle is not None,
-        "LiLiCorr's head": config.lattice is not None,
-        "a recurrent Markov head": config.markov is not None and config.markov.type == "rnn",
+        "an EAGLE-3 network": config.kind == EAGLE3,
+        "LiLiCorr's head": config.kind == LILICORR,
+        "a recurrent Markov head": config.markov_head_type == "rnn",
         "a width adapter": config.target_hidden_size != config.hidden_size,
         "attention sinks": any(config.sinks),
         "a head of fewer tokens": config.draft_vocab_size != config.vocab_size,

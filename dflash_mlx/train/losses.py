@@ -178,7 +178,7 @@ class SlotLoss:
         if subset is not None:
             self._rows = target.head_rows(subset.tokens).astype(mx.float32)
             self._width = len(subset.tokens)
-        has_markov = isinstance(drafter, DSpark) and drafter.config.markov
+        has_markov = isinstance(drafter, DSpark)
         self._markov = drafter.markov_head if has_markov else None
         self._selector = drafter.candidate_selector if isinstance(drafter, DFlash2) else None
 

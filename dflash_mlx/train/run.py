@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..drafter.config import DFLASH, DraftConfig
+from ..drafter.config import DraftConfig
 from ..drafter.network import DFlash
+from ..drafter.networks import DFLASH
 from ..errors import OutputError, SettingsError
 from ..targets import Target
 from .answers import AnswerProgress, AnswerSettings, collect_samples, split

@@ -132,7 +132,7 @@ WRONG = {
     "rope_scaling.low_freq_factor is not understood": yarn(low_freq_factor=1),
     "dflash_config.input_embedding_scale must": nested(input_embedding_scale=float("nan")),
     "conv_kernel_size is missing": TWO,
-    "markov_rank must": TWO | {"markov_rank": 4},
+    "markov_rank must": TWO | SIZES_OF_TWO | {"markov_rank": 4},
     "dflash_config.conv_group_size must divide 64": TWO
     | nested(**SIZES_OF_TWO | {"conv_group_size": 48}),
     "dflash_config.selector_top_k must": TWO | nested(**SIZES_OF_TWO | {"selector_top_k": 10**6}),

@@ -14,8 +14,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 import dflash_mlx as dm
 from dflash_mlx.drafter.candidates import Slots, top_candidates
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.networks import network_for
-from dflash_mlx.drafter.packagings import EMBEDDING, HEAD
+from dflash_mlx.drafter.networks import EMBEDDING, HEAD, network_for
 from dflash_mlx.errors import SettingsError, WeightsError
 from dflash_mlx.loading.inspect import inspect_drafter
 

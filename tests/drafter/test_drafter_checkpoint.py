@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from test_dspark import build, raw_config
 from tinymodels import target
 
-from dflash_mlx.drafter.packagings import EMBEDDING, HEAD, MASK
+from dflash_mlx.drafter.networks import EMBEDDING, HEAD, MASK
 from dflash_mlx.errors import ConfigError, IncompatibleDrafterError, WeightsError
 from dflash_mlx.loading.checkpoint import drop_copies, read_drafter
 from dflash_mlx.loading.inspect import inspect_drafter

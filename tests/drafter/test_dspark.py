@@ -12,8 +12,7 @@ from test_dflash2 import SHAPE, distance, random_weight
 
 from dflash_mlx.drafter.candidates import Slots
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.networks import network_for
-from dflash_mlx.drafter.packagings import ADAPTER, EMBEDDING, HEAD, MASK
+from dflash_mlx.drafter.networks import ADAPTER, EMBEDDING, HEAD, MASK, network_for
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import SamplingSettings
 

@@ -10,8 +10,7 @@ from mlx_lm.models.cache import KVCache
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.networks import network_for
-from dflash_mlx.drafter.packagings import EMBEDDING, HEAD
+from dflash_mlx.drafter.networks import EMBEDDING, HEAD, network_for
 from dflash_mlx.loading.checkpoint import drop_copies
 
 ROPE = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}

@@ -63,7 +63,7 @@ PAIRS = [
 
 def test_the_heads_scores_are_the_frozen_ones_of_nvidias_reference():
     config = DraftConfig.from_dict(CONFIG)
-    head, weights = LatticeHead(config, config.lattice), []
+    head, weights = LatticeHead(config), []
     for name, value in tree_flatten(head.parameters()):
         theirs = name
         for drawn, published in NAMED.items():

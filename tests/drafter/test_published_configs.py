@@ -6,7 +6,6 @@ that they were made for. Entries marked "invented" put single keys into a real c
 
 import copy
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,8 @@ NAMED = {
     "hybrid_DFlash-label_with_Markov(shape)": ["markov_rank", "sample_from_anchor", "shift_label"],
 }
 
+EAGLE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
 
 def named(entry):
     return entry["name"]
@@ -40,11 +41,12 @@ def value(config, name):
         return (config.rope_scaling or {}).get("rope_type", "default")
     if name == "attention_sinks":
         return any(config.sinks)
+    if name == "markov":
+        head = {"rank": config.markov_rank, "type": config.markov_head_type}
+        return head if config.kind == "dspark" else None
+    if name == "eagle":
+        return {norm: getattr(config, norm) for norm in EAGLE_NORMS}
     found = getattr(config, "target_layer_ids" if name == "taps" else name)
-    if name == "markov" and found is not None:
-        return {"rank": found.rank, "type": found.type}
-    if name == "eagle" and found is not None:
-        return asdict(found)
     return list(found) if isinstance(found, tuple) else found
 
 
