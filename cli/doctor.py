@@ -93,7 +93,7 @@ def _take_part(model: str, hub: Hub, process: RankProcess | None) -> None:
     except DFlashError as error:
         if process is None:
             raise
-        process.line.send(LOST, str(error))
+        process.send(LOST, str(error))
         raise typer.Exit(LOST_CODE) from error
     if line is not None:
         note(line)

@@ -7,12 +7,12 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
 import dflash_mlx
-from dflash_mlx.cluster.member import FAILED, LOST_CODE, MLX_RANK, Member, RankProcess, rank
+from dflash_mlx.cluster.member import FAILED, LOST_CODE, MLX_RANK, RankProcess, rank
 from dflash_mlx.errors import ClusterError, DFlashError
 from dflash_mlx.loading.registry import check_name
 
@@ -20,7 +20,10 @@ from . import options
 from .options import MODEL, flag, group, option
 from .output import note
 
-MEMBER: Final = "dflash_mlx.member"  # key of rank 0's member in a context
+if TYPE_CHECKING:
+    from dflash_mlx.cluster.cluster import Cluster
+
+CLUSTER: Final = "dflash_mlx.cluster"  # key of rank 0's cluster in a context
 
 
 @group
@@ -54,25 +57,27 @@ def runs_elsewhere(
         _supervise(machines, listen)
     if rank() is None:
         return False
-    process, member = context.find_object(RankProcess), None
+    process, cluster = context.find_object(RankProcess), None
     try:
         check_name(names.model)  # before the seconds that MLX takes to start
         dflash_mlx.use_fast_blas(stock=weights.stock_blas)
-        member = Member(process, machines.stall_seconds, machines.pipeline)
-        if member.cluster.rank == 0:
-            context.meta[MEMBER] = member
-            context.call_on_close(member.cluster.close)
+        from dflash_mlx.cluster.cluster import Cluster
+
+        cluster = Cluster(machines.stall_seconds, machines.pipeline, process)
+        if cluster.rank == 0:
+            context.meta[CLUSTER] = cluster
+            context.call_on_close(cluster.close)
             return False
         settings = weights.settings | {"kernels": weights.kernels}
-        member.cluster.follow(names.model, weights.target_bits, **settings)
+        cluster.follow(names.model, weights.target_bits, **settings)
     except DFlashError as error:
-        if member is not None and member.interrupted:  # rank 0 was interrupted, too, and left
+        if cluster is not None and cluster.interrupted:  # rank 0 was interrupted, too, and left
             raise KeyboardInterrupt from error
         if not rank():
             raise
         if process is None:
             raise ClusterError(f"rank {rank()} ({socket.gethostname()}): {error}") from error
-        process.line.send(FAILED, str(error))  # the supervisor reports one for all
+        process.send(FAILED, str(error))  # the supervisor reports one for all
         raise typer.Exit(LOST_CODE) from error
     return True
 
@@ -99,10 +104,10 @@ def _arguments() -> list[str]:
     return found
 
 
-def cluster_member(context: typer.Context) -> Member | None:
+def cluster_member(context: typer.Context) -> Cluster | None:
     """Rank 0 of the machines that share the model; None where this machine is alone."""
-    member: Member | None = context.meta.get(MEMBER)
-    return None if member is None or member.cluster.size == 1 else member
+    cluster: Cluster | None = context.meta.get(CLUSTER)
+    return None if cluster is None or cluster.size == 1 else cluster
 
 
 def stdin_ends(context: typer.Context) -> bool:

@@ -41,7 +41,7 @@ from .output import note, sized, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import Stats, Target
-    from dflash_mlx.cluster.member import Member
+    from dflash_mlx.cluster.cluster import Cluster
     from dflash_mlx.drafter.protocol import Drafter
     from dflash_mlx.policy.draft_policy import DraftPolicy
 
@@ -67,7 +67,7 @@ class Pair:
     kv_bits: int | None = None
     policy: DraftPolicy | None = None
     tree_budget: int | str | None = None
-    member: Member | None = None
+    member: Cluster | None = None
 
     @property
     def rows(self) -> int:
@@ -103,7 +103,7 @@ class Pair:
         elif self.policy is not None:
             drafting = "adaptive block size"
         exact = " · exact" if self.target.wiring and self.target.wiring.exact else ""
-        machines = "" if self.member is None else f" · {self.member.cluster.size} machines"
+        machines = "" if self.member is None else f" · {self.member.size} machines"
         return f"{short(self.target.name)} · {drafting} · {self.blas.name}{exact}{machines}"
 
     def plain_speed(self) -> float | None:
@@ -124,7 +124,7 @@ def open_pair(
     steps: StepOptions = WHOLE_BLOCKS,
     no_draft: bool = False,
     warm: bool = True,
-    member: Member | None = None,
+    member: Cluster | None = None,
     check: Callable[[Target], object] | None = None,
     reserved: int = 0,
     wire: bool = True,
@@ -159,7 +159,7 @@ def open_pair(
     target_bits, draft_bits = weights.target_bits, weights.draft_bits
     settings = weights.settings | {"kernels": weights.kernels}
     settings |= {"reserved": reserved, "adapter": names.adapter}
-    settings |= {} if member is None else {"cluster": member.cluster}
+    settings |= {} if member is None else {"cluster": member}
     drafter: Drafter | None = None
     with waiting(f"Loading {names.model}", spinner=False):  # downloads and conversions have bars
         if draft == NONE:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dflash_mlx.cluster.member import RankProcess, SupervisorLine
+from dflash_mlx.cluster.member import RankProcess
 
 
 def main() -> None:
@@ -26,12 +26,12 @@ def main() -> None:
     if reading is None:  # stdin and stdout are the line: prints go to stderr from now on
         reading, writing = sys.stdin.fileno(), os.dup(sys.stdout.fileno())
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    line = SupervisorLine(reading, writing)
+    process = RankProcess(reading, writing, start.get("listening"))
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= _environment(start, Path(folder))
         from .app import app
 
-        app(arguments, prog_name="dflash-mlx", obj=RankProcess(line, start.get("listening")))
+        app(arguments, prog_name="dflash-mlx", obj=process)
 
 
 def _environment(start: dict[str, Any], folder: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 import dflash_mlx
-from dflash_mlx.cluster.member import READY, Member, rank
+from dflash_mlx.cluster.member import READY, rank
 from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import LOOKUP, NONE, check_name, local_path, short
@@ -32,6 +32,7 @@ from .pair import TOY, Pair, note_training, open_pair
 
 if TYPE_CHECKING:
     from dflash_mlx import PrefixStore
+    from dflash_mlx.cluster.cluster import Cluster
     from dflash_mlx.serve.auth import Auth
     from dflash_mlx.serve.handler import RequestHandler
     from dflash_mlx.serve.metrics import Metrics
@@ -174,7 +175,7 @@ class ModelLoader:
     thinking: options.Thinking
     load: Load
     metrics: Metrics
-    member: Member | None
+    member: Cluster | None
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:

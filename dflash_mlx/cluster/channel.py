@@ -1,8 +1,13 @@
-"""The channel between the ranks: one message per step.
+"""The channel between the ranks: one message per forward.
 
-A message holds the session operations since the last one and then a forward that all ranks run, as
-JSON. Its bytes are sent as integers, in a sum to which all ranks but 0 add zeros. Every backend of
-MLX has that operation, so the messages need no other address, port or protocol than the forwards.
+A message holds what rank 0 has done to its sessions since the last one, and then a forward that all
+ranks run, as JSON. Its bytes are sent as integers, in a sum to which all ranks but 0 add zeros.
+Every backend of MLX has that operation, so the messages need no other address, port or protocol
+than the forwards.
+
+An operation is [number, object, method, *arguments]: call a method of an object that every rank has
+under the same number, and keep what it returns under a new number. Arguments that are such objects
+are {"number": N}. Without a method, the object is forgotten.
 """
 
 from __future__ import annotations
@@ -17,21 +22,28 @@ import numpy as np
 WORDS = 4096  # int32 of one sum; a step of 32 requests and 17 rows each takes less
 # What MLX raises when ranks do not reach each other, or when a file that names them is broken.
 MLX_ERRORS = (RuntimeError, ValueError, OSError)
-HEARTBEAT, STOP = "heartbeat", "stop"  # nothing to do; the last message
+NO_ANSWER = "A machine of the cluster does not answer any more"
+# Forwards: a prompt's tokens, drafts; nothing to do for REST_SECONDS; the last message.
+READ, VERIFY, HEARTBEAT, STOP = "read", "verify", "heartbeat", "stop"
+REST_SECONDS = 0.2  # a rank that waits in a sum keeps a core busy
+TARGET, NUMBER = 0, "number"  # the target's number; the key of one in an argument
 
-Operation = Sequence[Any]  # the name of one of `RankWorker`'s operations, and its arguments
+Operation = Sequence[Any]
 
 
 class Channel:
     """Connects all ranks.
 
-    Attributes:
+    Args:
         group: MLX's group of them.
+        pipeline: whether each rank has taps of its own layers only.
+
+    Attributes:
         sums: how many were made for messages and meetings.
     """
 
-    def __init__(self, group: mx.distributed.Group) -> None:
-        self.group = group
+    def __init__(self, group: mx.distributed.Group, pipeline: bool = False) -> None:
+        self.group, self._pipeline = group, pipeline
         self.sums = 0
 
     @property
@@ -59,13 +71,32 @@ class Channel:
             part[: len(words) - start] = words[start : start + WORDS]
             self._sum(part)
 
-    def receive(self) -> list[Operation]:
+    def receive(self) -> list[list[Any]]:
         """Wait for the next message of rank 0."""
         words = self._sum(np.zeros(WORDS, np.int32))
         while len(words) <= words[0]:
             words = np.concatenate([words, self._sum(np.zeros(WORDS, np.int32))])
-        operations: list[Operation] = json.loads(words[1 : words[0] + 1].tobytes())
+        operations: list[list[Any]] = json.loads(words[1 : words[0] + 1].tobytes())
         return operations
+
+    def gather(self, result: Any) -> Any:
+        """Complete the taps of a forward's (logits, taps), or of a list of them, from all ranks.
+
+        Every rank of a pipeline adds its own layers' taps and zeros for the others, in one sum
+        after everything that the forward itself sends.
+        """
+        pairs = result if isinstance(result, list) else [result]
+        if not self._pipeline or not any(tap.size for _, tap in pairs):
+            return result
+        logits = [x for x, _ in pairs if x is not None]
+        own = mx.concatenate([tap.reshape(-1) for _, tap in pairs if tap.size])
+        own = mx.depends(own, logits) if logits else own
+        total, whole, start = mx.distributed.all_sum(own, group=self.group), [], 0
+        for logit, tap in pairs:
+            part = total[start : start + tap.size].reshape(tap.shape) if tap.size else tap
+            whole.append((logit, part))
+            start += tap.size
+        return whole if isinstance(result, list) else whole[0]
 
     def _sum(self, words: np.ndarray) -> np.ndarray:
         """The sum [N] over all ranks; waits for them."""

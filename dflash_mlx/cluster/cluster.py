@@ -1,23 +1,29 @@
-"""Joining a cluster: one process becomes one of several ranks."""
+"""Joining a cluster: this process becomes one of several ranks that share a target."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
 from functools import reduce
 from operator import or_
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import ClusterError, SettingsError
+from ..errors import ClusterError, DFlashError, SettingsError
 from ..loading.checkpoint import check_runs
 from ..loading.load import load_target
 from ..targets import Target
 from ..validation import ErrorWrapper
-from .channel import MLX_ERRORS, Channel
-from .leader import LOST, Leader
-from .pipeline import LeaderStage, Limits, PipelineStage, gather_taps, limits
+from .channel import MLX_ERRORS, NO_ANSWER, Channel
+from .leader import Leader
+from .member import LOST, LOST_CODE, RankProcess, rank
+from .pipeline import LeaderStage, Limits, PipelineStage, limits
 from .shards import split_by_heads, split_by_layers
 from .target import LeaderTarget
 from .watchdog import STALL_SECONDS, Watchdog
@@ -34,13 +40,14 @@ class Cluster:
 
     Args:
         stall: seconds after which a forward is given up.
-        lost: called once, in any thread, when a rank is lost, with the error and whether a thread
-            waits forever.
-        met: called when all ranks have loaded their parts.
         pipeline: gives each rank some of the layers instead of some heads of all layers.
+        process: how a supervisor started this process; None if another launcher did.
 
     Attributes:
         rank, size: this rank, and the number of ranks; a size of 1 is no cluster.
+        end: called first, in any thread, when the other ranks are lost, with the error; None ends
+            the process at once if a thread waits for them forever.
+        interrupted: whether Ctrl-C was pressed while this rank followed.
 
     Raises `ClusterError` when the other ranks cannot be reached.
     """
@@ -48,26 +55,39 @@ class Cluster:
     def __init__(
         self,
         stall: float = STALL_SECONDS,
-        lost: Callable[[ClusterError, bool], Any] = lambda error, stuck: None,
-        met: Callable[[], Any] = lambda: None,
         pipeline: bool = False,
+        process: RankProcess | None = None,
     ) -> None:
+        self.end: Callable[[DFlashError], Any] | None = None
+        self.interrupted = False
+        self._process, self._lost_once = process, threading.Lock()
+        if process is not None:
+            process.lost = lambda problem: self._lost(DFlashError(problem), False)
         with ErrorWrapper(
             ClusterError, "The machines of the cluster cannot be reached", MLX_ERRORS
         ):
             group = mx.distributed.init()
-        self.channel, self._stall, self._lost = Channel(group), stall, lost
-        self._met, self._pipeline = met, pipeline
+        self.channel, self._stall, self._pipeline = Channel(group, pipeline), stall, pipeline
         self._whole_head: nn.Module | None = None
         self._layers = 0  # of the whole model, in a pipeline
         self._leader: Leader | None = None
         self.rank, self.size = self.channel.rank, self.channel.size
+        if self.size == 1 and (rank() or process is not None):
+            raise ClusterError(
+                "MLX has joined no other machine: its backend does not work here. "
+                "'dflash-mlx doctor --hosts FILE' says which one does."
+            )
 
     @property
     def leader(self) -> Leader:
         """Rank 0's, once its target is loaded."""
         assert self._leader is not None
         return self._leader
+
+    def tell(self, word: str, reason: str = "") -> None:
+        """Send a message to the supervisor, if there is one."""
+        if self._process is not None:
+            self._process.send(word, reason)
 
     def follow(self, name: str, bits: int | None = None, **settings: Any) -> None:
         """As any rank but 0: load this rank's part, and repeat what rank 0 does until it ends.
@@ -81,7 +101,7 @@ class Cluster:
 
     def work(self, target: Target) -> RankWorker:
         """The part of `follow` after loading."""
-        worker = RankWorker(self.channel, target, self._gather)
+        worker = RankWorker(self.channel, target)
         watchdog = Watchdog(max(SILENCE_SECONDS, self._stall), self._silent)
         try:
             worker.run(watchdog)
@@ -106,33 +126,28 @@ class Cluster:
     def open(self, *of: Any) -> Target:
         """The target of this rank's part; see `SupportsSharding`."""
         self._meet()
-        self._met()
-        target = self._open_stage(*of) if self._pipeline else self._open_heads(*of)
-        if isinstance(target, LeaderTarget):
-            check_runs(target)
+        if self.rank:  # from now on rank 0 decides when it is over
+            signal.signal(signal.SIGINT, self._interrupt)
+        limit = Limits(0)
+        if self._pipeline:
+            stage = PipelineStage(self._layers, *of)
+            found = self._meet(limits(stage))
+            if len({one & Limits.NO_BATCH for one in found}) > 1:
+                raise SettingsError(
+                    f"{stage.name}: its layers take several requests in different ways, leave "
+                    "--pipeline out, or use one machine."
+                )
+            limit = reduce(or_, map(Limits, found))
+        if self.rank:
+            return stage if self._pipeline else Target(*of)
+        self._leader = Leader(self.channel, self._stall, self._lost)
+        target: Target
+        if self._pipeline:
+            target = LeaderStage(limit, self._layers, self._leader, None, *of)
+        else:
+            target = LeaderTarget(self._leader, self._whole_head, *of)
+        check_runs(target)
         return target
-
-    def _open_heads(self, *of: Any) -> Target:
-        if self.rank:
-            return Target(*of)
-        return LeaderTarget(self._lead(), self._whole_head, *of)
-
-    def _open_stage(self, *of: Any) -> Target:
-        """A stage, with the limits of all ranks."""
-        target = PipelineStage(self._layers, *of)
-        found = self._meet(limits(target))
-        if len({one & Limits.NO_BATCH for one in found}) > 1:
-            raise SettingsError(
-                f"{target.name}: its layers take several requests in different ways, leave "
-                "--pipeline out, or use one machine."
-            )
-        if self.rank:
-            return target
-        return LeaderStage(reduce(or_, map(Limits, found)), self._layers, self._lead(), None, *of)
-
-    def _lead(self) -> Leader:
-        self._leader = Leader(self.channel, self._stall, self._lost, self._gather)
-        return self._leader
 
     def _meet(self, word: int = 0) -> list[int]:
         with ErrorWrapper(
@@ -140,9 +155,19 @@ class Cluster:
         ):
             return self.channel.meet(word)
 
-    def _gather(self, result: Any) -> Any:
-        """A forward's result, completed from all ranks."""
-        return gather_taps(self.channel.group, result) if self._pipeline else result
-
     def _silent(self, seconds: float) -> None:
-        self._lost(ClusterError(f"{LOST}: rank 0 has been silent for {seconds:.0f} s."), True)
+        self._lost(ClusterError(f"{NO_ANSWER}: rank 0 has been silent for {seconds:.0f} s."), True)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+
+    def _lost(self, error: DFlashError, stuck: bool) -> None:
+        """End, from any thread; `stuck` if one waits for the other ranks forever."""
+        if not self._lost_once.acquire(blocking=False):
+            return
+        if self.end is not None:
+            self.end(error)
+        self.tell(LOST, str(error))
+        if self.end is None and stuck:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(LOST_CODE)

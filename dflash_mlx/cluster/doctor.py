@@ -10,7 +10,7 @@ import json
 import platform
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -18,9 +18,8 @@ from ..errors import ClusterError
 from ..machine.facts import DISTRIBUTION, installed
 from ..validation import ErrorWrapper
 from .hosts import Hosts
-from .member import LOST, Member, RankProcess
+from .member import LOST, RankProcess
 from .ranks import ClusterProcesses
-from .watchdog import STALL_SECONDS
 
 FOUND, MEASURED = "found", "measured"  # messages: every rank's versions; rank 0's times; in JSON
 MEASURE_SECONDS = 120.0  # for ranks to start, meet and measure
@@ -61,23 +60,6 @@ class LinkTimes:
     bandwidth: float
 
 
-@dataclass
-class Reports:
-    """What the ranks report.
-
-    Attributes:
-        versions: of Python and packages, and the "backends" of MLX, by rank.
-        ended: how, by rank.
-        lost: why a rank does not reach the others.
-        times: of the link, once measured.
-    """
-
-    versions: dict[int, dict[str, Any]] = field(default_factory=dict)
-    ended: dict[int, int] = field(default_factory=dict)
-    lost: str = ""
-    times: LinkTimes | None = None
-
-
 def check_hosts(
     hosts: Hosts, model: str, shape: tuple[int, int]
 ) -> tuple[list[Check], dict[str, Any] | None]:
@@ -91,18 +73,49 @@ def check_hosts(
     Returns:
         The checks, and the times of the link in seconds; None where nothing was measured.
     """
-    reports = _ask(hosts, model)
-    found = reports.versions
-    checks = [_machine(rank, host.ssh, reports) for rank, host in enumerate(hosts.machines)]
+    versions, ended, lost, times = dict[int, dict[str, Any]](), dict[int, int](), "", None
+    ranks = ClusterProcesses(hosts, ["doctor", "--model", model])
+    until = time.monotonic() + MEASURE_SECONDS
+    try:
+        while times is None and time.monotonic() < until:
+            for rank, word, more in ranks.receive(LOOK_SECONDS):
+                if word == FOUND:
+                    versions[rank.number] = json.loads(more)
+                elif word == MEASURED:
+                    times = LinkTimes(**json.loads(more))
+                elif word == LOST:
+                    lost = lost or more.rstrip(".")
+            for rank in ranks.all:
+                if code := rank.process.poll():
+                    ended[rank.number] = code
+                    lost = lost or rank.end
+            if lost and len(versions.keys() | ended.keys()) == len(ranks.all):
+                break
+    finally:
+        ranks.end()
+    checks = [
+        _machine(f"rank {rank}, {host.ssh}", host.ssh, versions.get(rank), ended.get(rank))
+        for rank, host in enumerate(hosts.machines)
+    ]
     for package in SAME:
-        versions = {one[package] for one in found.values()}
-        if len(versions) > 1:
+        found = {one[package] for one in versions.values()}
+        if len(found) > 1:
             advice = f"Install the same {package} on all machines."
-            checks.append(Check(package, "fail", " and ".join(sorted(versions)), advice))
-    if reports.times is None:
-        return [*checks, Check("link", "fail", reports.lost, LINK_ADVICE)], None
-    link = Check("link", "ok", describe(reports.times, shape))
-    return [*checks, link], asdict(reports.times)
+            checks.append(Check(package, "fail", " and ".join(sorted(found)), advice))
+    if times is None:
+        lost = lost or f"the machines did not meet within {MEASURE_SECONDS:.0f} seconds"
+        return [*checks, Check("link", "fail", lost, LINK_ADVICE)], None
+    return [*checks, Check("link", "ok", describe(times, shape))], asdict(times)
+
+
+def _machine(name: str, ssh: str, versions: dict[str, Any] | None, code: int | None) -> Check:
+    """What a rank has said of its versions, or how it has ended."""
+    if versions is not None:
+        shown = ", ".join(f"{package} {versions[package]}" for package in ("Python", *SAME))
+        return Check(name, "ok", f"{shown}; backends: {', '.join(versions['backends'])}")
+    detail = "has not answered in time" if code is None else f"dflash-mlx does not run ({code})"
+    advice = f"'ssh {ssh} {sys.executable} -m dflash_mlx doctor' must work without a password."
+    return Check(name, "fail", detail, advice)
 
 
 def take_part(process: RankProcess | None, shape: tuple[int, int]) -> str | None:
@@ -116,21 +129,22 @@ def take_part(process: RankProcess | None, shape: tuple[int, int]) -> str | None
     """
     import mlx.core as mx
 
-    def send(word: str, content: Any) -> None:
-        if process is not None:
-            process.line.send(word, json.dumps(content))
+    from .cluster import Cluster
 
     backends = [name for name in ("ring", "jaccl", "mpi") if mx.distributed.is_available(name)]
     packages = zip(SAME, (DISTRIBUTION, *SAME[1:]), strict=True)
     versions = {name: installed(package) or "unknown" for name, package in packages}
     versions["Python"] = platform.python_version()
-    send(FOUND, versions | {"backends": backends})
-    member = Member(process, STALL_SECONDS)
-    times = measure_link(member.cluster.channel.group, shape[0])
-    if member.cluster.rank:
+    if process is not None:
+        process.send(FOUND, json.dumps(versions | {"backends": backends}))
+    cluster = Cluster(process=process)
+    times = measure_link(cluster.channel.group, shape[0])
+    if cluster.rank:
         return None
-    send(MEASURED, asdict(times))
-    return describe(times, shape) if process is None else None
+    if process is None:
+        return describe(times, shape)
+    process.send(MEASURED, json.dumps(asdict(times)))
+    return None
 
 
 def measure_link(group: Any, width: int) -> LinkTimes:
@@ -159,44 +173,6 @@ def measure_link(group: Any, width: int) -> LinkTimes:
         row, rows = (seconds(mx.zeros((n, width), mx.bfloat16)) for n in (1, ROWS))
         large = seconds(mx.zeros((LARGE_BYTES // 4,), mx.float32))
     return LinkTimes(group.size(), width, row, rows, LARGE_BYTES / large)
-
-
-def _machine(rank: int, ssh: str, reports: Reports) -> Check:
-    name, found = f"rank {rank}, {ssh}", reports.versions.get(rank)
-    if found is not None:
-        versions = ", ".join(f"{package} {found[package]}" for package in ("Python", *SAME))
-        return Check(name, "ok", f"{versions}; backends: {', '.join(found['backends'])}")
-    code = reports.ended.get(rank)
-    detail = "has not answered in time" if code is None else f"dflash-mlx does not run ({code})"
-    advice = f"'ssh {ssh} {sys.executable} -m dflash_mlx doctor' must work without a password."
-    return Check(name, "fail", detail, advice)
-
-
-def _ask(hosts: Hosts, model: str) -> Reports:
-    """Start ranks of `doctor`, and stop them when they have measured, or when they cannot."""
-    reports = Reports()
-    ranks = ClusterProcesses(hosts, ["doctor", "--model", model])
-    until = time.monotonic() + MEASURE_SECONDS
-    try:
-        while reports.times is None and time.monotonic() < until:
-            for rank, word, more in ranks.receive(LOOK_SECONDS):
-                if word == FOUND:
-                    reports.versions[rank.number] = json.loads(more)
-                elif word == MEASURED:
-                    reports.times = LinkTimes(**json.loads(more))
-                elif word == LOST:
-                    reports.lost = reports.lost or more.rstrip(".")
-            for rank in ranks.all:
-                if code := rank.process.poll():
-                    reports.ended[rank.number] = code
-                    reports.lost = reports.lost or rank.end
-            said = reports.versions.keys() | reports.ended.keys()
-            if reports.lost and len(said) == len(ranks.all):
-                break
-    finally:
-        ranks.end()
-    reports.lost = reports.lost or f"the machines did not meet within {MEASURE_SECONDS:.0f} seconds"
-    return reports
 
 
 def describe(times: LinkTimes, shape: tuple[int, int]) -> str:

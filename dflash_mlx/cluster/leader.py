@@ -22,12 +22,20 @@ from ..errors import ClusterError, DFlashError
 from ..proposal import Proposal
 from ..threads import clean_up_at_end
 from ..validation import ErrorWrapper
-from .channel import HEARTBEAT, MLX_ERRORS, STOP, Channel, Operation
+from .channel import (
+    HEARTBEAT,
+    MLX_ERRORS,
+    NO_ANSWER,
+    REST_SECONDS,
+    STOP,
+    TARGET,
+    VERIFY,
+    Channel,
+    Operation,
+)
 from .watchdog import Watchdog
 
 IDLE_SECONDS = 1.0  # without a forward, after which the others sleep between messages
-REST_SECONDS = 0.2  # that they sleep; a rank that waits in a sum keeps a core busy
-LOST = "A machine of the cluster does not answer any more"
 
 Result = TypeVar("Result")
 
@@ -40,7 +48,6 @@ class Leader:
         stall: seconds that a forward may take before the cluster is given up.
         lost: called once, in any thread, with the error that ends the cluster, and whether a thread
             waits forever.
-        gather: completes a forward's result from all ranks; all of them call it.
 
     Attributes:
         messages: forwards that were sent.
@@ -52,10 +59,9 @@ class Leader:
         channel: Channel,
         stall: float,
         lost: Callable[[ClusterError, bool], None],
-        gather: Callable[[Any], Any] = lambda result: result,
     ) -> None:
-        self._channel, self._lost, self._gather = channel, lost, gather
-        self._numbers = count()
+        self._channel, self._lost = channel, lost
+        self._numbers = count(TARGET + 1)
         self._pending: deque[Operation] = deque()  # since the last message
         self._lock, self._in_forward = threading.RLock(), False
         self._problem: str | None = None
@@ -69,15 +75,20 @@ class Leader:
         self._heartbeat.start()
         atexit.register(self.close)
 
-    def number(self) -> int:
-        """A new number for a session, a checkpoint or a stored piece."""
-        return next(self._numbers)
+    def repeat(self, of: int, method: str, *arguments: Any) -> int:
+        """Have the other ranks call a method of an object before the next forward.
 
-    def add(self, name: str, *arguments: Any) -> None:
-        """Add an operation to the next message; from any thread."""
-        self._pending.append((name, *arguments))
+        Returns the number of what it returns there.
+        """
+        number = next(self._numbers)
+        self._pending.append((number, of, method, *arguments))
+        return number
 
-    def run(self, forward: Callable[[], Result], *operation: Any) -> Result:
+    def drop(self, of: int) -> None:
+        """Have the other ranks forget an object; from any thread."""
+        self._pending.append((of, of, None))
+
+    def run(self, forward: Callable[[], Result], kind: str, *arguments: Any) -> Result:
         """Run a forward on all ranks. Returns rank 0's result, computed.
 
         Raises `ClusterError` when a rank is lost, now or earlier.
@@ -87,8 +98,8 @@ class Leader:
                 return forward()
             with self._guard():
                 self.messages += 1
-                self._send(operation)
-                result: Result = self._gather(forward())
+                self._send((kind, *arguments))
+                result: Result = self._channel.gather(forward())
                 mx.eval(result)
                 self._last = time.monotonic()
             return result
@@ -104,10 +115,9 @@ class Leader:
         for session, proposal in zip(sessions, proposals, strict=True):
             tokens = proposal.tokens
             ids: Any = tokens.tolist() if isinstance(tokens, mx.array) else tokens
-            session.announce()
             drafts.append((session.number, ids, () if proposal.is_chain else proposal.parents))
             known.append(Proposal(ids, proposal.parents))
-        return self.run(lambda: forward(sessions, known), "verify", drafts)
+        return self.run(lambda: forward(sessions, known), VERIFY, drafts)
 
     def give_up(self, problem: str, stuck: bool = False) -> None:
         """End the cluster: every later forward fails with this problem."""
@@ -124,7 +134,7 @@ class Leader:
         self._heartbeat.join()
         with self._lock:
             if self._problem is None:
-                with ErrorWrapper(ClusterError, LOST, MLX_ERRORS), self._watchdog.watching():
+                with ErrorWrapper(ClusterError, NO_ANSWER, MLX_ERRORS), self._watchdog.watching():
                     self._send((STOP,))
                 self._end("The cluster is closed: join it again.")
 
@@ -144,7 +154,7 @@ class Leader:
             raise ClusterError(self._problem)
         self._in_forward, complete = True, False
         try:
-            with ErrorWrapper(ClusterError, LOST, MLX_ERRORS), self._watchdog.watching():
+            with ErrorWrapper(ClusterError, NO_ANSWER, MLX_ERRORS), self._watchdog.watching():
                 yield
             complete = True
         except DFlashError as error:
@@ -156,7 +166,7 @@ class Leader:
                 self._end("A forward was interrupted: join the cluster again.")
 
     def _stalled(self, seconds: float) -> None:
-        self.give_up(f"{LOST}: nothing has come back for {seconds:.0f} s.", stuck=True)
+        self.give_up(f"{NO_ANSWER}: nothing has come back for {seconds:.0f} s.", stuck=True)
 
     def _send_heartbeats(self) -> None:
         """While idle, let the others sleep, and check that they answer."""

@@ -2,8 +2,7 @@
 
 In mlx-lm's pipeline the last rank has the first layers and rank 0 the last ones. Each rank receives
 hidden states, runs its layers and sends the result on; at the end all get rank 0's. The taps of
-other ranks' layers come in one more sum over all ranks, to which each adds its own layers' outputs
-and zeros for the others.
+other ranks' layers come by `Channel.gather`.
 """
 
 from __future__ import annotations
@@ -98,23 +97,3 @@ class StageTaps(TapRecorder):
         zeros = mx.zeros((1, rows, self._width), self._dtype)
         parts = [next(own) if here else zeros for here in self._here]
         return mx.concatenate([part.astype(self._dtype) for part in parts], axis=-1)
-
-
-def gather_taps(group: mx.distributed.Group, result: Any) -> Any:
-    """Complete the taps of a forward's (logits, taps), or of a list of them, from all ranks.
-
-    Makes one sum over all ranks, after everything that the forward itself sends.
-    """
-    pairs = result if isinstance(result, list) else [result]
-    taps = [tap for _, tap in pairs]
-    if not any(tap.size for tap in taps):
-        return result
-    logits = [x for x, _ in pairs if x is not None]
-    own = mx.concatenate([tap.reshape(-1) for tap in taps if tap.size])
-    total = mx.distributed.all_sum(mx.depends(own, logits) if logits else own, group=group)
-    whole, start = [], 0
-    for logit, tap in pairs:
-        part = total[start : start + tap.size].reshape(tap.shape) if tap.size else tap
-        whole.append((logit, part))
-        start += tap.size
-    return whole if isinstance(result, list) else whole[0]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ..machine.signals import signals_to
@@ -25,21 +24,6 @@ MAX_STARTS = 3  # in a row without a server that was ready
 FAILED_CODE, INTERRUPTED_CODE = 1, 130
 
 
-@dataclass
-class RunResult:
-    """How one run of the processes ended.
-
-    Attributes:
-        code: for the shell.
-        problem: what failed; None if a rank has said it, or nothing did.
-        served: whether the server was ready before.
-    """
-
-    code: int
-    problem: str | None = None
-    served: bool = False
-
-
 class Supervisor:
     """Runs a command on all machines.
 
@@ -48,7 +32,6 @@ class Supervisor:
         arguments: of `dflash-mlx`, on all of them.
         report: prints a line for the user.
         listening: of a server, which is restarted when it fails; None for other commands.
-        start: starts all processes.
     """
 
     def __init__(
@@ -57,44 +40,43 @@ class Supervisor:
         arguments: Sequence[str],
         report: Callable[[str], None],
         listening: socket.socket | None = None,
-        start: Callable[[Hosts, Sequence[str], socket.socket | None], ClusterProcesses] = (
-            ClusterProcesses
-        ),
     ) -> None:
         self._hosts, self._arguments, self._report = hosts, arguments, report
-        self._listening, self._start = listening, start
+        self._listening = listening
         self._signals = 0  # Ctrl-C and SIGTERM so far
+        self._served = False  # whether the server was ready in the current run
 
     def run(self) -> int:
         """Run the command to its end. Returns its exit code."""
         starts = 0
         with signals_to(self._signalled):
             while True:
-                starts += 1
-                ranks = self._start(self._hosts, self._arguments, self._listening)
+                self._served, starts = False, starts + 1
+                ranks = ClusterProcesses(self._hosts, self._arguments, self._listening)
                 try:
-                    result = self._watch(ranks)
+                    code, problem = self._watch(ranks)
                 finally:
                     ranks.end()
-                if result.problem is None or self._signals:
-                    return result.code
-                starts = 0 if result.served else starts
+                if problem is None or self._signals:
+                    return code
+                starts = 0 if self._served else starts
                 if self._listening is None or starts == MAX_STARTS:
-                    self._report(f"{result.problem}: the cluster has ended.")
+                    self._report(f"{problem}: the cluster has ended.")
                     return FAILED_CODE
-                self._report(f"{result.problem}: all are started again.")
+                self._report(f"{problem}: all are started again.")
 
-    def _watch(self, ranks: ClusterProcesses) -> RunResult:
-        first, served, forwarded = ranks.all[0].process, False, 0
+    def _watch(self, ranks: ClusterProcesses) -> tuple[int, str | None]:
+        """The exit code of one run, and what failed; None if a rank has said it, or nothing did."""
+        first, forwarded = ranks.all[0].process, 0
         failures: dict[str, str] = {}
         while True:
             for rank, word, reason in ranks.receive(POLL_SECONDS):
                 if word == READY:
-                    served = True
+                    self._served = True
                 elif word == FAILED:
                     failures[rank.name] = reason
                 elif word == LOST:
-                    return self._fail(ranks, reason, served, failures)
+                    return self._fail(ranks, reason, failures)
             if self._signals > forwarded:  # rank 0 knows how to end
                 forwarded = self._signals
                 first.send_signal(signal.SIGTERM if self._listening else signal.SIGINT)
@@ -103,17 +85,17 @@ class Supervisor:
                 ranks.wait(SETTLE_SECONDS)
                 killed = _killed(ranks)
                 if code > 0 and killed and not self._signals:
-                    return RunResult(FAILED_CODE, killed[0].end, served)
-                return RunResult(code if code >= 0 else INTERRUPTED_CODE, None, served)
+                    return FAILED_CODE, killed[0].end
+                return code if code >= 0 else INTERRUPTED_CODE, None
             # Ranks that rank 0 has stopped end with 0.
             if failed := [rank for rank in ranks.all if rank.process.poll()]:
-                return self._fail(ranks, failed[0].end, served, failures)
+                return self._fail(ranks, failed[0].end, failures)
 
     def _fail(
-        self, ranks: ClusterProcesses, problem: str, served: bool, failures: dict[str, str]
-    ) -> RunResult:
+        self, ranks: ClusterProcesses, problem: str, failures: dict[str, str]
+    ) -> tuple[int, str | None]:
         """Tell rank 0, so that it answers its clients, and find out what went wrong."""
-        if self._listening is not None and served:
+        if self._listening is not None and self._served:
             ranks.send(ranks.all[0], problem)
             ranks.wait(GRACE_SECONDS, ranks.all[:1])
         else:
@@ -121,12 +103,12 @@ class Supervisor:
             late = ranks.receive(0)
             failures |= {rank.name: reason for rank, word, reason in late if word == FAILED}
         killed = _killed(ranks)
-        if not served and not killed and any(rank.process.poll() for rank in ranks.all[1:]):
+        if not self._served and not killed and any(rank.process.poll() for rank in ranks.all[1:]):
             if not ranks.all[0].process.poll():  # otherwise rank 0 has printed the same
                 for name, reason in failures.items():
                     self._report(f"{name}: {reason}")
-            return RunResult(FAILED_CODE)
-        return RunResult(FAILED_CODE, killed[0].end if killed else problem.rstrip("."), served)
+            return FAILED_CODE, None
+        return FAILED_CODE, killed[0].end if killed else problem.rstrip(".")
 
     def _signalled(self, number: int, frame: Any) -> None:
         """Pass the first signal on to rank 0; the second one ends all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import mlx.core as mx
@@ -16,10 +17,11 @@ from ..prefix.cache import PrefixCache
 from ..proposal import Proposal
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, Checkpoint, strip_prefix
+from .channel import NUMBER, READ, TARGET
 from .leader import Leader
 
 CHUNK = 512  # tokens of a prompt in one forward, so that none takes long enough to seem lost
-PIECE = "piece"  # the array that holds the number of the other ranks' rows or state
+PIECE = "piece"  # the array that holds the number of the other ranks' arrays
 
 
 class LeaderTarget(Target):
@@ -64,6 +66,19 @@ class NumberedCheckpoint(Checkpoint):
     number: int
 
 
+def repeated(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a session that the other ranks repeat on their own caches.
+
+    What it returns belongs to this rank, and the other ranks keep theirs under the same number.
+    """
+
+    @wraps(method)
+    def call(session: LeaderSession, *arguments: Any) -> Any:
+        return session.numbered(method(session, *arguments), method.__name__, arguments)
+
+    return call
+
+
 class LeaderSession(TargetSession):
     """One request's caches on rank 0, and under its number on all other ranks."""
 
@@ -71,23 +86,40 @@ class LeaderSession(TargetSession):
 
     def __init__(self, leader: Leader, target: LeaderTarget, *of: Any) -> None:
         super().__init__(target, *of)
-        self._leader, self.number, self._announced = leader, leader.number(), False
+        self._leader, self._number = leader, -1
         self._others_can_trim = target.can_trim
         self.can_pipeline = False  # the other ranks need the tokens of each step
 
-    def announce(self) -> None:
-        """Start the session on the other ranks, before its first operation."""
-        if self._announced:
-            return
-        self._announced = True
-        self._leader.add("start", self.number, self.kv_bits, self.tap_layers)
-        self._drop_with(self, self.number)
+    @property
+    def number(self) -> int:
+        """Of the session, which starts on the other ranks when this is first asked for."""
+        if self._number < 0:
+            number = self._leader.repeat(TARGET, "start", self.tap_layers, self.kv_bits)
+            self._number = self._drop_with(self, number)
+        return self._number
+
+    commit, trim_to = repeated(TargetSession.commit), repeated(TargetSession.trim_to)
+    checkpoint, rewind = repeated(TargetSession.checkpoint), repeated(TargetSession.rewind)
+    rows, state = repeated(TargetSession.rows), repeated(TargetSession.state)
+    restore = repeated(TargetSession.restore)
+
+    def numbered(self, found: Any, method: str, arguments: Sequence[Any]) -> Any:
+        """A method's result with the number that it gets on the other ranks, which repeat it."""
+        if found == {} and self._others_can_trim:
+            return found  # nobody has a state
+        known = map(_by_number, arguments)
+        number = self._leader.repeat(self.number, method, *known)
+        if isinstance(found, Checkpoint):
+            found = NumberedCheckpoint(found.position, found.states, number)
+            self._drop_with(found, number)
+        elif found is not None:
+            found = found | {PIECE: mx.array([number], mx.int32)}
+        return found
 
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
         """See `TargetSession`; on all ranks."""
-        self.announce()
         own = super().read
-        return self._leader.run(lambda: own(tokens, last), "read", self.number, tokens, last)
+        return self._leader.run(lambda: own(tokens, last), READ, self.number, tokens, last)
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
         """See `TargetSession`; on all ranks, and computed."""
@@ -96,64 +128,15 @@ class LeaderSession(TargetSession):
         own = super().verify
         return self._leader.verify(lambda _, known: own(known[0]), [self], [proposal])
 
-    def commit(self, kept: Sequence[int]) -> None:
-        """See `TargetSession`."""
-        super().commit(kept)
-        self._leader.add("commit", self.number, [*kept])
-
     @property
     def can_trim(self) -> bool:
         """See `TargetSession`; on all ranks."""
         return self._others_can_trim and super().can_trim
 
-    def trim_to(self, position: int) -> None:
-        """See `TargetSession`."""
-        super().trim_to(position)
-        self.announce()
-        self._leader.add("trim", self.number, position)
-
-    def checkpoint(self) -> Checkpoint:
-        """See `TargetSession`; the other ranks drop theirs together with this one."""
-        own = super().checkpoint()
-        checkpoint = NumberedCheckpoint(own.position, own.states, self._leader.number())
-        self.announce()
-        self._leader.add("checkpoint", self.number, checkpoint.number)
-        self._drop_with(checkpoint, checkpoint.number)
-        return checkpoint
-
-    def rewind(self, checkpoint: Checkpoint) -> None:
-        """See `TargetSession`."""
-        assert isinstance(checkpoint, NumberedCheckpoint)
-        super().rewind(checkpoint)
-        self._leader.add("rewind", self.number, checkpoint.number)
-
-    def rows(self, start: int, end: int) -> Arrays:
-        """See `TargetSession`; with the number of what the other ranks store."""
-        return self._stored(super().rows(start, end), start, end)
-
-    def state(self) -> Arrays:
-        """See `TargetSession`; with the number of what the other ranks store."""
-        found = super().state()
-        needed = found or not self._others_can_trim
-        return self._stored(found, None, self.position) if needed else found
-
-    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """See `TargetSession`; the other ranks restore what they stored under these numbers."""
-        super().restore(position, rows, state, room)
-        self.announce()
-        pieces = [_number_of(piece) for piece in rows if PIECE in piece]
-        stored = _number_of(state) if PIECE in state else None
-        self._leader.add("restore", self.number, position, room, stored, pieces)
-
-    def _stored(self, arrays: Arrays, start: int | None, end: int) -> Arrays:
-        number = self._leader.number()
-        self.announce()
-        self._leader.add("store", self.number, number, start, end)
-        return arrays | {PIECE: mx.array([number], mx.int32)}
-
-    def _drop_with(self, owner: Any, number: int) -> None:
+    def _drop_with(self, owner: Any, number: int) -> int:
         """Have the other ranks drop what belongs to an object when that is collected."""
-        weakref.finalize(owner, self._leader.add, "drop", number).atexit = False
+        weakref.finalize(owner, self._leader.drop, number).atexit = False
+        return number
 
 
 class LeaderPrefixCache(PrefixCache):
@@ -173,8 +156,19 @@ class LeaderPrefixCache(PrefixCache):
         for part in ("rows", "state"):
             piece = strip_prefix(arrays, f"target.{part}.")
             if PIECE in piece:
-                self._leader.add("drop", _number_of(piece))
+                self._leader.drop(_number_of(piece))
         super()._evict(key)
+
+
+def _by_number(argument: Any) -> Any:
+    """An argument as in a message: what every rank has of its own is named by its number."""
+    if isinstance(argument, NumberedCheckpoint):
+        return {NUMBER: argument.number}
+    if isinstance(argument, dict):
+        return {NUMBER: _number_of(argument)} if PIECE in argument else {}
+    if isinstance(argument, Sequence):
+        return [_by_number(one) for one in argument if one != {}]
+    return argument
 
 
 def _number_of(piece: Arrays) -> int:

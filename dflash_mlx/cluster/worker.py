@@ -7,58 +7,44 @@ differently cannot diverge: only rank 0 looks at logits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import ClusterError
 from ..proposal import Proposal
-from ..targets import Target, TargetSession
+from ..targets import Target
 from ..targets.batched import BatchVerifier
-from ..targets.caches import Arrays, Checkpoint
 from ..validation import ErrorWrapper
-from .channel import HEARTBEAT, MLX_ERRORS, STOP, Channel
-from .leader import LOST, REST_SECONDS
+from .channel import (
+    HEARTBEAT,
+    MLX_ERRORS,
+    NO_ANSWER,
+    NUMBER,
+    READ,
+    REST_SECONDS,
+    STOP,
+    TARGET,
+    Channel,
+)
 from .watchdog import Watchdog
 
 
 class RankWorker:
-    """One rank's part of the target, and the sessions on it.
+    """One rank's part of the target, and what rank 0's operations have made of it.
 
     Args:
         channel: to the other ranks.
         target: this rank's part.
-        gather: as for `Leader`.
 
     Attributes:
-        sessions: by rank 0's numbers.
+        objects: the target, sessions, checkpoints and cached arrays, by rank 0's numbers.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        target: Target,
-        gather: Callable[[Any], Any] = lambda result: result,
-    ) -> None:
-        self._channel, self._target, self._gather = channel, target, gather
+    def __init__(self, channel: Channel, target: Target) -> None:
+        self._channel, self._target = channel, target
         self._batch: BatchVerifier | None = None  # created for the first step of two requests
-        self._stored: dict[int, Checkpoint | Arrays] = {}
-        self.sessions: dict[int, TargetSession] = {}
-        self._operations: dict[str, Callable[..., Any]] = {
-            HEARTBEAT: lambda: time.sleep(REST_SECONDS),
-            STOP: lambda: None,
-            "start": self._start,
-            "read": self._read,
-            "verify": self._verify,
-            "commit": lambda session, kept: self.sessions[session].commit(kept),
-            "trim": lambda session, position: self.sessions[session].trim_to(position),
-            "checkpoint": self._checkpoint,
-            "rewind": self._rewind,
-            "store": self._store,
-            "restore": self._restore,
-            "drop": self._drop,
-        }
+        self.objects: dict[int, Any] = {TARGET: target}
 
     def run(self, watchdog: Watchdog) -> None:
         """Run rank 0's operations until it stops. Raises `ClusterError` if it is lost.
@@ -66,51 +52,47 @@ class RankWorker:
         Args:
             watchdog: notices a rank 0 that sends no more messages.
         """
-        name = ""
-        while name != STOP:
-            with ErrorWrapper(ClusterError, LOST, MLX_ERRORS), watchdog.watching():
-                for name, *arguments in self._channel.receive():
-                    self._operations[name](*arguments)
+        forward: list[Any] = []
+        while forward != [STOP]:
+            with ErrorWrapper(ClusterError, NO_ANSWER, MLX_ERRORS), watchdog.watching():
+                *operations, forward = self._channel.receive()
+                for number, of, method, *arguments in operations:
+                    self._repeat(number, of, method, arguments)
+                if forward == [HEARTBEAT]:
+                    time.sleep(REST_SECONDS)
+                elif forward != [STOP]:
+                    # Compute all that rank 0 computes: any of it may contain sums.
+                    mx.eval(self._channel.gather(self._forward(*forward)))
 
-    def _start(self, session: int, kv_bits: int | None, tap_layers: list[int]) -> None:
-        self.sessions[session] = self._target.start(tap_layers, kv_bits)
+    def _repeat(self, number: int, of: int, method: str | None, arguments: list[Any]) -> None:
+        """Call an object's method and keep what it returns; without a method, forget the object."""
+        if method is None:
+            self.objects.pop(of, None)
+            return
+        found = getattr(self.objects[of], method)(*map(self._own, arguments))
+        if isinstance(found, dict):  # arrays of caches that go on changing
+            found = {name: mx.contiguous(x) for name, x in found.items()}
+            mx.async_eval(found)
+        if found is not None:
+            self.objects[number] = found
 
-    def _read(self, session: int, tokens: list[int], last: bool) -> None:
-        # Compute all that rank 0 computes: any of it may contain sums.
-        mx.eval(self._gather(self.sessions[session].read(tokens, last)))
+    def _own(self, argument: Any) -> Any:
+        """An argument with this rank's objects in place of their numbers."""
+        if isinstance(argument, list):
+            return [*map(self._own, argument)]
+        if isinstance(argument, dict):
+            return self.objects[argument[NUMBER]] if argument else {}
+        return argument
 
-    def _verify(self, drafts: Sequence[tuple[int, list[int], list[int]]]) -> None:
-        """Session, tokens and parents of each draft; a chain has no parents."""
-        sessions = [self.sessions[session] for session, _, _ in drafts]
+    def _forward(self, kind: str, *arguments: Any) -> Any:
+        """Read a prompt's tokens in a session, or verify drafts of one or several."""
+        if kind == READ:
+            session, tokens, last = arguments
+            return self.objects[session].read(tokens, last)
+        (drafts,) = arguments  # session, tokens and parents of each; a chain has no parents
+        sessions = [self.objects[session] for session, _, _ in drafts]
         proposals = [Proposal(tokens, tuple(parents)) for _, tokens, parents in drafts]
         if len(sessions) == 1:
-            mx.eval(self._gather(sessions[0].verify(proposals[0])))
-            return
+            return sessions[0].verify(proposals[0])
         self._batch = self._batch or BatchVerifier(self._target)
-        mx.eval(self._gather(self._batch.verify(sessions, proposals)))
-
-    def _checkpoint(self, session: int, number: int) -> None:
-        self._stored[number] = self.sessions[session].checkpoint()
-
-    def _rewind(self, session: int, number: int) -> None:
-        checkpoint: Any = self._stored[number]
-        self.sessions[session].rewind(checkpoint)
-
-    def _store(self, session: int, number: int, start: int | None, end: int) -> None:
-        """Store rows, or the state without a `start`."""
-        of = self.sessions[session]
-        found = of.state() if start is None else of.rows(start, end)
-        piece = {name: mx.contiguous(x) for name, x in found.items()}
-        mx.async_eval(piece)
-        self._stored[number] = piece
-
-    def _restore(
-        self, session: int, position: int, room: int, state: int | None, pieces: list[int]
-    ) -> None:
-        rows: Any = [self._stored[piece] for piece in pieces]
-        stored: Any = {} if state is None else self._stored[state]
-        self.sessions[session].restore(position, rows, stored, room)
-
-    def _drop(self, number: int) -> None:
-        self.sessions.pop(number, None)
-        self._stored.pop(number, None)
+        return self._batch.verify(sessions, proposals)

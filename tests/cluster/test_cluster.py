@@ -9,7 +9,6 @@ from clusters import find, run_ranks
 from families import FAMILIES, random_model
 
 from dflash_mlx.cluster.channel import WORDS, Channel
-from dflash_mlx.cluster.pipeline import gather_taps
 from dflash_mlx.cluster.shards import split_by_heads, split_by_layers
 from dflash_mlx.errors import SettingsError
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 4 * WORDS - 12, 4 * WORDS - 11, 9 * WORDS])
 def test_what_is_told_is_heard(length):
     """Of any length: a message longer than one sum takes more of them."""
-    told = [["commit", 3, [0, 1]], ["verify", [[3, [5, 2**31], []]]], ["x" * length]]
+    told = [[4, 3, "commit", [0, 1]], ["verify", [[3, [5, 2**31], []]]], ["x" * length]]
     channel, sent = Channel(SimpleNamespace(rank=lambda: 0)), []
     channel._sum = lambda words: sent.append(words) or words
     channel.send(told)
@@ -105,11 +104,12 @@ def test_taps_are_carried_of_those_who_have_some():
     answers = [
         (mx.ones((n, 5)), tap) for n, tap in ((3, one), (2, mx.zeros((1, 2, 0))), (2, other))
     ]
-    found = gather_taps(mx.distributed.init(), answers)
+    channel = Channel(mx.distributed.init(), pipeline=True)
+    found = channel.gather(answers)
     assert [logits.shape for logits, _ in found] == [(3, 5), (2, 5), (2, 5)]
     for (_, expected), (_, tap) in zip(answers, found, strict=True):
         assert tap.shape == expected.shape and mx.array_equal(tap, expected)
-    logits, tap = gather_taps(mx.distributed.init(), (None, one))
+    logits, tap = channel.gather((None, one))
     assert logits is None and mx.array_equal(tap, one)
 
 

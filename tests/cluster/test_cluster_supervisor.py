@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from dflash_mlx.cluster import ranks as ranks_module
+from dflash_mlx.cluster import supervisor
 from dflash_mlx.cluster.hosts import Host, Hosts, read_hosts
 from dflash_mlx.cluster.ranks import ClusterProcesses
 from dflash_mlx.cluster.supervisor import Supervisor
@@ -20,9 +21,9 @@ HERE = Host("127.0.0.1", ("127.0.0.1",))
 RANK = """
 import json, os, sys, threading
 told, plan = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-from dflash_mlx.cluster.member import SupervisorLine
+from dflash_mlx.cluster.member import RankProcess
 end = told.get("line")
-line = SupervisorLine(0, 1) if end is None else SupervisorLine(end, end)
+line = RankProcess(0, 1) if end is None else RankProcess(end, end)
 mine = plan[str(told["rank"])]
 if os.path.exists(mine.get("unless", "/nowhere")):
     mine = mine["then"]
@@ -55,12 +56,17 @@ def started(plan):
     return Played
 
 
-def supervised(plan, listening=None):
-    """The exit code, what was said, and which processes there were."""
-    said, played = [], started(plan)
-    hosts = Hosts("ring", {}, (HERE, HERE))
-    code = Supervisor(hosts, [], said.append, listening, played).run()
-    return code, said, played.all_pids
+@pytest.fixture
+def supervised(monkeypatch):
+    """Runs a plan: the exit code, what was said, and which processes there were."""
+
+    def run(plan, listening=None):
+        said, played = [], started(plan)
+        monkeypatch.setattr(supervisor, "ClusterProcesses", played)
+        code = Supervisor(Hosts("ring", {}, (HERE, HERE)), [], said.append, listening).run()
+        return code, said, played.all_pids
+
+    return run
 
 
 def is_gone(pid):
@@ -83,12 +89,12 @@ WRONG = {"says": ["failed It is missing there."], "code": 1}
         ({}, WRONG, 1, ["rank 1 (127.0.0.1): It is missing there."]),
     ],
 )
-def test_all_end_together_and_one_says_what_is_wrong(first, second, code, said):
+def test_all_end_together_and_one_says_what_is_wrong(first, second, code, said, supervised):
     *ended, pids = supervised({"0": first, "1": second})
     assert ended == [code, said] and all(map(is_gone, pids))
 
 
-def test_a_server_is_started_again(tmp_path):
+def test_a_server_is_started_again(tmp_path, supervised):
     """Rank 1 is lost the first time."""
     mark = tmp_path / "begun"
     ends = {"unless": str(mark), "then": {"says": ["ready"], "code": 0}}
@@ -100,7 +106,7 @@ def test_a_server_is_started_again(tmp_path):
     assert len(pids) == 4 and all(map(is_gone, pids))
 
 
-def test_a_server_that_never_comes_is_given_up():
+def test_a_server_that_never_comes_is_given_up(supervised):
     lost = {"says": ["lost the link is down."]}
     with socket.create_server(("127.0.0.1", 0)) as listening:
         code, said, pids = supervised({"0": lost, "1": {}}, listening)

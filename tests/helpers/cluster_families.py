@@ -85,7 +85,8 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
     mx.eval(model.parameters())
     target = cluster.open(model, Letters(), CONFIGS[family], family)
     if cluster.rank:
-        last = list(cluster.work(target).sessions.values())[-1]
+        objects = cluster.work(target).objects.values()
+        last = [one for one in objects if isinstance(one, TargetSession)][-1]
         layers(cluster, target, last) if pipeline else shares(cluster, heads, last)
         return
     leader, channel, forwards = cluster.leader, cluster.channel, 0
