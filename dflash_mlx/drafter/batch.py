@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..proposal import Proposal
-from .candidates import DraftInput, Slots, read_candidates
-from .context import append_rows
-from .layers import Attention
+from .candidates import Slots
+from .layers import Attention, append_rows
 from .network import DFlash
-from .protocol import DraftSession, SupportsBatch, SupportsTrees
-from .tree import DraftTree
+from .protocol import DraftSession, SupportsTrees
+from .session import FeatureSession, plant_all, propose_all
 
 
 class BlockDraft(NamedTuple):
@@ -54,9 +52,9 @@ def draft_batch(drafts: Sequence[BlockDraft]) -> list[Any]:
     groups: dict[tuple[int, ...], list[int]] = {}
     for at, draft in enumerate(drafts):
         key: tuple[int, ...] = (at,)
-        if isinstance(draft.session, SupportsBatch) and draft.width > 1:
-            kind = draft.tree_rows is None
-            key = id(draft.session.drafter), id(draft.session.target), kind
+        if isinstance(draft.session, FeatureSession) and draft.width > 1:
+            if isinstance(network := draft.session.drafter, DFlash) and not network.lag:
+                key = id(network), id(draft.session.target), draft.tree_rows is None
         groups.setdefault(key, []).append(at)
     for group in groups.values():
         if len(group) == 1:
@@ -68,44 +66,40 @@ def draft_batch(drafts: Sequence[BlockDraft]) -> list[Any]:
                     results[group[0]] = session.propose(anchor, width)
             continue
         network, slots = _draft_slots({at: drafts[at] for at in group})
-        if not slots:
-            continue
-        if drafts[group[0]].tree_rows is None:
-            for at, tokens in zip(slots, network.choose([*slots.values()]), strict=True):
-                row = [slots[at].anchor[None], tokens.astype(mx.int32)]
-                results[at] = Proposal(mx.concatenate(row))
-        else:
-            rows = {at: drafts[at].tree_rows or 1 for at in slots}
-            found = [network.candidates(own, rows[at] - 1) for at, own in slots.items()]
-            for at, tables in zip(slots, read_candidates(found), strict=True):
-                results[at] = DraftTree(drafts[at].anchor, *tables, rows[at])
+        made: Sequence[Any] = []
+        if slots and drafts[group[0]].tree_rows is None:
+            made = propose_all(network, [*slots.values()])
+        elif slots:
+            rows = [drafts[at].tree_rows or 1 for at in slots]
+            made = plant_all(network, [*slots.values()], rows)
+        for at, result in zip(slots, made, strict=True):
+            results[at] = result
     return results
 
 
 def _draft_slots(drafts: dict[int, BlockDraft]) -> tuple[DFlash, dict[int, Slots]]:
     """The network, and the slots of each block, after one pass of the network and of its head."""
     sessions: list[Any] = [draft.session for draft in drafts.values()]
-    network, target = sessions[0].drafter, sessions[0].target
-    inputs = [
-        session.draft_input(draft.anchor, draft.width)
-        for session, draft in zip(sessions, drafts.values(), strict=True)
-    ]
-    rows, first = _BatchRows(inputs), network.config.first_row
-    x = network.embed(mx.concatenate([one.block for one in inputs])[None], target, rows.places)
-    waiting = [one.taps for one in inputs if one.taps.shape[1]]
+    network: DFlash = sessions[0].drafter
+    target, first = sessions[0].target, network.config.first_row
+    blocks = [network.block(draft.anchor, draft.width) for draft in drafts.values()]
+    taps = [session.take()[0] for session in sessions]
+    rows = _BatchRows(blocks, taps, [session.cache for session in sessions])
+    x = network.embed(mx.concatenate(blocks)[None], target, rows.places)
+    waiting = [one for one in taps if one.shape[1]]
     context = network.fuse(mx.concatenate(waiting, axis=1)) if waiting else None
     for index, layer in enumerate(network.layers):
         x = layer(x, partial(rows.attend, layer.self_attn, index, context), rows.places)
     # Rows that draft nothing are not read by the head.
     hidden = network.norm(x)[:, mx.array([at for at, place in rows.each if place >= first])]
-    cuts = list(accumulate(len(one.block) - first for one in inputs))[:-1]
+    cuts = list(accumulate(len(block) - first for block in blocks))[:-1]
     logits = mx.split(network.logits(hidden, target)[0], cuts)
     slots = {}
     for (at, draft), session, own, states in zip(
         drafts.items(), sessions, logits, mx.split(hidden[0], cuts), strict=True
     ):
         with draft.guard:
-            slots[at] = session.score(own, states, draft.anchor)
+            slots[at] = network.score(session, own, states, draft.anchor)
     return network, slots
 
 
@@ -117,10 +111,11 @@ class _BatchRows:
         places: [R], the places.
     """
 
-    def __init__(self, inputs: Sequence[DraftInput]) -> None:
-        self._caches = [one.cache for one in inputs]
-        self._blocks = [len(one.block) for one in inputs]
-        new = [one.taps.shape[1] for one in inputs]
+    def __init__(
+        self, blocks: Sequence[mx.array], taps: Sequence[mx.array], caches: Sequence[list[Any]]
+    ) -> None:
+        self._caches, self._blocks = caches, [len(block) for block in blocks]
+        new = [one.shape[1] for one in taps]
         starts = [cache[0].offset for cache in self._caches]  # of the new features
         sizes = list(zip(starts, new, self._blocks, strict=True))
         places = [place for block in self._blocks for place in range(block)]

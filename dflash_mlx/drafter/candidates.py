@@ -8,31 +8,14 @@ beforehand, and s is learnt (see `sampling`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-if TYPE_CHECKING:
-    from .context import ContextCache
-
 MOST_CANDIDATES = 32  # per slot; a tree of 64 rows hardly ever has more siblings
 NEVER = -50.0  # the log-probability of what top-p, top-k or a grammar excludes
 CHUNK = 512  # vocabulary entries per chunk of the top-k search
-
-
-class DraftInput(NamedTuple):
-    """What the network reads for one request's draft.
-
-    Attributes:
-        block: [B] token ids, the anchor and masks.
-        taps: [1, S, K*D], features that enter the context first.
-        cache: the context, of each layer.
-    """
-
-    block: mx.array
-    taps: mx.array
-    cache: list[ContextCache]
 
 
 class Slots(NamedTuple):
@@ -41,17 +24,19 @@ class Slots(NamedTuple):
     Attributes:
         scores: [L, V], what tokens are chosen by, from `Sampler.draft_scores`.
         weight: what one unit of logit counts in the scores.
-        hidden: [L, D], the hidden states that gave the logits.
-        anchor: the token before the first slot, an array without axes.
+        hidden: [L, D], the hidden states that gave the logits; [L, 0] with `tokens`.
+        anchor: the token before the first slot.
         lattice: of LiLiCorr: candidates [L, K], their own scores [L, K], and scores [L, K, K] after
             each candidate of the slot before.
+        tokens: [L], if they were chosen one after the other.
     """
 
     scores: mx.array
     weight: float
     hidden: mx.array
-    anchor: mx.array
+    anchor: int
     lattice: tuple[mx.array, mx.array, mx.array] | None = None
+    tokens: mx.array | None = None
 
 
 class CandidateTokens(NamedTuple):

@@ -43,12 +43,12 @@ class CandidateSelector(nn.Module):
         after = self.successor_codebook[candidates]
         return (before @ after.swapaxes(-1, -2)).astype(mx.float32)
 
-    def pairs(self, hidden: mx.array, anchor: mx.array, candidates: mx.array) -> mx.array:
+    def pairs(self, hidden: mx.array, anchor: int, candidates: mx.array) -> mx.array:
         """Scores [L, K, K] of candidates [L, K] after each candidate of the slot before.
 
         The first slot's only predecessor is the anchor, repeated to fill the row.
         """
-        first = mx.broadcast_to(anchor.astype(candidates.dtype), (1, candidates.shape[1]))
+        first = mx.full((1, candidates.shape[1]), anchor, candidates.dtype)
         return self.scores(hidden, mx.concatenate([first, candidates[:-1]]), candidates)
 
 

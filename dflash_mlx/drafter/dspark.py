@@ -102,7 +102,7 @@ class DSpark(DFlash):
         order = sorted(range(len(requests)), key=lambda at: -len(requests[at].hidden))
         slots = [requests[at] for at in order]
         own = [self.narrow(one.scores).astype(mx.float32) for one in slots]
-        previous = mx.stack([one.anchor for one in slots])
+        previous = mx.array([one.anchor for one in slots])
         state = head.first_state(len(slots))
         walked: list[tuple[list[mx.array], list[mx.array]]] = [([], []) for _ in requests]
         for row in range(len(slots[0].hidden)):

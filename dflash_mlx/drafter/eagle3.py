@@ -21,7 +21,7 @@ from mlx_lm.models.cache import KVCache
 from .config import DraftConfig
 from .layers import Attention, DraftLayer
 from .network import DFlash
-from .stepwise import StepwiseDrafter, StepwiseSession
+from .stepwise import StepwiseDrafter
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 HEAD_NORM = "layers.0.self_attn.q_norm.weight"  # in heads with Qwen3's layers, not with Llama's
 
 
-class Eagle3(DFlash, StepwiseDrafter):
+class Eagle3(StepwiseDrafter, DFlash):
     """The EAGLE-3 head: loaded and borrowed from the target as a DFlash drafter is."""
 
-    label = "EAGLE-3"
-    session_class = StepwiseSession
+    label, block_size = "EAGLE-3", DFlash.block_size
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__(config, parts)
@@ -81,7 +80,7 @@ class Eagle3(DFlash, StepwiseDrafter):
 
     def logits(self, hidden: mx.array, target: Target) -> mx.array:
         """Logits [N, S, DV] of hidden states [N, S, D]."""
-        return super().logits(self.norm(hidden), target)
+        return DFlash.logits(self, self.norm(hidden), target)
 
     def feedback(self, hidden: mx.array) -> mx.array:
         """The features of the next rows: before the final norm, or (EAGLE 3.1) after it."""

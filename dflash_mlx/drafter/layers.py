@@ -6,19 +6,55 @@ Parameter names are those of the published checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3 import MLP
 
+from ..targets.internals import KVCache, fill_window, window_of
 from .config import DraftConfig
-from .context import ContextCache, append_rows
 from .rope import make_rope
 
 Sublayer = Callable[[mx.array], mx.array]
+# A layer's context: keys and values of committed tokens, in a `KVCache`, or a `RotatingKVCache` if
+# it has a sliding window. `targets.caches` trims, stores and restores these as a target's.
+ContextCache = Any
 
 # A module is a dict of its parts, and MLX's own layers look them up by key: that is faster than by
 # attribute.
+
+
+def append_rows(
+    cache: ContextCache, keys: mx.array, values: mx.array, block: int
+) -> tuple[mx.array, mx.array]:
+    """Append new context rows and, behind them, the rows of a block, which are not kept.
+
+    A layer with a sliding window keeps the last `window - 1` rows: the first row of the next block
+    sees no further back (`query position - key position < window`).
+
+    Args:
+        cache: of one layer; its `offset` counts the context's rows, seen so far.
+        keys, values: [1, KV, S + block, head_dim], the S new context rows first.
+        block: how many of the last rows belong to the block.
+
+    Returns:
+        The keys and values held before, the new ones and the block's,
+        [1, KV, held + S + block, head_dim]; they stay valid after the block is forgotten.
+    """
+    if isinstance(cache, KVCache):
+        keys, values = cache.update_and_fetch(keys, values)
+        cache.trim(block)
+        return keys, values
+    position = cache.offset + keys.shape[2] - block
+    if cache.offset:
+        older_keys, older_values = window_of(cache)
+        keys = mx.concatenate([older_keys, keys], axis=2)
+        values = mx.concatenate([older_values, values], axis=2)
+    end = keys.shape[2] - block
+    start = max(0, end - (cache.max_size - 1))
+    fill_window(cache, position, keys[:, :, start:end], values[:, :, start:end])
+    return keys, values
 
 
 class Attention(nn.Module):

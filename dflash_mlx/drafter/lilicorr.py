@@ -11,7 +11,6 @@ Parameter names are those of the published checkpoints.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,9 +18,7 @@ import mlx.nn as nn
 from .candidates import Slots, log_softmax, top_candidates
 from .config import DraftConfig
 from .dflash2 import LatticeDrafter
-
-if TYPE_CHECKING:
-    from ..targets import Target
+from .session import FeatureSession
 
 
 class LatticeAttention(nn.Module):
@@ -136,15 +133,20 @@ def _sequence(parts: Sequence[nn.Module], x: mx.array) -> mx.array:
 class LiLiCorr(LatticeDrafter):
     """The LiLiCorr drafter: used, cached and fed exactly as a DFlash one."""
 
+    reads_newest = True
+
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__(config, parts)
         self.lilicorr = LatticeHead(config)
 
-    def prepare(self, slots: Slots, logits: mx.array, newest: mx.array, target: Target) -> Slots:
+    def score(
+        self, session: FeatureSession, logits: mx.array, hidden: mx.array, anchor: int
+    ) -> Slots:
         """Slots with candidates, their own scores and their scores after each other.
 
         The head has read the candidates' probabilities: their logits count no more.
         """
+        slots = super().score(session, logits, hidden, anchor)
         log_probs = log_softmax(logits)
         tokens = top_candidates(log_probs, self.config.lilicorr_candidate_topk)
         ours = mx.take_along_axis(log_probs, tokens, axis=-1)
@@ -152,8 +154,9 @@ class LiLiCorr(LatticeDrafter):
         tokens, ours = (mx.take_along_axis(x, order, axis=-1) for x in (tokens, ours))
         ids = self.token_ids()
         tokens = tokens if ids is None else ids[tokens]
-        context = self.fuse(newest)[0, 0]
-        pairs = self.lilicorr.pairs(self.embed(tokens, target), ours, slots.hidden, context)
+        newest = mx.zeros_like(hidden) if session.newest is None else self.fuse(session.newest)[0]
+        embeddings = self.embed(tokens, session.target)
+        pairs = self.lilicorr.pairs(embeddings, ours, hidden, newest[0])
         own = mx.take_along_axis(slots.scores, tokens, axis=-1).astype(mx.float32)
         return slots._replace(lattice=(tokens, own - slots.weight * ours, pairs))
 

@@ -18,8 +18,9 @@ from ..kernels.shapes import weight_bytes
 from ..sampling import Sampler
 from ..targets.caches import Arrays, Checkpoint
 from ..targets.session import longest_step
-from .session import MOST_PENDING
-from .stepwise import BLOCK_SIZE, ChainSession
+from .candidates import Slots
+from .session import MOST_PENDING, NetworkDrafter, NetworkSession
+from .stepwise import BLOCK_SIZE, draft_chain
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 SAME = 0.99  # of the target's tokens that must be the draft model's under the same id
 
 
-class DraftModel:
+class DraftModel(NetworkDrafter):
     """Drafts with any model that mlx-lm loads.
 
     Args:
@@ -39,7 +40,6 @@ class DraftModel:
 
     tap_layers = ()
     block_size = BLOCK_SIZE
-    drafts_trees = True
     label = "draft model"
 
     def __init__(self, model: Target) -> None:
@@ -77,16 +77,16 @@ class DraftModel:
         Raises `IncompatibleDrafterError`.
         """
         self.check_fits(target)
-        return ModelSession(self.model, target.vocab_size, sampler or Sampler())
+        return ModelSession(self, target.vocab_size, sampler or Sampler())
 
 
-class ModelSession(ChainSession):
+class ModelSession(NetworkSession):
     """Drafts chains and trees for one request with a draft model.
 
     The caches hold the text, and the anchor once it was drafted after: it is committed next.
 
     Args:
-        model: the draft model.
+        drafter: the draft model's.
         vocab_size: of the target.
         sampler: of the request.
 
@@ -94,9 +94,9 @@ class ModelSession(ChainSession):
         position: committed tokens.
     """
 
-    def __init__(self, model: Target, vocab_size: int, sampler: Sampler) -> None:
-        self._session, self._sampler = model.start(), sampler
-        self._own_size, self._vocab_size = model.vocab_size, vocab_size
+    def __init__(self, drafter: DraftModel, vocab_size: int, sampler: Sampler) -> None:
+        self.drafter, self.sampler, self._session = drafter, sampler, drafter.model.start()
+        self._own_size, self._vocab_size = drafter.model.vocab_size, vocab_size
         self._pending: list[int] = []  # committed tokens that the caches do not hold
 
     @property
@@ -118,27 +118,24 @@ class ModelSession(ChainSession):
         if len(self._pending) > MOST_PENDING:
             self._read_pending()
 
-    def resume(self, sampler: Sampler) -> None:
-        """See `SupportsResume`."""
-        self._sampler = sampler
-
-    def _draft(self, anchor: int, width: int) -> tuple[mx.array, mx.array]:
+    def draft(self, anchor: int, width: int) -> Slots:
+        """See `NetworkSession`."""
         session, kept = self._session, self._session.checkpoint()
-        drafted, scores = mx.zeros((0,), mx.int32), list[mx.array]()
-        tokens, behind_anchor = mx.array([*self._pending, anchor]), None
+        behind_anchor: Checkpoint | None = None
+
+        def logits(token: mx.array | None) -> mx.array:
+            nonlocal behind_anchor
+            found = self._logits(mx.array([*self._pending, anchor]) if token is None else token)
+            behind_anchor = behind_anchor or session.checkpoint()
+            return found
+
         try:
-            for slot in range(min(width, BLOCK_SIZE) - 1):
-                logits = self._logits(tokens)
-                behind_anchor = behind_anchor or session.checkpoint()
-                score, _ = self._sampler.draft_scores(logits, drafted if slot else None)
-                tokens = score.argmax(axis=-1).astype(mx.int32)
-                scores.append(score)
-                drafted = mx.concatenate([drafted, tokens])
+            slots = draft_chain(self.sampler, anchor, min(width, BLOCK_SIZE) - 1, logits)
             kept, self._pending = behind_anchor or kept, []
         finally:  # a processor may fail
             session.rewind(kept)
         session.start_computing()
-        return drafted, mx.concatenate(scores)
+        return slots
 
     def _logits(self, tokens: mx.array) -> mx.array:
         """The logits [1, V] after tokens [S], for the target's vocabulary."""

@@ -12,7 +12,7 @@ Parameter names are those of the published checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,20 +20,19 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import IncompatibleDrafterError
-from ..sampling import Sampler
-from .candidates import CandidateTokens, Slots, likeliest
+from ..targets.internals import KVCache, RotatingKVCache
+from .candidates import Slots
 from .config import DraftConfig
-from .context import ContextCache, append_rows, make_context
 from .gemma4 import Gemma4Layer
-from .layers import ConvolvedLayer, DraftLayer
+from .layers import ContextCache, ConvolvedLayer, DraftLayer, append_rows
 from .networks import ADAPTER, EMBEDDING, HEAD, MASK
-from .session import BlockSession, FeatureSession
+from .session import FeatureSession, NetworkDrafter
 
 if TYPE_CHECKING:
     from ..targets import Target
 
 
-class DFlash(nn.Module):
+class DFlash(NetworkDrafter, nn.Module):
     """The drafter's weights, shared by all requests; a request's state is in its cache.
 
     Args:
@@ -41,9 +40,6 @@ class DFlash(nn.Module):
         parts: the names of optional tensors in the checkpoint: `EMBEDDING` and `HEAD` replace the
             target's, `MASK` the mask token's embedding; `ADAPTER` is for taps of another width.
     """
-
-    session_class: type[FeatureSession] = BlockSession
-    drafts_trees = True  # its sessions have propose_tree
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__()
@@ -90,7 +86,10 @@ class DFlash(nn.Module):
 
     def make_cache(self) -> list[ContextCache]:
         """An empty context cache, one entry per draft layer."""
-        return make_context(self.config.windows)
+        return [
+            KVCache() if window is None else RotatingKVCache(window)
+            for window in self.config.windows
+        ]
 
     def fuse(self, taps: mx.array) -> mx.array:
         """Context features [N, S, D] from the concatenated taps [N, S, K*Dt]."""
@@ -181,25 +180,28 @@ class DFlash(nn.Module):
         ids = self.token_ids()
         return scores if ids is None else scores[:, ids]
 
-    def prepare(self, slots: Slots, logits: mx.array, newest: mx.array, target: Target) -> Slots:
-        """Complete the slots, from logits [L, DV] and the newest taps [1, 1, K*D] of the text."""
-        return slots
+    def read(self, session: FeatureSession) -> None:
+        """See `NetworkDrafter`."""
+        self.extend(session.take()[0], session.cache)
 
-    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
-        """The drafted tokens [L] of every request; nothing waits."""
-        return [slots.scores.argmax(axis=-1) for slots in requests]
+    def draft(self, session: FeatureSession, anchor: int, width: int) -> Slots:
+        """See `NetworkDrafter`. The anchor's row is left out if it predicts no draft."""
+        block, target = self.embed(self.block(anchor, width)[None], session.target), session.target
+        hidden = self(block, session.take()[0], session.cache)[:, self.config.first_row :]
+        return self.score(session, self.logits(hidden, target)[0], hidden[0], anchor)
 
-    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
-        """The likeliest `count` tokens of every slot; nothing waits."""
-        return likeliest(slots.scores, count)
+    def block(self, anchor: int, width: int) -> mx.array:
+        """The token ids [B] of a block that drafts at most `width` rows: the anchor and masks."""
+        config = self.config
+        rows = min(width - 1, config.drafts) + config.first_row
+        return mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
 
-    def start(self, target: Target, sampler: Sampler | None = None) -> FeatureSession:
-        """Begin one request over `target`; without a sampler it drafts greedily.
-
-        Raises `IncompatibleDrafterError`.
-        """
-        self.check_fits(target)
-        return self.session_class(self, target, sampler or Sampler())
+    def score(
+        self, session: FeatureSession, logits: mx.array, hidden: mx.array, anchor: int
+    ) -> Slots:
+        """The slots of a block, from logits [L, DV] and hidden states [L, D]; processors run."""
+        scores, weight = session.sampler.draft_scores(self.widen(logits))
+        return Slots(scores, weight, hidden, anchor)
 
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the target is the drafter's own."""

@@ -2,8 +2,8 @@
 
 A drafter is any object with `tap_layers` and `start`. What `start` returns needs `extend` and
 `propose` (`SupportsDrafting`). The package's own sessions are a `DraftSession`; for each thing more
-that some can do there is a base class: `SupportsResume`, `SupportsSharing`, `SupportsTrees` and
-`SupportsBatch`. `start_session` gives the loop a `DraftSession` in any case.
+that some can do there is a base class: `SupportsResume`, `SupportsSharing` and `SupportsTrees`.
+`start_session` gives the loop a `DraftSession` in any case.
 
 A drafter may also have these attributes; the functions at the end of this file read them:
 
@@ -34,7 +34,6 @@ from .prompt_lookup import PromptLookup
 if TYPE_CHECKING:
     from ..targets import Target
     from ..targets.caches import Arrays
-    from .candidates import DraftInput, Slots
     from .tree import DraftTree
 
 
@@ -122,26 +121,6 @@ class SupportsTrees(DraftSession):
     @abstractmethod
     def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
         """Draft a tree of at most `rows` rows, whose paths have at most `width`; this waits."""
-
-
-class SupportsBatch(SupportsTrees):
-    """A session over a network of ours, which drafts for many requests in one pass.
-
-    Attributes:
-        drafter: the `DFlash` network.
-        target: whose embedding and head it may use.
-    """
-
-    drafter: Any
-    target: Target
-
-    @abstractmethod
-    def draft_input(self, anchor: int, width: int) -> DraftInput:
-        """The network's input for `width` rows of a draft, 2 or more."""
-
-    @abstractmethod
-    def score(self, logits: mx.array, hidden: mx.array, anchor: int) -> Slots:
-        """The slots of a block, from logits [L, DV] and hidden states [L, D]."""
 
 
 class SupportsResume(DraftSession):

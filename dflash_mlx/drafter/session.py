@@ -1,7 +1,7 @@
-"""The session of a network that reads the target's features: a cache, and features that wait.
+"""The session of a network of ours: a cache, and features that wait for the next draft.
 
-The newest features wait for the next draft: their rows are computed in the same products as the
-draft's own.
+The newest features wait, so that their rows are computed in the same products as the draft's own.
+What a draft is, the network says: DFlash drafts a block in one pass, others token by token.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from ..sampling import Sampler
 from ..targets import caches
 from ..targets.caches import Arrays, Checkpoint
 from ..targets.taps import gathered
-from .candidates import DraftInput, Slots, read_candidates
-from .networks import LILICORR
-from .protocol import SupportsBatch, SupportsSharing
+from .candidates import CandidateTokens, Slots, likeliest, read_candidates
+from .protocol import SupportsSharing, SupportsTrees
 from .tree import DraftTree
 
 if TYPE_CHECKING:
@@ -29,32 +28,140 @@ PendingFeatures = tuple[mx.array, Sequence[int]]  # [1, N, K*D], and which of th
 MOST_PENDING = 256  # features or tokens that wait for a draft
 
 
-class FeatureSession(SupportsSharing):
-    """What sessions over features share. All features but the newest `lag` can enter the cache.
+class NetworkDrafter:
+    """A network that drafts; mixed into an MLX module.
 
     Attributes:
-        drafter, target: as given; the drafter has `make_cache`.
-        lag: 0, or 1 if a row has the features of a token and the token after it.
-        can_trim: whether no layer has a sliding window, and nothing lags.
-        pending_features: how many features wait; those of `lag` always.
+        lag: 1 if a row of its cache has the features of a token and the token after it, else 0.
+        reads_newest: whether it drafts with the newest features of the text, waiting or not.
     """
 
-    lag = 0
+    drafts_trees = True
+    lag, reads_newest = 0, False
 
-    def __init__(self, drafter: Any, target: Target, sampler: Sampler) -> None:
-        self.drafter, self.target, self._sampler = drafter, target, sampler
-        self._cache: list[Any] = drafter.make_cache()
-        self._pending: list[PendingFeatures] = []
-        self._next: list[int] = []  # where features lag: the tokens after those that wait
+    def make_cache(self) -> list[Any]:
+        """Empty caches of mlx-lm's kinds, one per layer that keeps rows."""
+        raise NotImplementedError
+
+    def read(self, session: FeatureSession) -> None:
+        """Add rows to the session's cache for all features that wait but the newest `lag`; lazy."""
+        raise NotImplementedError
+
+    def draft(self, session: FeatureSession, anchor: int, width: int) -> Slots:
+        """The slots of a draft of at most `width` rows, 2 or more; processors run."""
+        raise NotImplementedError
+
+    def widen(self, scores: mx.array) -> mx.array:
+        """Scores [L, DV] as scores [L, V]; here all tokens can be drafted."""
+        return scores
+
+    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
+        """The drafted tokens [L] of every request; nothing waits."""
+        return [
+            slots.scores.argmax(axis=-1) if slots.tokens is None else slots.tokens
+            for slots in requests
+        ]
+
+    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
+        """The likeliest `count` tokens of every slot; nothing waits.
+
+        Those of a network that drafts token by token are what it sees after the favourites before
+        them: a tree needs no more passes than a chain.
+        """
+        return likeliest(slots.scores, count)
+
+    def check_fits(self, target: Target) -> None:
+        """Raise `IncompatibleDrafterError` unless the target is its own."""
+        raise NotImplementedError
+
+    def start(self, target: Target, sampler: Sampler | None = None) -> NetworkSession:
+        """Begin one request over `target`; without a sampler it drafts greedily.
+
+        Raises `IncompatibleDrafterError`.
+        """
+        self.check_fits(target)
+        return FeatureSession(self, target, sampler or Sampler())
+
+
+class NetworkSession(SupportsSharing, SupportsTrees):
+    """Drafts chains and trees for one request from the slots of a network's drafts.
+
+    Attributes:
+        drafter: the network.
+        sampler: of the request.
+    """
+
+    drafter: NetworkDrafter
+    sampler: Sampler
 
     @abstractmethod
-    def _add_pending(self) -> None:
-        """Add rows to the cache for all features that wait but the newest `lag`; lazy."""
+    def draft(self, anchor: int, width: int) -> Slots:
+        """The slots of a draft of at most `width` rows, 2 or more."""
+
+    def propose(self, anchor: int, width: int) -> Proposal:
+        """Draft a chain of at most `width` rows; nothing waits for the device."""
+        if width == 1 or self.position < self.drafter.lag:
+            return Proposal([anchor])
+        return propose_all(self.drafter, [self.draft(anchor, width)])[0]
+
+    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
+        """Draft a tree of at most `rows` rows, 2 or more, in paths of `width`; this waits."""
+        return plant_all(self.drafter, [self.draft(anchor, width)], [rows])[0]
+
+    def resume(self, sampler: Sampler) -> None:
+        """See `SupportsResume`."""
+        self.sampler = sampler
+
+
+def propose_all(drafter: NetworkDrafter, requests: Sequence[Slots]) -> list[Proposal]:
+    """The chains of requests that drafted together; nothing waits for the device."""
+    chains = zip(requests, drafter.choose(requests), strict=True)
+    return [
+        Proposal(mx.concatenate([mx.array([slots.anchor]), tokens.astype(mx.int32)]))
+        for slots, tokens in chains
+    ]
+
+
+def plant_all(
+    drafter: NetworkDrafter, requests: Sequence[Slots], rows: Sequence[int]
+) -> list[DraftTree]:
+    """The trees, of at most `rows` rows each, of requests that drafted together; waits once."""
+    pairs = zip(requests, rows, strict=True)
+    tables = read_candidates([drafter.candidates(slots, count - 1) for slots, count in pairs])
+    return [
+        DraftTree(slots.anchor, *own, count)
+        for slots, own, count in zip(requests, tables, rows, strict=True)
+    ]
+
+
+class FeatureSession(NetworkSession):
+    """Drafts for one request with a network that reads the target's features.
+
+    Attributes:
+        target: whose embedding and head the network may use.
+        cache: from the network's `make_cache`.
+        newest: [1, 1, K*D], the newest features of the text, if the network `reads_newest`.
+        can_trim: whether no layer has a sliding window, and nothing lags.
+        pending_features: how many features wait; those that lag always do.
+    """
+
+    newest: mx.array | None = None
+
+    def __init__(self, drafter: NetworkDrafter, target: Target, sampler: Sampler) -> None:
+        self.drafter, self.target, self.sampler = drafter, target, sampler
+        self.cache, self._lag = drafter.make_cache(), drafter.lag
+        self.can_trim = not self._lag and all(map(caches.can_trim, self.cache))
+        self._pending: list[PendingFeatures] = []
+        self._next: list[int] = []  # where features lag: the tokens after those that wait
 
     @property
     def position(self) -> int:  # type: ignore[override]
         """Tokens whose features were added."""
-        return int(self._cache[0].offset) + self.pending_features
+        return int(self.cache[0].offset) + self.pending_features
+
+    def draft(self, anchor: int, width: int) -> Slots:
+        """See `NetworkSession`."""
+        return self.drafter.draft(self, anchor, width)
 
     def extend(
         self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
@@ -63,136 +170,88 @@ class FeatureSession(SupportsSharing):
         if self.pending_features >= MOST_PENDING:  # a long prompt's are never in memory together
             self._read_pending()
         kept = range(taps.shape[1]) if kept is None else kept
-        if self.lag:
+        if self._lag:
             self._next += tokens if self.position else tokens[1:]
         if kept:
             self._pending.append((taps, kept))
             self.pending_features += len(kept)
+        if not (self._lag or self.can_trim):  # every draft makes a new array of a window
+            self._start_computing()
 
-    def resume(self, sampler: Sampler) -> None:
-        """See `SupportsResume`."""
-        self._sampler = sampler
+    def take(self, anchor: int | None = None) -> tuple[mx.array, list[int]]:
+        """The features [1, S, K*D] that wait, and the tokens after them; they wait no more.
+
+        Where features lag, the newest wait on: they are taken with an anchor only. Else the only
+        token is the anchor.
+        """
+        pieces = [gathered(taps, kept) for taps, kept in self._pending]
+        known, tokens = self.pending_features - self._lag, [] if anchor is None else [anchor]
+        self._pending, self.pending_features = [], 0
+        if not pieces:
+            return mx.zeros((1, 0, 0)), tokens
+        taps = mx.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
+        if self.drafter.reads_newest:
+            self.newest = taps[:, -1:]
+        if not self._lag:
+            return taps, tokens
+        tokens, self._next = self._next[:known] + tokens, self._next[known:]
+        self._pending, self.pending_features = [(taps[:, known:], [0])], 1
+        if anchor is not None:
+            mx.async_eval(self._pending[0][0])  # nothing of the draft computes it
+        return taps[:, : len(tokens)], tokens
 
     def trim_to(self, position: int) -> None:
         """See `SupportsResume`."""
-        held = self._cache[0].offset
-        pending = self._take()[:, : max(0, position - held)]
-        for layer in self._cache:
+        held = self.cache[0].offset
+        pending = self.take()[0][:, : max(0, position - held)]
+        for layer in self.cache:
             caches.trim(layer, max(0, held - position))
         self.extend(pending)
 
     def checkpoint(self) -> tuple[Checkpoint, list[PendingFeatures]]:
         """See `SupportsResume`; it holds no features but those that lag."""
         self._read_pending()
-        return caches.checkpoint(self._cache, self._cache[0].offset), list(self._pending)
+        return caches.checkpoint(self.cache, self.cache[0].offset), list(self._pending)
 
     def rewind(self, checkpoint: tuple[Checkpoint, list[PendingFeatures]]) -> None:
         """See `SupportsResume`."""
         held, pending = checkpoint
-        caches.rewind(self._cache, self._cache[0].offset, held)
+        caches.rewind(self.cache, self.cache[0].offset, held)
         self._pending, self.pending_features, self._next = list(pending), len(pending), []
 
     def rows(self, start: int, end: int) -> Arrays:
         """The cache's rows that these tokens complete, of the layers without a window."""
-        first, last = max(0, start - self.lag), end - self.lag
-        if self._cache[0].offset < last:
+        first, last = max(0, start - self._lag), end - self._lag
+        if self.cache[0].offset < last:
             self._read_pending()
-        return caches.rows_of_all(self._cache, first, last) if last > first else {}
+        return caches.rows_of_all(self.cache, first, last) if last > first else {}
 
     def state(self) -> Arrays:
         """The windows of the other layers, and the features [1, lag, K*D] that lag."""
         self._read_pending()
         lagging = {"features": gathered(*self._pending[0])} if self._pending else {}
-        return caches.state_of_all(self._cache) | lagging
+        return caches.state_of_all(self.cache) | lagging
 
     def dry_run(self, taps: mx.array) -> None:
         """See `SupportsSharing`."""
         self.extend(taps, tokens=[0] * taps.shape[1])
-        self._add_pending()
+        self.drafter.read(self)
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """See `SupportsSharing`."""
-        if held := position - self.lag:
-            caches.restore_all(self._cache, held, rows, state, room)
-        if self.lag:
+        if held := position - self._lag:
+            caches.restore_all(self.cache, held, rows, state, room)
+        if self._lag:
             self.extend(state["features"])
         self._start_computing()
 
     def _read_pending(self) -> None:
-        if self.pending_features > self.lag:
-            self._add_pending()
+        if self.pending_features > self._lag:
+            self.drafter.read(self)
             self._start_computing()
 
     def _start_computing(self) -> None:
         """Leave nothing lazy behind: the next step may run in another thread."""
-        if self.lag:
+        if self._lag:
             mx.async_eval([taps for taps, _ in self._pending])
-        mx.async_eval([caches.arrays(layer) for layer in self._cache if layer.offset])
-
-    def _take(self) -> mx.array:
-        """The features [1, S, K*D] that wait, and wait no more."""
-        pieces = [gathered(taps, kept) for taps, kept in self._pending]
-        self._pending, self.pending_features = [], 0
-        return mx.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
-
-
-class BlockSession(FeatureSession, SupportsBatch):
-    """Drafts chains and trees for one request from blocks that a network drafts in one pass."""
-
-    def __init__(self, drafter: Any, target: Target, sampler: Sampler) -> None:
-        super().__init__(drafter, target, sampler)
-        self.can_trim = not any(drafter.config.windows)
-        config = drafter.config
-        width = len(config.target_layer_ids) * config.target_hidden_size
-        self._none = self._newest = mx.zeros((1, 0, width))  # the taps of the newest token read
-
-    def extend(
-        self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
-    ) -> None:
-        """See `DraftSession`; the tokens are not read."""
-        super().extend(taps, kept)
-        if not self.can_trim:  # every draft makes a new array of a window
-            self._start_computing()
-
-    def propose(self, anchor: int, width: int) -> Proposal:
-        """Draft a chain of at most `width` rows; nothing waits for the device."""
-        if width == 1:
-            return Proposal([anchor])
-        [tokens] = self.drafter.choose([self._draft(anchor, width)])
-        return Proposal(mx.concatenate([mx.array([anchor]), tokens.astype(mx.int32)]))
-
-    def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
-        """Draft a tree of at most `rows` rows from a block of `width` rows; this waits."""
-        candidates = self.drafter.candidates(self._draft(anchor, width), rows - 1)
-        return DraftTree(anchor, *read_candidates([candidates])[0], rows)
-
-    def draft_input(self, anchor: int, width: int) -> DraftInput:
-        """See `SupportsBatch`. It takes the features that waited: the network has to run next."""
-        config = self.drafter.config
-        rows = min(width - 1, config.drafts) + config.first_row
-        block = mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
-        return DraftInput(block, self._take(), self._cache)
-
-    def score(self, logits: mx.array, hidden: mx.array, anchor: int) -> Slots:
-        """See `SupportsBatch`; processors run."""
-        scores, weight = self._sampler.draft_scores(self.drafter.widen(logits))
-        slots = Slots(scores, weight, hidden, mx.array(anchor))
-        return self.drafter.prepare(slots, logits, self._newest, self.target)
-
-    def _draft(self, anchor: int, width: int) -> Slots:
-        """Draft positions of a block. The anchor's row is left out if it predicts no draft."""
-        given, drafter = self.draft_input(anchor, width), self.drafter
-        hidden = drafter(drafter.embed(given.block[None], self.target), given.taps, given.cache)
-        hidden = hidden[:, drafter.config.first_row :]
-        return self.score(drafter.logits(hidden, self.target)[0], hidden[0], anchor)
-
-    def _add_pending(self) -> None:
-        self.drafter.extend(self._take(), self._cache)
-
-    def _take(self) -> mx.array:
-        if not self._pending:
-            return self._none
-        taps = super()._take()
-        if self.drafter.config.kind == LILICORR:
-            self._newest = taps[:, -1:]
-        return taps
+        mx.async_eval([caches.arrays(layer) for layer in self.cache if layer.offset])

@@ -97,7 +97,7 @@ class Drafting:
     def check_contexts(self) -> None:
         for one, other in zip(self.together, self.alone, strict=True):
             assert one.position == other.position
-            for ours, theirs in zip(one._cache, other._cache, strict=True):
+            for ours, theirs in zip(one.cache, other.cache, strict=True):
                 assert all(map(same, (ours.keys, ours.values), (theirs.keys, theirs.values)))
                 assert ours.offset == theirs.offset
 
@@ -123,7 +123,7 @@ def test_chains_are_those_alone(kind):
             expected = drafting.alone[at].propose(anchors[at], widths[at])
             assert tokens(proposal) == tokens(expected), f"request {at}"
             for session in (drafting.together[at], drafting.alone[at]):
-                session._sampler.commit([3, 1])
+                session.sampler.commit([3, 1])
         drafting.check_contexts()
 
 

@@ -10,7 +10,7 @@ import pytest
 from eagle3_oracle import Eagle3 as Oracle
 from eagle3_oracle import random_weights
 
-from dflash_mlx.drafter import stepwise
+from dflash_mlx.drafter.session import FeatureSession
 from dflash_mlx.loading.checkpoint import read_drafter
 from dflash_mlx.sampling import Sampler
 
@@ -78,7 +78,7 @@ def run(drafter, kind):
     _, flat, weights = published(kind)
     oracle, rng = Oracle(weights, flat), np.random.default_rng(1)
     sampler = RecordingSampler()
-    session = stepwise.StepwiseSession(drafter, SimpleNamespace(), sampler)
+    session = FeatureSession(drafter, SimpleNamespace(), sampler)
     width = 3 * flat.get("target_hidden_size", flat["hidden_size"])
     ours, theirs, anchor = [], [], None
     for drafts, kept in STEPS:

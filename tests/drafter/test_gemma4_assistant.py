@@ -97,8 +97,8 @@ def steps(target, assistant, count):
         drafting.extend(taps, tokens=prompt[done : done + taps.shape[1]])
     text = list(prompt)
     for new in ([7, 9], [3], [4, 5, 6]):
-        drafts, logits = drafting._draft(text[-1], count + 1)
-        yield list(text), drafts.tolist(), np.array(logits)
+        slots = drafting.draft(text[-1], count + 1)
+        yield list(text), slots.tokens.tolist(), np.array(slots.scores)
         _, taps = session.verify(dm.Proposal([text[-1], *new, 1, 2]))
         kept = list(range(len(new)))
         session.commit(kept)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dflash_mlx.drafter.candidates import Slots
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.network import DFlash
-from dflash_mlx.drafter.session import BlockSession
+from dflash_mlx.drafter.session import FeatureSession
 from dflash_mlx.sampling import Sampler
 
 CONTEXT = 90  # tokens of every text
@@ -65,7 +65,7 @@ def test_rounds_in_ragged_steps(golden, data):
 
 def test_a_session_proposes_the_golden_tokens(golden):
     drafter = golden.drafter
-    session, known = BlockSession(drafter, golden.target(), Sampler()), 0
+    session, known = FeatureSession(drafter, golden.target(), Sampler()), 0
     for number in range(golden.rounds):
         case = golden.case(number)
         session.extend(golden.context[:, known : case.start])
