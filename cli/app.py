@@ -58,13 +58,6 @@ class Commands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-ALIASES = {  # of options, as mlx_lm and others spell them
-    "--temp": "--temperature",
-    "--max-new-tokens": "--max-tokens",
-    "--num-predict": "--max-tokens",
-    "--draft-model": "--draft",
-    "--no-thinking": "--no-think",
-}
 PROMPTS = ("--prompt", "-p")  # of generate, where others want an option
 OTHERS = {"run": "chat --model NAME", "download": "pull NAME", "ls": "list"}  # commands of others
 
@@ -74,6 +67,8 @@ class CheckedCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments."""
+        from .options import ALIASES
+
         read = list[str]()
         for arg in args:
             name, equals, value = arg.partition("=")

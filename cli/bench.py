@@ -35,12 +35,11 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, NONE, known_drafter
 from dflash_mlx.machine.facts import busy, computer, machine
-from dflash_mlx.setting_table import SAMPLING
 
 from . import options, output
 from .machines import Machines, cluster_member, runs_elsewhere
-from .options import OFF, OUTPUT, argument, is_given, option, tree_rows
-from .pair import WHOLE_BLOCKS, Pair, open_pair
+from .options import OUTPUT, argument, given, option
+from .pair import Pair, open_pair, template_variables
 
 PROMPTS = "What is measured"  # the group that --help shows
 EMBEDDED_SUITE = "embedded"
@@ -53,6 +52,8 @@ SUITE = f"{EMBEDDED_SUITE} (default), {', '.join(SUITES)}. Repeatable."
 FILE = 'JSONL of {"prompt" or "messages", "category", "answer"} instead.'
 LIMIT = f"Prompts per category. Default: {SUITE_LIMIT} for hub suites."
 ZLAB = "zlab: prompts, lengths and means of z-lab's papers."
+BLOCK = "Rows of a step. Default: the drafter's block."
+TREES = "Also measure draft trees of N tokens, or auto."
 CLIENTS = "With --openai: this many clients at once."
 SERVED = "Measure an OpenAI-compatible server; --model is its name there."
 
@@ -62,18 +63,17 @@ def bench(
     *,
     names: options.Names,
     weights: options.Weights,
-    # The prefill brings the first token, so it takes two tokens to measure a speed.
-    max_tokens: int = options.max_tokens(256, least=2),
-    block_size: int | None = options.block_size("Rows of a step. Default: the drafter's block."),
-    temperature: float = options.TEMPERATURE,
-    thinking: options.Thinking,
+    max_tokens: int = options.setting("max_tokens"),
+    block_size: int | None = options.setting("block_size", help=BLOCK),
+    temperature: float = options.setting("temperature"),
+    thinking: dict[str, Any] = options.settings("think", "reasoning_effort"),
     suite: list[str] | None = option(None, PROMPTS, "NAME", SUITE),
     prompts: Path | None = option(None, PROMPTS, "FILE", FILE),
     data: Path | None = option(None, PROMPTS, "DIR", "Read suites from here, not the hub."),
     protocol: str | None = option(None, PROMPTS, "NAME", ZLAB),
     limit: int | None = option(None, PROMPTS, "N", LIMIT, min=1),
     repeats: int = option(3, PROMPTS, "N", "Runs of each prompt and method.", min=1),
-    tree_budget: str = option(OFF, PROMPTS, "N", "Also measure draft trees of N tokens, or auto."),
+    tree_budget: int | str | None = options.setting("tree_budget", help=TREES, panel=PROMPTS),
     openai: str | None = option(None, PROMPTS, "URL", SERVED),
     concurrency: str | None = option(None, PROMPTS, "N,N", CLIENTS),
     out: Path | None = option(None, OUTPUT, "DIR", "Write bench.json here.", parser=options.named),
@@ -87,14 +87,14 @@ def bench(
         return
     if names.draft == NONE:
         raise SettingsError(f"--draft must not be {NONE} here: name a drafter.")
-    SAMPLING["temperature"].check("temperature", temperature)
-    budget = tree_rows(tree_budget)
+    if max_tokens < 2:  # the prefill brings the first
+        raise SettingsError(f"--max-tokens must be 2 or more to measure a speed, not {max_tokens}.")
     clients = _numbers(concurrency)
     if protocol is not None:
         if protocol != PROTOCOL:
             raise SettingsError(f"--protocol must be {PROTOCOL}, not {protocol!r}.")
         repeats = 1
-        max_tokens = max_tokens if is_given("max_tokens", context) else PROTOCOL_MAX_TOKENS
+        max_tokens = max_tokens if "max_tokens" in given(context) else PROTOCOL_MAX_TOKENS
     hub = Hub(offline=weights.offline)
     chosen = _prompts(suite, prompts, limit, hub, data, protocol is not None)
     setup: dict[str, Any] = {
@@ -103,9 +103,9 @@ def bench(
         "repeats": repeats,
         "temperature": temperature,
         "seed": SEED if temperature else None,
-        "tree_budget": budget,
+        "tree_budget": tree_budget,
         "protocol": protocol,
-        **thinking.settings(),
+        **thinking,
         "busy": busy(),
     }
     if out is not None:  # hours of measuring must not end in a folder that cannot be written
@@ -119,9 +119,9 @@ def bench(
     else:
         network = replace(names, draft=names.draft or known_drafter(names.model))
         # Whole blocks: what the drafter is worth, without the policy's choice of draft length.
-        steps = replace(WHOLE_BLOCKS, block_size=block_size)
-        pair = open_pair(network, weights, steps, member=cluster_member(context))
-        template = thinking.variables(pair.target.tokenizer)
+        settings, member = {"block_size": block_size}, cluster_member(context)
+        pair = open_pair(network, weights, settings=settings, member=member)
+        template = template_variables(pair.target, thinking)
         content = _measure_pair(pair, chosen, setup, template)
     if json:
         output.print_json(content)

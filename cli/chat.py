@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from .chat_models import ChatModel, LocalModel, ServedModel
 from .generate import check_text
 from .options import DECODING, MODEL, option
 from .output import counted, note
-from .pair import Pair, note_toy, note_training, open_pair
+from .pair import Pair, note_toy, note_training, open_pair, published
 
 if TYPE_CHECKING:
     from .chat_input import LineReader
@@ -34,15 +34,11 @@ def chat(
     context: typer.Context,
     *,
     names: options.Names,
-    no_draft: bool = options.NO_DRAFT,
+    drafting: options.Drafting,
     weights: options.Weights,
     server: str | None = option(None, MODEL, "URL", "Talk to a running server instead."),
     api_key: str | None = option(None, MODEL, "KEY", "The key for --server."),
-    max_tokens: int = options.max_tokens(1024),
-    sampling: options.Sampling,
-    thinking: options.Thinking,
-    steps: options.StepOptions,
-    stop: list[str] | None = options.STOP,
+    settings: dict[str, Any] = options.settings(max_tokens=1024),
     system: str | None = options.SYSTEM,
     resume: Path | None = option(None, DECODING, "FILE", SAVED),
     verbose: bool = options.VERBOSE,
@@ -51,27 +47,26 @@ def chat(
     if system is not None:
         check_text(system, "The system message")
     messages = [] if resume is None else read_conversation(resume.expanduser())
-    settings = sampling.settings() | {"max_tokens": max_tokens, "stop": stop or ()}
-    settings |= thinking.settings()
+    options.note_without_effect(settings)
     model: ChatModel
     if server is not None:
         model = ServedModel(server, None if names.model == EMBEDDED else names.model, api_key)
     else:
-        pair = open_pair(names, weights, steps, no_draft)
+        pair = open_pair(names, weights, drafting, settings)
         model = LocalModel(pair)
         note_toy(names, context)
         if pair.drafter is not None:
-            note_training(pair, names, thinking)
-        settings |= publishers(pair, sampling)
+            note_training(pair, names, settings)
+        settings |= publishers(pair, options.given(context))
     conversation = Chat(model, settings, messages, verbose)
     if system is not None:
         conversation.set_system(system)
     _run(conversation)
 
 
-def publishers(pair: Pair, sampling: options.Sampling) -> dict[str, Any]:
-    """The publisher's sampling settings, if none was given."""
-    defaults = {} if sampling.given else dict(pair.target.sampling_defaults)
+def publishers(pair: Pair, chosen: Collection[str]) -> dict[str, Any]:
+    """As `published`, and says so."""
+    defaults = published(pair, chosen)
     if defaults:
         shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
         note(f"{shown}: the publisher's defaults. /set changes them.")

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_mlx.errors import DataError, DFlashError, SettingsError
-from dflash_mlx.setting_table import SAMPLING
+from dflash_mlx.settings import SETTINGS
 from dflash_mlx.validation import is_message, read_json
 
+from .options import STEPS, TRUNCATION
 from .output import counted, error_line, note, write_file
 
 if TYPE_CHECKING:
@@ -20,10 +21,13 @@ if TYPE_CHECKING:
 
 COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 ROLES = ("system", "user", "assistant")
-THINKING = ("on", "off", "low", "medium", "high")
-NO_EFFECT = ("top_p", "top_k", "min_p", "seed")  # at temperature 0
+THINKING = ("on", "off", *SETTINGS["reasoning_effort"].choices)
 NONE = "none"  # removes the system message
-SETTINGS = {name: one.kind for name, one in SAMPLING.items()} | {"max_tokens": int}
+NUMBERS = [
+    name
+    for name, one in SETTINGS.items()
+    if one.metavar and one.kind in (int, float) and name not in STEPS
+]
 
 
 def run_command(chat: Chat, line: str) -> bool:
@@ -87,18 +91,13 @@ def _system(chat: Chat, text: str) -> None:
 
 def _set(chat: Chat, text: str) -> None:
     name, _, value = text.replace("=", " ", 1).partition(" ")
-    if name and name not in SETTINGS:
-        raise SettingsError(f"There is no setting {name!r}. The settings: {', '.join(SETTINGS)}.")
+    if name and name not in NUMBERS:
+        raise SettingsError(f"There is no setting {name!r}. The settings: {', '.join(NUMBERS)}.")
     if value:
-        try:
-            chat.change({name: SETTINGS[name](value)})
-        except ValueError as error:
-            if isinstance(error, SettingsError):
-                raise
-            raise SettingsError(f"{name} must be a number, not {value!r}.") from error
-        if name in NO_EFFECT and not chat.settings["temperature"]:
+        chat.change({name: SETTINGS[name].parse(name, value.strip())})
+        if name in TRUNCATION and not chat.settings["temperature"]:
             note(f"{name} has no effect at temperature 0.")
-    for each in [name] if name else SETTINGS:
+    for each in [name] if name else NUMBERS:
         note(f"{each:18} {chat.settings[each]}")
 
 

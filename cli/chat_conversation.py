@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -16,6 +15,7 @@ from rich.cells import cell_len
 
 from dflash_mlx.errors import DFlashError, PromptError
 
+from .options import with_seed
 from .output import MIN_STEPS, counted, error_line, note, rate, times, waiting
 from .pair import explain
 
@@ -98,9 +98,7 @@ class Chat:
         """Change settings for the next answers, or raise `SettingsError` and change none."""
         from dflash_mlx.generation import GenerationSettings
 
-        changed = self.settings | settings
-        if changed["temperature"] > 0 and changed["seed"] is None:
-            changed["seed"] = secrets.randbits(32)
+        changed = with_seed(self.settings | settings)
         checked = GenerationSettings(**changed)
         if self.model.pair is not None:
             checked.check_vocabulary(self.model.pair.target.vocab_size)

@@ -20,7 +20,7 @@ from prompt_toolkit.shortcuts import CompleteStyle
 
 from dflash_mlx.machine.facts import cache_folder
 
-from .chat_commands import COMMANDS, SETTINGS
+from .chat_commands import COMMANDS, NUMBERS
 from .output import note
 
 QUOTES = '"""'
@@ -31,7 +31,7 @@ class CommandCompleter(Completer):
 
     def __init__(self) -> None:
         self._commands = WordCompleter([*COMMANDS], sentence=True)
-        path, settings = PathCompleter(expanduser=True), WordCompleter([*SETTINGS])
+        path, settings = PathCompleter(expanduser=True), WordCompleter([*NUMBERS])
         self._arguments = {"/save": path, "/load": path, "/set": settings}
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:

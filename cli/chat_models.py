@@ -11,15 +11,14 @@ from typing import Any
 import dflash_mlx
 from dflash_mlx.errors import PromptError, ServerError
 from dflash_mlx.events import Stats
+from dflash_mlx.settings import SETTINGS
 
-from .pair import Pair
+from .pair import Pair, template_variables, without_template
 from .thoughts import Thoughts
 
 Messages = list[dict[str, str]]
 TOO_LONG = "context_length_exceeded"
-# Not every server knows these.
-SOME = ("top_k", "min_p", "reasoning_effort", "presence_penalty", "frequency_penalty")
-STANDARD = ("temperature", "top_p", "seed", "max_tokens", "stop")  # every server knows these
+ALWAYS = ("temperature", "top_p", "max_tokens")  # every server knows these, with other defaults
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,13 @@ class LocalModel:
 
     def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[AnswerPiece]:
         """Answer a conversation, piece by piece. Raises `PromptError` if it is too long."""
-        from dflash_mlx.prompt import encode_prompt, thinking_variables
+        from dflash_mlx.prompt import encode_prompt
 
-        tokenizer = self._pair.target.tokenizer
-        wanted = settings.pop("think", None), settings.pop("reasoning_effort", None)
-        ids = encode_prompt(self._pair.target, messages, thinking_variables(tokenizer, *wanted))
-        thoughts = Thoughts(self._pair.target, ids)
-        decoding = self._pair.settings | settings
-        for event in dflash_mlx.stream_generate(
-            self._pair.target, self._pair.drafter, ids, conversation=self._caches, **decoding
-        ):
+        target, drafter = self._pair.target, self._pair.drafter
+        ids = encode_prompt(target, messages, template_variables(target, settings))
+        thoughts = Thoughts(target, ids)
+        settings |= {"policy": self._pair.policy, "conversation": self._caches}
+        for event in dflash_mlx.stream_generate(target, drafter, ids, **without_template(settings)):
             shown = thoughts.split(event)
             content = "".join(text for text, is_thought in shown if not is_thought)
             yield AnswerPiece(shown, content, event.stats, event.finish_reason, thoughts)
@@ -85,12 +81,11 @@ class ServedModel:
 
     def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[AnswerPiece]:
         """As `LocalModel.stream`. Raises `ServerError`, too."""
-        given = {name: settings[name] for name in STANDARD if settings[name] not in (None, (), [])}
-        given |= {name: settings[name] for name in SOME if settings.get(name)}
-        if settings.get("repetition_penalty", 1) != 1:
-            given["repetition_penalty"] = settings["repetition_penalty"]
-        if settings.get("think") is not None:
-            given["enable_thinking"] = settings["think"]
+        given = {
+            "enable_thinking" if name == "think" else name: value
+            for name, value in settings.items()
+            if name in ALWAYS or value not in (SETTINGS[name].default, (), [])
+        }
         stats, reason = Stats(seed=settings["seed"]), None
         start = time.perf_counter()
         try:

@@ -7,49 +7,55 @@ from dataclasses import fields
 import typer
 
 from dflash_mlx.cluster.member import rank
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.registry import LOOKUP, NONE
 
-from .options import AUTO, StepOptions, Weights, refuse, spelled
+from .options import AUTO, Weights, given
 
-THINKING = ("think", "no_think", "reasoning_effort")
+THINKING = ("think", "reasoning_effort")
 DRAFTING = ("block_size", "tree_budget", "no_policy", "draft_bits", "draft_window", "compare")
-WEIGHTS, STEPS = ([field.name for field in fields(group)] for group in (Weights, StepOptions))
+WEIGHTS = [field.name for field in fields(Weights)]
 OPENAI = ("draft", "block_size", "tree_budget", "hosts", *THINKING, *WEIGHTS)
-EXCLUDED = {  # by an option -> the options that have no effect beside it
-    "no_draft": ("draft", *DRAFTING),
-    "server": ("draft", "no_draft", "verbose", *WEIGHTS, *STEPS),
-    "no_think": ("think", "reasoning_effort"),
-    "no_auth": ("api_key", "api_key_file"),
-    "openai": tuple(name for name in OPENAI if name != "offline"),
-    "concurrency": ("out",),
-    "protocol": ("prompts", "repeats"),
-    "prompts": ("suite", "data"),
+ANY = object()
+EXCLUDED = {  # an option as it is typed -> its parameter and value, and what has no effect beside
+    "--no-draft": ("no_draft", True, ("draft", *DRAFTING)),
+    "--draft none": ("draft", NONE, DRAFTING),
+    "--draft lookup": ("draft", LOOKUP, ("tree_budget", "draft_bits", "draft_window")),
+    "--tree-budget auto": ("tree_budget", AUTO, ("block_size", "no_policy")),
+    "--server": ("server", ANY, ("draft", "no_draft", "verbose", "kv_bits", *WEIGHTS, *DRAFTING)),
+    "--no-think": ("think", False, ("reasoning_effort",)),
+    "--no-chat-template": ("raw", True, ("system", *THINKING)),
+    "--no-auth": ("no_auth", True, ("api_key", "api_key_file")),
+    "--prefix-cache 0": ("prefix_cache", 0, ("cache_dir",)),
+    "--openai": ("openai", ANY, tuple(name for name in OPENAI if name != "offline")),
+    "--concurrency": ("concurrency", ANY, ("out",)),
+    "--protocol": ("protocol", ANY, ("prompts", "repeats")),
+    "--prompts": ("prompts", ANY, ("suite", "data")),
 }
-NEEDED = {"server": "api_key", "openai": "concurrency", "suite": "data"}  # by the other option
-VALUES = {  # an option and its value -> the options that have no effect beside it
-    ("draft", NONE): DRAFTING,
-    ("draft", LOOKUP): ("tree_budget", "draft_bits", "draft_window"),
-    ("tree_budget", AUTO): ("block_size", "no_policy"),
-}
+NEEDED = (  # the parameters of which one must be given, and the options that need it
+    (("server",), "--server", ("api_key",)),
+    (("openai",), "--openai", ("concurrency",)),
+    (("suite",), "--suite", ("data",)),
+    (("hosts",), "--hosts", ("pipeline", "stall_seconds")),
+    (("target_bits", "draft_bits"), "--target-bits or --draft-bits", ("quant_mode", "group_size")),
+)
 
 
 def check_combinations(context: typer.Context) -> None:
     """Raise `SettingsError` for an option that has no effect beside the others."""
-    given = context.params
-    for option, others in EXCLUDED.items():
-        if given.get(option):
-            refuse(context, f"cannot be combined with {spelled(option)}", *others)
-    for (option, value), others in VALUES.items():
-        if given.get(option) == value:
-            refuse(context, f"cannot be combined with {spelled(option)} {value}", *others)
-    for option, other in NEEDED.items():
-        if option in given and not given[option]:
-            refuse(context, f"needs {spelled(option)}", other)
-    if not (given.get("target_bits") or given.get("draft_bits")):
-        refuse(context, "needs --target-bits or --draft-bits", "quant_mode", "group_size")
-    if given.get("raw"):
-        refuse(context, "cannot be combined with --no-chat-template", "system", *THINKING)
-    if given.get("prefix_cache") == 0:
-        refuse(context, "needs a --prefix-cache above 0", "cache_dir")
-    if not given.get("hosts") and rank() is None:
-        refuse(context, "needs --hosts", "pipeline", "stall_seconds")
+    values = context.params
+    for typed, (name, value, others) in EXCLUDED.items():
+        if name in values and (values[name] if value is ANY else values[name] == value):
+            _refuse(context, f"cannot be combined with {typed}", others)
+    for names, typed, others in NEEDED:
+        known = any(name in values for name in names) and (typed != "--hosts" or rank() is None)
+        if known and not any(values.get(name) for name in names):
+            _refuse(context, f"needs {typed}", others)
+
+
+def _refuse(context: typer.Context, reason: str, names: tuple[str, ...]) -> None:
+    """Raise `SettingsError` with the reason if one of these options was given, and not off."""
+    for parameter in context.command.params:
+        if parameter.name in given(context).intersection(names):
+            if context.params[parameter.name] not in (False, None):
+                raise SettingsError(f"{parameter.opts[0]} {reason}.")

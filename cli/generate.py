@@ -45,6 +45,8 @@ from .pair import (
     note_training,
     open_pair,
     steps_by_rows,
+    template_variables,
+    without_template,
 )
 from .thoughts import Thoughts
 
@@ -70,13 +72,9 @@ def generate(
     prompt: str | None = argument(None, PIPED),
     files: list[Path] | None = option(None, PROMPT, "FILE", FILES, "--file", "-f"),
     names: options.Names,
-    no_draft: bool = options.NO_DRAFT,
+    drafting: options.Drafting,
     weights: options.Weights,
-    max_tokens: int = options.max_tokens(256),
-    sampling: options.Sampling,
-    thinking: options.Thinking,
-    steps: options.StepOptions,
-    stop: list[str] | None = options.STOP,
+    settings: dict[str, Any] = options.settings(),
     system: str | None = options.SYSTEM,
     raw: bool = flag("--no-chat-template", DECODING, "Continue the prompt as plain text."),
     json_schema: str | None = option(None, DECODING, "SCHEMA", SCHEMA),
@@ -98,20 +96,22 @@ def generate(
     output = None if str(output) == STDIN else output
     if output is not None:
         check_writable(output)
-    encoded = cache(lambda target: _encode(target, asked, thinking))  # a long one once
-    pair = open_pair(names, weights, steps, no_draft, compare, cluster_member(context), encoded)
+    encoded = cache(lambda target: _encode(target, asked, settings))  # a long one once
+    member = cluster_member(context)
+    pair = open_pair(names, weights, drafting, settings, compare, member, encoded)
     if pair.drafter is not None and not raw:
-        note_training(pair, names, thinking)
-    settings = sampling.settings()
+        note_training(pair, names, settings)
+    options.note_without_effect(settings)
+    settings = options.with_seed(settings)
     if schema is not None:
         from dflash_mlx.structured import JsonSchema
 
         settings["logits_processors"] = [JsonSchema(pair.target, schema)]
     from dflash_mlx.bench.measure import Comparison
 
-    settings |= {"max_tokens": max_tokens, "stop": stop or [], "kv_bits": pair.kv_bits}
     ids = encoded(pair.target)
-    comparison = Comparison(pair.target, pair.drafter, ids, settings, pair.drafting)
+    both = {name: settings[name] for name in settings.keys() - pair.drafting.keys()}
+    comparison = Comparison(pair.target, pair.drafter, ids, without_template(both), pair.drafting)
     untaught = comparison.untaught() if compare else comparison
     thoughts = Thoughts(pair.target, comparison.prompt)
     result = _stream(comparison, thoughts, shown=output is None and not json)
@@ -133,22 +133,22 @@ def generate(
         for line in _stats_as_lines(result.stats) if stats else ():
             note(line)
         note_toy(names, context)
-        note_sampling(pair, sampling)
+        note_sampling(pair, options.given(context))
     if verbose:
-        explain(pair, result.stats, sampling.temperature)
+        explain(pair, result.stats, settings["temperature"])
     if schema is not None and result.finish_reason == "length":
         raise SettingsError(f"The JSON is incomplete: {pair.limit_reached(result.stats)}.")
 
 
 def _encode(
-    target: Target, prompt: str | list[dict[str, str]], thinking: options.Thinking
+    target: Target, prompt: str | list[dict[str, str]], settings: dict[str, Any]
 ) -> list[int]:
     """The prompt's token ids. Raises `PromptError`."""
     from dflash_mlx.prompt import encode_prompt
 
     if not isinstance(prompt, str) and not target.tokenizer.has_chat_template:
         raise PromptError(f"{target.name} has no chat template: add --no-chat-template.")
-    return encode_prompt(target, prompt, thinking.variables(target.tokenizer))
+    return encode_prompt(target, prompt, template_variables(target, settings))
 
 
 def _stream(comparison: Comparison, thoughts: Thoughts, shown: bool) -> Result:

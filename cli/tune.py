@@ -29,11 +29,10 @@ def tune(
     *,
     names: options.Names,
     weights: options.Weights,
-    kv_bits: int | None = options.KV_BITS,
+    kv_bits: int | None = options.setting("kv_bits"),
     json: bool = options.JSON,
 ) -> None:
     """On Metal, choose the faster kernels; anywhere, show what the steps of a model take."""
-    options.check_kv_bits(kv_bits)
     warning = busy()
     # Only on macOS, because elsewhere there is no Metal, and the BLAS has to come before MLX.
     kernels = _time_kernels(names, weights) if sys.platform == "darwin" else None

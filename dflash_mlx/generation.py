@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from numbers import Integral
-from typing import Any, Literal
+from typing import Any
 
 from .conversation import Conversation
 from .drafter.protocol import Drafter, check_pair, drafts_trees
@@ -20,80 +18,45 @@ from .prefix.cache import PrefixCache
 from .prompt import Prompt, branch_points, encode_prompt, thinking_variables
 from .request import Request
 from .sampling import Sampler
-from .settings import SamplingSettings
+from .settings import RequestSettings, described, instance_of, setting
 from .stream import TextStream, skip_text_start
 from .targets import Target
-from .validation import brief, check_integer, check_type, is_integer
+from .validation import check_integer
 
 DEFAULT_BLOCK_SIZE = 16
-LARGEST_TREE = 1024  # rows; a verify's mask has a place for every pair of them
 
 
+@described
 @dataclass(frozen=True, kw_only=True)
-class GenerationSettings(SamplingSettings):
-    """Everything a caller can set for one generation, beside the sampling settings.
+class GenerationSettings(RequestSettings):
+    """Everything a caller can set for one generation.
 
     Raises `SettingsError` for a value out of range or of a wrong type; `make_request` checks what
     belongs to the pair or to a `Conversation`.
-
-    Attributes:
-        max_tokens: the most tokens to generate, an EOS token included; the context limits it too.
-        block_size: the most rows verified per step, the last committed token included. None is the
-            drafter's own, or the policy's choice.
-        policy: chooses the draft length of each step, unless `block_size` is given, and learns for
-            later requests. None drafts whole blocks.
-        tree_budget: the most rows of a draft tree per step, its root included; `block_size` then
-            limits the depth. "auto" lets the policy choose between trees and chains. None drafts
-            chains, unless the policy drafts trees.
-        kv_bits: 8 or 4 quantizes the target's keys and values; None does not.
-        stop: strings that end the text; they are not part of it.
-        stop_applies: (token, text) -> whether stop strings count in the text that a token adds, or
-            in how many of its last characters; in a thought in none. Called once per token; None is
-            everywhere.
-        continues: whether the text continues the prompt, so that a leading space is kept.
-        conversation: keeps the caches for the next request, which then reads only its new tokens.
-        prefix: a `PrefixStore` of the pair, shared by many requests. A conversation has its own.
-        think: whether a chat's answer begins with thoughts; None leaves it to the chat template.
-        reasoning_effort: "low", "medium" or "high", where the chat template knows it.
-        chat_template_kwargs: further variables of the chat template.
-        salt: only requests with the same salt share cache entries of the prefix store.
-        branches: positions in a prompt of token ids where other prompts are likely to diverge, for
-            the prefix store; None finds those of chat messages.
     """
 
-    max_tokens: int = 256
-    block_size: int | None = None
-    policy: DraftPolicy | None = None
-    tree_budget: int | Literal["auto"] | None = None
-    kv_bits: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_applies: Callable[[int, str], int] | None = None
-    continues: bool = False
-    conversation: Conversation | None = None
-    prefix: PrefixCache | None = None
-    salt: str = ""
-    branches: Sequence[int] | None = None
-    think: bool | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
+    policy: DraftPolicy | None = setting(
+        None,
+        "Chooses the draft length of each step, unless `block_size` is given, and learns for later "
+        "requests. None drafts whole blocks.",
+        form=instance_of(DraftPolicy),
+        allowed="None or dm.DraftPolicy.of(target, drafter)",
+    )
+    conversation: Conversation | None = setting(
+        None,
+        "Keeps the caches for the next request, which then reads only its new tokens.",
+        form=instance_of(Conversation),
+        allowed="None or dm.Conversation(...)",
+    )
+    prefix: PrefixCache | None = setting(
+        None,
+        "A `PrefixStore` of the pair, shared by many requests. A conversation has its own.",
+        form=instance_of(PrefixCache),
+        allowed="None or dm.PrefixStore(target, drafter, memory=...)",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("max_tokens", 0, math.inf, "a whole number, 0 or more", Integral)
-        check_type("policy", self.policy, DraftPolicy, "dm.DraftPolicy.of(target, drafter)")
-        check_type("conversation", self.conversation, Conversation, "dm.Conversation(...)")
-        check_type(
-            "prefix", self.prefix, PrefixCache, "dm.PrefixStore(target, drafter, memory=...)"
-        )
-        if self.stop is not None:
-            object.__setattr__(self, "stop", _stop_strings(self.stop))
-        if not isinstance(self.continues, bool):
-            raise SettingsError(f"continues must be True or False, not {brief(self.continues)}.")
-        if self.stop_applies is not None and not callable(self.stop_applies):
-            raise SettingsError(f"stop_applies must be a function, not {brief(self.stop_applies)}.")
-        variables = self.chat_template_kwargs
-        if variables is not None and not isinstance(variables, Mapping):
-            raise SettingsError(f"chat_template_kwargs must be a dict, not {brief(variables)}.")
         if self.conversation is not None and (self.prefix is not None or self.salt):
             name = "salt" if self.prefix is None else "prefix"
             raise SettingsError(f"{name}: give it to the Conversation, when that is made.")
@@ -161,7 +124,7 @@ def make_request(
 def make_planner(target: Target, drafter: Drafter | None, settings: GenerationSettings) -> Planner:
     """The planner that a request's settings ask for.
 
-    Raises `SettingsError` for a wrong size, and for trees of a drafter that drafts none, and
+    Raises `SettingsError` for trees of a drafter that drafts none, and
     `UnsupportedTreeError` when the target cannot read them; "auto" is a chain then.
     """
     policy, tree_budget = settings.policy, settings.tree_budget
@@ -171,9 +134,6 @@ def make_planner(target: Target, drafter: Drafter | None, settings: GenerationSe
             if policy.trees is None:
                 raise SettingsError('tree_budget "auto" needs DraftPolicy.of(..., trees=True).')
     elif tree_budget is not None:
-        if not is_integer(tree_budget, 2, LARGEST_TREE):
-            allowed = f'from 2 to {LARGEST_TREE}, or "auto"'
-            raise SettingsError(f"tree_budget must be {allowed}, not {brief(tree_budget)}.")
         if not drafts_trees(drafter):
             raise SettingsError("tree_budget needs a drafter that drafts trees: leave it at None.")
         target.check_trees()
@@ -205,13 +165,3 @@ def resolve_block_size(
             "give less."
         )
     return requested
-
-
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    """One string or several as a tuple. Raises `SettingsError`."""
-    if not isinstance(stop, Iterable):
-        raise SettingsError(f"stop must be one or more strings, not {brief(stop)}.")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
-    if any(not isinstance(text, str) or not text for text in strings):
-        raise SettingsError("stop must be one or more strings that are not empty.")
-    return strings

@@ -15,7 +15,7 @@ from .chat_template import (
     template_reads,
     thinking_switches,
 )
-from .errors import PromptError, SettingsError
+from .errors import PromptError
 from .validation import TOKENIZER_ERRORS, ErrorWrapper, brief
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-EFFORTS = ("low", "medium", "high")
 EFFORT = "reasoning_effort"  # what chat templates call the amount of thinking
 SYSTEM_ROLES = ("system", "developer")
 
@@ -72,19 +71,13 @@ def thinking_variables(
 ) -> dict[str, Any]:
     """The chat template's variables for thinking or not, and how much.
 
-    Warns of what the template does not know. Raises `SettingsError` for a wrong value.
+    Warns of what the template does not know.
 
     Args:
         tokenizer: mlx-lm's `TokenizerWrapper`.
         think: whether to think; None leaves it to the template.
         reasoning_effort: "low", "medium" or "high"; None leaves it to the template.
     """
-    if not isinstance(think, bool | None):
-        raise SettingsError(f"think must be True or False, not {brief(think)}.")
-    if reasoning_effort not in (None, *EFFORTS):
-        raise SettingsError(
-            f"reasoning_effort must be {', '.join(EFFORTS)}, not {brief(reasoning_effort)}."
-        )
     found: dict[str, Any] = {}
     switch = f"think={think} ({'--think' if think else '--no-think'})"
     has_amount = template_reads(tokenizer, EFFORT)

@@ -26,8 +26,7 @@ from .constraints import ConstraintSet, TokenConstraint
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .proposal import Proposal
-from .setting_table import SEED_BITS
-from .settings import LogitsProcessor, SamplingSettings
+from .settings import SEED_BITS, LogitsProcessor, RequestSettings
 from .validation import brief
 
 # Scores [L, V] of the next tokens, and the factor of the logits in them. A chain takes the best; a
@@ -88,11 +87,11 @@ class Sampler:
 
     def __init__(
         self,
-        settings: SamplingSettings | None = None,
+        settings: RequestSettings | None = None,
         prompt: Sequence[int] = (),
         sharpness: DraftSharpness | None = None,
     ) -> None:
-        settings = settings or SamplingSettings()
+        settings = settings or RequestSettings()
         self.settings, self.temperature = settings, settings.temperature
         self.seed: int | None = None
         if settings.temperature > 0:

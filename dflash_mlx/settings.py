@@ -1,87 +1,277 @@
-"""How a request chooses tokens: the sampling settings, which mean what they mean in mlx-lm."""
+"""The settings of a request, each described once: its values, its help and its names.
+
+The checks of `dm.GenerationSettings`, the options of the command line, `/set` of the chat and the
+fields of the HTTP APIs are made from these descriptions. MLX is not imported here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from inspect import getdoc
 from numbers import Integral, Real
-from typing import Any
-
-import mlx.core as mx
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from .errors import SettingsError
-from .setting_table import MAX_F32, SAMPLING
 from .validation import MAX_INT32, brief
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 # (token ids [H] so far, logits [1, V]) -> logits [1, V], as in mlx-lm. It must be a pure function:
 # it sees drafts that are rejected later, and may see one history twice.
-LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+LogitsProcessor = Callable[["mx.array", "mx.array"], "mx.array"]
+Form = Callable[[Any], Any]  # a value as it is kept; None for one that is not allowed
+Settings = TypeVar("Settings")
 
 CONTEXT_SIZE = 20  # mlx-lm's
+LARGEST_TREE = 1024  # rows; a verify's mask has a place for every pair of them
+MAX_F32 = 3e38  # a little below the largest f32
+SEED_BITS = 32
+NONE = "none", "off"  # texts that mean None
 
 
 @dataclass(frozen=True)
-class SamplingSettings:
-    """How a request chooses tokens. Raises `SettingsError` for a value out of range.
+class Setting:
+    """One setting.
 
     Attributes:
-        temperature: 0 is greedy: no noise, and top_p, top_k, min_p change nothing.
-        top_p: keep the most probable tokens that together have this probability.
-        top_k: keep the k most probable tokens; 0 keeps all.
-        min_p: keep tokens with at least this share of the most probable one's probability.
-        seed: of the noise, 0 to 2**32 - 1; None draws a fresh one.
-        logit_bias: token id -> the number added to its logit.
-        repetition_penalty: above 1 makes tokens of the recent history less likely; 1 is off.
-        repetition_context_size: tokens of history that the repetition penalty looks at.
-        presence_penalty: subtracted once from a token's logit if the history has it; 0 is off.
-        presence_context_size: tokens of history that the presence penalty looks at.
-        frequency_penalty: subtracted for each time the history has the token; 0 is off.
-        frequency_context_size: tokens of history that the frequency penalty looks at.
-        logits_processors: further processors, called in this order after the penalties.
+        default: always allowed.
+        help: what it is for.
+        kind: of the values: a number, bool or str; anything if `form` decides.
+        least, most: of a number.
+        choices: further numbers or texts that are allowed.
+        form: the check of a value that is no number, text or bool.
+        allowed: the values in words, where they do not follow from the above.
+        metavar: of the option; a setting without one has no option.
+        options: names of the option, if its own is not the only one.
+        aliases: what others call it: hidden options, and fields of HTTP APIs.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    logit_bias: Mapping[int, float] | None = None
-    repetition_penalty: float = 1.0
-    repetition_context_size: int = CONTEXT_SIZE
-    presence_penalty: float = 0.0
-    presence_context_size: int = CONTEXT_SIZE
-    frequency_penalty: float = 0.0
-    frequency_context_size: int = CONTEXT_SIZE
-    logits_processors: Sequence[LogitsProcessor] = ()
+    default: Any
+    help: str
+    kind: type = object
+    least: float = math.inf
+    most: float = -math.inf
+    metavar: str = ""
+    choices: tuple[Any, ...] = ()
+    form: Form | None = None
+    allowed: str = ""
+    options: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+
+    def check(self, name: str, value: Any) -> Any:
+        """The value as Python's own (it may be numpy's). Raises `SettingsError`."""
+        if value is None and self.default is None:
+            return None
+        if self.form is not None:
+            if (kept := self.form(value)) is not None:
+                return kept
+        elif isinstance(value, bool):
+            if self.kind is bool:
+                return value
+        elif isinstance(value, str | Integral) and value in self.choices:
+            return value if isinstance(value, str) else int(value)
+        elif isinstance(value, Integral if self.kind is int else Real) and self.kind is not bool:
+            number: Any = value
+            if number == self.default or self.least <= number <= self.most:
+                return self.kind(number)
+        elif self.kind is str and isinstance(value, str) and not self.choices:
+            return value
+        raise SettingsError(f"{name} must be {self.values}, not {brief(value)}.")
+
+    @property
+    def values(self) -> str:
+        """The allowed values in words."""
+        words = [str(choice) for choice in self.choices]
+        if self.least <= self.most:
+            bounds = f"from {self.least:,} to {self.most:,}".replace(" to inf", " on")
+            words = [f"a {'whole ' * (self.kind is int)}number {bounds}", *words]
+        kinds = {bool: "True or False", str: "text"}
+        return self.allowed or " or ".join(words) or kinds[self.kind]
+
+    def parse(self, name: str, text: str) -> Any:
+        """The value that a person writes. Raises `SettingsError`."""
+        value: Any = None if self.default is None and text in NONE else text
+        if value is not None and self.kind in (int, float):
+            with suppress(ValueError):  # a choice, or nothing that is allowed
+                value = self.kind(text)
+        return self.check(name, value)
+
+
+def setting(default: Any, help: str, *described: Any, **further: Any) -> Any:
+    """A field of a dataclass of settings, described by a `Setting`."""
+    return field(
+        default=default, metadata={"setting": Setting(default, help, *described, **further)}
+    )
+
+
+def described(settings: type[Settings]) -> type[Settings]:
+    """Add the descriptions of its fields to a dataclass's docstring, for `help`."""
+    found = {f.name: f.metadata["setting"] for f in fields(settings)}  # type: ignore[arg-type]
+    lines = [f"    {name}: {one.help} Allowed: {one.values}." for name, one in found.items()]
+    settings.__doc__ = "\n".join([getdoc(settings) or "", "", "Attributes:", *lines])
+    return settings
+
+
+def instance_of(*kinds: type) -> Form:
+    """The form of an object of these classes."""
+    return lambda value: value if isinstance(value, kinds) else None
+
+
+def _list_of(is_item: Callable[[Any], bool]) -> Form:
+    def form(value: Any) -> Any:
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return value if is_list and all(map(is_item, value)) else None
+
+    return form
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...] | None:
+    """One string or several as a tuple."""
+    if not isinstance(stop, Iterable):
+        return None
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    return strings if all(isinstance(text, str) and text for text in strings) else None
+
+
+def _bias(bias: Any) -> dict[int, float] | None:
+    """Finite numbers by token id."""
+    if not isinstance(bias, Mapping) or not all(map(_is_token, bias)):
+        return None
+    numbers = all(isinstance(one, Real) and abs(float(one)) <= MAX_F32 for one in bias.values())
+    return {int(token): float(value) for token, value in bias.items()} if numbers else None
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+# Logits times or over these numbers must stay finite in f32.
+_PENALTY = float, -MAX_F32, MAX_F32, "P"
+_SIZE = int, 1, MAX_INT32
+
+
+@described
+@dataclass(frozen=True)
+class RequestSettings:
+    """The settings of a request that are the same for every target and drafter.
+
+    Raises `SettingsError` for a value out of range or of a wrong type.
+    """
+
+    temperature: float = setting(
+        0.0,
+        "0 takes the likeliest; 1 samples.",
+        *(float, 1e-20, 1e20, "T"),
+        allowed="0 (greedy) or from 1e-20 to 1e20",
+        options=("--temperature", "-t"),
+        aliases=("temp",),
+    )
+    top_p: float = setting(
+        *(1.0, "Only tokens within probability P.", float, 5e-324, 1, "P"),
+        allowed="above 0 and at most 1",
+    )
+    top_k: int = setting(0, "Only the K likeliest; 0 for all.", int, 0, math.inf, "K")
+    min_p: float = setting(0.0, "Only tokens over P x the top one.", float, 0, 1, "P")
+    seed: int | None = setting(
+        None, "The same seed gives the same text.", int, 0, 2**SEED_BITS - 1, "N"
+    )
+    logit_bias: Mapping[int, float] | None = setting(
+        *(None, "Token ids, and the numbers added to their logits."),
+        form=_bias,
+        allowed="finite numbers by token id",
+    )
+    repetition_penalty: float = setting(
+        *(1.0, "Over 1 avoids the last 20 tokens.", float, 1e-20, 1e20, "P"),
+        aliases=("repeat_penalty",),
+    )
+    repetition_context_size: int = setting(
+        CONTEXT_SIZE, "Tokens that the repetition penalty looks at.", *_SIZE
+    )
+    presence_penalty: float = setting(0.0, "Over 0 avoids the last 20 tokens.", *_PENALTY)
+    presence_context_size: int = setting(
+        CONTEXT_SIZE, "Tokens that the presence penalty looks at.", *_SIZE
+    )
+    frequency_penalty: float = setting(0.0, "The same, more for frequent ones.", *_PENALTY)
+    frequency_context_size: int = setting(
+        CONTEXT_SIZE, "Tokens that the frequency penalty looks at.", *_SIZE
+    )
+    logits_processors: Sequence[LogitsProcessor] = setting(
+        *((), "Further processors, called in this order after the penalties."),
+        form=_list_of(callable),
+        allowed="a list of functions of (tokens, logits)",
+    )
+    max_tokens: int = setting(
+        *(256, "Stop after N tokens.", int, 0, math.inf, "N"),
+        options=("--max-tokens", "-n"),
+        aliases=("max_new_tokens", "num_predict", "max_completion_tokens", "max_output_tokens"),
+    )
+    stop: str | Sequence[str] | None = setting(
+        *(None, "Stop before this text. Repeatable."),
+        form=_stop_strings,
+        allowed="one or more strings that are not empty",
+        metavar="TEXT",
+        aliases=("stop_sequences",),
+    )
+    stop_applies: Callable[[int, str], int] | None = setting(
+        None,
+        "(token, text) -> whether stop strings count in the text that a token adds, or in how many "
+        "of its last characters; in a thought in none. Called once per token. None: everywhere.",
+        form=lambda value: value if callable(value) else None,
+        allowed="a function",
+    )
+    continues: bool = setting(
+        False, "Whether the text continues the prompt, so that a leading space is kept.", bool
+    )
+    think: bool | None = setting(
+        *(None, "Think before the answer, or answer at once.", bool),
+        metavar="HOW",
+        options=("--think/--no-think",),
+    )
+    reasoning_effort: str | None = setting(
+        *(None, "Think this much: low, medium or high.", str),
+        metavar="HOW",
+        choices=("low", "medium", "high"),
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = setting(
+        *(None, "Further variables of the chat template."),
+        form=instance_of(Mapping),
+        allowed="a dict",
+    )
+    block_size: int | None = setting(
+        *(None, "Verify N tokens in each step. Default: what is fastest.", int, 1, MAX_INT32, "N"),
+        options=("--block-size", "-b"),
+    )
+    tree_budget: int | Literal["auto"] | None = setting(
+        *(None, "Draft trees of N tokens, or 'auto'. Default: off.", int, 2, LARGEST_TREE, "N"),
+        choices=("auto",),
+    )
+    kv_bits: int | None = setting(
+        None,
+        "Quantize the KV cache, if the model allows it.",
+        *(int, math.inf, -math.inf, "4|8", (8, 4)),
+    )
+    salt: str = setting("", "Only requests of the same salt share entries of a prefix store.", str)
+    branches: Sequence[int] | None = setting(
+        None,
+        "Positions in a prompt of token ids where other prompts are likely to diverge, for the "
+        "prefix store. None finds those of chat messages.",
+        form=_list_of(_is_token),
+        allowed="positions in the prompt",
+    )
 
     def __post_init__(self) -> None:
-        for name, setting in SAMPLING.items():
-            object.__setattr__(self, name, setting.check(name, getattr(self, name)))
+        for one in fields(self):
+            checked = one.metadata["setting"].check(one.name, getattr(self, one.name))
+            object.__setattr__(self, one.name, checked)
         for name in ("repetition", "presence", "frequency"):
-            size, off = f"{name}_context_size", 1.0 if name == "repetition" else 0.0
-            self._check(size, 1, MAX_INT32, "1 or more", Integral)
-            if getattr(self, size) != CONTEXT_SIZE and getattr(self, f"{name}_penalty") == off:
-                raise SettingsError(f"{size} goes with a {name}_penalty: give that.")
-        processors = self.logits_processors
-        if (
-            isinstance(processors, str)
-            or not isinstance(processors, Sequence)
-            or not all(map(callable, processors))
-        ):
-            raise SettingsError(
-                "logits_processors must be a list of functions of (tokens, logits), "
-                f"not {brief(processors)}."
-            )
-        if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
-
-    def _check(self, name: str, least: float, most: float, range_: str, kind: type = Real) -> None:
-        """Check one number, and keep it as Python's own (it may be numpy's)."""
-        value: Any = getattr(self, name)
-        number = isinstance(value, kind) and not isinstance(value, bool)
-        if not number or not least <= value <= most:
-            raise SettingsError(f"{name} must be {range_}, not {brief(value)}.")
-        object.__setattr__(self, name, int(value) if kind is Integral else float(value))
+            size, penalty = f"{name}_context_size", f"{name}_penalty"
+            off = getattr(self, penalty) == SETTINGS[penalty].default
+            if off and getattr(self, size) != CONTEXT_SIZE:
+                raise SettingsError(f"{size} goes with a {penalty}: give that.")
 
     def check_vocabulary(self, size: int) -> None:
         """Raise `SettingsError` for a token that a vocabulary of this size does not have."""
@@ -96,13 +286,4 @@ class SamplingSettings:
                 )
 
 
-def _checked_bias(bias: Any) -> dict[int, float]:
-    """Finite numbers by token id. Raises `SettingsError` for anything else."""
-    is_mapping = isinstance(bias, Mapping) and all(
-        isinstance(token, Integral) and type(token) is not bool for token in bias
-    )
-    values: list[Any] = list(bias.values()) if is_mapping else []
-    numbers = all(isinstance(value, Real) for value in values)
-    if not is_mapping or not numbers or not all(abs(value) <= MAX_F32 for value in values):
-        raise SettingsError(f"logit_bias must map token ids to finite numbers, not {brief(bias)}.")
-    return {int(token): float(value) for token, value in bias.items()}
+SETTINGS: Final = {one.name: one.metadata["setting"] for one in fields(RequestSettings)}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import ConfigError, SettingsError
-from ..settings import SamplingSettings
+from ..settings import RequestSettings
 from ..validation import read_json
 
 FILE: Final = "generation_config.json"
@@ -15,7 +15,7 @@ SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """The sampling settings of a model folder's generation_config.json, for `SamplingSettings`.
+    """The sampling settings of a model folder's generation_config.json, for `RequestSettings`.
 
     Empty if there is no such file, or it has the model decode greedily. A file that cannot be used
     is a warning.
@@ -33,7 +33,7 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
             found = {name: found[name] for name in found if name == "repetition_penalty"}
         if isinstance(found.get("top_k"), int):
             found["top_k"] = max(0, found["top_k"])  # -1 is off for vLLM
-        SamplingSettings(**found)
+        RequestSettings(**found)
     except (ConfigError, SettingsError) as error:
         warnings.warn(f"dflash-mlx: {path} is not used: {error}", stacklevel=2)
         return {}

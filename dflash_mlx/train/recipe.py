@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ConfigError, DataError, OutputError, SettingsError
-from ..setting_table import SEED_BITS
+from ..settings import SEED_BITS
 from ..targets import Target
 from ..validation import read_json
 from .initial import check_kind

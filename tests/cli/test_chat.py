@@ -8,7 +8,6 @@ import pytest
 import tinymodels
 from program import run
 
-from dflash_mlx.cli import options
 from dflash_mlx.cli.chat import publishers
 from dflash_mlx.cli.chat_commands import run_command
 from dflash_mlx.cli.chat_conversation import DIM, NORMAL, Chat, Writer
@@ -17,6 +16,9 @@ from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import WeightsError
 from dflash_mlx.loop import generate, stream_generate
 from dflash_mlx.machine.blas import BlasInfo
+from dflash_mlx.settings import SETTINGS
+
+DEFAULTS = {name: one.default for name, one in SETTINGS.items()}
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 SUM = "What is 47 plus 38?"
@@ -47,7 +49,7 @@ def test_a_pipe_has_the_librarys_own_text(pair):
 def chat() -> Chat:
     """A chat with a person, whose model answers with eight tokens of nonsense."""
     pair = Pair(tinymodels.target(max_position_embeddings=128), None, None, BlasInfo("", None, ""))
-    settings = options.Sampling().settings() | {"max_tokens": 8, "stop": ()}
+    settings = DEFAULTS | {"max_tokens": 8}
     chat = Chat(LocalModel(pair), settings, [])
     chat.interactive = True
     return chat
@@ -56,9 +58,9 @@ def chat() -> Chat:
 def test_the_publishers_sampling_is_the_default(capsys):
     pair = Pair(tinymodels.target(), None, None, BlasInfo("", None, ""))
     pair.target.sampling_defaults = {"temperature": 0.6, "top_p": 0.95}
-    assert publishers(pair, options.Sampling(top_k=3)) == {}, "somebody chooses"
-    chat = Chat(LocalModel(pair), options.Sampling().settings() | {"max_tokens": 4}, [])
-    chat.change(publishers(pair, options.Sampling()))
+    assert publishers(pair, {"temperature", "top_k"}) == {"top_p": 0.95}
+    chat = Chat(LocalModel(pair), DEFAULTS | {"max_tokens": 4}, [])
+    chat.change(publishers(pair, ()))
     assert chat.settings["temperature"] == 0.6 and chat.settings["seed"] is not None
     assert "temperature 0.6, top_p 0.95: the publisher's defaults" in capsys.readouterr().err
 
@@ -198,7 +200,7 @@ def test_an_answer_that_fails_midway_leaves_the_conversation(chat, capsys, monke
 
 def test_the_line_about_an_answer(capsys):
     pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, BlasInfo("", None, ""))
-    settings = options.Sampling().settings() | {"max_tokens": 8, "stop": ()}
+    settings = DEFAULTS | {"max_tokens": 8}
     heard = told(Chat(LocalModel(pair), settings, []), capsys, "hi")
     assert re.search(r"8 tokens · [\d,]+ tok/s · \d\.\d tokens per step · cut off by", heard)
     assert "plain" not in heard, "no costs were measured"

@@ -5,8 +5,9 @@ import json
 import tinymodels
 from program import run
 
-from dflash_mlx.cli.options import Sampling
+from dflash_mlx.cli.options import note_without_effect
 from dflash_mlx.loop import generate
+from dflash_mlx.settings import SETTINGS
 
 QUESTION = "what is 37 + 48?"
 SAMPLED = ["-t", "1.0", "--top-p", "0.9", "--seed", "7"]
@@ -46,13 +47,12 @@ def test_the_policy_can_be_switched_off_and_leaves_the_text_alone(pair):
 
 
 def test_what_has_no_effect_at_temperature_0_is_said(capsys):
-    Sampling(temperature=0.5, seed=7, top_p=0.9).settings()
-    Sampling().settings()
-    assert not capsys.readouterr().err
-    Sampling(seed=7, top_p=0.9).settings()
+    defaults = {name: one.default for name, one in SETTINGS.items()}
+    for quiet in ({"temperature": 0.5, "seed": 7, "top_p": 0.9}, {}, {"repetition_penalty": 1.1}):
+        note_without_effect(defaults | quiet)
+        assert not capsys.readouterr().err
+    note_without_effect(defaults | {"seed": 7, "top_p": 0.9})
     assert "--top-p, --seed has no effect" in capsys.readouterr().err
-    Sampling(repetition_penalty=1.1).settings()
-    assert not capsys.readouterr().err
 
 
 def test_only_where_no_model_was_named_is_the_toy_called_one():

@@ -1,21 +1,22 @@
 """Groups of options in a command's signature: what Typer sees, and what the command gets."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from dflash_mlx.cli.options import argument, expand_groups, group, option
+from dflash_mlx.cli.options import argument, expand_groups, option
 
 
-@group
+@dataclass(frozen=True)
 class Names:
     model: str = argument(..., "The model.")
     draft: str = option("none", "Model", "NAME", "What drafts.", "--draft", "-d")
 
 
-@group
+@dataclass(frozen=True)
 class Sampling:
     seed: int = option(7, "Model", "N", "", min=0)
 

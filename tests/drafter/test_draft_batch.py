@@ -13,7 +13,7 @@ from test_dspark import ADAPTER, EMBEDDING, HEAD, MASK, SLIDING
 
 from dflash_mlx.drafter.batch import BlockDraft, draft_batch
 from dflash_mlx.sampling import Sampler
-from dflash_mlx.settings import SamplingSettings
+from dflash_mlx.settings import RequestSettings
 
 OWN = (EMBEDDING, HEAD)
 LATE = {"sample_from_anchor": False}
@@ -78,7 +78,7 @@ class Drafting:
         self.network.logits = lambda *of: self.heads.append(of[0].shape) or logits(*of)
         self.together, self.alone = (
             [
-                self.network.start(self.target, Sampler(SamplingSettings(**settings), [1, 2, 3]))
+                self.network.start(self.target, Sampler(RequestSettings(**settings), [1, 2, 3]))
                 for settings in SETTINGS
             ]
             for _ in range(2)
@@ -181,7 +181,7 @@ def test_an_error_of_one_is_its_own(kind):
     def fails(*_):
         raise ZeroDivisionError
 
-    careless = SamplingSettings(logits_processors=[fails])
+    careless = RequestSettings(logits_processors=[fails])
     bad = drafting.network.start(drafting.target, Sampler(careless, [1]))
     own = SimpleNamespace(propose=fails, propose_tree=fails)
     sessions = [drafting.together[0], bad, own, drafting.together[2]]

@@ -16,7 +16,7 @@ from dflash_mlx.errors import IncompatibleDrafterError, SettingsError
 from dflash_mlx.loading.load import load
 from dflash_mlx.loop import generate
 from dflash_mlx.sampling import Sampler
-from dflash_mlx.settings import SamplingSettings
+from dflash_mlx.settings import RequestSettings
 
 # A row per token; windows of 32 rows; recurrent states.
 CACHES = {"qwen3": {}, "sliding llama": {}, "qwen3_next": {"num_hidden_layers": 4}}
@@ -77,7 +77,7 @@ def test_itself_drafts_all_of_its_text_and_a_failing_processor_leaves_no_trace()
         raise ValueError("no")
 
     drafter = DraftModel(target)
-    session = drafter.start(target, Sampler(SamplingSettings(logits_processors=(fail,))))
+    session = drafter.start(target, Sampler(RequestSettings(logits_processors=(fail,))))
     feed(session, PROMPT)
     with pytest.raises(ValueError, match="no"):
         session.propose(4, 3)

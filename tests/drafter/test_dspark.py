@@ -14,7 +14,7 @@ from dflash_mlx.drafter.candidates import Slots
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.networks import ADAPTER, EMBEDDING, HEAD, MASK, network_for
 from dflash_mlx.sampling import Sampler
-from dflash_mlx.settings import SamplingSettings
+from dflash_mlx.settings import RequestSettings
 
 VOCABULARY, DRAFTED, CONTEXT = SHAPE["vocab_size"], 23, 40
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
@@ -158,7 +158,7 @@ def slots_of(drafter, hidden, sampler=None):
 @pytest.mark.parametrize("drafted", [VOCABULARY, DRAFTED])
 def test_the_favourites_of_a_tree_are_the_walk(kind, drafted, temperature):
     drafter = build(raw_config(markov_head_type=kind, draft_vocab_size=drafted))
-    sampler = Sampler(SamplingSettings(temperature=temperature, seed=3), [1, 2, 3])
+    sampler = Sampler(RequestSettings(temperature=temperature, seed=3), [1, 2, 3])
     slots = slots_of(drafter, mx.random.normal((1, 4, 32)), sampler)
     tokens, log_probs = drafter.candidates(slots, 12)
     assert tokens.shape == (4, 12) and log_probs.shape == (4, 1, 12)

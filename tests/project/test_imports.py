@@ -26,7 +26,6 @@ LEVELS = [
         "validation",
         "worker",
     },
-    {"setting_table"},
     {"chat_template", "events", "kernels", "memory", "settings"},
     {"proposal"},
     {"accept", "sampling"},

@@ -14,7 +14,7 @@ from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from dflash_mlx.errors import DFlashError, SettingsError
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Decision, Sampler, decide_all
-from dflash_mlx.settings import SamplingSettings
+from dflash_mlx.settings import RequestSettings
 
 VOCABULARIES = [16, 200]
 
@@ -57,7 +57,7 @@ def chosen(sampler, proposal, logits):
 
 def choices(settings, logits, rows=1, seed=0):
     """The choices at positions 0..rows-1 of a chain whose rows all have these logits [V]."""
-    sampler = Sampler(SamplingSettings(seed=seed, **settings))
+    sampler = Sampler(RequestSettings(seed=seed, **settings))
     table = mx.broadcast_to(mx.array(logits, mx.float32), (rows, len(logits)))
     return chosen(sampler, Proposal([0] * rows), table)[1]
 
@@ -153,9 +153,9 @@ def test_filters_keep_what_mlx_lm_keeps(ours, theirs):
 def test_greedy_takes_the_largest_logit_and_the_first_of_equals():
     logits = mx.array([[0.0, 2.0, 1.0], [5.0, 5.0, -1.0], [-3.0, -2.0, -1.0]])
     for settings in (
-        SamplingSettings(),
-        SamplingSettings(seed=7),
-        SamplingSettings(top_p=0.1, top_k=2, min_p=0.5),
+        RequestSettings(),
+        RequestSettings(seed=7),
+        RequestSettings(top_p=0.1, top_k=2, min_p=0.5),
     ):
         sampler = Sampler(settings)
         assert chosen(sampler, Proposal([0, 1, 2]), logits) == ([0, 1, 2], [1, 0, 2])
@@ -163,9 +163,9 @@ def test_greedy_takes_the_largest_logit_and_the_first_of_equals():
 
 
 def test_without_a_seed_a_fresh_one_is_drawn_and_told():
-    first, second = (Sampler(SamplingSettings(temperature=1.0)) for _ in range(2))
+    first, second = (Sampler(RequestSettings(temperature=1.0)) for _ in range(2))
     assert first.seed != second.seed
-    assert Sampler(SamplingSettings(temperature=1.0, seed=0)).seed == 0
+    assert Sampler(RequestSettings(temperature=1.0, seed=0)).seed == 0
 
 
 def test_processors_see_the_history_of_each_path():
@@ -175,7 +175,7 @@ def test_processors_see_the_history_of_each_path():
         seen.append(tokens.tolist())
         return logits
 
-    sampler = Sampler(SamplingSettings(logits_processors=[spy]), prompt=[7, 8])
+    sampler = Sampler(RequestSettings(logits_processors=[spy]), prompt=[7, 8])
     chosen(sampler, Proposal([8, 1, 2, 3, 4], (-1, 0, 0, 1, 2)), mx.zeros((5, 10)))
     assert seen == [[7, 8], [7, 8, 1], [7, 8, 2], [7, 8, 1, 3], [7, 8, 2, 4]]
     sampler.commit([1, 3, 9])
@@ -198,7 +198,7 @@ def test_penalties_and_bias_are_those_of_mlx_lm():
         spied.append(logits)
         return logits
 
-    settings = SamplingSettings(logit_bias=bias, logits_processors=[spy], **penalties)
+    settings = RequestSettings(logit_bias=bias, logits_processors=[spy], **penalties)
     chosen(Sampler(settings, history), Proposal([4]), logits)
     assert mx.array_equal(spied[0], expected)
 
@@ -208,9 +208,9 @@ def test_a_bias_forces_and_bans_in_every_precision(dtype):
     logits = mx.random.normal((1, 12), key=mx.random.key(1)).astype(dtype)
     for temperature in (0.0, 0.8):
         bias = {3: 1e5, 4: -1e5, 5: 1e4}
-        settings = SamplingSettings(temperature=temperature, seed=1, logit_bias=bias)
+        settings = RequestSettings(temperature=temperature, seed=1, logit_bias=bias)
         assert chosen(Sampler(settings), Proposal([1]), logits)[1] == [3]
-        settings = SamplingSettings(
+        settings = RequestSettings(
             temperature=temperature, seed=1, logit_bias=dict.fromkeys(range(11), -1e38)
         )
         assert chosen(Sampler(settings), Proposal([1]), logits)[1] == [11]
@@ -219,7 +219,7 @@ def test_a_bias_forces_and_bans_in_every_precision(dtype):
 @pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.2, "top_p": 0.9}], ids=str)
 def test_drafting_never_waits_for_the_device(settings):
     """Evaluating anything while a function is traced is an error, so tracing is the proof."""
-    settings = SamplingSettings(temperature=0.8, seed=1, **settings)
+    settings = RequestSettings(temperature=0.8, seed=1, **settings)
 
     def draft(logits):
         return Sampler(settings, [1, 2, 3]).draft(logits)
@@ -280,9 +280,9 @@ def test_the_smallest_temperatures_are_greedy(temperature):
     mx.random.seed(3)
     logits = 30 * mx.random.normal((50, 40))
     tokens = [0] * 50
-    greedy = chosen(Sampler(SamplingSettings()), Proposal(tokens), logits)
+    greedy = chosen(Sampler(RequestSettings()), Proposal(tokens), logits)
     cold = chosen(
-        Sampler(SamplingSettings(temperature=temperature, seed=1)), Proposal(tokens), logits
+        Sampler(RequestSettings(temperature=temperature, seed=1)), Proposal(tokens), logits
     )
     assert cold == greedy
 
@@ -350,7 +350,7 @@ def test_choices_of_many_requests_are_those_alone(ahead):
     def requests():
         for number, of in enumerate(settings):
             own = {name: value for name, value in of.items() if name != "drafts"}
-            sampler, proposal = Sampler(SamplingSettings(**own), [1] * number), Proposal([2])
+            sampler, proposal = Sampler(RequestSettings(**own), [1] * number), Proposal([2])
             if count := of.get("drafts"):
                 drafts = sampler.draft(mx.random.normal((count, 30), key=mx.random.key(number)))
                 proposal = Proposal(mx.concatenate([mx.array([2]), drafts.astype(mx.int32)]))

@@ -5,7 +5,7 @@ import tinymodels
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.setting_table import SAMPLING
+from dflash_mlx.settings import SETTINGS
 
 
 @pytest.fixture(scope="module")
@@ -13,6 +13,7 @@ def target():
     return tinymodels.target()
 
 
+NUMBERS = [name for name, one in SETTINGS.items() if one.kind in (int, float)]
 WRONG = [
     {"chat_template_kwargs": "x"},
     {"chat_template_kwargs": [1]},
@@ -20,7 +21,11 @@ WRONG = [
     {"max_tokens": True},
     {"stop": b"x"},
     {"policy": 3},
-    *({name: value} for name in SAMPLING for value in ("1", True, float("nan"), [1])),
+    {"think": "yes"},
+    {"reasoning_effort": "much"},
+    {"salt": b"me"},
+    {"branches": "ab"},
+    *({name: value} for name in NUMBERS for value in ("1", True, float("nan"), [1])),
 ]
 
 

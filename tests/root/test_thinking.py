@@ -14,7 +14,7 @@ from dflash_mlx.bench import measure
 from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.cli import generate as command
 from dflash_mlx.cli import pair as pair_module
-from dflash_mlx.cli.options import Names, Thinking
+from dflash_mlx.cli.options import Names
 from dflash_mlx.cli.thoughts import Thoughts
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.events import Event, Stats
@@ -56,7 +56,7 @@ def test_the_settings_reach_every_request(switching):
 
     kwargs = {"enable_thinking": False}
     assert tokens(think=False) == tokens(chat_template_kwargs=kwargs) > tokens(think=True)
-    with pytest.raises(SettingsError, match="low, medium, high"):
+    with pytest.raises(SettingsError, match="low, medium or high"):
         tokens(reasoning_effort="most")
 
 
@@ -83,7 +83,7 @@ def test_a_drafter_of_the_other_kind_is_named(switching, monkeypatch, capsys):
     monkeypatch.setattr(pair_module, "known_facts", lambda name: facts if name == "x/y" else None)
     pair, names = SimpleNamespace(target=switching), Names("somebody/model", "x/y+lookup")
     for think in (False, True):
-        pair_module.note_training(pair, names, Thinking(think))
+        pair_module.note_training(pair, names, {"think": think, "reasoning_effort": None})
     assert capsys.readouterr().err.count("with thoughts: --think may be faster") == 1
 
 

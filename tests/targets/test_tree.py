@@ -16,7 +16,7 @@ from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.drafter.tree import DraftTree, best_chain, best_first
 from dflash_mlx.sampling import DraftSharpness, Sampler
-from dflash_mlx.settings import SamplingSettings
+from dflash_mlx.settings import RequestSettings
 
 PROMPT = [5, 9, 2, 40, 41, 7, 100]
 ANCHOR = 3
@@ -138,7 +138,7 @@ def session(temperature: float, dflash2: bool, seed: int = 0):
     if dflash2:
         codebook = drafter.candidate_selector.successor_codebook
         drafter.candidate_selector.successor_codebook = mx.random.normal(codebook.shape)
-    sampler = Sampler(SamplingSettings(temperature, seed=seed), PROMPT)
+    sampler = Sampler(RequestSettings(temperature, seed=seed), PROMPT)
     started = drafter.start(target(), sampler)
     _, taps = target().features(mx.array([PROMPT]), (0, 2))
     started.extend(taps)
@@ -195,7 +195,7 @@ def test_the_tree_of_a_selector_is_conditioned_on_the_path(temperature):
 
 def test_what_top_k_excludes_is_not_drafted():
     drafter = random_drafter()
-    sampler = Sampler(SamplingSettings(0.8, top_k=1, seed=0), PROMPT)
+    sampler = Sampler(RequestSettings(0.8, top_k=1, seed=0), PROMPT)
     started = drafter.start(target(), sampler)
     started.extend(target().features(mx.array([PROMPT]), (0, 2))[1])
     assert started.propose_tree(ANCHOR, 64, 16).propose(64).is_chain
