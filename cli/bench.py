@@ -15,22 +15,25 @@ from rich.text import Text
 from dflash_mlx.bench import server
 from dflash_mlx.bench.datasets import (
     PROTOCOL_MAX_TOKENS,
+    SUITES,
     BenchPrompt,
     choose_protocol_prompts,
     embedded_prompts,
     limit_per_category,
     read_prompts,
+    suite_prompts,
 )
-from dflash_mlx.bench.report import (
+from dflash_mlx.bench.results import (
+    PLAIN,
+    PromptRuns,
     check_folder,
     describe_difference,
+    drafting_methods,
     read_run,
     run_content,
     write_run,
 )
 from dflash_mlx.bench.server import ServerClient
-from dflash_mlx.bench.suites import SUITES, suite_prompts
-from dflash_mlx.bench.summary import PLAIN, PromptRuns, drafting_methods
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, NONE, known_drafter

@@ -179,7 +179,7 @@ def _compare(untaught: Comparison) -> None:
     `untaught` has a policy and a drafter that have not seen this prompt: what the answer taught
     them would show a speed that the answer did not have.
     """
-    from dflash_mlx.bench.summary import PLAIN
+    from dflash_mlx.bench.results import PLAIN
 
     start = time.perf_counter()
     untaught.run(PLAIN)

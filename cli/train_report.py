@@ -44,7 +44,7 @@ class Scores:
 def measure_held_out(target: Target, out: Path) -> Scores:
     """Answer the prompts of held_out.jsonl plainly and with the stored drafter."""
     from dflash_mlx.bench.measure import Comparison, warm_up
-    from dflash_mlx.bench.summary import PLAIN
+    from dflash_mlx.bench.results import PLAIN
 
     drafter = dflash_mlx.load_drafter(str(out))
     warm_up(target, drafter)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..loop import generate
 from ..prompt import encode_prompt
 from ..targets import Target
 from .datasets import BenchPrompt
-from .summary import DDTREE, MLX_LM, PLAIN, Difference, PromptRuns
+from .results import DDTREE, MLX_LM, PLAIN, Difference, PromptRuns, ask_all
 
 WARM_UP_TOKENS = 32
 DRAFTED = "drafted"  # name of the method when the drafter is unknown
@@ -61,7 +62,7 @@ class Comparison:
         return DRAFTED if self.drafter is None else label(self.drafter)
 
     def untaught(self) -> Comparison:
-        """A copy that adds to the same runs, but whose policies learn apart.
+        """A copy with fresh policies that records into the same results.
 
         A second run of the same prompt must not profit from what the first one taught.
         """
@@ -99,9 +100,8 @@ class Comparison:
     @property
     def first_difference(self) -> int | None:
         """The first position at which a drafted token is not the plain one; None if identical."""
-        plain = self.runs[PLAIN]
-        runs = (*plain, *self.runs[self.chain])
-        return first_difference([run.tokens for run in runs], plain[0].tokens)
+        found = self.differences().values()
+        return min((one.token for one in found if one is not None), default=None)
 
     def differences(self) -> dict[str, Difference | None]:
         """By method, where its first differing run departs from the plain text; None if none does.
@@ -118,9 +118,8 @@ class Comparison:
         return found
 
     def _difference(self, plain: list[int], other: list[int]) -> Difference:
-        place = first_difference([other], plain) or 0
-        ours = plain[place] if place < len(plain) else None
-        theirs = other[place] if place < len(other) else None
+        pairs = enumerate(zip_longest(plain, other))
+        place, (ours, theirs) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
         gap = None
         if ours is not None and theirs is not None:
             text, kv_bits = [*self.prompt, *plain[:place]], self.settings.get("kv_bits")
@@ -151,21 +150,20 @@ def measure_all(
 
     Raises `PromptError` for a prompt that does not fit the target; `DataError` for one of a file.
     """
-    ids = [_encoded(target, prompt, template) for prompt in prompts]
+    first, *_ = [_encoded(target, prompt, template) for prompt in prompts]
     shorter = {**settings, "max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
-    Comparison(target, drafter, ids[0], shorter, **further).untaught().run_all()
-    for prompt, tokens in zip(prompts, ids, strict=True):
-        turn: BenchPrompt | None = prompt
-        while turn is not None:
-            if turn is not prompt:
-                tokens = _encoded(target, turn, template)
-            compared = Comparison(target, drafter, tokens, settings, **further)
-            untaught = compared.untaught()
-            compared.run_all()
-            for _ in range(repeats - 1):
-                untaught.untaught().run_all()
-            yield PromptRuns(turn, compared.runs, compared.differences())
-            turn = turn.answered(compared.runs[PLAIN][0].text)
+    Comparison(target, drafter, first, shorter, **further).untaught().run_all()
+
+    def ask(prompt: BenchPrompt) -> PromptRuns:
+        ids = _encoded(target, prompt, template)
+        compared = Comparison(target, drafter, ids, settings, **further)
+        untaught = compared.untaught()
+        compared.run_all()
+        for _ in range(repeats - 1):
+            untaught.untaught().run_all()
+        return PromptRuns(prompt, compared.runs, compared.differences())
+
+    yield from ask_all(prompts, ask)
 
 
 def _encoded(target: Target, prompt: BenchPrompt, template: Mapping[str, Any] | None) -> list[int]:
@@ -220,17 +218,6 @@ def run_mlx_lm(target: Target, prompt: Sequence[int], settings: Mapping[str, Any
     stats.decode_seconds = time.perf_counter() - start
     stats.peak_bytes = mx.get_peak_memory()
     return Result("".join(text), tokens, finish_reason, stats)
-
-
-def first_difference(runs: Sequence[Sequence[int]], tokens: Sequence[int]) -> int | None:
-    """The first position at which any run differs from `tokens`, in either's length."""
-    places = []
-    for run in runs:
-        pairs = zip(run, tokens, strict=False)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(run), len(tokens)))
-        if place < max(len(run), len(tokens)):
-            places.append(place)
-    return min(places, default=None)
 
 
 def warm_up(target: Target, drafter: Drafter | None, block_size: int | None = None) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 from ..errors import ServerError
 from ..events import FinishReason, Result, Stats
 from .datasets import BenchPrompt
-from .summary import SERVER, PromptRuns
+from .results import SERVER, PromptRuns, ask_all
 
 TIMEOUT = 600  # seconds without a byte: a long prompt on a slow machine takes minutes
 END = "[DONE]"
@@ -122,14 +122,13 @@ def measure_server(
 
     Raises `ServerError`.
     """
-    settings = (max_tokens, temperature, seed)
     client.ask(prompts[0].messages, min(8, max_tokens), temperature, seed)
-    for prompt in prompts:
-        turn: BenchPrompt | None = prompt
-        while turn is not None:
-            runs = [client.ask(turn.messages, *settings)[0] for _ in range(repeats)]
-            yield PromptRuns(turn, {SERVER: runs})
-            turn = turn.answered(runs[0].text)
+
+    def ask(prompt: BenchPrompt) -> PromptRuns:
+        each = (client.ask(prompt.messages, max_tokens, temperature, seed) for _ in range(repeats))
+        return PromptRuns(prompt, {SERVER: [result for result, _ in each]})
+
+    yield from ask_all(prompts, ask)
 
 
 def measure_concurrency(

@@ -9,19 +9,11 @@ from oracle import Oracle
 from dflash_mlx.bench.datasets import BenchPrompt, read_prompts
 from dflash_mlx.bench.measure import (
     Comparison,
-    first_difference,
     measure_all,
     next_logits,
     run_mlx_lm,
 )
-from dflash_mlx.bench.summary import (
-    Difference,
-    PromptRuns,
-    Spread,
-    differences,
-    grouped,
-    summarize,
-)
+from dflash_mlx.bench.results import Difference, PromptRuns, run_content
 from dflash_mlx.errors import DataError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loop import generate
@@ -88,21 +80,6 @@ def test_a_bad_file_is_named(content, tmp_path):
         read_prompts(file)
 
 
-@pytest.mark.parametrize(
-    "runs, place",
-    [
-        ([], None),
-        ([[1, 2, 3]], None),
-        ([[1, 2, 3], [1, 0, 3]], 1),
-        ([[1, 2]], 2),
-        ([[1, 2, 3, 4]], 3),
-        ([[]], 0),
-    ],
-)
-def test_first_difference(runs, place):
-    assert first_difference(runs, [1, 2, 3]) == place
-
-
 @pytest.mark.parametrize("p", [0, 0.5, 1])
 def test_drafted_runs_are_compared_with_plain_and_mlx_lm(p):
     target = tinymodels.target()
@@ -146,6 +123,7 @@ def test_a_difference_has_its_place_and_its_gap():
     assert gap > 0 and found["plain"] is None
     assert found["drafted"] == Difference(4, answer[4], wrong[4], pytest.approx(gap))
     assert found["mlx-lm"] == Difference(3, answer[3], None, None)
+    assert comparison.first_difference == 3
     comparison.settings = {"temperature": 1.0, "seed": 0}
     assert "mlx-lm" not in comparison.differences()
 
@@ -234,15 +212,18 @@ def test_rows_sum_up_their_prompts():
         measured_as(BenchPrompt("tales", ASKED.messages), right),
         measured_as(ASKED, wrong, DFlash=place),
     ]
-    sums, tales = (summarize(*group) for group in grouped(measured).items())
-    assert (sums.category, sums.prompts, sums.methods["DFlash"].identical) == ("sums", 2, 1)
-    assert (sums.exact, sums.with_answer, tales.exact, tales.with_answer) == (1, 2, None, 0)
-    whole = summarize("all", measured)
-    drafted = whole.methods["DFlash"]
-    assert drafted.acceptance_length == 2.5 and drafted.accepted == {0: 3, 3: 3}
-    assert drafted.speedup == Spread(3.0, 3.0, 3.0) and whole.output_tokens == 18
-    assert drafted.identical == 2
-    [difference] = differences(measured)
+    content = run_content({}, measured)
+    sums, tales = content["categories"]
+    assert (sums["category"], sums["prompts"]) == ("sums", 2)
+    assert sums["methods"]["DFlash"]["identical"] == 1
+    assert (sums["exact"], sums["with_answer"]) == (1, 2)
+    assert (tales["exact"], tales["with_answer"]) == (None, 0)
+    whole = content["overall"]
+    drafted = whole["methods"]["DFlash"]
+    assert drafted["acceptance_length"] == 2.5 and drafted["accepted"] == {0: 3, 3: 3}
+    assert drafted["speedup"] == dict.fromkeys(("low", "median", "high"), 3.0)
+    assert whole["output_tokens"] == 18 and drafted["identical"] == 2
+    [difference] = content["differences"]
     assert difference == {
         "category": "sums",
         "prompt": "what is 37 + 48?",

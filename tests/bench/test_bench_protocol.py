@@ -6,9 +6,13 @@ from random import Random
 import pytest
 from program import run
 
-from dflash_mlx.bench.datasets import BenchPrompt, choose_protocol_prompts
-from dflash_mlx.bench.suites import local_files, suite_prompts
-from dflash_mlx.bench.summary import MLX_LM, PLAIN, PromptRuns, protocol_figures
+from dflash_mlx.bench.datasets import (
+    BenchPrompt,
+    choose_protocol_prompts,
+    local_files,
+    suite_prompts,
+)
+from dflash_mlx.bench.results import MLX_LM, PLAIN, PromptRuns, run_content
 from dflash_mlx.errors import DataError
 from dflash_mlx.events import Result, Stats
 from dflash_mlx.loading.hub import Hub
@@ -23,6 +27,10 @@ def prompt(number: int, category: str = "a") -> BenchPrompt:
 def answer(tokens: int, seconds: float, rounds: int) -> Result:
     stats = Stats(output_tokens=tokens and 1 + tokens, decode_seconds=seconds, rounds=rounds)
     return Result("", [0] * tokens, "length", stats)
+
+
+def figures(measured):
+    return run_content({"protocol": "zlab"}, measured)["protocol_figures"]
 
 
 def test_few_prompts_keep_their_order_and_many_are_drawn_as_z_lab_draws():
@@ -40,20 +48,19 @@ def test_means_are_those_of_answers_however_long_they_are():
         PromptRuns(prompt(0), {PLAIN: [answer(10, 1.0, 10)], "DFlash": [answer(10, 0.2, 2)]}),
         PromptRuns(prompt(1), {PLAIN: [answer(90, 3.0, 90)], "DFlash": [answer(90, 3.0, 45)]}),
     ]
-    found = protocol_figures(measured)["a"]
+    found = figures(measured)["a"]
     plain, drafted = (0.1 + 1 / 30) / 2, (0.02 + 1 / 30) / 2
     assert found["speedup"] == pytest.approx(plain / drafted)
     assert found["acceptance_length"] == pytest.approx((5 + 2) / 2)
     assert found["answers"] == 2 and found["over_mlx_lm"] is None
     slower = {MLX_LM: [answer(10, 2.0, 10)], "DFlash": [answer(10, 0.5, 4)]}
-    both = protocol_figures([*measured, PromptRuns(prompt(2, "b"), slower)])
-    assert list(both) == ["a", "b"]
-    assert both["b"]["over_mlx_lm"] == pytest.approx(4) and both["b"]["speedup"] is None
+    [found] = figures([PromptRuns(prompt(2, "b"), slower)]).values()
+    assert found["over_mlx_lm"] == pytest.approx(4) and found["speedup"] is None
 
 
 def test_nothing_generated_is_no_figure():
     empty = [PromptRuns(prompt(0), {PLAIN: [answer(0, 0, 0)], "DFlash": [answer(0, 0, 0)]})]
-    found = protocol_figures(empty)["a"]
+    found = figures(empty)["a"]
     assert found["speedup"] is None and found["acceptance_length"] is None
 
 

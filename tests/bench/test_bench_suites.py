@@ -11,7 +11,7 @@ import pytest
 from hubserver import HubServer
 from program import run
 
-from dflash_mlx.bench.suites import LONG_TASKS, SUITES, suite_prompts
+from dflash_mlx.bench.datasets import LONG_TASKS, SUITES, suite_prompts
 from dflash_mlx.errors import DataError, DownloadError, MissingDependencyError, ModelNotFoundError
 from dflash_mlx.loading.hub import Hub
 

@@ -8,7 +8,7 @@ import pytest
 import tinymodels
 from program import run
 
-from dflash_mlx.bench.report import describe_difference, read_run
+from dflash_mlx.bench.results import describe_difference, read_run
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import DataError
 from dflash_mlx.machine.blas import BlasInfo
