@@ -21,7 +21,7 @@ from dflash_mlx.cluster.doctor import Check, check_hosts, take_part
 from dflash_mlx.cluster.hosts import read_hosts
 from dflash_mlx.cluster.member import LOST, LOST_CODE, RankProcess, rank
 from dflash_mlx.errors import ConfigError, DFlashError, how_to_install
-from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.hub import Hub, find
 from dflash_mlx.loading.registry import EMBEDDED
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.chips import find_chip
@@ -39,7 +39,6 @@ from dflash_mlx.validation import brief, is_integer, text_config
 
 from . import options
 from .output import note, print_json, sized, stdout, waiting
-from .roofline import find_config
 
 COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 INSTALL = f"{how_to_install('mlx').capitalize()}."
@@ -101,11 +100,11 @@ def _take_part(model: str, hub: Hub, process: RankProcess | None) -> None:
 
 def _shape(model: str, hub: Hub) -> tuple[int, int]:
     """A model's hidden size and number of layers. Raises `ConfigError`."""
-    config, file = find_config(model, hub)
-    config = text_config(config)
+    folder = find(model, hub)
+    config = text_config(folder.config)
     found: list[Any] = [config.get(name) for name in ("hidden_size", "num_hidden_layers")]
     if not all(map(is_integer, found)):
-        raise ConfigError(f"{file}: hidden_size must be 1 or more, not {brief(found[0])}.")
+        raise ConfigError(f"{folder.path}: hidden_size must be 1 or more, not {brief(found[0])}.")
     return found[0], found[1]
 
 
@@ -140,7 +139,7 @@ def check_machine(blas: BlasInfo, hub: Hub) -> list[Check]:
 
 def check_model(name: str, hub: Hub) -> Check:
     """Load a target and look for weights that are NaN or infinite."""
-    from dflash_mlx.loading.checkpoint import damaged_weights, describe_damage
+    from dflash_mlx.loading.target import damaged_weights, describe_damage
 
     try:
         damaged = damaged_weights(dflash_mlx.load_target(name, hub=hub).model)

@@ -15,7 +15,7 @@ import typer
 import dflash_mlx
 from dflash_mlx.cluster.member import FAILED, LOST_CODE, MLX_RANK, RankProcess, rank
 from dflash_mlx.errors import ClusterError, DFlashError
-from dflash_mlx.loading.registry import check_name
+from dflash_mlx.loading.registry import local_path
 
 from . import options
 from .options import MODEL, flag, option
@@ -54,13 +54,13 @@ def runs_elsewhere(
         listen: makes a server's socket.
     """
     if machines.hosts is not None:
-        check_name(names.model)
+        local_path(names.model)  # raises for a wrong name
         _supervise(machines, listen)
     if rank() is None:
         return False
     process, cluster = context.find_object(RankProcess), None
     try:
-        check_name(names.model)  # before the seconds that MLX takes to start
+        local_path(names.model)  # raises before the seconds that MLX takes to start
         dflash_mlx.use_fast_blas(stock=weights.stock_blas)
         from dflash_mlx.cluster.cluster import Cluster
 

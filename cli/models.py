@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
-from dflash_mlx.loading.checks import NO, WHETHER, YES, fits, looks_quantized
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.inspect import inspect_drafter
+from dflash_mlx.loading.memory import NO, WHETHER, YES, fits, looks_quantized
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import (
     EMBEDDED,
@@ -21,9 +21,8 @@ from dflash_mlx.loading.registry import (
     PACKAGED,
     PACKAGES,
     KnownPair,
-    check_name,
-    gguf_file,
     known_drafter,
+    local_path,
     pairs,
     suggestion,
 )
@@ -84,26 +83,24 @@ def pull(
     offline: bool = options.OFFLINE,
 ) -> None:
     """Download a model and its known drafter, and print where they are."""
-    check_name(name)
-    if "/" not in name:
-        gguf_file(name)  # its error says how pip installs it
+    local_path(name)  # raises for a wrong name
     if not on_hub(name):
         note(f"{name} is on this disk already.")
         return
-    drafter, hub = known_drafter(name), Hub(offline=offline, update=True)
-    from dflash_mlx.loading.preflight import check_drafter, check_target  # starts MLX
+    drafter, hub = known_drafter(name), Hub(offline=offline)
+    from dflash_mlx.loading.load import find_drafter, find_target  # starts MLX
 
-    model = check_target(name, hub, Quantization(4, 64))  # --target-bits 4 may follow
+    _, model = find_target(name, hub, Quantization(4, 64))  # --target-bits 4 may follow
     announce(name, hub)
     names = [name]
     if drafter is None and not no_draft:
         note(f"No drafter is known for {name}: --draft NAME names one. {OTHERWISE}")
     elif drafter is not None and on_hub(drafter) and not no_draft:
         names.append(drafter)
-        check_drafter(drafter, hub, model)
+        find_drafter(drafter, hub, model)
         announce(drafter, hub, drafter=True)
     for one in names:
-        print(f"{one}  {hub.fetch(one)}", flush=True)
+        print(f"{one}  {hub.fetch(one, update=True).path}", flush=True)
 
 
 def list_(*, json: bool = options.JSON) -> None:
@@ -217,7 +214,7 @@ def _inspect(path: Path, json: bool) -> None:
         from dflash_mlx.loading.load import drafter_folder
 
         try:
-            path = drafter_folder(str(path), Hub(offline=True))
+            path = drafter_folder(str(path), Hub(offline=True)).path
         except DownloadError as error:
             raise ModelNotFoundError(f"{path} is not here: dflash-mlx pull {path}") from error
     decisions = inspect_drafter(path)

@@ -12,15 +12,15 @@ import typer
 
 import dflash_mlx
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
-from dflash_mlx.loading.checks import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
+from dflash_mlx.loading.memory import fits_here, looks_quantized
 from dflash_mlx.loading.registry import (
     EMBEDDED,
     NONE,
     WITH_LOOKUP,
-    check_name,
     known_drafter,
     known_facts,
+    local_path,
     short,
 )
 from dflash_mlx.machine.blas import BlasInfo
@@ -127,7 +127,7 @@ def open_pair(
     """
     draft = NONE if drafting.no_draft else names.draft
     steps = {name: (settings or {}).get(name) for name in STEPS}
-    check_name(names.model)  # before the seconds that MLX takes to start
+    local_path(names.model)  # raises before the seconds that MLX takes to start
     hub = Hub(offline=weights.offline)
     announce(names.model, hub)
     with suppress(ModelNotFoundError, DownloadError):  # loading reports it

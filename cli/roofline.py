@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 import dflash_mlx
-from dflash_mlx.loading.checks import fits_here
-from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.hub import Hub, find
+from dflash_mlx.loading.memory import fits_here
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.loading.registry import local_path, pair_of
+from dflash_mlx.loading.registry import pair_of
 from dflash_mlx.machine.chips import Chip, chip_named
-from dflash_mlx.validation import read_json
 
 from . import options
 from .options import option
@@ -44,11 +42,12 @@ def roofline(
     published = pair.acceptance if pair else None
     tokens = acceptance if acceptance is not None else published or ACCEPTANCE
     quantization = Quantization.of(target_bits)
-    config, file = find_config(model, Hub(offline=offline))
+    folder = find(model, Hub(offline=offline))  # of a hub model the config alone
+    config = folder.config
     with waiting("Reading the model's shapes"):
         from dflash_mlx.bench.roofline import model_of, predict_steps, recommended, shapes_of
 
-        shapes = shapes_of(model_of(config, file, quantization), config, context)
+        shapes = shapes_of(model_of(config, folder.path, quantization), config, context)
     steps = predict_steps(shapes, where, tokens)
     best = recommended(steps)
     if json:
@@ -65,19 +64,6 @@ def roofline(
     note(f"A prediction, not a measurement: {model} on {where.name}, {context} tokens of context,")
     source = "" if acceptance else " (published)" if published else " (assumed: --acceptance)"
     note(f"{tokens:g} tokens per step of 16 rows{source}. The drafter's own time is not included.")
-
-
-def find_config(model: str, hub: Hub) -> tuple[dict[str, Any], Path]:
-    """A target's config and the file it is from: a config.json or a GGUF.
-
-    Raises `SettingsError` for an invalid name, and the errors of `Hub.config`.
-    """
-    path = local_path(model, "target") or hub.config(model)  # of a hub model the config alone
-    if path.is_dir():
-        return read_json(path / "config.json"), path / "config.json"
-    from dflash_mlx.loading.gguf.convert import config_of
-
-    return config_of(path), path
 
 
 def _chip(name: str | None) -> Chip:

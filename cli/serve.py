@@ -19,8 +19,8 @@ import typer
 import dflash_mlx
 from dflash_mlx.cluster.member import READY, rank
 from dflash_mlx.errors import DFlashError, MissingDependencyError, OutputError, SettingsError
-from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.registry import LOOKUP, NONE, check_name, local_path, short
+from dflash_mlx.loading.hub import Hub, find
+from dflash_mlx.loading.registry import LOOKUP, NONE, local_path, short
 from dflash_mlx.machine.facts import usable_bytes
 from dflash_mlx.machine.signals import signals_to
 
@@ -231,7 +231,7 @@ def _names(
     if twice := [name for name in names if names.count(name) > 1]:
         raise SettingsError(f"Two models are called {twice[0]}: give it once, or rename a folder.")
     for name in models if several else ():  # one of them may be loaded hours later
-        check_name(name)
+        local_path(name)
     tuned = [options.Names(models[0], draft, one) for one in adapters]
     return [*(options.Names(name, draft) for name in models), *tuned]
 
@@ -266,7 +266,7 @@ def _start(
 def _local_copy(name: str) -> Path | None:
     """The folder or GGUF file of a model on this disk."""
     with suppress(DFlashError):
-        return local_path(name, "target") or Hub(offline=True).fetch(name)
+        return find(name, Hub(offline=True)).path
     return None
 
 

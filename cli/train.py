@@ -118,9 +118,8 @@ def _load_warm(name: str, hub: Hub) -> tuple[DFlash, dict[str, Any]]:
     """A drafter to start from, and its config.json."""
     from mlx_lm.utils import dequantize_model
 
-    from dflash_mlx.drafter.config import read_json
     from dflash_mlx.loading.load import drafter_folder
 
     drafter = dflash_mlx.load_drafter(name, hub=hub, kernels="off")
     dequantize_model(drafter)
-    return drafter, read_json(drafter_folder(name, hub) / "config.json")
+    return drafter, drafter_folder(name, hub).config

@@ -27,15 +27,13 @@ from statistics import median
 from tempfile import TemporaryFile
 from typing import Any
 
-import mlx.core as mx
 from experiment import in_turns, numbers, options_of
 
-import dflash_mlx
 from dflash_mlx.bench.datasets import embedded_prompts
 from dflash_mlx.bench.server import ServerClient, measure_concurrency
 from dflash_mlx.errors import ServerError
-from dflash_mlx.loading.gguf.convert import converted
-from dflash_mlx.loading.registry import gguf_file
+from dflash_mlx.loading.hub import Hub, find
+from dflash_mlx.loading.load import complete
 
 MLX_LM_SERVER = (
     "import sys, dflash_mlx; dflash_mlx.use_fast_blas()\n"
@@ -147,10 +145,8 @@ def main() -> None:
         max_tokens=64,
         ours="",
     )
-    gguf = gguf_file(args.model)  # mlx-lm loads the folder that ours is converted to
-    folder = args.model if gguf is None else str(converted(gguf, mx.default_device() == mx.cpu))
-    if folder == "tiny":
-        folder = f"{dflash_mlx.__path__[0]}/tiny/target"
+    # mlx-lm loads the folder that a GGUF file is converted to.
+    folder = str(complete(find(args.model, Hub()), Hub()).path)
     ours = ["-m", "dflash_mlx", "serve", "--model", args.model, *shlex.split(args.ours)]
     commands = {"dflash-mlx": ours, "mlx-lm": ["-c", MLX_LM_SERVER, "--model", folder]}
     with ExitStack() as stack:

@@ -16,8 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import ClusterError, DFlashError, SettingsError
-from ..loading.checkpoint import check_runs
 from ..loading.load import load_target
+from ..loading.target import check_runs
 from ..targets import Target
 from ..validation import ErrorWrapper
 from .channel import MLX_ERRORS, NO_ANSWER, Channel

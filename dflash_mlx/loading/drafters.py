@@ -1,30 +1,51 @@
-"""Opening drafters: networks of their own, and heads of a target's checkpoint."""
+"""A drafter's folder -> what drafts: a network, a language model, or a part made for one target."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 from mlx_lm.utils import dequantize_model
 
+from ..drafter.config import DraftConfig
 from ..drafter.gemma4_assistant import Gemma4Assistant
+from ..drafter.lookup import CombinedDrafter, LookupDrafter
+from ..drafter.model import DraftModel
 from ..drafter.mtp import MTPHead
 from ..drafter.network import DFlash
-from ..drafter.networks import ASSISTANTS
-from ..errors import ConfigError, WeightsError
+from ..drafter.networks import (
+    ASSISTANTS,
+    EAGLE3,
+    PACKAGINGS,
+    needs_target,
+    network_for,
+    our_name,
+)
+from ..drafter.protocol import Drafter
+from ..errors import ConfigError, SettingsError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
-from ..validation import ErrorWrapper, read_json
-from .checkpoint import read_drafter
-from .checks import check_safetensors, read_header
-from .mtp import head_files, read_head, stands_alone, why_no_head
-from .preflight import check_weights, is_language_model, on_cpu
+from ..validation import ErrorWrapper
+from .folder import Folder, StoredTensor
+from .inspect import our_shapes, settle
+from .mtp import head_tensors, read_head, stands_alone, why_no_head
 from .quantization import Quantization, is_quantized, stored_quantization
-from .reading import check_not_quantized, load_as_stored, load_file, start_reading
-from .registry import MTP
+from .reading import (
+    MLX_ERRORS,
+    MODEL_ERRORS,
+    check_not_quantized,
+    load_as_stored,
+    load_file,
+    on_cpu,
+    start_reading,
+)
+from .registry import LOOKUP, MTP, NONE
+from .target import is_language_model, model_of, open_target
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
@@ -32,6 +53,48 @@ if TYPE_CHECKING:
 # What a folder holds.
 NETWORK, MODEL, HEAD, ASSISTANT = "network", "model", "head", "assistant"
 LARGE_DRAFTER = 10**9  # parameters
+SAMPLE = 256  # rows of an embedding that are compared
+
+
+def check_drafter(folder: Folder, model: nn.Module | None) -> None:
+    """Refuse a drafter that is not understood, or that was made for another target.
+
+    Args:
+        folder: with its config.json.
+        model: the target's, from `model_of`; None to check the drafter alone.
+
+    Raises: `ConfigError`, `IncompatibleDrafterError`.
+    """
+    if is_language_model(folder.config):
+        model_of(folder.name, folder.config)
+        return
+    if needs_target(folder.config):
+        return
+    config = _read_config(folder)
+    for part in model.modules() if model else ():
+        if isinstance(part, nn.Embedding):
+            vocabulary, width = part.weight.shape
+            config.check_fits(width, vocabulary, _depth_for(config, model))
+            return
+
+
+def _depth_for(config: DraftConfig, model: Any) -> int:
+    """The number of layers to compare a drafter's with.
+
+    A model that loops over its layers has as many caches as it runs layers.
+    """
+    caches = model.make_cache() if hasattr(model, "make_cache") else ()
+    depths = [max(len(model.layers), len(caches)), len(model.layers)]
+    return depths[config.num_target_layers == depths[1]]
+
+
+def _read_config(folder: Folder) -> DraftConfig:
+    """A network's config. Raises `ConfigError`."""
+    file = str(folder.path / "config.json")
+    config = DraftConfig.from_dict(folder.config, file)
+    if config.unreadable is not None:
+        raise ConfigError(f"{file}: {config.unreadable}: it cannot be read.")
+    return config
 
 
 @dataclass(frozen=True)
@@ -40,31 +103,51 @@ class DraftSource:
 
     Attributes:
         name: as it was named.
-        folder: where it is.
-        kind: `NETWORK`, `MODEL`, `HEAD` or `ASSISTANT`.
+        folder: where it is; of "mtp", the target's.
+        kind: `NETWORK`, `MODEL`, `HEAD`, `ASSISTANT`, `LOOKUP` or `NONE`.
         target: the target's config.json.
-        files: the weight files, but for those that the target reads, too.
+        with_lookup: whether a lookup drafter joins it.
     """
 
     name: str
-    folder: Path
+    folder: Folder
     kind: str
-    target: Mapping[str, Any]
-    files: Sequence[Path] = ()
+    target: dict[str, Any]
+    with_lookup: bool = False
 
     @classmethod
-    def of(cls, name: str, folder: Path, target: Mapping[str, Any]) -> DraftSource:
+    def of(
+        cls, name: str, folder: Folder, target: dict[str, Any], with_lookup: bool = False
+    ) -> DraftSource:
         """What a folder holds for a target. Raises `ConfigError`, `WeightsError`."""
-        if head_files(folder, target):
-            files = check_safetensors(folder) if stands_alone(folder) else ()
-            return cls(name, folder, HEAD, target, files)
-        if name == MTP:
-            raise WeightsError(why_no_head(str(folder), target))
-        config = read_json(folder / "config.json")
-        kind, files = MODEL if is_language_model(config) else NETWORK, check_safetensors(folder)
-        if config.get("model_type") in ASSISTANTS:
+        if name in (LOOKUP, NONE):
+            kind = name
+        elif head_tensors(folder, target):
+            kind = HEAD
+        elif name == MTP:
+            raise WeightsError(why_no_head(folder, target))
+        elif folder.config.get("model_type") in ASSISTANTS:
             kind = ASSISTANT
-        return cls(name, folder, kind, target, files)
+        else:
+            kind = MODEL if is_language_model(folder.config) else NETWORK
+        return cls(name, folder, kind, target, with_lookup)
+
+    def check_settings(self, bits: int | None, window: int | None) -> None:
+        """Raise `SettingsError` for a setting that it has no use for."""
+        for setting, value, kinds in (
+            ("draft_bits", bits, (NETWORK, MODEL, HEAD, ASSISTANT)),
+            ("draft_window", window, (NETWORK,)),
+        ):
+            if value is not None and self.kind not in kinds:
+                raise SettingsError(f"{setting} means nothing to {self.name}: leave it out.")
+
+    @property
+    def tensors(self) -> Sequence[StoredTensor]:
+        """Its tensors, but for those that the target's memory counts, too."""
+        shared = self.kind == HEAD and not stands_alone(self.folder)
+        if shared or self.kind in (LOOKUP, NONE):
+            return ()
+        return [*self.folder.tensors.values()]
 
     def quantization_beside(self, target: Quantization | None) -> Quantization | None:
         """How it is quantized beside a target that is, on load or already; None to leave it.
@@ -72,15 +155,14 @@ class DraftSource:
         A head as the target. Others in 4 bits if they are large: drafts get cheaper, not worse.
         """
         if self.kind == HEAD:
-            stored = any(name.endswith(".scales") for name in head_files(self.folder, self.target))
+            stored = any(
+                name.endswith(".scales") for name in head_tensors(self.folder, self.target)
+            )
             return None if stored else target or stored_quantization(self.target)
         if target is None and not is_quantized(self.target):
             return None
-        sizes = (tensor.shape for file in self.files for tensor in read_header(file).values())
-        stored = is_quantized(read_json(self.folder / "config.json"))
-        if stored or sum(map(math.prod, sizes)) <= LARGE_DRAFTER:
-            return None
-        return Quantization(4, 64)
+        size = sum(math.prod(tensor.shape) for tensor in self.tensors)
+        return None if self.folder.is_quantized or size <= LARGE_DRAFTER else Quantization(4, 64)
 
 
 def open_drafter(
@@ -89,44 +171,132 @@ def open_drafter(
     quantization: Quantization | None,
     kernels: Kernels | None,
     window: int | None = None,
-) -> DFlash | MTPHead | Gemma4Assistant:
-    """Load the network, head or assistant of a source, and give its layers to our kernels.
+) -> Drafter | None:
+    """Load what a source holds, and give its layers to our kernels.
 
-    Only a network may be loaded without its target.
+    Only a network may be loaded without its target. `window` bounds the rows that it remembers.
 
     Raises: `ConfigError`, `WeightsError`, `NotEnoughMemoryError`, `SettingsError`,
         `IncompatibleDrafterError`.
     """
-    name, folder = source.name, source.folder
-    drafter: DFlash | MTPHead | Gemma4Assistant
-    check_weights(name, source.files, quantization)
-    with ErrorWrapper(ConfigError, f"{folder / 'config.json'}: no drafter can be made of it"):
-        if target is None or source.kind == NETWORK:
-            drafter = read_drafter(folder, window, None if target is None else target.num_layers)
-        elif source.kind == HEAD:
-            drafter = read_head(folder, target)
-        else:
-            drafter = _read_assistant(folder, target)
+    if source.kind in (LOOKUP, NONE):
+        return LookupDrafter() if source.kind == LOOKUP else None
+    drafter: DraftModel | DFlash | MTPHead | Gemma4Assistant
+    if source.kind == MODEL:
+        drafter = DraftModel(open_target(source.folder, quantization))
+    else:
+        drafter = _read(source, target, window)
+        _prepare(source.name, drafter, quantization)
+    if kernels is not None:
+        from .wiring import wire_drafter
+
+        wire_drafter(drafter.model.model if isinstance(drafter, DraftModel) else drafter, kernels)
+    if target is not None:
+        drafter.check_fits(target)
+        if isinstance(drafter, DFlash):
+            drop_copies(drafter, target)
+    return CombinedDrafter(drafter) if source.with_lookup else drafter
+
+
+def _prepare(name: str, drafter: nn.Module, quantization: Quantization | None) -> None:
+    """Quantize a drafter that is not, and read its weights into memory."""
     quantized = any("scales" in module for module in drafter.modules())
     check_not_quantized(name, quantization, quantized)
-    with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
+    with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used", MLX_ERRORS):
         if quantized and on_cpu():
             # MLX's quantized products are slow on a CPU, and drafts do not change the text.
             dequantize_model(drafter)
         start_reading(name, drafter, quantization)
         evaluate(drafter)
-    if kernels is not None:
-        from .wiring import wire_drafter
 
-        wire_drafter(drafter, kernels)
+
+def _read(
+    source: DraftSource, target: Target | None, window: int | None
+) -> DFlash | MTPHead | Gemma4Assistant:
+    """The network, head or assistant of a source, its weights as stored and still on disk."""
+    folder = source.folder
+    wrong = f"{folder.path / 'config.json'}: no drafter can be made of it"
+    with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
+        if target is None or source.kind == NETWORK:
+            return read_drafter(folder, window, None if target is None else target.num_layers)
+        if source.kind == HEAD:
+            return read_head(folder, target)
+        assistant = Gemma4Assistant(folder.config, target)
+    files = map(load_file, folder.files)
+    weights = {tensor: value for file in files for tensor, value in file.items()}
+    weights.pop("lm_head.weight", None)  # the embedding once more
+    load_as_stored(assistant, weights, f"{folder.path}: the weights do not fit the config,")
+    return assistant
+
+
+def read_drafter(
+    folder: Folder, window: int | None = None, num_layers: int | None = None
+) -> DFlash:
+    """The network of a folder, its weights as stored and still on disk.
+
+    Args:
+        folder: with config.json and safetensors.
+        window: bounds the rows that it remembers.
+        num_layers: the target's, if it is known.
+
+    Raises: `ConfigError`, `WeightsError`.
+    """
+    config = _read_config(folder).within(window).for_target(num_layers)
+    config = settle(config, our_shapes(folder, config))
+    weights = _tensors(folder, config)
+    drafter = network_for(config)(config, weights)
+    if config.kind == EAGLE3 and config.draft_vocab_size == config.vocab_size:
+        weights.pop("d2t", None)  # all zeros, in some EAGLE-3 files
+    load_as_stored(drafter, weights, f"{folder.path}: the weights do not fit the config,")
+    if "d2t" in weights:
+        _check_ids(weights["d2t"], config.vocab_size, folder)
     return drafter
 
 
-def _read_assistant(folder: Path, target: Target) -> Gemma4Assistant:
-    """The assistant of a Gemma 4, its weights as stored. Raises `ConfigError`, `WeightsError`."""
-    assistant = Gemma4Assistant(read_json(folder / "config.json"), target)
-    files = map(load_file, check_safetensors(folder))
-    weights = {tensor: value for file in files for tensor, value in file.items()}
-    weights.pop("lm_head.weight", None)  # the embedding once more
-    load_as_stored(assistant, weights, f"{folder}: the weights do not fit the config,")
-    return assistant
+def drop_copies(drafter: DFlash, target: Target) -> list[str]:
+    """Have a drafter use the target's embedding and head instead of its own copies of them.
+
+    Some publishers store such copies. Embeddings are compared by a sample of their rows, heads by
+    their logits for a few random states. Returns what was dropped: "embedding", "head".
+    """
+    config, dropped = drafter.config, list[str]()
+    if target.hidden_size != config.hidden_size or config.vocab_size != target.vocab_size:
+        return dropped
+    own_head, own_embedding = "lm_head" in drafter, "embed_tokens" in drafter
+    if own_embedding and (own_head or not config.tie_word_embeddings):
+        ids = mx.arange(0, config.vocab_size, max(1, config.vocab_size // SAMPLE))[None]
+        scale = config.own_embedding_scale
+        theirs, ours = target.embed(ids), drafter.embed_tokens(ids) * scale
+        # Targets round their products with the scale in several ways.
+        if mx.allclose(theirs, ours, rtol=1e-2 if scale != 1 else 0, atol=0):
+            del drafter["embed_tokens"]
+            dropped.append("embedding")
+    if own_head and "d2t" not in drafter:
+        states = mx.random.normal((1, 4, target.hidden_size), key=mx.random.key(0))
+        theirs, ours = target.head(states), drafter.lm_head(states)
+        tolerance = 1e-5 * mx.abs(theirs).max()
+        if theirs.shape == ours.shape and (mx.abs(theirs - ours).max() <= tolerance).item():
+            del drafter["lm_head"]
+            dropped.append("head")
+    return dropped
+
+
+def _tensors(folder: Folder, config: DraftConfig) -> dict[str, mx.array]:
+    """A drafter's tensors by our names, without those that decoding does not use."""
+    packaging, weights = PACKAGINGS[config.packaging], dict[str, mx.array]()
+    for file in folder.files:
+        for stored, tensor in load_file(file).items():
+            name = our_name(packaging, stored)
+            if name is not None:
+                weights[name] = tensor
+    return weights
+
+
+def _check_ids(offsets: mx.array, vocabulary: int, folder: Folder) -> None:
+    """Raise `WeightsError` unless every draft token maps to a target token of its own."""
+    ids = np.array(offsets).astype(np.int64) + np.arange(len(offsets))
+    if ids.min() < 0 or ids.max() >= vocabulary or len(np.unique(ids)) < len(ids):
+        raise WeightsError(
+            f"{folder.path}: the tensor d2t does not name {len(ids)} different tokens "
+            f"of {vocabulary}."
+        )

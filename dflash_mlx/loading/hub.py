@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,10 +30,10 @@ from huggingface_hub.utils import filter_repo_objects, get_session
 
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
 from ..validation import error_text
-from .checks import check_safetensors
 from .download import download
+from .folder import INDEX, Folder
 from .gguf.parts import parts_of
-from .registry import hub_gguf, suggestion
+from .registry import Part, hub_gguf, local_path, suggestion
 
 # What mlx-lm reads of a repository.
 WEIGHTS = ["*.safetensors"]
@@ -57,13 +58,11 @@ class Hub:
         endpoint: the hub's address, None for the public one.
         cache: the folder of downloads, None for huggingface-hub's own.
         offline: use downloaded copies only.
-        update: ask the hub for a newer revision than a complete copy's.
     """
 
     endpoint: str | None = None
     cache: Path | None = None
     offline: bool = False
-    update: bool = False
     _listed: dict[str, dict[str, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -85,34 +84,55 @@ class Hub:
             raise DownloadError(f"{self.url} cannot be reached ({error_text(error)}).") from error
         return time.perf_counter() - start
 
-    def fetch(self, name: str, weights: Sequence[str] = WEIGHTS) -> Path:
-        """The local folder of a repository (owner/name), downloaded unless it is there already.
+    def find(self, name: str) -> Folder:
+        """A repository's folder on this disk, or one with its config.json and index alone.
 
-        Of a GGUF file's name (owner/name:Q4_K_M) the file, the first of its parts. `weights`:
-        patterns of the weight files, if others are not needed.
+        Of a GGUF file (owner/name:Q4_K_M) nothing is asked. Raises as `fetch`.
+        """
+        copy = self.copy(name)
+        if copy is not None or self.offline:
+            return copy or self.fetch(name)
+        if hub_gguf(name) is not None:
+            return Folder(Path(name), name, partial(self.remote_bytes, name))
+        folder = self._snapshot(name, ["config.json", INDEX])
+        if not (folder / "config.json").is_file() and self._gguf_types(name):
+            raise self._no_gguf(name)
+        return Folder(folder, name, partial(self.remote_bytes, name, ["model*.safetensors"]))
+
+    def fetch(self, name: str, weights: Sequence[str] = WEIGHTS, update: bool = False) -> Folder:
+        """The folder of a repository (owner/name), downloaded unless it is there already.
+
+        Of a GGUF file's name (owner/name:Q4_K_M) the file, the first of its parts.
+
+        Args:
+            name: the repository, or the file in it.
+            weights: patterns of the weight files, if others are not needed.
+            update: asks the hub for a newer revision than a complete copy's.
 
         Raises:
             ModelNotFoundError: the hub has no such repository, or it has no such file.
             DownloadError: no network and no copy, no access, or no room on the disk.
         """
+        copy = None if self.offline or update else self.copy(name)
+        if copy is not None:
+            return copy
         if (gguf := hub_gguf(name)) is None:
-            return self._snapshot(name, [*BESIDE, *weights], name)
+            return Folder(self._snapshot(name, [*BESIDE, *weights]), name)
         patterns = _gguf_files(gguf[1])
-        folder = self._snapshot(gguf[0], patterns, name)
+        folder = self._snapshot(gguf[0], patterns)
         found = [file for file in folder.rglob("*.gguf") if any(map(file.match, patterns))]
         found = [file for file in found if not file.name.startswith("mmproj")]  # of images
         if not found:
             raise self._no_gguf(*gguf)
-        return min(found, key=lambda file: (len(file.name), file.name))
+        return Folder(min(found, key=lambda file: (len(file.name), file.name)), name)
 
-    def config(self, name: str) -> Path:
-        """A folder with a repository's config.json and index, perhaps without its weights.
-
-        Raises as `fetch`.
-        """
-        folder = self._snapshot(name, ["config.json", "model.safetensors.index.json"], name)
-        if not (folder / "config.json").is_file() and self._gguf_types(name):
-            raise self._no_gguf(name)
+    def copy(self, name: str) -> Folder | None:
+        """The complete copy of a repository or GGUF file on this disk; None without one."""
+        try:
+            folder = Hub(self.endpoint, self.cache, offline=True).fetch(name)
+            _ = parts_of(folder.path) if folder.path.is_file() else folder.files
+        except (DownloadError, ModelNotFoundError, WeightsError):
+            return None
         return folder
 
     def fetch_data(self, name: str, file: str) -> Path:
@@ -125,14 +145,10 @@ class Hub:
 
     def downloaded(self, name: str) -> int | None:
         """Bytes of a repository's copy on this disk, None without a complete one."""
-        try:
-            folder = Hub(self.endpoint, self.cache, offline=True).fetch(name)
-            if folder.is_file():
-                return sum(part.stat().st_size for part in parts_of(folder))
-            check_safetensors(folder)
-        except (DownloadError, ModelNotFoundError, WeightsError):
+        if (copy := self.copy(name)) is None:
             return None
-        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        files = parts_of(copy.path) if copy.path.is_file() else copy.path.rglob("*")
+        return sum(file.stat().st_size for file in files if file.is_file())
 
     def copies(self) -> dict[str, int]:
         """Every model with a complete copy on this disk, and its bytes."""
@@ -193,15 +209,12 @@ class Hub:
         advice = f"name one of its types, as {name}:TYPE: {types}" if types else "see its page"
         return ModelNotFoundError(f"{name} has no {lacks}: {advice}.")
 
-    def _snapshot(self, name: str, wanted: list[str], whole: str) -> Path:
-        """A repository's folder with the files that are wanted.
-
-        A complete copy of `whole`, the repository or one of its GGUF types, is not asked for again.
-        """
+    def _snapshot(self, name: str, wanted: list[str]) -> Path:
+        """A repository's folder with the files that are wanted."""
         settings = self._settings | {"repo_id": name, "allow_patterns": wanted}
-        if self.offline or not self.update and self.downloaded(whole) is not None:
+        if self.offline:
             with self.explained(name):
-                return Path(snapshot_download(**settings | {"local_files_only": True}))
+                return Path(snapshot_download(**settings))
         total = 0
         with suppress(DownloadError):  # the client uses what it has without a network
             total = self.remote_bytes(name, wanted)
@@ -248,6 +261,15 @@ class Hub:
             return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
         reason = error_text(error)
         return DownloadError(f"{name}: no answer from {hub} ({reason}); run this again.")
+
+
+def find(name: str, hub: Hub, part: Part = "target") -> Folder:
+    """The folder or GGUF file that a model's name means: on this disk, else on the hub.
+
+    Raises the errors of `local_path` and `Hub.find`.
+    """
+    path = local_path(name, part)
+    return hub.find(name) if path is None else Folder(path, name)
 
 
 def _gguf_files(quantization: str) -> list[str]:

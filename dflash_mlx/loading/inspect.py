@@ -20,7 +20,7 @@ from ..drafter.networks import (
     our_name,
 )
 from ..validation import read_json, text_config
-from .checks import check_safetensors, read_header
+from .folder import Folder
 
 NETWORKS = {
     "dflash": "DFlash",
@@ -46,29 +46,28 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     Unused fields of the config come last. `path` is a drafter's folder, or a config.json, whose
     tensors are then left out. Raises: `ConfigError`, `WeightsError`.
     """
-    file = path if path.is_file() else path / "config.json"
-    raw = read_json(file)
+    folder = None if path.is_file() else Folder(path)
+    raw = read_json(path) if folder is None else folder.config
     if needs_target(raw):
         found = [ResolvedField(name, value, name) for name, value in raw.items()]
         kind = "a Gemma 4 assistant" if raw["model_type"] in ASSISTANTS else "an MTP head"
         return [ResolvedField("network", kind, "model_type"), *found]
     if not DRAFTER_FIELDS & raw.keys():
-        from .mtp import head_files  # these two start MLX
-        from .preflight import is_language_model
+        from .mtp import head_tensors  # these two start MLX
+        from .target import is_language_model
 
         if is_language_model(raw):
             shown = (name for name in ("model_type", "vocab_size") if name in text_config(raw))
             model = [ResolvedField(name, text_config(raw)[name], name) for name in shown]
-            count = 0 if path.is_file() else len(head_files(path, raw))
+            count = 0 if folder is None else len(head_tensors(folder, raw))
             head = ResolvedField("MTP head", f"{count} tensors" if count else "none", "its tensors")
             return [ResolvedField("network", "a draft model", "model_type"), *model, head]
-    config = DraftConfig.from_file(file)
-    shapes = {} if path.is_file() else _shapes(path, config)
+    config = DraftConfig.from_dict(raw, str(path if folder is None else path / "config.json"))
+    shapes = {} if folder is None else our_shapes(folder, config)
     if shapes:
         config = settle(config, shapes)
     labels = ("speculators_model_type", "architectures")
     source = next((label for label in labels if label in config.sources), "default")
-    network = ResolvedField("network", NETWORKS[config.kind], source)
     resolved = [
         ResolvedField(
             item.name, getattr(config, item.name), config.sources.get(item.name, "default")
@@ -78,7 +77,14 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
         and config.kind in (item.metadata.get("of") or (config.kind,))
     ]
     unused = [ResolvedField(place, value, "not used") for place, value in config.unused.items()]
+    network = ResolvedField("network", NETWORKS[config.kind], source)
     return [network, *resolved, *(_parts(config, shapes) if shapes else []), *unused]
+
+
+def our_shapes(folder: Folder, config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of a folder's tensors, by our names. Raises `WeightsError`."""
+    names = {our_name(PACKAGINGS[config.packaging], name): name for name in folder.tensors}
+    return {ours: folder.tensors[name].shape for ours, name in names.items() if ours is not None}
 
 
 def settle(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> DraftConfig:
@@ -112,14 +118,3 @@ def _parts(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[R
     if ADAPTER in shapes:
         decisions.append(ResolvedField("taps", "adapted to its width", f"tensor {ADAPTER}"))
     return decisions
-
-
-def _shapes(folder: Path, config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a folder's tensors, by our names."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in check_safetensors(folder):
-        for name, tensor in read_header(file).items():
-            ours = our_name(PACKAGINGS[config.packaging], name)
-            if ours is not None:
-                shapes[ours] = tensor.shape
-    return shapes

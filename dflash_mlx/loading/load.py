@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from ..drafter.gemma4_assistant import Gemma4Assistant
-from ..drafter.lookup import CombinedDrafter, LookupDrafter
-from ..drafter.model import DraftModel
-from ..drafter.mtp import MTPHead
 from ..drafter.network import DFlash
 from ..drafter.protocol import Drafter
-from ..errors import DFlashError, SettingsError, WeightsError
+from ..errors import ConfigError, DFlashError, SettingsError
 from ..targets import Target
-from ..threads import evaluate
-from ..validation import ErrorWrapper, brief, check_integer
-from .adapters import adapter_folder, add_adapter
-from .checkpoint import check_runs, drop_copies, read_target, read_tokenizer
-from .checks import check_safetensors, memory_needed, read_target_config
-from .defaults import sampling_defaults
-from .drafters import ASSISTANT, MODEL, NETWORK, DraftSource, open_drafter
-from .hub import Hub
-from .mtp import head_files, head_shards
-from .preflight import check_drafter, check_target, check_weights, float_bytes, on_cpu
-from .quantization import Quantization, is_quantized
-from .reading import SupportsSharding, check_not_quantized, start_reading
+from ..validation import brief, check_integer
+from .adapters import find_adapter
+from .drafters import ASSISTANT, NETWORK, DraftSource, check_drafter, open_drafter
+from .folder import Folder, memory_needed
+from .hub import Hub, find
+from .mtp import head_shards, head_tensors
+from .quantization import Quantization
+from .reading import SupportsSharding, float_bytes, on_cpu
 from .registry import (
     LOOKUP,
     MTP,
@@ -38,11 +30,11 @@ from .registry import (
     WITH_LOOKUP,
     Name,
     as_name,
-    check_name,
-    hub_gguf,
     known_drafter,
+    known_facts,
     local_path,
 )
+from .target import check_weights, model_of, open_target
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
@@ -100,72 +92,52 @@ def load(
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
         SettingsError, IncompatibleDrafterError.
     """
-    name, wanted = as_name(name), None if draft is None else as_name(draft)
-    check_name(name)  # before the registry: a misspelt name has no drafter either
-    ours = _kernels(kernels, metal_kernel)
-    draft, with_lookup = _choose_drafter(name, wanted)
+    name, hub = as_name(name), hub or Hub()
+    wanted = None if draft is None else as_name(draft)
+    local_path(name)  # before the registry: a misspelt name has no drafter either
+    ours = _kernels(kernels, metal_kernel, cluster)
     own_bits = None if draft_bits == KEPT_BITS else draft_bits
     quantization, draft_quantization = _quantizations(mode, group_size, target_bits, own_bits)
     if draft_window is not None:
         check_integer("draft_window", draft_window)
-    hub, machines = hub or Hub(), 1 if cluster is None else cluster.size
-    model = check_target(name, hub, quantization, machines)
-    with _advice_on_drafters():
-        if draft not in (LOOKUP, NONE, MTP):
-            check_drafter(draft, hub, model)
-    folder, tuned = _folder(name, "target", hub), adapter_folder(adapter, hub, cluster)
-    if draft == LOOKUP and wanted != LOOKUP:
-        draft, with_lookup = _drafter_of_its_own(name, folder)
-    if draft in (LOOKUP, NONE):
-        without = _without_weights(draft, draft_bits, draft_window)
-        target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster, tuned)
-        return target, without
-    with _advice_on_drafters():  # downloads may fail: before anything is loaded
-        config = read_target_config(folder)
-        draft_folder = folder if draft == MTP else _folder(draft, "drafter", hub, config)
-        source = DraftSource.of(draft, draft_folder, config)
+    if adapter is not None and cluster is not None:
+        raise SettingsError("adapter needs one machine: fuse it into the weights (mlx_lm.fuse).")
+    machines = 1 if cluster is None else cluster.size
+    folder, source = _find_pair(name, wanted, hub, quantization, machines)
+    source.check_settings(draft_bits, draft_window)
     if cluster is not None and source.kind == ASSISTANT:
         raise SettingsError(f"{draft} reads keys of the target's layers: that needs one machine.")
+    tuned = None if adapter is None else find_adapter(adapter, hub)
     if draft_bits is None and not on_cpu():
         draft_quantization = source.quantization_beside(quantization)
-    reserved += memory_needed(source.files, draft_quantization, float_bytes())
-    target = _open_target(name, folder, quantization, reserved, kernels, ours, cluster, tuned)
+    reserved += memory_needed(source.tensors, draft_quantization, float_bytes())
+    exact = kernels == "exact"
+    target = open_target(folder, quantization, reserved, ours, exact, cluster, tuned)
     with _advice_on_drafters():
-        drafter = _open_drafter(source, target, draft_quantization, ours, draft_window)
-        drafter.check_fits(target)
-    if isinstance(drafter, DFlash):
-        drop_copies(drafter, target)
-    return target, CombinedDrafter(drafter) if with_lookup else drafter
+        return target, open_drafter(source, target, draft_quantization, ours, draft_window)
 
 
-def _without_weights(draft: str, bits: int | None, window: int | None) -> LookupDrafter | None:
-    """What drafts for lookup or none. Raises `SettingsError` for settings of weights."""
-    if (bits, window) != (None, None):
-        given = "draft_window" if bits is None else "draft_bits"
-        raise SettingsError(f"{given}: {draft} has no weights, leave it out.")
-    return LookupDrafter() if draft == LOOKUP else None
-
-
-def _drafter_of_its_own(name: str, folder: Path) -> tuple[str, bool]:
-    """What drafts for a target of which no drafter is known, and whether a lookup joins it."""
-    if head_files(folder, read_target_config(folder)):
-        return MTP, True
-    warnings.warn(
-        f"dflash-mlx: no drafter is known for {name}, so its text is drafted by lookup; name a "
-        f"drafter with draft= (--draft on the command line). {OTHERWISE}",
-        stacklevel=3,
-    )
-    return LOOKUP, False
-
-
-@contextmanager
-def _advice_on_drafters() -> Iterator[None]:
-    """Append to an error about a drafter how to do without one."""
-    try:
-        yield
-    except DFlashError as error:
-        error.args = (f"{error} {OTHERWISE}",)
-        raise
+def _find_pair(
+    name: str, wanted: str | None, hub: Hub, quantization: Quantization | None, machines: int
+) -> tuple[Folder, DraftSource]:
+    """The folders of a target and its drafter. What cannot work is refused before its download."""
+    draft, with_lookup = _choose_drafter(name, wanted)
+    folder, model = find_target(name, hub, quantization, machines)
+    with _advice_on_drafters():
+        found = None if draft in (LOOKUP, NONE, MTP) else find_drafter(draft, hub, model)
+    folder = complete(folder, hub)
+    if draft == LOOKUP and wanted != LOOKUP:
+        draft = MTP if head_tensors(folder, folder.config) else LOOKUP
+        with_lookup = draft == MTP
+        if draft == LOOKUP:
+            warnings.warn(
+                f"dflash-mlx: no drafter is known for {name}, so its text is drafted by lookup; "
+                f"name a drafter with draft= (--draft on the command line). {OTHERWISE}",
+                stacklevel=3,
+            )
+    with _advice_on_drafters():
+        files = folder if found is None else complete(found, hub, folder)
+        return folder, DraftSource.of(draft, files, folder.config, with_lookup)
 
 
 def _choose_drafter(name: str, draft: str | None) -> tuple[str, bool]:
@@ -177,6 +149,16 @@ def _choose_drafter(name: str, draft: str | None) -> tuple[str, bool]:
         return network, with_lookup
     known = known_drafter(name)
     return known or LOOKUP, known is not None
+
+
+@contextmanager
+def _advice_on_drafters() -> Iterator[None]:
+    """Append to an error about a drafter how to do without one."""
+    try:
+        yield
+    except DFlashError as error:
+        error.args = (f"{error} {OTHERWISE}",)
+        raise
 
 
 def load_target(
@@ -194,15 +176,11 @@ def load_target(
 ) -> Target:
     """Load a target alone: any model that mlx-lm loads, or a GGUF file.
 
-    Args as for `load`. Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`,
-        `WeightsError`, `NotEnoughMemoryError`, `SettingsError`.
+    Args and errors as of `load`.
     """
-    [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
-    hub = hub or Hub()
-    check_target(path, hub, quantization, 1 if cluster is None else cluster.size)
-    ours, folder = _kernels(kernels, metal_kernel), _folder(path, "target", hub)
-    tuned = adapter_folder(adapter, hub, cluster)
-    return _open_target(path, folder, quantization, reserved, kernels, ours, cluster, tuned)
+    more = {"mode": mode, "group_size": group_size, "hub": hub, "kernels": kernels}
+    of: Any = more | {"metal_kernel": metal_kernel, "cluster": cluster, "reserved": reserved}
+    return load(path, NONE, bits, adapter=adapter, **of)[0]
 
 
 def load_drafter(
@@ -215,25 +193,60 @@ def load_drafter(
     kernels: KernelChoice = "auto",
     metal_kernel: KernelFactory | None = None,
 ) -> DFlash:
-    """Load a drafter alone. Args as for `load`.
-
-    Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`, `WeightsError`,
-        `NotEnoughMemoryError`, `SettingsError`.
-    """
+    """Load a drafter alone. Args and errors as of `load`."""
     [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
     if path in (LOOKUP, NONE, MTP):
         raise SettingsError(f"{path!r} needs its target: load(target, draft={path!r}).")
-    hub = hub or Hub()
-    check_drafter(path, hub, None)
-    folder = _folder(path, "drafter", hub)
-    source = DraftSource(path, folder, NETWORK, {}, check_safetensors(folder))
-    drafter = open_drafter(source, None, quantization, _kernels(kernels, metal_kernel))
-    return cast(DFlash, drafter)
+    folder, ours = drafter_folder(path, hub or Hub()), _kernels(kernels, metal_kernel)
+    check_weights(folder, quantization)
+    source = DraftSource(path, folder, NETWORK, {})
+    return cast(DFlash, open_drafter(source, None, quantization, ours))
 
 
-def drafter_folder(name: str, hub: Hub | None = None) -> Path:
-    """The local folder of a drafter. Raises `ModelNotFoundError`, `DownloadError`."""
-    return _folder(name, "drafter", hub or Hub())
+def drafter_folder(name: str, hub: Hub) -> Folder:
+    """A drafter's folder, downloaded if need be. Raises the errors of `load`."""
+    return complete(find_drafter(name, hub), hub)
+
+
+def find_target(
+    name: str, hub: Hub, quantization: Quantization | None = None, machines: int = 1
+) -> tuple[Folder, nn.Module | None]:
+    """A target's folder; if it is not downloaded yet, its model, too, which has no weights.
+
+    Raises `ConfigError` or `NotEnoughMemoryError` for one that cannot run, and as `find`.
+    """
+    folder = find(name, hub)
+    if not folder.is_preview:
+        return folder, None
+    model = model_of(name, folder.config)
+    check_weights(folder, quantization, machines=machines)
+    return folder, model
+
+
+def find_drafter(name: str, hub: Hub, model: nn.Module | None = None) -> Folder:
+    """A drafter's folder. If it is not downloaded yet, it is compared with the target's model."""
+    facts = known_facts(name)
+    if facts is not None and facts.refused is not None and not local_path(name, "drafter"):
+        raise ConfigError(f"{name} is known not to load: {facts.refused}.")
+    folder = find(name, hub, "drafter")
+    if folder.is_preview:
+        check_drafter(folder, model)
+    return folder
+
+
+def complete(folder: Folder, hub: Hub, target: Folder | None = None) -> Folder:
+    """A folder with its weights: downloaded, or converted from a GGUF file, if need be.
+
+    If it has a head for `target`, only the head's files are downloaded.
+    """
+    if folder.remote is not None:
+        shards = head_shards(folder, target.config) if target and folder.is_preview else ()
+        folder = hub.fetch(folder.name, [*shards]) if shards else hub.fetch(folder.name)
+    if not folder.path.is_file():
+        return folder
+    from .gguf.convert import converted
+
+    return Folder(converted(folder.path, unpacked=on_cpu()), folder.name)
 
 
 def _quantizations(
@@ -245,10 +258,16 @@ def _quantizations(
     return [Quantization.of(bits, mode, group_size) for bits in widths]
 
 
-def _kernels(choice: KernelChoice, metal_kernel: KernelFactory | None) -> Kernels | None:
+def _kernels(
+    choice: KernelChoice,
+    metal_kernel: KernelFactory | None,
+    cluster: SupportsSharding | None = None,
+) -> Kernels | None:
     """Our kernels; None for MLX's own only. Raises `SettingsError`."""
     if choice not in get_args(KernelChoice):
         raise SettingsError(f'kernels must be "auto", "off" or "exact", not {brief(choice)}.')
+    if cluster is not None and choice == "exact":
+        raise SettingsError("kernels=exact needs one machine: our kernels read no shards.")
     if choice == "off":
         return None
     if metal_kernel is not None or (not on_cpu() and mx.metal.is_available()):
@@ -258,92 +277,3 @@ def _kernels(choice: KernelChoice, metal_kernel: KernelFactory | None) -> Kernel
     if choice == "exact":
         raise SettingsError("kernels=exact needs Metal. Leave it out to use MLX's own kernels.")
     return None
-
-
-def _open_target(
-    name: str,
-    folder: Path,
-    quantization: Quantization | None,
-    reserved: int = 0,
-    choice: KernelChoice = "auto",
-    kernels: Kernels | None = None,
-    cluster: SupportsSharding | None = None,
-    adapter: Path | None = None,
-) -> Target:
-    """Load the target in a folder, if it fits beside `reserved` bytes of other weights."""
-    exact = choice == "exact"
-    if cluster and exact:
-        raise SettingsError("kernels=exact needs one machine: our kernels read no shards.")
-    weights = check_safetensors(folder)
-    config = read_target_config(folder)
-    quantized = is_quantized(config)
-    if quantization is not None and config.get("from_gguf"):
-        warnings.warn(
-            f"dflash-mlx: what {name} does not keep in its own bits here is quantized anew to "
-            f"{quantization.bits} bits: that is another model than the file's.",
-            stacklevel=3,
-        )
-    else:
-        check_not_quantized(name, quantization, quantized)
-    machines = 1 if cluster is None else cluster.size
-    check_weights(name, weights, quantization, reserved, quantized, machines)
-    model, config = read_target(name, folder)
-    with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used"):
-        start_reading(name, model, quantization, cluster)
-        if adapter is not None:
-            config = config | {"adapter": add_adapter(name, model, adapter)}
-        tokenizer = read_tokenizer(folder, config)  # while the weights are being read
-        evaluate(model)
-    if cluster is not None:
-        target = cluster.open(model, tokenizer, config, name)
-    else:
-        target = Target(model, tokenizer, config, name)
-        check_runs(target)
-        if kernels is not None:
-            from .wiring import check_exact, wire_target
-
-            target = wire_target(target, kernels, exact or None)
-            check_exact(target)
-    target.sampling_defaults = sampling_defaults(folder)
-    return target
-
-
-def _open_drafter(
-    source: DraftSource,
-    target: Target,
-    quantization: Quantization | None,
-    kernels: Kernels | None,
-    window: int | None,
-) -> DFlash | DraftModel | MTPHead | Gemma4Assistant:
-    """Load the network, head or language model in a drafter's folder."""
-    if window is not None and source.kind != NETWORK:
-        raise SettingsError(f"draft_window: {source.name} reads the whole text, leave it out.")
-    if source.kind != MODEL:
-        return open_drafter(source, target, quantization, kernels, window)
-    model = _open_target(source.name, source.folder, quantization)
-    if kernels is not None:
-        from .wiring import wire_drafter
-
-        wire_drafter(model.model, kernels)
-    return DraftModel(model)
-
-
-def _folder(
-    name: str,
-    part: Literal["target", "drafter"],
-    hub: Hub,
-    target: Mapping[str, Any] | None = None,
-) -> Path:
-    """A model's local folder: embedded, given, converted, or fetched from the hub.
-
-    If it has a head for a target of this config, only the head's files are fetched.
-    """
-    path, shards = local_path(name, part), set[str]()
-    if path is None and target and hub_gguf(name) is None:
-        shards = head_shards(hub.config(name), target)
-    path = path or (hub.fetch(name, [*shards]) if shards else hub.fetch(name))
-    if path.is_dir():
-        return path
-    from .gguf.convert import converted
-
-    return converted(path, unpacked=on_cpu())

@@ -8,7 +8,6 @@ mlx-lm's own (experts, MLA, FP8), the target's `sanitize` converts it as one of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,111 +16,107 @@ from ..drafter.mtp import LAYOUTS, HeadLayout, MTPHead
 from ..drafter.networks import STANDALONE
 from ..errors import WeightsError
 from ..targets import Target
-from ..validation import ErrorWrapper, read_json, text_config
-from .checks import read_header
-from .reading import load_as_stored, load_file, without_fp8
+from ..validation import ErrorWrapper, text_config
+from .folder import Folder, StoredTensor
+from .reading import MODEL_ERRORS, load_as_stored, load_file, without_fp8
+
+Config = dict[str, Any]
 
 # Before a head's own prefix, in checkpoints of models with vision and in conversions.
 _OUTER = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 _HALFWAY = 0.5  # the mean of norms stored minus one is below it, that of others above
 
 
-def head_files(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path, str]]:
+def head_tensors(folder: Folder, config: Config) -> dict[str, tuple[str, StoredTensor]]:
     """The tensors in a folder that belong to the head of a target of this config.
 
     Returns:
-        By the name after the layout's prefix: the file, and the name in it. Empty if there is no
+        By the name after the layout's prefix: the stored name, and the tensor. Empty if there is no
         head of the target's width.
     """
     layout = LAYOUTS.get(str(config.get("model_type")))
     if layout is None:
         return {}
-    starts = ("",) if stands_alone(folder) else _starts(layout, config)
-    found, width = dict[str, tuple[Path, str]](), 0
-    fuse = next(name for name, ours in layout.names.items() if ours == "fc.")
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, tensor in read_header(file).items():
-            start = next((one for one in starts if name.startswith(one)), None)
-            if start is not None:
-                found[name.removeprefix(start)] = file, name
-                if name == f"{start}{fuse}weight":
-                    width = tensor.shape[0] if tensor.shape else 0
-    return found if width == text_config(dict(config)).get("hidden_size") else {}
+    starts, found = ("",) if stands_alone(folder) else _starts(layout, config), {}
+    for name, tensor in folder.every_tensor.items():
+        start = next((one for one in starts if name.startswith(one)), None)
+        if start is not None:
+            found[name.removeprefix(start)] = name, tensor
+    fuse = next(theirs for theirs, ours in layout.names.items() if ours == "fc.")
+    rows = [tensor.shape[:1] for name, (_, tensor) in found.items() if name == f"{fuse}weight"]
+    return found if rows == [(text_config(config).get("hidden_size"),)] else {}
 
 
-def head_shards(folder: Path, config: Mapping[str, Any]) -> set[str]:
+def head_shards(folder: Folder, config: Config) -> set[str]:
     """The files of a repository that hold the head of a target of this config, by its index.
 
-    `folder` has its config.json and, of several files, the index. Empty if it has no such head.
+    Empty if it has no such head.
     """
-    index, layout = folder / "model.safetensors.index.json", LAYOUTS.get(str(config["model_type"]))
-    if layout is None or not index.exists():
+    layout = LAYOUTS.get(str(config["model_type"]))
+    if layout is None or folder.index is None:
         return set()
-    ours, theirs = (text_config(dict(one)) for one in (config, read_json(folder / "config.json")))
+    ours, theirs = text_config(config), text_config(folder.config)
     if any(ours.get(key) != theirs.get(key) for key in ("model_type", "hidden_size")):
         return set()
-    starts, table = _starts(layout, config), read_json(index, WeightsError).get("weight_map")
-    files = table.items() if isinstance(table, dict) else ()
-    return {str(file) for name, file in files if name.startswith(starts)}
+    starts = _starts(layout, config)
+    return {file for name, file in folder.index.items() if name.startswith(starts)}
 
 
-def _starts(layout: HeadLayout, config: Mapping[str, Any]) -> tuple[str, ...]:
+def _starts(layout: HeadLayout, config: Config) -> tuple[str, ...]:
     """What the names of the head's tensors may begin with."""
     return tuple(outer + _prefix(layout, config) for outer in _OUTER)
 
 
-def stands_alone(folder: Path) -> bool:
+def stands_alone(folder: Folder) -> bool:
     """Whether a folder is a head that mlx-vlm split off: its names have no prefix.
 
     Its tensors are in MLX's form, so nothing is added to its norms.
     """
-    file = folder / "config.json"
-    if not (file.exists() and str(read_json(file).get("model_type")).endswith(STANDALONE)):
-        return False
-    names = [name for file in folder.glob("*.safetensors") for name in read_header(file)]
-    return "fc.weight" in names
+    kind = str(folder.config.get("model_type"))
+    return kind.endswith(STANDALONE) and "fc.weight" in folder.every_tensor
 
 
-def read_head(folder: Path, target: Target) -> MTPHead:
+def read_head(folder: Folder, target: Target) -> MTPHead:
     """The head of a target, its weights as stored and still on disk. Raises `WeightsError`."""
-    files = head_files(folder, target.config)
-    if not files:
-        raise WeightsError(why_no_head(str(folder), target.config))
+    found = head_tensors(folder, target.config)
+    if not found:
+        raise WeightsError(why_no_head(folder, target.config))
     layout = LAYOUTS[target.config["model_type"]]
-    loaded = {file: load_file(file) for file, _ in files.values()}
-    stored = {name: loaded[file][own] for name, (file, own) in files.items()}
+    loaded = {file: load_file(file) for file in {tensor.file for _, tensor in found.values()}}
+    stored = {name: loaded[tensor.file][own] for name, (own, tensor) in found.items()}
     head = MTPHead(target, layout)
-    with ErrorWrapper(WeightsError, f"{folder}: the tensors of its MTP head cannot be read"):
+    wrong = f"{folder.path}: the tensors of its MTP head cannot be read"
+    with ErrorWrapper(WeightsError, wrong, MODEL_ERRORS):
         weights = dict(_ours(layout, without_fp8(stored), target))
     if layout.zero_centred and not stands_alone(folder):
         _centre(weights)
     load_as_stored(
         head,
         weights,
-        f"{folder}: of its MTP head,",
+        f"{folder.path}: of its MTP head,",
         lambda name: _published(layout, name, target.config),
     )
     return head
 
 
-def why_no_head(folder: str, config: Mapping[str, Any]) -> str:
+def why_no_head(folder: Folder, config: Config) -> str:
     """Why a folder has no head for a target of this config, and what to do."""
     kind = str(config.get("model_type"))
     if kind not in LAYOUTS:
         return f"MTP heads of {kind} cannot be read, only those of {', '.join(LAYOUTS)}."
     return (
-        f"{folder} has no MTP head for this target: there is no tensor "
+        f"{folder.path} has no MTP head for this target: there is no tensor "
         f"{_prefix(LAYOUTS[kind], config)}*. Conversions leave it out: name the folder or "
         "repository of the original as the drafter."
     )
 
 
-def _prefix(layout: HeadLayout, config: Mapping[str, Any]) -> str:
+def _prefix(layout: HeadLayout, config: Config) -> str:
     """The beginning of the head's tensors' names."""
-    return layout.prefix.format(N=text_config(dict(config)).get("num_hidden_layers"))
+    return layout.prefix.format(N=text_config(config).get("num_hidden_layers"))
 
 
-def _published(layout: HeadLayout, name: str, config: Mapping[str, Any]) -> str:
+def _published(layout: HeadLayout, name: str, config: Config) -> str:
     """A tensor's name in the checkpoint, from ours."""
     for theirs, ours in layout.names.items():
         if ours is not None and name.startswith(ours):

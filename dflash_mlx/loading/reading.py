@@ -12,11 +12,33 @@ from mlx.utils import tree_flatten
 
 from ..errors import SettingsError, WeightsError
 from ..targets import Target
-from ..validation import ErrorWrapper
-from .preflight import on_cpu
+from ..validation import ErrorWrapper, StrictDataclassError, TokenizersError
 from .quantization import Quantization, mode_of
 
 SCALES = "_scale_inv"
+MLX_ERRORS = (RuntimeError, ValueError, OSError)  # shapes and dtypes that do not fit, broken files
+# mlx-lm's classes check little of a config: they compute with it until something fails.
+MODEL_ERRORS = (
+    *MLX_ERRORS,
+    ArithmeticError,  # ZeroDivisionError, OverflowError: a size of 0, a number too large for C
+    AssertionError,
+    AttributeError,
+    ImportError,  # a model_type without its module or package
+    LookupError,
+    MemoryError,  # a size that no machine has
+    TypeError,  # text in place of a number
+)
+TOKENIZER_FILE_ERRORS = (*MODEL_ERRORS, StrictDataclassError, TokenizersError)  # transformers'
+
+
+def on_cpu() -> bool:
+    """Whether MLX computes on the CPU."""
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
+def float_bytes() -> int | None:
+    """Bytes of a floating-point weight once loaded: f32 on the CPU, None for its own."""
+    return 4 if on_cpu() else None
 
 
 class SupportsSharding(Protocol):
@@ -37,7 +59,7 @@ class SupportsSharding(Protocol):
 
 def load_file(file: Path) -> dict[str, mx.array]:
     """A file's tensors by name, still on disk. Raises `WeightsError`."""
-    with ErrorWrapper(WeightsError, f"{file}: the weights cannot be read"):
+    with ErrorWrapper(WeightsError, f"{file}: the weights cannot be read", MLX_ERRORS):
         return cast(dict[str, mx.array], mx.load(str(file)))
 
 
@@ -87,7 +109,7 @@ def load_as_stored(
         mode = mode_of(bits, group_size, scales.dtype == mx.uint8)
         return {"bits": bits, "group_size": group_size, "mode": mode}
 
-    with ErrorWrapper(WeightsError, f"{wrong} the quantized weights cannot be used"):
+    with ErrorWrapper(WeightsError, f"{wrong} the quantized weights cannot be used", MLX_ERRORS):
         nn.quantize(drafter, class_predicate=stored_as)
     expected = dict(tree_flatten(drafter.parameters()))
     for name in sorted(expected.keys() ^ weights.keys()):

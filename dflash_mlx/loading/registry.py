@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import DFlashError, ModelNotFoundError, SettingsError
-from ..validation import ErrorWrapper, brief, read_json
+from ..validation import ErrorWrapper, brief
 from .quantization import Quantization
 
 Name = str | PathLike[str]
+Part = Literal["target", "drafter"]
 
 EMBEDDED = "tiny"  # the pair that comes with the package
 # Targets whose drafter comes with the package under the same name -> their original repositories.
@@ -166,9 +167,10 @@ def _drafter_of(name: str) -> str | None:
 def _base_models(name: str) -> list[str]:
     """The repositories that a GGUF file says it was made of."""
     with suppress(DFlashError, ImportError):  # loading reports it
-        from .gguf.header import read_base_models
+        if (path := local_path(name)) is not None and path.is_file():
+            from .gguf.header import read_base_models
 
-        return read_base_models(path) if (path := gguf_file(name)) else []
+            return read_base_models(path)
     return []
 
 
@@ -226,49 +228,43 @@ def suggestion(name: str) -> str:
     return f" Did you mean {' or '.join(names)}?" if names else ""
 
 
-def local_path(name: str, part: Literal["target", "drafter"]) -> Path | None:
+def local_path(name: str, part: Part = "target") -> Path | None:
     """The folder or the GGUF file that a name means on this disk; None if it is the hub's.
 
-    Raises the errors of `check_name` and `gguf_file`.
+    Raises `ModelNotFoundError` if it is no embedded or installed model, GGUF file or model folder,
+    and cannot be the name of a hub repository.
     """
     if (embedded := _EMBEDDED_FOLDERS.get((name, part))) is not None:
         return Path(str(files("dflash_mlx"))) / embedded
-    check_name(name)
-    return gguf_file(name) or (
-        Path(name).expanduser() if Path(name).expanduser().is_dir() else None
-    )
-
-
-def check_name(name: str) -> None:
-    """Check a name against this disk and the form of repository names.
-
-    Raises:
-        ModelNotFoundError: it is no embedded or installed model, GGUF file or model folder, and
-            cannot be the name of a hub repository.
-        ConfigError: it is a folder whose config.json is not a JSON object.
-    """
-    if name == EMBEDDED or name in PACKAGES:
-        return
-    with ErrorWrapper(ModelNotFoundError, f"No model {brief(name)}"):
-        folder, gguf = Path(name).expanduser(), gguf_file(name) if name else None
-        is_folder, exists = folder.is_dir() and name != "", folder.exists()
-    if gguf is not None or hub_gguf(name) is not None:
-        return
-    if is_folder and not (folder / "config.json").exists():
+    if name in PACKAGES:
+        return packaged(name)
+    with ErrorWrapper(
+        ModelNotFoundError, f"No model {brief(name)}", (OSError, ValueError, RuntimeError)
+    ):
+        path = Path(name).expanduser()
+        is_folder, exists = path.is_dir() and name != "", path.exists() and name != ""
+    if is_folder:
+        if (path / "config.json").exists():
+            return path
+        if (gguf := _only_gguf(path)) is not None:
+            return gguf
         raise ModelNotFoundError(
             f"{name} is a folder, and there is no config.json in it: give a model's folder."
         )
-    if is_folder:
-        read_json(folder / "config.json")
-    elif (exists and name) or name.startswith((".", "/", "~")):
-        found = "it is not a GGUF file" if exists and name else "there is no such folder or file"
+    if path.is_file() and (path.suffix.lower() == ".gguf" or _is_gguf(path)):
+        return path
+    if path.suffix.lower() == ".gguf":
+        raise ModelNotFoundError(f"{name}: there is no such file.")
+    if exists or name.startswith((".", "/", "~")):
+        found = "it is not a GGUF file" if exists else "there is no such folder or file"
         raise ModelNotFoundError(f"No model {name!r}: {found}.")
-    elif name.count("/") != 1:
+    if hub_gguf(name) is None and name.count("/") != 1:
         raise ModelNotFoundError(
             f"No model {name!r}: give a folder, a GGUF file, a hub repository (owner/name), "
             f"{EMBEDDED!r} or {', '.join(map(repr, PACKAGES))}; 'dflash-mlx models' lists those "
             "that have a drafter." + suggestion(name)
         )
+    return None
 
 
 def hub_gguf(name: str) -> tuple[str, str] | None:
@@ -278,23 +274,6 @@ def hub_gguf(name: str) -> tuple[str, str] | None:
         return None
     here = name.startswith((".", "~")) or Path(name).exists()
     return None if here else (match[2], match[3] or _USUAL_GGUF)
-
-
-def gguf_file(name: str) -> Path | None:
-    """The GGUF file that a model's name stands for; None if it names something else.
-
-    Raises `ModelNotFoundError` for a path without a file, and the errors of `packaged`.
-    """
-    if name in PACKAGES:
-        return packaged(name)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return None if (path / "config.json").exists() else _only_gguf(path)
-    if path.is_file():
-        return path if path.suffix.lower() == ".gguf" or _is_gguf(path) else None
-    if path.suffix.lower() == ".gguf":
-        raise ModelNotFoundError(f"{name}: there is no such file.")
-    return None
 
 
 def _only_gguf(folder: Path) -> Path | None:

@@ -10,7 +10,8 @@ from tinymodels import target
 
 from dflash_mlx.drafter.networks import EMBEDDING, HEAD, MASK
 from dflash_mlx.errors import ConfigError, IncompatibleDrafterError, WeightsError
-from dflash_mlx.loading.checkpoint import drop_copies, read_drafter
+from dflash_mlx.loading.drafters import drop_copies, read_drafter
+from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.inspect import inspect_drafter
 
 VOCABULARY = target().vocab_size
@@ -43,7 +44,7 @@ def test_early_specforge_files_prefix_their_heads(tmp_path):
     drafter = build(config, ())
     stored = tensors(drafter, lambda name: name.replace("markov_head", "logit_head.markov_head"))
     stored["logit_head.confidence_head.proj.weight"] = mx.zeros((1, 40))
-    found = tensors(read_drafter(save(tmp_path, config, stored)))
+    found = tensors(read_drafter(Folder(save(tmp_path, config, stored))))
     assert found.keys() == tensors(drafter).keys()
 
 
@@ -66,7 +67,7 @@ def test_ids_that_are_no_tokens_are_refused(tmp_path, offsets):
             stored[name] = value[:3]
     stored["d2t"] = mx.array(offsets)
     with pytest.raises(WeightsError, match="d2t does not name 3 different tokens"):
-        read_drafter(save(tmp_path, config, stored))
+        read_drafter(Folder(save(tmp_path, config, stored)))
 
 
 def test_a_reduced_vocabulary_needs_a_head_of_its_own(tmp_path):
@@ -74,14 +75,14 @@ def test_a_reduced_vocabulary_needs_a_head_of_its_own(tmp_path):
     stored = tensors(build(config))
     del stored["lm_head.weight"]
     with pytest.raises(WeightsError, match="lm_head.weight is missing"):
-        read_drafter(save(tmp_path, config, stored))
+        read_drafter(Folder(save(tmp_path, config, stored)))
 
 
 def test_weights_of_another_quantization_are_refused_by_name(tmp_path):
     config = raw_config(quantization_config={"quant_algo": "NVFP4"})
     save(tmp_path, config, tensors(build(raw_config())))
     with pytest.raises(ConfigError, match="quantization_config {'quant_algo': 'NVFP4'}"):
-        read_drafter(tmp_path)
+        read_drafter(Folder(tmp_path))
 
 
 def test_copies_of_the_targets_embedding_and_head_are_dropped():

@@ -11,7 +11,8 @@ from eagle3_oracle import Eagle3 as Oracle
 from eagle3_oracle import random_weights
 
 from dflash_mlx.drafter.session import FeatureSession
-from dflash_mlx.loading.checkpoint import read_drafter
+from dflash_mlx.loading.drafters import read_drafter
+from dflash_mlx.loading.folder import Folder
 from dflash_mlx.sampling import Sampler
 
 LAYER = {
@@ -70,7 +71,7 @@ def load(folder, kind):
     (folder / "config.json").write_text(json.dumps(config))
     stored = {name: mx.array(value) for name, value in weights.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), stored)
-    return read_drafter(folder, num_layers=12)
+    return read_drafter(Folder(folder), num_layers=12)
 
 
 def run(drafter, kind):

@@ -13,6 +13,7 @@ import dflash_mlx as dm
 from dflash_mlx.drafter.gemma4_assistant import Gemma4Assistant
 from dflash_mlx.errors import IncompatibleDrafterError, WeightsError
 from dflash_mlx.loading.drafters import DraftSource, open_drafter
+from dflash_mlx.loading.folder import Folder
 
 TEXT = {
     "hidden_size": 32,
@@ -158,11 +159,12 @@ def test_files_are_read_by_their_published_names(tmp_path):
     assert "masked_embedding.token_ordering" in weights
     file = str(tmp_path / "model.safetensors")
     mx.save_safetensors(file, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
-    source = DraftSource.of("assistant", tmp_path, target.config)
+    source = DraftSource.of("assistant", Folder(tmp_path), target.config)
     found = open_drafter(source, target, None, None)
     assert dict(tree_flatten(found.parameters())).keys() == weights.keys()
     del weights["post_projection.weight"]
     mx.save_safetensors(file, weights)
+    source = DraftSource.of("assistant", Folder(tmp_path), target.config)
     with pytest.raises(WeightsError, match="post_projection.weight is missing"):
         open_drafter(source, target, None, None)
     other = target_of(random_model("qwen3"), "qwen3")

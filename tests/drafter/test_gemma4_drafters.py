@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.networks import EMBEDDING, HEAD, network_for
-from dflash_mlx.loading.checkpoint import drop_copies
+from dflash_mlx.loading.drafters import drop_copies
 
 ROPE = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
 TINY = {

@@ -12,7 +12,8 @@ from dflash_mlx.drafter.batch import BlockDraft, draft_batch
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.lilicorr import LatticeHead
 from dflash_mlx.drafter.networks import network_for
-from dflash_mlx.loading.checkpoint import read_drafter
+from dflash_mlx.loading.drafters import read_drafter
+from dflash_mlx.loading.folder import Folder
 
 HEAD = {
     "candidate_topk": 3,
@@ -102,7 +103,7 @@ def test_text_is_plain_text_in_chains_trees_and_batches(temperature, changes, tm
     (tmp_path / "config.json").write_text(json.dumps(raw))
     weights = {f"model.{name}": value for name, value in tree_flatten(drafter.parameters())}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
-    drafter = read_drafter(tmp_path)
+    drafter = read_drafter(Folder(tmp_path))
     settings = {"max_tokens": 8, "temperature": temperature}
     settings |= {"seed": 0} if temperature else {}
     prompts = [random_prompt(9 + number, number) for number in range(3)]

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import mlx.core as mx
 
 from dflash_mlx.drafter.dspark import DSpark
-from dflash_mlx.loading.checkpoint import read_drafter
+from dflash_mlx.loading.drafters import read_drafter
+from dflash_mlx.loading.folder import Folder
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 FOLDERS = [
@@ -36,7 +37,7 @@ class Golden:
 
     def __init__(self, name: str) -> None:
         self.folder = GOLDEN / name
-        self.drafter = read_drafter(self.folder)
+        self.drafter = read_drafter(Folder(self.folder))
         self.cases = mx.load(str(self.folder / "cases.safetensors"))
         self.rounds = sum(name.endswith(".start") for name in self.cases)
         self.context = self.cases["context"][None]

@@ -11,11 +11,11 @@ from ggufs import ROWS, gguf_of, write
 from tinymodels import SHAPE, save_target
 
 from dflash_mlx.errors import ConfigError
-from dflash_mlx.loading.checkpoint import read_target
 from dflash_mlx.loading.computed import bounded
+from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.load import load_target
-from dflash_mlx.loading.preflight import model_of
+from dflash_mlx.loading.target import model_of, read_target
 
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
 KEYS = {
@@ -68,7 +68,7 @@ def test_rope_keys_of_gguf_files_are_computed_or_refused(
     latent = kind == "deepseek2"  # its factor is in the attention's scale
     try:
         folder = converted(tmp_path / "a.gguf", True, tmp_path / "cache")
-        ropes = dict(read_target(name, folder)[0].named_modules())
+        ropes = dict(read_target(Folder(folder))[0].named_modules())
     except ConfigError as error:
         assert "rope" in str(error) and "\n" not in str(error)
         assert name in REFUSING or (latent and "attn_factor" in str(error))

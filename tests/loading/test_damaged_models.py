@@ -14,8 +14,8 @@ from dflash_mlx.errors import (
     SettingsError,
     WeightsError,
 )
-from dflash_mlx.loading.checkpoint import damaged_weights
 from dflash_mlx.loading.load import load_drafter, load_target
+from dflash_mlx.loading.target import damaged_weights
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from dflash_mlx.loading.defaults import sampling_defaults
+from dflash_mlx.loading.folder import Folder
 
 FILES = [
     (None, {}),
@@ -28,11 +28,11 @@ def test_what_a_file_means(content, found, tmp_path):
         (tmp_path / "generation_config.json").write_text(json.dumps(content))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert sampling_defaults(tmp_path) == found
+        assert Folder(tmp_path).sampling_defaults == found
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"do_sample": true, "top_p": "x"}'])
 def test_a_file_that_cannot_be_used_is_a_warning(text, tmp_path):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.warns(UserWarning, match=r"generation_config.json is not used"):
-        assert sampling_defaults(tmp_path) == {}
+        assert Folder(tmp_path).sampling_defaults == {}

@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mtp_heads import save_pair
 
-from dflash_mlx.loading.checks import memory_needed
+from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.load import load, load_target
 
 BLOCK = 128
@@ -71,6 +71,5 @@ def test_targets_and_heads_of_8_bit_floats(tmp_path: Path, family: str) -> None:
 def test_they_are_quantized_on_load_and_take_two_bytes_each(tmp_path: Path) -> None:
     folder, _ = save_pair(tmp_path / "fp8", "mimo")
     in_fp8(folder)
-    twin = [*(tmp_path / "fp8-16bit").glob("*.safetensors")]
-    assert memory_needed([folder / "model.safetensors"]) <= 1.1 * memory_needed(twin)
+    assert Folder(folder).memory() <= 1.1 * Folder(tmp_path / "fp8-16bit").memory()
     assert load_target(str(folder), bits=8).model.model.layers[0].mlp.up_proj.bits == 8

@@ -30,7 +30,7 @@ from dflash_mlx.loading.gguf.architectures import architectures, llama3_divisors
 from dflash_mlx.loading.gguf.blocks import PACKINGS, is_readable, pack, unpack
 from dflash_mlx.loading.gguf.convert import content_name, converted
 from dflash_mlx.loading.load import load, load_target
-from dflash_mlx.loading.registry import PACKAGES, gguf_file, known_drafter
+from dflash_mlx.loading.registry import PACKAGES, known_drafter, local_path
 from dflash_mlx.loop import generate
 
 IDS = mx.array([tokenizer().encode(LINES[1])])
@@ -192,7 +192,7 @@ def test_too_little_memory_is_found_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = one(tmp_path)
-    monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 1000)
+    monkeypatch.setattr("dflash_mlx.loading.memory.usable_bytes", lambda: 1000)
     with pytest.raises(NotEnoughMemoryError):
         converted(path, unpacked=True)
     assert not [*tmp_path.glob("cache/gguf/*.part")]
@@ -261,7 +261,7 @@ def test_tensors_that_are_not_understood_are_named(tmp_path: Path) -> None:
 def test_names_of_models_that_are_files(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="there is no such file"):
         load_target("/nowhere/model.gguf")
-    assert gguf_file("some/repository") is None
+    assert local_path("some/repository") is None
 
 
 def test_a_file_drafts_for_another(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_the_drafter_is_that_of_the_model_that_a_file_was_made_of(tmp_path: Path
 
 def test_bits_for_what_is_unpacked_are_another_model(tmp_path: Path) -> None:
     path, _ = one(tmp_path, "Q4_0")
-    with pytest.warns(UserWarning, match="8 bits: that is another model than the file's"):
+    with pytest.warns(UserWarning, match="requantized to 8 bits"):
         target = load_target(str(path), bits=8, group_size=32)
     assert target.model.model.layers[0].mlp.up_proj.bits == 8
 

@@ -104,7 +104,7 @@ def test_only_what_is_needed_is_fetched_and_only_once(hub, server):
     asked = len(server.requests)
     hub.fetch(TARGET)
     assert len(server.requests) == asked  # a complete copy needs no question
-    Hub(hub.endpoint, hub.cache, update=True).fetch(TARGET)
+    hub.fetch(TARGET, update=True)
     assert server.fetched() == first and len(server.requests) > asked
 
 
@@ -136,34 +136,34 @@ def test_no_network_and_no_copy(unreachable):
 
 
 def test_no_network_and_a_copy(hub, unreachable):
-    folder = hub.fetch(TARGET)
-    assert unreachable.fetch(TARGET) == folder
+    folder = hub.fetch(TARGET).path
+    assert unreachable.fetch(TARGET).path == folder
 
 
 def test_no_network_and_half_a_copy(hub, unreachable):
-    (hub.fetch(TARGET) / "model.safetensors").unlink()
+    (hub.fetch(TARGET).path / "model.safetensors").unlink()
     assert "not completely" in refusal(DownloadError, unreachable, TARGET)
 
 
 def test_offline_mode_asks_nobody(hub, server):
     offline = Hub(hub.endpoint, hub.cache, offline=True)
     assert "offline" in refusal(DownloadError, offline, TARGET)
-    folder = hub.fetch(TARGET)
+    folder = hub.fetch(TARGET).path
     server.requests.clear()
-    assert offline.fetch(TARGET) == folder
+    assert offline.fetch(TARGET).path == folder
     assert not server.requests
 
 
 def test_a_config_comes_without_its_weights(hub, server):
-    folder = hub.config(TARGET)
+    folder = hub.find(TARGET).path
     assert [file.name for file in folder.iterdir()] == ["config.json"]
     assert hub.downloaded(TARGET) is None
-    assert (hub.fetch(TARGET) / "model.safetensors").is_file()
+    assert (hub.fetch(TARGET).path / "model.safetensors").is_file()
 
 
 def test_what_is_downloaded_and_its_size(hub, server):
     assert hub.downloaded(TARGET) is None
-    folder = hub.fetch(TARGET)
+    folder = hub.fetch(TARGET).path
     wanted = [file for file in server.repositories[TARGET].iterdir() if file.suffix != ".bin"]
     assert hub.downloaded(TARGET) == sum(file.stat().st_size for file in wanted)
     (folder / "model.safetensors").unlink()
@@ -179,7 +179,7 @@ def test_a_gguf_file_is_fetched_alone(hub, server, tmp_path, monkeypatch, name):
     for number, file in enumerate(files):
         (tmp_path / file).write_bytes(f"GGUF{number:012}".encode())
     expected, size = ("b.Q8_0.gguf", 16) if ":" in name else ("b.Q4_K_M-00001-of-00002.gguf", 32)
-    assert hub.remote_bytes(name) == size and hub.fetch(name).name == expected
+    assert hub.remote_bytes(name) == size and hub.fetch(name).path.name == expected
     assert hub.downloaded(name) == size == sum(server.fetched().values()) * 16
     with pytest.raises(WeightsError, match="a broken header"):
         load_target(name, hub=hub)

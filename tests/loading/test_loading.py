@@ -28,6 +28,7 @@ from dflash_mlx.errors import (
     WeightsError,
 )
 from dflash_mlx.loading.drafters import DraftSource
+from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.load import load, load_drafter, load_target
 from dflash_mlx.loading.quantization import Quantization
@@ -189,11 +190,9 @@ def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path):
     asked = []
 
     class OtherHub(Hub):
-        def fetch(self, name):
+        def find(self, name):
             asked.append(name)
-            return pair[1]
-
-        config = fetch
+            return Folder(pair[1])
 
     _, drafter = load(str(folder), hub=OtherHub())
     assert {*asked} == {"z-lab/Qwen3-8B-DFlash-b16"} and drafter.network.config.block_size == 16
@@ -223,12 +222,13 @@ def test_a_drafter_remembers_as_many_rows_as_it_is_told(tmp_path, window):
 
 def test_a_large_drafter_takes_4_bits_beside_a_quantized_target(tmp_path, monkeypatch):
     folder, four = save_drafter(tmp_path / "drafter"), Quantization(4, 64)
-    source = DraftSource.of("it", folder, {})
+    source = DraftSource.of("it", Folder(folder), {})
     assert source.quantization_beside(four) is None
     monkeypatch.setattr("dflash_mlx.loading.drafters.LARGE_DRAFTER", 1000)
     assert source.quantization_beside(four) == four
     assert source.quantization_beside(None) is None
     (folder / "config.json").write_text(json.dumps({"quantization": {"bits": 8}}))
+    source = DraftSource.of("it", Folder(folder), {})
     assert source.quantization_beside(four) is None
 
 
@@ -236,5 +236,5 @@ def test_16_bits_leave_a_drafter_as_it_is(tmp_path):
     folder, one = save_drafter(tmp_path / "drafter"), save_target(tmp_path / "target")
     _, drafter = load(str(one), str(folder), draft_bits=16)
     assert drafter.layers[0].self_attn.q_proj.weight.dtype == mx.float32
-    with pytest.raises(SettingsError, match="draft_window: lookup has no weights"):
+    with pytest.raises(SettingsError, match="draft_window means nothing to lookup"):
         load(str(one), "lookup", draft_window=4)

@@ -7,9 +7,8 @@ import pytest
 from program import run, start
 
 from dflash_mlx.errors import ConfigError, ModelNotFoundError
+from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.registry import (
-    check_name,
-    gguf_file,
     known_names,
     local_path,
     nearest,
@@ -49,24 +48,25 @@ def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path)
     broken = tmp_path / "broken"
     broken.mkdir()
     with pytest.raises(ModelNotFoundError, match="there is no config.json in it"):
-        check_name(str(broken))
+        local_path(str(broken))
     (broken / "config.json").write_text('{"model_type": ')
+    assert local_path(str(broken)) == broken
     with pytest.raises(ConfigError, match="not valid JSON"):
-        check_name(str(broken))
+        _ = Folder(broken).config
     with pytest.raises(ModelNotFoundError, match="No model 'tinny'.*Did you mean tiny"):
-        check_name("tinny")
+        local_path("tinny")
     with pytest.raises(ModelNotFoundError, match="No model './tinny': there is no such folder"):
-        check_name("./tinny")
+        local_path("./tinny")
     with pytest.raises(ModelNotFoundError, match="Did you mean Qwen/Qwen3-8B?"):
-        check_name("https://example.org/Qwen/Qwen3-8B/")
+        local_path("https://example.org/Qwen/Qwen3-8B/")
     (broken / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-    check_name(str(broken))
+    local_path(str(broken))
 
 
 @pytest.mark.parametrize("place", ["nope.gguf", "folder/nope.GGUF"])
 def test_a_gguf_file_that_is_not_there_is_no_repository(place):
     with pytest.raises(ModelNotFoundError, match="nope.gguf: there is no such file|nope.GGUF: "):
-        check_name(place)
+        local_path(place)
 
 
 def test_gguf_files_where_other_programs_keep_them(tmp_path):
@@ -76,16 +76,15 @@ def test_gguf_files_where_other_programs_keep_them(tmp_path):
     blob.write_bytes(b"GGUF")
     other.touch()
     with pytest.raises(ModelNotFoundError, match="model': it is not a GGUF file"):
-        check_name(str(other))
+        local_path(str(other))
     names = [f"a-Q4_0-0000{i}-of-00002.gguf" for i in (1, 2)]
     for name in (*names, "mmproj-F16.gguf"):
         (folder / name).write_bytes(b"GGUF")
     for path, file in ((blob, blob), (folder, folder / names[0])):
-        check_name(str(path))
-        assert gguf_file(str(path)) == local_path(str(path), "target") == file
+        assert local_path(str(path)) == file
     (folder / "a-Q8_0.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelNotFoundError, match=r"several GGUF files.*Q4_0.gguf.*Q8_0.gguf"):
-        check_name(str(folder))
+        local_path(str(folder))
 
 
 @pytest.mark.parametrize(

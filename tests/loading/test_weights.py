@@ -11,9 +11,9 @@ from mtp_heads import config_of, head_weights
 from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import WeightsError
-from dflash_mlx.loading.checks import check_safetensors
+from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.load import load_drafter, load_target
-from dflash_mlx.loading.mtp import head_files
+from dflash_mlx.loading.mtp import head_tensors
 from dflash_mlx.loading.reading import load_file
 
 NAME = "model.safetensors"
@@ -33,13 +33,13 @@ def with_header(header: object, data: bytes = b"") -> bytes:
 
 def refused(folder) -> str:
     with pytest.raises(WeightsError) as caught:
-        check_safetensors(folder)
+        _ = Folder(folder).files
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_a_whole_file_passes(folder):
-    assert check_safetensors(folder) == [folder / NAME]
+    assert Folder(folder).files == [folder / NAME]
 
 
 @pytest.mark.parametrize("kept", [0, 8, -1, -200])
@@ -72,11 +72,12 @@ def test_headers_whose_fields_have_any_json_type(tmp_path, reader):
     """Of every field of an entry, and of entries themselves: one named error, or the weights."""
     if reader == "head":
         folder, weights = tmp_path, head_weights("qwen3_5")
+        (folder / "config.json").write_text("{}")
         mx.save_safetensors(str(folder / NAME), {k: mx.array(v) for k, v in weights.items()})
 
         def load():
-            found = head_files(folder, config_of("qwen3_5")).values()
-            return [load_file(file) for file in {file for file, _ in found}]
+            found = head_tensors(Folder(folder), config_of("qwen3_5")).values()
+            return [load_file(file) for file in {tensor.file for _, tensor in found}]
     else:
         save, loader = SAVED[reader]
         folder = save(tmp_path / reader)
@@ -115,7 +116,7 @@ def shards(tmp_path):
 
 def test_whole_shards_pass(shards):
     folder, names = shards
-    assert check_safetensors(folder) == [folder / name for name in names]
+    assert Folder(folder).files == [folder / name for name in names]
 
 
 def test_a_missing_shard_is_named(shards):

@@ -7,8 +7,9 @@ import pytest
 from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import NotEnoughMemoryError
-from dflash_mlx.loading.checks import check_memory, fits, memory_needed
+from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.load import load, load_target
+from dflash_mlx.loading.memory import check_memory, fits
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.machine.facts import memory_bytes
 
@@ -43,11 +44,11 @@ def test_the_headers_tell_the_memory(tmp_path):
     }
     mx.save_safetensors(str(file), tensors)
     a, b, c, d = 640, 650, 7, 72
-    assert memory_needed([file]) == 2 * a + 2 * b + 4 * c + 4 * d
-    assert memory_needed([file], float_bytes=4) == 4 * (a + b + c + d)
+    folder = Folder(tmp_path)
+    assert folder.memory() == 2 * a + 2 * b + 4 * c + 4 * d
+    assert folder.memory(float_bytes=4) == 4 * (a + b + c + d)
     quantized = a * 4.5 / 8 + 2 * b + 4 * c + 4 * d  # the rows of b are no whole groups
-    assert memory_needed([file], Quantization(4, 64)) == quantized
-    assert memory_needed([file, file]) == 2 * memory_needed([file])
+    assert folder.memory(Quantization(4, 64)) == quantized
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path):

@@ -16,7 +16,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from ...errors import ConfigError
-from ..checks import MOST_LAYERS
+from ..folder import MOST_LAYERS
 from .header import Header
 from .layout import Config
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import MissingDependencyError, OutputError, WeightsError
 from ...machine.facts import cache_folder
 from ...machine.saving import save_arrays
-from ..checks import check_memory, check_safetensors
+from ..folder import INDEX, Folder
+from ..memory import check_memory
 from .parts import parts_of
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def content_name(path: Path) -> str:
 def _is_complete(folder: Path) -> bool:
     """Whether a folder holds a complete conversion."""
     try:
-        check_safetensors(folder)
+        _ = Folder(folder).files
     except (OSError, WeightsError):
         return False
     return all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
@@ -117,7 +118,7 @@ def _convert(path: Path, unpacked: bool, folder: Path) -> None:
         file = part / f"model-{number:05}.safetensors"
         save_arrays(file, weights, {"format": "mlx"})
         where |= dict.fromkeys(weights, file.name)
-    _write_json(part / "model.safetensors.index.json", {"weight_map": where})
+    _write_json(part / INDEX, {"weight_map": where})
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
 

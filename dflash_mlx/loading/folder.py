@@ -1,0 +1,269 @@
+"""A model's folder, read once and without MLX: what its files say before a weight is read."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError, ModelNotFoundError, SettingsError, WeightsError
+from ..validation import (
+    MAX_BYTES,
+    MAX_JSON_BYTES,
+    brief,
+    check_file,
+    is_integer,
+    parse_json,
+    read_json,
+)
+from .quantization import Quantization, is_fp8, is_quantized
+
+INDEX = "model.safetensors.index.json"
+MOST_LAYERS = 4096  # mlx-lm builds every layer before it compares the weights with the config
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_BYTES = _FLOAT_BYTES | {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
+_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+# Files that mlx-lm and transformers open by themselves.
+_READ_BY_OTHERS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+
+
+class StoredTensor(NamedTuple):
+    """What a safetensors header says of a tensor; `size` is in bytes."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+
+
+class Folder:
+    """A model's folder. Each file is read once, when it is first asked about.
+
+    Args:
+        path: the folder; of a GGUF file that is not converted yet, the file.
+        name: the model, as it was named.
+        remote: gives the bytes of its weights on the hub, if the folder has only its config.json
+            and index.
+    """
+
+    def __init__(
+        self, path: Path, name: str | None = None, remote: Callable[[], int] | None = None
+    ) -> None:
+        self.path, self.name, self.remote = path, name or str(path), remote
+        self._headers: dict[Path, dict[str, StoredTensor]] = {}
+
+    @property
+    def is_preview(self) -> bool:
+        """Whether it has the config.json of a model whose weights are not downloaded yet."""
+        return self.remote is not None and self.path.is_dir()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config.json, or what a GGUF file says. Raises `ModelNotFoundError`, `ConfigError`.
+
+        Every file that mlx-lm or transformers will open must be an ordinary file of reasonable
+        size: they would wait for a pipe and read an endless device.
+        """
+        if self.path.is_file():
+            from .gguf.convert import config_of
+
+            return config_of(self.path)
+        path = self.path / "config.json"
+        if not os.path.lexists(path):
+            raise ModelNotFoundError(f"{self.path}: there is no config.json.")
+        others = (file for pattern in _READ_BY_OTHERS for file in self.path.glob(pattern))
+        for file in sorted(others):
+            try:
+                size = check_file(file)
+            except OSError as error:
+                raise ConfigError(f"{file}: cannot be read ({error.strerror}).") from error
+            if size > MAX_JSON_BYTES:
+                raise ConfigError(f"{file}: {size:,} bytes are too many for a file of this kind.")
+        config = read_json(path)
+        for part in (config, config.get("text_config")):
+            if part is not None and not isinstance(part, dict):
+                raise ConfigError(f"{path}: text_config must be an object, not {brief(part)}.")
+            layers = (part or {}).get("num_hidden_layers", 1)
+            if not is_integer(layers, 1, MOST_LAYERS):
+                raise ConfigError(
+                    f"{path}: num_hidden_layers must be a whole number from 1 to {MOST_LAYERS:,}, "
+                    f"not {brief(layers)}."
+                )
+        return config
+
+    @cached_property
+    def index(self) -> dict[str, str] | None:
+        """The file of each tensor, by the index; None without one. Raises `WeightsError`."""
+        path = self.path / INDEX
+        if not os.path.lexists(path):
+            return None
+        table = read_json(path, WeightsError).get("weight_map")
+        if not isinstance(table, dict) or not all(type(name) is str for name in table.values()):
+            raise WeightsError(f"{path}: not a valid index of weight files.")
+        return table
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The model*.safetensors files, all present and none truncated.
+
+        If there is an index, files that it does not name are left out: they may be of another
+        download. A broken download leaves a file shorter than its header says; MLX would notice
+        only in the middle of reading it. Raises `WeightsError`, naming the file.
+        """
+        found = sorted(self.path.glob("model*.safetensors"))
+        if self.index is not None:
+            named = {*self.index.values()}
+            for name in sorted(named - {file.name for file in self.path.iterdir()}):
+                raise WeightsError(f"{self.path}: the weight file {name[:200]} is missing.")
+            found = [file for file in found if file.name in named]
+        if not found:
+            raise WeightsError(
+                f"{self.path}: there is no model.safetensors, the weights are missing."
+            )
+        for file in found:
+            self.header(file)
+        return found
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The tensors of `files`, by name. Raises `WeightsError`."""
+        return {name: one for file in self.files for name, one in self.header(file).items()}
+
+    @property
+    def every_tensor(self) -> dict[str, StoredTensor]:
+        """The tensors of all safetensors files: some heads have one that no index names."""
+        files = sorted(self.path.glob("*.safetensors"))
+        return {name: one for file in files for name, one in self.header(file).items()}
+
+    def header(self, file: Path) -> dict[str, StoredTensor]:
+        """A safetensors file's tensors by name, read once. Raises as `read_header`."""
+        if file not in self._headers:
+            self._headers[file] = read_header(file)
+        return self._headers[file]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weights are quantized, also once they are loaded."""
+        return is_quantized(self.config)
+
+    def memory(
+        self, quantization: Quantization | None = None, float_bytes: int | None = None
+    ) -> int:
+        """Bytes that the weights take once loaded, as `memory_needed` counts them."""
+        if self.remote is None:
+            return memory_needed(self.tensors.values(), quantization, float_bytes)
+        dtype = "U8" if self.is_quantized else "F8_E4M3" if is_fp8(self.config) else "BF16"
+        columns = 128  # any group size divides them
+        size = self.remote()
+        whole = StoredTensor(self.path, dtype, (size // columns, columns), size)
+        return memory_needed([whole], quantization, float_bytes)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The sampling settings of generation_config.json, for `RequestSettings`.
+
+        Empty if there is no such file, or it has the model decode greedily. A file that cannot be
+        used is a warning.
+        """
+        from ..settings import RequestSettings  # starts MLX
+
+        path = self.path / "generation_config.json"
+        if not path.is_file():
+            return {}
+        try:
+            config = read_json(path)
+            found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
+            samples = config.get("do_sample")
+            if samples is True:
+                found = {"temperature": 1.0} | found  # transformers' default
+            elif samples is False or "temperature" not in found:
+                found = {name: found[name] for name in found if name == "repetition_penalty"}
+            if isinstance(found.get("top_k"), int):
+                found["top_k"] = max(0, found["top_k"])  # -1 is off for vLLM
+            RequestSettings(**found)
+        except (ConfigError, SettingsError) as error:
+            warnings.warn(f"dflash-mlx: {path} is not used: {error}", stacklevel=2)
+            return {}
+        return found
+
+
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """A safetensors file's tensors by name.
+
+    Raises `WeightsError` if it is not such a file, or shorter than its tensors.
+    """
+    try:
+        size = check_file(file, WeightsError)
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise WeightsError(
+                    f"{file}: truncated, its header is incomplete. Download it again."
+                )
+            if length > MAX_JSON_BYTES:
+                raise WeightsError(f"{file}: not a safetensors file, its header is too long.")
+            content = parse_json(stream.read(length), file, WeightsError)
+    except OSError as error:
+        raise WeightsError(f"{file}: cannot be read ({error.strerror}).") from error
+    tensors, end = dict[str, StoredTensor](), 0
+    for name, entry in content.items() if isinstance(content, dict) else [("it", content)]:
+        if name == "__metadata__":
+            continue
+        found = _stored_tensor(file, entry)
+        if found is None:
+            raise WeightsError(
+                f"{file}: not a safetensors file, its header is broken ({brief(name)} is "
+                f"{brief(entry)})."
+            )
+        tensors[name], end = found, max(end, entry["data_offsets"][1])
+    if size < 8 + length + end:
+        raise WeightsError(
+            f"{file}: truncated, {size:,} bytes of {8 + length + end:,}. Download it again."
+        )
+    return tensors
+
+
+def _stored_tensor(file: Path, entry: Any) -> StoredTensor | None:
+    """A header's entry; None for one that is broken."""
+    if not isinstance(entry, dict):
+        return None
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if type(dtype) is not str or not isinstance(shape, list) or not isinstance(offsets, list):
+        return None
+    whole = all(is_integer(number, 0, MAX_BYTES) for number in (*shape, *offsets))
+    if not whole or len(offsets) != 2 or (size := offsets[1] - offsets[0]) < 0:
+        return None
+    width = _BYTES.get(dtype)
+    fits = width is None or math.prod(shape) * width == size
+    return StoredTensor(file, dtype, tuple(shape), size) if fits else None
+
+
+def memory_needed(
+    tensors: Iterable[StoredTensor],
+    quantization: Quantization | None = None,
+    float_bytes: int | None = None,
+) -> int:
+    """Bytes that tensors take once loaded.
+
+    Args:
+        tensors: as stored. 8-bit floats become 16-bit ones.
+        quantization: what happens to the matrices on load, None for nothing.
+        float_bytes: the width that floating-point weights are cast to, None for their own.
+    """
+    total = 0.0
+    for _, dtype, shape, size in tensors:
+        if dtype == "F8_E4M3":
+            dtype, size = "BF16", 2 * size
+        stored = _FLOAT_BYTES.get(dtype)
+        if stored is None:
+            total += size
+        elif quantization and len(shape) > 1 and shape[-1] % quantization.group_size == 0:
+            total += quantization.bytes_of(size // stored)
+        else:
+            total += size // stored * (float_bytes or stored)
+    return math.ceil(total)
