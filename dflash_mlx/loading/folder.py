@@ -64,15 +64,11 @@ class Folder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config.json, or what a GGUF file says. Raises `ModelNotFoundError`, `ConfigError`.
+        """The config.json. Raises `ModelNotFoundError`, `ConfigError`.
 
         Every file that mlx-lm or transformers will open must be an ordinary file of reasonable
         size: they would wait for a pipe and read an endless device.
         """
-        if self.path.is_file():
-            from .gguf.convert import config_of
-
-            return config_of(self.path)
         path = self.path / "config.json"
         if not os.path.lexists(path):
             raise ModelNotFoundError(f"{self.path}: there is no config.json.")

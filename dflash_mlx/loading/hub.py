@@ -269,7 +269,11 @@ def find(name: str, hub: Hub, part: Part = "target") -> Folder:
     Raises the errors of `local_path` and `Hub.find`.
     """
     path = local_path(name, part)
-    return hub.find(name) if path is None else Folder(path, name)
+    if path is None or path.is_dir():
+        return hub.find(name) if path is None else Folder(path, name)
+    from .gguf.convert import GGUFFile
+
+    return GGUFFile(path, name)
 
 
 def _gguf_files(quantization: str) -> list[str]:

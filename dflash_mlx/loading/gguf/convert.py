@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,16 @@ def converted(path: Path, unpacked: bool, cache: Path | None = None) -> Path:
     return folder
 
 
-def config_of(path: Path) -> dict[str, Any]:
-    """The config.json of a file whose weights keep their bits; reads only its header.
+class GGUFFile(Folder):
+    """A file that is not converted yet."""
 
-    Raises `WeightsError`, `ConfigError`.
-    """
-    return _conversion(path, unpacked=False).config
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config.json if the weights keep their bits; reads the header alone.
+
+        Raises `WeightsError`, `ConfigError`.
+        """
+        return _conversion(self.path, unpacked=False).config
 
 
 def _conversion(path: Path, unpacked: bool) -> Conversion:
