@@ -148,6 +148,8 @@ def support(body: type[Body], depth: int) -> dict[str, str]:
                 for inner, text in support(nested, depth - 1).items():
                     place = f"{one}.{inner}"
                     found[place] = text if found.get(place, text) == text else "yes"
+    for name, only in body.unsupported.items():
+        found[name] = "refused" if only is None else f"only `{only!r}`"
     return found
 
 
@@ -162,13 +164,7 @@ def _support(schema: dict[str, Any]) -> str:
     merged: dict[str, Any] = {}
     for one in [*schema.get("anyOf", ()), schema]:
         merged |= one
-    if merged.get("type") == "null" and "anyOf" not in schema:
-        return "refused"
-    if "const" in merged:
-        return f"only `{merged['const']!r}`"
-    if "const" in merged.get("items", {}):
-        return f"only `{[merged['items']['const']]!r}`"
-    return "only `[]`" if merged.get("maxItems") == 0 else "yes" + _range(merged)
+    return f"only `{merged['const']!r}`" if "const" in merged else "yes" + _range(merged)
 
 
 def _range(schema: dict[str, Any]) -> str:

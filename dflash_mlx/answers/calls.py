@@ -23,6 +23,15 @@ Schemas = Mapping[str, Any]  # of the arguments, by the names of the tools
 _FENCE: Final = r"\s*(?:```\w*\s*)?"  # some models write a block of code
 _JSON: Final = re.compile(rf"{_FENCE}(?=\[?\s*\{{)")
 _AFTER_JSON: Final = re.compile(r"[\s,;}\]`]*")  # separators, and brackets too many
+# What mlx-lm's parsers raise for a text that is not as they expect: of json, ast, re and lists.
+_PARSER_ERRORS: Final = (
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
 _NAMES: Final = ("name", "function", "tool_name", "tool")
 _ARGUMENTS: Final = ("arguments", "parameters", "args")
 
@@ -302,7 +311,7 @@ class LibraryCalls:
             {"type": "function", "function": {"name": name, "parameters": schema}}
             for name, schema in schemas.items()
         ]
-        with ErrorWrapper(NotACallError, "not a call"):
+        with ErrorWrapper(NotACallError, "not a call", _PARSER_ERRORS):
             found = self.parser(body, tools)
         calls = found if isinstance(found, list) else [found]
         return [_named_call(one) for one in calls] or _no_call()

@@ -17,7 +17,6 @@ from starlette.routing import Route
 from . import chat, completions, messages, ollama, responses
 from .auth import Auth
 from .body import read_body
-from .handler import ResponseStream
 from .metrics import CONTENT_TYPE, Metrics
 from .middleware import with_middleware
 from .models import Models
@@ -25,6 +24,7 @@ from .request import GenerationRequest
 from .response import ApiResponse
 from .response_store import ResponseStore
 from .sse import EventStream, unless_disconnected
+from .steps import ResponseStream
 from .web_page import WebPage
 
 STALLED_SECONDS: Final = 30.0  # without a decode step, until /health answers 503
@@ -48,15 +48,14 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """OpenAI's chat completions."""
         body = await read_body(request, chat.ChatBody)
-        streams = await self._start(request, body.generation_request())
-        response = chat.ChatResponse(streams, body.include_usage)
-        return await _respond(request, response, body.stream)
+        stream = await self._start(request, body.generation_request())
+        return await _respond(request, chat.ChatResponse(stream, body.include_usage), body.stream)
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's completions."""
         body = await read_body(request, completions.CompletionsBody)
-        streams = await self._start(request, *body.generation_requests())
-        response = completions.CompletionsResponse(streams, body.include_usage)
+        stream = await self._start(request, *body.generation_requests())
+        response = completions.CompletionsResponse(stream, body.include_usage)
         return await _respond(request, response, body.stream)
 
     async def responses(self, request: Request) -> Response:
@@ -64,10 +63,11 @@ class Endpoints:
         body = await read_body(request, responses.ResponsesBody)
         salt = request.state.salt
         items = self._stored.conversation(salt, body)
-        streams = await self._start(request, body.generation_request(items))
+        stream = await self._start(request, body.generation_request(items))
         store = partial(self._stored.add, salt, items)
-        response = responses.ResponsesResponse(body, streams, store)
-        return await _respond(request, response, body.stream)
+        return await _respond(
+            request, responses.ResponsesResponse(stream, body, store), body.stream
+        )
 
     async def stored_response(self, request: Request) -> Response:
         """A stored response, or its end."""
@@ -88,8 +88,8 @@ class Endpoints:
     async def messages(self, request: Request) -> Response:
         """Anthropic's messages."""
         body = await read_body(request, messages.MessagesBody)
-        streams = await self._start(request, body.generation_request())
-        response = messages.MessagesResponse(streams, request.state.request_id)
+        stream = await self._start(request, body.generation_request())
+        response = messages.MessagesResponse(stream, request.state.request_id)
         return await _respond(request, response, body.stream)
 
     async def ollama(self, request: Request) -> Response:
@@ -103,17 +103,17 @@ class Endpoints:
                 return JSONResponse(body.without_prompt("unload"))
             model, _ = await self._models.use(body.model)
             return JSONResponse(body.without_prompt("load") | {"model": model.name})
-        streams = await self._start(request, wanted)
-        response = ollama.OllamaResponse(body, streams, start)
+        stream = await self._start(request, wanted)
+        response = ollama.OllamaResponse(stream, body, start)
         return await _respond(request, response, body.stream is not False)
 
-    async def _start(self, request: Request, *wanted: GenerationRequest) -> list[ResponseStream]:
+    async def _start(self, request: Request, *wanted: GenerationRequest) -> ResponseStream:
         """Start to answer. A header of the response will name what is ignored."""
         model, handler = await self._models.use(wanted[0].model)
         named = [replace(one, model=model.name) for one in wanted]
-        streams = await handler.start(named, request.state.salt)
-        request.state.ignored = streams[0].ignored
-        return streams
+        stream = await handler.start(named, request.state.salt)
+        request.state.ignored = stream.ignored
+        return stream
 
     async def _encode(self, wanted: GenerationRequest) -> list[int]:
         _, handler = await self._models.use(wanted.model)

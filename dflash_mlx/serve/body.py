@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Final, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError, from_json, to_json
 from starlette.requests import Request
 
 from .errors import RequestError, from_validation
@@ -24,11 +25,25 @@ ListOf = Annotated[list[Item], Field(fail_fast=True)]  # one error, not one per 
 class Body(BaseModel):
     """A JSON object of a request.
 
-    Unknown fields are ignored: clients send the fields of many servers. A field that is typed None,
-    or takes only its default, is known but not supported, and any other value is an error.
+    Unknown fields are ignored: clients send the fields of many servers.
+
+    Attributes:
+        unsupported: fields that would change the answer and are refused, each with the only value
+            that it may have beside null.
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
+    unsupported: ClassVar[Mapping[str, Any]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, content: Any) -> Any:
+        for name, only in cls.unsupported.items() if isinstance(content, dict) else ():
+            if content.get(name) not in (None, only):
+                allowed = to_json(only).decode()
+                message = "is not supported" if only is None else f"Input should be {allowed}"
+                raise PydanticCustomError("unsupported", message, {"field": name})
+        return content
 
 
 BodyType = TypeVar("BodyType", bound=Body)

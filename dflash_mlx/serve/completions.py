@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from .body import ListOf
-from .openai_common import MaxTokens, SamplingBody
+from .fields import MaxTokens
+from .openai_common import ChoicesBody
 from .request import GenerationRequest
-from .response import ChoicesResponse, step_drafting
-from .steps import StepOutput
+from .response import ChoicesResponse, Event, step_drafting
+from .steps import ResponseStream, StepOutput
 
 MAX_PROMPTS, MAX_TOP_LOGPROBS = 32, 5
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -22,16 +23,17 @@ Texts = Annotated[ListOf[str], Field(min_length=1, max_length=MAX_PROMPTS)]
 TokenIdLists = Annotated[ListOf[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
-class CompletionsBody(SamplingBody):
+class CompletionsBody(ChoicesBody):
     """POST /v1/completions"""
+
+    unsupported = {
+        **ChoicesBody.unsupported,
+        **{"echo": False, "best_of": 1, "suffix": "", "tools": None},
+    }
 
     prompt: str | Texts | TokenIds | TokenIdLists
     max_tokens: MaxTokens | None = None
-    echo: Literal[False] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    best_of: Literal[1] | None = None
-    suffix: Literal[""] | None = None
-    tools: None = None
 
     def generation_requests(self) -> list[GenerationRequest]:
         """A request for each prompt. Raises `RequestError`."""
@@ -58,19 +60,15 @@ class CompletionsResponse(ChoicesResponse):
 
     _prefix, _kind, _chunk_kind = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._lengths = [0] * self.choices  # of the texts so far
+    def __init__(self, stream: ResponseStream, include_usage: bool) -> None:
+        super().__init__(stream, include_usage)
+        self._lengths = [0] * stream.size  # of the texts so far
 
-    def _choice(self, answer: StepOutput) -> dict[str, Any]:
-        return self._delta(answer.choice) | {
-            "text": answer.raw,
-            "logprobs": self._logprobs(answer),
-            "finish_reason": answer.reason,
-        }
-
-    def _chunks(self, step: StepOutput) -> Iterator[bytes]:
-        yield self._chunk(self._choice(step), x_dflash=step_drafting(step))
+    def step(self, step: StepOutput) -> Iterator[Event]:
+        """One event, with the text as the model wrote it."""
+        choice = self._delta(step.choice) | {"text": step.event.text, "finish_reason": step.reason}
+        choice["logprobs"] = self._logprobs(step)
+        yield self._chunk(choice, x_dflash=step_drafting(step))
 
     def _delta(self, index: int) -> dict[str, Any]:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
@@ -79,11 +77,14 @@ class CompletionsResponse(ChoicesResponse):
         """The log-probabilities of the next tokens of an answer, as parallel lists."""
         if step.logprobs is None:
             return None
-        texts, start = [one.chosen.text for one in step.logprobs], self._lengths[step.choice]
+        texts, start = [one["token"] for one in step.logprobs], self._lengths[step.choice]
         *offsets, self._lengths[step.choice] = accumulate(map(len, texts), initial=start)
         return {
             "tokens": texts,
-            "token_logprobs": [one.chosen.logprob for one in step.logprobs],
-            "top_logprobs": [{top.text: top.logprob for top in one.top} for one in step.logprobs],
+            "token_logprobs": [one["logprob"] for one in step.logprobs],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in one["top_logprobs"]}
+                for one in step.logprobs
+            ],
             "text_offset": offsets,
         }

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ..errors import DFlashError, NotEnoughMemoryError, PromptError, SettingsError
+from ..validation import error_text
 
 RETRY_SECONDS: Final = 2
 
@@ -103,6 +104,7 @@ def from_validation(error: ValidationError) -> RequestError:
     errors = error.errors(include_url=False, include_input=False)
     last = errors[-1]
     names = [str(part) for part in last["loc"] if isinstance(part, int) or _is_field(part)]
+    names += [last["ctx"]["field"]] if last["type"] == "unsupported" else []
     param = ".".join(names)[:200]
     message = _message(last)
     # In a union the type ends the path, and no field does.
@@ -117,8 +119,6 @@ def from_validation(error: ValidationError) -> RequestError:
 
 def _message(error: ErrorDetails) -> str:
     """What is wrong, without names of classes."""
-    if error["type"] == "none_required":
-        return "is not supported"
     if error["type"] in ("model_type", "dict_type"):
         return "Input should be an object" if error["loc"] else "The body should be a JSON object."
     return error["msg"]
@@ -128,8 +128,11 @@ def _is_field(part: str) -> bool:
     return part.isidentifier() and part.islower() and part not in _UNION_TAGS
 
 
-def from_library(error: DFlashError) -> RequestError:
+def from_library(error: BaseException) -> RequestError:
     """The error of a request that the engine refuses or cannot finish."""
     if isinstance(error, RequestError):
         return error
-    return RequestError(str(error), 400 if isinstance(error, _CLIENT_ERRORS) else 500)
+    if isinstance(error, DFlashError):
+        return RequestError(str(error), 400 if isinstance(error, _CLIENT_ERRORS) else 500)
+    reason = f"{type(error).__name__}: {error_text(error)}"
+    return RequestError(f"The answer could not be finished ({reason}).", 500)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
@@ -11,23 +11,22 @@ from pydantic_core import from_json
 from ..answers.parser import Part, Reasoning, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
-from .handler import ResponseStream
-from .openai_common import (
+from .fields import (
     ModelName,
-    Nothing,
+    Stops,
     ThinkingConfig,
+    sampled,
+    sampling_settings,
     template_call,
     thinking_settings,
 )
-from .request import GenerationRequest, Tool, ToolChoice, instead_of, without_none
-from .response import ApiResponse
-from .sse import frame
-from .steps import Finish, StepOutput
+from .request import GenerationRequest, Tool, ToolChoice, instead_of
+from .response import ApiResponse, Event, grow
+from .steps import ResponseStream, StepOutput
 
 # The first system block of Claude Code. It differs between sessions, and a prompt that differs at
 # its start shares nothing in the prefix cache.
 BILLING_HEADER: Final = "x-anthropic-billing-header:"
-MAX_STOPS: Final = 16
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _READ: Final = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
@@ -145,20 +144,28 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class CountBody(Body):
-    """POST /v1/messages/count_tokens"""
+class MessagesBody(Body):
+    """POST /v1/messages"""
+
+    unsupported = {
+        **dict.fromkeys(("compaction", "container", "thread")),
+        "mcp_servers": [],
+    }
 
     model: ModelName = "default"
     messages: Annotated[ListOf[AnthropicMessage], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)]
     system: str | ListOf[ContentBlock] | None = None
     tools: ListOf[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
-    compaction: None = None
-    mcp_servers: Nothing = None
-    thread: None = None
+    stream: bool | None = None
+    temperature: float | None = sampled("temperature", most=1)
+    top_p: float | None = sampled("top_p")
+    top_k: int | None = sampled("top_k")
+    stop_sequences: Stops | None = None
 
     def generation_request(self) -> GenerationRequest:
         """The internal request. Raises `RequestError`."""
@@ -169,6 +176,9 @@ class CountBody(Body):
             if choice.name is None:
                 raise RequestError("name is missing.", param="tool_choice.name")
             allowed = frozenset({choice.name})
+        settings = sampling_settings(self) | {"max_tokens": self.max_tokens}
+        if stop := [text for text in self.stop_sequences or () if text]:
+            settings["stop"] = stop
         thinks = (self.thinking or ThinkingConfig()).type != "disabled"
         form = self.output_format or output.format
         messages = self._system_messages()
@@ -178,7 +188,7 @@ class CountBody(Body):
         return GenerationRequest(
             self.model,
             messages,
-            self._settings(),
+            settings,
             [tool.tool() for tool in self.tools or ()],
             _TOOL_CHOICES[choice.type],
             allowed,
@@ -190,9 +200,6 @@ class CountBody(Body):
             and "tool_calls" not in last,
         )
 
-    def _settings(self) -> dict[str, Any]:
-        return {}
-
     def _system_messages(self) -> list[dict[str, Any]]:
         """The system prompt, without the part that differs between sessions."""
         blocks = [self.system] if isinstance(self.system, str) else self.system or []
@@ -201,68 +208,33 @@ class CountBody(Body):
         return [{"role": "system", "content": text}] if text else []
 
 
-class MessagesBody(CountBody):
-    """POST /v1/messages"""
+class CountBody(MessagesBody):
+    """POST /v1/messages/count_tokens"""
 
-    max_tokens: Annotated[int, Field(ge=1)]
-    stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop_sequences: Annotated[ListOf[str], Field(max_length=MAX_STOPS)] | None = None
-    container: None = None
-
-    def _settings(self) -> dict[str, Any]:
-        return without_none(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            stop=[text for text in self.stop_sequences or () if text] or None,
-        )
+    max_tokens: int | None = None  # type: ignore[assignment]
 
 
 class MessagesResponse(ApiResponse):
     """The response to one request.
 
     Args:
-        streams: the answer.
+        stream: the answer.
         request_id: of the request.
     """
 
-    def __init__(self, streams: Sequence[ResponseStream], request_id: str) -> None:
-        super().__init__(streams)
+    def __init__(self, stream: ResponseStream, request_id: str) -> None:
+        super().__init__(stream)
         self._request_id = request_id
-        self._head: dict[str, Any] = {
-            "id": new_id("msg_"),
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-        }
         self._is_begun, self._index, self._open_kind = False, -1, ""
 
-    async def complete(self) -> dict[str, Any]:
-        """The whole response. Raises `RequestError`."""
-        (answer,) = await self.answers()
-        assert answer.finish is not None  # `answers` raises otherwise
-        return {
-            **self._head,
-            "content": list(map(_block, answer.parts)),
-            **_stop(answer.finish),
-            "usage": self._usage(answer),
-            "x_dflash": self.drafting(),
-        }
-
-    async def _frames(self) -> AsyncIterator[bytes]:
-        async for step in self.steps():
-            yield b"".join(self._events(step))
-
-    def _events(self, step: StepOutput) -> Iterator[bytes]:
+    def step(self, step: StepOutput) -> Iterator[Event]:
+        """The events of the message and of its blocks."""
         if not self._is_begun:  # not earlier: only now the usage has the cached tokens
             self._is_begun = True
-            stop = {"stop_reason": None, "stop_sequence": None}
-            message = {**self._head, "content": [], **stop, "usage": self._usage(step)}
-            yield _event("message_start", message=message)
+            message: Event = {"id": new_id("msg_"), "type": "message", "role": "assistant"}
+            message |= {"model": self.model, "content": [], "stop_reason": None}
+            message |= {"stop_sequence": None, "usage": self._usage(step)}
+            yield {"type": "message_start", "message": message}
         for part in step.parts:
             block = _block(part)
             kind, content = block["type"], "input" if isinstance(part, ToolCall) else block["type"]
@@ -270,33 +242,55 @@ class MessagesResponse(ApiResponse):
                 yield from self._close_block()
                 self._index, self._open_kind = self._index + 1, kind
                 empty = block | {content: type(block[content])()}
-                yield _event("content_block_start", index=self._index, content_block=empty)
+                yield self._event("content_block_start", content_block=empty)
             delta = {"type": f"{kind}_delta", kind: block[content]}
             if isinstance(part, ToolCall):
                 delta = {"type": "input_json_delta", "partial_json": part.arguments}
-            yield _event("content_block_delta", index=self._index, delta=delta)
-        if step.finish is not None:
+            yield self._event("content_block_delta", delta=delta)
+        if step.reason is not None:
             yield from self._close_block()
-            total, drafted = self._usage(step), self.drafting()
-            delta = _stop(step.finish)
-            yield _event("message_delta", delta=delta, usage=total, x_dflash=drafted)
-            yield _event("message_stop")
+            stopped = step.stop_string is not None
+            reason = "stop_sequence" if stopped else _STOP_REASONS[step.reason]
+            delta = {"stop_reason": reason, "stop_sequence": step.stop_string}
+            more = {"usage": self._usage(step), "x_dflash": self.drafting()}
+            yield {"type": "message_delta", "delta": delta} | more
+            yield {"type": "message_stop"}
 
-    def _error_frame(self, error: RequestError) -> bytes:
-        return frame(error.anthropic(self._request_id), "error")
+    def error(self, error: RequestError) -> Event:
+        """The error as without a stream."""
+        return error.anthropic(self._request_id)
 
-    def ping(self) -> bytes:
+    def ping(self) -> Event:
         """Anthropic's own."""
-        return _event("ping")
+        return {"type": "ping"}
 
-    def _close_block(self) -> Iterator[bytes]:
+    def add(self, event: Event) -> None:
+        """Add an event to the message."""
+        if event["type"] == "message_start":
+            self.result = event["message"]
+        elif event["type"] == "content_block_start":
+            self.result["content"].append(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            block, delta = self.result["content"][-1], event["delta"]
+            if "partial_json" in delta:
+                block["input"] = from_json(delta["partial_json"])
+            else:
+                grow(block, {block["type"]: delta[block["type"]]})
+        elif event["type"] == "message_delta":
+            self.result |= event["delta"]
+            self.result |= {"usage": event["usage"], "x_dflash": event["x_dflash"]}
+
+    def _event(self, kind: str, **content: Any) -> Event:
+        return {"type": kind, "index": self._index, **content}
+
+    def _close_block(self) -> Iterator[Event]:
         if self._open_kind:
-            yield _event("content_block_stop", index=self._index)
+            yield self._event("content_block_stop")
 
     def _usage(self, step: StepOutput) -> dict[str, Any]:
         stats = step.event.stats
         return {
-            "input_tokens": self.prompt_tokens - stats.reused_tokens,
+            "input_tokens": self._stream.prompt_tokens - stats.reused_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": stats.reused_tokens,
             "output_tokens": stats.output_tokens,
@@ -311,13 +305,3 @@ def _block(part: Part) -> dict[str, Any]:
     call_id = part.id.replace("call_", "toolu_")  # the prefix that Anthropic's ids have
     arguments = from_json(part.arguments)
     return {"type": "tool_use", "id": call_id, "name": part.name, "input": arguments}
-
-
-def _event(kind: str, **content: Any) -> bytes:
-    return frame({"type": kind, **content}, kind)
-
-
-def _stop(finish: Finish) -> dict[str, Any]:
-    stopped = finish.stop_string is not None
-    reason = "stop_sequence" if stopped else _STOP_REASONS[finish.reason]
-    return {"stop_reason": reason, "stop_sequence": finish.stop_string}

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import AliasChoices, Field
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from ..answers.parser import Part, Reasoning, Text, ToolCall, joined
 from .body import Body, ListOf
 from .chat import ChatFunction, ChatMessage
 from .errors import RequestError
-from .handler import ResponseStream
-from .openai_common import (
-    MAX_TOP_LOGPROBS,
+from .fields import (
     ContentPart,
     Effort,
     ModelName,
-    Nothing,
     SamplingOptions,
     Schema,
+    TopLogprobs,
     read_content,
     thinking_settings,
 )
 from .request import GenerationRequest, Tool
-from .response import ApiResponse, format_logprob
-from .steps import StepOutput
+from .response import ApiResponse, Event, grow
+from .steps import ResponseStream, StepOutput
 
 VERSION: Final = "0.13.0"  # of Ollama's API; editors refuse servers of old ones
 
@@ -37,8 +34,9 @@ VERSION: Final = "0.13.0"  # of Ollama's API; editors refuse servers of old ones
 class OllamaOptions(SamplingOptions):
     """How tokens are chosen. Options of Ollama's own runtime are ignored."""
 
+    unsupported = {**SamplingOptions.unsupported, "tfs_z": 1}
+
     num_predict: Annotated[int, Field(ge=-2)] | None = None  # negative: no limit
-    tfs_z: Literal[1] | None = None
 
 
 class OllamaMessage(ChatMessage):
@@ -66,7 +64,7 @@ class OllamaBody(Body):
     keep_alive: float | str | None = None
     think: bool | Effort | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
 
     def _request(
         self, prompt: str | Sequence[OllamaMessage], tools: Sequence[Tool] = ()
@@ -109,16 +107,15 @@ class OllamaChatBody(OllamaBody):
 class OllamaGenerateBody(OllamaBody):
     """POST /api/generate"""
 
+    unsupported = {
+        **{"context": [], "suffix": "", "template": ""},
+        **dict.fromkeys(("height", "steps", "width"), 0),
+    }
+
     prompt: str | None = None
     system: str | None = None
     images: ListOf[str] | None = None
     raw: bool | None = None
-    context: Nothing = None
-    height: Literal[0] | None = None
-    steps: Literal[0] | None = None
-    suffix: Literal[""] | None = None
-    template: Literal[""] | None = None
-    width: Literal[0] | None = None
 
     def generation_request(self) -> GenerationRequest | None:
         """The internal request; None without a prompt. Raises `RequestError`."""
@@ -145,64 +142,65 @@ class OllamaResponse(ApiResponse):
     """The response to one request.
 
     Args:
+        stream: the answer.
         body: the request.
-        streams: the answer.
         start: when the request came, on the monotonic clock.
     """
 
     media_type = "application/x-ndjson"
 
-    def __init__(self, body: OllamaBody, streams: Sequence[ResponseStream], start: float) -> None:
-        super().__init__(streams)
+    def __init__(self, stream: ResponseStream, body: OllamaBody, start: float) -> None:
+        super().__init__(stream)
         self._body, self._start = body, start
         self._load_seconds = time.monotonic() - start  # of the model, if it was not loaded
-        self._is_raw = streams[0].request.prompt_field == "prompt"
+        self._is_raw = stream.request.prompt_field == "prompt"
 
-    async def complete(self) -> dict[str, Any]:
-        """The whole response. Raises `RequestError`."""
-        (answer,) = await self.answers()
-        return self._piece(answer) | self._end()
+    def step(self, step: StepOutput) -> Iterator[Event]:
+        """One piece, if there is something new."""
+        if self._is_raw:
+            piece = self._piece(step.event.text)
+        elif step.parts or step.logprobs:
+            piece = self._piece(joined(step.parts, Text), step.parts)
+        else:
+            return
+        yield piece | ({"logprobs": step.logprobs} if step.logprobs else {})
 
-    async def _frames(self) -> AsyncIterator[bytes]:
-        async for step in self.steps():
-            if step.parts or step.logprobs or self._is_raw:
-                yield _line(self._piece(step))
-        yield _line(self._piece() | self._end())
-
-    def _error_frame(self, error: RequestError) -> bytes:
-        return _line(error.ollama())
-
-    def ping(self) -> bytes:
-        """A line without text."""
-        return _line(self._piece())
-
-    def _piece(self, step: StepOutput | None = None) -> dict[str, Any]:
-        content = _content(self._body, "")
-        if step is not None and self._is_raw:
-            content = _content(self._body, step.raw)
-        elif step is not None:
-            content = _content(self._body, joined(step.parts, Text), step.parts)
-        if step is not None and step.logprobs:
-            content["logprobs"] = list(map(format_logprob, step.logprobs))
-        return _head(self.model) | content | {"done": False}
-
-    def _end(self) -> dict[str, Any]:
+    def end(self) -> Iterator[Event]:
         """Why the answer ended, tokens, and nanoseconds."""
-        (finish,) = self.finishes
-        stats = finish.stats
+        [end] = self.ends
+        stats = end.event.stats
         seconds = {
             "total": time.monotonic() - self._start,
             "load": self._load_seconds,
             "prompt_eval": stats.prefill_seconds,
             "eval": stats.decode_seconds,
         }
-        return {
+        yield self._piece() | {
             "done": True,
-            "done_reason": "length" if finish.reason == "length" else "stop",
-            "prompt_eval_count": self.prompt_tokens,
+            "done_reason": "length" if end.reason == "length" else "stop",
+            "prompt_eval_count": self._stream.prompt_tokens,
             "eval_count": stats.output_tokens,
             **{f"{name}_duration": int(value * 1e9) for name, value in seconds.items()},
         }
+
+    def error(self, error: RequestError) -> Event:
+        """The error as without a stream."""
+        return error.ollama()
+
+    def ping(self) -> Event:
+        """A line without text."""
+        return self._piece()
+
+    def add(self, event: Event) -> None:
+        """Add an event to the response."""
+        grow(self.result, event)
+
+    def frame(self, event: Event) -> bytes:
+        """An event as the stream has it."""
+        return to_json(event) + b"\n"
+
+    def _piece(self, text: str = "", parts: Sequence[Part] = ()) -> Event:
+        return {**_head(self.model), **_content(self._body, text, parts), "done": False}
 
 
 def _content(body: OllamaBody, text: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
@@ -214,14 +212,10 @@ def _content(body: OllamaBody, text: str, parts: Sequence[Part] = ()) -> dict[st
     message: dict[str, Any] = {"role": "assistant", "content": text, **thought}
     for call in parts:
         if isinstance(call, ToolCall):
-            function = {"name": call.name, "arguments": json.loads(call.arguments)}
+            function = {"name": call.name, "arguments": from_json(call.arguments)}
             message.setdefault("tool_calls", []).append({"id": call.id, "function": function})
     return {"message": message}
 
 
 def _head(model: str) -> dict[str, Any]:
     return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
-
-
-def _line(content: dict[str, Any]) -> bytes:
-    return to_json(content) + b"\n"

@@ -107,8 +107,3 @@ class GenerationRequest:
 def instead_of(media: str) -> str:
     """The line that a text model reads in place of an image, a file or audio."""
     return f"[{media}: this model reads text only]"
-
-
-def without_none(**settings: Any) -> dict[str, Any]:
-    """The settings that are not None."""
-    return {name: value for name, value in settings.items() if value is not None}

@@ -1,97 +1,109 @@
-"""What the responses of all APIs share: whole or as a stream, and what they count."""
+"""Answers in the formats of the APIs: events, which are sent one by one or put together."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Any, Final
 
 from .errors import RequestError, new_id
-from .handler import ResponseStream
-from .logprobs import TokenLogprob, TokenProbability
 from .sse import DONE, frame
-from .steps import Finish, StepOutput
+from .steps import ResponseStream, StepOutput
+
+Event = dict[str, Any]
+_FIXED: Final = ("created_at", "model", "role")  # texts that do not grow
 
 
 class ApiResponse(ABC):
-    """The response to one request, in the format of an API.
+    """The response to one request: its events. A whole response is their sum.
 
     Args:
-        streams: the answers, of one prompt after the other.
+        stream: the answers.
 
     Attributes:
-        finishes: how the finished answers ended.
+        ends: the last steps of the finished answers.
+        result: the whole response, as far as its events are added up.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, streams: Sequence[ResponseStream]) -> None:
-        self._streams, self.finishes = streams, list[Finish]()
-        self.model, self._created = streams[0].request.model, int(time.time())
-        self.prompt_tokens = sum(stream.prompt_tokens for stream in streams)
-        self.choices = sum(stream.request.n for stream in streams)
+    def __init__(self, stream: ResponseStream) -> None:
+        self._stream, self.ends = stream, list[StepOutput]()
+        self.model, self._created = stream.request.model, int(time.time())
+        self.result: dict[str, Any] = {}
 
-    @abstractmethod
     async def complete(self) -> dict[str, Any]:
         """The whole response. Raises `RequestError`."""
-
-    @abstractmethod
-    def ping(self) -> bytes:
-        """What changes nothing, and keeps a silent connection open."""
-
-    @abstractmethod
-    def _frames(self) -> AsyncIterator[bytes]: ...
-
-    @abstractmethod
-    def _error_frame(self, error: RequestError) -> bytes: ...
+        async for events in self._events():
+            for event in events:
+                self.add(event)
+        return self.result
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """The stream, one item per decode step; an error is the last one."""
         try:
-            async for content in self._frames():
-                if content:
+            async for events in self._events():
+                if content := b"".join(map(self.frame, events)):
                     yield content
         except RequestError as error:
-            yield self._error_frame(error)
+            yield self.frame(self.error(error))
 
-    async def steps(self) -> AsyncIterator[StepOutput]:
-        """The steps of all answers, with indices over all prompts. Raises `RequestError`."""
-        first = 0
-        for stream in self._streams:
-            async for step in stream.steps():
-                if step.finish is not None:
-                    self.finishes.append(step.finish)
-                yield replace(step, choice=first + step.choice)
-            first += stream.request.n
+    async def _events(self) -> AsyncIterator[Iterator[Event]]:
+        """The events of the start, of each step, and of the end. Raises `RequestError`."""
+        yield self.begin()
+        async for step in self._stream.steps():
+            if step.reason is not None:
+                self.ends.append(step)
+            yield self.step(step)
+        yield self.end()
 
-    async def answers(self) -> list[StepOutput]:
-        """The whole answers, each as if it came in one step. Raises `RequestError`."""
-        found: list[list[StepOutput]] = [[] for _ in range(self.choices)]
-        async for step in self.steps():
-            found[step.choice].append(step)
-        return list(map(StepOutput.merged, found))
+    def begin(self) -> Iterator[Event]:
+        """The events before the first step."""
+        return iter(())
+
+    @abstractmethod
+    def step(self, step: StepOutput) -> Iterator[Event]:
+        """The events of a decode step."""
+
+    def end(self) -> Iterator[Event]:
+        """The events after the last step."""
+        return iter(())
+
+    @abstractmethod
+    def ping(self) -> Event:
+        """What changes nothing, and keeps a silent connection open."""
+
+    @abstractmethod
+    def error(self, error: RequestError) -> Event:
+        """The event that ends a stream with an error."""
+
+    @abstractmethod
+    def add(self, event: Event) -> None:
+        """Add an event to the whole response."""
+
+    def frame(self, event: Event) -> bytes:
+        """An event as the stream has it."""
+        return frame(event, event.get("type"))
 
     def close(self) -> None:
         """Cancel what is not finished."""
-        for stream in self._streams:
-            stream.close()
+        self._stream.close()
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's `usage`: tokens of the prompts and of all finished answers."""
-        stats = [finish.stats for finish in self.finishes]
+        stats, prompt = [one.event.stats for one in self.ends], self._stream.prompt_tokens
         output = sum(one.output_tokens for one in stats)
         accepted = sum(one.accepted_tokens for one in stats)
         drafted = sum(one.drafted_tokens for one in stats)
         cached = min((one.reused_tokens for one in stats), default=0)
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": prompt,
             "completion_tokens": output,
-            "total_tokens": self.prompt_tokens + output,
+            "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(finish.reasoning_tokens for finish in self.finishes),
+                "reasoning_tokens": sum(one.reasoning_tokens for one in self.ends),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             },
@@ -99,7 +111,7 @@ class ApiResponse(ABC):
 
     def drafting(self) -> dict[str, Any]:
         """`x_dflash`: decode steps, acceptance length, rows of the steps, seconds."""
-        stats = [finish.stats for finish in self.finishes]
+        stats = [one.event.stats for one in self.ends]
         widths: dict[str, int] = {}
         for one in stats:
             for rows, steps in sorted(one.widths.items()):
@@ -117,66 +129,71 @@ class ChoicesResponse(ApiResponse):
     """A response of OpenAI's chat completions or completions: answers are `choices`.
 
     Args:
-        streams: the answers, of one prompt after the other.
-        include_usage: whether the last chunk of a stream has the usage.
+        stream: the answers.
+        include_usage: whether the last event of a stream has the usage.
     """
 
     _prefix: str  # of the id
     _kind: str  # the `object`
-    _chunk_kind: str  # of a chunk
+    _chunk_kind: str  # of an event
 
-    def __init__(self, streams: Sequence[ResponseStream], include_usage: bool | None) -> None:
-        super().__init__(streams)
+    def __init__(self, stream: ResponseStream, include_usage: bool) -> None:
+        super().__init__(stream)
         self._include_usage = include_usage
-        self._head: dict[str, Any] = {"id": new_id(self._prefix), "object": self._chunk_kind}
+        self._head: Event = {"id": new_id(self._prefix), "object": self._chunk_kind}
         self._head |= {"created": self._created, "model": self.model}
-
-    async def complete(self) -> dict[str, Any]:
-        """The whole response. Raises `RequestError`."""
-        choices = [self._choice(answer) for answer in await self.answers()]
-        return self._head | {"object": self._kind, "choices": choices} | self._totals()
-
-    def ping(self) -> bytes:
-        """A chunk without text, of the answer that is not finished."""
-        return self._chunk(self._delta(min(len(self.finishes), self.choices - 1)))
+        self.result = self._head | {"object": self._kind, "choices": []}
 
     @abstractmethod
-    def _choice(self, answer: StepOutput) -> dict[str, Any]: ...
+    def _delta(self, index: int) -> dict[str, Any]:
+        """What adds nothing to an answer."""
 
-    @abstractmethod
-    def _delta(self, index: int) -> dict[str, Any]: ...
+    def ping(self) -> Event:
+        """An event without text, of the answer that is not finished."""
+        return self._chunk(self._delta(min(len(self.ends), self._stream.size - 1)))
 
-    @abstractmethod
-    def _chunks(self, step: StepOutput) -> Iterator[bytes]: ...
+    def end(self) -> Iterator[Event]:
+        """The totals."""
+        yield self._head | {"choices": [], "usage": self.usage(), "x_dflash": self.drafting()}
 
-    async def _frames(self) -> AsyncIterator[bytes]:
-        async for step in self.steps():
-            yield b"".join(self._chunks(step))
-        totals = frame(self._head | {"choices": []} | self._totals())
-        yield totals + DONE if self._include_usage else DONE
+    def error(self, error: RequestError) -> Event:
+        """The error as without a stream."""
+        return error.openai()
 
-    def _error_frame(self, error: RequestError) -> bytes:
-        return frame(error.openai())
+    def add(self, event: Event) -> None:
+        """Add an event to its choice."""
+        choices = self.result["choices"]
+        for choice in event["choices"]:
+            if choice["index"] == len(choices):
+                choices.append({})
+            grow(choices[choice["index"]], choice)
+        if not event["choices"]:
+            self.result |= {name: event[name] for name in ("usage", "x_dflash")}
 
-    def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
-        content = self._head | {"choices": [choice]} | more
-        return frame({"usage": None} | content if self._include_usage else content)
+    def frame(self, event: Event) -> bytes:
+        """An event as the stream has it; the totals are its end."""
+        if event.get("choices") == []:
+            return (super().frame(event) if self._include_usage else b"") + DONE
+        return super().frame({"usage": None} | event if self._include_usage else event)
 
-    def _totals(self) -> dict[str, Any]:
-        return {"usage": self.usage(), "x_dflash": self.drafting()}
+    def _chunk(self, choice: dict[str, Any], **more: Any) -> Event:
+        return self._head | {"choices": [choice]} | more
+
+
+def grow(whole: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add a delta to what came before: texts, lists and objects grow, other values replace it."""
+    for name, new in delta.items():
+        old = whole.get(name)
+        if isinstance(old, dict | str | list) and name not in _FIXED:
+            if isinstance(old, dict):
+                grow(old, new or {})
+            else:
+                whole[name] = old + (new or type(old)())
+        elif new is not None or name not in whole:
+            whole[name] = new
 
 
 def step_drafting(step: StepOutput) -> dict[str, int]:
-    """`x_dflash` of a chunk: the tokens of one decode step."""
+    """`x_dflash` of an event: the tokens of one decode step."""
     event = step.event
     return {"tokens": len(event.tokens), "accepted": event.accepted, "drafted": event.drafted}
-
-
-def format_logprob(token: TokenLogprob) -> dict[str, Any]:
-    """A token's log-probability, and those of its likeliest alternatives."""
-    alternatives = [_format_probability(other) for other in token.top]
-    return {**_format_probability(token.chosen), "top_logprobs": alternatives}
-
-
-def _format_probability(token: TokenProbability) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": token.bytes}

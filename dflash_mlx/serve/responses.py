@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
-from pydantic import Field
+from pydantic_core import from_json
 
 from ..answers.parser import Reasoning, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
-from .handler import ResponseStream
-from .openai_common import (
-    MAX_TOP_LOGPROBS,
-    ChoiceName,
+from .fields import (
     Function,
     MaxTokens,
     ModelName,
     ReasoningOptions,
     ResponseFormat,
     SamplingOptions,
+    ToolChoiceField,
+    TopLogprobs,
+    read_tool_choice,
 )
-from .request import GenerationRequest, Tool, ToolChoice, without_none
-from .response import ApiResponse, format_logprob
+from .request import GenerationRequest, Tool
+from .response import ApiResponse, Event
 from .responses_input import CALLS, CUSTOM_INPUT, InputItem, messages_of
-from .sse import frame
-from .steps import StepOutput
+from .steps import ResponseStream, StepOutput
 
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -42,8 +40,7 @@ class ResponsesTool(Function):
     """A function, a namespace of functions, or a tool of OpenAI's, which is left out.
 
     A custom tool, as Codex's apply_patch, takes text. The model reads it as a function with one
-    argument, and `format` (a grammar) as a part of its description. As a choice a tool has only a
-    type and a name.
+    argument, and `format` (a grammar) as a part of its description.
     """
 
     type: str
@@ -66,16 +63,15 @@ class ResponsesTool(Function):
         return text.tool()
 
 
-class ResponsesAllowedChoice(Body):
-    """A choice among some of the tools."""
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"] = "auto"
-    tools: ListOf[ResponsesTool]
-
-
 class ResponsesBody(SamplingOptions):
     """POST /v1/responses and /v1/responses/input_tokens"""
+
+    unsupported = {
+        **SamplingOptions.unsupported,
+        **dict.fromkeys(("conversation", "max_tool_calls", "moderation", "personality", "prompt")),
+        **dict.fromkeys(("max_tokens", "response_format")),  # of chat completions
+        "background": False,
+    }
 
     model: ModelName = "default"
     input: str | ListOf[InputItem]
@@ -84,23 +80,14 @@ class ResponsesBody(SamplingOptions):
     store: bool | None = None
     previous_response_id: str | None = None
     max_output_tokens: MaxTokens | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     include: ListOf[str] | None = None
     tools: ListOf[ResponsesTool] | None = None
-    tool_choice: ChoiceName | ResponsesAllowedChoice | ResponsesTool | None = None
+    tool_choice: ToolChoiceField | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: dict[str, Any] | None = None
-    background: Literal[False] | None = None
-    conversation: None = None
-    max_tool_calls: None = None
-    moderation: None = None
-    personality: None = None
-    prompt: None = None
-    # Fields of chat completions that would change the answer.
-    max_tokens: None = None
-    response_format: None = None
 
     @property
     def items(self) -> list[InputItem]:
@@ -111,17 +98,13 @@ class ResponsesBody(SamplingOptions):
 
     def generation_request(self, items: Sequence[InputItem]) -> GenerationRequest:
         """The internal request of a conversation's items. Raises `RequestError`."""
-        choice, allowed = self._tool_choice()
         form = self.text.format if self.text else None
         return GenerationRequest(
             self.model,
             self._messages(items),
             self.settings(self.max_output_tokens),
             [tool for _, _, tool in self.functions],
-            choice,
-            allowed,
-            parallel_calls=self.parallel_tool_calls is not False
-            and not isinstance(self.tool_choice, ResponsesTool),
+            **read_tool_choice(self.tool_choice, self.parallel_tool_calls),
             schema=form.answer_schema() if form else None,
             top_logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             template_settings=self.reasoning.template_settings() if self.reasoning else {},
@@ -152,14 +135,6 @@ class ResponsesBody(SamplingOptions):
                 found += ((tool.name, one.name, one.tool(tool.name)) for one in functions)
         return found
 
-    def _tool_choice(self) -> tuple[ToolChoice, frozenset[str] | None]:
-        choice = self.tool_choice
-        if isinstance(choice, ResponsesTool):
-            return "required", frozenset({choice.name})
-        if isinstance(choice, ResponsesAllowedChoice):
-            return choice.mode, frozenset(tool.name for tool in choice.tools)
-        return "required" if choice == "any" else choice or "auto", None
-
     def _messages(self, items: Sequence[InputItem]) -> list[dict[str, Any]]:
         messages = list(messages_of(items))
         if self.instructions:
@@ -169,25 +144,22 @@ class ResponsesBody(SamplingOptions):
         return messages
 
 
-Events = Iterator[dict[str, Any]]
-
-
 class ResponsesResponse(ApiResponse):
-    """One response, put together from its steps. A stream sends its events on the way.
+    """One response, put together from its steps.
 
     Args:
+        stream: the answer.
         body: the request.
-        streams: the answer.
         store: keeps a finished response.
     """
 
     def __init__(
         self,
+        stream: ResponseStream,
         body: ResponsesBody,
-        streams: Sequence[ResponseStream],
         store: Callable[[dict[str, Any]], None],
     ) -> None:
-        super().__init__(streams)
+        super().__init__(stream)
         self._body, self._store, self._id = body, store, new_id("resp_")
         self._output: list[dict[str, Any]] = []
         self._is_open = False  # whether the last item may grow
@@ -196,52 +168,47 @@ class ResponsesResponse(ApiResponse):
         self._names = {tool.name: (space, name) for space, name, tool in body.functions}
         self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
 
-    async def complete(self) -> dict[str, Any]:
-        """The whole response. Raises `RequestError`."""
-        async for step in self.steps():
-            for _ in self._add_step(step):
-                pass
-        return self._finished()
+    def begin(self) -> Iterator[Event]:
+        """The response is created, and goes on."""
+        yield {"type": "response.created", "response": self._response()}
+        yield self.ping()
 
-    async def _frames(self) -> AsyncIterator[bytes]:
-        yield self._frame("response.created", response=self._response()) + self.ping()
-        async for step in self.steps():
-            yield b"".join(self._frame(**event) for event in self._add_step(step))
-        response = self._finished()
-        yield self._frame(f"response.{response['status']}", response=response)
+    def step(self, step: StepOutput) -> Iterator[Event]:
+        """The events of items and of their parts."""
+        self._logprobs += step.logprobs or ()
+        for part in step.parts:
+            yield from self._add_call(part) if isinstance(part, ToolCall) else self._add_text(part)
+        if step.reason is not None:
+            yield from self._close_item()
 
-    def _error_frame(self, error: RequestError) -> bytes:
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        details = {"code": code, "message": str(error)}
-        response = self._response() | {"status": "failed", "error": details}
-        return self._frame("response.failed", response=response)
-
-    def _finished(self) -> dict[str, Any]:
+    def end(self) -> Iterator[Event]:
         """The finished response, which later requests may refer to."""
         response = self._response()
         if response["store"]:
             self._store(response)
-        return response
+        yield {"type": f"response.{response['status']}", "response": response}
 
-    def ping(self) -> bytes:
+    def error(self, error: RequestError) -> Event:
+        """The response has failed."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        details = {"code": code, "message": str(error)}
+        response = self._response() | {"status": "failed", "error": details}
+        return {"type": "response.failed", "response": response}
+
+    def ping(self) -> Event:
         """The event that the response goes on."""
-        return self._frame("response.in_progress", response=self._response())
+        return {"type": "response.in_progress", "response": self._response()}
 
-    def _frame(self, type: str, **fields: Any) -> bytes:
+    def add(self, event: Event) -> None:
+        """The last event has the whole response."""
+        self.result = event.get("response", self.result)
+
+    def frame(self, event: Event) -> bytes:
+        """An event as the stream has it, with its number."""
         self._number += 1
-        return frame({"type": type, **fields, "sequence_number": self._number}, type)
+        return super().frame(event | {"sequence_number": self._number})
 
-    def _add_step(self, step: StepOutput) -> Events:
-        self._logprobs += [format_logprob(token) for token in step.logprobs or ()]
-        for part in step.parts:
-            if isinstance(part, ToolCall):
-                yield from self._add_call(part)
-            else:
-                yield from self._add_text(part)
-        if step.finish is not None:
-            yield from self._close_item()
-
-    def _add_text(self, part: Text | Reasoning) -> Events:
+    def _add_text(self, part: Text | Reasoning) -> Iterator[Event]:
         kind = "message" if isinstance(part, Text) else "reasoning"
         if not self._is_open or self._output[-1]["type"] != kind:
             yield from self._close_item()
@@ -256,14 +223,14 @@ class ResponsesResponse(ApiResponse):
         content["logprobs"] += logprobs
         yield {"type": "response.output_text.delta", **event, "logprobs": logprobs}
 
-    def _add_call(self, call: ToolCall) -> Events:
+    def _add_call(self, call: ToolCall) -> Iterator[Event]:
         yield from self._close_item()
         namespace, name = self._names.get(call.name, (None, call.name))
         is_custom = namespace is None and name in self._custom
         kind, field = CALLS[1] if is_custom else CALLS[0], "input" if is_custom else "arguments"
         text = call.arguments
         if is_custom:
-            text = json.loads(text).get(CUSTOM_INPUT, text)
+            text = from_json(text).get(CUSTOM_INPUT, text)
         item = {
             "type": kind,
             "id": new_id("ctc_" if is_custom else "fc_"),
@@ -271,7 +238,7 @@ class ResponsesResponse(ApiResponse):
             "name": name,
             field: "",
             "status": "in_progress",
-            **without_none(namespace=namespace),
+            **({"namespace": namespace} if namespace is not None else {}),
         }
         self._output.append(item)
         yield self._item_event("added")
@@ -281,7 +248,7 @@ class ResponsesResponse(ApiResponse):
         item |= {field: text, "status": "completed"}
         yield self._item_event("done")
 
-    def _open_item(self, kind: str) -> Events:
+    def _open_item(self, kind: str) -> Iterator[Event]:
         self._is_open = True
         item: dict[str, Any] = {"type": kind, "status": "in_progress", "content": []}
         if kind == "message":
@@ -297,7 +264,7 @@ class ResponsesResponse(ApiResponse):
         event = {**self._place(), "content_index": 0, "part": dict(part)}
         yield {"type": "response.content_part.added", **event}
 
-    def _close_item(self) -> Events:
+    def _close_item(self) -> Iterator[Event]:
         """End an item of text or reasoning."""
         if not self._is_open:
             return
@@ -313,7 +280,7 @@ class ResponsesResponse(ApiResponse):
 
     @property
     def _truncated(self) -> bool:
-        return bool(self.finishes) and self.finishes[0].reason == "length"
+        return bool(self.ends) and self.ends[0].reason == "length"
 
     def _item_event(self, kind: str) -> dict[str, Any]:
         index = len(self._output) - 1
@@ -325,7 +292,7 @@ class ResponsesResponse(ApiResponse):
 
     def _response(self) -> dict[str, Any]:
         """The response object so far."""
-        body, finished = self._body, bool(self.finishes)
+        body, finished = self._body, bool(self.ends)
         ended = "incomplete" if self._truncated else "completed"
         fields = body.model_dump(by_alias=True, exclude_unset=True, exclude_none=True)
         return {

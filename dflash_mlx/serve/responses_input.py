@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 from .body import Body, ListOf
 from .errors import RequestError
-from .openai_common import ContentPart, flat_name, read_content, read_message, template_call
+from .fields import ContentPart, flat_name, read_content, read_message, template_call
 from .request import instead_of
 
 CALLS: Final = ("function_call", "custom_tool_call")

@@ -68,7 +68,7 @@ class EventStream(StreamingResponse):
         while True:
             await asyncio.sleep(PING_SECONDS)
             if self._silent:
-                await send(_body(self._response.ping()))
+                await send(_body(self._response.frame(self._response.ping())))
             self._silent = True
 
 

@@ -1,26 +1,29 @@
-"""What each decode step adds to an answer, in the words of no API."""
+"""The answers to a request while they are generated, step by step, in the words of no API."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..answers.parser import Part, merge_texts
-from ..events import Event, Stats
-from .logprobs import TokenLogprob
+from ..answers.parser import AnswerParser, Part, Reasoning, joined
+from ..events import Event
+from ..stream import text_of
+from .errors import RETRY_SECONDS, RequestError, from_library
+from .logprobs import LogprobRecorder
+from .metrics import Metrics
+from .request import GenerationRequest
+
+if TYPE_CHECKING:
+    from ..engine.job import Job
+    from .handler import RequestHandler
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
-
-@dataclass(frozen=True)
-class Finish:
-    """Why an answer ended, and its counters."""
-
-    reason: FinishReason
-    stats: Stats
-    reasoning_tokens: int
-    stop_string: str | None = None  # the one that ended it
+log = logging.getLogger("dflash_mlx.serve")
 
 
 @dataclass(frozen=True)
@@ -28,31 +31,154 @@ class StepOutput:
     """What one decode step added to an answer.
 
     Attributes:
-        choice: the index of the answer among the request's n.
-        event: the engine's event.
-        raw: new text as the model wrote it.
+        choice: the index of the answer among all of the request.
+        event: the engine's event, with the text as the model wrote it.
         parts: new text, reasoning and calls.
-        logprobs: those of the step's tokens, if requested.
-        finish: set in the last step.
+        logprobs: those of the step's tokens, as `LogprobRecorder` has them; None if nobody asked.
+        reason: why the answer ended; None before its last step. The others are of that step.
+        reasoning_tokens: tokens of the answer's reasoning.
+        stop_string: the stop string that ended the answer.
     """
 
     choice: int
     event: Event
-    raw: str
     parts: list[Part]
-    logprobs: list[TokenLogprob] | None
-    finish: Finish | None
+    logprobs: list[dict[str, Any]] | None = None
+    reason: FinishReason | None = None
+    reasoning_tokens: int = 0
+    stop_string: str | None = None
 
-    @classmethod
-    def merged(cls, steps: Sequence[StepOutput]) -> StepOutput:
-        """All steps of an answer as one."""
-        last, raw = steps[-1], "".join(step.raw for step in steps)
-        parts = merge_texts([part for step in steps for part in step.parts])
-        tokens = [token for step in steps for token in step.logprobs or ()]
-        logprobs = None if last.logprobs is None else tokens
-        return replace(last, raw=raw, parts=parts, logprobs=logprobs)
 
-    @property
-    def reason(self) -> FinishReason | None:
-        """Why the answer ended; None before its end."""
-        return self.finish.reason if self.finish else None
+@dataclass(frozen=True)
+class Choice:
+    """One of a request's answers: its job, and what reads the job's events."""
+
+    job: Job
+    parser: AnswerParser
+    recorder: LogprobRecorder | None
+
+
+class ResponseStream:
+    """The answers to a request while they are generated.
+
+    A task follows them, so that an answer whose client reads slowly, or not at all, ends when the
+    engine has ended it, and holds nothing of the model then.
+
+    Attributes:
+        request: the request; of several prompts, the first one's.
+        prompt_tokens: the length of all prompts.
+        size: how many answers there are.
+        ignored: what the request asks for and does not get.
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        request: GenerationRequest,
+        prompt_tokens: int,
+        choices: Sequence[Choice],
+        ignored: Sequence[str],
+    ) -> None:
+        self.request, self.prompt_tokens, self.size = request, prompt_tokens, len(choices)
+        self.ignored = ignored
+        self._handler: RequestHandler | None = handler
+        self._tokenizer, self._metrics = handler.target.tokenizer, handler.metrics
+        self._choices, self._start = choices, time.monotonic()
+        self._steps: asyncio.Queue[StepOutput | RequestError | None] = asyncio.Queue()
+
+    def start(self) -> None:
+        """Follow the answers; in the event loop."""
+        self._following: asyncio.Task[None] | None = asyncio.create_task(self._follow_all())
+        self._following.add_done_callback(self._ended)
+
+    async def steps(self) -> AsyncIterator[StepOutput]:
+        """The steps of each answer in turn; the engine generates them at the same time.
+
+        Raises `RequestError` if the engine fails or the server stops.
+        """
+        try:
+            while (step := await self._steps.get()) is not None:
+                if isinstance(step, RequestError):
+                    raise step
+                yield step
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Cancel what is not finished."""
+        if self._handler is not None:
+            for choice in self._choices:
+                choice.job.cancel()
+            self._handler.closed(self)
+            self._handler = None
+
+    def _ended(self, following: asyncio.Task[None]) -> None:
+        error = following.exception()
+        self._steps.put_nowait(None if error is None else request_error(error, self._metrics))
+        self.close()
+        self._choices, self._following = (), None
+
+    async def _follow_all(self) -> None:
+        for index, choice in enumerate(self._choices):
+            await self._follow(index, choice)
+
+    async def _follow(self, index: int, choice: Choice) -> None:
+        metrics, last = self._metrics, self._start
+        tokens: list[int] = []
+        reasoning, length = "", 0  # of the text
+        async for event in choice.job:
+            if self._handler is None:
+                break
+            now = time.monotonic()
+            if index == 0:  # the others are read later than they come
+                (metrics.step_gap if tokens else metrics.first_token).observe(now - last)
+            last = now
+            tokens += event.tokens
+            length += len(event.text)
+            metrics.count_step(event)
+            parts = choice.parser.read(event)
+            reasoning += joined(parts, Reasoning)
+            step = index, event, parts, self._logprobs(choice.recorder, event)
+            if event.finish_reason is None:
+                self._steps.put_nowait(StepOutput(*step))
+                continue
+            reason: FinishReason = "tool_calls" if choice.parser.calls else "stop"
+            stop_string = None
+            if event.finish_reason == "length":
+                reason = "length"
+            else:
+                stop_string = self._stop_string(tokens, length)
+            metrics.count_finish(event.stats, reason)
+            count = self._tokenizer.encode(reasoning, add_special_tokens=False) if reasoning else ()
+            self._steps.put_nowait(StepOutput(*step, reason, len(count), stop_string))
+            return
+        raise RequestError("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
+
+    def _logprobs(
+        self, recorder: LogprobRecorder | None, event: Event
+    ) -> list[dict[str, Any]] | None:
+        """The log-probabilities of a step's tokens, without an EOS token."""
+        if recorder is None:
+            return None
+        found, eos_ids = recorder.take(event.tokens), self._tokenizer.eos_token_ids
+        pairs = zip(event.tokens, found, strict=True)
+        return [one for token, one in pairs if token not in eos_ids]
+
+    def _stop_string(self, tokens: Sequence[int], length: int) -> str | None:
+        """The stop string that ended a text of this length; None if an EOS token did."""
+        tokenizer = self._tokenizer
+        stops = self.request.settings.get("stop") or ()
+        if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
+            return None
+        text = text_of(tokenizer, tokens, self.request.continues_text)
+        return min((stop for stop in stops if text.startswith(stop, length)), default=None)
+
+
+def request_error(error: BaseException, metrics: Metrics) -> RequestError:
+    """What the client gets for an error. A failure of ours is also logged and counted."""
+    found = from_library(error)
+    if found.status == 500:
+        metrics.failed.inc()
+        cause = error.__cause__ if str(found) == str(error) else error  # ours says all there is
+        log.error("an answer could not be finished: %s", found, exc_info=cause)
+    return found

@@ -19,7 +19,7 @@ from serving import FakeEngine, FakeJob, make_target, running
 
 from dflash_mlx.cli.launch import PACKAGES, Agent
 
-SECONDS = 60
+SECONDS = 20  # more than Codex waits for an event here; four of these are in a test
 SECRET, PICTURE = "4711", "picture.png"
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"

@@ -63,7 +63,7 @@ def test_a_stream_adds_up_to_the_whole_answer(api, truncated, thinking):
         (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
         (CHAT, {"n": 9}, "n"),
         (CHAT, {"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
-        (CHAT, {"modalities": ["audio"]}, "modalities.0"),
+        (CHAT, {"modalities": ["audio"]}, "modalities"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"stop": ["a"] * 17}, "stop"),

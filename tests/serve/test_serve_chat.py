@@ -12,7 +12,7 @@ from dflash_mlx.errors import (
     PromptError,
     SettingsError,
 )
-from dflash_mlx.serve.logprobs import Vocabulary
+from dflash_mlx.serve.logprobs import token_bytes
 
 PATH = "/v1/chat/completions"
 
@@ -146,6 +146,6 @@ def test_log_probabilities_have_the_spaces_of_sentencepiece():
     strip = decoders.Strip(" ", 1, 0)
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
     tokenizer.decoder = decoders.Sequence(parts)
-    found = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
-    bytes_ = [found.bytes_of(token) for token in range(len(pieces))]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    bytes_ = [token_bytes(fast, token) for token in range(len(pieces))]
     assert bytes_ == [b"Hello", b" world", b" ", "\ufffd".encode(), b"\xe2"]

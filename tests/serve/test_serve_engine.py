@@ -156,7 +156,7 @@ def test_health_reports_a_device_that_hangs(pair):
         with engine_of(pair, stuck=2) as engine:
             handler = make_handler(engine)
             endpoints = Endpoints(models_of(handler), handler.metrics, 0.05)
-            (stream,) = await handler.start([GenerationRequest("m", "What", {"max_tokens": 24})])
+            stream = await handler.start([GenerationRequest("m", "What", {"max_tokens": 24})])
             device = engine._scheduler._batch
             await asyncio.to_thread(device.waiting.wait, 60)
             stream.close()
@@ -164,10 +164,10 @@ def test_health_reports_a_device_that_hangs(pair):
                 await asyncio.sleep(0.01)
             assert b"stalled" in answer.body and not handler.busy
             seconds = handler.seconds_since_step
-            (another,) = await handler.start([GenerationRequest("m", "What", {"max_tokens": 2})])
+            another = await handler.start([GenerationRequest("m", "What", {"max_tokens": 2})])
             assert handler.seconds_since_step > seconds
             device.freed.set()
-            assert [step async for step in another.steps()][-1].finish is not None
+            assert [step async for step in another.steps()][-1].reason is not None
             while handler.seconds_since_step:
                 await asyncio.sleep(0)
             assert (await endpoints.health(None)).status_code == 200

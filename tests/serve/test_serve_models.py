@@ -60,8 +60,7 @@ class Shelf:
 
     async def start(self, name, **settings):
         _, handler = await self.models.use(name)
-        [stream] = await handler.start([GenerationRequest(name, "Hi", settings)])
-        return stream
+        return await handler.start([GenerationRequest(name, "Hi", settings)])
 
 
 def test_names_of_models(tmp_path):
@@ -220,7 +219,7 @@ def test_eight_clients_on_each_of_two_models():
     async def ask(shelf, name, number):
         _, handler = await shelf.models.use(name)
         wanted = GenerationRequest(name, f"Hello {number} times {number}", settings)
-        [stream] = await handler.start([wanted])
+        stream = await handler.start([wanted])
         return "".join([step.event.text async for step in stream.steps()])
 
     async def play():

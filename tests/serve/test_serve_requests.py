@@ -121,7 +121,7 @@ def test_health_follows_decode_steps(target):
 
     async def ask():
         assert (await strict.health(None)).status_code == 200  # there is nothing to do
-        (stream,) = await handler.start([REQUEST])
+        stream = await handler.start([REQUEST])
         assert (await patient.health(None)).status_code == 200
         stalled = await strict.health(None)
         assert stalled.status_code == 503 and b"stalled" in stalled.body
@@ -135,13 +135,12 @@ def test_a_full_queue_answers_429(target):
     handler = make_handler(FakeEngine(target, ["Hello"], reason=None), capacity=2)
 
     async def ask():
-        (stream,) = await handler.start([GenerationRequest("m", "Hi", n=2)])
+        stream = await handler.start([GenerationRequest("m", "Hi", n=2)])
         with pytest.raises(RequestError) as refused:
             await handler.start([REQUEST])
         assert refused.value.status == 429 and refused.value.headers["Retry-After"] == "2"
         stream.close()
-        for one in await handler.start([REQUEST]):  # the slots are free again
-            one.close()
+        (await handler.start([REQUEST])).close()  # the slots are free again
 
     asyncio.run(ask())
 
@@ -151,7 +150,7 @@ def test_requests_to_a_server_that_stops_are_refused(target):
     endpoints = Endpoints(models_of(handler), handler.metrics)
 
     async def ask():
-        (stream,) = await handler.start([REQUEST])
+        stream = await handler.start([REQUEST])
         assert (await endpoints.ready(None)).status_code == 200
         handler.draining = True
         assert (await endpoints.ready(None)).status_code == 503

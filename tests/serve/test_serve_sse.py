@@ -21,10 +21,8 @@ STEPS = ["Hel", "lo", " wor", "ld"]
 )
 def test_a_step_is_one_piece(target, respond, more, others):
     async def pieces():
-        streams = await make_handler(FakeEngine(target, STEPS)).start(
-            [GenerationRequest("m", "Hi")]
-        )
-        return [piece async for piece in respond(streams, more).frames()]
+        stream = await make_handler(FakeEngine(target, STEPS)).start([GenerationRequest("m", "Hi")])
+        return [piece async for piece in respond(stream, more).frames()]
 
     found = asyncio.run(pieces())
     assert len(found) == len(STEPS) + others

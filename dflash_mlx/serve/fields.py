@@ -1,0 +1,254 @@
+"""Fields that the requests of several APIs share: sampling, content, functions, thinking."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AliasChoices, Field, Json
+from pydantic_core import from_json
+
+from ..setting_table import SAMPLING, SEED_BITS
+from .body import Body, ListOf
+from .errors import RequestError
+from .request import Tool, instead_of
+
+MAX_STOPS, MAX_BIASES, MAX_TOP_LOGPROBS = 16, 16384, 20
+SEEDS: Final = 2**SEED_BITS
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ModelName = Annotated[str, Field(max_length=512)]
+MaxTokens = Annotated[int, Field(ge=-1)]  # -1, as llama.cpp and LM Studio have it, is the default
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+Schema = dict[str, Any] | Json[dict[str, Any]]
+Stops = Annotated[ListOf[str], Field(max_length=MAX_STOPS)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def sampled(name: str, *aliases: str, least: float | None = None, most: float | None = None) -> Any:
+    """The field of a sampling setting, whose range an API may have otherwise.
+
+    Args:
+        name: of the setting in `SAMPLING`.
+        aliases: other names of the field.
+        least, most: the API's own bounds.
+    """
+    setting = SAMPLING[name]
+    if least is None:
+        least = 0 if setting.default == 0 else setting.least
+    is_open = 0 < least < 1e-9  # "above 0" says the same
+    is_whole = setting.kind is int
+    return Field(
+        None,
+        gt=0 if is_open else None,
+        ge=None if is_open else least,
+        le=None if is_whole else setting.most if most is None else most,
+        lt=2**31 if is_whole else None,
+        validation_alias=AliasChoices(name, *aliases) if aliases else None,
+    )
+
+
+def sampling_settings(body: Body) -> dict[str, Any]:
+    """The sampling settings that a request names, as the engine takes them."""
+    values = {name: getattr(body, name, None) for name in SAMPLING}
+    found = {name: value for name, value in values.items() if value is not None}
+    if (top_k := found.get("top_k")) is not None:
+        found["top_k"] = max(0, top_k)
+    if (seed := found.get("seed")) is not None:  # a negative one, as in llama.cpp, is random
+        found["seed"] = None if seed < 0 else seed % SEEDS
+    return found
+
+
+class SamplingOptions(Body):
+    """How tokens are chosen, in the APIs of OpenAI and Ollama."""
+
+    unsupported = {"mirostat": 0, "typical_p": 1}
+
+    temperature: float | None = sampled("temperature", most=2)
+    top_p: float | None = sampled("top_p")
+    top_k: int | None = sampled("top_k", least=-1)
+    min_p: float | None = sampled("min_p")
+    seed: int | None = None
+    stop: str | Stops | None = None
+    presence_penalty: float | None = sampled("presence_penalty", least=-2, most=2)
+    frequency_penalty: float | None = sampled("frequency_penalty", least=-2, most=2)
+    repetition_penalty: float | None = sampled("repetition_penalty", "repeat_penalty", most=10)
+    repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 is all
+    logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES)] | None = None
+    draft: bool | None = None
+
+    def settings(self, max_tokens: int | None) -> dict[str, Any]:
+        """The engine's settings that the request names. Negative `max_tokens` are the default."""
+        found = sampling_settings(self)
+        for name, off in (("repetition", 1), ("presence", 0), ("frequency", 0)):
+            if self.repeat_last_n == 0:
+                found.pop(f"{name}_penalty", None)
+            elif self.repeat_last_n and found.get(f"{name}_penalty", off) != off:
+                found[f"{name}_context_size"] = self.repeat_last_n % 2**31
+        if max_tokens is not None and max_tokens >= 0:
+            found["max_tokens"] = max_tokens
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if stop := [text for text in stop if text]:
+            found["stop"] = stop
+        if self.logit_bias is not None:
+            found["logit_bias"] = self.logit_bias
+        if self.draft is False:
+            found["block_size"] = 1
+        return found
+
+
+class ThinkingConfig(Body):
+    """Whether the model reasons before it answers."""
+
+    type: Literal["enabled", "adaptive", "disabled"] = "disabled"
+
+    def template_settings(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        return thinking_settings(self.type != "disabled")
+
+
+class ReasoningOptions(Body):
+    """How much the model reasons."""
+
+    unsupported = {"max_tokens": None, "mode": "standard"}
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+
+    def template_settings(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        return thinking_settings(self.enabled) | thinking_settings(self.effort)
+
+
+def thinking_settings(effort: str | bool | None) -> dict[str, Any]:
+    """The chat template's variables for a reasoning effort, or for thinking at all."""
+    if effort is None:
+        return {}
+    if isinstance(effort, bool) or effort == "none":
+        return {"enable_thinking": effort is True}
+    return {"reasoning_effort": effort, "enable_thinking": True}
+
+
+class ResponseFormat(Body):
+    """The format of the answer. Chat completions have the schema in `json_schema`."""
+
+    type: Literal["text", "json_object", "json_schema"] = "json_schema"
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    json_schema: ResponseFormat | None = None
+
+    def answer_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the answer; None for free text."""
+        if self.type == "text":
+            return None
+        default = {"type": "object"} if self.type == "json_object" else {}
+        return (self.json_schema or self).schema_ or default
+
+
+class ContentPart(Body):
+    """A part of a message; only text is read."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def media(self) -> str | None:
+        """The kind of an image, audio or a file; None for text."""
+        if self.type in ("text", "input_text", "output_text", "refusal"):
+            return None
+        return self.type.removeprefix("input_").removesuffix("_url")[:40]
+
+    def read(self) -> str:
+        """The text, or a line in place of an image, audio or a file."""
+        return instead_of(self.media) if self.media else self.text or self.refusal or ""
+
+
+Content = str | list[ContentPart] | None
+
+
+def read_message(role: str, content: Content, separator: str) -> dict[str, Any]:
+    """A message as chat templates take it; see `GenerationRequest.prompt`."""
+    media = [part.media for part in content if part.media] if isinstance(content, list) else []
+    text = read_content(content, separator)
+    return {"role": role, "content": text, **({"media": media[0]} if media else {})}
+
+
+def read_content(content: Content, separator: str) -> str:
+    """The text of a message's content."""
+    if isinstance(content, list):
+        return separator.join(part.read() for part in content)
+    return content or ""
+
+
+class Function(Body):
+    """A function: of a tool, of an earlier call (with arguments), or by its name alone."""
+
+    name: Annotated[str, Field(max_length=256)] = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    arguments: str | dict[str, Any] = "{}"  # an object in Ollama's API
+
+    def tool(self, namespace: str | None = None) -> Tool:
+        """The internal tool. Raises `RequestError` if it has no name."""
+        if not self.name:
+            raise RequestError("A function has no name.", param="tools")
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        name = flat_name(namespace, self.name)
+        return Tool(name, self.description or "", parameters, bool(self.strict))
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name that the model reads for a function of a namespace."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def template_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """An earlier call as chat templates take it: arguments are an object."""
+    try:
+        value = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):  # the model wrote what is not JSON
+        value = {"arguments": arguments}
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": value}}
+
+
+class ToolSelection(Body):
+    """One tool, or some tools with a mode; chat completions have one more object around each."""
+
+    type: str
+    name: str = ""
+    function: Function | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: ListOf[ToolSelection] | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @property
+    def own_name(self) -> str:
+        """The name of the one tool."""
+        return self.function.name if self.function else self.name
+
+
+class AllowedTools(Body):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: ListOf[ToolSelection]
+
+
+# "any", as Mistral calls "required"
+ToolChoiceField = Literal["none", "auto", "required", "any"] | ToolSelection
+
+
+def read_tool_choice(choice: ToolChoiceField | None, parallel: bool | None) -> dict[str, Any]:
+    """The choice among tools, as `GenerationRequest` takes it. A named tool is called once."""
+    mode: Any = "required" if choice == "any" else choice or "auto"
+    names, parallel = None, parallel is not False
+    if isinstance(choice, ToolSelection):
+        some = choice.allowed_tools or choice
+        if some.tools is None:
+            mode, names, parallel = "required", frozenset({choice.own_name}), False
+        else:
+            mode, names = some.mode, frozenset(tool.own_name for tool in some.tools)
+    return {"tool_choice": mode, "allowed_tools": names, "parallel_calls": parallel}
