@@ -19,6 +19,7 @@ from .auth import Auth
 from .body import read_body
 from .metrics import CONTENT_TYPE, Metrics
 from .middleware import with_middleware
+from .model_info import ollama_details, ollama_entry, openai_entry
 from .models import Models
 from .request import GenerationRequest
 from .response import ApiResponse
@@ -127,24 +128,24 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         """The list of models."""
-        found = [model.info.openai() for model in self._models.offered]
+        found = list(map(openai_entry, self._models.offered))
         content = {"object": "list", "data": found, "has_more": False}
         return JSONResponse(content | {"first_id": found[0]["id"], "last_id": found[-1]["id"]})
 
     async def model(self, request: Request) -> Response:
         """A model by its name."""
-        return JSONResponse(self._models.find(request.path_params["name"]).info.openai())
+        return JSONResponse(openai_entry(self._models.find(request.path_params["name"])))
 
     async def ollama_models(self, request: Request) -> Response:
         """Ollama's lists of all models, and of those that are loaded."""
         all_ = request.url.path.endswith("tags")
-        found = [one.info.ollama() for one in self._models.offered if all_ or one.handler]
+        found = [ollama_entry(one) for one in self._models.offered if all_ or one.handler]
         return JSONResponse({"models": found})
 
     async def ollama_show(self, request: Request) -> Response:
         """Ollama's description of a model."""
         body = await read_body(request, ollama.OllamaShowBody)
-        return JSONResponse(self._models.find(body.model).info.ollama_details())
+        return JSONResponse(ollama_details(self._models.find(body.model)))
 
     async def ollama_version(self, request: Request) -> Response:
         """The version of Ollama's API."""

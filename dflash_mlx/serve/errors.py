@@ -85,6 +85,11 @@ class RequestError(DFlashError):
         return {"error": str(self)}
 
 
+def shutting_down() -> RequestError:
+    """The error of a request while the server stops."""
+    return RequestError("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
+
+
 def too_long(tokens: int, max_tokens: int, param: str) -> RequestError:
     """The error of a prompt longer than `max_tokens`, in the words that clients look for."""
     error = RequestError(

@@ -21,7 +21,7 @@ from ..errors import DFlashError
 from ..prompt import EFFORT
 from ..stream import skip_text_start
 from ..threads import clean_up_at_end
-from .errors import RETRY_SECONDS, RequestError
+from .errors import RETRY_SECONDS, RequestError, shutting_down
 from .fields import SEEDS
 from .grammar import GrammarFactory
 from .logprobs import LogprobRecorder
@@ -49,9 +49,8 @@ class RequestHandler:
 
     Attributes:
         form: how the model answers.
-        draining: the server stops, and accepts no requests.
         idle: set while no request runs or waits.
-        lost: machines that share the model have lost each other.
+        lost: machines that share the model have lost each other; no request is accepted.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class RequestHandler:
     ) -> None:
         self.target, self.metrics = target, metrics
         self.form = AnswerFormat.of(target.tokenizer)
-        self.draining = self.lost = False
+        self.lost = False
         self._engine, self._defaults, self._capacity = engine, dict(defaults), capacity
         self._template = self._defaults.pop("chat_template_kwargs", None) or {}
         self._grammars = GrammarFactory(target, self.form)
@@ -143,7 +142,7 @@ class RequestHandler:
 
     def give_up(self, error: DFlashError) -> None:
         """End all answers with an error: machines that share the model have lost each other."""
-        self.draining = self.lost = True
+        self.lost = True
         self._engine.abandon(error)
 
     def close(self) -> None:
@@ -156,8 +155,8 @@ class RequestHandler:
             raise RequestError(
                 f"This server takes {self._capacity} answers at most, not {count}: ask for fewer."
             )
-        if self.draining:
-            raise RequestError("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
+        if self.lost:
+            raise shutting_down()
         if self._reserved + count > self._capacity:
             raise RequestError(
                 f"The queue is full ({self._capacity} answers): try again later.",

@@ -96,34 +96,28 @@ def with_middleware(routes: Sequence[Route], auth: Auth, metrics: Metrics) -> St
     """An application of these routes behind the middleware."""
     middleware = [Middleware(RequestMiddleware, auth=auth, metrics=metrics)]
     if auth.origins:
-        origins = sorted(auth.origins)
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=origins,
+            allow_origins=sorted(auth.origins),
             allow_methods=["*"],
             allow_headers=["*"],
             allow_private_network=True,  # Chrome asks before it lets a page use this machine
         )
         middleware.insert(0, cors)
-    return Starlette(
-        routes=routes,
-        middleware=middleware,
-        exception_handlers={
-            RequestError: _on_request_error,
-            HTTPException: _on_http_error,
-            ClientDisconnect: _on_disconnect,
-            Exception: _on_failure,
-        },
-    )
+    known = RequestError, HTTPException, ClientDisconnect, Exception
+    handlers = dict.fromkeys(known, _on_error)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
-async def _on_request_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return error_response(request, error)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _on_error(request: Request, error: Exception) -> Response:
+    """The response to a request that raised an error."""
+    if isinstance(error, RequestError):
+        return error_response(request, error)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_CLOSED)
+    if not isinstance(error, HTTPException):
+        log.error("%s failed: %r", request.state.request_id, error)
+        return error_response(request, RequestError("Internal error: see the server's log.", 500))
     not_found = NO_EMBEDDINGS if "/embed" in request.url.path else NOT_FOUND
     messages = {404: not_found, 405: "This path takes another method."}
     status = error.status_code if error.status_code in messages else 400
@@ -131,12 +125,3 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     response = error_response(request, RequestError(message, status))
     response.headers.update(error.headers or {})
     return response
-
-
-async def _on_disconnect(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED)
-
-
-async def _on_failure(request: Request, error: Exception) -> Response:
-    log.error("%s failed: %r", request.state.request_id, error)
-    return error_response(request, RequestError("Internal error: see the server's log.", 500))

@@ -21,9 +21,8 @@ import mlx.core as mx
 
 from ..errors import DFlashError, NotEnoughMemoryError
 from ..threads import clean_up_at_end
-from .errors import RETRY_SECONDS, RequestError
+from .errors import RequestError, shutting_down
 from .handler import RequestHandler
-from .model_info import ModelInfo
 
 LATEST: Final = ":latest"  # Ollama's clients add it to names without a tag
 
@@ -54,13 +53,6 @@ class OfferedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    @property
-    def info(self) -> ModelInfo:
-        """What the lists of models say."""
-        handler = self.handler  # another thread may unload it meanwhile
-        target, form = (handler.target, handler.form) if handler else (None, None)
-        return ModelInfo(self.name, self.created, target, form, self.path)
-
 
 class Models:
     """The models of one server. All methods are for its event loop.
@@ -84,12 +76,8 @@ class Models:
         self._stopping = False
         self._room = asyncio.Lock()  # held by the one model that others make room for
         self._thread = ThreadPoolExecutor(1, "dflash-load", clean_up_at_end)
-        for model in self._loaded:
+        for model in self.offered:
             model.used = clock()
-
-    @property
-    def _loaded(self) -> list[OfferedModel]:
-        return [model for model in self.offered if model.handler is not None]
 
     @property
     def handlers(self) -> list[RequestHandler]:
@@ -104,7 +92,7 @@ class Models:
     @property
     def draining(self) -> bool:
         """Whether the server stops."""
-        return self._stopping or any(handler.draining for handler in self.handlers)
+        return self._stopping or self.lost
 
     @property
     def lost(self) -> bool:
@@ -119,8 +107,6 @@ class Models:
     def drain(self) -> None:
         """Refuse new requests; open answers go on."""
         self._stopping = True
-        for handler in self.handlers:
-            handler.draining = True
 
     def abort(self) -> None:
         """End all answers."""
@@ -146,11 +132,13 @@ class Models:
         Raises `RequestError`: 404 as `find`, 500 or 503 if the model cannot be loaded.
         """
         model = self.find(name)
+        if self.draining:
+            raise shutting_down()
         async with model.lock:
             if model.handler is None and not await self._load(model):
                 async with self._room:
                     while not await self._load(model):
-                        await self._make_room(model)
+                        await self._make_room()
             assert model.handler is not None
             model.used = self._clock()
             return model, model.handler
@@ -167,7 +155,7 @@ class Models:
         """Unload the models that no request has used for `idle_seconds`."""
         if self._idle_seconds is None or self.draining:
             return
-        for model in self._loaded:
+        for model in self.offered:
             if model.lock.locked() or model.handler is None:
                 continue
             if not model.handler.idle.is_set():
@@ -178,29 +166,28 @@ class Models:
 
     async def _load(self, model: OfferedModel) -> bool:
         """Load a model; whether it fits beside the loaded ones. Raises `RequestError`."""
-        if self._stopping:
-            message = "The server is shutting down."
-            raise RequestError(message, 503, retry_after=RETRY_SECONDS)
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._thread, _open, model)
-        except NotEnoughMemoryError as error:
-            if not any(one.load is not None for one in self._loaded):
-                log.error("%s cannot be loaded: %s", model.name, error)
-                message = f"{model.name} does not fit into this machine's memory."
-                raise RequestError(message, 503) from error
-            return False
         except DFlashError as error:
+            too_large = isinstance(error, NotEnoughMemoryError)
+            if too_large and self._movable:
+                return False
             log.error("%s cannot be loaded: %s", model.name, error)
             # The error may name a folder of this machine.
-            message = f"{model.name} cannot be loaded: see the server's log."
-            raise RequestError(message, 500) from error
+            why = "cannot be loaded: see the server's log."
+            why = "does not fit into this machine's memory." if too_large else why
+            raise RequestError(f"{model.name} {why}", 503 if too_large else 500) from error
         return True
 
-    async def _make_room(self, model: OfferedModel) -> None:
+    @property
+    def _movable(self) -> list[OfferedModel]:
+        """The loaded models that may be unloaded."""
+        return [one for one in self.offered if one.handler is not None and one.load is not None]
+
+    async def _make_room(self) -> None:
         """Unload the model that was used longest ago, after its last answer."""
-        others = [one for one in self._loaded if one.load is not None]
-        oldest = min(others, key=lambda one: one.used, default=None)
+        oldest = min(self._movable, key=lambda one: one.used, default=None)
         if oldest is None:  # unloaded meanwhile
             return
         async with oldest.lock:

@@ -183,14 +183,15 @@ class ChoicesResponse(ApiResponse):
 def grow(whole: dict[str, Any], delta: dict[str, Any]) -> None:
     """Add a delta to what came before: texts, lists and objects grow, other values replace it."""
     for name, new in delta.items():
-        old = whole.get(name)
-        if isinstance(old, dict | str | list) and name not in _FIXED:
-            if isinstance(old, dict):
-                grow(old, new or {})
-            else:
-                whole[name] = old + (new or type(old)())
-        elif new is not None or name not in whole:
+        old: Any = whole.get(name)
+        if new is None and name in whole:
+            continue
+        if name in _FIXED or type(old) not in (dict, list, str):
             whole[name] = new
+        elif isinstance(old, dict):
+            grow(old, new)
+        else:
+            whole[name] = old + new
 
 
 def step_drafting(step: StepOutput) -> dict[str, int]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 PING_SECONDS: Final = 5.0
 WRITE_SECONDS: Final = 60.0  # for a client to read what was sent before
@@ -35,9 +35,8 @@ class EventStream(StreamingResponse):
 
     def __init__(self, response: Any) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self._response, self._frames = response, response.frames()
-        super().__init__(self._frames, media_type=response.media_type, headers=headers)
-        self._silent = True
+        super().__init__(_with_pings(response), media_type=response.media_type, headers=headers)
+        self._response = response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
@@ -47,33 +46,30 @@ class EventStream(StreamingResponse):
             self._response.close()
 
     async def stream_response(self, send: Send) -> None:
-        """Send the frames, with one task that pings beside them."""
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await send(start)
-        pinging = asyncio.create_task(self._send_pings(send))
-        try:
-            async with aclosing(self._frames) as frames:
-                async for content in frames:
-                    self._silent = False
-                    async with asyncio.timeout(WRITE_SECONDS):
-                        await send(_body(content))
-        except TimeoutError:  # the client has stopped reading
-            return
-        finally:
-            pinging.cancel()
-            await asyncio.wait([pinging])
-        await send(_body(b"", False))
+        """Send the frames, until the client stops reading."""
 
-    async def _send_pings(self, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(WRITE_SECONDS):
+                await send(message)
+
+        with suppress(TimeoutError):
+            await super().stream_response(send_in_time)
+
+
+async def _with_pings(response: Any) -> AsyncIterator[bytes]:
+    """The frames of a response, and its ping where none has come for `PING_SECONDS`."""
+    frames = response.frames()
+    coming = asyncio.ensure_future(anext(frames, None))
+    try:
         while True:
-            await asyncio.sleep(PING_SECONDS)
-            if self._silent:
-                await send(_body(self._response.frame(self._response.ping())))
-            self._silent = True
-
-
-def _body(content: bytes, more: bool = True) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": content, "more_body": more}
+            while not (await asyncio.wait({coming}, timeout=PING_SECONDS))[0]:
+                yield response.frame(response.ping())
+            if (content := coming.result()) is None:
+                return
+            yield content
+            coming = asyncio.ensure_future(anext(frames, None))
+    finally:
+        coming.cancel()
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..answers.parser import AnswerParser, Part, Reasoning, joined
 from ..events import Event
 from ..stream import text_of
-from .errors import RETRY_SECONDS, RequestError, from_library
+from .errors import RequestError, from_library, shutting_down
 from .logprobs import LogprobRecorder
 from .metrics import Metrics
 from .request import GenerationRequest
@@ -152,7 +152,7 @@ class ResponseStream:
             count = self._tokenizer.encode(reasoning, add_special_tokens=False) if reasoning else ()
             self._steps.put_nowait(StepOutput(*step, reason, len(count), stop_string))
             return
-        raise RequestError("The server is shutting down.", 503, retry_after=RETRY_SECONDS)
+        raise shutting_down()
 
     def _logprobs(
         self, recorder: LogprobRecorder | None, event: Event

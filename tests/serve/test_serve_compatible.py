@@ -258,7 +258,7 @@ class SlowJob(FakeJob):
 
     async def __aiter__(self):
         async for event in super().__aiter__():
-            for _ in range(5):
+            for _ in range(3000):
                 await asyncio.sleep(0)
             yield event
 

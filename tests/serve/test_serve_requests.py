@@ -147,15 +147,16 @@ def test_a_full_queue_answers_429(target):
 
 def test_requests_to_a_server_that_stops_are_refused(target):
     handler = make_handler(FakeEngine(target, ["Hello"], reason=None))
-    endpoints = Endpoints(models_of(handler), handler.metrics)
+    models = models_of(handler)
+    endpoints = Endpoints(models, handler.metrics)
 
     async def ask():
         stream = await handler.start([REQUEST])
         assert (await endpoints.ready(None)).status_code == 200
-        handler.draining = True
+        models.drain()
         assert (await endpoints.ready(None)).status_code == 503
         with pytest.raises(RequestError) as refused:
-            await handler.start([REQUEST])
+            await models.use("m")
         assert refused.value.status == 503 and refused.value.headers["Retry-After"]
         handler.abort()
         with pytest.raises(RequestError) as refused:
