@@ -16,12 +16,13 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from .errors import PromptError
+from .validation import ErrorWrapper
 from .worker import Worker, WorkerLimitError
 
 SECONDS = 10  # of a template
 MAX_GROWTH, MAX_ADDED = 4, 2**20  # bytes of a text: for each of the messages, and beside them
-# What `apply_chat_template` raises: jinja2, transformers, and templates that are Python code.
-TEMPLATE_ERRORS = (
+# What jinja2, transformers, and templates that are Python code raise for messages.
+_ERRORS = (
     TemplateError,
     ArithmeticError,
     AssertionError,
@@ -61,9 +62,20 @@ def apply_chat_template(
         continue_final_message: leave the last message's turn open instead.
         settings: more variables of the template, such as tools.
 
-    Raises `TemplateLimitError` for a template that takes too long or too much memory, and
-    `TEMPLATE_ERRORS` for messages that transformers or the template refuses.
+    Raises `PromptError` for messages that transformers or the template refuses, and its subclass
+    `TemplateLimitError` for a template that takes too long or too much memory.
     """
+    with ErrorWrapper(PromptError, "The chat template refuses these messages", _ERRORS):
+        return _text(tokenizer, messages, add_generation_prompt, continue_final_message, settings)
+
+
+def _text(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    settings: dict[str, Any],
+) -> str:
     own, is_code = _own(tokenizer)
     if is_code:
         return str(

@@ -9,12 +9,7 @@ from itertools import takewhile
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from .chat_template import (
-    TEMPLATE_ERRORS,
-    apply_chat_template,
-    template_reads,
-    thinking_switches,
-)
+from .chat_template import apply_chat_template, template_reads, thinking_switches
 from .errors import PromptError
 from .validation import TOKENIZER_ERRORS, ErrorWrapper, brief
 
@@ -174,8 +169,7 @@ def _apply_template(
 ) -> list[int]:
     """Token ids of messages, put through the chat template. Raises `PromptError`."""
     texts = list(map(_with_text, messages))
-    with ErrorWrapper(PromptError, "The chat template refuses these messages", TEMPLATE_ERRORS):
-        text = apply_chat_template(tokenizer, texts, generation_prompt, **(template or {}))
+    text = apply_chat_template(tokenizer, texts, generation_prompt, **(template or {}))
     return encode_text(tokenizer, text, False)
 
 

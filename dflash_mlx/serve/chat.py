@@ -124,13 +124,12 @@ class ChatResponse(ChoicesResponse):
 
     _prefix, _kind, _chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def begin(self) -> Iterator[Event]:
-        """The role, for each answer."""
+    def _begin(self) -> Iterator[Event]:
         self._calls = [0] * self._stream.size  # so far, of each answer
         for index in range(self._stream.size):
             yield self._chunk(self._delta(index, {"role": "assistant", "content": ""}))
 
-    def step(self, step: StepOutput) -> Iterator[Event]:
+    def _step(self, step: StepOutput) -> Iterator[Event]:
         """An event for each part, and one for the end of an answer."""
         deltas = [self._part(step.choice, part) for part in step.parts]
         if deltas or step.logprobs:
@@ -142,9 +141,8 @@ class ChatResponse(ChoicesResponse):
         if step.reason is not None:
             yield self._chunk(self._delta(step.choice, {}, finish_reason=step.reason))
 
-    def add(self, event: Event) -> None:
-        """Add an event to its choice; the totals are the last one."""
-        super().add(event)
+    def _add(self, event: Event) -> None:
+        super()._add(event)
         for choice in self.result["choices"] if not event["choices"] else ():
             message = choice["message"] = choice.pop("delta") | {"refusal": None}
             for call in message.get("tool_calls", ()):

@@ -64,7 +64,7 @@ class CompletionsResponse(ChoicesResponse):
         super().__init__(stream, include_usage)
         self._lengths = [0] * stream.size  # of the texts so far
 
-    def step(self, step: StepOutput) -> Iterator[Event]:
+    def _step(self, step: StepOutput) -> Iterator[Event]:
         """One event, with the text as the model wrote it."""
         choice = self._delta(step.choice) | {"text": step.event.text, "finish_reason": step.reason}
         choice["logprobs"] = self._logprobs(step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Collection, Sequence
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AliasChoices, Field, Json
 from pydantic_core import from_json
@@ -47,14 +48,15 @@ def sampled(name: str, *aliases: str, least: float | None = None, most: float | 
     )
 
 
-def sampling_settings(body: Body) -> dict[str, Any]:
-    """The sampling settings that a request names, as the engine takes them."""
-    values = {name: getattr(body, name, None) for name in SAMPLING}
+def sampling_settings(body: Body, stop: Sequence[str] | None, **more: Any) -> dict[str, Any]:
+    """The engine's settings that a request names, with `more` of them that are not None."""
+    values = {name: getattr(body, name, None) for name in SAMPLING} | more
+    values["stop"] = [text for text in stop or () if text] or None
     found = {name: value for name, value in values.items() if value is not None}
-    if (top_k := found.get("top_k")) is not None:
-        found["top_k"] = max(0, top_k)
-    if (seed := found.get("seed")) is not None:  # a negative one, as in llama.cpp, is random
-        found["seed"] = None if seed < 0 else seed % SEEDS
+    if "top_k" in found:
+        found["top_k"] = max(0, found["top_k"])
+    if "seed" in found:  # a negative one, as in llama.cpp, is random
+        found["seed"] = None if found["seed"] < 0 else found["seed"] % SEEDS
     return found
 
 
@@ -78,21 +80,18 @@ class SamplingOptions(Body):
 
     def settings(self, max_tokens: int | None) -> dict[str, Any]:
         """The engine's settings that the request names. Negative `max_tokens` are the default."""
-        found = sampling_settings(self)
+        found = sampling_settings(
+            self,
+            [self.stop] if isinstance(self.stop, str) else self.stop,
+            max_tokens=None if (max_tokens or 0) < 0 else max_tokens,
+            logit_bias=self.logit_bias,
+            block_size=1 if self.draft is False else None,
+        )
         for name, off in (("repetition", 1), ("presence", 0), ("frequency", 0)):
             if self.repeat_last_n == 0:
                 found.pop(f"{name}_penalty", None)
             elif self.repeat_last_n and found.get(f"{name}_penalty", off) != off:
                 found[f"{name}_context_size"] = self.repeat_last_n % 2**31
-        if max_tokens is not None and max_tokens >= 0:
-            found["max_tokens"] = max_tokens
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if stop := [text for text in stop if text]:
-            found["stop"] = stop
-        if self.logit_bias is not None:
-            found["logit_bias"] = self.logit_bias
-        if self.draft is False:
-            found["block_size"] = 1
         return found
 
 
@@ -147,14 +146,16 @@ class ResponseFormat(Body):
 class ContentPart(Body):
     """A part of a message; only text is read."""
 
+    known: ClassVar[Collection[str]] = ("text", "input_text", "output_text", "refusal")
+
     type: str
     text: str | None = None
     refusal: str | None = None
 
     @property
     def media(self) -> str | None:
-        """The kind of an image, audio or a file; None for text."""
-        if self.type in ("text", "input_text", "output_text", "refusal"):
+        """The kind of an image, audio or a file; None for what is read."""
+        if self.type in self.known:
             return None
         return self.type.removeprefix("input_").removesuffix("_url")[:40]
 

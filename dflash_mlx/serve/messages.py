@@ -12,7 +12,9 @@ from ..answers.parser import Part, Reasoning, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .fields import (
+    ContentPart,
     ModelName,
+    ResponseFormat,
     Stops,
     ThinkingConfig,
     sampled,
@@ -20,7 +22,7 @@ from .fields import (
     template_call,
     thinking_settings,
 )
-from .request import GenerationRequest, Tool, ToolChoice, instead_of
+from .request import GenerationRequest, Tool, ToolChoice
 from .response import ApiResponse, Event, grow
 from .steps import ResponseStream, StepOutput
 
@@ -28,7 +30,6 @@ from .steps import ResponseStream, StepOutput
 # its start shares nothing in the prefix cache.
 BILLING_HEADER: Final = "x-anthropic-billing-header:"
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_READ: Final = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 _TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
     "auto": "auto",
     "any": "required",
@@ -37,11 +38,11 @@ _TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
 }
 
 
-class ContentBlock(Body):
+class ContentBlock(ContentPart):
     """A block of a message: text, a call, a result or reasoning."""
 
-    type: str
-    text: str | None = None
+    known = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
@@ -49,15 +50,6 @@ class ContentBlock(Body):
     tool_use_id: str | None = None
     content: str | ListOf[ContentBlock] | None = None
     is_error: bool | None = None
-
-    @property
-    def media(self) -> str | None:
-        """The kind of an image, a PDF or another block that is not read; None for others."""
-        return None if self.type in _READ else self.type[:40]
-
-    def read(self) -> str:
-        """The text, or a line in place of what is not text."""
-        return instead_of(self.media) if self.media else self.text or ""
 
     def template_result(self) -> dict[str, Any]:
         """A `tool_result` block as chat templates take it."""
@@ -130,18 +122,11 @@ class AnthropicToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputFormat(Body):
-    """The format of the answer."""
-
-    type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-
-
 class OutputConfig(Body):
     """The reasoning effort and the format of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
+    format: ResponseFormat | None = None
 
 
 class MessagesBody(Body):
@@ -160,7 +145,7 @@ class MessagesBody(Body):
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None
+    output_format: ResponseFormat | None = None
     stream: bool | None = None
     temperature: float | None = sampled("temperature", most=1)
     top_p: float | None = sampled("top_p")
@@ -176,9 +161,6 @@ class MessagesBody(Body):
             if choice.name is None:
                 raise RequestError("name is missing.", param="tool_choice.name")
             allowed = frozenset({choice.name})
-        settings = sampling_settings(self) | {"max_tokens": self.max_tokens}
-        if stop := [text for text in self.stop_sequences or () if text]:
-            settings["stop"] = stop
         thinks = (self.thinking or ThinkingConfig()).type != "disabled"
         form = self.output_format or output.format
         messages = self._system_messages()
@@ -188,12 +170,12 @@ class MessagesBody(Body):
         return GenerationRequest(
             self.model,
             messages,
-            settings,
+            sampling_settings(self, self.stop_sequences, max_tokens=self.max_tokens),
             [tool.tool() for tool in self.tools or ()],
             _TOOL_CHOICES[choice.type],
             allowed,
             parallel_calls=not choice.disable_parallel_tool_use,
-            schema=form.schema_ if form else None,
+            schema=form.answer_schema() if form else None,
             template_settings=thinking_settings(output.effort) | {"enable_thinking": thinks},
             continues_message=last["role"] == "assistant"
             and bool(last["content"])
@@ -227,7 +209,7 @@ class MessagesResponse(ApiResponse):
         self._request_id = request_id
         self._is_begun, self._index, self._open_kind = False, -1, ""
 
-    def step(self, step: StepOutput) -> Iterator[Event]:
+    def _step(self, step: StepOutput) -> Iterator[Event]:
         """The events of the message and of its blocks."""
         if not self._is_begun:  # not earlier: only now the usage has the cached tokens
             self._is_begun = True
@@ -256,16 +238,14 @@ class MessagesResponse(ApiResponse):
             yield {"type": "message_delta", "delta": delta} | more
             yield {"type": "message_stop"}
 
-    def error(self, error: RequestError) -> Event:
-        """The error as without a stream."""
+    def _error(self, error: RequestError) -> Event:
         return error.anthropic(self._request_id)
 
     def ping(self) -> Event:
         """Anthropic's own."""
         return {"type": "ping"}
 
-    def add(self, event: Event) -> None:
-        """Add an event to the message."""
+    def _add(self, event: Event) -> None:
         if event["type"] == "message_start":
             self.result = event["message"]
         elif event["type"] == "content_block_start":

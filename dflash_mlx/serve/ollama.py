@@ -155,7 +155,7 @@ class OllamaResponse(ApiResponse):
         self._load_seconds = time.monotonic() - start  # of the model, if it was not loaded
         self._is_raw = stream.request.prompt_field == "prompt"
 
-    def step(self, step: StepOutput) -> Iterator[Event]:
+    def _step(self, step: StepOutput) -> Iterator[Event]:
         """One piece, if there is something new."""
         if self._is_raw:
             piece = self._piece(step.event.text)
@@ -165,8 +165,7 @@ class OllamaResponse(ApiResponse):
             return
         yield piece | ({"logprobs": step.logprobs} if step.logprobs else {})
 
-    def end(self) -> Iterator[Event]:
-        """Why the answer ended, tokens, and nanoseconds."""
+    def _end(self) -> Iterator[Event]:
         [end] = self.ends
         stats = end.event.stats
         seconds = {
@@ -183,16 +182,14 @@ class OllamaResponse(ApiResponse):
             **{f"{name}_duration": int(value * 1e9) for name, value in seconds.items()},
         }
 
-    def error(self, error: RequestError) -> Event:
-        """The error as without a stream."""
+    def _error(self, error: RequestError) -> Event:
         return error.ollama()
 
     def ping(self) -> Event:
         """A line without text."""
         return self._piece()
 
-    def add(self, event: Event) -> None:
-        """Add an event to the response."""
+    def _add(self, event: Event) -> None:
         grow(self.result, event)
 
     def frame(self, event: Event) -> bytes:

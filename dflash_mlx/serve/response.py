@@ -37,7 +37,7 @@ class ApiResponse(ABC):
         """The whole response. Raises `RequestError`."""
         async for events in self._events():
             for event in events:
-                self.add(event)
+                self._add(event)
         return self.result
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -47,26 +47,26 @@ class ApiResponse(ABC):
                 if content := b"".join(map(self.frame, events)):
                     yield content
         except RequestError as error:
-            yield self.frame(self.error(error))
+            yield self.frame(self._error(error))
 
     async def _events(self) -> AsyncIterator[Iterator[Event]]:
         """The events of the start, of each step, and of the end. Raises `RequestError`."""
-        yield self.begin()
+        yield self._begin()
         async for step in self._stream.steps():
             if step.reason is not None:
                 self.ends.append(step)
-            yield self.step(step)
-        yield self.end()
+            yield self._step(step)
+        yield self._end()
 
-    def begin(self) -> Iterator[Event]:
+    def _begin(self) -> Iterator[Event]:
         """The events before the first step."""
         return iter(())
 
     @abstractmethod
-    def step(self, step: StepOutput) -> Iterator[Event]:
+    def _step(self, step: StepOutput) -> Iterator[Event]:
         """The events of a decode step."""
 
-    def end(self) -> Iterator[Event]:
+    def _end(self) -> Iterator[Event]:
         """The events after the last step."""
         return iter(())
 
@@ -75,11 +75,11 @@ class ApiResponse(ABC):
         """What changes nothing, and keeps a silent connection open."""
 
     @abstractmethod
-    def error(self, error: RequestError) -> Event:
+    def _error(self, error: RequestError) -> Event:
         """The event that ends a stream with an error."""
 
     @abstractmethod
-    def add(self, event: Event) -> None:
+    def _add(self, event: Event) -> None:
         """Add an event to the whole response."""
 
     def frame(self, event: Event) -> bytes:
@@ -152,15 +152,15 @@ class ChoicesResponse(ApiResponse):
         """An event without text, of the answer that is not finished."""
         return self._chunk(self._delta(min(len(self.ends), self._stream.size - 1)))
 
-    def end(self) -> Iterator[Event]:
+    def _end(self) -> Iterator[Event]:
         """The totals."""
         yield self._head | {"choices": [], "usage": self.usage(), "x_dflash": self.drafting()}
 
-    def error(self, error: RequestError) -> Event:
+    def _error(self, error: RequestError) -> Event:
         """The error as without a stream."""
         return error.openai()
 
-    def add(self, event: Event) -> None:
+    def _add(self, event: Event) -> None:
         """Add an event to its choice."""
         choices = self.result["choices"]
         for choice in event["choices"]:

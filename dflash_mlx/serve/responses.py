@@ -51,16 +51,13 @@ class ResponsesTool(Function):
         """The internal tool of a custom one. Raises `RequestError` if it has no name."""
         grammar = (self.format or {}).get("definition")
         described = [self.description or "", f"The input follows this grammar:\n{grammar}"]
-        text = Function(
-            name=self.name,
-            description="\n\n".join(described[: 1 + bool(grammar)]),
-            parameters={
-                "type": "object",
-                "properties": {CUSTOM_INPUT: {"type": "string"}},
-                "required": [CUSTOM_INPUT],
-            },
-        )
-        return text.tool()
+        schema = {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: {"type": "string"}},
+            "required": [CUSTOM_INPUT],
+        }
+        text = "\n\n".join(described[: 1 + bool(grammar)])
+        return Function(name=self.name, description=text, parameters=schema).tool()
 
 
 class ResponsesBody(SamplingOptions):
@@ -168,12 +165,11 @@ class ResponsesResponse(ApiResponse):
         self._names = {tool.name: (space, name) for space, name, tool in body.functions}
         self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
 
-    def begin(self) -> Iterator[Event]:
-        """The response is created, and goes on."""
+    def _begin(self) -> Iterator[Event]:
         yield {"type": "response.created", "response": self._response()}
         yield self.ping()
 
-    def step(self, step: StepOutput) -> Iterator[Event]:
+    def _step(self, step: StepOutput) -> Iterator[Event]:
         """The events of items and of their parts."""
         self._logprobs += step.logprobs or ()
         for part in step.parts:
@@ -181,15 +177,13 @@ class ResponsesResponse(ApiResponse):
         if step.reason is not None:
             yield from self._close_item()
 
-    def end(self) -> Iterator[Event]:
-        """The finished response, which later requests may refer to."""
+    def _end(self) -> Iterator[Event]:
         response = self._response()
         if response["store"]:
             self._store(response)
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def error(self, error: RequestError) -> Event:
-        """The response has failed."""
+    def _error(self, error: RequestError) -> Event:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         details = {"code": code, "message": str(error)}
         response = self._response() | {"status": "failed", "error": details}
@@ -199,8 +193,7 @@ class ResponsesResponse(ApiResponse):
         """The event that the response goes on."""
         return {"type": "response.in_progress", "response": self._response()}
 
-    def add(self, event: Event) -> None:
-        """The last event has the whole response."""
+    def _add(self, event: Event) -> None:
         self.result = event.get("response", self.result)
 
     def frame(self, event: Event) -> bytes:

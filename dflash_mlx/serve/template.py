@@ -19,10 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..answers.calls import JsonCalls
 from ..answers.families import HARMONY, AnswerFormat, Family
-from ..chat_template import TEMPLATE_ERRORS, TemplateLimitError, apply_chat_template
+from ..chat_template import TemplateLimitError, apply_chat_template
 from ..errors import PromptError
 from ..prompt import branch_points, check_ids, encode_text, token_ids
-from ..validation import ErrorWrapper
 from .errors import RequestError, too_long
 from .request import GenerationRequest, Tool
 
@@ -87,16 +86,13 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> R
     partly: Rendered | None = None
     for attempt in _attempts(messages, form.family):
         try:
-            with ErrorWrapper(
-                PromptError, "The chat template refuses these messages", TEMPLATE_ERRORS
-            ):
-                text = apply_chat_template(
-                    tokenizer,
-                    attempt,
-                    add_generation_prompt=not request.continues_message,
-                    continue_final_message=request.continues_message,
-                    **settings,
-                )
+            text = apply_chat_template(
+                tokenizer,
+                attempt,
+                not request.continues_message,
+                request.continues_message,
+                **settings,
+            )
         except TemplateLimitError:
             raise
         except PromptError as error:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ..chat_template import TEMPLATE_ERRORS, apply_chat_template
-from ..errors import DataError
-from ..validation import TOKENIZER_ERRORS, UTF8, ErrorWrapper, is_message, parse_json
+from ..chat_template import apply_chat_template
+from ..errors import DataError, PromptError
+from ..prompt import encode_text
+from ..validation import UTF8, is_message, parse_json
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -70,13 +71,10 @@ def template_ids(
 
     Raises `DataError` if the chat template refuses them.
     """
-    wrong, errors = (
-        "The chat template refuses these messages",
-        (*TEMPLATE_ERRORS, *TOKENIZER_ERRORS),
-    )
-    with ErrorWrapper(DataError, wrong, errors):
-        text = apply_chat_template(tokenizer, messages, prompt)
-        return list(tokenizer.encode(text, add_special_tokens=False))
+    try:
+        return encode_text(tokenizer, apply_chat_template(tokenizer, messages, prompt), False)
+    except PromptError as error:
+        raise DataError(str(error)) from error
 
 
 def encode_record(tokenizer: TokenizerWrapper, source: str, record: str | Messages) -> Sample:

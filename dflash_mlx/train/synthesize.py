@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
-from jinja2 import TemplateError
 from mlx_lm.sample_utils import make_sampler
 
 from ..chat_template import apply_chat_template
@@ -44,10 +43,7 @@ def user_header(target: Target) -> tuple[str, str]:
     if not tokenizer.has_chat_template:
         raise PromptError(f"{target.name} has no chat template: give texts, and --keep-answers.")
     messages = [{"role": "user", "content": _SENTINEL}]
-    try:
-        text = apply_chat_template(tokenizer, messages)
-    except TemplateError as error:
-        raise PromptError(f"The chat template refuses a user's turn: {error}") from error
+    text = apply_chat_template(tokenizer, messages)
     before, found, after = text.partition(_SENTINEL)
     if not found:
         raise PromptError(f"The chat template of {target.name} leaves out what the user says.")

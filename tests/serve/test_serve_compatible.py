@@ -254,12 +254,14 @@ def test_a_header_names_tools_that_are_left_out(engine):
 
 
 class SlowJob(FakeJob):
-    """Lets other tasks run before each event."""
+    """Begins after two pings of its response."""
+
+    pings = 0
 
     async def __aiter__(self):
+        while SlowJob.pings < 2:
+            await asyncio.sleep(0)
         async for event in super().__aiter__():
-            for _ in range(3000):
-                await asyncio.sleep(0)
             yield event
 
 
@@ -278,6 +280,18 @@ def test_a_silent_stream_sends_events(engine, path, monkeypatch):
     """Comments are no events: Codex, for one, gives up on a stream that has nothing else."""
     monkeypatch.setattr(sse, "PING_SECONDS", 0)
     monkeypatch.setattr("serving.FakeJob", SlowJob)
+    monkeypatch.setattr(SlowJob, "pings", 0)
+    with_pings = sse._with_pings
+
+    def counted(response):
+        def ping(plain=response.ping):
+            SlowJob.pings += 1
+            return plain()
+
+        response.ping = ping
+        return with_pings(response)
+
+    monkeypatch.setattr(sse, "_with_pings", counted)
     with client(engine) as server:
         plain = server.post(path, json=ask(path, stream=True)).text
     events = frames(plain)
