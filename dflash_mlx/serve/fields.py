@@ -8,13 +8,17 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import AliasChoices, Field, Json
 from pydantic_core import from_json
 
-from ..setting_table import SAMPLING, SEED_BITS
+from ..settings import SEED_BITS, SETTINGS
 from .body import Body, ListOf
 from .errors import RequestError
 from .request import Tool, instead_of
 
 MAX_STOPS, MAX_BIASES, MAX_TOP_LOGPROBS = 16, 16384, 20
 SEEDS: Final = 2**SEED_BITS
+_SAMPLED: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ModelName = Annotated[str, Field(max_length=512)]
@@ -25,17 +29,11 @@ Stops = Annotated[ListOf[str], Field(max_length=MAX_STOPS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-def sampled(name: str, *aliases: str, least: float | None = None, most: float | None = None) -> Any:
-    """The field of a sampling setting, whose range an API may have otherwise.
-
-    Args:
-        name: of the setting in `SAMPLING`.
-        aliases: other names of the field.
-        least, most: the API's own bounds.
-    """
-    setting = SAMPLING[name]
+def sampled(name: str, least: float | None = None, most: float | None = None) -> Any:
+    """The field of a sampling setting, which an API may bound otherwise than `SETTINGS`."""
+    setting = SETTINGS[name]
     if least is None:
-        least = 0 if setting.default == 0 else setting.least
+        least = setting.least if setting.default else 0
     is_open = 0 < least < 1e-9  # "above 0" says the same
     is_whole = setting.kind is int
     return Field(
@@ -44,13 +42,13 @@ def sampled(name: str, *aliases: str, least: float | None = None, most: float | 
         ge=None if is_open else least,
         le=None if is_whole else setting.most if most is None else most,
         lt=2**31 if is_whole else None,
-        validation_alias=AliasChoices(name, *aliases) if aliases else None,
+        validation_alias=AliasChoices(name, *setting.aliases) if setting.aliases else None,
     )
 
 
 def sampling_settings(body: Body, stop: Sequence[str] | None, **more: Any) -> dict[str, Any]:
     """The engine's settings that a request names, with `more` of them that are not None."""
-    values = {name: getattr(body, name, None) for name in SAMPLING} | more
+    values = {name: getattr(body, name, None) for name in _SAMPLED} | more
     values["stop"] = [text for text in stop or () if text] or None
     found = {name: value for name, value in values.items() if value is not None}
     if "top_k" in found:
@@ -73,7 +71,7 @@ class SamplingOptions(Body):
     stop: str | Stops | None = None
     presence_penalty: float | None = sampled("presence_penalty", least=-2, most=2)
     frequency_penalty: float | None = sampled("frequency_penalty", least=-2, most=2)
-    repetition_penalty: float | None = sampled("repetition_penalty", "repeat_penalty", most=10)
+    repetition_penalty: float | None = sampled("repetition_penalty", most=10)
     repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 is all
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES)] | None = None
     draft: bool | None = None
@@ -84,7 +82,6 @@ class SamplingOptions(Body):
             self,
             [self.stop] if isinstance(self.stop, str) else self.stop,
             max_tokens=None if (max_tokens or 0) < 0 else max_tokens,
-            logit_bias=self.logit_bias,
             block_size=1 if self.draft is False else None,
         )
         for name, off in (("repetition", 1), ("presence", 0), ("frequency", 0)):
