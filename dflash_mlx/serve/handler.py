@@ -129,8 +129,7 @@ class RequestHandler:
             self.abort()
         return stream
 
-    def closed(self, stream: ResponseStream) -> None:
-        """A `ResponseStream` has ended."""
+    def _closed(self, stream: ResponseStream) -> None:
         self._streams.discard(stream)
         self._release(stream.size)
 
@@ -191,7 +190,8 @@ class RequestHandler:
                     choices.append(choice)
                 ignored |= dict.fromkeys(dropped)
             unless_all.pop_all()
-        return ResponseStream(self, requests[0], tokens, choices, list(ignored))
+        of = self.target.tokenizer, self.metrics, self._closed
+        return ResponseStream(requests[0], tokens, choices, list(ignored), *of)
 
     def _choices(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +19,6 @@ from .request import GenerationRequest
 
 if TYPE_CHECKING:
     from ..engine.job import Job
-    from .handler import RequestHandler
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -73,16 +72,18 @@ class ResponseStream:
 
     def __init__(
         self,
-        handler: RequestHandler,
         request: GenerationRequest,
         prompt_tokens: int,
         choices: Sequence[Choice],
         ignored: Sequence[str],
+        tokenizer: Any,
+        metrics: Metrics,
+        closed: Callable[[ResponseStream], None],
     ) -> None:
         self.request, self.prompt_tokens, self.size = request, prompt_tokens, len(choices)
         self.ignored = ignored
-        self._handler: RequestHandler | None = handler
-        self._tokenizer, self._metrics = handler.target.tokenizer, handler.metrics
+        self._tokenizer, self._metrics = tokenizer, metrics
+        self._closed: Callable[[ResponseStream], None] | None = closed
         self._choices, self._start = choices, time.monotonic()
         self._steps: asyncio.Queue[StepOutput | RequestError | None] = asyncio.Queue()
 
@@ -106,11 +107,11 @@ class ResponseStream:
 
     def close(self) -> None:
         """Cancel what is not finished."""
-        if self._handler is not None:
+        if self._closed is not None:
             for choice in self._choices:
                 choice.job.cancel()
-            self._handler.closed(self)
-            self._handler = None
+            self._closed(self)
+            self._closed = None
 
     def _ended(self, following: asyncio.Task[None]) -> None:
         error = following.exception()
@@ -127,7 +128,7 @@ class ResponseStream:
         tokens: list[int] = []
         reasoning, length = "", 0  # of the text
         async for event in choice.job:
-            if self._handler is None:
+            if self._closed is None:
                 break
             now = time.monotonic()
             if index == 0:  # the others are read later than they come
