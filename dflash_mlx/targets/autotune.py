@@ -129,7 +129,7 @@ def autotune(
         target.wiring = wiring
         session, proposal = target.start(), Proposal(list(range(rows)))
         if depth:
-            _fill(target, session._cache, depth)
+            _fill(target, session.cache, depth)
             session.position = depth
         return lambda: [session.verify(proposal)[0]]
 

@@ -28,10 +28,9 @@ from .attention import attention_function, calls_attention
 from .batched_rows import (
     AXES,
     BatchedCache,
-    BatchedKVCache,
     BatchRows,
+    OneRequestCache,
     PerRequest,
-    RequestRows,
 )
 from .caches import kind_of
 from .internals import (
@@ -40,20 +39,18 @@ from .internals import (
     DeepseekV32Attention,
     attention_of,
     is_mla,
-    mixer_of,
     scaled_dot_product_attention,
 )
 from .kv_slots import KVSlots
 from .overrides import Overrides, rebind_globals
-from .recurrent import RecurrentRollback, batched_recurrence
+from .parts import MODEL_ERRORS
+from .recurrences import recurrence_of
+from .recurrent import RecurrentRollback
 from .session import PromptEnd, TargetSession
-from .taps import TapRecorder
 from .target import Target
-from .tree_attention import ropes, why_no_trees
+from .tree_attention import rotate_rows, why_no_trees
 
 Verified = tuple[mx.array, mx.array]  # logits [R, V], taps [1, R, K*D]
-# The errors of a model that needs more of its cache or its rows than a batch has.
-UNFIT = (AttributeError, IndexError, TypeError, ValueError)
 
 
 class BatchVerifier:
@@ -67,8 +64,6 @@ class BatchVerifier:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._starts_early = False  # whether a forward's first layers run while others are built
-        self._tapped: dict[tuple[int, ...], tuple[Overrides, TapRecorder]] = {}
         self._layers = self._try()
         self.shares_forwards = self._layers is not None
         exact = target.wiring is not None and target.wiring.exact
@@ -104,18 +99,17 @@ class BatchVerifier:
         proposals: Sequence[Proposal],
         tokens: mx.array | None,
     ) -> Verified:
-        self._starts_early = tokens is None  # else they come from a step that still runs
         forwards = [*self._forwards([len(proposal) for proposal in proposals])]
         if tokens is not None and len(forwards) > 1:
             proposals, tokens = [Proposal(row) for row in mx.split(tokens, len(tokens))], None
-        rows = [one.request_rows(of) for one, of in zip(sessions, proposals, strict=True)]
+        for session, proposal in zip(sessions, proposals, strict=True):
+            session.plan(proposal)
         results: list[Verified] = []
         for first, end in forwards:
             if self._layers is None or end == first + 1:
                 results.append(sessions[first].verify(proposals[first]))
             else:
-                each = sessions[first:end], rows[first:end]
-                results.append(self._verify(self._layers, *each, tokens))
+                results.append(self._layers.forward(sessions[first:end], tokens))
         if len(results) == 1:
             return results[0]
         logits, taps = zip(*results, strict=True)
@@ -127,15 +121,14 @@ class BatchVerifier:
         They are rows of a verify that are all kept, but the head computes the last ones only.
         """
         assert self._layers is not None
+        sessions = [end.session for end in ends]
         for end in ends:
             end.session.leave_slot()
-        sessions = [end.session for end in ends]
-        rows = [end.session.request_rows(Proposal(end.tokens)) for end in ends]
-        self._starts_early = True
-        logits, taps = self._verify(self._layers, sessions, rows, last_only=True)
+            end.session.plan(Proposal(end.tokens))
+        logits, taps = self._layers.forward(sessions, last_only=True)
         for end in ends:
             end.session.commit(range(len(end.tokens)))
-        compute(logits, [caches.arrays(cache) for request in rows for cache in request.caches])
+        compute(logits, [caches.arrays(cache) for session in sessions for cache in session.cache])
         mx.clear_cache()
         cuts = [*accumulate(len(end.tokens) for end in ends)][:-1]
         parts = zip(ends, mx.split(logits, len(ends)), mx.split(taps, cuts, axis=1), strict=True)
@@ -152,54 +145,26 @@ class BatchVerifier:
                 yield first, end
                 first = end
 
-    def _verify(
-        self,
-        layers: BatchedLayers,
-        sessions: Sequence[TargetSession],
-        requests: Sequence[RequestRows],
-        tokens: mx.array | None = None,
-        last_only: bool = False,
-    ) -> Verified:
-        """One forward over requests; with `last_only`, without slots, the last rows' logits."""
-        if not last_only:
-            layers.slots.arrange(sessions, [len(request.proposal) for request in requests])
-        for session, request in zip(sessions, requests, strict=True):
-            session.begin(request.proposal, request.tree)
-        slots = [session.slot for session in sessions]
-        rows = BatchRows(requests, slots, tokens, layers.stacks)
-        overrides, recorder = self._taps(sessions[0].tap_layers)
-        logits = layers.forward(rows, overrides, *([layers.last_rows] if last_only else []))
-        taps = recorder.take(len(rows))
-        return logits, taps.reshape(1, len(rows), taps.shape[-1])
-
-    def _taps(self, tapped: tuple[int, ...]) -> tuple[Overrides, TapRecorder]:
-        """A recorder of these layers, and its overrides."""
-        if tapped not in self._tapped:
-            with self._target.forward_lock:
-                overrides = Overrides(self._target.forward_lock)
-                self._tapped[tapped] = overrides, self._target.tap(tapped, overrides)
-                self._target.hand_over(overrides, lambda: self._starts_early)
-        return self._tapped[tapped]
-
     def _try(self) -> BatchedLayers | None:
         """The layers for many requests; None if the model's forward cannot be built with them.
 
         The forward is built for two new requests and never computed.
         """
         sessions = self._target.start(), self._target.start()
-        proposals = Proposal([0, 0]), Proposal([0])
-        rows = [one.request_rows(of) for one, of in zip(sessions, proposals, strict=True)]
+        for session, proposal in zip(sessions, (Proposal([0, 0]), Proposal([0])), strict=True):
+            session.plan(proposal)
         try:
-            layers = BatchedLayers(self._target, rows[0])
-            self._verify(layers, sessions, rows)
-        except UNFIT:
+            layers = BatchedLayers(self._target, sessions[0])
+            layers.forward(sessions)
+        except MODEL_ERRORS:
             return None
         if layers.stacks:
             try:
                 for session in sessions:
                     session.dry_run(1)
-                self._verify(layers, sessions, [one.request_rows(proposals[1]) for one in sessions])
-            except UNFIT:
+                    session.plan(Proposal([0]))
+                layers.forward(sessions)
+            except MODEL_ERRORS:
                 layers.stacks = False
         return layers
 
@@ -211,133 +176,177 @@ class BatchedLayers:
 
     Args:
         target: the target.
-        request: of a session, whose caches and rollbacks tell the layers' kinds.
+        session: one of its sessions, whose caches and rollbacks tell the layers' kinds.
 
     Attributes:
         slots: where layers with plain keys and values have those of all requests.
         stacks: whether these are all layers, so that requests may be on the batch axis.
         as_prefill: whether a verify computes the same as a prefill, bit for bit.
-        last_rows: has the head compute each request's last row only.
     """
 
-    def __init__(self, target: Target, request: RequestRows) -> None:
-        rollbacks, in_slots = request.rollbacks, list[int]()
-        self._vocab_size = target.vocab_size
-        self._model, self._overrides = target.model, Overrides(target.forward_lock)
-        self._kinds: list[Callable[..., BatchedCache]] = []
-        self._rows: BatchRows  # of the current forward
+    def __init__(self, target: Target, session: TargetSession) -> None:
+        if None in session.rollbacks:
+            raise TypeError("Its kept rows run again, request by request.")
+        self._target, self._overrides = target, Overrides(target.forward_lock)
+        self._numbers: list[int | None] = []  # of each cache, among those in slots
+        in_slots: list[int] = []
         with target.forward_lock:
-            self._wiring = target.wiring
-            self._attend = self._attend_each(attention_function(target.wiring))
-            if not rollbacks:
-                raise TypeError("Its kept rows run again, request by request.")
-            pairs = target.parts.pairs(rollbacks)
+            self._verifying = target.verifying
+            self._attend = _attend_each(attention_function(target.wiring))
+            pairs = target.parts.pairs(session.rollbacks)
             for index, (layer, rollback) in enumerate(pairs):
-                kind: Any = self._override(index, layer, rollback)
-                if kind is BatchedKVCache and self._fits_slots(layer, request.caches[index:][:1]):
-                    kind = partial(BatchedKVCache, layer=len(in_slots))
-                    in_slots.append(index)
-                self._kinds.append(kind)
+                self._override(layer, rollback)
+                fits = self._fits_slots(layer, session.cache[index:][:1])
+                self._numbers.append(len(in_slots) if fits else None)
+                in_slots += [index] if fits else []
             self.slots = KVSlots(in_slots)
-            self.stacks = len(in_slots) == len(request.caches)
-            recurrent = [one for one in rollbacks if isinstance(one, RecurrentRollback)]
-            self.as_prefill = all(one.recurrence.as_prefill for one in recurrent)
+            self.stacks = len(in_slots) == len(session.cache)
+            recurrences = filter(None, (recurrence_of(layer) for layer, _ in pairs))
+            self.as_prefill = all(one.as_prefill for one in recurrences)
             self.as_prefill &= not any(is_mla(layer) for layer, _ in pairs)
-            self.last_rows = Overrides(target.forward_lock)
-            target.last_logits_only(self.last_rows, lambda: self._rows.last)
-            found = (rope for layer in target.layers for rope in ropes(layer))
-            for rope in {id(rope): rope for rope in found}.values():
-                self._overrides.replace(rope, self._by_position(type(rope).__call__))
+            self._last_rows = Overrides(target.forward_lock)
+            target.last_logits_only(self._last_rows, self._last)
+            rotate_rows(target.layers, self._overrides, _positions)
 
-    def forward(self, rows: BatchRows, *others: Overrides) -> mx.array:
-        """The model's logits [R, V] after each row, with other overrides, as the taps'."""
-        parts = zip(*(request.caches for request in rows.requests), strict=True)
-        caches = [kind(rows, each) for kind, each in zip(self._kinds, parts, strict=False)]
-        with rows.reading_trees(), self._overrides.installed(*others):
-            self._rows = rows
-            try:
-                ids = rows.tokens(self._vocab_size).reshape(rows.shape)
-                return self._model(ids, cache=caches).flatten(0, 1)
-            finally:
-                self._rows = BatchRows([])  # keep no request's caches alive
+    def forward(
+        self,
+        sessions: Sequence[TargetSession],
+        tokens: mx.array | None = None,
+        last_only: bool = False,
+    ) -> Verified:
+        """One forward over the sessions' proposals; `tokens` as of `BatchVerifier.verify`.
 
-    def _override(self, index: int, layer: nn.Module | None, rollback: Any) -> type[BatchedCache]:
-        """Have a layer take many requests' rows; returns the kind of its cache.
-
-        `index` is the place of the cache, or beyond those for a layer without one.
+        With `last_only`, requests have no slots, and only their last rows have logits.
         """
+        if not last_only:
+            self.slots.arrange(sessions)
+        for session in sessions:
+            session.begin()
+        rows = BatchRows(sessions, tokens, self.stacks)
+        parts = zip(*(session.cache for session in sessions), strict=True)
+        numbered = zip(parts, self._numbers, strict=False)
+        caches = [BatchedCache(rows, each, number) for each, number in numbered]
+        sets = self._verifying, self._overrides, *([self._last_rows] if last_only else [])
+        logits, taps = self._target.forward(
+            rows.tokens(self._target.vocab_size).reshape(rows.shape),
+            caches,
+            sessions[0].tap_layers,
+            *sets,
+            reading=sessions,
+            starts_early=tokens is None,  # else they come from a step that still runs
+        )
+        return logits.flatten(0, 1), taps.reshape(1, len(rows), taps.shape[-1])
+
+    def _last(self) -> mx.array:
+        """Each request's last row in the running forward, [n] int32."""
+        ends = accumulate(len(session.proposal) for session in self._target.reading)
+        return mx.array([*ends], mx.int32) - 1
+
+    def _override(self, layer: nn.Module | None, rollback: Any) -> None:
+        """Have a layer take many requests' rows."""
         attention = attention_of(layer)
-        if isinstance(rollback, RecurrentRollback):
-            self._overrides.replace(mixer_of(layer), batched_recurrence(index))
-            return BatchedCache
-        if attention is None and rollback is None:
-            return BatchedCache  # nothing in it looks at other rows
+        if isinstance(rollback, RecurrentRollback) or attention is None and rollback is None:
+            return  # it parts the requests' rows, or looks at no other rows at all
         if attention is None or not _shares_rows(layer, rollback):
             raise TypeError(f"A {type(layer).__name__} takes one request at a time.")
         self._overrides.replace(attention, self._attention(attention, is_mla(layer)))
-        return BatchedKVCache
 
     def _fits_slots(self, layer: nn.Module | None, caches: Sequence[Any]) -> bool:
         """Whether a layer's cache, if it has one, may be in slots.
 
         Exact kernels read one request's cache. MLA's latents have an attention of their own.
         """
-        exact = self._wiring is not None and self._wiring.exact
+        exact = self._target.wiring is not None and self._target.wiring.exact
         plain = [kind.is_plain for kind in map(kind_of, caches)] == [True]
         return plain and not exact and not is_mla(layer)
 
     def _attention(self, attention: Any, latent: bool) -> Callable[..., Any]:
         """The call of an attention layer that takes all rows and attends per request."""
         if type(attention) is DeepseekV32Attention:
-            self._overrides.replace(attention.indexer, mla.batched_indexer(attention.indexer))
-            return mla.batched_sparse(lambda: self._rows)
+            self._overrides.replace(attention.indexer, _indexer(attention.indexer))
+            return _sparse_mla()
         if latent:
-            attend = self._attend_each(scaled_dot_product_attention)
-            return mla.batched_dense(attend, lambda: self._rows)
+            return _dense_mla(_attend_each(scaled_dot_product_attention))
         return rebind_globals(type(attention).__call__, **{ATTENTION: self._attend})
 
-    def _attend_each(self, own: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        """An attention function that calls `own` for each request."""
 
-        def attend(
-            queries: mx.array,
-            keys: PerRequest,
-            values: PerRequest,
-            cache: BatchedCache | None,
-            scale: float,
-            mask: PerRequest,
-            sinks: mx.array | None = None,
-        ) -> mx.array:
-            """queries [1, H, R, D] -> [1, H, R, Dv]; no cache for an earlier layer's keys."""
-            rows = self._rows
-            slots = zip(rows.slots, keys.in_slots, values.in_slots, mask.in_slots, strict=False)
-            shared = [
-                own(of.rows_of(queries), k, v, None, scale, seen, sinks) for of, k, v, seen in slots
-            ]
-            numbers = rows.own if shared else range(len(rows.requests))
-            caches = [None] * len(rows.requests) if cache is None else cache.parts
-            parts = rows.split(queries, 2) if numbers else []
-            outputs = []
-            for at in numbers:
-                held = keys.parts[at], values.parts[at], caches[at]
-                outputs.append(own(parts[at], *held, scale, mask.parts[at], sinks))
-            return rows.join(shared, outputs) if shared else mx.concatenate(outputs, axis=2)
+def _attend_each(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """An attention function that calls `own` for each request."""
 
-        return attend
+    def attend(
+        queries: mx.array,
+        keys: PerRequest,
+        values: PerRequest,
+        cache: BatchedCache | None,
+        scale: float,
+        mask: PerRequest,
+        sinks: mx.array | None = None,
+    ) -> mx.array:
+        """queries [1, H, R, D] -> [1, H, R, Dv]; no cache for an earlier layer's keys."""
+        rows = keys.rows
+        slots = zip(rows.slots, keys.in_slots, values.in_slots, mask.in_slots, strict=False)
+        shared = [
+            own(of.rows_of(queries), k, v, None, scale, seen, sinks) for of, k, v, seen in slots
+        ]
+        numbers = rows.own if shared else range(len(rows.requests))
+        caches = [None] * len(rows.requests) if cache is None else cache.parts
+        parts = rows.split(queries, 2) if numbers else []
+        outputs = []
+        for at in numbers:
+            held = keys.parts[at], values.parts[at], caches[at]
+            outputs.append(own(parts[at], *held, scale, mask.parts[at], sinks))
+        return rows.join(shared, outputs) if shared else mx.concatenate(outputs, axis=2)
 
-    def _by_position(self, own: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        """A rotation of x [1, H, R, D], each row by its own position."""
+    return attend
 
-        def call(rope: nn.Module, x: mx.array, offset: Any = 0, **settings: Any) -> mx.array:
-            if not isinstance(offset, mx.array) or offset.ndim != AXES or x.ndim != 4:
-                raise TypeError("This rotation does not rotate each row by its position.")
-            # Rows on the batch axis: there each may have its own position.
-            positions = offset.flatten()
-            if self._rows.shape[0] > 1:
-                return own(rope, x, offset=positions, **settings)
-            return own(rope, x.swapaxes(0, 2), offset=positions, **settings).swapaxes(0, 2)
 
-        return call
+def _dense_mla(attend: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """DeepSeek-V3's attention over many requests; `attend` attends for each of them."""
+
+    def scores(attention: Any, queries: mx.array, keys: PerRequest, mask: PerRequest) -> PerRequest:
+        """The rotary scores [1, H, n, K] of each request, from queries [1, H, R, D]."""
+        each = zip(keys.rows.split(queries, 2), keys.parts, mask.parts, strict=True)
+        return PerRequest(keys.rows, (mla.rotary_scores(attention, *parts) for parts in each))
+
+    return rebind_globals(mla.dense, **{ATTENTION: attend, mla.rotary_scores.__name__: scores})
+
+
+def _sparse_mla() -> Callable[..., mx.array]:
+    """DeepSeek-V3.2's attention over many requests, whose indexer returns `PerRequest`."""
+
+    def attend(
+        attention: Any, q: mx.array, q_pe: mx.array, *others: PerRequest | BatchedCache
+    ) -> mx.array:
+        """The outputs [1, H, R, v_head_dim] of all requests' queries."""
+        queries = (others[0].rows.split(x, 2) for x in (q, q_pe))
+        each = zip(*queries, *(other.parts for other in others), strict=True)
+        outputs = [mla.attend_to_picked(attention, *parts) for parts in each]
+        return mx.concatenate(outputs, axis=2)
+
+    return rebind_globals(mla.sparse, **{mla.attend_to_picked.__name__: attend})
+
+
+def _indexer(indexer: nn.Module) -> Callable[..., PerRequest]:
+    """The call of an indexer over many requests, one after another."""
+    own = type(indexer).__call__
+
+    def call(
+        indexer: nn.Module, x: mx.array, residual: mx.array, mask: PerRequest, cache: BatchedCache
+    ) -> PerRequest:
+        """The rows that each request's queries pick, from all rows x and residual [1, R, D]."""
+        rows = cache.rows
+        caches = map(OneRequestCache, cache.parts, rows.split(rows.offset, 0))
+        each = zip(rows.split(x), rows.split(residual), mask.parts, caches, strict=True)
+        return PerRequest(rows, (own(indexer, *parts) for parts in each))
+
+    return call
+
+
+def _positions(offset: Any) -> mx.array:
+    """The rows' positions in `BatchRows.offset`."""
+    if not isinstance(offset, mx.array) or offset.ndim != AXES:
+        raise TypeError("This rotation does not rotate each row by its position.")
+    return offset.flatten()
 
 
 def _shares_rows(layer: nn.Module | None, rollback: Any) -> bool:

@@ -7,59 +7,38 @@ any other array. So a model that does more with them fails while its forward is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
-from ..proposal import Proposal
 from .internals import mask_of
-from .kv_slots import RowSpan, Slot, SlotArray, SlotRows
-from .tree import Tree
+from .kv_slots import RowSpan, SlotArray, SlotRows
+from .session import TargetSession
 
 AXES = 9  # of positions, so that nothing but `by_position` can use them
-
-
-class RequestRows(NamedTuple):
-    """One request's part of a batched forward.
-
-    Attributes:
-        proposal: its rows.
-        position: of the first row.
-        caches, rollbacks: one per layer, fewer where layers share them.
-        tree: the proposal's tree; None for a chain.
-        reader: the request's `TreeAttention`; None for a chain.
-    """
-
-    proposal: Proposal
-    position: int
-    caches: Sequence[Any]
-    rollbacks: Sequence[Any]
-    tree: Tree | None
-    reader: Any
 
 
 class PerRequest:
     """One value per request, in their order.
 
     Attributes:
+        rows: the forward's rows.
         parts: the values; None for the keys and values of requests in slots.
         in_slots: the values of `BatchRows.slots`, for masks and for keys and values in slots.
     """
 
-    def __init__(self, parts: Iterable[Any], in_slots: Iterable[Any] = ()) -> None:
-        self.parts, self.in_slots = tuple(parts), tuple(in_slots)
+    def __init__(self, rows: BatchRows, parts: Iterable[Any], in_slots: Iterable[Any] = ()) -> None:
+        self.rows, self.parts, self.in_slots = rows, tuple(parts), tuple(in_slots)
 
 
 class BatchRows:
     """The R rows of a forward, one request's after another's.
 
     Args:
-        requests: the requests' parts.
-        slots: of each request that has one; left out, none has.
+        requests: the requests' sessions, each with its proposal, and in its slot if it has one.
         tokens: see `BatchVerifier.verify`.
         stacks: whether the target can have requests on the batch axis.
 
@@ -74,34 +53,32 @@ class BatchRows:
 
     def __init__(
         self,
-        requests: Sequence[RequestRows],
-        slots: Sequence[Slot | None] = (),
+        requests: Sequence[TargetSession],
         tokens: mx.array | None = None,
         stacks: bool = False,
     ) -> None:
         self.requests, self._tokens = requests, tokens
-        self.widths = [len(request.proposal) for request in requests]
+        self._proposals = [request.proposal for request in requests if request.proposal is not None]
+        self.widths = [len(proposal) for proposal in self._proposals]
         *self._starts, self._rows = accumulate(self.widths, initial=0)
         self._windows: dict[int, mx.array] = {}
         members: dict[SlotArray, list[RowSpan]] = {}
         self.own = []
-        for at, (request, slot) in enumerate(
-            zip(requests, slots or [None] * len(requests), strict=True)
-        ):
+        for at, (request, slot) in enumerate((request, request.slot) for request in requests):
             if slot is None:
                 self.own.append(at)
                 continue
             member = RowSpan(slot.index, self._starts[at], self.widths[at], request.position)
             members.setdefault(slot.array, []).append(member)
         # As many rows of each, in the order of their slots.
-        width = self.widths[0] if requests else 0
+        width = self.widths[0]
         stacked = stacks and not self.own and len(members) == 1
         stacked = stacked and all(
             (span.slot, span.first, span.width) == (at, at * width, width)
             for at, span in enumerate(next(iter(members.values())))
         )
         self.slots = [SlotRows(array, found, stacked) for array, found in members.items()]
-        self.shape = (len(requests), self.widths[0]) if stacked else (1, self._rows)
+        self.shape = (len(requests), width) if stacked else (1, self._rows)
 
     def __len__(self) -> int:
         return self._rows
@@ -110,7 +87,7 @@ class BatchRows:
         """The rows' token ids [R], clipped to the vocabulary as in `Proposal.array`."""
         if self._tokens is not None:  # of the target's choosing
             return self._tokens
-        given = [request.proposal.tokens for request in self.requests]
+        given = [proposal.tokens for proposal in self._proposals]
         arrays = [
             each if isinstance(each, mx.array) else mx.array(list(each), mx.int32) for each in given
         ]
@@ -123,15 +100,11 @@ class BatchRows:
 
         Stacked, the position of each request's first row: [n] int32.
         """
-        if self._tokens is not None or self.shape[0] > 1:
+        if self.shape[0] > 1:
             return mx.array([request.position for request in self.requests], mx.int32)
-        pairs = ((request.position, request.proposal.depths) for request in self.requests)
-        return mx.array([start + depth for start, depths in pairs for depth in depths], mx.int32)
-
-    @property
-    def last(self) -> mx.array:
-        """Each request's last row, [n] int32."""
-        return mx.array([*accumulate(self.widths)], mx.int32) - 1
+        pairs = zip(self.requests, self._proposals, strict=True)
+        positions = [one.position + depth for one, proposal in pairs for depth in proposal.depths]
+        return mx.array(positions, mx.int32)
 
     @cached_property
     def offset(self) -> mx.array:
@@ -179,26 +152,46 @@ class BatchRows:
         places = {row: place for place, row in enumerate(rows)}
         return mx.array([places[row] for row in range(len(self))])
 
-    @contextmanager
-    def reading_trees(self) -> Iterator[None]:
-        """Have the requests' caches read their trees in the forward inside."""
-        with ExitStack() as stack:
-            for request in self.requests:
-                if request.tree is not None:
-                    stack.enter_context(request.reader.reading(request.tree))
-            yield
-
 
 class BatchedCache:
-    """The caches of all requests in place of one layer's cache."""
+    """The caches of all requests in place of one layer's cache.
 
-    def __init__(self, rows: BatchRows, parts: Iterable[Any]) -> None:
+    Args:
+        rows: the forward's rows.
+        parts: the requests' caches.
+        layer: its number among the layers whose keys and values may be in slots; None for another.
+    """
+
+    def __init__(self, rows: BatchRows, parts: Iterable[Any], layer: int | None = None) -> None:
         self.rows, self.parts = rows, tuple(parts)
+        self._layer: Any = layer
+        self._slots = [] if layer is None else rows.slots
+        self._own = rows.own if self._slots else range(len(self.parts))
+
+    @property
+    def offset(self) -> mx.array:
+        """See `BatchRows`."""
+        return self.rows.offset
 
     def make_mask(self, N: int, **settings: Any) -> PerRequest:
-        """The masks that the caches make for their own rows; N is R."""
-        pairs = zip(self.parts, self.rows.widths, strict=True)
-        return PerRequest(mask_of(cache, rows, **settings) for cache, rows in pairs)
+        """The mask of each request without a slot, and of the rows in each slot array; N is R."""
+        masks: list[Any] = [None] * len(self.parts)
+        for at in self._own:
+            masks[at] = mask_of(self.parts[at], self.rows.widths[at], **settings)
+        window = settings.get("window_size")
+        return PerRequest(self.rows, masks, [slots.mask(window) for slots in self._slots])
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerRequest, PerRequest]:
+        """Write keys and values [1, H, R, D] of each slot array at once, others per request."""
+        held: list[Any] = [(None, None)] * len(self.parts)
+        in_slots: Any = [slots.update(self._layer, keys, values) for slots in self._slots]
+        new = [self.rows.split(x, 2) for x in (keys, values)] if self._own else []
+        for at in self._own:
+            held[at] = self.parts[at].update_and_fetch(*(each[at] for each in new))
+        own_keys, own_values = zip(*held, strict=True)
+        in_keys, in_values = zip(*in_slots, strict=True) if in_slots else ((), ())
+        rows = self.rows
+        return PerRequest(rows, own_keys, in_keys), PerRequest(rows, own_values, in_values)
 
     def __getitem__(self, index: int) -> Any:
         """Sub-cache `index` of every request. For an array, the batch's `keys`."""
@@ -219,46 +212,6 @@ class BatchedCache:
 
     def __setitem__(self, index: int, array: mx.array) -> None:
         pass
-
-
-class BatchedKVCache(BatchedCache):
-    """Of an attention layer that computes all rows together, up to the attention itself.
-
-    Args:
-        rows, parts: as for the others.
-        layer: its number among the layers whose keys and values may be in slots; None for another.
-    """
-
-    def __init__(self, rows: BatchRows, parts: Iterable[Any], layer: int | None = None) -> None:
-        super().__init__(rows, parts)
-        self._layer: Any = layer
-        self._slots = [] if layer is None else rows.slots
-        self._own = rows.own if self._slots else range(len(self.parts))
-
-    @property
-    def offset(self) -> mx.array:
-        """See `BatchRows`."""
-        return self.rows.offset
-
-    def make_mask(self, N: int, **settings: Any) -> PerRequest:
-        """The mask of each request without a slot, and of the rows in each slot array; N is R."""
-        masks: list[Any] = [None] * len(self.parts)
-        for at in self._own:
-            masks[at] = mask_of(self.parts[at], self.rows.widths[at], **settings)
-        window = settings.get("window_size")
-        return PerRequest(masks, [slots.mask(window) for slots in self._slots])
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[PerRequest, PerRequest]:
-        """Write keys and values [1, H, R, D] of each slot array at once, others per request."""
-        held: list[Any] = [(None, None)] * len(self.parts)
-        in_slots: Any = [slots.update(self._layer, keys, values) for slots in self._slots]
-        new = [self.rows.split(x, 2) for x in (keys, values)] if self._own else []
-        for at in self._own:
-            held[at] = self.parts[at].update_and_fetch(*(each[at] for each in new))
-        own: Any = zip(*held, strict=True)
-        shared: Any = zip(*in_slots, strict=True) if in_slots else ((), ())
-        all_keys, all_values = map(PerRequest, own, shared)
-        return all_keys, all_values
 
 
 class OneRequestCache:

@@ -12,14 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..validation import brief, is_integer
-from .deepseek_v41 import CompressedRollback, restore_entries, rows_of_entries, state_of_entries
+from .deepseek_v41 import (
+    CompressedRollback,
+    record_compression,
+    restore_entries,
+    rows_of_entries,
+    state_of_entries,
+)
 from .internals import (
     ArraysCache,
     CacheList,
@@ -30,6 +36,7 @@ from .internals import (
     RotatingKVCache,
     attention_of,
     cut_ring,
+    end_of_ring,
     fields,
     fill_window,
     has_sinks,
@@ -39,47 +46,11 @@ from .internals import (
     window_of,
 )
 from .overrides import Overrides
-from .recurrences import recurrence_of
-from .recurrent import RecurrentRollback
-from .tree import Tree
+from .recurrent import record_recurrence, recurrent_rollback
 
 Arrays = dict[str, mx.array]
 
 GROUP_SIZES = (64, 32)  # of quantized keys and values; the first that divides the head size
-
-
-class Rollback(Protocol):
-    """Removes rejected rows from one layer's cache, for one request.
-
-    Without masks it also has `move(kept)`, which puts the rows of a tree's path in front.
-    """
-
-    def begin(self, tree: Tree | None) -> None:
-        """Prepare for a verify of this tree, or of a chain."""
-
-    def commit(self, kept: int, rejected: int) -> None:
-        """Leave the first `kept` rows of the last verify in the cache, and no others."""
-
-
-@dataclass(frozen=True)
-class RowRollback:
-    """Rollback of a cache with a row per token: the last rows go, nothing is recorded.
-
-    Attributes:
-        parts: the cache, or those in a `CacheList`.
-    """
-
-    parts: Sequence[Any]
-
-    def begin(self, tree: Tree | None) -> None:
-        """Nothing to record."""
-
-    def commit(self, kept: int, rejected: int) -> None:
-        """Remove the last `rejected` rows."""
-        for part in self.parts if rejected else ():
-            cut = kind_of(part).cut
-            assert cut is not None
-            cut(part, rejected)
 
 
 @dataclass(frozen=True)
@@ -91,12 +62,17 @@ class CacheKind:
 
     Attributes:
         cut: removes the last rows, if these are rows of the last verify.
-        record: makes the rollback of a cache without rows: (cache, layer, overrides); None for a
-            layer that it does not know.
+        write: writes rows of a tree over the first of the last `rows`: (cache, keys, values, rows).
+            None for a class that cannot read trees.
+        held: the older rows that a verify's rows may see, and the window, if there is one.
+        rollback: makes the rollback of a cache without rows: (cache, layer); None for a layer that
+            it does not know.
+        record: has a layer's modules record a verify's rows: (layer, overrides, rollbacks,
+            kernels). `rollbacks` returns those of the requests in the running forward, `kernels`
+            are those of exact decoding, if it is on.
         trims: whether any last rows can be cut, so that there is no state.
         is_plain: whether keys and values are arrays that a batch may keep in slots, or quantize.
         has_keys: whether it has keys at all.
-        makes_masks: whether the model asks it for masks that are not those of a row per token.
         is_shared: whether later layers read it, which may be another machine's.
         rows: lazy slices of tokens `start` to `end`, by name: (cache, start, end).
         state: the state by name, of a class that does not trim.
@@ -104,11 +80,13 @@ class CacheKind:
     """
 
     cut: Callable[[Any, int], object] | None = None
-    record: Callable[[Any, nn.Module, Overrides], Rollback | None] | None = None
+    write: Callable[[Any, mx.array, mx.array, int], None] | None = None
+    held: Callable[[Any], tuple[int, int | None]] = lambda cache: (cache.offset, None)
+    rollback: Callable[[Any, nn.Module], Any] | None = None
+    record: Callable[[nn.Module, Overrides, Callable[[], Sequence[Any]], Any], None] | None = None
     trims: bool = False
     is_plain: bool = False
     has_keys: bool = True
-    makes_masks: bool = False
     is_shared: bool = False
     rows: Callable[[Any, int, int], Arrays] = lambda *_: {}
     state: Callable[[Any], Arrays] = lambda cache: _state_of_fields(cache)
@@ -175,34 +153,6 @@ def leaves(caches: Sequence[Any]) -> list[tuple[str, Any]]:
         else:
             found.append((f"{at}.", cache))
     return found
-
-
-def rollbacks_for(
-    caches: Sequence[Any], layers: Sequence[nn.Module | None], overrides: Overrides
-) -> list[Rollback]:
-    """The rollbacks of all caches, each with the layer that gets it.
-
-    Empty if rejected rows cannot be removed from one of them. Then the session goes back to a
-    checkpoint, and the kept rows run again.
-    """
-    pairs = zip(caches, layers, strict=True)
-    found = [rollback_for(cache, layer, overrides) for cache, layer in pairs]
-    return [] if None in found else list(filter(None, found))
-
-
-def rollback_for(cache: Any, layer: nn.Module | None, overrides: Overrides) -> Rollback | None:
-    """The rollback of a layer's cache; None for an unknown kind of cache or of recurrence.
-
-    Args:
-        cache: the layer's cache, just made by the model.
-        layer: the decoder layer.
-        overrides: the verify's overrides, to which recorders are added.
-    """
-    parts = [part for _, part in leaves([cache])]
-    if all([kind_of(part).cut for part in parts]):
-        return RowRollback(parts)
-    record = kind_of(cache).record
-    return None if record is None or layer is None else record(cache, layer, overrides)
 
 
 def can_trim(cache: Any) -> bool:
@@ -364,27 +314,55 @@ def _restore_arrays(
         cache[int(name)] = x[...]
 
 
-def _record_recurrence(
-    cache: ArraysCache, layer: nn.Module, overrides: Overrides
-) -> RecurrentRollback | None:
-    recurrence = recurrence_of(layer)
-    return None if recurrence is None else RecurrentRollback(cache, recurrence, overrides)
+def _write_rows(cache: KVCache, keys: mx.array, values: mx.array, rows: int) -> None:
+    to = slice(cache.offset - rows, cache.offset - rows + keys.shape[2])
+    cache.keys[..., to, :], cache.values[..., to, :] = keys, values
+
+
+def _write_quantized(cache: QuantizedKVCache, keys: mx.array, values: mx.array, rows: int) -> None:
+    to = slice(cache.offset - rows, cache.offset - rows + keys.shape[2])
+    for held, new in ((cache.keys, keys), (cache.values, values)):
+        parts = mx.quantize(new, group_size=cache.group_size, bits=cache.bits)
+        for held_part, part in zip(held, parts, strict=True):
+            held_part[..., to, :] = part
+
+
+def _write_window(cache: RotatingKVCache, keys: mx.array, values: mx.array, rows: int) -> None:
+    to = slice(end_of_ring(cache) - rows, end_of_ring(cache) - rows + keys.shape[2])
+    cache.keys[..., to, :], cache.values[..., to, :] = keys, values
+
+
+def _held_by_window(cache: RotatingKVCache) -> tuple[int, int]:
+    return min(cache.offset, cache.max_size - 1), cache.max_size
 
 
 UNKNOWN = CacheKind()
 KINDS: dict[type, CacheKind] = {
-    KVCache: CacheKind(KVCache.trim, trims=True, is_plain=True, rows=_rows, restore=_restore_rows),
-    QuantizedKVCache: CacheKind(
-        QuantizedKVCache.trim, trims=True, rows=_rows, restore=_restore_rows
+    KVCache: CacheKind(
+        KVCache.trim, _write_rows, trims=True, is_plain=True, rows=_rows, restore=_restore_rows
     ),
-    ChunkedKVCache: CacheKind(ChunkedKVCache.trim, makes_masks=True),
+    QuantizedKVCache: CacheKind(
+        QuantizedKVCache.trim, _write_quantized, trims=True, rows=_rows, restore=_restore_rows
+    ),
+    ChunkedKVCache: CacheKind(ChunkedKVCache.trim),
     # Its own `trim` refuses once the window has wrapped.
-    RotatingKVCache: CacheKind(cut_ring, state=_state_of_window, restore=_restore_window),
+    RotatingKVCache: CacheKind(
+        cut_ring,
+        _write_window,
+        _held_by_window,
+        state=_state_of_window,
+        restore=_restore_window,
+    ),
     ArraysCache: CacheKind(
-        None, _record_recurrence, has_keys=False, state=_state_of_arrays, restore=_restore_arrays
+        rollback=recurrent_rollback,
+        record=record_recurrence,
+        has_keys=False,
+        state=_state_of_arrays,
+        restore=_restore_arrays,
     ),
     LayerCache: CacheKind(
-        record=CompressedRollback,
+        rollback=CompressedRollback,
+        record=record_compression,
         is_shared=True,
         rows=rows_of_entries,
         state=state_of_entries,

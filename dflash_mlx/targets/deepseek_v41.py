@@ -44,33 +44,28 @@ class CompressedRollback:
     Args:
         cache: the layer's cache.
         layer: its `DecoderLayer`.
-        overrides: the verify's overrides, to which the recorders are added.
+
+    Attributes:
+        tree: the tree that the current verify reads; None for a chain.
     """
 
-    def __init__(self, cache: LayerCache, layer: nn.Module, overrides: Overrides) -> None:
-        self._cache, self._attention = cache, attention_of(layer)
-        self._tree: Tree | None = None
+    def __init__(self, cache: LayerCache, layer: nn.Module) -> None:
+        self._cache = cache
+        self.tree: Tree | None = None
+        self._pending: dict[str, mx.array] = {}
         self._rows: mx.array  # of the window, [1, S, D], in the last verify
         watch_window(cache, self._record_window)
         # With a ratio of 1 every row is its own group, and none is ever open.
-        self._ratio = fields(cache)[RATIO] = compression(self._attention)
-        self._pending: dict[str, mx.array] = {}
-        if self._ratio > 1:
-            compressor = self._attention.compressor
-            overrides.watch(compressor.kv_proj, lambda _, rows: self._pending.update(kv=rows))
-            overrides.watch(compressor.gate_proj, lambda _, rows: self._pending.update(gate=rows))
-        self._override_for_trees(overrides)
+        self._ratio = fields(cache)[RATIO] = compression(attention_of(layer))
 
     def begin(self, tree: Tree | None) -> None:
         """Hold on to the fields that the next verify replaces."""
-        cache, self._tree = self._cache, tree
+        cache, self.tree = self._cache, tree
         self._window, self._offset = cache.window, cache.offset
         self._open_kv, self._open_gate = cache.pending_kv, cache.pending_gate
 
     def commit(self, kept: int, rejected: int) -> None:
         """Set the cache to its value after the first `kept` rows of the verify."""
-        if not rejected:
-            return
         cache = self._cache
         cache.window = _append(self._window, self._rows[:, :kept])[:, -cache.window_size :]
         cache.offset = self._offset + kept
@@ -93,42 +88,17 @@ class CompressedRollback:
         self._rows = self._rows[:, path]
         self._pending = {name: rows[:, path] for name, rows in self._pending.items()}
         if self._ratio:
-            assert self._tree is not None
-            groups = ClosedGroups(self._tree, self._offset, self._ratio)
+            assert self.tree is not None
+            groups = ClosedGroups(self.tree, self._offset, self._ratio)
             line, start = groups.lines[kept[-1]], groups.before
             for entries in (self._cache.compress_kv, self._cache.index_k) if line else ():
                 if entries is not None:
                     new = entries[:, start:][:, mx.array(line)]
                     entries[:, start : start + len(line)] = new
 
-    def _override_for_trees(self, overrides: Overrides) -> None:
-        """Have the layer's modules read the tree that `begin` got, if it got one."""
-        attention = self._attention
-
-        def window(*args: Any, window_idx: Any, cache: Any, **named: Any) -> Any:
-            tree, held = self._tree, 0 if cache.window is None else cache.window.shape[1]
-            if tree is not None:
-                rows = tree.windows(min(cache.window_size, held + len(tree.levels)), held)
-                window_idx = mx.maximum(rows, -1)[None]
-            return own(*args, window_idx=window_idx, cache=cache, **named)
-
-        own = type(attention).__call__
-        overrides.replace(attention, window)
-        if attention.is_kv_source and attention.ratio:
-            overrides.replace(attention.compressor, self._if_tree(attention.compressor, _compress))
-        if attention.is_index_source and attention.ratio:
-            overrides.replace(attention.indexer, self._if_tree(attention.indexer, _pick))
-
-    def _if_tree(self, module: nn.Module, for_tree: Callable[..., Any]) -> Callable[..., Any]:
-        """A module's call: its own in a chain, `for_tree` with the tree in a tree."""
-        own = type(module).__call__
-
-        def call(*args: Any, **named: Any) -> Any:
-            if self._tree is None:
-                return own(*args, **named)
-            return for_tree(*args, tree=self._tree, **named)
-
-        return call
+    def record(self, **projected: mx.array) -> None:
+        """Record a compressor's kv or gate of a verify's rows, which wait for their group."""
+        self._pending.update(projected)
 
     def _record_window(self, rows: mx.array) -> None:
         self._rows = rows
@@ -138,6 +108,51 @@ class CompressedRollback:
         cache = self._cache
         cache.compress_kv = _first(cache.compress_kv, groups)
         cache.index_k = _first(cache.index_k, groups)
+
+
+def record_compression(
+    layer: nn.Module,
+    overrides: Overrides,
+    rollbacks: Callable[[], Sequence[CompressedRollback]],
+    kernels: object,
+) -> None:
+    """Have a layer's modules read one request's chain or tree, and record the rows of a chain.
+
+    Args:
+        layer: a `DecoderLayer`.
+        overrides: the verify's, to which its modules are added.
+        rollbacks: returns those of the requests in the running forward: one.
+        kernels: none of ours runs here.
+    """
+    attention = attention_of(layer)
+    own = type(attention).__call__
+
+    def window(*args: Any, window_idx: Any, cache: Any, **named: Any) -> Any:
+        tree, held = rollbacks()[0].tree, 0 if cache.window is None else cache.window.shape[1]
+        if tree is not None:
+            rows = tree.windows(min(cache.window_size, held + len(tree.levels)), held)
+            window_idx = mx.maximum(rows, -1)[None]
+        return own(*args, window_idx=window_idx, cache=cache, **named)
+
+    def if_tree(module: nn.Module, for_tree: Callable[..., Any]) -> None:
+        """Have `for_tree` run instead of a module while a tree is read."""
+        own = type(module).__call__
+
+        def call(*args: Any, **named: Any) -> Any:
+            tree = rollbacks()[0].tree
+            return own(*args, **named) if tree is None else for_tree(*args, tree=tree, **named)
+
+        overrides.replace(module, call)
+
+    overrides.replace(attention, window)
+    if compression(attention) > 1:
+        compressor = attention.compressor
+        overrides.watch(compressor.kv_proj, lambda _, rows: rollbacks()[0].record(kv=rows))
+        overrides.watch(compressor.gate_proj, lambda _, rows: rollbacks()[0].record(gate=rows))
+    if attention.is_kv_source and attention.ratio:
+        if_tree(attention.compressor, _compress)
+    if attention.is_index_source and attention.ratio:
+        if_tree(attention.indexer, _pick)
 
 
 class ClosedGroups:

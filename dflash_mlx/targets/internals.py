@@ -64,7 +64,6 @@ SHORT_CONVOLUTIONS = (lfm2.ShortConv, lfm2_moe.ShortConv)
 MAMBA2 = (NemotronHMamba2Mixer, GraniteMoeHybridMamba2Mixer, Mamba2Block)
 MIXERS = ("linear_attn", "conv", "mamba", "mixer")
 
-
 # A model and its layers
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakSet
 
 import mlx.core as mx
 
 from .internals import KVCache
+from .session import TargetSession
 
 STEP = KVCache.step  # rows of the smallest slot
 SPARE = 4  # an array grows by this part of its slots, so that most entries copy no other rows
@@ -69,13 +70,13 @@ class SlotArray:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.sessions: WeakSet[SupportsSlots] = WeakSet()
+        self.sessions: WeakSet[TargetSession] = WeakSet()
         self.used = 0
         self.layers: list[list[mx.array]] = []
         self._sizes: list[list[int]] = []  # rows of a slot's keys and of its values: H * capacity
 
     def add(
-        self, entering: Mapping[SupportsSlots, Sequence[KVCache]], numbers: Sequence[int]
+        self, entering: Mapping[TargetSession, Sequence[KVCache]], numbers: Sequence[int]
     ) -> None:
         """Move the rows of these caches into new slots, behind those in use without gaps."""
         first, requests = self.used, [*entering.values()]
@@ -104,7 +105,7 @@ class SlotArray:
         self.sessions.update(entering)
         self.used += len(entering)
 
-    def remove(self, session: SupportsSlots) -> None:
+    def remove(self, session: TargetSession) -> None:
         """Free a request's slot."""
         self.sessions.discard(session)
         if not self.sessions:
@@ -159,19 +160,6 @@ class SlotArray:
             self.layers = []
 
 
-class SupportsSlots(Protocol):
-    """A request's session, of which `TargetSession` is the only kind."""
-
-    slot: Slot | None
-    position: int
-
-    def slot_caches(self, numbers: Sequence[int]) -> list[KVCache]:
-        """The caches of these numbers if they can be in a slot; else none."""
-
-    def leave_slot(self) -> None:
-        """Have the keys and values in the session's own caches."""
-
-
 class KVSlots:
     """The slot arrays of a batch.
 
@@ -186,21 +174,15 @@ class KVSlots:
         self.layers = layers
         self._arrays: dict[int, SlotArray] = {}
 
-    def arrange(self, sessions: Sequence[SupportsSlots], rows: Sequence[int]) -> None:
-        """Have these sessions' requests in slots, and no others.
+    def arrange(self, sessions: Sequence[TargetSession]) -> None:
+        """Have the requests that share the next forward in slots, and no others.
 
         Requests that cannot have one keep their own caches: new ones without any rows, those with
         quantized keys, and those whose drafts were trees. So do all if the slots belong to others:
         then this is the first step of new requests, while the others' step is under way.
-
-        Args:
-            sessions: that share the next forward.
-            rows: of each in it.
         """
         arrays = self._arrays.values()
-        needed = [
-            capacity_for(one.position + more) for one, more in zip(sessions, rows, strict=True)
-        ]
+        needed = [capacity_for(one.position + len(one.proposal or ())) for one in sessions]
         in_slots = [
             one.slot is not None and one.slot.array.capacity >= capacity
             for one, capacity in zip(sessions, needed, strict=True)
@@ -212,7 +194,7 @@ class KVSlots:
             return
         for absent in [one for array in arrays for one in array.sessions if one not in staying]:
             absent.leave_slot()
-        joining: dict[int, dict[SupportsSlots, Sequence[KVCache]]] = {}
+        joining: dict[int, dict[TargetSession, Sequence[KVCache]]] = {}
         for session, capacity, stays in zip(sessions, needed, in_slots, strict=True):
             if not stays:
                 session.leave_slot()

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) in the absorbed form, for one row, many rows, many requests.
+"""Multi-head latent attention (MLA) in the absorbed form, for one row and many.
 
 mlx-lm computes one row in the *absorbed* form (queries move into the latent space, where all heads
 share one row of keys) and several rows in the *expanded* form (the whole latent cache is multiplied
@@ -7,27 +7,23 @@ plain text, and expanding costs more the longer the context is. A verify of any 
 therefore uses the absorbed form, which for one row is mlx-lm's own, bit for bit. Prefill keeps the
 expanded form.
 
-In a batch, the projections run over all rows, and rotary scores and attention per request. With
-an indexer (DeepSeek-V3.2), each request picks its own rows and attends to them.
+With an indexer (DeepSeek-V3.2), each row picks the rows that it attends to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from .batched_rows import BatchedCache, BatchRows, OneRequestCache, PerRequest
 from .internals import (
-    ATTENTION,
     DeepseekV3Attention,
     DeepseekV32Attention,
     attention_of,
     scaled_dot_product_attention,
 )
-from .overrides import Overrides, rebind_globals
+from .overrides import Overrides
 
 
 def use_absorbed_mla(layers: list[nn.Module], overrides: Overrides) -> None:
@@ -119,47 +115,3 @@ def rotary_scores(self: Any, q_pe: mx.array, k_pe: mx.array, mask: mx.array | No
 def _heads_to_output(self: Any, output: mx.array) -> mx.array:
     """The output projection of [1, H, L, v_head_dim]."""
     return self.o_proj(output.transpose(0, 2, 1, 3).flatten(2))
-
-
-def batched_dense(
-    attend: Callable[..., mx.array], rows: Callable[[], BatchRows]
-) -> Callable[..., mx.array]:
-    """DeepSeek-V3's attention over many requests; `attend` attends for each of them."""
-
-    def scores(attention: Any, queries: mx.array, keys: PerRequest, mask: PerRequest) -> PerRequest:
-        """The rotary scores [1, H, n, K] of each request, from queries [1, H, R, D]."""
-        each = zip(rows().split(queries, 2), keys.parts, mask.parts, strict=True)
-        return PerRequest(rotary_scores(attention, *parts) for parts in each)
-
-    return rebind_globals(dense, **{ATTENTION: attend, rotary_scores.__name__: scores})
-
-
-def batched_sparse(rows: Callable[[], BatchRows]) -> Callable[..., mx.array]:
-    """DeepSeek-V3.2's attention over many requests, whose indexer returns `PerRequest`."""
-
-    def attend(
-        attention: Any, q: mx.array, q_pe: mx.array, *others: PerRequest | BatchedCache
-    ) -> mx.array:
-        """The outputs [1, H, R, v_head_dim] of all requests' queries."""
-        queries = rows().split(q, 2), rows().split(q_pe, 2)
-        each = zip(*queries, *(other.parts for other in others), strict=True)
-        outputs = [attend_to_picked(attention, *parts) for parts in each]
-        return mx.concatenate(outputs, axis=2)
-
-    return rebind_globals(sparse, **{attend_to_picked.__name__: attend})
-
-
-def batched_indexer(indexer: nn.Module) -> Callable[..., PerRequest]:
-    """The call of an indexer over many requests, one after another."""
-    own = type(indexer).__call__
-
-    def call(
-        indexer: nn.Module, x: mx.array, residual: mx.array, mask: PerRequest, cache: BatchedCache
-    ) -> PerRequest:
-        """The rows that each request's queries pick, from all rows x and residual [1, R, D]."""
-        rows = cache.rows
-        caches = map(OneRequestCache, cache.parts, rows.split(rows.offset, 0))
-        each = zip(rows.split(x), rows.split(residual), mask.parts, caches, strict=True)
-        return PerRequest(own(indexer, *parts) for parts in each)
-
-    return call

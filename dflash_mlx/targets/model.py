@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -12,12 +13,14 @@ import mlx.nn as nn
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..threads import evaluate
 from ..validation import ErrorWrapper
-from .attention import check_exact
-from .caches import make_cache, rollbacks_for
+from .attention import attend_with, check_exact
+from .caches import kind_of, make_cache
+from .mla import use_absorbed_mla
 from .overrides import Overrides
-from .parts import find_parts
+from .parts import MODEL_ERRORS, find_parts
+from .rollbacks import rollback_for
 from .taps import EMBEDDING, TapRecorder
-from .tree_attention import why_no_trees
+from .tree_attention import rotate_by_depth, why_no_trees
 
 if TYPE_CHECKING:
     from ..kernels.modules import Wiring
@@ -42,6 +45,7 @@ class TargetModel:
         wiring: which layers run on our Metal kernels; None where none does.
         forward_lock: held by every forward. While another thread has it, modules have their own
             classes.
+        reading: the sessions whose rows the running verify reads.
         is_distributed: whether other processes run the same forwards.
         in_pieces: whether verifies are handed to the device `PIECE` layers at a time.
 
@@ -54,18 +58,18 @@ class TargetModel:
         self.model, self.name, self.wiring = model, name, wiring
         self.forward_lock = threading.Lock()
         wrong = f"{name}: the model that config.json describes does not run"
-        with ErrorWrapper(ConfigError, wrong):
+        with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
             self.parts = parts = find_parts(model, self.forward_lock)
         self.layers, self.num_layers = parts.layers, len(parts.layers)
         self.hidden_size: int = parts.embedded.shape[-1]
         self.vocab_size: int = parts.embedding.weight.shape[0]
         self._streams: int = parts.entered.shape[0]
         caches = make_cache(model)
-        self.owners = parts.owners
-        rollbacks = rollbacks_for(caches, self.owners, Overrides(self.forward_lock))
-        self.has_rollback = bool(rollbacks)
+        self.owners, self._kinds = parts.owners, [kind_of(cache) for cache in caches]
+        rollbacks = [*map(rollback_for, caches, self.owners)]
+        self.has_rollback = None not in rollbacks
         self.why_no_trees: str | None = "states that are rolled back by running rows again"
-        if rollbacks:
+        if self.has_rollback:
             problems = (why_no_trees(*of) for of in parts.pairs(rollbacks))
             self.why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
@@ -73,6 +77,68 @@ class TargetModel:
         evaluate(model)
         # Where the CPU is the device, it has no time to gain by starting early.
         self.in_pieces = mx.default_device() != mx.Device(mx.cpu)
+        self.reading: Sequence[Any] = ()
+        self._starts_early = False  # whether the forward that runs may start before it is complete
+        self._tapped: dict[tuple[int, ...], tuple[Overrides, TapRecorder]] = {}
+        self.prefilling, self.reading_trees = (Overrides(self.forward_lock) for _ in range(2))
+        self.last_logits_only(self.prefilling, lambda: slice(-1, None))
+        rotate_by_depth(model, self.layers, self.reading_trees, lambda: self.reading[0].tree)
+        self._verifying: tuple[Wiring | None, Overrides] | None = None
+
+    @property
+    def verifying(self) -> Overrides:
+        """Has layers compute and record a verify's rows; made anew when the wiring changes."""
+        if self._verifying is None or self._verifying[0] is not self.wiring:
+            overrides, wiring = Overrides(self.forward_lock), self.wiring
+            use_absorbed_mla(self.layers, overrides)
+            if wiring is not None:
+                attend_with(wiring, self.layers, overrides)
+            kernels = wiring.kernels if wiring is not None and wiring.exact else None
+            for at, (layer, kind) in enumerate(zip(self.owners, self._kinds, strict=True)):
+                if layer is not None and kind.record is not None:
+                    kind.record(layer, overrides, partial(self._rollbacks, at), kernels)
+            self._verifying = wiring, overrides
+        return self._verifying[1]
+
+    def _rollbacks(self, number: int) -> list[Any]:
+        """The rollbacks of a cache of the sessions in the running forward."""
+        return [session.rollbacks[number] for session in self.reading]
+
+    def forward(
+        self,
+        ids: mx.array,
+        cache: Sequence[Any] | None,
+        tap_layers: tuple[int, ...],
+        *sets: Overrides,
+        reading: Sequence[Any] = (),
+        starts_early: bool = False,
+    ) -> tuple[mx.array, mx.array]:
+        """One forward of the model: its logits, and the taps [N, S, K*D] of `tap_layers`.
+
+        Args:
+            ids: tokens [N, S].
+            cache: the caches; None for whole sequences.
+            tap_layers: those of a session, which has prepared them by `prepare`.
+            sets: overrides of the forward.
+            reading: the sessions whose rows these are, in a verify.
+            starts_early: whether the first layers run while Python builds the others. Those of a
+                pipelined step may not: they would copy keys and values that the last one still
+                reads.
+        """
+        overrides, taps = self._tapped[tap_layers]
+        with overrides.installed(*sets):
+            self.reading, self._starts_early = reading, starts_early
+            try:
+                return self.model(ids, cache=cache), taps.take(ids.shape[1])
+            finally:
+                self.reading = ()  # keeps no request's caches alive
+
+    def prepare(self, tap_layers: tuple[int, ...]) -> None:
+        """Make what `forward` needs to tap these layers. Raises as `tap`. Needs the lock."""
+        if tap_layers not in self._tapped:
+            overrides = Overrides(self.forward_lock)
+            self._tapped[tap_layers] = overrides, self.tap(tap_layers, overrides)
+            self._hand_over(overrides)
 
     def pairs(self) -> list[tuple[nn.Module | None, Any]]:
         """The layers with new caches, as `ModelParts.pairs`."""
@@ -109,28 +175,21 @@ class TargetModel:
     def _recorder(self, layers: Sequence[int], overrides: Overrides) -> TapRecorder:
         return TapRecorder(self.layers, layers, overrides)
 
-    def hand_over(self, overrides: Overrides, wanted: Callable[[], bool]) -> None:
+    def _hand_over(self, overrides: Overrides) -> None:
         """Start computing every `PIECE` layers of a forward while Python builds the next ones.
 
         A GPU waits for Python otherwise, up to a third of a step without a drafter's network.
-
-        Args:
-            overrides: the forward's, in which this runs after what is there already.
-            wanted: whether the forward that runs may start before it is complete. A pipelined one
-                may not: its first layers would copy keys and values that the last one still reads.
         """
 
         def start(_: Any, result: Any) -> None:
-            if wanted():
+            if self._starts_early:
                 mx.async_eval(result[0] if isinstance(result, tuple) else result)
 
         pieces = self.layers[PIECE - 1 : -1 : PIECE] if self.in_pieces else ()
         for layer in {id(layer): layer for layer in pieces}.values():
             overrides.watch(layer, start)
 
-    def last_logits_only(
-        self, overrides: Overrides, last: Callable[[], Any] = lambda: slice(-1, None)
-    ) -> None:
+    def last_logits_only(self, overrides: Overrides, last: Callable[[], Any]) -> None:
         """Have the head compute a forward's `last` rows only while `overrides` is installed."""
         if self.parts.norm_runs_once:
             own = type(self.parts.norm).__call__

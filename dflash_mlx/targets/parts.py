@@ -18,6 +18,9 @@ import mlx.nn as nn
 from .internals import make_prompt_cache
 from .overrides import Overrides
 
+# What mlx-lm's models raise for a config, a cache or rows that they were not written for.
+MODEL_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+
 T = TypeVar("T")
 Call = tuple[Any, Any, Any]  # a module, its first argument and its result
 

@@ -50,6 +50,8 @@ class Recurrence:
         mixer: mlx-lm's module.
 
     Attributes:
+        window: rows that the convolution sees, a row's own included.
+        channels: of the convolution.
         has_state: whether its cache holds a state behind the convolution's inputs.
         as_prefill: whether `step` computes the same as the model's own prefill, bit for bit.
         kernels: our kernels that the recurrence runs on; None for mlx-lm's own.
@@ -59,17 +61,8 @@ class Recurrence:
     kernels: Kernels | None = None
 
     def __init__(self, mixer: Any) -> None:
-        self.mixer = mixer
-
-    @property
-    def window(self) -> int:
-        """Rows that the convolution sees, a row's own included."""
-        return int(self.mixer.conv_kernel_size)
-
-    @property
-    def channels(self) -> int:
-        """Channels of the convolution."""
-        return int(self.mixer.conv_dim)
+        self.mixer, self._convolution = mixer, mixer.conv1d
+        self.window, self.channels = int(mixer.conv_kernel_size), int(mixer.conv_dim)
 
     def project(self, x: mx.array) -> Projected:
         """What the rows x [1, N, D] are before the convolution."""
@@ -77,7 +70,7 @@ class Recurrence:
 
     def convolve(self, inputs: mx.array) -> mx.array:
         """The convolution's outputs [B, n - window + 1, C] of inputs [B, n, C]."""
-        outputs: mx.array = self.mixer.conv1d(inputs)
+        outputs: mx.array = self._convolution(inputs)
         return outputs
 
     def step(
@@ -108,10 +101,6 @@ class Recurrence:
         """The outputs of a tree's rows from our kernel; None where it has none."""
         return None
 
-    def first_state(self, convolved: mx.array) -> mx.array:
-        """The state [1, ...] before the first row of a text."""
-        raise NotImplementedError
-
     def output(self, out: mx.array, beside: mx.array) -> mx.array:
         """The layer's output [1, N, D] of the recurrence's."""
         raise NotImplementedError
@@ -122,25 +111,14 @@ class ShortConvolution(Recurrence):
 
     has_state = False
 
-    @property
-    def window(self) -> int:
-        """See `Recurrence`."""
-        return int(self.mixer.L_cache)
-
-    @property
-    def channels(self) -> int:
-        """See `Recurrence`."""
-        return int(self.mixer.args.hidden_size)
+    def __init__(self, mixer: Any) -> None:
+        self.mixer, self._convolution = mixer, mixer.conv
+        self.window, self.channels = int(mixer.L_cache), int(mixer.args.hidden_size)
 
     def project(self, x: mx.array) -> Projected:
         """See `Recurrence`."""
         before, after, inputs = mx.split(self.mixer.in_proj(x), 3, axis=-1)
         return Projected(before * inputs, (), after)
-
-    def convolve(self, inputs: mx.array) -> mx.array:
-        """See `Recurrence`."""
-        outputs: mx.array = self.mixer.conv(inputs)
-        return outputs
 
     def step(
         self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
@@ -183,11 +161,6 @@ class Mamba2(Recurrence):
             out, state = ssm_step(mixer, x, b, c, dt, state)
             outputs.append(out)
         return mx.concatenate(outputs, axis=1), state
-
-    def first_state(self, convolved: mx.array) -> mx.array:
-        """See `Recurrence`."""
-        mixer = self.mixer
-        return mx.zeros((1, mixer.num_heads, mixer.head_dim, mixer.ssm_state_size))
 
     def output(self, out: mx.array, beside: mx.array) -> mx.array:
         """See `Recurrence`."""
@@ -240,7 +213,7 @@ class GatedDelta(Recurrence):
         """See `Recurrence`."""
         mixer, (_, keys, values) = self.mixer, self._heads(convolved)
         if self.kernels is not None:
-            state = self.first_state(convolved) if state is None else state
+            state = self._first_state() if state is None else state
             rows = mx.arange(keys.shape[1])
             decay, beta = self._decay(*gates)
             return self.kernels.delta_replay(keys, values, decay, beta, state, rows, rows.size)
@@ -249,11 +222,6 @@ class GatedDelta(Recurrence):
         # One Metal kernel; the keys stand in for the queries, which shape the output alone.
         inputs = keys, keys, values, *gates, mixer.A_log, mixer.dt_bias
         return gated_delta_update(*inputs, state)[1]
-
-    def first_state(self, convolved: mx.array) -> mx.array:
-        """See `Recurrence`."""
-        mixer = self.mixer
-        return mx.zeros((1, mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim))
 
     def output(self, out: mx.array, beside: mx.array) -> mx.array:
         """See `Recurrence`; summed over sharded heads."""
@@ -271,9 +239,13 @@ class GatedDelta(Recurrence):
     ) -> tuple[mx.array, mx.array | None]:
         """The kernel's outputs, and the state after a chain's last row."""
         assert self.kernels is not None
-        state = self.first_state(convolved) if state is None else state
+        state = self._first_state() if state is None else state
         rows = self._heads(convolved)
         return self.kernels.delta(*rows, *self._decay(*gates), state, parents)
+
+    def _first_state(self) -> mx.array:
+        mixer = self.mixer
+        return mx.zeros((1, mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim))
 
     def _heads(self, convolved: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries and keys [B, n, Hk, Dk] and values [B, n, Hv, Dv]."""

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..errors import SettingsError
+from ..errors import SettingsError, UnsupportedTreeError
 from ..memory import SPAN, compute
 from ..proposal import Proposal
 from . import caches
-from .attention import attend_with
-from .batched_rows import RequestRows
-from .caches import Arrays, Checkpoint, RowRollback, kind_of, make_cache, rollbacks_for
+from .caches import Arrays, Checkpoint, kind_of, make_cache
 from .internals import KVCache
-from .kv_slots import Slot
-from .mla import use_absorbed_mla
 from .model import TargetModel
-from .overrides import Overrides
 from .recurrent import RecurrentRollback
+from .rollbacks import RowRollback, rollback_for
 from .tree import Tree
-from .tree_attention import TreeAttention
 
 PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
 CPU_STEP = 512  # on a CPU, whose attention also computes the pairs that the causal mask drops
@@ -58,10 +53,13 @@ class TargetSession:
         tap_layers, kv_bits: as of `Target.start`, which also holds the lock.
 
     Attributes:
+        cache: the caches; fewer than layers where layers share them.
+        rollbacks: of each; None for a cache that only goes back to a checkpoint.
+        proposal, tree: what is verified; None after its commit, and for a chain.
         can_pipeline: whether the next forward may start before its token is known. False for caches
             with windows or states, which could not forget that token again.
         position: committed tokens in the caches.
-        slot: where a batch has this request's keys and values.
+        slot: the `kv_slots.Slot` in which a batch has this request's keys and values.
         intact: False while a forward changes the caches, and after one that failed.
         longest: the most tokens of a prompt that one forward may read on any device.
     """
@@ -69,32 +67,22 @@ class TargetSession:
     longest = PREFILL_STEP
 
     def __init__(self, target: TargetModel, tap_layers: Sequence[int], kv_bits: int | None) -> None:
-        self._target, self._model, self.tap_layers = target, target.model, tuple(tap_layers)
-        self._prefill, self._verify = Overrides(target.forward_lock), Overrides(target.forward_lock)
-        self._prefill_taps = target.tap(tap_layers, self._prefill)
-        target.last_logits_only(self._prefill)
-        self._verify_taps = target.tap(tap_layers, self._verify)
-        self._cache = make_cache(target.model, target.owners, kv_bits)
+        self._target, self.tap_layers = target, tuple(tap_layers)
+        target.prepare(self.tap_layers)
+        self._verifying = target.verifying
+        self.cache = make_cache(target.model, target.owners, kv_bits)
         # Caches that a forward may leave lazy: its logits do not depend on all of them.
-        self._lazy = [cache for cache in self._cache if not kind_of(cache).trims]
+        self._lazy = [cache for cache in self.cache if not kind_of(cache).trims]
         self.can_pipeline = not self._lazy
-        self._rollback = rollbacks_for(self._cache, target.owners, self._verify)
+        self.rollbacks = [*map(rollback_for, self.cache, target.owners)]
+        self._recording = [one for one in self.rollbacks if not isinstance(one, RowRollback)]
         self._before: Checkpoint | None = None  # of a session without rollbacks
-        self._recording = [one for one in self._rollback if not isinstance(one, RowRollback)]
-        use_absorbed_mla(target.layers, self._verify)
-        self._max_rows: int | None = None  # of a verify
-        if target.wiring is not None:
-            attend_with(target.wiring, target.layers, self._verify)
-            self._max_rows = target.wiring.widest
-            for rollback in self._rollback if target.wiring.exact else ():
-                if isinstance(rollback, RecurrentRollback):
-                    rollback.recurrence.kernels = target.wiring.kernels
-        self._starts_early = False  # whether a verify's first layers run while others are built
-        target.hand_over(self._verify, lambda: self._starts_early)
-        self._tree_reader: TreeAttention | None = None  # made for the first tree
+        self._max_rows = None if target.wiring is None else target.wiring.widest
         self.kv_bits = kv_bits
-        self._uncommitted: Proposal | None = None  # of the last verify
-        self.slot: Slot | None = None
+        self.proposal: Proposal | None = None
+        self.tree: Tree | None = None
+        self._read_trees = False
+        self.slot: Any = None
         self.position, self.intact = 0, True
 
     def pieces(
@@ -136,21 +124,25 @@ class TargetSession:
         self.leave_slot()
         self.intact = False
         logits, taps = self.read_lazily(mx.array(list(tokens)))
-        compute([cache.state for cache in self._cache], [logits] if last else [])
+        compute([cache.state for cache in self.cache], [logits] if last else [])
         mx.clear_cache()
         self.intact = True
         return logits if last else None, taps
 
     def read_lazily(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """Read tokens [S] without waiting: the logits [1, V] after them, and their taps."""
-        with self._prefill.installed():
-            logits = self._model(tokens[None], cache=self._cache)[0, -1:]
+        logits, taps = self._prefill(tokens)
+        return logits[0, -1:], taps
+
+    def _prefill(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        target = self._target
+        result = target.forward(tokens[None], self.cache, self.tap_layers, target.prefilling)
         self.position += tokens.size
-        return logits, self._prefill_taps.take(tokens.size)
+        return result
 
     def start_computing(self) -> None:
         """Leave nothing lazy in the caches: the next forward may be another thread's."""
-        mx.async_eval([caches.arrays(cache) for cache in self._cache])
+        mx.async_eval([caches.arrays(cache) for cache in self.cache])
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
         """One forward over the proposal: logits [N, V] after each row, and its taps [1, N, K*D].
@@ -159,51 +151,56 @@ class TargetSession:
         Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
         for more rows than exact verification takes.
         """
-        tree = self._tree_of(proposal)
+        self.plan(proposal)
         self.leave_slot()
-        self.begin(proposal, tree)
-        with ExitStack() as stack:
-            if tree is None:
-                stack.enter_context(self._verify.installed())
-            else:
-                reader = self._reader()
-                stack.enter_context(reader.reading(tree))
-                stack.enter_context(self._verify.installed(reader.overrides))
-            ids = proposal.array(self._target.vocab_size)
-            # A plain step's token that is on the device comes from a step that still runs.
-            self._starts_early = len(proposal) > 1 or not isinstance(proposal.tokens, mx.array)
-            logits = self._model(ids[None], cache=self._cache)
-        return logits.squeeze(0), self._verify_taps.take(len(proposal))
+        self.begin()
+        # A plain step's token that is on the device comes from a step that still runs.
+        early = len(proposal) > 1 or not isinstance(proposal.tokens, mx.array)
+        logits, taps = self._verify(proposal.array(self._target.vocab_size), early)
+        rows = [one for one in self.rollbacks if isinstance(one, RowRollback)]
+        if self.tree is not None and rows and not any(one.made_masks for one in rows):
+            raise UnsupportedTreeError("The target makes masks of its own: draft chains for it.")
+        return logits[0], taps
 
-    def request_rows(self, proposal: Proposal) -> RequestRows:
-        """This request's part of a batched forward. Raises as `verify` does."""
-        tree = self._tree_of(proposal)
-        if tree is not None:
-            self.leave_slot()
-        reader = None if tree is None else self._reader()
-        caches = self._cache, self._rollback
-        return RequestRows(proposal, self.position, *caches, tree, reader)
+    def _verify(self, ids: mx.array, early: bool = False) -> tuple[mx.array, mx.array]:
+        """The forward of a verify of ids [N]."""
+        target, sets = self._target, [self._verifying]
+        sets += [] if self.tree is None else [target.reading_trees]
+        of = ids[None], self.cache, self.tap_layers
+        return target.forward(*of, *sets, reading=[self], starts_early=early)
 
-    def _tree_of(self, proposal: Proposal) -> Tree | None:
-        """The proposal's tree; None for a chain. Raises as `verify` does."""
+    def plan(self, proposal: Proposal) -> None:
+        """Set the next verify's proposal. Raises as `verify` does, before anything has changed."""
         if self._max_rows is not None and len(proposal) > self._max_rows:
             raise SettingsError(
                 f"exact: at most {self._max_rows} rows are verified at once; load the model with "
                 'kernels="off" (--kernels off) for more.'
             )
-        if proposal.is_chain:
-            return None
-        self._target.check_trees()
-        return Tree(proposal)
+        self.proposal, self.tree = proposal, None
+        if not proposal.is_chain:
+            self._target.check_trees()
+            self.tree = Tree(proposal)
+            self.leave_slot()  # and it has none from now on
+
+    def begin(self) -> None:
+        """Prepare the caches for a forward over the proposal; `commit` must follow it."""
+        assert self.proposal is not None
+        self.intact, self._read_trees = False, self._read_trees or self.tree is not None
+        if None in self.rollbacks and len(self.proposal) > 1:
+            self._before = self.checkpoint()
+        # In a chain, nothing has to be recorded of rows that can be cut.
+        for rollback in self.rollbacks if self.tree is not None else self._recording:
+            if rollback is not None:
+                rollback.begin(self.tree)
 
     def slot_caches(self, numbers: Sequence[int]) -> list[KVCache]:
         """The caches of these numbers if they can be in a slot; else none.
 
         Those of a request whose drafts were trees, and quantized ones, stay as they are.
         """
-        found = [self._cache[number] for number in numbers]
+        found = [self.cache[number] for number in numbers]
         plain = self.position > 0 and all(kind_of(cache).is_plain for cache in found)
-        return found if plain and self._tree_reader is None else []
+        return found if plain and self.tree is None and not self._read_trees else []
 
     def leave_slot(self) -> None:
         """Have the keys and values in this session's own caches, if they can be trusted."""
@@ -213,14 +210,6 @@ class TargetSession:
                 slot.copy_back(self.position)
             slot.array.remove(self)
 
-    def begin(self, proposal: Proposal, tree: Tree | None) -> None:
-        """Prepare the caches for a forward over the proposal; `commit` must follow it."""
-        self.intact, self._uncommitted = False, proposal
-        if not self._rollback and len(proposal) > 1:
-            self._before = self.checkpoint()
-        for rollback in self._recording:
-            rollback.begin(tree)
-
     def nbytes_after(self, tokens: int, layers: Sequence[int] | None = None) -> int:
         """Bytes of the caches after a prefill of this many tokens, which is not computed.
 
@@ -228,8 +217,8 @@ class TargetSession:
         """
         for start in range(0, tokens, PREFILL_STEP):
             self.dry_run(min(PREFILL_STEP, tokens - start))
-        counted = range(len(self._cache)) if layers is None else layers
-        leaves = tree_flatten([caches.arrays(self._cache[number]) for number in counted])
+        counted = range(len(self.cache)) if layers is None else layers
+        leaves = tree_flatten([caches.arrays(self.cache[number]) for number in counted])
         return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
 
     def dry_run(self, tokens: int) -> mx.array:
@@ -237,36 +226,35 @@ class TargetSession:
 
         Returns their taps. The session is of no other use afterwards.
         """
-        with self._prefill.installed():
-            self._model(mx.zeros((1, tokens), mx.int32), cache=self._cache)
-        self.position += tokens
-        return self._prefill_taps.take(tokens)
+        return self._prefill(mx.zeros(tokens, mx.int32))[1]
 
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer keeps a recurrent state."""
-        return any(isinstance(one, RecurrentRollback) for one in self._rollback)
+        return any(isinstance(one, RecurrentRollback) for one in self.rollbacks)
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep these rows of the last verify (a path from row 0) and remove the others."""
-        assert self._uncommitted is not None
+        assert self.proposal is not None
+        rejected = len(self.proposal) - len(kept)
         moved = kept[-1] >= len(kept)  # a path with rejected rows in between
-        if moved:
-            self._reader().move(kept)
-        rejected = len(self._uncommitted) - len(kept)
         if rejected and self._before is not None:
-            self._run_again(self._uncommitted.array(self._target.vocab_size), len(kept))
-        in_slot = () if self.slot is None else self.slot.layers
-        for number, rollback in enumerate(self._rollback) if rejected else ():
-            if number not in in_slot:  # a slot's rows end at `position`
-                rollback.commit(len(kept), rejected)
+            self._run_again(self.proposal.array(self._target.vocab_size), len(kept))
+        elif rejected:
+            in_slot = () if self.slot is None else self.slot.layers
+            for number, rollback in enumerate(self.rollbacks):
+                if number not in in_slot:  # a slot's rows end at `position`
+                    assert rollback is not None
+                    if moved:
+                        rollback.move(kept)
+                    rollback.commit(len(kept), rejected)
         self.position += len(kept)
-        self.intact, self._uncommitted, self._before = True, None, None
+        self.intact, self.proposal, self.tree, self._before = True, None, None, None
         # A cache has grown once the rows of a step are beyond a multiple of SPAN.
         if self.slot is None and (self.position - LAST_STEP) % SPAN < len(kept):
             mx.clear_cache()
         # Leave nothing lazy in the caches: the next forward may be another thread's.
-        if lazy := self._cache if moved else self._lazy:
+        if lazy := self.cache if moved else self._lazy:
             mx.async_eval([caches.arrays(cache) for cache in lazy])
 
     def _run_again(self, ids: mx.array, kept: int) -> None:
@@ -275,42 +263,40 @@ class TargetSession:
         For caches whose states have no rollback. Waits, so that the step is timed with it.
         """
         assert self._before is not None
-        caches.rewind(self._cache, self.position + ids.size, self._before)
-        with self._verify.installed():
-            self._model(ids[None, :kept], cache=self._cache)
-        self._verify_taps.take(kept)
-        compute([caches.arrays(cache) for cache in self._cache])
+        caches.rewind(self.cache, self.position + ids.size, self._before)
+        self._verify(ids[:kept])
+        compute([caches.arrays(cache) for cache in self.cache])
 
     @property
     def can_trim(self) -> bool:
         """Whether `trim_to` can go back to any position; else only `rewind` to a checkpoint."""
-        return all(map(caches.can_trim, self._cache))
+        return all(map(caches.can_trim, self.cache))
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
         self.leave_slot()
-        for cache in self._cache:
+        for cache in self.cache:
             caches.trim(cache, self.position - position)
         self.position = position
 
     def checkpoint(self) -> Checkpoint:
         """This state, to `rewind` to. It holds windows and recurrent states by reference."""
-        return caches.checkpoint(self._cache, self.position)
+        return caches.checkpoint(self.cache, self.position)
 
     def rewind(self, checkpoint: Checkpoint) -> None:
         """Forget all tokens since the checkpoint."""
         self.leave_slot()
-        caches.rewind(self._cache, self.position, checkpoint)
+        caches.rewind(self.cache, self.position, checkpoint)
         self.position = checkpoint.position
 
     def rows(self, start: int, end: int) -> Arrays:
         """The cached rows of the tokens from `start` to `end`, by name: lazy slices."""
         self.leave_slot()
-        return caches.rows_of_all(self._cache, start, end)
+        return caches.rows_of_all(self.cache, start, end)
 
     def state(self) -> Arrays:
         """The windows and recurrent states, valid at this position only, by name."""
-        return caches.state_of_all(self._cache)
+        return caches.state_of_all(self.cache)
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Begin with `position` tokens that other sessions have read.
@@ -321,15 +307,6 @@ class TargetSession:
             state: the result of `state` at the position.
             room: tokens that are about to follow.
         """
-        caches.restore_all(self._cache, position, rows, state, room)
+        caches.restore_all(self.cache, position, rows, state, room)
         self.position = position
         self.start_computing()
-
-    def _reader(self) -> TreeAttention:
-        """The reader of this request's trees."""
-        if self._tree_reader is None:
-            target, overrides = self._target, Overrides(self._target.forward_lock)
-            with target.forward_lock:  # as in `Target.start`
-                of = target.model, target.layers, self._rollback
-                self._tree_reader = TreeAttention(*of, overrides)
-        return self._tree_reader

@@ -26,32 +26,32 @@ class TapRecorder:
     def __init__(
         self, layers: Sequence[nn.Module], indices: Sequence[int], overrides: Overrides
     ) -> None:
-        self._indices = tuple(indices)
-        # Every run of a layer: its input and result. A model may loop over its layers.
-        self._runs: dict[int, list[tuple[Any, Any]]] = {}
-        self._places: dict[int, list[int]] = {}  # of a layer, by its identity
-        for place, layer in enumerate(layers):
-            self._places.setdefault(id(layer), []).append(place)
-        self._layer_ids = [id(layer) for layer in layers]
-        wanted = {id(layers[max(index, 0)]): layers[max(index, 0)] for index in indices}
-        for key, layer in wanted.items():
-            overrides.watch(layer, partial(self._record, key))
+        self._runs: dict[int, list[tuple[Any, Any]]] = {}  # inputs and results, by layer
+        # The layer of each index, and which run of it, from the last one: models may loop.
+        self._taps: list[tuple[int, int, bool]] = []
+        ids = [id(layer) for layer in layers]
+        for index in indices:
+            place = max(index, 0)  # -1 is the first layer's input
+            run = -ids[place:].count(ids[place])
+            self._taps.append((ids[place], run, index == EMBEDDING))
+        for layer in {
+            id(layers[max(index, 0)]): layers[max(index, 0)] for index in indices
+        }.values():
+            overrides.watch(layer, partial(self._record, id(layer)))
 
     def take(self, rows: int) -> mx.array:
         """The last forward's outputs, concatenated: [N, rows, K*D]; [1, rows, 0] if K = 0."""
-        if not self._indices:
+        if not self._taps:
             return mx.zeros((1, rows, 0))
         runs, self._runs = self._runs, {}
         hidden = []
-        for index in self._indices:
-            key = self._layer_ids[max(index, 0)]  # -1 is the first layer's input
-            places = self._places[key]
-            entered, result = runs[key][-len(places) :][places.index(max(index, 0))]
-            if index == EMBEDDING:
-                x = entered  # DeepSeek-V4.1 repeats the embeddings hc times: [N, S, hc, D]
-                hidden.append(x[:, :, 0] if x.ndim == 4 else x)
-            else:
-                hidden.append(_hidden(result))
+        for layer, run, embedded in self._taps:
+            x, result = runs[layer][run]
+            if not embedded:
+                x = _hidden(result)
+            elif x.ndim == 4:  # DeepSeek-V4.1 repeats the embeddings hc times: [N, S, hc, D]
+                x = x[:, :, 0]
+            hidden.append(x)
         return mx.concatenate(hidden, axis=-1)
 
     def _record(self, layer: int, x: Any, result: Any) -> None:

@@ -12,7 +12,6 @@ from ..errors import SettingsError
 from ..validation import text_config
 from . import internals
 from .model import TargetModel
-from .overrides import Overrides
 from .parts import scale_between
 from .session import TargetSession
 
@@ -90,12 +89,9 @@ class Target(TargetModel):
 
     def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
-        overrides = Overrides(self.forward_lock)
         with self.forward_lock:
-            taps = self.tap(layers, overrides)
-        with overrides.installed():
-            logits = self.model(tokens)
-        return logits, taps.take(tokens.shape[1])
+            self.prepare(tuple(layers))
+        return self.forward(tokens, None, tuple(layers))
 
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """Begin one request whose drafter reads the outputs of `tap_layers`.

@@ -41,7 +41,7 @@ def _state(cache: Any) -> Any:
 
 def states_are_same(one: TargetSession, other: TargetSession) -> bool:
     """Whether all that two sessions' caches hold is the same."""
-    states = [tree_flatten([_state(cache) for cache in each._cache]) for each in (one, other)]
+    states = [tree_flatten([_state(cache) for cache in each.cache]) for each in (one, other)]
     pairs = zip(*states, strict=True)
     return all(same(a[1], b[1]) if isinstance(a[1], mx.array) else a[1] == b[1] for a, b in pairs)
 

@@ -177,7 +177,7 @@ def bits(session: TargetSession) -> list[list[int]]:
     """A number for each array of each layer's cache, the same for the same bits."""
     return [
         [zlib.crc32(np.array(leaf).tobytes()) & 0x7FFFFFFF for leaf in arrays_of(cache)]
-        for cache in session._cache
+        for cache in session.cache
     ]
 
 

@@ -1,5 +1,7 @@
 """Many requests in one forward: what each gets, and what is left in its caches, is as alone."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import pytest
 from batches import BatchAndSingles, same, tiny_target
@@ -144,12 +146,12 @@ def masks_of_the_last(self, N, **settings):
     mask = batched_rows.mask_of(self.parts[-1], width, **settings)
     window = settings.get("window_size")
     slots = [slots.mask(window) for slots in self._slots]  # these are right
-    return batched_rows.PerRequest([mask for _ in self.parts], slots)
+    return batched_rows.PerRequest(self.rows, [mask for _ in self.parts], slots)
 
 
 def whole_masks(self, N, **settings):
     """The mistake: rows see those after them."""
-    return batched_rows.PerRequest(None for _ in self.parts)
+    return batched_rows.PerRequest(self.rows, [None for _ in self.parts])
 
 
 def masks_of_all_rows(self, window=None):
@@ -173,10 +175,10 @@ FAMILY_OF = {
         (batched_rows.BatchRows, "positions", property(positions_of_the_first)),
         (kv_slots.SlotRows, "mask", masks_of_all_rows),
     ],
-    "gpt_oss": [(batched_rows.BatchedKVCache, "make_mask", masks_of_the_last)],
+    "gpt_oss": [(batched_rows.BatchedCache, "make_mask", masks_of_the_last)],
     "deepseek_v3": [
         (batched_rows.BatchRows, "positions", property(positions_of_the_first)),
-        (batched_rows.BatchedKVCache, "make_mask", whole_masks),
+        (batched_rows.BatchedCache, "make_mask", whole_masks),
     ],
     "qwen3_5": [
         (batched_rows.BatchRows, "windows", windows_of_one),
@@ -213,7 +215,7 @@ def test_layers_share_what_their_attention_looks_up(monkeypatch):
 
 def test_tokens_outside_the_vocabulary_are_its_last():
     requests = [
-        batched_rows.RequestRows(Proposal(tokens), 0, (), (), None, None)
+        SimpleNamespace(proposal=Proposal(tokens), position=0, slot=None)
         for tokens in ([3, 256], mx.array([300], mx.int32))
     ]
     assert batched_rows.BatchRows(requests).tokens(256).tolist() == [3, 255, 255]

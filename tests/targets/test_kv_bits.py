@@ -50,7 +50,7 @@ def test_8_bits_take_less_memory():
     for bits in (None, np.int64(8), 4):
         session = target_of(random_model("qwen3"), "qwen3").start(kv_bits=bits)
         list(session.prefill(random_prompt(500, 1)))
-        sizes[bits] = sum(cache.nbytes for cache in session._cache)
+        sizes[bits] = sum(cache.nbytes for cache in session.cache)
     # f32 against 8 or 4 bits and, per 32 of them, a scale and a bias in f32
     assert sizes[8] / sizes[None] == pytest.approx((8 + 2) / 32, rel=0.01)
     assert sizes[4] / sizes[None] == pytest.approx((4 + 2) / 32, rel=0.01)

@@ -113,7 +113,7 @@ def test_a_recurrence_is_what_enters_it(family):
         session.verify(Proposal(tokens[:rows]))
         session.commit(range(7))
     assert type(layer.linear_attn) in (internals.GatedDeltaNet, internals.Qwen3NextGatedDeltaNet)
-    for one, other in zip(short._cache[0].cache, whole._cache[0].cache, strict=True):
+    for one, other in zip(short.cache[0].cache, whole.cache[0].cache, strict=True):
         assert mx.array_equal(one, other)
 
 

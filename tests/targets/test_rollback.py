@@ -17,8 +17,8 @@ from mlx_lm.models.cache import (
 from oracle import Oracle
 
 import dflash_mlx as dm
-from dflash_mlx.targets.caches import rollback_for
 from dflash_mlx.targets.overrides import Overrides
+from dflash_mlx.targets.rollbacks import rollback_for
 
 
 def rows(start, count):
@@ -33,7 +33,8 @@ def fill(cache, steps, rollback=None):
         keys = rows(at, count).astype(mx.float32)
         rollback.begin(None)
         cache.update_and_fetch(keys, keys)
-        rollback.commit(kept, count - kept)
+        if kept < count:
+            rollback.commit(kept, count - kept)
         at += kept
     return at
 
@@ -50,7 +51,7 @@ def fill(cache, steps, rollback=None):
 )
 def test_a_rotating_cache_shows_the_next_row_its_whole_window(steps):
     cache = RotatingKVCache(max_size=8)
-    at = fill(cache, steps, rollback_for(cache, nn.Module(), Overrides(Lock())))
+    at = fill(cache, steps, rollback_for(cache, nn.Module()))
     assert cache.offset == at
     keys, _ = cache.update_and_fetch(rows(at, 1) * 1.0, rows(at, 1) * 1.0)
     seen = sorted(keys[0, 0, :, 0].tolist())
@@ -64,12 +65,12 @@ class OwnCache(KVCache):
 @pytest.mark.parametrize("cache", [OwnCache(), CacheList(KVCache(), OwnCache()), ArraysCache(2)])
 def test_an_unknown_cache_has_no_rollback(cache):
     """A session with one goes back to a checkpoint, and the kept rows run again."""
-    assert rollback_for(cache, nn.Module(), Overrides(Lock())) is None
+    assert rollback_for(cache, nn.Module()) is None
 
 
 @pytest.mark.parametrize("cache", [ChunkedKVCache(8), CacheList(KVCache(), RotatingKVCache(8))])
 def test_every_known_part_forgets_the_last_rows(cache):
-    rollback = rollback_for(cache, nn.Module(), Overrides(Lock()))
+    rollback = rollback_for(cache, nn.Module())
     parts = cache.caches if isinstance(cache, CacheList) else (cache,)
     for part in parts:
         part.update_and_fetch(rows(0, 6), rows(0, 6))
@@ -99,10 +100,10 @@ def commit_bytes(family: str, context: int) -> tuple[int, int]:
     for _ in session.prefill(random_prompt(context, 0)):
         pass
     session.verify(dm.Proposal(random_prompt(16, 1)))
-    read = arrays_of([vars(rollback) for rollback in session._rollback])
-    before = arrays_of([cache.state for cache in session._cache])
+    read = arrays_of([vars(rollback) for rollback in session.rollbacks])
+    before = arrays_of([cache.state for cache in session.cache])
     session.commit(range(7))
-    after = arrays_of([cache.state for cache in session._cache])
+    after = arrays_of([cache.state for cache in session.cache])
     made = [array for name, array in after.items() if name not in before]
     return sum(a.nbytes for a in read.values()), sum(a.nbytes for a in made)
 
@@ -130,12 +131,12 @@ def test_a_commit_runs_no_projection_and_copies_no_state():
     target = target_of(random_model("qwen3_5"), "qwen3_5")
     session = target.start()
     list(session.prefill(random_prompt(40, 0)))
-    states = [cache[1] for cache in session._cache[:3]]
+    states = [cache[1] for cache in session.cache[:3]]
     logits, _ = session.verify(dm.Proposal(random_prompt(16, 1)))
     mx.eval(logits)
-    for tape, state in zip(session._rollback[:3], states, strict=True):
+    for tape, state in zip(session.rollbacks[:3], states, strict=True):
         assert tape._state is state, "held by reference"
-        held = sum(array.nbytes for array in (tape._inputs, *tape._rows))
+        held = sum(array.nbytes for array in (tape._inputs, *tape.rows))
         assert held < 16 * state.nbytes / 4
     called = []
     overrides = Overrides(Lock())
@@ -144,5 +145,5 @@ def test_a_commit_runs_no_projection_and_copies_no_state():
             overrides.watch(module, lambda *_: called.append(1))
     with overrides.installed():
         session.commit(range(5))
-        mx.eval([cache.state for cache in session._cache])
+        mx.eval([cache.state for cache in session.cache])
     assert not called
