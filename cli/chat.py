@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -16,15 +15,11 @@ from dflash_mlx.validation import UTF8
 
 from . import options
 from .chat_commands import read_conversation, run_command
-from .chat_conversation import Chat
-from .chat_models import ChatModel, LocalModel, ServedModel
+from .chat_conversation import Chat, LocalModel, ServedModel
 from .generate import check_text
 from .options import DECODING, MODEL, option
 from .output import counted, note
 from .pair import Pair, note_toy, note_training, open_pair, published
-
-if TYPE_CHECKING:
-    from .chat_input import LineReader
 
 SAVED = "Continue a conversation saved with /save."
 HINT = "/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves."
@@ -48,7 +43,7 @@ def chat(
         check_text(system, "The system message")
     messages = [] if resume is None else read_conversation(resume.expanduser())
     options.note_without_effect(settings)
-    model: ChatModel
+    model: LocalModel | ServedModel
     if server is not None:
         model = ServedModel(server, None if names.model == EMBEDDED else names.model, api_key)
     else:
@@ -61,7 +56,13 @@ def chat(
     conversation = Chat(model, settings, messages, verbose)
     if system is not None:
         conversation.set_system(system)
-    _run(conversation)
+    read = _typed_lines if conversation.interactive else _piped_lines
+    typed = sys.stdin.isatty()  # a pipe may send anything, so it sends no commands
+    for line in read(conversation):
+        if line.strip() and not (typed and run_command(conversation, line)):
+            conversation.ask(line)
+        if conversation.leaving:
+            break
 
 
 def publishers(pair: Pair, chosen: Collection[str]) -> dict[str, Any]:
@@ -73,37 +74,27 @@ def publishers(pair: Pair, chosen: Collection[str]) -> dict[str, Any]:
     return defaults
 
 
-def _run(chat: Chat) -> None:
-    """Take turns until the person leaves. Raises `DFlashError` only in a pipe."""
-    read: Callable[[], str | None] = _read_piped
-    if chat.interactive:
-        from .chat_input import LineReader
-
-        note(f"{chat.model.title}\n{HINT}")
-        if chat.messages:
-            note(f"{counted(len(chat.messages), 'message')} so far.")
-        read = partial(_read_typed, LineReader())
-    typed = sys.stdin.isatty()  # a pipe may send anything, so it sends no commands
-    while not chat.leaving and (line := read()) is not None:
-        if line.strip() and not (typed and run_command(chat, line)):
-            chat.ask(line)
-
-
-def _read_piped() -> str | None:
-    """The next line of stdin; None at its end."""
+def _piped_lines(_: Chat) -> Iterator[str]:
+    """The lines of stdin."""
     try:
-        line = sys.stdin.buffer.readline().decode(UTF8)
+        while line := sys.stdin.buffer.readline().decode(UTF8):
+            yield line.rstrip("\n")
     except UnicodeError as error:
         raise PromptError("The input is not UTF-8 text.") from error
-    return line.rstrip("\n") if line else None
 
 
-def _read_typed(reader: LineReader) -> str | None:
-    """The next message of a person; None when they leave."""
-    try:
-        return reader.read()
-    except EOFError:
-        return None
-    except KeyboardInterrupt:
-        note("Ctrl-D or /quit leaves.")
-        return ""
+def _typed_lines(chat: Chat) -> Iterator[str]:
+    """The messages of a person, until they leave."""
+    from .chat_input import LineReader
+
+    reader = LineReader()
+    note(f"{chat.model.title}\n{HINT}")
+    if chat.messages:
+        note(f"{counted(len(chat.messages), 'message')} so far.")
+    while True:
+        try:
+            yield reader.read()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            note("Ctrl-D or /quit leaves.")

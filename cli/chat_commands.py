@@ -16,8 +16,7 @@ from .options import STEPS, TRUNCATION
 from .output import counted, error_line, note, write_file
 
 if TYPE_CHECKING:
-    from .chat_conversation import Chat
-    from .chat_models import Messages
+    from .chat_conversation import Chat, Messages
 
 COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 ROLES = ("system", "user", "assistant")

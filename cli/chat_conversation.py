@@ -1,31 +1,92 @@
-"""The conversation of a chat: its messages and settings, its answers and their speed."""
+"""The conversation of a chat, and what it is with: a model in this process or behind a server."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from itertools import chain
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rich.cells import cell_len
+import dflash_mlx
+from dflash_mlx.errors import DFlashError, PromptError, ServerError
+from dflash_mlx.events import Stats
+from dflash_mlx.settings import SETTINGS
 
-from dflash_mlx.errors import DFlashError, PromptError
-
+from .answer import AnswerPiece, Thoughts, Writer
 from .options import with_seed
 from .output import MIN_STEPS, counted, error_line, note, rate, times, waiting
-from .pair import explain
+from .pair import Pair, explain, template_variables, without_template
 
-if TYPE_CHECKING:
-    from .chat_models import AnswerPiece, ChatModel, Messages
+Messages = list[dict[str, str]]
+TOO_LONG = "context_length_exceeded"
+ALWAYS = ("temperature", "top_p", "max_tokens")  # every server knows these, with other defaults
 
-DIM, NORMAL = "\x1b[2m", "\x1b[0m"
-# A model's answer must not control the terminal.
-CONTROL = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)], "\ufffd")
-CONTROL |= {ord("\n"): "\n", ord("\t"): "    ", ord("\r"): ""}
+
+class LocalModel:
+    """A model in this process. Its caches stay from turn to turn.
+
+    Args:
+        pair: the model and its drafter.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair: Pair | None = pair
+        self.name, self.title = pair.target.name, pair.title
+        self._pair = pair
+        self._caches = dflash_mlx.Conversation(pair.target, pair.drafter, pair.kv_bits)
+
+    def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[AnswerPiece]:
+        """Answer a conversation, piece by piece. Raises `PromptError` if it is too long."""
+        from dflash_mlx.prompt import encode_prompt
+
+        target, drafter = self._pair.target, self._pair.drafter
+        ids = encode_prompt(target, messages, template_variables(target, settings))
+        thoughts = Thoughts(target, ids)
+        settings |= {"policy": self._pair.policy, "conversation": self._caches}
+        for event in dflash_mlx.stream_generate(target, drafter, ids, **without_template(settings)):
+            yield AnswerPiece(thoughts.split(event), event.stats, event.finish_reason, thoughts)
+
+
+class ServedModel:
+    """A model behind a server that speaks OpenAI's API. Every turn sends the whole conversation.
+
+    Args:
+        url: of the server.
+        model: its name there; None takes the first one that the server offers.
+        key: the API key, if the server wants one.
+
+    Raises `ServerError`.
+    """
+
+    pair: Pair | None = None
+
+    def __init__(self, url: str, model: str | None, key: str | None) -> None:
+        from dflash_mlx.bench.server import ServerClient
+
+        self._server = ServerClient.find(url, model, key)
+        self.name = self._server.model
+        self.title = f"{self.name} · {self._server.url}"
+
+    def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[AnswerPiece]:
+        """As `LocalModel.stream`. Raises `ServerError`, too."""
+        given = {
+            "enable_thinking" if name == "think" else name: value
+            for name, value in settings.items()
+            if name in ALWAYS or value not in (SETTINGS[name].default, (), [])
+        }
+        stats, reason = Stats(seed=settings["seed"]), "stop"
+        try:
+            with closing(self._server.stream(messages, stats, **given)) as pieces:
+                for reasoning, text, ended in pieces:
+                    reason = ended or reason
+                    yield AnswerPiece([(reasoning, True), (text, False)], stats)
+        except ServerError as error:
+            if TOO_LONG in str(error):
+                raise PromptError("The conversation is too long for the server's model.") from error
+            raise
+        yield AnswerPiece([], stats, reason)
 
 
 class Chat:
@@ -46,7 +107,7 @@ class Chat:
 
     def __init__(
         self,
-        model: ChatModel,
+        model: LocalModel | ServedModel,
         settings: dict[str, Any],
         messages: Messages,
         verbose: bool = False,
@@ -55,7 +116,7 @@ class Chat:
         self.settings: dict[str, Any] = {}
         self.change(settings)
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.leaving = False
+        self.leaving = self._streams = self._stopped = False
 
     def ask(self, text: str) -> None:
         """Answer a message."""
@@ -68,15 +129,15 @@ class Chat:
         """
         writer, content, piece = Writer(), "", None
         try:
-            with (
-                _ctrl_c_stops(self.interactive) as interrupt,
-                closing(self.model.stream(messages, dict(self.settings))) as pieces,
-            ):
-                for piece in _awaited(pieces):
-                    interrupt.streaming = True
+            pieces = self.model.stream(messages, dict(self.settings))
+            with self._ctrl_c_stops(), closing(pieces):
+                with waiting("Reading the prompt"):
+                    first = [one for one in [next(pieces, None)] if one is not None]
+                self._streams = True
+                for piece in chain(first, pieces):
                     writer.write(piece.parts)
                     content += piece.content
-                    if interrupt.pressed:
+                    if self._stopped:
                         break
         except DFlashError as error:
             if not self.interactive:
@@ -88,11 +149,31 @@ class Chat:
         except KeyboardInterrupt:
             if not self.interactive:
                 raise
-            interrupt.pressed = True
+            self._stopped = True
         writer.end()
         if piece is not None:
             self.messages = [*messages, {"role": "assistant", "content": content}]
-            self._report(piece, interrupt.pressed)
+            self._report(piece)
+
+    @contextmanager
+    def _ctrl_c_stops(self) -> Iterator[None]:
+        """Have a person's Ctrl-C stop an answer between two steps, so that caches stay whole.
+
+        Before the first piece, and the second time, it interrupts at once.
+        """
+
+        def stop(*_: object) -> None:
+            if self._stopped or not self._streams:
+                raise KeyboardInterrupt
+            self._stopped = True
+
+        self._streams = self._stopped = False
+        before = signal.signal(signal.SIGINT, stop) if self.interactive else None
+        try:
+            yield
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGINT, before)
 
     def change(self, settings: dict[str, Any]) -> None:
         """Change settings for the next answers, or raise `SettingsError` and change none."""
@@ -104,7 +185,7 @@ class Chat:
             checked.check_vocabulary(self.model.pair.target.vocab_size)
         self.settings = changed
 
-    def _report(self, piece: AnswerPiece, stopped: bool) -> None:
+    def _report(self, piece: AnswerPiece) -> None:
         """A line about an answer: its length, speed and speedup, and what was read for it."""
         stats, pair = piece.stats, self.model.pair
         parts = [counted(stats.output_tokens, "token")]
@@ -118,7 +199,7 @@ class Chat:
             parts.append(f"~{speedup} plain{doubtful}")
         if pair and pair.drafter is not None and stats.rounds:
             parts.append(f"{stats.acceptance_length:.1f} tokens per step")
-        if stopped:
+        if self._stopped:
             parts.append("stopped")
         elif piece.finish_reason == "length":
             limit = pair.limit_reached(stats) if pair else "cut off by --max-tokens"
@@ -144,98 +225,3 @@ class Chat:
         """The index of the last message of the person."""
         asked = [at for at, message in enumerate(self.messages) if message["role"] == "user"]
         return asked[-1] if asked else None
-
-
-def _awaited(pieces: Generator[AnswerPiece]) -> Iterator[AnswerPiece]:
-    """The pieces; a spinner shows while the prompt is read."""
-    with waiting("Reading the prompt"):
-        first = next(pieces, None)
-    return iter(()) if first is None else chain([first], pieces)
-
-
-class Interrupt:
-    """Whether an answer streams, and whether Ctrl-C was pressed meanwhile."""
-
-    streaming = pressed = False
-
-
-@contextmanager
-def _ctrl_c_stops(interactive: bool) -> Iterator[Interrupt]:
-    """Record Ctrl-C, so that an answer stops between two steps and the caches stay whole.
-
-    Before the first piece, and the second time, Ctrl-C interrupts at once.
-    """
-    interrupt = Interrupt()
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        if interrupt.pressed or not interrupt.streaming:
-            raise KeyboardInterrupt
-        interrupt.pressed = True
-
-    if not interactive:
-        yield interrupt
-        return
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield interrupt
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class Writer:
-    """Writes an answer as it comes: wrapped at words on a terminal, unchanged in a pipe."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stdout.isatty()
-        self._last, self._dim = "\n", False
-        self._column, self._word, self._columns = 0, "", 0
-
-    def write(self, parts: list[tuple[str, bool]]) -> None:
-        """Write pieces of text, each with whether it is reasoning."""
-        for text, dim in parts:
-            if not text:
-                continue
-            if self._dim and not dim:
-                self.end()
-            self._last, self._dim = text[-1], dim
-            if self._terminal:
-                text = self._wrapped(text.translate(CONTROL))
-                text = f"{DIM}{text}{NORMAL}" if dim else text
-            sys.stdout.write(text)
-        sys.stdout.flush()
-
-    def _wrapped(self, text: str) -> str:
-        """The text with a new line before each word that does not fit.
-
-        The beginning of such a word may stand on the screen already: it is erased there. The last
-        column stays free, because terminals disagree where the cursor is behind it.
-        """
-        columns, out = 0, ""
-        with suppress(OSError):
-            columns = os.get_terminal_size(sys.stdout.fileno()).columns
-        columns = (columns or 80) - 1
-        if columns != self._columns:  # resized: nothing is known of what is on the line
-            self._columns, self._column, self._word = columns, self._column % columns, ""
-        for char in text:
-            size = cell_len(char)
-            if char == "\n":
-                self._column, self._word = 0, ""
-            elif self._column + size > columns:
-                self._column = cell_len(self._word)
-                if char == " " or self._column + size > columns:
-                    self._column, self._word = 0, ""
-                erased = f"\x1b[{self._column}D\x1b[K" if self._column else ""
-                out += f"{erased}\n{self._word}"
-                char = "" if char == " " else char
-            if char and char != "\n":
-                self._column += size
-                self._word = "" if char == " " or size > 1 else self._word + char
-            out += char
-        return out
-
-    def end(self) -> None:
-        """End the line."""
-        if self._last != "\n":
-            sys.stdout.write("\n")
-            self._column, self._word = 0, ""
-        sys.stdout.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from dflash_mlx.errors import DataError, PromptError, SettingsError
 from dflash_mlx.validation import UTF8, brief, parse_json, read_json
 
 from . import options
-from .chat_conversation import Writer
+from .answer import Thoughts, Writer
 from .machines import Machines, cluster_member, runs_elsewhere, stdin_ends
 from .options import DECODING, OUTPUT, argument, flag, option
 from .output import (
@@ -48,7 +48,6 @@ from .pair import (
     template_variables,
     without_template,
 )
-from .thoughts import Thoughts
 
 if TYPE_CHECKING:
     from dflash_mlx import Result, Stats, Target
@@ -60,6 +59,11 @@ COMPARE_SECONDS, MAX_COMPARED = 2.0, 9
 PROMPT = "Prompt"  # a panel of --help
 STDIN = "-"  # a file of this name is stdin, or stdout
 
+COUNTERS = (  # of `Stats`, for --stats and --json
+    "prompt_tokens reused_tokens output_tokens rounds drafted_tokens accepted_tokens "
+    "acceptance_length acceptance_rate widths trees prefill_seconds decode_seconds "
+    "first_round_seconds first_token_seconds peak_bytes"
+)
 PIPED = "The prompt. Piped text follows it; '-' puts it here."
 FILES = "Add a file to the prompt; '-' is stdin. Repeatable."
 SCHEMA = "Answer with JSON that fits this schema (JSON or a file)."
@@ -154,21 +158,18 @@ def _encode(
 def _stream(comparison: Comparison, thoughts: Thoughts, shown: bool) -> Result:
     """Generate once; `shown` prints the text as it comes, a terminal's with dimmed thoughts."""
     text, tokens = "", list[int]()
-    writer = Writer() if shown and sys.stdout.isatty() else None
+    writer, terminal = Writer(), sys.stdout.isatty()
     pair = comparison.target, comparison.drafter
     settings = {**comparison.settings, **comparison.drafting}
     try:
         for event in dflash_mlx.stream_generate(*pair, comparison.prompt, **settings):
             text += event.text
             tokens += event.tokens
-            pieces = thoughts.split(event)
-            if writer is not None:
-                writer.write(pieces)
-            elif shown:
-                print(event.text, end="", flush=True)
+            parts = thoughts.split(event)
+            if shown:
+                writer.write(parts if terminal else [(event.text, False)])
     except KeyboardInterrupt:
-        if writer is not None:
-            writer.end()  # the shell's prompt begins on a line of its own
+        writer.end()  # the shell's prompt begins on a line of its own
         raise
     return dflash_mlx.Result(text, tokens, event.finish_reason or "length", event.stats)
 
@@ -222,17 +223,19 @@ def _summary(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -
 
 def _counted_apart(stats: Stats, thoughts: Thoughts) -> str:
     """Tokens, and tokens per step, of the thoughts and of the answer."""
-    line = (
-        f"thoughts: {counted(thoughts.tokens, 'token')}, {thoughts.tokens_per_round:.1f} per step"
-    )
-    tokens, rounds = stats.output_tokens - thoughts.tokens, stats.rounds - thoughts.rounds
-    per_step = f", {tokens / rounds:.1f} per step" if rounds else ""
-    return f"{line}; answer: {counted(tokens, 'token')}{per_step}"
+    answer = stats.output_tokens - thoughts.tokens, stats.rounds - thoughts.rounds
+    counts = {"thoughts": (thoughts.tokens, thoughts.rounds), "answer": answer}
+    parts = []
+    for name, (tokens, steps) in counts.items():
+        per_step = f", {tokens / steps:.1f} per step" if steps else ""
+        parts.append(f"{name}: {counted(tokens, 'token')}{per_step}")
+    return "; ".join(parts)
 
 
 def _as_json(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -> dict[str, Any]:
     stats = result.stats
-    content = {
+    compared = len(runs.runs) > 1 or None  # its four fields are null without --compare
+    return {
         "model": pair.target.name,
         "text": result.text,
         "tokens": result.tokens,
@@ -250,33 +253,25 @@ def _as_json(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -
         "tokens_per_round": stats.acceptance_length,
         "tokens_per_second": runs.speed(runs.chain),
         "blas": pair.blas.name,
-    }
-    compared = len(runs.runs) > 1 or None  # the four are null without --compare
-    return content | {
         "plain_tokens_per_second": compared and runs.speed("plain"),
         "speedup": compared and runs.speedup,
         "identical": compared and runs.first_difference is None,
         "first_difference": compared and runs.first_difference,
-        "stats": _stats_as_json(stats),
+        "stats": {name: getattr(stats, name) for name in COUNTERS.split()},
     }
 
 
-def _stats_as_json(stats: Stats) -> dict[str, Any]:
-    names = (
-        "prompt_tokens reused_tokens output_tokens rounds drafted_tokens accepted_tokens "
-        "acceptance_length acceptance_rate widths trees prefill_seconds decode_seconds "
-        "first_round_seconds first_token_seconds peak_bytes"
-    )
-    return {name: getattr(stats, name) for name in names.split()}
-
-
-def _stats_as_lines(stats: Stats) -> list[str]:
-    """The same counters for people, one in each line."""
-    counters = _stats_as_json(stats) | {"peak_bytes": f"{stats.peak_bytes:,}"}
-    counters |= {"widths": steps_by_rows(stats.widths), "trees": steps_by_rows(stats.trees)}
-    shown = {n: f"{v:.3f}" if isinstance(v, float) else f"{v}" for n, v in counters.items()}
-    names = {name: name.replace("round", "step").replace("_", " ") for name in shown}
-    return [f"{names[name]:20}{value}" for name, value in shown.items()]
+def _stats_as_lines(stats: Stats) -> Iterator[str]:
+    """The counters for people, one in each line."""
+    special = {
+        "peak_bytes": f"{stats.peak_bytes:,}",
+        "widths": steps_by_rows(stats.widths),
+        "trees": steps_by_rows(stats.trees),
+    }
+    for name in COUNTERS.split():
+        value = special.get(name, getattr(stats, name))
+        shown = f"{value:.3f}" if isinstance(value, float) else value
+        yield f"{name.replace('round', 'step').replace('_', ' '):20}{shown}"
 
 
 def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = True) -> str:
@@ -291,21 +286,16 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
         PromptError: there is no text, or it is empty or not UTF-8.
         DataError: a file cannot be read.
     """
-    sources = ([] if prompt is None else [prompt]) + [str(file) for file in files]
-    dashes = sources.count(STDIN)
-    if dashes > 1:
+    sources = [*([STDIN] if prompt == STDIN else []), *map(str, files)]
+    if sources.count(STDIN) > 1:
         raise SettingsError(f"{STDIN} is stdin, which can be read only once: name another --file.")
-    if dashes and not stdin_ends:
+    if STDIN in sources and not stdin_ends:
         raise SettingsError("mlx.launch never ends stdin: give a text or a --file.")
     parts = [] if prompt in (None, STDIN) else [check_text(str(prompt))]
-    if prompt == STDIN:
-        parts.append(_decoded(sys.stdin.buffer.read(), "stdin"))
-    for file in files:
-        parts.append(
-            _decoded(sys.stdin.buffer.read() if str(file) == STDIN else _content(file), str(file))
-        )
-    if not dashes and stdin_ends and not sys.stdin.isatty():
-        piped = sys.stdin.buffer.read()
+    for source in sources:
+        parts.append(_decoded(_content(source), "stdin" if source == STDIN else source))
+    if STDIN not in sources and stdin_ends and not sys.stdin.isatty():
+        piped = _content(STDIN)
         if piped.strip() and parts and sys.stderr.isatty():
             note(f"With {counted(len(piped.splitlines()), 'line')} of standard input.")
         if piped.strip() or not parts:
@@ -315,19 +305,16 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
     return parts[0] if len(parts) == 1 else "\n\n".join(part.strip("\n") for part in parts)
 
 
-def _content(file: Path) -> bytes:
+def _content(file: str) -> bytes:
     try:
-        return file.read_bytes()
+        return sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror}).") from error
 
 
 def _decoded(content: bytes, name: str) -> str:
     """The text without its last newline, as in a shell's $(...). Raises `PromptError`."""
-    try:
-        text = content.decode(UTF8)
-    except UnicodeError as error:
-        raise PromptError(f"{name} is not UTF-8 text.") from error
+    text = content.decode(UTF8, "surrogateescape")
     return check_text(text, name).removesuffix("\n").removesuffix("\r")
 
 
@@ -352,11 +339,11 @@ def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 def read_schema(given: str | None) -> Any:
     """The JSON schema in a file, or given itself. Raises `DataError` for one that is none."""
-    if given is not None and given.lstrip().startswith("{"):
-        return parse_json(given, "--json-schema", DataError)
-    if given is not None and not os.path.exists(given):
+    if given is None or given.lstrip().startswith("{"):
+        return given and parse_json(given, "--json-schema", DataError)
+    if not os.path.exists(given):
         raise DataError(
             f'--json-schema takes a JSON schema, such as \'{{"type": "object"}}\', or a file '
             f"with one: {brief(given)} is neither."
         )
-    return given and read_json(given, DataError)
+    return read_json(given, DataError)

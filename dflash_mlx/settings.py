@@ -90,7 +90,8 @@ class Setting:
             bounds = f"from {self.least:,} to {self.most:,}".replace(" to inf", " on")
             words = [f"a {'whole ' * (self.kind is int)}number {bounds}", *words]
         kinds = {bool: "True or False", str: "text"}
-        return self.allowed or " or ".join(words) or kinds[self.kind]
+        listed = " or ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+        return self.allowed or listed or kinds[self.kind]
 
     def parse(self, name: str, text: str) -> Any:
         """The value that a person writes. Raises `SettingsError`."""

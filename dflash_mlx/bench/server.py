@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from ipaddress import ip_address
@@ -76,26 +77,42 @@ class ServerClient:
             settings["seed"] = seed
         stats, text, times = Stats(), [], []
         finish_reason: FinishReason = "length"
-        start = time.perf_counter()
-        for chunk in self.chunks(messages, **settings):
-            usage = chunk.get("usage") or {}
-            stats.prompt_tokens = usage.get("prompt_tokens", stats.prompt_tokens)
-            stats.output_tokens = usage.get("completion_tokens", stats.output_tokens)
-            details = usage.get("prompt_tokens_details") or {}
-            stats.reused_tokens = details.get("cached_tokens", stats.reused_tokens)
-            for choice in chunk.get("choices") or ():
-                if piece := text_of(choice.get("delta") or {}):
-                    times.append(time.perf_counter())
-                    text.append(piece)
-                if choice.get("finish_reason") == "stop":
-                    finish_reason = "stop"
+        for reasoning, content, reason in self.stream(messages, stats, **settings):
+            if piece := reasoning + content:
+                times.append(time.perf_counter())
+                text.append(piece)
+            if reason == "stop":
+                finish_reason = "stop"
         stats.output_tokens = stats.output_tokens or len(text)
-        if times:
-            stats.prefill_seconds = stats.first_token_seconds = times[0] - start
-            decoding = times[-1] - times[0]
-            stats.decode_seconds = decoding if decoding >= LEAST_SECONDS else 0.0
+        if stats.decode_seconds < LEAST_SECONDS:
+            stats.decode_seconds = 0.0
         gaps = [later - earlier for earlier, later in pairwise(times)]
         return Result("".join(text), [], finish_reason, stats), gaps
+
+    def stream(
+        self, messages: Sequence[dict[str, str]], stats: Stats, **settings: Any
+    ) -> Generator[tuple[str, str, str | None]]:
+        """Stream one answer: reasoning, text and finish reason of each piece, counted in `stats`.
+
+        Closing the generator ends the request. Raises `ServerError`.
+        """
+        start, first = time.perf_counter(), 0.0
+        with closing(self.chunks(messages, **settings)) as chunks:
+            for chunk in chunks:
+                usage = chunk.get("usage") or {}
+                details = usage.get("prompt_tokens_details") or {}
+                stats.prompt_tokens = usage.get("prompt_tokens", stats.prompt_tokens)
+                stats.output_tokens = usage.get("completion_tokens", stats.output_tokens)
+                stats.reused_tokens = details.get("cached_tokens") or stats.reused_tokens
+                for choice in chunk.get("choices") or ():
+                    delta, now = choice.get("delta") or {}, time.perf_counter()
+                    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+                    content = delta.get("content") or ""
+                    if reasoning or content:
+                        first = first or now
+                        stats.prefill_seconds = stats.first_token_seconds = first - start
+                        stats.decode_seconds = now - first
+                    yield reasoning, content, choice.get("finish_reason")
 
     def chunks(
         self, messages: Sequence[dict[str, str]], **settings: Any
@@ -173,11 +190,6 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
         return {}
     middle, high = np.quantile(values, (0.5, 0.95)).round(4).tolist()
     return {"median": middle, "p95": high}
-
-
-def text_of(delta: dict[str, Any]) -> str:
-    """The text of a chunk: the answer's, or the reasoning's before it."""
-    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
 
 
 def open_url(request: Request, timeout: float) -> HTTPResponse:

@@ -8,10 +8,10 @@ import pytest
 import tinymodels
 from program import run
 
+from dflash_mlx.cli.answer import DIM, NORMAL, Writer
 from dflash_mlx.cli.chat import publishers
 from dflash_mlx.cli.chat_commands import run_command
-from dflash_mlx.cli.chat_conversation import DIM, NORMAL, Chat, Writer
-from dflash_mlx.cli.chat_models import LocalModel
+from dflash_mlx.cli.chat_conversation import Chat, LocalModel
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import WeightsError
 from dflash_mlx.loop import generate, stream_generate
@@ -202,7 +202,7 @@ def test_the_line_about_an_answer(capsys):
     pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, BlasInfo("", None, ""))
     settings = DEFAULTS | {"max_tokens": 8}
     heard = told(Chat(LocalModel(pair), settings, []), capsys, "hi")
-    assert re.search(r"8 tokens · [\d,]+ tok/s · \d\.\d tokens per step · cut off by", heard)
+    assert re.search(r"8 tokens · [\d,.]+ tok/s · \d\.\d tokens per step · cut off by", heard)
     assert "plain" not in heard, "no costs were measured"
 
 

@@ -4,15 +4,14 @@ import pytest
 
 from dflash_mlx.bench.server import ServerClient
 from dflash_mlx.cli.chat_commands import run_command
-from dflash_mlx.cli.chat_conversation import Chat
-from dflash_mlx.cli.chat_models import ServedModel
+from dflash_mlx.cli.chat_conversation import Chat, ServedModel
 from dflash_mlx.errors import PromptError, ServerError
 
 
 class ScriptedServer:
     """A server with fixed answers, which keeps what it was asked."""
 
-    url, model = "http://there/v1", "m"
+    url, model, stream = "http://there/v1", "m", ServerClient.stream
 
     def __init__(self, *deltas, reason="stop", error=None):
         self.deltas, self.reason, self.error = deltas, reason, error

@@ -16,7 +16,7 @@ from hubserver import HubServer
 from terminal import Terminal
 
 import dflash_mlx
-from dflash_mlx.cli.chat_conversation import Writer
+from dflash_mlx.cli.answer import Writer
 
 TARGET, DRAFTER = "mlx-community/Qwen3-4B-4bit", "z-lab/Qwen3-4B-DFlash-b16"
 

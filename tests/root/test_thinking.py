@@ -14,8 +14,8 @@ from dflash_mlx.bench import measure
 from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.cli import generate as command
 from dflash_mlx.cli import pair as pair_module
+from dflash_mlx.cli.answer import Thoughts
 from dflash_mlx.cli.options import Names
-from dflash_mlx.cli.thoughts import Thoughts
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.events import Event, Stats
 from dflash_mlx.loading.registry import KnownDrafter
