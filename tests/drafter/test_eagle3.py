@@ -2,18 +2,151 @@
 
 import functools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from eagle3_oracle import Eagle3 as Oracle
-from eagle3_oracle import random_weights
 
 from dflash_mlx.drafter.session import FeatureSession
 from dflash_mlx.loading.drafters import read_drafter
 from dflash_mlx.loading.folder import Folder
 from dflash_mlx.sampling import Sampler
+
+# EAGLE-3 in f32 numpy, written from its authors' public code by someone who did not see ours.
+#
+# Sources: SafeAILab/EAGLE eagle/model/cnets.py; vllm-project/speculators models/eagle3;
+# sgl-project/sglang srt/models/llama_eagle3.py; vllm-project/vllm models/llama_eagle3.py.
+#
+# Row i pairs the features of token i with the embedding of token i + 1, at position i. The residual
+# stream begins with the fused features, or with their norm (`norm_before_residual`). Drafted rows
+# take the network's own hidden state, before the final norm unless `norm_output` is set, and never
+# stay in the cache.
+
+F = np.float32
+SHAPES = json.loads((Path(__file__).parents[1] / "data" / "eagle3_heads.json").read_text())
+
+
+def rms(x, weight, eps):
+    return (x / np.sqrt((x * x).mean(-1, keepdims=True) + F(eps)) * weight).astype(F)
+
+
+def rotate(x, positions, inv_freq):
+    """x [S, H, d], by halves."""
+    angle = np.asarray(positions, F)[:, None] * inv_freq[None]
+    cos, sin = (np.concatenate([f(angle)] * 2, -1)[:, None].astype(F) for f in (np.cos, np.sin))
+    half = x.shape[-1] // 2
+    return x * cos + np.concatenate([-x[..., half:], x[..., :half]], -1) * sin
+
+
+class Oracle:
+    """Weights by published names; the config's fields, those of a transformer layer among them."""
+
+    def __init__(self, weights, config):
+        self.w = {
+            name.removeprefix("model.").replace("midlayer.", "layers.0."): np.asarray(value)
+            for name, value in weights.items()
+        }
+        self.c, self.heads = config, config["num_attention_heads"]
+        self.kv, self.dim = config["num_key_value_heads"], config["head_dim"]
+        exponents = np.arange(0, self.dim, 2, dtype=F) / self.dim
+        self.inv_freq = (1.0 / config["rope_theta"] ** exponents).astype(F)
+        self.window, self.depth = config.get("sliding_window"), config["num_hidden_layers"]
+        self.cache = [(np.zeros((0, self.kv, self.dim), F),) * 2 for _ in range(self.depth)]
+
+    def linear(self, x, name):
+        return x @ self.w[name + ".weight"].T
+
+    def norm(self, x, name):
+        return rms(x, self.w[name + ".weight"], self.c["rms_norm_eps"])
+
+    def fuse(self, taps):
+        """taps [S, 3*Dt] (low, mid, high) -> [S, D]"""
+        if self.c.get("fc_norm"):
+            parts = np.split(taps, 3, -1)
+            taps = np.concatenate([self.norm(p, f"fc_norm.{i}") for i, p in enumerate(parts)], -1)
+        if self.c.get("norm_before_fc"):
+            taps = self.norm(taps, "input_norm")
+        return self.linear(taps, "fc")
+
+    def attend(self, x, layer, positions):
+        p = f"layers.{layer}.self_attn."
+        q = self.linear(x, p + "q_proj").reshape(len(x), self.heads, self.dim)
+        k = self.linear(x, p + "k_proj").reshape(len(x), self.kv, self.dim)
+        v = self.linear(x, p + "v_proj").reshape(len(x), self.kv, self.dim)
+        if p + "q_norm.weight" in self.w:
+            q, k = self.norm(q, p + "q_norm"), self.norm(k, p + "k_norm")
+        q, k = rotate(q, positions, self.inv_freq), rotate(k, positions, self.inv_freq)
+        keys, values = self.cache[layer]
+        first = len(keys)
+        keys, values = np.concatenate([keys, k]), np.concatenate([values, v])
+        self.cache[layer] = (keys, values)
+        group = self.heads // self.kv
+        scores = np.einsum("shd,thd->hst", q, np.repeat(keys, group, 1)) / np.sqrt(F(self.dim))
+        row, col = np.arange(len(x))[:, None] + first, np.arange(len(keys))[None]
+        seen = (col <= row) & ((row - col < self.window) if self.window else True)
+        scores = np.where(seen[None], scores, -np.inf)
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        scores = scores / scores.sum(-1, keepdims=True)
+        out = np.einsum("hst,thd->shd", scores, np.repeat(values, group, 1))
+        return self.linear(out.reshape(len(x), -1), p + "o_proj")
+
+    def mlp(self, x, layer):
+        p = f"layers.{layer}.mlp."
+        gate = self.linear(x, p + "gate_proj")
+        gate = gate / (1 + np.exp(-gate))
+        return self.linear(gate * self.linear(x, p + "up_proj"), p + "down_proj")
+
+    def rows(self, features, tokens):
+        """Features [S, D] and the tokens [S] after them -> hidden, before the final norm."""
+        positions = len(self.cache[0][0]) + np.arange(len(tokens))
+        embeddings = self.norm(
+            self.w["embed_tokens.weight"][np.asarray(tokens)], "layers.0.input_layernorm"
+        )
+        normed = self.norm(features, "layers.0.hidden_norm")
+        h = normed if self.c.get("norm_before_residual") else features
+        for layer in range(self.depth):
+            p = f"layers.{layer}."
+            x = np.concatenate([embeddings, normed], -1)
+            if layer:
+                x = self.norm(h, p + "input_layernorm")
+            h = h + self.attend(x, layer, positions)
+            h = h + self.mlp(self.norm(h, p + "post_attention_layernorm"), layer)
+        return h
+
+    def extend(self, next_tokens, taps):
+        """Commit S rows of taps [S, 3*Dt], and of the tokens after them, the last the anchor."""
+        self.last = self.rows(self.fuse(taps), next_tokens)[-1:]
+
+    def draft(self, count):
+        """Target ids [count] and logits [count, DV] of a greedy chain; the cache stays as it is."""
+        kept, hidden, ids, logits = list(self.cache), self.last, [], []
+        for slot in range(count):
+            logits.append(self.linear(self.norm(hidden, "norm"), "lm_head")[0])
+            best = int(logits[-1].argmax())
+            ids.append(best + int(self.w["d2t"][best]) if "d2t" in self.w else best)
+            if slot + 1 < count:
+                own = self.norm(hidden, "norm") if self.c.get("norm_output") else hidden
+                hidden = self.rows(own, ids[-1:])
+        self.cache = kept
+        return ids, np.stack(logits)
+
+
+def random_weights(kind, config, seed):
+    """Tensors by their published names, whose shapes `data/eagle3_heads.json` has by kind."""
+    rng, w = np.random.default_rng(seed), {}
+    for name, shape in SHAPES[kind].items():
+        noise = rng.standard_normal(shape)
+        scale = 4 if "embed" in name else 1
+        value = noise * scale / np.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.2 * noise
+        w[name] = value.astype(F)
+    vocabulary, drafted = config["vocab_size"], config["draft_vocab_size"]
+    if drafted < vocabulary:
+        ids = np.sort(rng.choice(vocabulary, drafted, replace=False))
+        w |= {"d2t": ids - np.arange(drafted), "t2d": np.isin(np.arange(vocabulary), ids)}
+    return w
+
 
 LAYER = {
     "hidden_size": 32,

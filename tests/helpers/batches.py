@@ -11,7 +11,7 @@ import mlx.core as mx
 from families import random_model, random_prompt, target_of
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
-from trees import random_tree
+from oracle import random_tree
 
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target, TargetSession

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
@@ -18,11 +19,35 @@ from typing import Any
 
 import mlx.core as mx
 from clusters import STALL
-from collectives import counted
 
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
 from dflash_mlx.cluster.target import LeaderPrefixCache
+
+OPERATIONS = ("all_sum", "all_gather", "send", "recv_like")
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """The operations over ranks that are built inside, by their names."""
+    own = {name: getattr(mx.distributed, name) for name in OPERATIONS}
+    count: Counter[str] = Counter()
+
+    def counting(name: str) -> Any:
+        def call(*of: Any, **settings: Any) -> mx.array:
+            count[name] += 1
+            return own[name](*of, **settings)
+
+        return call
+
+    try:
+        for name in OPERATIONS:
+            setattr(mx.distributed, name, counting(name))
+        yield count
+    finally:
+        for name, function in own.items():
+            setattr(mx.distributed, name, function)
+
 
 QUESTION = "Let us add 47 and 38 digit by digit.\nOnes:"
 LONG = [{"role": "user", "content": "Count. " * 20 + "What is 3 plus 4?"}]

@@ -12,8 +12,7 @@ import mlx.core as mx
 import pytest
 from kernel_check import on_gpu_or_emulator
 from kernel_models import chosen_target, exact_target, float_target, quick_factory
-from oracle import Oracle
-from trees import TreeOracle, random_tree
+from oracle import Oracle, TreeOracle, random_tree
 
 import dflash_mlx as dm
 from dflash_mlx.proposal import Proposal

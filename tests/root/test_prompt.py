@@ -1,9 +1,10 @@
 """A prompt in any of its forms, and what is no prompt."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from damaged_text import TEMPLATES
 from tinymodels import END, ending_at, target, tokenizer
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
@@ -11,6 +12,41 @@ from transformers import PreTrainedTokenizerFast
 from dflash_mlx.errors import PromptError
 from dflash_mlx.prompt import encode_prompt
 from dflash_mlx.targets import Target
+
+# Chat templates that are broken, or raise when they run.
+TEMPLATES: list[Any] = [
+    "{{ 1 / 0 }}",
+    "{{ messages[99].content }}",
+    "{{ nothing() }}",
+    "{{ messages + 5 }}",
+    "{{ messages[0].content + 5 }}",
+    "{{ '{a.b}'.format(a=1) }}",
+    "{{ messages | sort }}",
+    "{{ raise_exception('roles\nmust\nalternate') }}",
+    "{{ strftime_now(5) }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{% include 'other' %}",
+    "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "{% set x = [] %}{{ x.pop() }}",
+    "{{ 'x' * 10 ** 15 }}",
+    "{% break %}",
+    "{% filter nothing %}{% endfilter %}",
+    "{% generation %}",
+    "{{",
+    "{% for m in messages %}",
+    "{{ \x00 }}",
+    "\ud800",
+    "",
+    5,
+    [],
+    {},
+    ["x"],
+    [{"name": "default"}],
+    [{"template": "x"}],
+    {"default": "{{ 1 / 0 }}"},
+    True,
+]
+
 
 MESSAGES = [{"role": "user", "content": "what is 37?"}]
 

@@ -7,7 +7,7 @@ import pytest
 from families import Letters, random_model, random_prompt, target_of, truth
 from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
-from trees import TreeOracle
+from oracle import TreeOracle
 
 import dflash_mlx as dm
 from dflash_mlx.errors import UnsupportedTreeError

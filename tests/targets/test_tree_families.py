@@ -5,7 +5,7 @@ import random
 import mlx.core as mx
 import pytest
 from families import FAMILIES, PROMPTS, random_model, random_prompt, target_of, truth
-from trees import random_tree, separate_paths
+from oracle import random_tree, separate_paths
 
 import dflash_mlx as dm
 
