@@ -89,6 +89,8 @@ def test_drafted_runs_are_compared_with_plain_and_mlx_lm(p):
         comparison.drafter = Oracle(PROMPT, answer, target.vocab_size, p)
         comparison.run("plain", "Oracle")
     comparison.run("mlx-lm")
+    speeds = sorted(run.stats.tokens_per_second for run in comparison.runs["plain"])
+    assert comparison.speed("plain") == speeds[1]
     assert [run.tokens for run in comparison.runs["Oracle"]] == [answer] * 3
     assert comparison.first_difference is None and comparison.speedup > 0
     assert comparison.differences() == {"plain": None, "Oracle": None, "mlx-lm": None}
@@ -128,12 +130,6 @@ def test_a_difference_has_its_place_and_its_gap():
     assert "mlx-lm" not in comparison.differences()
 
 
-def test_speeds_are_medians():
-    plain = [result([1] * 5, seconds) for seconds in (1, 2, 100)]
-    drafted = [result([1] * 5, seconds) for seconds in (0.5, 1, 50)]
-    assert compared(plain, drafted).speed("plain") == compared(plain, drafted).speedup == 2
-
-
 @pytest.mark.parametrize("max_tokens", [0, 1, 12])
 def test_mlx_lm_runs_as_far_as_asked(max_tokens):
     target = tinymodels.target()
@@ -151,15 +147,6 @@ def test_measure_prompts():
     assert one.exact is False
     said = [message["content"] for message in second.prompt.messages]
     assert said == [first.prompt.question, first.runs["plain"][0].text, "and 1 more?"]
-
-
-def test_trees_take_part_where_they_are_asked_for():
-    pair = tinymodels.target(), tinymodels.random_drafter()
-    [one] = measure_all(*pair, [ASKED], 1, {"max_tokens": 10}, trees={"tree_budget": 8})
-    assert list(one.runs) == ["plain", "DFlash", "DDTree", "mlx-lm"]
-    assert one.differences == dict.fromkeys(one.runs)
-    [drafted] = one.runs["DDTree"]
-    assert max(drafted.stats.widths) == 8
 
 
 @pytest.mark.parametrize("of", ["drafting", "trees"])
@@ -184,8 +171,9 @@ def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
 def test_sampled_runs_are_plain_decodings_own():
     settings = {"max_tokens": 10, "temperature": 1.0, "seed": 3}
     pair = tinymodels.target(), tinymodels.random_drafter()
-    [one] = measure_all(*pair, [ASKED], 1, settings)
-    assert one.differences == {"plain": None, "DFlash": None}
+    [one] = measure_all(*pair, [ASKED], 1, settings, trees={"tree_budget": 8})
+    assert one.differences == {"plain": None, "DFlash": None, "DDTree": None}
+    assert max(one.runs["DDTree"][0].stats.widths) == 8
     again = generate(pair[0], None, list(ASKED.messages), **settings)
     assert one.runs["DFlash"][0].tokens == again.tokens
     assert one.runs["mlx-lm"][0].tokens != tinymodels.greedy(pair[0], PROMPT, 10)

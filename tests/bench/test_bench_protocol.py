@@ -56,11 +56,8 @@ def test_means_are_those_of_answers_however_long_they_are():
     slower = {MLX_LM: [answer(10, 2.0, 10)], "DFlash": [answer(10, 0.5, 4)]}
     [found] = figures([PromptRuns(prompt(2, "b"), slower)]).values()
     assert found["over_mlx_lm"] == pytest.approx(4) and found["speedup"] is None
-
-
-def test_nothing_generated_is_no_figure():
-    empty = [PromptRuns(prompt(0), {PLAIN: [answer(0, 0, 0)], "DFlash": [answer(0, 0, 0)]})]
-    found = figures(empty)["a"]
+    nothing = {PLAIN: [answer(0, 0, 0)], "DFlash": [answer(0, 0, 0)]}
+    found = figures([PromptRuns(prompt(0), nothing)])["a"]
     assert found["speedup"] is None and found["acceptance_length"] is None
 
 

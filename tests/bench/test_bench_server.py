@@ -96,14 +96,9 @@ def test_an_answer_and_its_times(chat):
 def test_thinking_counts_and_parts_are_counted_where_tokens_are_not(chat):
     chat.deltas = [{"reasoning_content": "hm"}, {"content": "a"}, {"content": "b"}]
     chat.usage = None
-    answer = ServerClient(f"{chat.url}/v1", "x").ask(HI, 9, 0.0, 0)[0]
+    answer = ServerClient(f"{chat.url}/v1", "x").ask(HI, 9, 0.0, 3)[0]
     assert answer.text == "hmab" and answer.stats.output_tokens == 3
-
-
-def test_at_temperature_0_there_is_no_seed(chat):
-    """It would say nothing, and mlx-lm's server batches no request that has one."""
-    ServerClient(f"{chat.url}/v1", "x").ask(HI, 9, 0.0, 3)
-    assert "seed" not in chat.asked[-1]
+    assert "seed" not in chat.asked[-1]  # mlx-lm's server batches no request that has one
 
 
 @pytest.mark.parametrize(
@@ -123,16 +118,12 @@ def test_a_server_that_fails_is_named(chat, change, message):
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense://x", "http://[bad"])
-def test_a_server_that_is_not_there(url):
+def test_a_server_that_is_not_there(url, chat):
     with pytest.raises(ServerError, match="cannot be reached"):
         ServerClient.find(url, None)
-
-
-def test_a_server_without_models_needs_a_name(chat):
     chat.models = {"data": []}
     with pytest.raises(ServerError, match="--model"):
         ServerClient.find(chat.url, None)
-    assert ServerClient.find(chat.url, "mine").model == "mine"
 
 
 def test_a_conversation_goes_on(chat):
@@ -143,28 +134,21 @@ def test_a_conversation_goes_on(chat):
     assert len(first.runs["server"]) == 2 and first.speedups("server") == []
 
 
-def test_bench_measures_a_server(chat, tmp_path):
+@pytest.mark.parametrize("exact", [True, False])
+def test_bench_measures_a_server(exact, chat, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run"
-    prompts.write_text('{"prompt": "hi", "answer": "Hello"}')
+    prompts.write_text(json.dumps({"prompt": "hi", "answer": "Hello" if exact else "Hello there"}))
     options = ["--openai", chat.url, "--prompts", str(prompts), "--out", str(out), "--repeats", "2"]
-    done = run("bench", *options)
+    done = run("bench", *options, COLUMNS="200")
     assert done.returncode == 0, done.stderr
-    assert "some-model" in done.stderr and "1/1" in done.stdout
+    assert "some-model" in done.stderr and f"{exact:d}/1" in done.stdout
+    # An answer that is cut short is never the known one: 0/1 beside "identical 1/1" alarms.
+    assert ("cut answers short" in done.stderr) == (not exact)
     assert done.stdout.splitlines()[-3].split()[:2] == ["all", "-"]  # no speed of one read
     content = json.loads((out / "bench.json").read_text())
     jsonschema.validate(content, SCHEMA)
-    assert list(content["overall"]["methods"]) == ["server"] and content["overall"]["exact"] == 1
-
-
-@pytest.mark.parametrize(("answer", "told"), [("Hello", False), ("Hello there", True)])
-def test_what_exact_counts_is_told_where_answers_are_missing(chat, tmp_path, answer, told):
-    """An answer that is cut short is never the known one: 0/1 beside "identical 1/1" alarms."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "hi", "answer": answer}))
-    options = ["--openai", chat.url, "--prompts", str(prompts), "--repeats", "1"]
-    done = run("bench", *options, COLUMNS="200")
-    assert done.returncode == 0, done.stderr
-    assert ("cut answers short" in done.stderr) == told
+    assert list(content["overall"]["methods"]) == ["server"]
+    assert content["overall"]["exact"] == exact
 
 
 def test_several_clients_at_once(chat):

@@ -26,7 +26,7 @@ from dflash_mlx.kernels.costs import stock_seconds, tile_seconds
 from dflash_mlx.kernels.shapes import Matrix
 from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.machine.chips import chip_named, chips, find_chip
+from dflash_mlx.machine.chips import chip_named, find_chip
 
 # T16/T1 of a 9B dense target, from the public bandwidths and estimated peaks: with a tile of 16
 # rows in 4 and 8 bits, with MLX's tile of 32 rows in 4 and 8 bits.
@@ -125,12 +125,6 @@ def test_every_byte_of_a_model_is_counted(family, bits):
     assert list(lazy.matrices) == list(shapes.matrices)
 
 
-def test_a_tied_head_is_read_as_a_whole():
-    config = tinymodels.model_config("llama")
-    found = shapes_of(tinymodels.random_model(config), config, 0).matrices
-    assert [matrix.columns for matrix in found].count(config["vocab_size"]) == 1
-
-
 def test_experts_in_use():
     """Against all ways in which two tokens can each choose two of four experts."""
     choices = list(itertools.combinations(range(4), 2))
@@ -156,14 +150,9 @@ def test_context_is_read_too():
 
 
 def test_chips_are_found_by_the_names_people_and_devices_use():
-    assert (
-        find_chip("Apple M4 Max")
-        == find_chip("m4 max")
-        == find_chip("M4Max")
-        == chip_named("M4 Max")
-    )
+    names = ("Apple M4 Max", "m4 max", "M4Max")
+    assert {find_chip(name) for name in names} == {chip_named("M4 Max")}
     assert find_chip("AMD EPYC") is None
-    assert len({chip.name for chip in chips()}) == len(chips())
     with pytest.raises(SettingsError, match="M4 Max"):
         chip_named("M99")
 

@@ -157,28 +157,21 @@ def test_a_file_of_hosts_that_is_none(content, wrong, tmp_path):
 
 
 def test_a_file_of_hosts(tmp_path):
-    path = tmp_path / "hosts.json"
-    hosts = [{"ssh": "127.0.0.1", "ips": ["10.0.0.1"]}, {"ssh": "mac2", "ips": ["10.0.0.2"]}]
+    path, rdma = tmp_path / "hosts.json", [(None, "rdma_en2"), ("rdma_en2", None)]
+    hosts = [
+        {"ssh": name, "ips": [f"10.0.0.{at}"], "rdma": rdma[at]}
+        for at, name in enumerate(("127.0.0.1", "mac2"))
+    ]
     path.write_text(json.dumps({"envs": ["A=1=2"], "hosts": hosts}))
     found = read_hosts(path)
     assert found.backend == "ring" and found.environment == {"A": "1=2"}
     first, second = found.launches()
     ring = first["files"]["MLX_HOSTFILE"]
-    assert [address[0].rpartition(":")[0] for address in ring] == ["10.0.0.1", "10.0.0.2"]
+    assert [address[0].rpartition(":")[0] for address in ring] == ["10.0.0.0", "10.0.0.1"]
     assert (first["rank"], second["rank"]) == (0, 1) and second["files"] == first["files"]
-    with pytest.raises(SettingsError, match="cannot be read"):
-        read_hosts(tmp_path / "none.json")
-
-
-def test_hosts_over_rdma(tmp_path):
-    path = tmp_path / "hosts.json"
-    rdma = [[None, "rdma_en2"], ["rdma_en2", None]]
-    names = ("127.0.0.1", "mac2")
-    hosts = [
-        {"ssh": name, "ips": [f"10.0.0.{at}"], "rdma": of}
-        for at, (name, of) in enumerate(zip(names, rdma, strict=True))
-    ]
     path.write_text(json.dumps({"backend": "jaccl", "hosts": hosts}))
     told = read_hosts(path).launches()[1]
-    assert told["files"]["MLX_IBV_DEVICES"] == [tuple(one) for one in rdma]
+    assert told["files"]["MLX_IBV_DEVICES"] == rdma
     assert told["environment"]["MLX_JACCL_COORDINATOR"].startswith("10.0.0.0:")
+    with pytest.raises(SettingsError, match="cannot be read"):
+        read_hosts(tmp_path / "none.json")

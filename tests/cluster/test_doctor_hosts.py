@@ -73,28 +73,20 @@ def test_a_backend_that_a_machine_does_not_have(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("code", "problem", "advice"),
+    ("words", "code", "name", "detail", "advice"),
     [
-        (255, "does not run (255)", "ssh mac2"),
-        (None, "not answered", "ssh mac2"),
+        ([found(0)], 255, "rank 1, mac2", "does not run (255)", "ssh mac2"),
+        ([found(0)], None, "rank 1, mac2", "not answered", "ssh mac2"),
+        ([found(0), found(1), (1, "lost", "it is down.")], None, "link", "it is down", "firewall"),
+        ([found(0), found(1)], None, "link", "did not meet", "firewall"),
     ],
 )
-def test_a_machine_that_cannot_take_part(code, problem, advice, tmp_path, monkeypatch):
+def test_what_keeps_machines_apart(words, code, name, detail, advice, tmp_path, monkeypatch):
     path = hosts_file(tmp_path / "hosts.json")
-    exit_code, checks = checks_of(path, monkeypatch, ScriptedRanks([found(0)], (None, code)))
-    there = checks["rank 1, mac2"]
-    assert exit_code == 1 and problem in there["detail"] and advice in there["advice"]
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [([(1, "lost", "the link is down.")], "the link is down"), ([], "did not meet")],
-)
-def test_ranks_that_measure_nothing(words, problem, tmp_path, monkeypatch):
-    path = hosts_file(tmp_path / "hosts.json")
-    ranks = ScriptedRanks([found(0), found(1), *words])
-    code, checks = checks_of(path, monkeypatch, ranks)
-    assert code == 1 and checks["link"]["status"] == "fail" and problem in checks["link"]["detail"]
+    exit_code, checks = checks_of(path, monkeypatch, ScriptedRanks(words, (None, code)))
+    failed = checks[name]
+    assert exit_code == 1 and failed["status"] == "fail"
+    assert detail in failed["detail"] and advice in failed["advice"]
 
 
 def test_a_model_without_a_width_is_told(tmp_path):

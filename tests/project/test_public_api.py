@@ -27,6 +27,8 @@ def test_all_names_are_there():
     assert set(NAMES + CLASSES) <= set(dm.__all__) == set(dir(dm))
     assert all(inspect.isfunction(getattr(dm, name)) for name in NAMES)
     assert all(inspect.isclass(getattr(dm, name)) for name in CLASSES)
+    with pytest.raises(AttributeError, match="no attribute 'magic'"):
+        dm.magic  # noqa: B018
 
 
 def test_names_do_not_depend_on_what_was_imported_before():
@@ -37,11 +39,6 @@ def test_names_do_not_depend_on_what_was_imported_before():
     code += "[getattr(dm, n) for n in dm.__all__];"  # the first look may import, too
     code += f"print([n for n in {NAMES} if not inspect.isfunction(getattr(dm, n))])"
     assert run(code) == "[]"
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'magic'"):
-        dm.magic  # noqa: B018
 
 
 def test_settings_have_the_names_of_the_design():
@@ -55,9 +52,6 @@ def test_settings_have_the_names_of_the_design():
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
     assert positional == ["name", "draft", "target_bits", "draft_bits"]
-
-
-def test_help_lists_the_settings_with_their_defaults():
     for function in (dm.generate, dm.stream_generate):
         shown = pydoc.render_doc(function, renderer=pydoc.plaintext)
         assert "max_tokens: 'int' = 256" in shown and "repetition_penalty: 'float' = 1.0" in shown
