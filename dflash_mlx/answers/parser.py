@@ -103,6 +103,7 @@ class AnswerParser:
         starts_in_reasoning: whether the prompt ends where reasoning starts.
         parallel: whether more than one call is allowed.
         detokenizer: of mlx-lm, as the engine uses one for the text. Without one, all markers count.
+        forced: whether the answer has to be a call; one that is cut is not text then.
 
     Attributes:
         calls: the number of calls so far.
@@ -116,9 +117,11 @@ class AnswerParser:
         starts_in_reasoning: bool = False,
         parallel: bool = True,
         detokenizer: Any = None,
+        forced: bool = False,
     ) -> None:
         self._text = detokenizer and MarkedText(detokenizer, form.tokens)
         self._form, self._schemas, self._parallel = form, schemas, parallel
+        self._forced = forced
         self.state = HEADER if form.header else REASONING if starts_in_reasoning else NORMAL
         self.calls = 0
         own = "|".join(map(re.escape, form.tokens.values()))
@@ -316,7 +319,7 @@ class AnswerParser:
             self.state, self._after_marker = self._outer, False
             # After a call it is of no use to the client.
             text = text if self._is_bare else self._start + text
-            return [] if self.calls else self._read_text(text)
+            return [] if self.calls or self._forced else self._read_text(text)
         found += self._begins.finditer(self._pending, start)  # an end may be missing
         found.sort(key=lambda one: one.start() if one else 0)
         for end in [*found, None]:

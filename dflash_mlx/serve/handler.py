@@ -246,5 +246,11 @@ class RequestHandler:
         if request.continues_text:
             skip_text_start(detokenizer, tokenizer)
         schemas = {tool.name: tool.parameters for tool in request.callable_tools}
-        parallel = request.parallel_calls
-        return AnswerParser(self.form, schemas, thinks_first, parallel, detokenizer)
+        return AnswerParser(
+            self.form,
+            schemas,
+            thinks_first,
+            request.parallel_calls,
+            detokenizer,
+            forced=request.tool_choice == "required",
+        )

@@ -48,6 +48,8 @@ def test_the_closing_marker_is_left_out(family):
     text = written(family, *CALL).removesuffix(KNOWN[family].end)
     assert read(form_of(family), SCHEMAS, text) == [CALL]
     assert read(form_of(family), SCHEMAS, text, truncated=True) == [Text(text)]
+    # One that was forced is no text either: `max_tokens` ended the answer before there was one.
+    assert read(form_of(family), SCHEMAS, text, truncated=True, forced=True) == []
     after = written(family, *CALL) + text[:-2]  # a client has no use for the rest
     assert read(form_of(family), SCHEMAS, after, truncated=True) == [CALL]
 
