@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from pydantic import TypeAdapter
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from .errors import RequestError
 from .responses import ResponsesBody
@@ -29,14 +29,12 @@ class ResponseStore:
         self._max_bytes, self._bytes = max_bytes, 0
         # By salt and id: the JSON of a response, and of all items of its conversation.
         self._entries: OrderedDict[tuple[str, str], tuple[bytes, bytes]] = OrderedDict()
-        self._writers: dict[tuple[str, str], str] = {}  # of an item: the id of its response
 
     def add(self, salt: str, items: list[InputItem], response: dict[str, Any]) -> None:
         """Keep a response to a conversation of these items."""
         output = _ITEMS.validate_python(response["output"])
         entry = to_json(response), _ITEMS.dump_json([*items, *output], exclude_none=True)
         self._entries[salt, response["id"]] = entry
-        self._writers |= {(salt, str(item.id)): response["id"] for item in output}
         self._bytes += sum(map(len, entry))
         while self._bytes > self._max_bytes:
             self.remove(*next(iter(self._entries)))
@@ -47,10 +45,7 @@ class ResponseStore:
 
     def remove(self, salt: str, id: str) -> None:
         """Forget a response. Raises `RequestError`, a 404."""
-        entry = self._find(salt, id)
-        self._bytes -= sum(map(len, entry))
-        for item in from_json(entry[0])["output"]:
-            del self._writers[salt, item["id"]]
+        self._bytes -= sum(map(len, self._find(salt, id)))
         del self._entries[salt, id]
 
     def conversation(self, salt: str, body: ResponsesBody) -> list[InputItem]:
@@ -77,10 +72,11 @@ class ResponseStore:
         return self._entries[salt, id]
 
     def _item(self, salt: str, reference: InputItem) -> InputItem:
-        """The item of a response that a reference means."""
-        writer = self._writers.get((salt, str(reference.id)))
-        if writer is None:
-            message = f"Item {str(reference.id)[:100]!r} is not stored: send the item itself."
-            raise RequestError(message, param="input")
-        output = _ITEMS.validate_python(from_json(self._find(salt, writer)[0])["output"])
-        return next(item for item in output if item.id == reference.id)
+        """The item of a response that a reference means; its id has the response's in it."""
+        writer = f"resp_{str(reference.id).partition('_')[2].partition('_')[0]}"
+        if (salt, writer) in self._entries:
+            for item in _ITEMS.validate_json(self._find(salt, writer)[1]):
+                if item.id == reference.id:
+                    return item
+        message = f"Item {str(reference.id)[:100]!r} is not stored: send the item itself."
+        raise RequestError(message, param="input")

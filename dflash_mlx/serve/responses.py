@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pydantic_core import from_json
 
-from ..answers.parser import Reasoning, Text, ToolCall
+from ..answers.parser import Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .fields import (
@@ -27,6 +27,7 @@ from .response import ApiResponse, Event
 from .responses_input import CALLS, CUSTOM_INPUT, InputItem, messages_of
 from .steps import ResponseStream, StepOutput
 
+_CUSTOM: Final = (CALLS[1], "input", "ctc_")  # a call of a custom tool: type, field, id
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
 
 
@@ -159,7 +160,7 @@ class ResponsesResponse(ApiResponse):
         super().__init__(stream)
         self._body, self._store, self._id = body, store, new_id("resp_")
         self._output: list[dict[str, Any]] = []
-        self._is_open = False  # whether the last item may grow
+        self._open_kind = ""  # of the last item, while it may grow
         self._logprobs: list[dict[str, Any]] = []  # for the next text
         self._number = -1  # of the stream's last event
         self._names = {tool.name: (space, name) for space, name, tool in body.functions}
@@ -173,7 +174,21 @@ class ResponsesResponse(ApiResponse):
         """The events of items and of their parts."""
         self._logprobs += step.logprobs or ()
         for part in step.parts:
-            yield from self._add_call(part) if isinstance(part, ToolCall) else self._add_text(part)
+            if isinstance(part, ToolCall):
+                yield from self._close_item()
+                yield from self._call(part)
+                continue
+            kind = "message" if isinstance(part, Text) else "reasoning"
+            if self._open_kind != kind:
+                yield from self._close_item()
+                yield from self._open_item(kind)
+            [content] = self._output[-1]["content"]
+            content["text"] += part.text
+            event = self._event(f"{content['type']}.delta", content_index=0, delta=part.text)
+            if kind == "message":
+                event["logprobs"], self._logprobs = self._logprobs, []
+                content["logprobs"] += event["logprobs"]
+            yield event
         if step.reason is not None:
             yield from self._close_item()
 
@@ -201,87 +216,68 @@ class ResponsesResponse(ApiResponse):
         self._number += 1
         return super().frame(event | {"sequence_number": self._number})
 
-    def _add_text(self, part: Text | Reasoning) -> Iterator[Event]:
-        kind = "message" if isinstance(part, Text) else "reasoning"
-        if not self._is_open or self._output[-1]["type"] != kind:
-            yield from self._close_item()
-            yield from self._open_item(kind)
-        (content,) = self._output[-1]["content"]
-        content["text"] += part.text
-        event = {**self._place(), "content_index": 0, "delta": part.text}
-        if kind == "reasoning":
-            yield {"type": "response.reasoning_text.delta", **event}
-            return
-        logprobs, self._logprobs = self._logprobs, []
-        content["logprobs"] += logprobs
-        yield {"type": "response.output_text.delta", **event, "logprobs": logprobs}
-
-    def _add_call(self, call: ToolCall) -> Iterator[Event]:
-        yield from self._close_item()
+    def _call(self, call: ToolCall) -> Iterator[Event]:
         namespace, name = self._names.get(call.name, (None, call.name))
-        is_custom = namespace is None and name in self._custom
-        kind, field = CALLS[1] if is_custom else CALLS[0], "input" if is_custom else "arguments"
-        text = call.arguments
-        if is_custom:
-            text = from_json(text).get(CUSTOM_INPUT, text)
+        text, kind, field, prefix = call.arguments, CALLS[0], "arguments", "fc_"
+        if namespace is None and name in self._custom:
+            text, kind, field, prefix = from_json(text).get(CUSTOM_INPUT, text), *_CUSTOM
         item = {
             "type": kind,
-            "id": new_id("ctc_" if is_custom else "fc_"),
+            "id": self._item_id(prefix),
             "call_id": call.id,
             "name": name,
             field: "",
-            "status": "in_progress",
-            **({"namespace": namespace} if namespace is not None else {}),
         }
+        item |= {"status": "in_progress"} | ({"namespace": namespace} if namespace else {})
         self._output.append(item)
         yield self._item_event("added")
-        event, place = f"response.{kind}_{field}", self._place()
-        yield {"type": f"{event}.delta", **place, "delta": text}
-        yield {"type": f"{event}.done", **place, field: text, "name": name}
+        yield self._event(f"{kind}_{field}.delta", delta=text)
+        yield self._event(f"{kind}_{field}.done", **{field: text}, name=name)
         item |= {field: text, "status": "completed"}
         yield self._item_event("done")
 
     def _open_item(self, kind: str) -> Iterator[Event]:
-        self._is_open = True
+        self._open_kind = kind
         item: dict[str, Any] = {"type": kind, "status": "in_progress", "content": []}
+        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
         if kind == "message":
-            item |= {"id": new_id("msg_"), "role": "assistant"}
-            part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
-            part["logprobs"] = []
+            item |= {"id": self._item_id("msg_"), "role": "assistant"}
+            part |= {"type": "output_text", "annotations": [], "logprobs": []}
         else:
-            item |= {"id": new_id("rs_"), "summary": []}
-            part = {"type": "reasoning_text", "text": ""}
+            item |= {"id": self._item_id("rs_"), "summary": []}
         self._output.append(item)
         yield self._item_event("added")
         item["content"] = [part]
-        event = {**self._place(), "content_index": 0, "part": dict(part)}
-        yield {"type": "response.content_part.added", **event}
+        yield self._event("content_part.added", content_index=0, part=dict(part))
 
     def _close_item(self) -> Iterator[Event]:
         """End an item of text or reasoning."""
-        if not self._is_open:
+        if not self._open_kind:
             return
-        self._is_open = False
-        item = self._output[-1]
+        self._open_kind, item = "", self._output[-1]
         item["status"] = "incomplete" if self._truncated else "completed"
-        (part,) = item["content"]
-        event = {**self._place(), "content_index": 0}
+        [part] = item["content"]
         done = {key: part[key] for key in ("text", "logprobs") if key in part}
-        yield {"type": f"response.{part['type']}.done", **event, **done}
-        yield {"type": "response.content_part.done", **event, "part": dict(part)}
+        yield self._event(f"{part['type']}.done", content_index=0, **done)
+        yield self._event("content_part.done", content_index=0, part=dict(part))
         yield self._item_event("done")
+
+    def _item_id(self, prefix: str) -> str:
+        """The next item's id, from which `ResponseStore` knows the response."""
+        return f"{prefix}{self._id.removeprefix('resp_')}_{len(self._output)}"
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        """An event about the last item."""
+        place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
+        return {"type": f"response.{kind}", **place, **fields}
+
+    def _item_event(self, kind: str) -> Event:
+        index, item = len(self._output) - 1, dict(self._output[-1])
+        return {"type": f"response.output_item.{kind}", "output_index": index, "item": item}
 
     @property
     def _truncated(self) -> bool:
         return bool(self.ends) and self.ends[0].reason == "length"
-
-    def _item_event(self, kind: str) -> dict[str, Any]:
-        index = len(self._output) - 1
-        item = dict(self._output[-1])
-        return {"type": f"response.output_item.{kind}", "output_index": index, "item": item}
-
-    def _place(self) -> dict[str, Any]:
-        return {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
 
     def _response(self) -> dict[str, Any]:
         """The response object so far."""

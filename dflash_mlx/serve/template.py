@@ -82,30 +82,25 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> R
         system = {"role": "system", "content": describe_tools(tools, form.family)}
         messages = merge_messages([system, *messages])
     messages = for_family(messages, form.family)
-    first: PromptError | None = None
-    partly: Rendered | None = None
+    refused: PromptError | None = None  # the first time
+    best: Rendered | None = None
+    ends = not request.continues_message, request.continues_message
     for attempt in _attempts(messages, form.family):
         try:
-            text = apply_chat_template(
-                tokenizer,
-                attempt,
-                not request.continues_message,
-                request.continues_message,
-                **settings,
-            )
+            text = apply_chat_template(tokenizer, attempt, *ends, **settings)
         except TemplateLimitError:
             raise
         except PromptError as error:
-            first = first or error
+            refused = refused or error
             continue
         missing = {one["role"] for one in messages for word in _words(one) if word not in text}
         if not missing:
             return text, attempt, settings
         if "system" not in missing:
-            partly = partly or (text, attempt, settings)
-    if partly:
-        return partly
-    raise first or PromptError("The chat template leaves out system messages.")
+            best = best or (text, attempt, settings)
+    if best is None:
+        raise refused or PromptError("The chat template leaves out system messages.")
+    return best
 
 
 def _words(message: Message) -> Iterator[str]:
