@@ -12,6 +12,25 @@ SCHEMA = {
 }
 
 
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
+    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
+)
+OLLAMA, GENERATE = "/api/chat", "/api/generate"
+
+
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    """A message of the user."""
+    return {"role": "user", "content": content, **more}
+
+
+def ask(path: str, *items: Any, **more: Any) -> dict[str, Any]:
+    """A request of the API at this path, with these messages or items, or with "Hi"."""
+    name = {COMPLETIONS: "prompt", GENERATE: "prompt", RESPONSES: "input"}.get(path, "messages")
+    prompt: Any = [*items] or ([user("Hi")] if name == "messages" else "Hi")
+    limit = {"max_tokens": 9} if path == MESSAGES else {}
+    return {"model": "m", name: prompt, **limit, **more}
+
+
 class Said(NamedTuple):
     """An answer: calls as (id, name, arguments in JSON), tokens as (prompt, cached, output)."""
 

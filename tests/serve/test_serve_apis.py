@@ -4,27 +4,30 @@ import json
 from pathlib import Path
 
 import pytest
-from dialects import APIS, Chat, Messages, Ollama, Responses
+from dialects import (
+    APIS,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    OLLAMA,
+    RESPONSES,
+    Chat,
+    Messages,
+    Ollama,
+    Responses,
+    ask,
+)
 from mlx_lm.tool_parsers import json_tools
 from serving import FakeEngine, client, frames, make_target
 
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
-CHAT, RESPONSES, MESSAGES = Chat.path, Responses.path, Messages.path
-COMPLETIONS, OLLAMA, GENERATE = "/v1/completions", "/api/chat", "/api/generate"
 HI = [{"role": "user", "content": "Hi"}]
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
 NAMED = {"type": "function", "name": "f", "function": {"name": "f"}}
 CALL = '<tool_call>\n{"name": "write", "arguments": {"path": "a"}}\n</tool_call>'
 STOPPED = {Chat: "tool_calls", Messages: "tool_use", Responses: "completed", Ollama: "stop"}
 CUT = {Chat: "length", Messages: "max_tokens", Responses: "incomplete", Ollama: "length"}
-
-
-def ask(path, **more):
-    """A request of one of the APIs."""
-    prompt = {"messages": HI}
-    if path in (COMPLETIONS, GENERATE, RESPONSES):
-        prompt = {"input" if path == RESPONSES else "prompt": "Hi"}
-    return {"model": "m", **prompt, **({"max_tokens": 9} if path == MESSAGES else {}), **more}
 
 
 @pytest.fixture(scope="module")
@@ -213,15 +216,6 @@ def test_requests_of_agents(name, shown, thinking):
     assert talk.read(talk.streamed(answer.text)).text == "Hello"
     assert all(word in engine.prompt() for word in shown)
     assert engine.prompt().rstrip().endswith("<think>")
-
-
-@pytest.mark.parametrize("path", [CHAT, RESPONSES])
-def test_draft_false_turns_drafting_off(engine, path):
-    with client(engine) as server:
-        for draft in (False, True):
-            server.post(path, json=ask(path, draft=draft))
-    (_, plain), (_, drafted) = engine.submitted
-    assert plain["block_size"] == 1 and "block_size" not in drafted
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, OLLAMA])

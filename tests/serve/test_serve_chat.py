@@ -1,6 +1,7 @@
 """OpenAI's chat completions over a fake engine."""
 
 import pytest
+from dialects import CHAT, ask
 from serving import FakeEngine, client, frames
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -14,20 +15,14 @@ from dflash_mlx.errors import (
 )
 from dflash_mlx.serve.logprobs import token_bytes
 
-PATH = "/v1/chat/completions"
-
-
-def ask(**more):
-    return {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **more}
-
 
 @pytest.mark.parametrize("usage", [False, True])
 def test_the_usage_of_several_answers(target, usage):
     """The last chunk has it where the client wants it, and all others say that they have none."""
     options = {"n": 3, "stream": True, "stream_options": {"include_usage": usage}}
     with client(FakeEngine(target, cached=3)) as server:
-        whole = server.post(PATH, json=ask(n=3)).json()
-        chunks = frames(server.post(PATH, json=ask(**options)).text)
+        whole = server.post(CHAT, json=ask(CHAT, n=3)).json()
+        chunks = frames(server.post(CHAT, json=ask(CHAT, **options)).text)
     assert [one["message"]["content"] for one in whole["choices"]] == ["Hello world"] * 3
     texts, reasons = [""] * 3, set()
     for choice in [one for chunk in chunks for one in chunk["choices"]]:
@@ -46,34 +41,6 @@ def test_the_usage_of_several_answers(target, usage):
     assert whole["usage"]["total_tokens"] == tokens + whole["usage"]["prompt_tokens"]
 
 
-def test_settings_reach_the_engine(target):
-    engine = FakeEngine(target)
-    with client(engine, defaults={"temperature": 0.5, "max_tokens": 7}) as server:
-        server.post(PATH, json=ask(max_completion_tokens=5, top_p=0.9, stop="x", seed=-1))
-        server.post(PATH, json=ask(logit_bias={"17": 3}, n=2, seed=4, top_k=-1, draft=False))
-    (_, first), (_, second), (_, third) = engine.submitted
-    assert first == {
-        "temperature": 0.5,
-        "max_tokens": 5,
-        "top_p": 0.9,
-        "stop": ["x"],
-        "seed": None,
-    }
-    assert second["seed"] == 4 and third["seed"] == 5
-    assert second["logit_bias"] == {17: 3.0} and second["top_k"] == 0 and second["block_size"] == 1
-
-
-def test_empty_stop_strings_are_dropped(target):
-    engine = FakeEngine(target)
-    with client(engine) as server:
-        for stop in ("", [""], []):
-            assert server.post(PATH, json=ask(stop=stop)).status_code == 200
-    assert (
-        not any(settings.get("stop") for _, settings in engine.submitted)
-        and len(engine.submitted) == 3
-    )
-
-
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -87,8 +54,8 @@ def test_empty_stop_strings_are_dropped(target):
 def test_an_engine_error(target, error, told, caplog):
     engine = FakeEngine(target, ["Hello"], error=error)
     with client(engine) as server:
-        answer = server.post(PATH, json=ask())
-        last = frames(server.post(PATH, json=ask(stream=True)).text)[-1]
+        answer = server.post(CHAT, json=ask(CHAT))
+        last = frames(server.post(CHAT, json=ask(CHAT, stream=True)).text)[-1]
         metrics = server.get("/metrics").text
     assert answer.status_code == 500 and answer.json() == last
     assert last["error"]["message"] == told
@@ -109,7 +76,7 @@ def test_settings_that_the_engine_refuses_are_400(target, error):
             raise error
 
     with client(Refuses(target)) as server:
-        answer = server.post(PATH, json=ask())
+        answer = server.post(CHAT, json=ask(CHAT))
         metrics = server.get("/metrics").text
     assert answer.status_code == 400 and answer.json()["error"]["message"] == "No."
     assert "dflash_request_failure_total 0.0" in metrics
@@ -118,11 +85,11 @@ def test_settings_that_the_engine_refuses_are_400(target, error):
 def test_more_answers_than_the_capacity_are_400(target):
     three = {"prompt": ["One", "Two", "Three"]}
     with client(FakeEngine(target), capacity=2) as server:
-        for path, body in ((PATH, ask(n=3)), ("/v1/completions", three)):
+        for path, body in ((CHAT, ask(CHAT, n=3)), ("/v1/completions", three)):
             never = server.post(path, json=body)
             assert never.status_code == 400 and "not 3" in never.json()["error"]["message"]
-        assert server.post(PATH, json=ask(n=2)).status_code == 200
-        assert server.post(PATH, json=ask(n=2)).status_code == 200  # the slots came back
+        assert server.post(CHAT, json=ask(CHAT, n=2)).status_code == 200
+        assert server.post(CHAT, json=ask(CHAT, n=2)).status_code == 200  # the slots came back
 
 
 def test_an_unforeseen_error_frees_the_slots(target):
@@ -134,7 +101,7 @@ def test_an_unforeseen_error_frees_the_slots(target):
 
     engine = Breaks(target)
     with client(engine, capacity=2) as server:
-        assert server.post(PATH, json=ask(n=2)).status_code == 500
+        assert server.post(CHAT, json=ask(CHAT, n=2)).status_code == 500
         assert engine.jobs[0].cancelled
         assert "dflash_open_answers 0.0" in server.get("/metrics").text
 

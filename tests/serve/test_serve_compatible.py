@@ -4,14 +4,12 @@ import asyncio
 import json
 
 import pytest
+from dialects import CHAT, COMPLETIONS, GENERATE, MESSAGES, OLLAMA, RESPONSES, ask, user
 from mlx_lm.tool_parsers import json_tools
 from serving import FakeEngine, FakeJob, client, frames, make_target
 
 from dflash_mlx.serve import sse
 
-CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
-    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
-)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 PNG = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
 URL = "data:image/png;base64,iVBORw0KGgo="
@@ -57,18 +55,6 @@ def target():
 @pytest.fixture
 def engine(target):
     return FakeEngine(target)
-
-
-def user(content):
-    return {"role": "user", "content": content}
-
-
-def ask(path, *items, **more):
-    """A request of one of the APIs, with these messages or items."""
-    if path == COMPLETIONS:
-        return {"prompt": "Hi", **more}
-    limit = {"max_tokens": 9} if path == MESSAGES else {}
-    return {"input" if path == RESPONSES else "messages": items or [user("Hi")], **limit, **more}
 
 
 @pytest.mark.parametrize("path", IMAGES)
@@ -121,18 +107,6 @@ def test_hints_and_settings_that_change_nothing(engine, path, more):
 
 
 @pytest.mark.parametrize(
-    ("path", "field"),
-    [(CHAT, "max_tokens"), (COMPLETIONS, "max_tokens"), (RESPONSES, "max_output_tokens")],
-)
-def test_minus_one_is_the_default_number_of_tokens(target, path, field):
-    engine = FakeEngine(target)
-    with client(engine, defaults={"max_tokens": 7}) as server:
-        assert server.post(path, json=ask(path, **{field: -1})).status_code == 200
-        assert server.post(path, json=ask(path, **{field: -2})).status_code == 400
-    assert [settings["max_tokens"] for _, settings in engine.submitted] == [7]
-
-
-@pytest.mark.parametrize(
     ("path", "more"),
     [
         (CHAT, {"guided_json": SCHEMA}),
@@ -148,6 +122,8 @@ def test_minus_one_is_the_default_number_of_tokens(target, path, field):
         ),
         (MESSAGES, {"output_format": {"type": "json_schema", "schema": SCHEMA}}),
         (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}),
+        (OLLAMA, {"format": SCHEMA}),
+        (GENERATE, {"format": SCHEMA}),
     ],
 )
 def test_a_schema_by_any_name_binds_the_answer(engine, path, more):
@@ -158,16 +134,6 @@ def test_a_schema_by_any_name_binds_the_answer(engine, path, more):
     encode = engine.target.tokenizer.encode
     right, wrong = (encode(text, add_special_tokens=False) for text in ('{"a": 1', '{"b": 1'))
     assert grammar.follows([], right) == len(right) and grammar.follows([], wrong) < len(wrong)
-
-
-def test_other_names_of_settings(engine):
-    turns = [user("Hi"), {"role": "assistant", "content": "Well, I"}]
-    more = {"repeat_penalty": 1.5, "repeat_last_n": -1, "continue_final_message": True}
-    with client(engine) as server:
-        assert server.post(CHAT, json=ask(CHAT, *turns, **more)).status_code == 200
-    settings = engine.submitted[0][1]
-    assert settings["repetition_penalty"] == 1.5 and settings["continues"]
-    assert settings["repetition_context_size"] > 2**20 and engine.prompt().endswith("Well, I")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +148,7 @@ def test_other_names_of_settings(engine):
         (CHAT, {"chat_template_kwargs": {"thinking": False}}),
         (RESPONSES, {"reasoning": {"effort": "none"}}),
         (MESSAGES, {"thinking": {"type": "disabled"}}),
-        ("/api/chat", {"model": "m", "think": False, "stream": False}),
+        (OLLAMA, {"think": False, "stream": False}),
     ],
 )
 @pytest.mark.parametrize("switch", ["enable_thinking", "thinking", "other"])

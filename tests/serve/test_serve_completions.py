@@ -1,13 +1,10 @@
 """OpenAI's completions over a fake engine."""
 
 import pytest
+from dialects import COMPLETIONS, ask
 from serving import FakeEngine, client, frames, make_target
 
-PATH = "/v1/completions"
-
-
-def ask(**more):
-    return {"model": "m", "prompt": "One two", **more}
+PATH = COMPLETIONS
 
 
 def accumulated(chunks):
@@ -32,9 +29,9 @@ def accumulated(chunks):
 def test_all_kinds_of_prompts(target, prompt, prompts):
     engine = FakeEngine(target)
     with client(engine) as server:
-        answer = server.post(PATH, json=ask(prompt=prompt, n=2)).json()
+        answer = server.post(PATH, json=ask(PATH, prompt=prompt, n=2)).json()
         more = {"stream": True, "stream_options": {"include_usage": True}}
-        chunks = frames(server.post(PATH, json=ask(prompt=prompt, n=2, **more)).text)
+        chunks = frames(server.post(PATH, json=ask(PATH, prompt=prompt, n=2, **more)).text)
     tokenizer = target.tokenizer
     ids = [one if isinstance(one, list) else tokenizer.encode(one) for one in prompts]
     asked = [prompt for prompt, _ in engine.submitted[: len(engine.submitted) // 2]]
@@ -48,17 +45,10 @@ def test_all_kinds_of_prompts(target, prompt, prompts):
     assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
 
 
-def test_the_default_limit_is_openais(target):
-    engine = FakeEngine(target)
-    with client(engine, defaults={"max_tokens": 4096}) as server:
-        server.post(PATH, json=ask())
-    assert engine.submitted[0][1]["max_tokens"] == 16
-
-
 def test_one_refused_prompt_cancels_the_others(target):
     engine = FakeEngine(target)
     with client(engine) as server:
-        answer = server.post(PATH, json=ask(prompt=["One", ""]))
+        answer = server.post(PATH, json=ask(PATH, prompt=["One", ""]))
         metrics = server.get("/metrics").text
     assert answer.status_code == 400 and engine.jobs[0].cancelled
     assert "dflash_open_answers 0.0" in metrics
@@ -68,7 +58,7 @@ def test_a_completion_is_the_text_as_it_is():
     thinks = make_target(thinking="")
     steps = ["<think>", "Hm</think>", "So."]
     with client(FakeEngine(thinks, steps)) as server:
-        answer = server.post(PATH, json=ask()).json()
-        chunks = frames(server.post(PATH, json=ask(stream=True)).text)
+        answer = server.post(PATH, json=ask(PATH)).json()
+        chunks = frames(server.post(PATH, json=ask(PATH, stream=True)).text)
     assert answer["choices"][0]["text"] == "".join(steps)
     assert [one["choices"][0]["text"] for one in chunks] == steps

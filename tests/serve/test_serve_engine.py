@@ -91,6 +91,9 @@ def test_a_prefilled_answer_is_continued(pair):
     with engine_of(pair) as engine, client(engine) as server:
         asked = {"model": "m", "max_tokens": 4, "messages": turns}
         [told] = server.post("/v1/messages", json=asked).json()["content"]
+        more = asked | {"continue_final_message": True}
+        [same] = server.post("/v1/chat/completions", json=more).json()["choices"]
+        assert same["message"]["content"] == told["text"]
         whole = {"max_tokens": 60, "messages": turns[:1]}
         answer = server.post("/v1/chat/completions", json=whole).json()["choices"][0]
     assert (begun + told["text"]).startswith("Let us add 47 and 38 digit by digit")

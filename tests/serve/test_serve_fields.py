@@ -10,6 +10,7 @@ from pathlib import Path
 
 import make_docs
 import pytest
+from dialects import CHAT, COMPLETIONS, GENERATE, MESSAGES, OLLAMA, RESPONSES, ask, user
 from mlx_lm.tool_parsers import json_tools
 from serving import FakeEngine, client, make_target
 
@@ -18,13 +19,63 @@ IGNORED = {
     name for names in tomllib.loads(make_docs.IGNORED.read_text()).values() for name in names
 }
 BODIES = {body.__doc__.split(" and ")[0]: body for body in make_docs.BODIES}
-HI = [{"role": "user", "content": "Hi"}]
-REQUEST = {"model": "fake", "prompt": "Hi", "input": "Hi", "messages": HI, "max_tokens": 9}
+REQUEST = {"model": "fake", "prompt": "Hi", "input": "Hi", "messages": [user("Hi")]}
+REQUEST["max_tokens"] = 9
+ABSENT = "absent"
 
 
 def request(api):
     table = make_docs.support(BODIES[api], depth=1)
     return {name: value for name, value in REQUEST.items() if table.get(name, "yes") != "refused"}
+
+
+REPEAT = {"repeat_penalty": 1.5, "repeat_last_n": -1}
+OPTIONS = {"temperature": 0.5, "top_k": 4, "seed": 7, "num_predict": 9, "stop": ["x"]}
+OPTIONS |= {"repeat_penalty": 1.5, "repeat_last_n": 30, "num_ctx": 4096, "num_thread": 2}
+MEANT = {"temperature": 0.5, "top_k": 4, "seed": 7, "max_tokens": 9, "stop": ["x"]}
+MEANT |= {"repetition_penalty": 1.5, "repetition_context_size": 30}
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "meant"),
+    [
+        (CHAT, {"max_completion_tokens": 5, "top_p": 0.9, "stop": "x"}, {"stop": ["x"]}),
+        (CHAT, {"max_completion_tokens": 5, "top_p": 0.9}, {"max_tokens": 5, "top_p": 0.9}),
+        (CHAT, {"seed": -1, "temp": 0.2}, {"seed": None, "temperature": 0.2}),
+        (CHAT, {"seed": 2**32 + 4, "top_k": -1}, {"seed": 4, "top_k": 0}),
+        (CHAT, {"logit_bias": {"17": 3}}, {"logit_bias": {17: 3.0}}),
+        (CHAT, REPEAT, {"repetition_penalty": 1.5, "repetition_context_size": 2**31 - 1}),
+        (CHAT, {"draft": False}, {"block_size": 1}),
+        (RESPONSES, {"draft": False}, {"block_size": 1}),
+        (RESPONSES, {"draft": True}, {"block_size": ABSENT}),
+        (CHAT, {"stop": ""}, {"stop": ABSENT}),
+        (CHAT, {"stop": [""]}, {"stop": ABSENT}),
+        (CHAT, {"stop": []}, {"stop": ABSENT}),
+        (CHAT, {"max_tokens": -1}, {"max_tokens": 7}),
+        (COMPLETIONS, {"max_tokens": -1}, {"max_tokens": 7}),
+        (CHAT, {}, {"max_tokens": 7, "temperature": 0.1}),
+        (COMPLETIONS, {}, {"max_tokens": 16}),  # OpenAI's default
+        (RESPONSES, {"max_output_tokens": -1}, {"max_tokens": 7}),
+        (MESSAGES, {"stop_sequences": ["x", ""], "top_k": 3}, {"stop": ["x"], "top_k": 3}),
+        (OLLAMA, {"options": OPTIONS}, MEANT),
+        (GENERATE, {"options": OPTIONS}, MEANT),
+        (OLLAMA, {"options": {"num_predict": -1}}, {"max_tokens": 7}),
+        (OLLAMA, {"options": OPTIONS | {"repeat_penalty": 1}}, {"repetition_context_size": ABSENT}),
+    ],
+)
+def test_what_fields_mean_to_the_engine(target, path, sent, meant):
+    engine = FakeEngine(target)
+    with client(engine, defaults={"max_tokens": 7, "temperature": 0.1}) as server:
+        answer = server.post(path, json=ask(path, **sent))
+    assert answer.status_code == 200, answer.text
+    [(_, settings)] = engine.submitted
+    assert {name: settings.get(name, ABSENT) for name in meant} == meant
+
+
+def test_answers_of_one_request_have_seeds_of_their_own(engine):
+    with client(engine) as server:
+        server.post(CHAT, json=ask(CHAT, n=2, seed=2**32 - 1))
+    assert [settings["seed"] for _, settings in engine.submitted] == [2**32 - 1, 0]
 
 
 @pytest.fixture(scope="module")

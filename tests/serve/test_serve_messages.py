@@ -4,54 +4,36 @@ import json
 from pathlib import Path
 
 import pytest
+from dialects import MESSAGES, ask
 from serving import FakeEngine, client, make_target
 
 from dflash_mlx.events import Event
 
-PATH = "/v1/messages"
+PATH = MESSAGES
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
-
-
-def ask(**more):
-    return {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **more}
 
 
 def stored(name):
     return json.loads((REQUESTS / f"{name}.json").read_text())
 
 
-def test_a_block_of_text(engine):
-    with client(engine) as server:
-        answer = server.post(PATH, json=ask()).json()
-    assert answer["content"] == [{"type": "text", "text": "Hello world", "citations": None}]
-    assert answer["stop_reason"] == "end_turn" and answer["stop_sequence"] is None
-
-
 def test_the_stop_sequence_is_reported(target):
     engine = FakeEngine(target, ["one", " two three"], reason="length")
     with client(engine) as server:
-        assert server.post(PATH, json=ask()).json()["stop_reason"] == "max_tokens"
+        assert server.post(PATH, json=ask(PATH)).json()["stop_reason"] == "max_tokens"
     engine = FakeEngine(target, ["one"])
     # What the text stream cut away is in the tokens still.
     tokens = target.tokenizer.encode("one two", add_special_tokens=False)
     engine._events = lambda stats: iter([Event("one", tokens, 0, 0, "stop", stats)])
     with client(engine) as server:
-        answer = server.post(PATH, json=ask(stop_sequences=["x", " two"])).json()
+        answer = server.post(PATH, json=ask(PATH, stop_sequences=["x", " two"])).json()
     assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] == " two"
     assert engine.submitted[0][1]["stop"] == ["x", " two"]
 
 
-def test_a_prefilled_answer(target):
-    engine = FakeEngine(target)
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The sum is"}]
-    with client(engine) as server:
-        assert server.post(PATH, json=ask(messages=turns)).status_code == 200
-    assert engine.prompt().endswith("assistant\nThe sum is")
-
-
 def test_count_tokens_equals_usage(target):
     engine = FakeEngine(target)
-    body = ask(system="Be brief.")
+    body = ask(PATH, system="Be brief.")
     with client(engine) as server:
         counted = server.post(f"{PATH}/count_tokens", json=body | {"max_tokens": None}).json()
         read = server.post(PATH, json=body).json()["usage"]["input_tokens"]
@@ -105,7 +87,7 @@ def test_a_system_message_in_the_middle_is_merged(template):
         {"role": "user", "content": "Three"},
     ]
     with client(engine) as server:
-        answer = server.post(PATH, json=ask(messages=turns, system="Zero"))
+        answer = server.post(PATH, json=ask(PATH, messages=turns, system="Zero"))
     assert answer.status_code == 200, answer.text
     prompt = engine.prompt()
     assert sorted(["Zero", "One", "Two", "Three"], key=prompt.index) == [
@@ -121,5 +103,5 @@ def test_a_system_message_in_the_middle_stays_if_the_template_takes_it(target):
     engine = FakeEngine(target)
     turns = [{"role": "user", "content": "One"}, {"role": "system", "content": "Two"}]
     with client(engine) as server:
-        server.post(PATH, json=ask(messages=turns))
+        server.post(PATH, json=ask(PATH, messages=turns))
     assert "user\nOne<|im_end|>\n<|im_start|>system\nTwo<|im_end|>" in engine.prompt()

@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from dialects import GENERATE, ask, user
+from dialects import OLLAMA as CHAT
 from mlx_lm.tool_parsers import json_tools
 from packaging.version import Version
 from serving import FakeEngine, client, make_target
 
-CHAT, GENERATE = "/api/chat", "/api/generate"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
@@ -20,15 +21,6 @@ def target():
 @pytest.fixture
 def engine(target):
     return FakeEngine(target, ["Hm</think>", "Yes", "."])
-
-
-def ask(path, **more):
-    prompt = {"prompt": "Hi"} if path == GENERATE else {"messages": [user("Hi")]}
-    return {"model": "m:latest", **prompt, **more}
-
-
-def user(text, **more):
-    return {"role": "user", "content": text, **more}
 
 
 def lines(answer):
@@ -64,33 +56,6 @@ def test_calls_and_their_results(target):
         turns = [user("Hi"), whole["message"], result]
         server.post(CHAT, json=ask(CHAT, messages=turns, tools=[TOOL]))
     assert '[f {"a": 1}]' in engine.prompt() and "tool\n42" in engine.prompt()
-
-
-@pytest.mark.parametrize("path", [CHAT, GENERATE])
-def test_options_are_settings(engine, path):
-    options = {"temperature": 0.5, "top_k": 4, "seed": 7, "num_predict": 9, "stop": ["x"]}
-    options |= {"repeat_penalty": 1.5, "repeat_last_n": 30, "num_ctx": 4096, "num_thread": 2}
-    with client(engine, defaults={"max_tokens": 3}) as server:
-        for given in (options, {"num_predict": -1}, options | {"repeat_penalty": 1.0}):
-            assert server.post(path, json=ask(path, options=given)).status_code == 200
-    (_, settings), (_, unlimited), (_, without) = engine.submitted
-    assert "repetition_context_size" not in without
-    expected = {"temperature": 0.5, "top_k": 4, "seed": 7, "max_tokens": 9, "stop": ["x"]}
-    expected |= {"repetition_penalty": 1.5, "repetition_context_size": 30}
-    assert {name: settings[name] for name in expected} == expected
-    assert unlimited["max_tokens"] == 3
-
-
-@pytest.mark.parametrize("path", [CHAT, GENERATE])
-@pytest.mark.parametrize(("form", "text"), [("json", '{"b": 1'), (SCHEMA, '{"a": 1')])
-def test_a_format_binds_the_answer(engine, path, form, text):
-    with client(engine) as server:
-        assert server.post(path, json=ask(path, format=form)).status_code == 200
-    (grammar,) = engine.submitted[0][1]["logits_processors"]
-    encode = engine.target.tokenizer.encode
-    right, wrong = (encode(one, add_special_tokens=False) for one in (text, "No"))
-    end = encode("</think>", add_special_tokens=False)
-    assert grammar.follows(end, right) == len(right) and grammar.follows(end, wrong) < len(wrong)
 
 
 @pytest.mark.parametrize(("think", "shown"), [(False, "off"), (True, "on"), ("low", "onlow")])

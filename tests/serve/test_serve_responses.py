@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from dialects import RESPONSES, ask
 from mlx_lm.tool_parsers import json_tools
 from serving import FakeEngine, client, frames, make_target
 
@@ -10,11 +11,7 @@ from dflash_mlx.serve.auth import Auth
 from dflash_mlx.serve.errors import RequestError
 from dflash_mlx.serve.response_store import ResponseStore
 
-PATH = "/v1/responses"
-
-
-def ask(**more):
-    return {"model": "m", "input": "Hi", **more}
+PATH = RESPONSES
 
 
 def tool(name, **more):
@@ -36,7 +33,7 @@ def test_reasoning_text_and_calls(target):
     said = ["Hm", ".\n</think>", "\n\nYes", ".<tool_call>\n", '{"name": "sp__f", "arguments"']
     engine = FakeEngine(target, [*said, ': {"a": 1}}\n</tool_call>'], cached=4)
     space = {"type": "namespace", "name": "sp", "tools": [tool("f")]}
-    body = ask(tools=[space, {"type": "web_search"}, tool("g")])
+    body = ask(PATH, tools=[space, {"type": "web_search"}, tool("g")])
     with client(engine) as server:
         answer = server.post(PATH, json=body).json()
         events = streamed(server, body)
@@ -53,7 +50,7 @@ def test_reasoning_text_and_calls(target):
 
 def test_a_tool_that_was_not_offered_is_handed_on(target):
     engine = FakeEngine(target, ['<tool_call>{"name": "other", "arguments": {"q": 1}}</tool_call>'])
-    body = ask(tools=[tool("f")])
+    body = ask(PATH, tools=[tool("f")])
     with client(engine) as server:
         (call,) = server.post(PATH, json=body).json()["output"]
         events = streamed(server, body)
@@ -71,11 +68,11 @@ def test_a_custom_tool_is_called_with_text(target):
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: hunk+"}
     custom = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": grammar}
     with client(engine) as server:
-        events = streamed(server, ask(tools=[custom]))
+        events = streamed(server, ask(PATH, tools=[custom]))
         [item] = events[-1]["response"]["output"]
         prompt = engine.prompt()
         result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done!"}
-        server.post(PATH, json=ask(input=[{"role": "user", "content": "Hi"}, item, result]))
+        server.post(PATH, json=ask(PATH, input=[{"role": "user", "content": "Hi"}, item, result]))
     assert "apply_patch" in prompt and "Edits." in prompt and "start: hunk+" in prompt
     assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", PATCH)
     kind = "response.custom_tool_call_input"
@@ -88,14 +85,14 @@ def test_a_custom_tool_is_called_with_text(target):
 def test_a_response_is_continued_by_its_id(target):
     engine = FakeEngine(target, ["Hm</think>First."])
     with client(engine) as server:
-        first = server.post(PATH, json=ask(instructions="Be brief.")).json()
-        second = streamed(server, ask(input="More", previous_response_id=first["id"]))[-1]
+        first = server.post(PATH, json=ask(PATH, instructions="Be brief.")).json()
+        second = streamed(server, ask(PATH, input="More", previous_response_id=first["id"]))[-1]
         prompt, last = engine.prompt(), second["response"]
         assert last["previous_response_id"] == first["id"] and last["store"]
         assert prompt.index("user\nHi") < prompt.index("First.") < prompt.index("user\nMore")
         assert "Be brief." not in prompt  # instructions are of one response
         assert server.get(f"{PATH}/{first['id']}").json() == first
-        asked = ask(input="So?", previous_response_id=last["id"])
+        asked = ask(PATH, input="So?", previous_response_id=last["id"])
         told = server.post(f"{PATH}/input_tokens", json=asked).json()
         assert told["object"] == "response.input_tokens"
         assert told["input_tokens"] == server.post(PATH, json=asked).json()["usage"]["input_tokens"]
@@ -103,7 +100,7 @@ def test_a_response_is_continued_by_its_id(target):
         # An item by its id, as the AI SDK sends it.
         for kind in ({"type": "item_reference"}, {}):
             item = kind | {"id": last["output"][1]["id"]}
-            server.post(PATH, json=ask(input=[item, {"role": "user", "content": "So?"}]))
+            server.post(PATH, json=ask(PATH, input=[item, {"role": "user", "content": "So?"}]))
             assert engine.prompt().count("First.") == 1 and "More" not in engine.prompt()
         assert server.delete(f"{PATH}/{first['id']}").json()["deleted"]
         assert server.get(f"{PATH}/{first['id']}").status_code == 404
@@ -114,11 +111,11 @@ def test_a_response_that_is_not_stored_or_another_users_is_not_found(target):
     mine, theirs = ({"Authorization": f"Bearer {key}"} for key in "ab")
     with client(FakeEngine(target), auth=Auth(keys=frozenset("ab"))) as server:
         kept, left = (
-            server.post(PATH, json=ask(store=store), headers=mine).json()["id"]
+            server.post(PATH, json=ask(PATH, store=store), headers=mine).json()["id"]
             for store in (None, False)
         )
         for id, user, status in ((kept, mine, 200), (kept, theirs, 400), (left, mine, 400)):
-            again = server.post(PATH, json=ask(previous_response_id=id), headers=user)
+            again = server.post(PATH, json=ask(PATH, previous_response_id=id), headers=user)
             assert again.status_code == status, again.text
         assert again.json()["error"]["code"] == "previous_response_not_found"
 
