@@ -74,10 +74,6 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
                 "token_ordering": mx.zeros((args.vocab_size,), mx.int64),
             }
 
-    def __repr__(self) -> str:
-        """One line, not MLX's tree of all layers."""
-        return f"Gemma4Assistant(layers={len(self.model['layers'])}, tap_layers={self.tap_layers})"
-
     def make_cache(self) -> list[Any]:
         """The keys and values of the target's layers that it reads."""
         return [KVCache() for _ in self._sources]

@@ -46,10 +46,6 @@ class DraftModel(NetworkDrafter):
         self.model = model
         self._fits: WeakSet[Target] = WeakSet()  # targets whose tokens were compared
 
-    def __repr__(self) -> str:
-        """One line."""
-        return f"DraftModel({self.model!r})"
-
     def slot_cost(self, target: Target) -> float:
         """What a drafted token is likely to cost, in plain steps of the target."""
         return weight_bytes(self.model.model) / weight_bytes(target.model)

@@ -145,16 +145,8 @@ class MTPHead(StepwiseDrafter, nn.Module):
         text = text_model(target.model)
         self.layers = layout.layers(own_class(target.layers[-1]), text.args)
         self.norm = nn.RMSNorm(hidden, eps=ending.eps)
-        self._predicate = getattr(text, "quant_predicate", None)
-
-    def __repr__(self) -> str:
-        """One line, not MLX's tree of all layers."""
-        return f"MTPHead(layers={len(self.layers)}, hidden_size={self.norm.weight.size})"
-
-    @property
-    def quant_predicate(self) -> Any:
-        """Which layers mlx-lm quantizes, and how: as in the target."""
-        return self._predicate
+        # Which layers mlx-lm quantizes, and how: as in the target.
+        self.quant_predicate = getattr(text, "quant_predicate", None)
 
     def make_cache(self) -> list[Any]:
         """The empty cache of the layer that attends; an indexer has another one."""

@@ -65,15 +65,6 @@ class DFlash(NetworkDrafter, nn.Module):
             # Offset from a token's index among those that can be drafted to its id.
             self.d2t = mx.zeros((config.draft_vocab_size,), mx.int64)
 
-    def __repr__(self) -> str:
-        """One line, not MLX's tree of all layers."""
-        config = self.config
-        return (
-            f"{type(self).__name__}(num_hidden_layers={config.num_hidden_layers}, "
-            f"hidden_size={config.hidden_size}, block_size={config.block_size}, "
-            f"target_layer_ids={config.target_layer_ids})"
-        )
-
     @property
     def block_size(self) -> int:
         """The most rows of a draft, the anchor included."""

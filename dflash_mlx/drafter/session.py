@@ -32,12 +32,20 @@ class NetworkDrafter:
     """A network that drafts; mixed into an MLX module.
 
     Attributes:
+        tap_layers, block_size, drafts_trees: see `protocol`.
         lag: 1 if a row of its cache has the features of a token and the token after it, else 0.
         reads_newest: whether it drafts with the newest features of the text, waiting or not.
     """
 
+    tap_layers: Any
+    block_size: Any
     drafts_trees = True
     lag, reads_newest = 0, False
+
+    def __repr__(self) -> str:
+        """One line, not MLX's tree of all layers."""
+        shown = f"block_size={self.block_size}, tap_layers={self.tap_layers}"
+        return f"{type(self).__name__}({shown})"
 
     def make_cache(self) -> list[Any]:
         """Empty caches of mlx-lm's kinds, one per layer that keeps rows."""
