@@ -18,7 +18,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.sample_utils import make_sampler
 
 from ..errors import DataError, OutputError, PromptError
 from ..prompt import encode_prompt
@@ -38,14 +37,11 @@ class AnswerSettings:
         max_tokens: of one answer.
         rows: answers generated at once.
         chunk: prompts whose answers are written together.
-        temperature, seed: sampling; each chunk has a seed of its own. 0 is greedy.
     """
 
     max_tokens: int = 512
     rows: int = 24
     chunk: int = 96
-    temperature: float = 0.0
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,9 +128,11 @@ def answer_all(
     path: Path,
     settings: AnswerSettings,
     progress: Callable[[AnswerProgress], None] = lambda event: None,
+    sampler_at: Callable[[int], Sampler | None] = lambda start: None,
 ) -> list[Answer]:
     """Answer every prompt, or take its answer from `path`, which grows chunk by chunk.
 
+    `sampler_at` seeds and returns the sampler of the chunk that begins at a prompt; None is greedy.
     Raises `DataError` if `path` has answers to other prompts, `OutputError` if it cannot grow.
     """
     answers, tokens = _whole_chunks(path, prompts, settings.chunk), 0
@@ -152,7 +150,7 @@ def answer_all(
     report()
     while done < len(prompts):
         chunk = prompts[done : done + settings.chunk]
-        new = complete(target, chunk, settings, _sampler(settings, done), count)
+        new = complete(target, chunk, settings, sampler_at(done), count)
         append(path, (asdict(answer) for answer in new))
         answers += new
         done = len(answers)
@@ -200,14 +198,6 @@ def complete(
         Answer(tuple(prompt), tuple(found[uids[i]]), ended[uids[i]])
         for i, prompt in enumerate(prompts)
     ]
-
-
-def _sampler(settings: AnswerSettings, start: int) -> Sampler | None:
-    """The sampler of the chunk that begins at prompt `start`."""
-    if settings.temperature == 0:
-        return None
-    mx.random.seed(settings.seed + start)
-    return make_sampler(settings.temperature)
 
 
 def _whole_chunks(path: Path, prompts: Sequence[Ids], chunk: int) -> list[Answer]:

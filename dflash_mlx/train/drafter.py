@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -65,17 +65,18 @@ class DrafterSettings:
     every: int = 200
 
 
-def new_drafter(config: DraftConfig, seed: int) -> DFlash:
-    """A drafter with normal weights scaled by fan-in, and residual branches also by depth."""
+def new_drafter(config: DraftConfig, seed: int, parts: Container[str] = ()) -> DFlash:
+    """A drafter with normal weights scaled by fan-in, and residual branches also by depth.
+
+    `parts` as of `DFlash`.
+    """
     mx.random.seed(seed)  # some parts initialize themselves
-    drafter = network_for(config)(config)
+    drafter = network_for(config)(config, parts)
     mx.random.seed(seed)
     depth = math.sqrt(2 * config.num_hidden_layers)
     weights = []
     for name, weight in tree_flatten(drafter.parameters()):
-        if (
-            "markov_w2" in name
-        ):  # starts without effect; its gradient flows through the other matrix
+        if "markov_w2" in name:  # without effect; its gradient flows through the other matrix
             weight = mx.zeros_like(weight)
         elif weight.ndim == 2 and not any(part in name for part in OWN_START):
             scale = weight.shape[1] ** -0.5
@@ -188,8 +189,7 @@ def train_drafter(
     held_out: Sequence[Sample] = (),
     checkpoint: Path | None = None,
     progress: Progress = lambda report: None,
-    drafter: DFlash | None = None,
-    fresh: bool = False,
+    start: DFlash | None = None,
 ) -> DFlash:
     """Train a drafter for a frozen target.
 
@@ -198,14 +198,15 @@ def train_drafter(
         samples: the training samples of epoch e; a file has the same list for every epoch.
         held_out: samples for validation.
         checkpoint: a file to save to, and to resume from if it exists.
-        drafter: the drafter to start from, converted to f32; None is a new one.
-        fresh: the drafter is untrained, so its fusion weights may start scaled by `tap_scales`.
+        start: the drafter whose weights it starts from; None is new ones, whose fusion weights are
+            scaled by `tap_scales`.
 
     Raises `IncompatibleDrafterError`, `SettingsError`, `WeightsError` (another checkpoint),
     `OutputError`.
     """
-    fresh = fresh or drafter is None
-    drafter = drafter or new_drafter(config, settings.seed)
+    parts = {} if start is None else dict(tree_flatten(start.parameters()))
+    drafter = new_drafter(config, settings.seed, parts)
+    drafter.load_weights([*parts.items()], strict=False)
     drafter.set_dtype(mx.float32)  # 16 bits are too few for small steps
     drafter.check_fits(target)
     check_trainable(config)
@@ -213,7 +214,7 @@ def train_drafter(
     gamma = GAMMAS.get(config.block_size, config.block_size / 2)
     subset = _loss_subset(drafter, target, settings, samples(0))
     scales = tap_scales(target, config.target_layer_ids, samples(0))
-    if not fresh:
+    if start is not None:
         drafter.fc.weight = mx.contiguous(drafter.fc.weight * scales)
     loss = draft_loss(drafter, target, gamma, settings.loss_weights, subset, scales)
     parameters = fit(

@@ -44,20 +44,14 @@ class Features(NamedTuple):
     shares: mx.array
 
 
-def features(
-    target: Target, tokens: mx.array, layers: Sequence[int], top: int = TOP, bound: int = BOUND
-) -> Features:
+def features(target: Target, tokens: mx.array, layers: Sequence[int]) -> Features:
     """Teacher-forced features of whole sequences [N, S], lazy and without a gradient.
 
-    Args:
-        layers: the layers to tap.
-        top: T.
-        bound: bytes of float32 logits that exist at once; longer sequences are read in parts,
-            through the target's caches.
+    `layers` are the layers to tap. Long sequences are read in parts, through the target's caches.
     """
     rows, length = tokens.shape
-    top = min(top, target.vocab_size)
-    part = max(1, min(length, bound // (4 * target.vocab_size * rows)))
+    top = min(TOP, target.vocab_size)
+    part = max(1, min(length, BOUND // (4 * target.vocab_size * rows)))
     overrides = Overrides(target.forward_lock)
     taps = target.tap(layers, overrides)
     cache = make_prompt_cache(target.model) if part < length else None

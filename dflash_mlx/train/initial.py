@@ -50,7 +50,6 @@ def draft_config(
 
     Raises `SettingsError`.
     """
-    check_kind(kind, block_size)
     if layers is not None and layers > target.num_layers:
         raise SettingsError(
             f"A drafter of {layers} layers is deeper than {target.name}, which has "
@@ -91,14 +90,6 @@ def _like(target: Target) -> dict[str, Any]:
         "max_position_embeddings": shape.get("max_position_embeddings", 40960),
         "tie_word_embeddings": shape.get("tie_word_embeddings", False),  # it borrows the target's
     }
-
-
-def check_kind(kind: str, block_size: int) -> None:
-    """Raise `SettingsError` for an invalid kind or block size."""
-    if kind not in KINDS:
-        raise SettingsError(f"The kind is one of {', '.join(KINDS)}, not {kind!r}.")
-    if block_size < 2:
-        raise SettingsError(f"A block has at least two rows, not {block_size}.")
 
 
 def tap_layers(layers: int) -> list[int]:

@@ -17,7 +17,6 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..drafter.dflash2 import CandidateSelector, DFlash2
 from ..drafter.dspark import DSpark, MarkovHead
 from ..drafter.network import DFlash
-from ..errors import SettingsError
 from ..targets import Target
 from .dataset import Sample
 from .features import BOUND
@@ -37,11 +36,6 @@ class LossWeights:
 
     cross_entropy: float = 1.0
     kl: float = 0.0
-
-    def __post_init__(self) -> None:
-        parts = (self.cross_entropy, self.kl)
-        if min(parts) < 0 or not sum(parts) < float("inf") or not sum(parts):
-            raise SettingsError("Loss weights must be 0 or more, and one of them above 0.")
 
     def of(self, logits: mx.array, labels: mx.array, tops: mx.array, shares: mx.array) -> mx.array:
         """The loss of each slot [C], from its logits [C, V].

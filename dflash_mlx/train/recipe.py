@@ -14,7 +14,7 @@ from ..errors import ConfigError, DataError, OutputError, SettingsError
 from ..settings import SEED_BITS
 from ..targets import Target
 from ..validation import read_json
-from .initial import check_kind
+from .initial import KINDS
 
 # The settings that prompts and answers depend on.
 OF_ANSWERS = frozenset(
@@ -81,7 +81,10 @@ class Recipe:
             raise SettingsError(f"seed is {self.seed}: it must be below 2**{SEED_BITS}.")
         if self.bits not in (None, 4, 6, 8):
             raise SettingsError(f"A drafter is stored in 4, 6 or 8 bits, not {self.bits}.")
-        check_kind(self.kind, self.block_size)
+        if self.kind not in KINDS:
+            raise SettingsError(f"The kind is one of {', '.join(KINDS)}, not {self.kind!r}.")
+        if self.block_size < 2:
+            raise SettingsError(f"A block has at least two rows, not {self.block_size}.")
 
 
 def claim_folder(work: Path, target: Target, recipe: Recipe) -> None:

@@ -23,7 +23,6 @@ from .dataset import Sample, bucket_length
 from .drafter import (
     DrafterSettings,
     check_trainable,
-    new_drafter,
     save_drafter,
     train_drafter,
     with_common_tokens,
@@ -112,9 +111,7 @@ def train(
     settings = _settings(recipe, recipe.steps or _steps_of_epochs(recipe, training))
     needed = memory_needed(target, config, settings, [len(s.tokens) for s in samples])
     check_memory(needed, settings)
-    start = new_drafter(config, recipe.seed)
-    if warm is not None:
-        start.update(warm[0].parameters())
+    start = None if warm is None else warm[0]
     if recipe.hours is not None:
         steps = _steps_of_hours(target, config, settings, training, start, work, recipe, begin)
         settings = _settings(recipe, steps)
@@ -137,7 +134,6 @@ def train(
         work / "checkpoint.safetensors",
         listen,
         start,
-        fresh=warm is None,
     )
     if recipe.draft_vocab is not None:
         drafter = with_common_tokens(drafter, target, samples, recipe.draft_vocab)
@@ -226,7 +222,7 @@ def _steps_of_hours(
     config: DraftConfig,
     settings: DrafterSettings,
     training: list[Sample],
-    start: DFlash,
+    start: DFlash | None,
     work: Path,
     recipe: Recipe,
     begin: float,
@@ -238,14 +234,13 @@ def _steps_of_hours(
     """
     path = work / "steps.json"
     if not path.exists():
-        trial, times = new_drafter(config, recipe.seed), []
-        trial.update(start.parameters())
+        times: list[float] = []
 
         def note(report: StepReport) -> None:
             times.append(time.monotonic())
 
         few = replace(settings, steps=TIMED_STEPS + 1, every=0)
-        train_drafter(target, config, lambda e: training, few, progress=note, drafter=trial)
+        train_drafter(target, config, lambda e: training, few, progress=note, start=start)
         seconds = (times[-1] - times[0]) / TIMED_STEPS
         whole = 3600 * (recipe.hours or 0)
         left = max(whole - (times[0] - begin), STEPS_SHARE * whole)

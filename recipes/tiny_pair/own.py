@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+import mlx.core as mx
+from mlx_lm.sample_utils import make_sampler
+
 from dflash_mlx.prompt import encode_prompt
 from dflash_mlx.targets import Target
-from dflash_mlx.train.answers import Answer, AnswerSettings, Ids, answer_all
+from dflash_mlx.train.answers import Answer, AnswerSettings, Ids, Sampler, answer_all
 from dflash_mlx.train.dataset import Sample
 
 from . import corpus, strangers
@@ -57,8 +60,8 @@ def own_answers(target: Target, work: Path) -> list[Sample]:
     ]
     greedily = AnswerSettings(OWN_TOKENS, rows=48)
     greedy = answers_to(target, prompts, work / "answers.jsonl", greedily)
-    drawn = AnswerSettings(BEGUN_TOKENS, rows=48, temperature=1.0, seed=OWN_SEED)
-    begun = [*cut(answers_to(target, prompts, work / "beginnings.jsonl", drawn))]
+    short = AnswerSettings(BEGUN_TOKENS, rows=48)
+    begun = [*cut(answers_to(target, prompts, work / "beginnings.jsonl", short, drawn))]
     unfinished = [one.prompt + one.answer for one in begun]
     ends = answers_to(target, unfinished, work / "begun.jsonl", greedily)
     whole = [
@@ -71,10 +74,21 @@ def own_answers(target: Target, work: Path) -> list[Sample]:
 
 
 def answers_to(
-    target: Target, prompts: Sequence[Ids], path: Path, answering: AnswerSettings
+    target: Target,
+    prompts: Sequence[Ids],
+    path: Path,
+    answering: AnswerSettings,
+    sampler_at: Callable[[int], Sampler | None] = lambda start: None,
 ) -> list[Answer]:
     """The target's answers, kept in a file; a line is printed now and then."""
-    return answer_all(target, prompts, path, answering, Counted(path.stem, 10 * answering.chunk))
+    counted = Counted(path.stem, 10 * answering.chunk)
+    return answer_all(target, prompts, path, answering, counted, sampler_at)
+
+
+def drawn(start: int) -> Sampler:
+    """The sampler of the answers from a prompt on, at temperature 1."""
+    mx.random.seed(OWN_SEED + start)
+    return make_sampler(1.0)
 
 
 def cut(answers: Iterable[Answer]) -> Iterator[Answer]:

@@ -205,7 +205,7 @@ def train_on(
         settings,
         checkpoint=checkpoint,
         progress=Printer(checkpoint.stem, "tau"),
-        drafter=start,
+        start=start,
     )
 
 

@@ -90,31 +90,22 @@ WRONG = {
     "num_hidden_layers is missing": {"num_hidden_layers": ...},
     "hidden_size must": {"hidden_size": "64"},
     "hidden_size must be a whole number": {"hidden_size": 2**40},
-    "num_hidden_layers must": {"num_hidden_layers": 10**6},
     "rms_norm_eps must": {"rms_norm_eps": math.inf},
-    "vocab_size must": {"vocab_size": 2**31 - 1},
-    "intermediate_size must": {"intermediate_size": 0},
-    "num_attention_heads must": {"num_attention_heads": True},
     "num_key_value_heads must divide": {"num_key_value_heads": 3},
     "head_dim must be even": {"head_dim": 15},
     "block_size must": {"block_size": 1},
     "dflash_config.block_size must": nested(block_size=8.0),
     "mask_token_id must": {"mask_token_id": 211},  # outside the vocabulary
     "target_layer_ids is missing": {"target_layer_ids": ...},
-    "target_layer_ids must": {"target_layer_ids": [1, "2"]},
     "dflash_config.target_layer_ids must": nested(target_layer_ids=[]),
     "layer_types must": {"layer_types": ["full_attention"] * 2 + ["linear_attention"]},
     "sliding_window is missing": {"layer_types": ["sliding_attention"] * 3},
     "max_window_layers is missing": {"use_sliding_window": True, "sliding_window": 64},
     "is_causal must": {"is_causal": "no"},
     "is_causal contradicts causal": {"is_causal": True, "causal": False},
-    "rope_theta must": {"rope_theta": -1.0},
     "rope_parameters.rope_theta must": {"rope_parameters": {"rope_theta": "1e6"}},
-    "rope_parameters must": {"rope_parameters": [1]},
     "rope_scaling.rope_type must": {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
     "rope_scaling.factor is missing": {"rope_scaling": {"type": "yarn"}},
-    "rope_scaling.factor must": {"rope_scaling": {"rope_type": "linear", "factor": 0}},
-    "rope_scaling.truncate must": yarn(truncate="no"),
     "rope_parameters.sliding_attention is not": {
         "rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}
     },
@@ -122,20 +113,16 @@ WRONG = {
         "rope_parameters": {"partial_rotary_factor": 0.25}
     },
     "hidden_act must": {"hidden_act": "gelu"},
-    "mlp_bias must": {"mlp_bias": True},
     "draft_vocab_size must": {"draft_vocab_size": 32000},
     "architectures 'OtherModel' is not": {"architectures": ["OtherModel"]},
     "'Eagle3DraftModel' is an EAGLE-3 head": {"architectures": ["Eagle3DraftModel"]},
-    "dflash_config must": {"dflash_config": [8]},
     "dflash_config.projector_type must": nested(projector_type="mlp"),
     "dflash_config.selector_rank must be 0": nested(selector_rank=16),
     "rope_scaling.low_freq_factor is not understood": yarn(low_freq_factor=1),
-    "dflash_config.input_embedding_scale must": nested(input_embedding_scale=float("nan")),
     "conv_kernel_size is missing": TWO,
     "markov_rank must": TWO | SIZES_OF_TWO | {"markov_rank": 4},
     "dflash_config.conv_group_size must divide 64": TWO
     | nested(**SIZES_OF_TWO | {"conv_group_size": 48}),
-    "dflash_config.selector_top_k must": TWO | nested(**SIZES_OF_TWO | {"selector_top_k": 10**6}),
 }
 
 
@@ -171,22 +158,18 @@ def test_fields_say_where_they_were_read():
     assert sources["mask_token_id"] == "mask_token_id" and sources["head_dim"] == "default"
 
 
-@pytest.mark.parametrize(
-    ("shape", "word"),
-    [
-        ((64, 211, 12), None),
-        ((65, 211, 12), "hidden_size"),
-        ((64, 212, 12), "vocab_size"),
-        ((64, 211, 14), "num_target_layers"),
-        ((64, 211, 10), "num_target_layers"),
-    ],
-)
-def test_check_fits(shape, word):
-    if word is None:
+SHAPES = {
+    "hidden_size": (65, 211, 12),
+    "vocab_size": (64, 212, 12),
+    "num_target_layers": (64, 211, 14),
+}
+
+
+@pytest.mark.parametrize(("word", "shape"), SHAPES.items())
+def test_check_fits(word, shape):
+    config().check_fits(64, 211, 12)
+    with pytest.raises(IncompatibleDrafterError, match=f"another target: its {word} is"):
         config().check_fits(*shape)
-    else:
-        with pytest.raises(IncompatibleDrafterError, match=f"another target: its {word} is"):
-            config().check_fits(*shape)
 
 
 def test_check_fits_without_a_depth():

@@ -182,22 +182,6 @@ def test_top_candidates_are_the_highest(vocabulary):
     assert np.array_equal(np.sort(np.array(top_candidates(logits, 5)), axis=-1), expected)
 
 
-def test_scales_multiplier_and_soft_cap_surround_the_network():
-    fields = {
-        "input_embedding_scale": 3.0,
-        "output_multiplier": 0.5,
-        "final_logit_softcapping": 2.0,
-    }
-    config = raw_config(nested=fields)
-    drafter = build(config)
-    target, tokens = make_target(config), mx.array([[1, 2]])
-    assert mx.allclose(drafter.embed(tokens, target), 3 * target.embed(tokens))
-    hidden = mx.random.normal((1, 2, 32))
-    expected = 2 * mx.tanh(target.head(hidden) * 0.5 / 2)
-    assert mx.allclose(drafter.logits(hidden, target), expected, atol=1e-5)
-    assert drafter.logits(hidden.astype(mx.bfloat16), target).dtype == mx.float32
-
-
 def save(folder, drafter, config):
     (folder / "config.json").write_text(json.dumps(config))
     weights = dict(tree_flatten(drafter.parameters()))

@@ -57,7 +57,6 @@ SETTINGS = [
     *({}, {"temperature": 0.8, "seed": 1}, {"logit_bias": {5: 2.0}}),
     *({"temperature": 1.3, "seed": 2}, {"repetition_penalty": 1.5}),
 ]
-every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 class Drafting:
@@ -106,45 +105,33 @@ def tokens(proposal) -> list[int]:
     return mx.array(proposal.tokens).tolist()
 
 
-@every_kind
-def test_chains_are_those_alone(kind):
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_alone(kind, trees):
     """Of any widths, one row among them, and with the text going on as it did not expect."""
     drafting = Drafting(kind)
+    rows, widths = [4, 9, 16, 2, 6] if trees else [None] * 5, [6, 2, 4, 5, 40]
     for _ in range(3):
         drafting.extend()
-        count = len(SETTINGS)
-        anchors = [drafting.random.randrange(60) for _ in range(count)]
-        widths = [drafting.random.choice((1, 2, 3, 6, 40)) for _ in range(count)]
-        widths[drafting.random.randrange(count)] = 5
-        drafting.heads.clear()
-        found = draft_batch(list(map(BlockDraft, drafting.together, anchors, widths)))
-        assert len(drafting.heads) == 1, "the head is read once"
-        for at, proposal in enumerate(found):
-            expected = drafting.alone[at].propose(anchors[at], widths[at])
-            assert tokens(proposal) == tokens(expected), f"request {at}"
-            for session in (drafting.together[at], drafting.alone[at]):
-                session.sampler.commit([3, 1])
-        drafting.check_contexts()
-
-
-@every_kind
-def test_trees_are_those_alone(kind):
-    drafting = Drafting(kind)
-    count = len(SETTINGS)
-    rows, widths = [4, 9, 16, 2, 6], [6, 2, 4, 5, 40]
-    for _ in range(2):
-        drafting.extend()
-        anchors = [drafting.random.randrange(60) for _ in range(count)]
+        anchors = [drafting.random.randrange(60) for _ in SETTINGS]
         drafting.heads.clear()
         found = draft_batch(list(map(BlockDraft, drafting.together, anchors, widths, rows)))
-        assert len(drafting.heads) == 1
-        for at, tree in enumerate(found):
+        assert len(drafting.heads) == 1, "the head is read once"
+        for at, one in enumerate(found):
             alone = drafting.alone[at]
-            expected = alone.propose_tree(anchors[at], rows[at], widths[at])
-            one, other = tree.propose(rows[at]), expected.propose(rows[at])
-            assert (one.parents, tokens(one)) == (other.parents, tokens(other))
-            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+            if trees:
+                other = alone.propose_tree(anchors[at], rows[at], widths[at]).propose(rows[at])
+                one = one.propose(rows[at])
+                assert one.parents == other.parents
+                assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+            else:
+                other = alone.propose(anchors[at], widths[at])
+                for session in (drafting.together[at], alone):
+                    session.sampler.commit([3, 1])
+            assert tokens(one) == tokens(other), f"request {at}"
         drafting.check_contexts()
+        widths = [drafting.random.choice((2, 3, 6, 40) if trees else (1, 2, 3, 6)) for _ in widths]
+        widths[drafting.random.randrange(5)] = 5
 
 
 def test_nothing_is_evaluated():

@@ -179,27 +179,6 @@ def read(target, tokens):
     return hidden, kept
 
 
-def reference(target, assistant, tokens, count):
-    """Greedy drafts after these tokens, with mlx-lm's layers."""
-    model, (hidden, kept) = target.model.language_model, read(target, tokens[:-1])
-    token, drafts = tokens[-1], []
-    for _ in range(count):
-        embedded = model.model.embed_tokens(mx.array([[token]])) * model.args.hidden_size**0.5
-        x = assistant.pre_projection(mx.concatenate([embedded, hidden], axis=-1))
-        for layer in assistant.model["layers"]:
-            x = layer(x, shared_kv=kept[layer.layer_type], offset=len(tokens) - 2)[0]
-        x = assistant.model["norm"](x)
-        logits = assistant.model["embed_tokens"].weight @ x[0, 0]
-        if "masked_embedding" in assistant:
-            clusters = assistant.masked_embedding["token_ordering"].reshape(16, -1)
-            best = mx.argsort(-assistant.masked_embedding["centroids"](x)[0, 0])[:4]
-            allowed = set(clusters[best].flatten().tolist())
-            logits = mx.where(mx.array([at in allowed for at in range(256)]), logits, -mx.inf)
-        token, hidden = logits.argmax().item(), assistant.post_projection(x)
-        drafts.append(token)
-    return drafts
-
-
 PAIRS = [("gemma4_dense", {}), ("gemma4_E4B-like", ORDERED)]  # as they are published
 
 
@@ -219,13 +198,6 @@ def steps(target, assistant, count):
         session.commit(kept)
         drafting.extend(taps, kept, [text[-1], *new][: len(new)])
         text += new
-
-
-@pytest.mark.parametrize(("family", "changes"), PAIRS)
-def test_drafts_are_made_from_the_targets_own_keys(family, changes):
-    target, assistant = pair(family, **changes)
-    for text, drafts, _ in steps(target, assistant, 5):
-        assert drafts == reference(target, assistant, text, 5)
 
 
 def oracles(target, assistant, changes, text, shift=0, **mistake):

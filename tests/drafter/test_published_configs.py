@@ -6,6 +6,7 @@ that they were made for. Entries marked "invented" put single keys into a real c
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from dflash_mlx.errors import ConfigError
 ENTRIES = json.loads((Path(__file__).parents[1] / "data" / "published_configs.json").read_text())
 LOADED = [entry for entry in ENTRIES if "expect" in entry]
 REFUSED = [entry for entry in ENTRIES if "expect_error" in entry]
+CONFIGS = {entry["name"]: entry["config"] for entry in ENTRIES}
 # What the message has to name, where the expectation is a sentence.
 NAMED = {
     "zlab_Qwen3.5-122B-A10B-DFlash(trimmed)": ["max_window_layers", "layer_types"],
@@ -91,10 +93,9 @@ def test_a_key_that_nobody_knows_is_a_warning_wherever_it_stands(entry, place):
 
 
 def test_what_is_accepted_and_not_used_is_listed():
-    by_name = {entry["name"]: entry["config"] for entry in ENTRIES}
-    copied = DraftConfig.from_dict(by_name["satgeze_Qwen3.6-27B-DSpark(shape)"])
+    copied = DraftConfig.from_dict(CONFIGS["satgeze_Qwen3.6-27B-DSpark(shape)"])
     assert {"num_anchors", "partial_rotary_factor", "attn_output_gate"} <= set(copied.unused)
-    kimi = DraftConfig.from_dict(by_name["zlab_Kimi-K2.5-DFlash"])
+    kimi = DraftConfig.from_dict(CONFIGS["zlab_Kimi-K2.5-DFlash"])
     assert "Kimi-K2.5" in kimi.sources["rope_amplitude"]
 
 
@@ -104,7 +105,7 @@ def test_what_is_accepted_and_not_used_is_listed():
     ["zlab_Muse-Glimmer-30B-DFlash2", "zlab_Qwen3.8-27B-DFlash2", "RadixArk_Qwen3.8-27B-DSpark"],
 )
 def test_what_every_config_has_is_no_warning(name):
-    DraftConfig.from_dict(next(entry["config"] for entry in ENTRIES if entry["name"] == name))
+    DraftConfig.from_dict(CONFIGS[name])
 
 
 EXPORTS = {
@@ -117,6 +118,76 @@ EXPORTS = {
 
 @pytest.mark.parametrize("fields", EXPORTS.values(), ids=EXPORTS)
 def test_other_exports_of_eagle_3_are_the_same_head(fields):
-    entry = next(one for one in ENTRIES if one["name"] == "specforge__qwen3-8b-eagle3.json")
-    config = entry["config"]
+    config = CONFIGS["specforge__qwen3-8b-eagle3.json"]
     assert DraftConfig.from_dict(config | fields) == DraftConfig.from_dict(config)
+
+
+# One of each packaging and kind is enough.
+ONE_OF_EACH = [
+    "zlab_Muse-Glimmer-30B-DFlash2",
+    "meta_MuseGlimmerAssistant",
+    "zlab_Kimi-K2.5-DFlash",
+    "nvidia_K3-DSpark-as-DFlashDraftModel",
+    "RedHat_gemma-4-31B-it-speculator.dspark",
+    "RadixArk_Qwen3.8-27B-DSpark",
+    "JetSpec_jetspec-Qwen3.6-35B-A3B",
+    "nvidia_Nemotron-3.5-Lightning-30B-A3B-DSpark",
+]
+
+
+def deep(levels):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+NASTY = {
+    "huge": 10**30,
+    "400 digits": 10**400,
+    "negative": -1,
+    "zero": 0,
+    "one": 1,
+    "fraction": 0.5,
+    "tiny": 5e-324,
+    "large": 1e308,
+    "nan": math.nan,
+    "infinity": math.inf,
+    "true": True,
+    "false": False,
+    "text": "x" * 10_000,
+    "lines": "a\nb",
+    "list": [],
+    "list of lists": [[1], [2]],
+    "list of floats": [1.0, 2.0],
+    "object": {},
+    "object in object": {"rope_type": {"a": 1}, "proposal_methods": [{"speculative_tokens": 1.5}]},
+    "deep": deep(900),
+}
+
+
+def places(config, prefix=()):
+    """The path to every value."""
+    for key, value in config.items():
+        yield (*prefix, key)
+        if isinstance(value, dict):
+            yield from places(value, (*prefix, key))
+
+
+@pytest.mark.parametrize("nasty", NASTY.values(), ids=NASTY.keys())
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_any_value_anywhere_resolves_or_is_an_error_in_one_line(name, nasty):
+    for path in places(CONFIGS[name]):
+        config = copy.deepcopy(CONFIGS[name])
+        inside = config
+        for key in path[:-1]:
+            inside = inside[key]
+        inside[path[-1]] = nasty
+        try:
+            resolved = DraftConfig.from_dict(config)
+        except ConfigError as error:
+            assert "\n" not in str(error) and len(str(error)) < 400, path
+        else:
+            sizes = (resolved.hidden_size, resolved.head_dim, resolved.block_size)
+            assert max(sizes) < 2**31 and math.isfinite(resolved.rope_theta), path
+            assert math.isfinite(resolved.rope_amplitude), path

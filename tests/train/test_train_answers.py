@@ -2,7 +2,6 @@
 
 import json
 from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tinymodels
+from tiny_pair.own import drawn
 from tinymodels import END, LINES
 
 from dflash_mlx.errors import DataError, OutputError, PromptError
@@ -77,30 +77,18 @@ def test_an_answer_holds_the_token_that_ended_it(prompts):
     assert answer.sample.answers == ((start, start + len(answer.answer)),)
 
 
-@pytest.mark.parametrize("settings", [SMALL, replace(SMALL, temperature=1.0, seed=4)])
-@pytest.mark.parametrize("cut", [0, 10, 0.5, 0.9, 1])
-def test_a_file_cut_anywhere_grows_to_the_same(tmp_path, target, prompts, cut, settings):
-    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
-    answers = answer_all(target, prompts, whole, settings)
-    content = whole.read_bytes()
-    part.write_bytes(content[: cut if cut == 10 else int(cut * len(content))])
-    assert answer_all(target, prompts, part, settings) == answers
-    assert part.read_bytes() == content
-
-
-def test_sampled_answers_are_others_with_another_seed_and_in_every_chunk(tmp_path, target, prompts):
-    same = [prompts[0]] * 4  # two chunks of two
-    drawn = [
-        [
-            one.answer
-            for one in answer_all(
-                target, same, tmp_path / f"{seed}.jsonl", replace(SMALL, temperature=1.0, seed=seed)
-            )
-        ]
-        for seed in (1, 2)
-    ]
-    assert len({*drawn[0], *drawn[1]}) == 8
-    assert {len(answer) for answer in drawn[0]} == {SMALL.max_tokens}
+def test_a_file_cut_anywhere_grows_to_the_same(tmp_path, target, prompts):
+    """Greedy, and with a sampler that the place in the file seeds."""
+    for name, sampler_at in {"greedy": lambda start: None, "drawn": drawn}.items():
+        whole, part = tmp_path / f"{name}.jsonl", tmp_path / f"{name} part.jsonl"
+        answers = answer_all(target, prompts, whole, SMALL, sampler_at=sampler_at)
+        content = whole.read_bytes()
+        for length in (0, 10, len(content) // 2, int(0.9 * len(content)), len(content)):
+            part.write_bytes(content[:length])
+            assert answer_all(target, prompts, part, SMALL, sampler_at=sampler_at) == answers
+            assert part.read_bytes() == content
+    same = answer_all(target, [prompts[0]] * 4, tmp_path / "a.jsonl", SMALL, sampler_at=drawn)
+    assert len({one.answer for one in same}) == 4
 
 
 def test_what_is_there_is_not_answered_again(tmp_path, target, prompts):

@@ -135,7 +135,7 @@ def test_a_drafter_that_was_loaded_in_16_bits_learns_in_32(target):
     start = new_drafter(DRAFTER, 3)
     start.set_dtype(mx.bfloat16)
     settings = replace(SETTINGS, steps=1)
-    drafter = train_drafter(target, DRAFTER, sample_texts, settings, drafter=start)
+    drafter = train_drafter(target, DRAFTER, sample_texts, settings, start=start)
     assert {weight.dtype for _, weight in tree_flatten(drafter.parameters())} == {mx.float32}
 
 
@@ -245,8 +245,8 @@ def test_scales_are_root_mean_squares(loud, loud_config, loud_samples):
 def test_a_drafter_that_knows_something_begins_as_it_is(loud, loud_config, loud_samples):
     drafter = new_drafter(loud_config, 5)
     before = np.array(drafter.fc.weight)
-    train_drafter(loud, loud_config, lambda e: loud_samples, SLOW, drafter=drafter)
-    np.testing.assert_allclose(np.array(drafter.fc.weight), before, rtol=1e-3, atol=1e-6)
+    after = train_drafter(loud, loud_config, lambda e: loud_samples, SLOW, start=drafter)
+    np.testing.assert_allclose(np.array(after.fc.weight), before, rtol=1e-3, atol=1e-6)
 
 
 def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(
