@@ -15,7 +15,7 @@ import typer
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, MTP, NONE, PACKAGED, pairs
-from dflash_mlx.settings import SEED_BITS, SETTINGS
+from dflash_mlx.settings import SEED_BITS, SETTINGS, Setting
 
 from .output import note
 
@@ -53,13 +53,19 @@ def argument(default: Any, help: str, **settings: Any) -> Any:
     return _declared(default, typer.Argument(help=help, **settings))
 
 
-def setting(name: str, default: Any = None, help: str = "", panel: str = DECODING) -> Any:
-    """The option of a request's setting, which its description checks."""
-    one = SETTINGS[name]
+def setting(
+    name: str,
+    default: Any = None,
+    help: str = "",
+    panel: str = DECODING,
+    table: Mapping[str, Setting] = SETTINGS,
+) -> Any:
+    """The option of a setting, which its description checks."""
+    one = table[name]
     shown = one.options[0] if one.options else spelled(name)
     info = typer.Option(
         *one.options,
-        metavar="" if one.kind is bool else one.metavar,
+        metavar=one.metavar,
         help=help or one.help,
         rich_help_panel=panel,
         show_default=not name.endswith("penalty"),
@@ -72,8 +78,15 @@ def setting(name: str, default: Any = None, help: str = "", panel: str = DECODIN
 
 def settings(*names: str, without: tuple[str, ...] = (), **defaults: Any) -> Any:
     """The options of settings, all if none is named, which a command gets as a dict."""
-    chosen = names or [name for name, one in SETTINGS.items() if one.metavar]
+    chosen = names or [name for name, one in SETTINGS.items() if one.metavar or one.options]
     return {name: setting(name, defaults.get(name)) for name in chosen if name not in without}
+
+
+def settings_of(kind: Any, panel: str) -> Any:
+    """The options of a dataclass of settings, which a command gets as a dict."""
+    table = {one.name: one.metadata["setting"] for one in fields(kind)}
+    shown = [name for name, one in table.items() if one.metavar or one.options]
+    return {name: setting(name, panel=panel, table=table) for name in shown}
 
 
 def _declared(default: Any, info: Any, kind: Any = None) -> Any:

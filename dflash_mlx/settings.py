@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from inspect import getdoc
 from numbers import Integral, Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from .errors import SettingsError
@@ -45,7 +46,7 @@ class Setting:
         choices: further numbers or texts that are allowed.
         form: the check of a value that is no number, text or bool.
         allowed: the values in words, where they do not follow from the above.
-        metavar: of the option; a setting without one has no option.
+        metavar: of the option; without one and without `options` there is no option.
         options: names of the option, if its own is not the only one.
         aliases: what others call it: hidden options, and fields of HTTP APIs.
     """
@@ -96,7 +97,7 @@ class Setting:
     def parse(self, name: str, text: str) -> Any:
         """The value that a person writes. Raises `SettingsError`."""
         value: Any = None if self.default is None and text in NONE else text
-        if value is not None and self.kind in (int, float):
+        if value is not None and self.kind in (int, float, Path):
             with suppress(ValueError):  # a choice, or nothing that is allowed
                 value = self.kind(text)
         return self.check(name, value)
@@ -107,6 +108,13 @@ def setting(default: Any, help: str, *described: Any, **further: Any) -> Any:
     return field(
         default=default, metadata={"setting": Setting(default, help, *described, **further)}
     )
+
+
+def check_fields(settings: Any) -> None:
+    """Check the fields of a frozen dataclass of settings. Raises `SettingsError`."""
+    for one in fields(settings):
+        checked = one.metadata["setting"].check(one.name, getattr(settings, one.name))
+        object.__setattr__(settings, one.name, checked)
 
 
 def described(settings: type[Settings]) -> type[Settings]:
@@ -229,7 +237,6 @@ class RequestSettings:
     )
     think: bool | None = setting(
         *(None, "Think before the answer, or answer at once.", bool),
-        metavar="HOW",
         options=("--think/--no-think",),
     )
     reasoning_effort: str | None = setting(
@@ -265,9 +272,7 @@ class RequestSettings:
     )
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            checked = one.metadata["setting"].check(one.name, getattr(self, one.name))
-            object.__setattr__(self, one.name, checked)
+        check_fields(self)
         for name in ("repetition", "presence", "frequency"):
             size, penalty = f"{name}_context_size", f"{name}_penalty"
             off = getattr(self, penalty) == SETTINGS[penalty].default

@@ -6,64 +6,95 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import mlx.core as mx
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, DataError, OutputError, SettingsError
-from ..settings import SEED_BITS
-from ..targets import Target
-from ..validation import read_json
-from .initial import KINDS
+from ..settings import SEED_BITS, check_fields, described, instance_of, setting
+from ..validation import MAX_INT32, read_json
+
+if TYPE_CHECKING:
+    from ..targets import Target
 
 # The settings that prompts and answers depend on.
 OF_ANSWERS = frozenset(
     ("target", "data", "synthesize", "keep_answers", "max_tokens", "rows", "turn_tokens", "seed")
 )
+RATES = {"adamw": 1e-3, "muon": 0.02}  # default learning rates
 EPOCHS = 6  # unless steps or hours are given, as in arXiv 2602.06036
 
 
+@described
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of `train`.
+    """The settings of `train`. Raises `SettingsError`."""
 
-    Attributes:
-        data: a file of prompts, conversations or texts; see `dataset`.
-        synthesize: the number of user turns that the target writes instead.
-        keep_answers: learn the file's answers instead of the target's.
-        kind, block_size, layers, causal: see `draft_config`.
-        draft_vocab: the number of tokens that it can draft, the commonest; None is all.
-        steps, hours: length of the training; without either, `EPOCHS` epochs. `hours` includes the
-            prompts and answers, but at least half of them are for training.
-        anchors, tokens, learning_rate, optimizer, seed: see `DrafterSettings`.
-        max_tokens, rows: see `AnswerSettings`.
-        bits: 4, 6 or 8 to quantize the stored drafter; None stores bf16.
-        held_out: number of samples for evaluation.
-    """
-
-    data: Path | None = None
-    synthesize: int | None = None
-    keep_answers: bool = False
-    kind: str = "dflash"
-    block_size: int = 8
-    layers: int | None = None
-    causal: bool = False
-    draft_vocab: int | None = None
-    warm_start: str | None = None
-    steps: int | None = None
-    hours: float | None = None
-    anchors: int = 64
-    tokens: int = 1024
-    learning_rate: float = 1e-3
-    optimizer: str = "adamw"
-    max_tokens: int = 256
-    rows: int = 24
-    turn_tokens: int = 128
-    bits: int | None = None
-    held_out: int = 32
-    seed: int = 0
+    data: Path | None = setting(
+        *(None, "JSON lines of prompts, chats or texts; or a .txt file.", Path),
+        form=instance_of(Path),
+        allowed="a path",
+        metavar="FILE",
+    )
+    synthesize: int | None = setting(
+        None, "Let the model write N prompts itself.", int, 2, MAX_INT32, "N"
+    )
+    keep_answers: bool = setting(
+        *(False, "Learn the file's answers, not the model's own.", bool),
+        options=("--keep-answers",),
+    )
+    max_tokens: int = setting(
+        *(256, "End an answer after N tokens.", int, 2, MAX_INT32, "N"),
+        options=("--answer-tokens",),
+    )
+    rows: int = setting(24, "Answers generated together.", int, 1, MAX_INT32, "N")
+    turn_tokens: int = setting(128, "End a prompt that the model writes.", int, 1, MAX_INT32)
+    kind: str = setting(
+        *("dflash", "dflash, dflash2 or dspark.", str),
+        metavar="KIND",
+        choices=("dflash", "dflash2", "dspark"),
+    )
+    block_size: int = setting(
+        8, "Rows of a block, with the known first one.", int, 2, MAX_INT32, "N"
+    )
+    layers: int | None = setting(
+        None, "Default: one per eight of the model's, plus one.", int, 1, MAX_INT32, "N"
+    )
+    causal: bool = setting(
+        *(False, "Let rows of a block see only earlier rows.", bool),
+        options=("--causal",),
+    )
+    draft_vocab: int | None = setting(
+        None, "Draft only the answers' N commonest tokens.", int, 1, MAX_INT32, "N"
+    )
+    warm_start: str | None = setting(None, "Start from this drafter.", str, metavar="NAME")
+    bits: int | None = setting(
+        *(None, "Store the drafter in so many bits, not 16.", int),
+        metavar="4|6|8",
+        choices=(4, 6, 8),
+        options=("--store-bits",),
+    )
+    steps: int | None = setting(None, "Default: six epochs.", int, 1, MAX_INT32, "N")
+    hours: float | None = setting(
+        None,
+        "As many steps as fit into H hours, with the answers; at least half of them.",
+        *(float, 1e-9, 1e9, "H"),
+        allowed="above 0",
+    )
+    anchors: int = setting(64, "Blocks per sequence and step.", int, 1, MAX_INT32, "N")
+    tokens: int = setting(1024, "Tokens of half a step.", int, 16, MAX_INT32, "N")
+    learning_rate: float = setting(
+        None,
+        "Peak. Default: the optimizer's.",
+        *(float, 1e-30, 1e30, "R"),
+        allowed="above 0",
+    )
+    optimizer: str = setting("adamw", "adamw or muon.", str, metavar="NAME", choices=tuple(RATES))
+    held_out: int = setting(32, "Samples for evaluation.", int, 1, MAX_INT32)
+    seed: int = setting(0, "Seed of everything random.", int, 0, 2**SEED_BITS - 1, "N")
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        if self.learning_rate is None:
+            object.__setattr__(self, "learning_rate", RATES[self.optimizer])
         if (self.data is None) == (self.synthesize is None):
             raise SettingsError(
                 "Give either a file (--data) or a number of prompts that the target writes "
@@ -73,18 +104,6 @@ class Recipe:
             raise SettingsError("Give steps or hours, not both.")
         if self.keep_answers and self.data is None:
             raise SettingsError("--keep-answers needs --data.")
-        for name in ("hours", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise SettingsError(f"{name} is {value}: it must be above 0.")
-        if self.seed >= 2**SEED_BITS:
-            raise SettingsError(f"seed is {self.seed}: it must be below 2**{SEED_BITS}.")
-        if self.bits not in (None, 4, 6, 8):
-            raise SettingsError(f"A drafter is stored in 4, 6 or 8 bits, not {self.bits}.")
-        if self.kind not in KINDS:
-            raise SettingsError(f"The kind is one of {', '.join(KINDS)}, not {self.kind!r}.")
-        if self.block_size < 2:
-            raise SettingsError(f"A block has at least two rows, not {self.block_size}.")
 
 
 def claim_folder(work: Path, target: Target, recipe: Recipe) -> None:
@@ -125,6 +144,9 @@ def claim_folder(work: Path, target: Target, recipe: Recipe) -> None:
 
 def _identity(target: Target) -> str:
     """A hash of the target's config and some of its weights."""
+    import mlx.core as mx
+    import numpy as np
+
     digest = hashlib.sha256(json.dumps(target.config, sort_keys=True, default=str).encode())
     digest.update(np.array(target.norm_weight().astype(mx.float32)).tobytes())
     return digest.hexdigest()

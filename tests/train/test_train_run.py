@@ -223,7 +223,7 @@ def test_answers_do_not_hold_the_end_as_text(tmp_path, target, data):
         (["--data", "x.jsonl"], "either a file"),
         (["--hours", "0"], "above 0"),
         (["--learning-rate", "0"], "above 0"),
-        (["--seed", str(2**64)], "below 2**32"),
+        (["--seed", str(2**64)], "from 0 to 4,294,967,295"),
         (["--warm-start", "tiny", "--layers", "2"], "--warm-start"),
     ],
 )
