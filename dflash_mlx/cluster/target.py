@@ -54,7 +54,7 @@ class LeaderTarget(Target):
         """See `Target`; the whole head on rank 0."""
         return super().head(hidden) if self._whole_head is None else self._whole_head(hidden)
 
-    def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
+    def features(self, tokens: mx.array, layers: Sequence[int], cache: Any = None) -> Any:
         """Not supported: other ranks run sessions only. Raises `SettingsError`."""
         raise SettingsError(f"{self.name} is spread over machines, which do not train: use one.")
 

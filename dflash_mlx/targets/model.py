@@ -134,11 +134,27 @@ class TargetModel:
                 self.reading = ()  # keeps no request's caches alive
 
     def prepare(self, tap_layers: tuple[int, ...]) -> None:
-        """Make what `forward` needs to tap these layers. Raises as `tap`. Needs the lock."""
-        if tap_layers not in self._tapped:
-            overrides = Overrides(self.forward_lock)
-            self._tapped[tap_layers] = overrides, self.tap(tap_layers, overrides)
-            self._hand_over(overrides)
+        """Make what `forward` needs to tap these layers, with the lock held.
+
+        Layer -1 is the embedding's output.
+
+        Raises `SettingsError` for a layer the model lacks, or that has several streams.
+        """
+        if tap_layers in self._tapped:
+            return
+        if tap_layers and self._streams > 1:
+            raise SettingsError(f"{self.name} has {self._streams} streams, which cannot be tapped.")
+        for layer in tap_layers:
+            if not EMBEDDING <= layer < self.num_layers:
+                raise SettingsError(
+                    f"Layer {layer} cannot be tapped: {self.name} has {self.num_layers} layers."
+                )
+        overrides = Overrides(self.forward_lock)
+        self._tapped[tap_layers] = overrides, self._recorder(tap_layers, overrides)
+        self._hand_over(overrides)
+
+    def _recorder(self, layers: Sequence[int], overrides: Overrides) -> TapRecorder:
+        return TapRecorder(self.layers, layers, overrides)
 
     def pairs(self) -> list[tuple[nn.Module | None, Any]]:
         """The layers with new caches, as `ModelParts.pairs`."""
@@ -155,25 +171,6 @@ class TargetModel:
             raise UnsupportedTreeError(
                 f"{self.name} has {self.why_no_trees}, which reads no draft trees: draft chains."
             )
-
-    def tap(self, layers: Sequence[int], overrides: Overrides) -> TapRecorder:
-        """A recorder of these layers' outputs, which records while `overrides` is installed.
-
-        Layer -1 is the embedding's output.
-
-        Raises `SettingsError` for a layer the model lacks, or that has several streams.
-        """
-        if layers and self._streams > 1:
-            raise SettingsError(f"{self.name} has {self._streams} streams, which cannot be tapped.")
-        for layer in layers:
-            if not EMBEDDING <= layer < self.num_layers:
-                raise SettingsError(
-                    f"Layer {layer} cannot be tapped: {self.name} has {self.num_layers} layers."
-                )
-        return self._recorder(layers, overrides)
-
-    def _recorder(self, layers: Sequence[int], overrides: Overrides) -> TapRecorder:
-        return TapRecorder(self.layers, layers, overrides)
 
     def _hand_over(self, overrides: Overrides) -> None:
         """Start computing every `PIECE` layers of a forward while Python builds the next ones.

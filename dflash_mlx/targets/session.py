@@ -91,7 +91,13 @@ class TargetSession:
         stops: Sequence[int] = (),
         step: Callable[[], int] = lambda: PREFILL_STEP,
     ) -> Iterator[tuple[Sequence[int], bool]]:
-        """What `prefill` reads, for `read`: a forward's tokens, and whether they are the last."""
+        """What `prefill` reads, for `read`: a forward's tokens, and whether they are the last.
+
+        Args:
+            tokens: the prompt's tokens.
+            stops: positions at which a forward ends, none beyond the prompt's end.
+            step: returns the most tokens of the next forward.
+        """
         first, end = self.position, self.position + len(tokens)
         most = min(longest_step(), self.longest)
         for border in sorted({end - LAST_STEP, *stops, end}):
@@ -99,24 +105,14 @@ class TargetSession:
                 start, size = self.position - first, min(step(), most, border - self.position)
                 yield tokens[start : start + size], self.position + size == end
 
-    def prefill(
-        self,
-        tokens: Sequence[int],
-        stops: Sequence[int] = (),
-        step: Callable[[], int] = lambda: PREFILL_STEP,
-    ) -> Iterator[tuple[mx.array | None, mx.array]]:
+    def prefill(self, tokens: Sequence[int]) -> Iterator[tuple[mx.array | None, mx.array]]:
         """Read a prompt, forward by forward: logits and taps [1, S, K*D].
 
         Only the last forward has logits [1, V], those after its last row; the others' are None.
         The last forward is short, because it alone computes what only logits need, such as the
         last layer's MLP. Caches and logits are computed; taps may still be lazy.
-
-        Args:
-            tokens: the prompt's tokens.
-            stops: positions at which a forward ends, none beyond the prompt's end.
-            step: returns the most tokens of the next forward.
         """
-        for piece, last in self.pieces(tokens, stops, step):
+        for piece, last in self.pieces(tokens):
             yield self.read(piece, last)
 
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
@@ -152,7 +148,8 @@ class TargetSession:
         for more rows than exact verification takes.
         """
         self.plan(proposal)
-        self.leave_slot()
+        if self.slot is not None:
+            self.leave_slot()
         self.begin()
         # A plain step's token that is on the device comes from a step that still runs.
         early = len(proposal) > 1 or not isinstance(proposal.tokens, mx.array)

@@ -47,10 +47,10 @@ class TapRecorder:
         hidden = []
         for layer, run, embedded in self._taps:
             x, result = runs[layer][run]
-            if not embedded:
-                x = _hidden(result)
-            elif x.ndim == 4:  # DeepSeek-V4.1 repeats the embeddings hc times: [N, S, hc, D]
-                x = x[:, :, 0]
+            # Gemma 4 adds the keys and values that later layers share.
+            x = x if embedded else result[0] if isinstance(result, tuple) else result
+            if x.ndim == 4:  # DeepSeek-V4.1's streams [N, S, hc, D]: equal embeddings first
+                x = x[:, :, 0] if embedded else _sum_of_streams(*result[:2])
             hidden.append(x)
         return mx.concatenate(hidden, axis=-1)
 
@@ -66,12 +66,7 @@ def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:
     return taps[:, first:end] if end - first == len(kept) else taps[:, mx.array(list(kept))]
 
 
-def _hidden(result: Any) -> mx.array:
-    """The hidden states [N, S, D] in a decoder layer's result."""
-    hidden: mx.array = result[0] if isinstance(result, tuple) else result
-    if hidden.ndim == 4:
-        # DeepSeek-V4.1 has several residual streams [N, S, hc, D], and a mix [N, S, hc] by which
-        # the next layer or the final norm sums them: record that sum.
-        mix = result[1][..., None]
-        return (mix * hidden.astype(mx.float32)).sum(axis=2).astype(hidden.dtype)
-    return hidden  # Gemma 4 adds the keys and values that later layers share
+def _sum_of_streams(streams: mx.array, mix: mx.array) -> mx.array:
+    """What the next layer or the final norm reads [N, S, D] of streams [N, S, hc, D] and a mix."""
+    mixed = mix[..., None] * streams.astype(mx.float32)
+    return mixed.sum(axis=2).astype(streams.dtype)

@@ -87,11 +87,17 @@ class Target(TargetModel):
             raise SettingsError(f"{self.name} does not end with a norm of its own.")
         return cast(mx.array, self.parts.norm.weight)
 
-    def features(self, tokens: mx.array, layers: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of whole sequences [N, S]."""
+    def features(
+        self, tokens: mx.array, layers: Sequence[int], cache: Sequence[Any] | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of sequences [N, S].
+
+        With a cache, the sequences go on with what it holds. Raises `SettingsError` for a layer
+        that cannot be tapped.
+        """
         with self.forward_lock:
             self.prepare(tuple(layers))
-        return self.forward(tokens, None, tuple(layers))
+        return self.forward(tokens, cache, tuple(layers))
 
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """Begin one request whose drafter reads the outputs of `tap_layers`.

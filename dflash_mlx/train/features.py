@@ -18,7 +18,6 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..targets import Target
-from ..targets.overrides import Overrides
 from .dataset import Sample
 
 TOP = 16  # tokens of each distribution
@@ -52,17 +51,14 @@ def features(target: Target, tokens: mx.array, layers: Sequence[int]) -> Feature
     rows, length = tokens.shape
     top = min(TOP, target.vocab_size)
     part = max(1, min(length, BOUND // (4 * target.vocab_size * rows)))
-    overrides = Overrides(target.forward_lock)
-    taps = target.tap(layers, overrides)
     cache = make_prompt_cache(target.model) if part < length else None
     found: list[tuple[mx.array, ...]] = []
-    with overrides.installed():
-        for start in range(0, length, part):
-            piece = tokens[:, start : start + part]
-            if found:  # keeps MLX from computing the logits of all parts at once
-                [piece] = mx.depends([piece], [found[-1][-1]])
-            logits = target.model(piece, cache=cache) if cache else target.model(piece)
-            found.append((taps.take(piece.shape[1]), *_head(logits.astype(mx.float32), top)))
+    for start in range(0, length, part):
+        piece = tokens[:, start : start + part]
+        if found:  # keeps MLX from computing the logits of all parts at once
+            [piece] = mx.depends([piece], [found[-1][-1]])
+        logits, taps = target.features(piece, layers, cache)
+        found.append((taps, *_head(logits.astype(mx.float32), top)))
     return Features(
         *(mx.stop_gradient(mx.concatenate([*parts], axis=1)) for parts in zip(*found, strict=True))
     )
