@@ -65,41 +65,20 @@ def apply_chat_template(
     Raises `PromptError` for messages that transformers or the template refuses, and its subclass
     `TemplateLimitError` for a template that takes too long or too much memory.
     """
-    with ErrorWrapper(PromptError, "The chat template refuses these messages", _ERRORS):
-        return _text(tokenizer, messages, add_generation_prompt, continue_final_message, settings)
-
-
-def _text(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    settings: dict[str, Any],
-) -> str:
     own, is_code = _own(tokenizer)
-    if is_code:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **settings,
-            )
-        )
-    template = own.get_chat_template(tools=settings.get("tools"))
-    copies = list(map(dict, messages))
-    if continue_final_message:
-        copies[-1]["content"] += _TAG
-    lines = tokenizer.apply_chat_template(
-        copies,
-        chat_template=_VARIABLES,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        **{name: settings.pop(name) for name in _NAMES if name in settings},
-    )
-    variables = dict(map(json.loads, lines.split("\n")[:-1]))
-    text = _rendered(template, {**own.special_tokens_map, **settings, **variables})
+    how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+    with ErrorWrapper(PromptError, "The chat template refuses these messages", _ERRORS):
+        if is_code:
+            how |= {"continue_final_message": continue_final_message, **settings}
+            return str(tokenizer.apply_chat_template(list(messages), **how))
+        template = own.get_chat_template(tools=settings.get("tools"))
+        copies = list(map(dict, messages))
+        if continue_final_message:
+            copies[-1]["content"] += _TAG
+        how |= {name: settings.pop(name) for name in _NAMES if name in settings}
+        lines = tokenizer.apply_chat_template(copies, chat_template=_VARIABLES, **how)
+        variables = dict(map(json.loads, lines.split("\n")[:-1]))
+        text = _rendered(template, {**own.special_tokens_map, **settings, **variables})
     if not continue_final_message:
         return text
     if (at := text.rfind(_TAG.strip())) < 0:

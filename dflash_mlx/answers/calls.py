@@ -23,15 +23,8 @@ Schemas = Mapping[str, Any]  # of the arguments, by the names of the tools
 _FENCE: Final = r"\s*(?:```\w*\s*)?"  # some models write a block of code
 _JSON: Final = re.compile(rf"{_FENCE}(?=\[?\s*\{{)")
 _AFTER_JSON: Final = re.compile(r"[\s,;}\]`]*")  # separators, and brackets too many
-# What mlx-lm's parsers raise for a text that is not as they expect: of json, ast, re and lists.
-_PARSER_ERRORS: Final = (
-    AttributeError,
-    LookupError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
+# What mlx-lm's parsers raise for a text that is not as they expect.
+_RAISED: Final = (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
 _NAMES: Final = ("name", "function", "tool_name", "tool")
 _ARGUMENTS: Final = ("arguments", "parameters", "args")
 
@@ -46,14 +39,12 @@ def read_calls(
     if isinstance(syntax, LibraryCalls):
         return syntax.calls(body, schemas), ""
     json = _JSON.match(body)
-    found: list[Call] = []
-    at = json.end() if json else 0
+    found, at = list[Call](), json.end() if json else 0
     try:
         while not found or body[at:].strip():
-            if json:
-                calls, at = _json_calls(body, at, lenient)
-            else:
-                calls, at = syntax.read(body, at, schemas, lenient)
+            calls, at = (
+                _json_calls(body, at, lenient) if json else syntax.read(body, at, schemas, lenient)
+            )
             found += calls
     except NotACallError:
         if not (found and lenient):
@@ -266,10 +257,8 @@ class _Names:
     """The names of a tool's parameters, as its schema has them."""
 
     def __init__(self, schema: Any) -> None:
-        properties, required = (
-            schema.get(word) if isinstance(schema, Mapping) else None
-            for word in ("properties", "required")
-        )
+        schema = schema if isinstance(schema, Mapping) else {}
+        properties, required = schema.get("properties"), schema.get("required")
         self.all = frozenset(properties if isinstance(properties, Mapping) else ())
         self.required = frozenset(required if isinstance(required, list) else ()) & self.all
 
@@ -311,7 +300,7 @@ class LibraryCalls:
             {"type": "function", "function": {"name": name, "parameters": schema}}
             for name, schema in schemas.items()
         ]
-        with ErrorWrapper(NotACallError, "not a call", _PARSER_ERRORS):
+        with ErrorWrapper(NotACallError, "not a call", _RAISED):
             found = self.parser(body, tools)
         calls = found if isinstance(found, list) else [found]
         return [_named_call(one) for one in calls] or _no_call()

@@ -4,8 +4,9 @@ Each API has a file, which turns its JSON into a `GenerationRequest` and the ans
 They share, in the order of a request:
 
     middleware, auth       keys, hosts, origins, request ids, logs
-    body                   bytes -> a validated pydantic model
+    body, fields           bytes -> a validated pydantic model
     request, template      the internal request; its messages -> token ids
-    handler, grammar       jobs of the engine and their events; schemas and forced calls
-    response, sse          whole answers and streams, usage and log-probabilities
+    handler, grammar       jobs of the engine; schemas and forced calls
+    steps                  the answers of these jobs, step by step
+    response, sse          events of an API, sent one by one or put together
 """

@@ -122,36 +122,6 @@ def test_a_failing_forward_ends_one_answer_only(pair):
     assert "boom" in stream and "[DONE]" not in stream
 
 
-def test_a_schema_gives_the_same_text_as_the_library(pair):
-    pytest.importorskip("llguidance")
-    from dflash_mlx.structured import JsonSchema
-
-    schema = {
-        "type": "object",
-        "properties": {"sum": {"type": "integer"}},
-        "required": ["sum"],
-        "additionalProperties": False,
-    }
-    question = "What is 47 plus 38?"
-    form = {"type": "json_schema", "json_schema": {"name": "sum", "schema": schema}}
-
-    async def ask():
-        with engine_of(pair) as engine:
-            async with running(engine) as server:
-                return await said(server, question, response_format=form)
-
-    status, text = asyncio.run(ask())
-    assert status == 200
-    own = dm.generate(
-        *pair,
-        [{"role": "user", "content": question}],
-        max_tokens=24,
-        logits_processors=[JsonSchema(pair[0], schema)],
-    )
-    assert json.loads(text)["choices"][0]["message"]["content"] == own.text
-    assert own.text.startswith('{"sum": ')
-
-
 def test_health_reports_a_device_that_hangs(pair):
     """Also after all clients left, and a new client does not restart the clock."""
 

@@ -1,6 +1,5 @@
 """The real process with the embedded pair and the SDKs of OpenAI and Anthropic."""
 
-import asyncio
 import json
 import re
 import signal
@@ -97,29 +96,6 @@ def test_openai_chat(chat):
     tokens = sum(len(one.logprobs.content) for one in whole.choices)
     stopped = sum(one.finish_reason == "stop" for one in whole.choices)
     assert whole.usage.completion_tokens == tokens + stopped
-
-
-def test_openai_async(server):
-    """Several at once, and what each says is what it says alone."""
-
-    async def ask():
-        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
-
-        async def one(number):
-            messages = [{"role": "user", "content": f"What is {number} plus 48?"}]
-            stream = await client.chat.completions.create(
-                model="m", messages=messages, stream=True, max_tokens=40
-            )
-            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            whole = await client.chat.completions.create(
-                model="m", messages=messages, max_tokens=40
-            )
-            return "".join(parts), whole.choices[0].message.content
-
-        return await asyncio.gather(*(one(number) for number in range(11, 15)))
-
-    answers = asyncio.run(ask())
-    assert all(streamed == whole for streamed, whole in answers) and len(set(answers)) == 4
 
 
 def test_openai_completions_and_models(chat):

@@ -50,24 +50,6 @@ def test_a_client_that_leaves_frees_its_slot(target, path, stream):
     asyncio.run(run())
 
 
-def test_hundreds_of_clients_that_leave_leave_nothing_behind(target):
-    async def run():
-        engine = FakeEngine(target, ["Hello"], reason=None)
-        async with running(engine) as server:
-            for _ in range(10):
-                clients = [await connect(server, post(stream=True)) for _ in range(20)]
-                for _, writer in clients:
-                    writer.close()
-                await until(lambda: not server.handler.busy)
-            await until(lambda: all(job.cancelled for job in engine.jobs))
-            reader, writer = await connect(server, HEALTH)
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-            writer.close()
-            await until(lambda: not server.server_state.tasks and not server.handler.busy)
-
-    asyncio.run(run())
-
-
 def test_more_answers_than_the_limit_get_503(target, monkeypatch):
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 3)
 
