@@ -30,12 +30,13 @@ enum { LANES = 4, VECTORS = 2, COLUMNS = 4, MOST_ROWS = 2 };
 enum { ROW_MAJOR = 101, TRANSPOSED = 112 };
 enum { QUAD = 4, ROWS = LANES / QUAD }; /* rows in a vector of packed rows, four products of each */
 enum { LINE = 16, PACKED = 1 << 16, TURNED = 1 << 18, WORTH_A_THREAD = 1 << 20 }; /* floats */
-enum { DEEP = 2048, MANY_ROWS = 64 };
+enum { DEEP = 2048, ONE_ROW = 8, MANY_ROWS = 64 }; /* ONE_ROW: columns at once */
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 typedef ptrdiff_t Index;
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
+typedef float Quad __attribute__((vector_size(QUAD * sizeof(float)), aligned(sizeof(float))));
 
 /* c [m, n] = alpha * a [m, k] @ b [k, n] + beta * c; a[i, l] lies at i * a_row + l * a_column. */
 typedef struct {
@@ -147,6 +148,40 @@ static void pack(const Product *p, Index row, Index end, float *x) {
     }
 }
 
+/* One row by `columns` columns of b, as both lie: a packed row would leave its vectors half empty. */
+INLINE void dot(const int columns, const Product *p, Index column) {
+    Quad sums[ONE_ROW] = {{0}};
+    const float *x = p->a, *w = p->b + column * p->ldb;
+    const Index ldw = p->ldb, k = p->k;
+    Index l = 0;
+    for (; l + LINE <= k; l += LINE) {
+        UNROLL for (int c = 0; c < columns; c++) __builtin_prefetch(w + (columns + c) * ldw + l);
+        UNROLL for (int q = 0; q < LINE; q += QUAD) {
+            Quad quad = *(const Quad *)(x + l + q);
+            UNROLL for (int c = 0; c < columns; c++)
+                sums[c] += quad * *(const Quad *)(w + c * ldw + l + q);
+        }
+    }
+    for (; l < k; l += QUAD) {
+        Index rest = (k - l < QUAD ? k - l : QUAD) * sizeof(float);
+        Quad quad = {0};
+        memcpy(&quad, x + l, rest);
+        UNROLL for (int c = 0; c < columns; c++) {
+            Quad of_b = {0};
+            memcpy(&of_b, w + c * ldw + l, rest);
+            sums[c] += quad * of_b;
+        }
+    }
+    UNROLL for (int c = 0; c < columns; c++)
+        put(p, p->c + column + c, (sums[c][0] + sums[c][1]) + (sums[c][2] + sums[c][3]));
+}
+
+static void multiply_row(const Product *p) {
+    Index j = 0;
+    for (; j + ONE_ROW <= p->n; j += ONE_ROW) dot(ONE_ROW, p, j);
+    for (; j < p->n; j++) dot(1, p, j);
+}
+
 static void multiply_transposed(const Product *p) {
     const Index panel = VECTORS * ROWS, depth = (p->k + QUAD - 1) / QUAD * QUAD;
     Index most = PACKED / (depth + 1) / panel * panel, rows;
@@ -241,7 +276,8 @@ static void transpose_and_multiply(const Product *p) {
 
 static void *run(void *product) {
     const Product *p = product;
-    if (p->b_transposed) multiply_transposed(p);
+    if (p->b_transposed && p->m == 1 && p->a_column == 1) multiply_row(p);
+    else if (p->b_transposed) multiply_transposed(p);
     else if (p->m > MANY_ROWS) transpose_and_multiply(p);
     else multiply(p);
     return NULL;
