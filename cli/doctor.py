@@ -139,15 +139,14 @@ def check_machine(blas: BlasInfo, hub: Hub) -> list[Check]:
 
 def check_model(name: str, hub: Hub) -> Check:
     """Load a target and look for weights that are NaN or infinite."""
-    from dflash_mlx.loading.target import damaged_weights, describe_damage
+    from dflash_mlx.loading.target import damaged_weights
 
     try:
         damaged = damaged_weights(dflash_mlx.load_target(name, hub=hub).model)
     except DFlashError as error:
         return Check("model", "fail", str(error), "Or try another: see 'dflash-mlx models'.")
     if damaged:
-        detail = f"{name}: {describe_damage(damaged)}"
-        return Check("model", "fail", detail, "Download it again.")
+        return Check("model", "fail", f"{name}: {damaged}", "Download it again.")
     return Check("model", "ok", f"{name}: loads, all weights are finite")
 
 

@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 import warnings
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +20,8 @@ from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
 from ..errors import ConfigError
 from ..targets.internals import ROPES, KVCache, classes_of, make_prompt_cache
-from ..validation import brief, is_positive, text_config
+from ..validation import ErrorWrapper, brief, is_positive, text_config
+from .reading import MODEL_ERRORS
 
 Config = dict[str, Any]
 
@@ -68,6 +70,19 @@ def spelled_for(config: Config) -> Config:
     found["rope_local_base_freq"] = None if local is full else local.get("rope_theta")
     given = {name: value for name, value in found.items() if value is not None and name in declared}
     return _with(config, given | {name: x for name, x in text.items() if x is not None})
+
+
+def model_of(name: object, config: Config) -> nn.Module:
+    """The mlx-lm model of a config.json, with weights that are never computed.
+
+    Raises `ConfigError` where this mlx-lm has no such model, or would not compute all of it.
+    """
+    wrong = f"{name}: mlx-lm {version('mlx-lm')} cannot run it"
+    with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
+        model_class, arguments = classes_of(config := spelled_for(config))
+        model: nn.Module = model_class(arguments.from_dict(config))
+        complete(name, model, config)
+    return model
 
 
 def complete(name: object, model: nn.Module, config: Config) -> None:

@@ -21,18 +21,17 @@ from ..drafter.network import DFlash
 from ..drafter.networks import (
     ASSISTANTS,
     EAGLE3,
-    PACKAGINGS,
     needs_target,
     network_for,
-    our_name,
 )
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, SettingsError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper
+from .computed import model_of
 from .folder import Folder, StoredTensor
-from .inspect import our_shapes, settle
+from .inspect import our_tensors, settle
 from .mtp import head_tensors, read_head, stands_alone, why_no_head
 from .quantization import Quantization, is_quantized, stored_quantization
 from .reading import (
@@ -40,12 +39,12 @@ from .reading import (
     MODEL_ERRORS,
     check_not_quantized,
     load_as_stored,
-    load_file,
+    load_tensors,
     on_cpu,
     start_reading,
 )
 from .registry import LOOKUP, MTP, NONE
-from .target import is_language_model, model_of, open_target
+from .target import is_language_model, open_target
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
@@ -222,8 +221,7 @@ def _read(
         if source.kind == HEAD:
             return read_head(folder, target)
         assistant = Gemma4Assistant(folder.config, target)
-    files = map(load_file, folder.files)
-    weights = {tensor: value for file in files for tensor, value in file.items()}
+    weights = load_tensors(folder.tensors)
     weights.pop("lm_head.weight", None)  # the embedding once more
     load_as_stored(assistant, weights, f"{folder.path}: the weights do not fit the config,")
     return assistant
@@ -242,8 +240,8 @@ def read_drafter(
     Raises: `ConfigError`, `WeightsError`.
     """
     config = _read_config(folder).within(window).for_target(num_layers)
-    config = settle(config, our_shapes(folder, config))
-    weights = _tensors(folder, config)
+    found = our_tensors(folder, config)
+    config, weights = settle(config, found), load_tensors(found)
     drafter = network_for(config)(config, weights)
     if config.kind == EAGLE3 and config.draft_vocab_size == config.vocab_size:
         weights.pop("d2t", None)  # all zeros, in some EAGLE-3 files
@@ -279,17 +277,6 @@ def drop_copies(drafter: DFlash, target: Target) -> list[str]:
             del drafter["lm_head"]
             dropped.append("head")
     return dropped
-
-
-def _tensors(folder: Folder, config: DraftConfig) -> dict[str, mx.array]:
-    """A drafter's tensors by our names, without those that decoding does not use."""
-    packaging, weights = PACKAGINGS[config.packaging], dict[str, mx.array]()
-    for file in folder.files:
-        for stored, tensor in load_file(file).items():
-            name = our_name(packaging, stored)
-            if name is not None:
-                weights[name] = tensor
-    return weights
 
 
 def _check_ids(offsets: mx.array, vocabulary: int, folder: Folder) -> None:

@@ -4,41 +4,41 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from ..errors import ConfigError, ModelNotFoundError, SettingsError, WeightsError
-from ..validation import (
-    MAX_BYTES,
-    MAX_JSON_BYTES,
-    brief,
-    check_file,
-    is_integer,
-    parse_json,
-    read_json,
-)
+from ..validation import MAX_JSON_BYTES, ErrorWrapper, brief, check_file, is_integer, read_json
 from .quantization import Quantization, is_fp8, is_quantized
 
 INDEX = "model.safetensors.index.json"
 MOST_LAYERS = 4096  # mlx-lm builds every layer before it compares the weights with the config
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_FLOAT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_BYTES = _FLOAT_BYTES | {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
-_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+_FLOATS = ("F32", "F16", "BF16", "F8_E4M3")
+_BITS = re.compile(r"\d+")  # in the name of a dtype
 # Files that mlx-lm and transformers open by themselves.
 _READ_BY_OTHERS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
 
 class StoredTensor(NamedTuple):
-    """What a safetensors header says of a tensor; `size` is in bytes."""
+    """What a safetensors header says of a tensor."""
 
+    name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    size: int
+
+    @property
+    def width(self) -> float:
+        """Bytes of an element: BF16 has 2, F8_E4M3 has 1."""
+        bits = _BITS.search(self.dtype)
+        return int(bits[0]) / 8 if bits else 1  # BOOL
 
 
 class Folder:
@@ -155,8 +155,8 @@ class Folder:
             return memory_needed(self.tensors.values(), quantization, float_bytes)
         dtype = "U8" if self.is_quantized else "F8_E4M3" if is_fp8(self.config) else "BF16"
         columns = 128  # any group size divides them
-        size = self.remote()
-        whole = StoredTensor(self.path, dtype, (size // columns, columns), size)
+        rows = self.remote() // (columns * (2 if dtype == "BF16" else 1))
+        whole = StoredTensor("", self.path, dtype, (rows, columns))
         return memory_needed([whole], quantization, float_bytes)
 
     @property
@@ -193,50 +193,15 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
     Raises `WeightsError` if it is not such a file, or shorter than its tensors.
     """
-    try:
-        size = check_file(file, WeightsError)
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > size - 8:
-                raise WeightsError(
-                    f"{file}: truncated, its header is incomplete. Download it again."
-                )
-            if length > MAX_JSON_BYTES:
-                raise WeightsError(f"{file}: not a safetensors file, its header is too long.")
-            content = parse_json(stream.read(length), file, WeightsError)
-    except OSError as error:
-        raise WeightsError(f"{file}: cannot be read ({error.strerror}).") from error
-    tensors, end = dict[str, StoredTensor](), 0
-    for name, entry in content.items() if isinstance(content, dict) else [("it", content)]:
-        if name == "__metadata__":
-            continue
-        found = _stored_tensor(file, entry)
-        if found is None:
-            raise WeightsError(
-                f"{file}: not a safetensors file, its header is broken ({brief(name)} is "
-                f"{brief(entry)})."
-            )
-        tensors[name], end = found, max(end, entry["data_offsets"][1])
-    if size < 8 + length + end:
-        raise WeightsError(
-            f"{file}: truncated, {size:,} bytes of {8 + length + end:,}. Download it again."
-        )
-    return tensors
-
-
-def _stored_tensor(file: Path, entry: Any) -> StoredTensor | None:
-    """A header's entry; None for one that is broken."""
-    if not isinstance(entry, dict):
-        return None
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if type(dtype) is not str or not isinstance(shape, list) or not isinstance(offsets, list):
-        return None
-    whole = all(is_integer(number, 0, MAX_BYTES) for number in (*shape, *offsets))
-    if not whole or len(offsets) != 2 or (size := offsets[1] - offsets[0]) < 0:
-        return None
-    width = _BYTES.get(dtype)
-    fits = width is None or math.prod(shape) * width == size
-    return StoredTensor(file, dtype, tuple(shape), size) if fits else None
+    wrong = f"{file}: truncated, or not a safetensors file. Download it again"
+    with ErrorWrapper(WeightsError, wrong, (OSError, SafetensorError)):
+        check_file(file, WeightsError)
+        with safe_open(file, "np") as stored:
+            slices = ((name, stored.get_slice(name)) for name in stored.keys())
+            return {
+                name: StoredTensor(name, file, one.get_dtype(), tuple(one.get_shape()))
+                for name, one in slices
+            }
 
 
 def memory_needed(
@@ -252,14 +217,12 @@ def memory_needed(
         float_bytes: the width that floating-point weights are cast to, None for their own.
     """
     total = 0.0
-    for _, dtype, shape, size in tensors:
-        if dtype == "F8_E4M3":
-            dtype, size = "BF16", 2 * size
-        stored = _FLOAT_BYTES.get(dtype)
-        if stored is None:
-            total += size
+    for tensor in tensors:
+        count, shape = math.prod(tensor.shape), tensor.shape
+        if tensor.dtype not in _FLOATS:
+            total += count * tensor.width
         elif quantization and len(shape) > 1 and shape[-1] % quantization.group_size == 0:
-            total += quantization.bytes_of(size // stored)
+            total += quantization.bytes_of(count)
         else:
-            total += size // stored * (float_bytes or stored)
+            total += count * (float_bytes or max(2, tensor.width))
     return math.ceil(total)

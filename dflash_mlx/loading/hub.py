@@ -32,14 +32,14 @@ from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsErro
 from ..validation import error_text
 from .download import download
 from .folder import INDEX, Folder
-from .gguf.parts import parts_of
-from .registry import Part, hub_gguf, local_path, suggestion
+from .registry import Part, hub_gguf, local_path, parts_of, suggestion
 
 # What mlx-lm reads of a repository.
 WEIGHTS = ["*.safetensors"]
 BESIDE = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 WANTED = [*BESIDE, *WEIGHTS]
 PING_SECONDS = 5.0
+LOGIN = "log in with 'hf auth login'"
 # The quantization that a GGUF file's name ends with, maybe before the number of its part.
 _GGUF_TYPE = re.compile(
     r"[-./]((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|F32|MXFP4\w*))(?:-\d{5}-of-\d{5})?\.gguf", re.I
@@ -175,16 +175,15 @@ class Hub:
 
         Raises `ModelNotFoundError` without one.
         """
-        revisions, name = list[str](), (hub_gguf(name) or (name,))[0]
+        name, _ = hub_gguf(name) or (name, "")
         with suppress(CacheNotFound):
             cache = scan_cache_dir(self.cache)
             copies = [repo for repo in cache.repos if repo.repo_id == name]
-            revisions = [one.commit_hash for repo in copies for one in repo.revisions]
-        if not revisions:
-            raise ModelNotFoundError(f"{name} is not downloaded; 'dflash-mlx list' shows what is.")
-        strategy = cache.delete_revisions(*revisions)
-        strategy.execute()
-        return strategy.expected_freed_size
+            if revisions := [one.commit_hash for repo in copies for one in repo.revisions]:
+                strategy = cache.delete_revisions(*revisions)
+                strategy.execute()
+                return strategy.expected_freed_size
+        raise ModelNotFoundError(f"{name} is not downloaded; 'dflash-mlx list' shows what is.")
 
     def _sizes(self, name: str) -> dict[str, int]:
         """A repository's files and their bytes, asked for once. Raises as `fetch`."""
@@ -196,11 +195,10 @@ class Hub:
 
     def _gguf_types(self, name: str) -> list[str]:
         """The quantizations of a repository's GGUF files; none without an answer."""
+        found = set[str]()
         with suppress(DFlashError):
-            return sorted(
-                {match[1] for match in map(_GGUF_TYPE.search, self._sizes(name)) if match}
-            )
-        return []
+            found = {match[1] for match in map(_GGUF_TYPE.search, self._sizes(name)) if match}
+        return sorted(found)
 
     def _no_gguf(self, name: str, kind: str | None = None) -> ModelNotFoundError:
         """The error for a quantization that a repository lacks, or that its name leaves open."""
@@ -240,27 +238,20 @@ class Hub:
 
     def _explain(self, name: str, error: Exception) -> DFlashError:
         """Our error for a failed request: what happened and what to do, in one line."""
-        hub = self.endpoint or "the hub"
+        hub, also = self.endpoint or "the hub", suggestion(name)
         if isinstance(error, GatedRepoError):
-            return DownloadError(
-                f"{name} is gated: accept its terms on its page, then log in with 'hf auth login'."
-            )
+            return DownloadError(f"{name} is gated: accept its terms on its page, then {LOGIN}.")
         if isinstance(error, RepositoryNotFoundError):
-            return ModelNotFoundError(
-                f"{name}: {hub} has no such repository, or it is private and needs 'hf auth login'."
-                + suggestion(name)
-            )
+            found = f"{hub} has no such repository, or it is private: {LOGIN}"
+            return ModelNotFoundError(f"{name}: {found}.{also}")
         if isinstance(error, HFValidationError):
             return ModelNotFoundError(f"{name!r} cannot be the name of a repository.")
         if isinstance(error, LocalEntryNotFoundError):
             where = "offline mode is on" if self.offline else f"{hub} cannot be reached"
-            return DownloadError(
-                f"{name} is not downloaded, or not completely, and {where}.{suggestion(name)}"
-            )
+            return DownloadError(f"{name} is not downloaded, or not completely, and {where}.{also}")
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
-        reason = error_text(error)
-        return DownloadError(f"{name}: no answer from {hub} ({reason}); run this again.")
+        return DownloadError(f"{name}: no answer from {hub} ({error_text(error)}); run this again.")
 
 
 def find(name: str, hub: Hub, part: Part = "target") -> Folder:

@@ -15,20 +15,13 @@ from ..drafter.networks import (
     EMBEDDING,
     HEAD,
     MASK,
+    NETWORKS,
     PACKAGINGS,
     needs_target,
     our_name,
 )
 from ..validation import read_json, text_config
-from .folder import Folder
-
-NETWORKS = {
-    "dflash": "DFlash",
-    "dflash2": "DFlash2",
-    "dspark": "DSpark",
-    "lilicorr": "LiLiCorr",
-    "eagle3": "EAGLE-3",
-}
+from .folder import Folder, StoredTensor
 
 
 @dataclass(frozen=True)
@@ -63,9 +56,9 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
             head = ResolvedField("MTP head", f"{count} tensors" if count else "none", "its tensors")
             return [ResolvedField("network", "a draft model", "model_type"), *model, head]
     config = DraftConfig.from_dict(raw, str(path if folder is None else path / "config.json"))
-    shapes = {} if folder is None else our_shapes(folder, config)
-    if shapes:
-        config = settle(config, shapes)
+    tensors = {} if folder is None else our_tensors(folder, config)
+    if tensors:
+        config = settle(config, tensors)
     labels = ("speculators_model_type", "architectures")
     source = next((label for label in labels if label in config.sources), "default")
     resolved = [
@@ -77,44 +70,43 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
         and config.kind in (item.metadata.get("of") or (config.kind,))
     ]
     unused = [ResolvedField(place, value, "not used") for place, value in config.unused.items()]
-    network = ResolvedField("network", NETWORKS[config.kind], source)
-    return [network, *resolved, *(_parts(config, shapes) if shapes else []), *unused]
+    network = ResolvedField("network", NETWORKS[config.kind][1], source)
+    return [network, *resolved, *(_parts(config, tensors) if tensors else []), *unused]
 
 
-def our_shapes(folder: Folder, config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of a folder's tensors, by our names. Raises `WeightsError`."""
-    names = {our_name(PACKAGINGS[config.packaging], name): name for name in folder.tensors}
-    return {ours: folder.tensors[name].shape for ours, name in names.items() if ours is not None}
+def our_tensors(folder: Folder, config: DraftConfig) -> dict[str, StoredTensor]:
+    """The tensors that a network uses, by our names. Raises `WeightsError`."""
+    packaging = PACKAGINGS[config.packaging]
+    ours = {our_name(packaging, name): tensor for name, tensor in folder.tensors.items()}
+    return {name: tensor for name, tensor in ours.items() if name is not None}
 
 
-def settle(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> DraftConfig:
-    """A config completed from the shapes of its tensors, by our names.
-
-    They decide the draft vocabulary if it is left open.
-    """
+def settle(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> DraftConfig:
+    """A config completed from its tensors: they decide the draft vocabulary if it is left open."""
     if not config.sources.get("draft_vocab_size", "default").startswith("default"):
         return config
-    drafted = len(shapes.get("d2t", ())) and shapes["d2t"][0]
+    drafted = tensors["d2t"].shape[:1] if "d2t" in tensors else ()
     source = {"draft_vocab_size": f"{'the' if drafted else 'no'} tensor d2t"}
     return replace(
         config,
-        draft_vocab_size=drafted or config.vocab_size,
+        draft_vocab_size=drafted[0] if drafted else config.vocab_size,
         sources={**config.sources, **source},
     )
 
 
-def _parts(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[ResolvedField]:
+def _parts(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> list[ResolvedField]:
     """Decisions from the presence of tensors."""
     decisions = []
-    for part, tensor in (("embedding", EMBEDDING), ("head", HEAD)):
-        if tensor in shapes:
-            decisions.append(ResolvedField(part, "its own", f"tensor {tensor}"))
-        elif part == "head" and EMBEDDING in shapes and config.tie_word_embeddings:
+    for part, tensor, value in (
+        ("embedding", EMBEDDING, "its own"),
+        ("head", HEAD, "its own"),
+        ("masks", MASK, "its own embedding"),
+        ("taps", ADAPTER, "adapted to its width"),
+    ):
+        if tensor in tensors:
+            decisions.append(ResolvedField(part, value, f"tensor {tensor}"))
+        elif tensor == HEAD and EMBEDDING in tensors and config.tie_word_embeddings:
             decisions.append(ResolvedField(part, "its own embedding", "tie_word_embeddings"))
-        else:
+        elif tensor in (EMBEDDING, HEAD):
             decisions.append(ResolvedField(part, "the target's", f"no tensor {tensor}"))
-    if MASK in shapes:
-        decisions.append(ResolvedField("masks", "its own embedding", f"tensor {MASK}"))
-    if ADAPTER in shapes:
-        decisions.append(ResolvedField("taps", "adapted to its width", f"tensor {ADAPTER}"))
     return decisions

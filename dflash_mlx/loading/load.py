@@ -16,6 +16,7 @@ from ..errors import ConfigError, DFlashError, SettingsError
 from ..targets import Target
 from ..validation import brief, check_integer
 from .adapters import find_adapter
+from .computed import model_of
 from .drafters import ASSISTANT, NETWORK, DraftSource, check_drafter, open_drafter
 from .folder import Folder, memory_needed
 from .hub import Hub, find
@@ -34,7 +35,7 @@ from .registry import (
     known_facts,
     local_path,
 )
-from .target import check_weights, model_of, open_target
+from .target import check_weights, open_target
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels

@@ -18,7 +18,7 @@ from ..errors import WeightsError
 from ..targets import Target
 from ..validation import ErrorWrapper, text_config
 from .folder import Folder, StoredTensor
-from .reading import MODEL_ERRORS, load_as_stored, load_file, without_fp8
+from .reading import MODEL_ERRORS, load_as_stored, load_tensors, without_fp8
 
 Config = dict[str, Any]
 
@@ -27,12 +27,11 @@ _OUTER = ("", "model.", "language_model.", "language_model.model.", "model.langu
 _HALFWAY = 0.5  # the mean of norms stored minus one is below it, that of others above
 
 
-def head_tensors(folder: Folder, config: Config) -> dict[str, tuple[str, StoredTensor]]:
+def head_tensors(folder: Folder, config: Config) -> dict[str, StoredTensor]:
     """The tensors in a folder that belong to the head of a target of this config.
 
     Returns:
-        By the name after the layout's prefix: the stored name, and the tensor. Empty if there is no
-        head of the target's width.
+        By the name after the layout's prefix. Empty if there is no head of the target's width.
     """
     layout = LAYOUTS.get(str(config.get("model_type")))
     if layout is None:
@@ -41,9 +40,9 @@ def head_tensors(folder: Folder, config: Config) -> dict[str, tuple[str, StoredT
     for name, tensor in folder.every_tensor.items():
         start = next((one for one in starts if name.startswith(one)), None)
         if start is not None:
-            found[name.removeprefix(start)] = name, tensor
+            found[name.removeprefix(start)] = tensor
     fuse = next(theirs for theirs, ours in layout.names.items() if ours == "fc.")
-    rows = [tensor.shape[:1] for name, (_, tensor) in found.items() if name == f"{fuse}weight"]
+    rows = [tensor.shape[:1] for name, tensor in found.items() if name == f"{fuse}weight"]
     return found if rows == [(text_config(config).get("hidden_size"),)] else {}
 
 
@@ -82,9 +81,7 @@ def read_head(folder: Folder, target: Target) -> MTPHead:
     if not found:
         raise WeightsError(why_no_head(folder, target.config))
     layout = LAYOUTS[target.config["model_type"]]
-    loaded = {file: load_file(file) for file in {tensor.file for _, tensor in found.values()}}
-    stored = {name: loaded[tensor.file][own] for name, (own, tensor) in found.items()}
-    head = MTPHead(target, layout)
+    head, stored = MTPHead(target, layout), load_tensors(found)
     wrong = f"{folder.path}: the tensors of its MTP head cannot be read"
     with ErrorWrapper(WeightsError, wrong, MODEL_ERRORS):
         weights = dict(_ours(layout, without_fp8(stored), target))

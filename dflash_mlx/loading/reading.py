@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from ..errors import SettingsError, WeightsError
 from ..targets import Target
 from ..validation import ErrorWrapper, StrictDataclassError, TokenizersError
+from .folder import StoredTensor
 from .quantization import Quantization, mode_of
 
 SCALES = "_scale_inv"
@@ -61,6 +62,12 @@ def load_file(file: Path) -> dict[str, mx.array]:
     """A file's tensors by name, still on disk. Raises `WeightsError`."""
     with ErrorWrapper(WeightsError, f"{file}: the weights cannot be read", MLX_ERRORS):
         return cast(dict[str, mx.array], mx.load(str(file)))
+
+
+def load_tensors(found: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
+    """Some tensors of a folder, under new names, still on disk. Raises `WeightsError`."""
+    files = {file: load_file(file) for file in {tensor.file for tensor in found.values()}}
+    return {name: files[tensor.file][tensor.name] for name, tensor in found.items()}
 
 
 def without_fp8(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:

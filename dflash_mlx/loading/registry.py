@@ -18,7 +18,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Literal
 
-from ..errors import DFlashError, ModelNotFoundError, SettingsError
+from ..errors import DFlashError, ModelNotFoundError, SettingsError, WeightsError
 from ..validation import ErrorWrapper, brief
 from .quantization import Quantization
 
@@ -51,6 +51,8 @@ _CONVERSION = re.compile(
 # hf.co/owner/name:Q4_K_M, as other programs take it, or owner/name-GGUF.
 _HUB_GGUF = re.compile(r"(?:https?://)?(hf\.co/|huggingface\.co/)?([^/:]+/[^/:]+)(?::([\w.-]+))?")
 _USUAL_GGUF = "Q4_K_M"
+_PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf", re.IGNORECASE)
+_MOST_PARTS = 1000
 # Models inside the package: (name, part) -> folder in dflash_mlx.
 _EMBEDDED_FOLDERS = {
     (EMBEDDED, "target"): "tiny/target",
@@ -210,15 +212,16 @@ def nearest(name: str) -> list[str]:
 
     Case and owner do not matter where the rest is the same.
     """
+
+    def last(name: str) -> str:
+        return name.rstrip("/").rpartition("/")[2].lower()
+
     known = known_names()
-    last = name.rstrip("/").rpartition("/")[2].lower()
-    same = [one for one in known if last and one.rpartition("/")[2].lower() == last]
-    if same:
+    if same := [one for one in known if last(name) and last(one) == last(name)]:
         return [one for one in same if one != name]
-    by_key = {one.lower(): one for one in known}
-    by_key |= {one.rpartition("/")[2].lower(): one for one in known}
+    by_key = {key: one for one in known for key in (one.lower(), last(one))}
     close = get_close_matches(name.lower(), by_key, _SUGGESTIONS, _SIMILARITY)
-    close = close or get_close_matches(last, by_key, _SUGGESTIONS, _SIMILARITY)
+    close = close or get_close_matches(last(name), by_key, _SUGGESTIONS, _SIMILARITY)
     return [*dict.fromkeys(by_key[key] for key in close)]
 
 
@@ -238,9 +241,8 @@ def local_path(name: str, part: Part = "target") -> Path | None:
         return Path(str(files("dflash_mlx"))) / embedded
     if name in PACKAGES:
         return packaged(name)
-    with ErrorWrapper(
-        ModelNotFoundError, f"No model {brief(name)}", (OSError, ValueError, RuntimeError)
-    ):
+    path_errors = (OSError, ValueError, RuntimeError)  # too long, with a NUL, no such user
+    with ErrorWrapper(ModelNotFoundError, f"No model {brief(name)}", path_errors):
         path = Path(name).expanduser()
         is_folder, exists = path.is_dir() and name != "", path.exists() and name != ""
     if is_folder:
@@ -251,11 +253,10 @@ def local_path(name: str, part: Part = "target") -> Path | None:
         raise ModelNotFoundError(
             f"{name} is a folder, and there is no config.json in it: give a model's folder."
         )
-    if path.is_file() and (path.suffix.lower() == ".gguf" or _is_gguf(path)):
+    is_gguf = path.suffix.lower() == ".gguf"
+    if path.is_file() and (is_gguf or _is_gguf(path)):
         return path
-    if path.suffix.lower() == ".gguf":
-        raise ModelNotFoundError(f"{name}: there is no such file.")
-    if exists or name.startswith((".", "/", "~")):
+    if exists or is_gguf or name.startswith((".", "/", "~")):
         found = "it is not a GGUF file" if exists else "there is no such folder or file"
         raise ModelNotFoundError(f"No model {name!r}: {found}.")
     if hub_gguf(name) is None and name.count("/") != 1:
@@ -282,10 +283,28 @@ def _only_gguf(folder: Path) -> Path | None:
     Raises `ModelNotFoundError` if there are several.
     """
     found = [file for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name.lower()]
-    wholes = sorted({re.sub(r"-\d{5}-of-(\d{5})", "", file.name) for file in found})
+    wholes = sorted({_PART.sub(".gguf", file.name) for file in found})
     if len(wholes) > 1:
         raise ModelNotFoundError(f"{folder} has several GGUF files, name one: {', '.join(wholes)}.")
     return found[0] if found else None
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files that a GGUF model is split into, by the name of one (-00001-of-00003.gguf).
+
+    Raises `WeightsError`.
+    """
+    match = _PART.search(path.name)
+    if match is None:
+        return [path]
+    count, stem = int(match[1]), path.name[: match.start()]
+    if not 0 < count <= _MOST_PARTS:
+        raise WeightsError(f"{path}: {count} parts cannot be.")
+    parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise WeightsError(f"{path} is one of {count} parts, and {part.name} is not beside it.")
+    return parts
 
 
 def _is_gguf(path: Path) -> bool:

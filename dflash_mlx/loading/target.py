@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import warnings
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
@@ -42,19 +41,6 @@ from .reading import (
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
-
-
-def model_of(name: str, config: dict[str, Any]) -> nn.Module:
-    """The mlx-lm model of a config.json, with weights that are never computed.
-
-    Raises `ConfigError` where this mlx-lm has no such model.
-    """
-    wrong = f"{name}: mlx-lm {version('mlx-lm')} cannot run it, so nothing is downloaded"
-    with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
-        model_class, arguments = classes_of(config := spelled_for(config))
-        model: nn.Module = model_class(arguments.from_dict(config))
-        complete(name, model, config)
-    return model
 
 
 def is_language_model(config: dict[str, Any]) -> bool:
@@ -200,19 +186,17 @@ def check_runs(target: Target) -> None:
         session.commit([0])
     if broken:
         if damaged := damaged_weights(target.model):
-            raise WeightsError(f"{target.name}: {describe_damage(damaged)}. Download it again.")
+            raise WeightsError(f"{target.name}: {damaged}. Download it again.")
         raise ConfigError(f"{wrong} (its logits are NaN).")
 
 
-def damaged_weights(model: nn.Module) -> list[str]:
-    """The names of parameters that hold NaN or infinity. Reads every weight."""
-    return [
+def damaged_weights(model: nn.Module) -> str:
+    """Which parameters hold NaN or infinity, in words; empty for none. Reads every weight."""
+    damaged = [
         name
         for name, value in tree_flatten(model.parameters())
         if mx.issubdtype(value.dtype, mx.floating) and not mx.isfinite(value).all().item()
     ]
-
-
-def describe_damage(damaged: list[str]) -> str:
-    """What `damaged_weights` found, in words."""
+    if not damaged:
+        return ""
     return f"NaN or infinite weights in {damaged[0]}, {len(damaged)} tensors in all"

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from families import check_drafted_text, plain_tokens, random_prompt, truth
+from families import model_of, plain_tokens, random_prompt
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import load_model
@@ -23,7 +23,10 @@ from dflash_mlx.prefix.blocks import fingerprint
 
 KINDS = {"qwen3": "dora", "qwen3_moe": "lora", "qwen3_5": "full", "deepseek_v3": "lora"}
 KINDS |= {"gpt_oss": "lora"}
+HEADS = {"qwen3_5": "mtp", "deepseek_v3": "head"}
 PROMPTS = [2 * random_prompt(8 + 3 * i, i) for i in range(8)]  # a lookup finds something
+LENGTH = 12
+SAMPLED = {"temperature": 0.8, "seed": 3}
 
 
 def save_adapter(folder: Path, model: Path, kind: str, rank: int = 4, scale: float = 4.0) -> Path:
@@ -56,59 +59,59 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @functools.cache
     def save(family: str) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp(family) / "model"
-        if family in ("qwen3_5", "deepseek_v3"):
+        if family in HEADS:
             save_pair(folder, family)
         else:
-            target, _, _ = truth(family, 1)
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(config_of(family)))
-            save_weights(folder, target.model)
+            save_weights(folder, model_of(config_of(family), 1, 77))
             tokenizer().save_pretrained(folder)
         return folder, save_adapter(folder.parent / "adapter", folder, KINDS[family])
 
     return save
 
 
-def drafters(family: str, folder: Path, adapter: Path) -> list[Any]:
-    """A network that reads features, a lookup, and the model's own head where it has one."""
-    network = random_drafter(vocab_size=256, num_target_layers=4, target_layer_ids=[0, 3])
-    heads = {"qwen3_5": "mtp", "deepseek_v3": str(folder / "head")}
-    found: list[Any] = [network, LookupDrafter()]
-    if family in heads:
-        found.append(dm.load(str(folder), heads[family], adapter=str(adapter))[1])
-    return found
-
-
 @pytest.mark.parametrize("family", KINDS)
 def test_text_is_mlx_lms_own_with_the_adapter(saved: Any, family: str) -> None:
+    """Whatever drafts, in chains and trees, alone and eight at once, greedy and sampled."""
     folder, adapter = saved(family)
     reference, _ = load_model(folder)
     reference.set_dtype(mx.float32)
-    plain = plain_tokens(reference, PROMPTS[0], 16)
+    plain = plain_tokens(reference, PROMPTS[0], LENGTH)
     load_adapters(reference, str(adapter))
     reference.eval()
-    tuned = [plain_tokens(reference, prompt, 16) for prompt in PROMPTS]
+    tuned = [plain_tokens(reference, prompt, LENGTH) for prompt in PROMPTS[:4]]
     tuned = [text[: text.index(0) + 1] if 0 in text else text for text in tuned]  # 0 ends a text
-    target = dm.load_target(str(folder), adapter=str(adapter))
     assert tuned[0] != plain
-    for drafter in drafters(family, folder, adapter):
-        ways = {"block_size": 6, "max_tokens": 16}
-        if isinstance(drafter, LookupDrafter):  # which finds nothing in some texts
-            assert dm.generate(target, drafter, PROMPTS[0], **ways).tokens == tuned[0]
+    named = HEADS.get(family, "none").replace("head", str(folder / "head"))
+    target, head = dm.load(str(folder), named, adapter=str(adapter))
+    ways = [(prompt, {"max_tokens": LENGTH}) for prompt in PROMPTS[:4]]
+    ways += [(prompt, {"max_tokens": LENGTH} | SAMPLED) for prompt in PROMPTS[4:]]
+    texts = tuned + [dm.generate(target, None, prompt, **way).tokens for prompt, way in ways[4:]]
+    network = random_drafter(vocab_size=256, num_target_layers=4, target_layer_ids=[0, 3])
+    for drafter in filter(None, (network, LookupDrafter(), head)):
+        for rows in (None, 8) if drafts_trees(drafter) and target.supports_trees else (None,):
+            drafts = {"block_size": 6, "tree_budget": rows}
+            for one in (0, 4):
+                prompt, way = ways[one]
+                alone = dm.generate(target, drafter, prompt, **way, **drafts)
+                assert alone.tokens == texts[one]
+                assert alone.stats.drafted_tokens > 0 or isinstance(drafter, LookupDrafter)
             with dm.Engine(target, drafter) as engine:
-                jobs = [engine.submit(prompt, **ways) for prompt in PROMPTS]
-                assert [job.result().tokens for job in jobs] == tuned
-        else:
-            trees = (None, 8) if drafts_trees(drafter) else (None,)
-            assert check_drafted_text(target, drafter, PROMPTS, trees, **ways) == tuned
-        sampled = {"temperature": 0.8, "seed": 3, "max_tokens": 16}
-        wanted, found = (
-            dm.generate(target, one, PROMPTS[1], **sampled).tokens for one in (None, drafter)
-        )
-        assert found == wanted
+                jobs = [engine.submit(prompt, **way, **drafts) for prompt, way in ways]
+                assert [job.result().tokens for job in jobs] == texts
+    store, talk = (
+        dm.PrefixStore(target, network, memory=2**24, chunk=8),
+        dm.Conversation(target, network),
+    )
+    for prompt in (PROMPTS[0], PROMPTS[0], PROMPTS[0] + tuned[0] + PROMPTS[1]):
+        text = dm.generate(target, None, prompt, max_tokens=LENGTH).tokens
+        for kept in ({"prefix": store}, {"conversation": talk}):
+            found = dm.generate(target, network, prompt, max_tokens=LENGTH, **kept)
+            assert found.tokens == text
 
 
-def test_prefixes_and_conversations_with_an_adapter(saved: Any, tmp_path: Path) -> None:
+def test_prefixes_on_the_disk_know_the_adapter(saved: Any, tmp_path: Path) -> None:
     folder, adapter = saved("qwen3")
     target = dm.load_target(str(folder), adapter=str(adapter))
     base = dm.load_target(str(folder))
@@ -120,18 +123,8 @@ def test_prefixes_and_conversations_with_an_adapter(saved: Any, tmp_path: Path) 
         assert dm.generate(one, None, prompt, max_tokens=12, prefix=store).tokens == text
         store.flush()
     other = save_adapter(tmp_path / "other", folder, "dora", scale=5.0)
-    prints = {
-        fingerprint(one, None)
-        for one in (base, target, dm.load_target(str(folder), adapter=str(other)))
-    }
-    assert len(prints) == 3  # also of the same tensors at another scale
-    drafter = LookupDrafter()
-    conversation, ways = dm.Conversation(target, drafter), {"max_tokens": 12}
-    first = dm.generate(target, drafter, prompt, conversation=conversation, **ways)
-    longer = [*prompt, *first.tokens, *random_prompt(9, 4)]
-    again = dm.generate(target, drafter, longer, conversation=conversation, **ways)
-    assert first.tokens == tuned
-    assert again.tokens == dm.generate(target, None, longer, **ways).tokens
+    targets = (base, target, dm.load_target(str(folder), adapter=str(other)))
+    assert len({fingerprint(one, None) for one in targets}) == 3  # of the same tensors, scaled
 
 
 def test_adapters_that_do_not_fit(saved: Any, tmp_path: Path) -> None:

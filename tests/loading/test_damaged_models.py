@@ -140,7 +140,8 @@ def test_one_damaged_number_is_found_where_a_short_text_does_not_meet_it(number,
         weights["model.embed_tokens.weight"][77, 5] = number
 
     change_weights(folder, change)
-    assert damaged_weights(load_target(str(folder)).model) == ["model.embed_tokens.weight"]
+    said = damaged_weights(load_target(str(folder)).model)
+    assert "weights in model.embed_tokens.weight, 1 tensors in all" in said
 
 
 @pytest.mark.parametrize(

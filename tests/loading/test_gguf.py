@@ -229,7 +229,7 @@ def test_llama_3s_rotation_is_known_by_its_divisors(tmp_path: Path) -> None:
         ({"tokenizer.ggml.model": "bert"}, "byte-level BPE"),
         ({"tokenizer.ggml.model": ["gpt2"]}, "byte-level BPE"),
         ({"tokenizer.ggml.model": "llama"}, "scores"),
-        ({"tokenizer.chat_template": ["a"]}, "chat_template is no text"),
+        ({"tokenizer.chat_template": ["a"]}, "chat_template is not a string"),
         ({"tokenizer.ggml.pre": "unheard-of"}, "unheard-of"),
         ({"tokenizer.ggml.eos_token_id": 10**6}, "eos_token_id"),
         ({"tokenizer.ggml.merges": ["a bcdefg"]}, "vocabulary"),
@@ -259,7 +259,7 @@ def test_tensors_that_are_not_understood_are_named(tmp_path: Path) -> None:
 
 
 def test_names_of_models_that_are_files(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="there is no such file"):
+    with pytest.raises(ModelNotFoundError, match="there is no such folder or file"):
         load_target("/nowhere/model.gguf")
     assert local_path("some/repository") is None
 

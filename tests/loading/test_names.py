@@ -65,7 +65,7 @@ def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path)
 
 @pytest.mark.parametrize("place", ["nope.gguf", "folder/nope.GGUF"])
 def test_a_gguf_file_that_is_not_there_is_no_repository(place):
-    with pytest.raises(ModelNotFoundError, match="nope.gguf: there is no such file|nope.GGUF: "):
+    with pytest.raises(ModelNotFoundError, match="nope.*: there is no such"):
         local_path(place)
 
 

@@ -1,23 +1,19 @@
 """Weight files: whole ones pass, everything a broken download leaves is named."""
 
 import json
-import math
 import re
-from functools import partial
 
 import mlx.core as mx
 import pytest
-from mtp_heads import config_of, head_weights
+from mtp_heads import config_of
 from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import WeightsError
 from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.load import load_drafter, load_target
 from dflash_mlx.loading.mtp import head_tensors
-from dflash_mlx.loading.reading import load_file
 
 NAME = "model.safetensors"
-SAVED = {"target": (save_target, load_target), "drafter": (save_drafter, load_drafter)}
 
 
 @pytest.fixture
@@ -49,54 +45,33 @@ def test_a_truncated_file(folder, kept):
     assert f"{folder / NAME}: truncated" in refused(folder)
 
 
+HEADER = {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}
+
+
 @pytest.mark.parametrize(
     "content",
     [
-        b"\x08" + bytes(7) + b"not json",
-        with_header([1, 2]),
         b"<!DOCTYPE html><html>" * 40,  # what a captive portal sends instead of a download
         b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n",
+        *(
+            with_header({"a": HEADER | changes}, bytes(32))
+            for changes in ({"dtype": "F99"}, {"shape": [2**40, 2**40]}, {"data_offsets": [0, -4]})
+        ),
     ],
 )
-def test_what_is_no_safetensors_file(folder, content):
-    (folder / NAME).write_bytes(content)
-    assert str(folder / NAME) in refused(folder)
-
-
-VALUES = (None, True, -4, 0, 3, 2**70, 1.5, math.inf, math.nan, "", "F32", "\ud800", [], ["x"])
-VALUES += ([2**40, 2**40], [0, math.inf], ["0", 4], [0, -4], [8, 4], [1], [[0], 4], {}, {"a": 1})
-
-
 @pytest.mark.parametrize("reader", ["target", "drafter", "head"])
-def test_headers_whose_fields_have_any_json_type(tmp_path, reader):
-    """Of every field of an entry, and of entries themselves: one named error, or the weights."""
-    if reader == "head":
-        folder, weights = tmp_path, head_weights("qwen3_5")
-        (folder / "config.json").write_text("{}")
-        mx.save_safetensors(str(folder / NAME), {k: mx.array(v) for k, v in weights.items()})
-
-        def load():
-            found = head_tensors(Folder(folder), config_of("qwen3_5")).values()
-            return [load_file(file) for file in {tensor.file for _, tensor in found}]
-    else:
-        save, loader = SAVED[reader]
-        folder = save(tmp_path / reader)
-        load = partial(loader, str(folder))
-    file = folder / NAME
-    whole = file.read_bytes()
-    size = 8 + int.from_bytes(whole[:8], "little")
-    right = json.loads(whole[8:size])
-    name = next(name for name in right if name != "__metadata__")
-    for field in ("dtype", "shape", "data_offsets", None):
-        for value in VALUES:
-            entry = value if field is None else right[name] | {field: value}
-            file.write_bytes(with_header(right | {name: entry}, whole[size:]))
-            if entry == right[name]:
-                assert load()
-                continue
-            with pytest.raises(WeightsError, match=re.escape(str(file))) as caught:
-                load()
-            assert str(caught.value).isprintable()
+def test_what_is_no_safetensors_file(tmp_path, content, reader):
+    """One line that names the file, whoever reads it."""
+    save = save_drafter if reader == "drafter" else save_target
+    file = save(tmp_path / reader) / NAME
+    file.write_bytes(content)
+    loader = load_drafter if reader == "drafter" else load_target
+    with pytest.raises(WeightsError, match=re.escape(str(file))) as caught:
+        if reader == "head":
+            head_tensors(Folder(file.parent), config_of("qwen3_5"))
+        else:
+            loader(str(file.parent))
+    assert str(caught.value).isprintable()
 
 
 def test_no_weights(tmp_path):

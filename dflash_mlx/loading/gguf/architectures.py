@@ -20,14 +20,6 @@ from ..folder import MOST_LAYERS
 from .header import Header
 from .layout import Config
 
-# Keys that say nothing new: tensors have these sizes, and positions in a text are the same in all
-# sections.
-_IGNORED = {
-    *("vocab_size", "attention.layer_norm_rms_epsilon", "attention.value_length"),
-    *("attention.value_length_swa", "rope.scaling.finetuned", "rope.dimension_sections"),
-}
-# Keys whose only value is what mlx-lm computes; architectures.toml has more, as `fixed`.
-_FIXED = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_LENGTH = 8192
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -39,8 +31,13 @@ _REQUIRED = object()
 
 
 def architectures() -> dict[str, dict[str, Any]]:
-    """The table: GGUF's name -> a row."""
-    return tomllib.loads(files(__package__).joinpath("architectures.toml").read_text("utf-8"))
+    """The table: GGUF's name -> a row, with what the table says of all rows."""
+    table = tomllib.loads(files(__package__).joinpath("architectures.toml").read_text("utf-8"))
+    common = table.pop("all")
+    return {
+        kind: row | {part: values | row.get(part, {}) for part, values in common.items()}
+        for kind, row in table.items()
+    }
 
 
 class Fields:
@@ -48,7 +45,7 @@ class Fields:
 
     def __init__(self, path: object, kind: str, header: Header) -> None:
         self.path, self.tensors = path, header.tensors
-        self._kind, self._metadata, self._read = kind, header.metadata, set(_IGNORED)
+        self._kind, self._metadata, self._read = kind, header.metadata, set[str]()
 
     def __call__(self, name: str, default: Any = _REQUIRED) -> Any:
         """A value, numbers of a reasonable size. Raises `ConfigError`."""
@@ -61,6 +58,15 @@ class Fields:
                 raise self.wrong(name, one)
         return value
 
+    def first(self, names: str | list[Any]) -> Any:
+        """The value of the first key that the file has, as the table lists them."""
+        names = names if isinstance(names, list) else [names]
+        found = [self(one.rstrip("?"), None) if isinstance(one, str) else one for one in names]
+        value = next((one for one in found if one is not None), None)
+        if value is None and not names[-1].endswith("?"):
+            value = self(names[0])  # raises
+        return value
+
     def by_layer(self, name: str, layers: int) -> list[Any]:
         """A value for each layer. Raises `ConfigError`."""
         value = self(name)
@@ -69,11 +75,11 @@ class Fields:
             raise self.wrong(name, value)
         return values
 
-    def check_all_read(self) -> None:
+    def check_all_read(self, ignored: Mapping[str, str]) -> None:
         """Raise `ConfigError` for a key that may change what the model computes."""
         for key, value in self._metadata.items():
             prefix, _, name = key.partition(".")
-            if prefix == self._kind and name not in self._read and value:
+            if prefix == self._kind and name not in {*self._read, *ignored} and value:
                 raise ConfigError(f"{self.path}: {key} is not understood.")
 
     def check_fixed(self, values: Mapping[str, Any]) -> None:
@@ -160,33 +166,25 @@ def read_config(path: object, header: Header) -> Config:
     rotated, theta = fields("rope.dimension_count", head_dim), fields("rope.freq_base", 10000.0)
     if rotated != head_dim and kind not in _PARTLY_ROTATED:
         raise fields.wrong("rope.dimension_count", rotated)
-    norm = "layer_norm_epsilon" if row["model_type"] == "nemotron_h" else "layer_norm_rms_epsilon"
     config = {
         "from_gguf": True,
         "model_type": row["model_type"],
-        "hidden_size": width,
         "num_hidden_layers": layers,
-        "intermediate_size": fields("feed_forward_length", 0),
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": fields(f"attention.{norm}"),
-        "rope_theta": theta,
         "rope_scaling": None if kind == "gemma4" else fields.scaling(head_dim, theta),
         "partial_rotary_factor": rotated / head_dim,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
-        "max_position_embeddings": fields("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": "blk.0.attn_q.bias" in header.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in header.tensors,
         **row.get("constants", {}),
-        **{name: fields(key) for name, key in row.get("keys", {}).items()},
+        **{name: fields.first(keys) for name, keys in row["keys"].items()},
+        **{name: fields(a) // fields(b) for name, (a, b) in row.get("quotients", {}).items()},
     }
     if kind in _DERIVED:
         config |= _DERIVED[kind](fields, config)
-    fields.check_fixed(_FIXED | {"rope.dimension_count_swa": config["head_dim"]})
-    fields.check_fixed(row.get("fixed", {}))
-    fields.check_all_read()
+    fields.check_fixed(row["fixed"] | {"rope.dimension_count_swa": config["head_dim"]})
+    fields.check_all_read(row["ignored"])
     return {name: value for name, value in config.items() if value is not None}
 
 
@@ -216,9 +214,7 @@ def _gemma(fields: Fields, config: Config) -> Config:
     """The scale of attention, which the largest of each generation has another way."""
     largest = config["num_hidden_layers"] in (46, 62)
     per_head = config["hidden_size"] // config["num_attention_heads"]
-    local = fields("rope.freq_base_swa", 10000.0)
-    scale = per_head if largest else config["head_dim"]
-    return {"query_pre_attn_scalar": scale, "rope_local_base_freq": local}
+    return {"query_pre_attn_scalar": per_head if largest else config["head_dim"]}
 
 
 def _gemma4(fields: Fields, config: Config) -> Config:
@@ -252,21 +248,10 @@ def _gemma4(fields: Fields, config: Config) -> Config:
     }
 
 
-def _phi3(fields: Fields, config: Config) -> Config:
-    length = fields("rope.scaling.original_context_length", config["max_position_embeddings"])
-    window = fields("attention.sliding_window", None)  # not computed: it bounds the context
-    return {"original_max_position_embeddings": length, "sliding_window": window}
-
-
 def _linear(fields: Fields, config: Config) -> Config:
     """Qwen's layers of linear attention."""
     rotation = {name: config[name] for name in ("rope_theta", "partial_rotary_factor")}
-    rotation |= config["rope_scaling"] or {"type": "default"}
-    return {
-        "linear_value_head_dim": fields("ssm.inner_size") // config["linear_num_value_heads"],
-        "full_attention_interval": fields("full_attention_interval", 4),
-        "rope_parameters": rotation,
-    }
+    return {"rope_parameters": rotation | (config["rope_scaling"] or {"type": "default"})}
 
 
 def _deepseek2(fields: Fields, config: Config) -> Config:
@@ -279,17 +264,7 @@ def _deepseek2(fields: Fields, config: Config) -> Config:
         config["rope_scaling"] |= {"mscale": amount, "mscale_all_dim": amount}
     heads = config["num_attention_heads"]  # files say 1, for the latents that heads share
     nope = fields("attention.key_length_mla") - config["qk_rope_head_dim"]
-    return {"num_key_value_heads": heads, "qk_nope_head_dim": nope, **_routing(fields)}
-
-
-def _routing(fields: Fields) -> Config:
-    """How experts are chosen and weighted."""
-    return {
-        "n_group": fields("expert_group_count", 1),
-        "topk_group": fields("expert_group_used_count", 1),
-        "norm_topk_prob": fields("expert_weights_norm", False),
-        "routed_scaling_factor": fields("expert_weights_scale", 1.0),
-    }
+    return {"num_key_value_heads": heads, "qk_nope_head_dim": nope}
 
 
 def _lfm2(fields: Fields, config: Config) -> Config:
@@ -309,10 +284,7 @@ def _nemotron_h(fields: Fields, config: Config) -> Config:
         "num_key_value_heads": max(heads),
         "intermediate_size": max(sizes),
         "hybrid_override_pattern": kinds,
-        "mamba_head_dim": fields("ssm.inner_size") // config["mamba_num_heads"],
         "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in fields.tensors),
-        "moe_latent_size": fields("moe_latent_size", None),
-        **_routing(fields),
     }
 
 
@@ -325,7 +297,6 @@ _DERIVED = {
     "gemma2": _gemma,
     "gemma3": _gemma,
     "gemma4": _gemma4,
-    "phi3": _phi3,
     "lfm2": _lfm2,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,8 @@ from tqdm import tqdm
 
 from ...errors import ConfigError, WeightsError
 from ...validation import ErrorWrapper
-from ..computed import complete
+from ..computed import model_of
+from ..reading import MODEL_ERRORS
 from . import tokenizer
 from .architectures import LONG, ROPE_DIVISORS, SHORT, architectures, read_config
 from .blocks import GROUP, PACKINGS, is_readable, pack, unpack
@@ -59,12 +59,11 @@ class Conversion:
                 raise ConfigError(f"{path}: {name} is stored as {tensor.type.name}: not readable.")
         if EMBEDDING not in self.header.tensors:
             raise WeightsError(f"{path}: the tensor {EMBEDDING} is missing.")
-        with ErrorWrapper(ConfigError, f"{path}: its metadata describes no model of mlx-lm"):
+        wrong = f"{path}: its metadata describes no model of mlx-lm"
+        with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
             self.config = read_config(path, self.header)
             self.config["eos_token_id"] = tokenizer.end_tokens(path, self.header.metadata)
-            module = importlib.import_module(f"mlx_lm.models.{self.config['model_type']}")
-            model = module.Model(module.ModelArgs.from_dict(self.config))
-            complete(path, model, self.config)
+            model = model_of(path, self.config)
         self._sources = self._find_sources(model)
         modules = dict(model.named_modules())
         self._packed = {

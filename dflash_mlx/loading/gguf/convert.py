@@ -21,7 +21,7 @@ from ...machine.facts import cache_folder
 from ...machine.saving import save_arrays
 from ..folder import INDEX, Folder
 from ..memory import check_memory
-from .parts import parts_of
+from ..registry import parts_of
 
 if TYPE_CHECKING:
     from .conversion import Conversion

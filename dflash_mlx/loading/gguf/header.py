@@ -29,6 +29,8 @@ MAX_ENTRIES = 2**16  # metadata keys, or tensors; real files have a few hundred
 MAX_ITEMS = 2**24  # of an array; the largest vocabularies have 300,000 tokens
 MAX_TEXT = 2**26  # bytes; a chat template has some thousands
 MAX_DIMENSIONS = 4
+# What a header's own numbers raise in `_Reader`, which reads them as they are.
+HEADER_ERRORS = (ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError)
 _BASE_MODEL = re.compile(r"general\.(base_model\.\d+|source)\.repo_url")
 _SCALARS = dict(zip(GGUFValueType, "BbHhIif?__Qqd", strict=True))  # codes of NumPy
 
@@ -73,13 +75,7 @@ def read_header(parts: Sequence[Path]) -> Header:
 
     Raises `WeightsError`: not a GGUF file, truncated, or a number in it that cannot be true.
     """
-    headers = []
-    for part in parts:
-        with (
-            ErrorWrapper(WeightsError, f"{part}: a GGUF file with a broken header"),
-            part.open("rb") as file,
-        ):
-            headers.append(_Reader(part, file).header())
+    headers = [_read(part) for part in parts]
     tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
     if len(tensors) < sum(len(header.tensors) for header in headers):
         raise WeightsError(f"{parts[0]}: two of its parts have a tensor of one name.")
@@ -91,13 +87,15 @@ def read_base_models(path: Path) -> list[str]:
 
     Raises `WeightsError`.
     """
-    with (
-        ErrorWrapper(WeightsError, f"{path}: a GGUF file with a broken header"),
-        path.open("rb") as file,
-    ):
-        said = _Reader(path, file).general()
+    said = _read(path, general=True).metadata
     urls = (str(said[key]) for key in sorted(said) if _BASE_MODEL.fullmatch(key))
     return ["/".join(url.rstrip("/").split("/")[-2:]) for url in urls]
+
+
+def _read(path: Path, general: bool = False) -> Header:
+    wrong = f"{path}: a GGUF file with a broken header"
+    with ErrorWrapper(WeightsError, wrong, HEADER_ERRORS), path.open("rb") as file:
+        return _Reader(path, file).header(general)
 
 
 class _Reader:
@@ -107,10 +105,21 @@ class _Reader:
         self._path, self._file = path, file
         self._size = path.stat().st_size
 
-    def header(self) -> Header:
-        """The whole header. Raises `WeightsError`."""
-        count, entries = self._counts()
-        metadata = {self._text(): self._value() for _ in range(entries)}
+    def header(self, general: bool = False) -> Header:
+        """The whole header, or its first keys that are about any model. Raises `WeightsError`."""
+        if self._file.read(4) != b"GGUF":
+            raise WeightsError(f"{self._path}: not a GGUF file.")
+        if (version := self._integer(4)) not in (2, 3):
+            raise ValueError(f"version {version}; 2 and 3 are read")
+        count, entries = self._count(MAX_ENTRIES), self._count(MAX_ENTRIES)
+        metadata: dict[str, Any] = {}
+        for _ in range(entries):
+            key = self._text()
+            if general and not key.startswith("general."):
+                break
+            metadata[key] = self._value()
+        if general:
+            return Header(metadata, {})
         described = {}
         for _ in range(count):
             name, dimensions = self._text(), self._count(MAX_DIMENSIONS, 4)
@@ -120,29 +129,11 @@ class _Reader:
             raise ValueError("two tensors have one name")
         alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         base = -(-self._file.tell() // alignment) * alignment
-        return Header(
-            metadata,
-            {
-                name: self._tensor(name, shape, kind, base + offset)
-                for name, (shape, kind, offset) in described.items()
-            },
-        )
-
-    def general(self) -> dict[str, Any]:
-        """The keys at its beginning that are about any model. Raises `WeightsError`."""
-        _, entries = self._counts()
-        metadata: dict[str, Any] = {}
-        while len(metadata) < entries and (key := self._text()).startswith("general."):
-            metadata[key] = self._value()
-        return metadata
-
-    def _counts(self) -> tuple[int, int]:
-        """The numbers of tensors and of metadata keys."""
-        if self._file.read(4) != b"GGUF":
-            raise WeightsError(f"{self._path}: not a GGUF file.")
-        if (version := self._integer(4)) not in (2, 3):
-            raise ValueError(f"version {version}; 2 and 3 are read")
-        return self._count(MAX_ENTRIES), self._count(MAX_ENTRIES)
+        tensors = {
+            name: self._tensor(name, shape, kind, base + offset)
+            for name, (shape, kind, offset) in described.items()
+        }
+        return Header(metadata, tensors)
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> Tensor:
         tensor = Tensor(GGMLQuantizationType(kind), shape, self._path, start)

@@ -26,7 +26,7 @@ from tokenizers import (
 )
 
 from ...errors import ConfigError
-from ...validation import ErrorWrapper
+from ...validation import TOKENIZER_ERRORS, ErrorWrapper
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types
 _KEY = "tokenizer.ggml."
@@ -46,7 +46,7 @@ class TokenizerFields:
 
     def __init__(self, path: object, metadata: Mapping[str, Any]) -> None:
         self.path, self.metadata = path, metadata
-        with ErrorWrapper(ConfigError, f"{path}: the vocabulary is broken"):
+        with ErrorWrapper(ConfigError, f"{path}: the vocabulary is broken", TOKENIZER_ERRORS):
             self.tokens: list[str] = metadata[f"{_KEY}tokens"]
             self.types: list[int] = self("token_type", [NORMAL] * len(self.tokens))
             if len({*self.tokens}) < len(self.tokens) or len(self.types) != len(self.tokens):
@@ -93,7 +93,7 @@ def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
             f"{path}: its tokenizer is {model[:40]!r}; of GGUF files, byte-level BPE (gpt2) "
             "and SentencePiece's BPE (llama, gemma4) are read."
         )
-    with ErrorWrapper(ConfigError, f"{path}: its tokenizer cannot be read"):
+    with ErrorWrapper(ConfigError, f"{path}: its tokenizer cannot be read", TOKENIZER_ERRORS):
         tokenizer = _MODELS[model](fields)
     for kind, add in (
         (CONTROL, tokenizer.add_special_tokens),
@@ -185,7 +185,7 @@ def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
             settings[f"{ours}_token"] = fields.tokens[number]
     if (template := metadata.get("tokenizer.chat_template")) is not None:
         if not isinstance(template, str):
-            raise ConfigError(f"{path}: tokenizer.chat_template is no text.")
+            raise ConfigError(f"{path}: tokenizer.chat_template is not a string.")
         settings["chat_template"] = template
     content = json.dumps(settings, indent=1, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(content + "\n", encoding="utf-8")
