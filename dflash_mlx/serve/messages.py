@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
-from ..answers.parser import Part, Reasoning, Text, ToolCall
+from ..answers.parser import Part, Reasoning, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .fields import (
@@ -23,7 +23,7 @@ from .fields import (
     thinking_settings,
 )
 from .request import GenerationRequest, Tool, ToolChoice
-from .response import ApiResponse, Event, grow
+from .response import Event, ItemsResponse, grow
 from .steps import ResponseStream, StepOutput
 
 # The first system block of Claude Code. It differs between sessions, and a prompt that differs at
@@ -196,7 +196,7 @@ class CountBody(MessagesBody):
     max_tokens: int | None = None  # type: ignore[assignment]
 
 
-class MessagesResponse(ApiResponse):
+class MessagesResponse(ItemsResponse):
     """The response to one request.
 
     Args:
@@ -206,37 +206,46 @@ class MessagesResponse(ApiResponse):
 
     def __init__(self, stream: ResponseStream, request_id: str) -> None:
         super().__init__(stream)
-        self._request_id = request_id
-        self._is_begun, self._index, self._open_kind = False, -1, ""
+        self._request_id, self._is_begun = request_id, False
+        self._index = -1  # of the last block
 
     def _step(self, step: StepOutput) -> Iterator[Event]:
-        """The events of the message and of its blocks."""
         if not self._is_begun:  # not earlier: only now the usage has the cached tokens
             self._is_begun = True
             message: Event = {"id": new_id("msg_"), "type": "message", "role": "assistant"}
             message |= {"model": self.model, "content": [], "stop_reason": None}
             message |= {"stop_sequence": None, "usage": self._usage(step)}
             yield {"type": "message_start", "message": message}
-        for part in step.parts:
-            block = _block(part)
-            kind, content = block["type"], "input" if isinstance(part, ToolCall) else block["type"]
-            if kind != self._open_kind or isinstance(part, ToolCall):
-                yield from self._close_block()
-                self._index, self._open_kind = self._index + 1, kind
-                empty = block | {content: type(block[content])()}
-                yield self._event("content_block_start", content_block=empty)
-            delta = {"type": f"{kind}_delta", kind: block[content]}
-            if isinstance(part, ToolCall):
-                delta = {"type": "input_json_delta", "partial_json": part.arguments}
-            yield self._event("content_block_delta", delta=delta)
+        yield from super()._step(step)
         if step.reason is not None:
-            yield from self._close_block()
             stopped = step.stop_string is not None
             reason = "stop_sequence" if stopped else _STOP_REASONS[step.reason]
             delta = {"stop_reason": reason, "stop_sequence": step.stop_string}
             more = {"usage": self._usage(step), "x_dflash": self.drafting()}
             yield {"type": "message_delta", "delta": delta} | more
             yield {"type": "message_stop"}
+
+    def _open(self, part: Part) -> Iterator[Event]:
+        self._index += 1
+        block: Event = {"type": "text", "text": "", "citations": None}
+        if isinstance(part, Reasoning):
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif isinstance(part, ToolCall):
+            call_id = part.id.replace("call_", "toolu_")  # the prefix that Anthropic's ids have
+            block = {"type": "tool_use", "id": call_id, "name": part.name, "input": {}}
+        yield self._event("content_block_start", content_block=block)
+
+    def _grow(self, part: Part) -> Iterator[Event]:
+        if isinstance(part, ToolCall):
+            delta = {"type": "input_json_delta", "partial_json": part.arguments}
+        elif isinstance(part, Reasoning):
+            delta = {"type": "thinking_delta", "thinking": part.text}
+        else:
+            delta = {"type": "text_delta", "text": part.text}
+        yield self._event("content_block_delta", delta=delta)
+
+    def _close(self) -> Iterator[Event]:
+        yield self._event("content_block_stop")
 
     def _error(self, error: RequestError) -> Event:
         return error.anthropic(self._request_id)
@@ -263,10 +272,6 @@ class MessagesResponse(ApiResponse):
     def _event(self, kind: str, **content: Any) -> Event:
         return {"type": kind, "index": self._index, **content}
 
-    def _close_block(self) -> Iterator[Event]:
-        if self._open_kind:
-            yield self._event("content_block_stop")
-
     def _usage(self, step: StepOutput) -> dict[str, Any]:
         stats = step.event.stats
         return {
@@ -275,13 +280,3 @@ class MessagesResponse(ApiResponse):
             "cache_read_input_tokens": stats.reused_tokens,
             "output_tokens": stats.output_tokens,
         }
-
-
-def _block(part: Part) -> dict[str, Any]:
-    if isinstance(part, Text):
-        return {"type": "text", "text": part.text, "citations": None}
-    if isinstance(part, Reasoning):
-        return {"type": "thinking", "thinking": part.text, "signature": ""}
-    call_id = part.id.replace("call_", "toolu_")  # the prefix that Anthropic's ids have
-    arguments = from_json(part.arguments)
-    return {"type": "tool_use", "id": call_id, "name": part.name, "input": arguments}

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, Final
 
+from ..answers.parser import Part, ToolCall
 from .errors import RequestError, new_id
 from .sse import DONE, frame
 from .steps import ResponseStream, StepOutput
@@ -178,6 +179,39 @@ class ChoicesResponse(ApiResponse):
 
     def _chunk(self, choice: dict[str, Any], **more: Any) -> Event:
         return self._head | {"choices": [choice]} | more
+
+
+class ItemsResponse(ApiResponse):
+    """A response of items, one after the other: neighbouring parts of a kind, or a call."""
+
+    _kind: type[Part] | None = None  # of the open item
+
+    def _step(self, step: StepOutput) -> Iterator[Event]:
+        for part in step.parts:
+            if type(part) is not self._kind or isinstance(part, ToolCall):
+                yield from self._close_item()
+                self._kind = type(part)
+                yield from self._open(part)
+            yield from self._grow(part)
+        if step.reason is not None:
+            yield from self._close_item()
+
+    def _close_item(self) -> Iterator[Event]:
+        if self._kind is not None:
+            yield from self._close()
+            self._kind = None
+
+    @abstractmethod
+    def _open(self, part: Part) -> Iterator[Event]:
+        """Begin an item with this part, without its content."""
+
+    @abstractmethod
+    def _grow(self, part: Part) -> Iterator[Event]:
+        """Add a part's content to the item."""
+
+    @abstractmethod
+    def _close(self) -> Iterator[Event]:
+        """End the item."""
 
 
 def grow(whole: dict[str, Any], delta: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pydantic_core import from_json
 
-from ..answers.parser import Text, ToolCall
+from ..answers.parser import Part, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .fields import (
@@ -23,11 +23,11 @@ from .fields import (
     read_tool_choice,
 )
 from .request import GenerationRequest, Tool
-from .response import ApiResponse, Event
+from .response import Event, ItemsResponse
 from .responses_input import CALLS, CUSTOM_INPUT, InputItem, messages_of
 from .steps import ResponseStream, StepOutput
 
-_CUSTOM: Final = (CALLS[1], "input", "ctc_")  # a call of a custom tool: type, field, id
+_FIELDS: Final = dict(zip(CALLS, ("arguments", CUSTOM_INPUT), strict=True))  # of a call's text
 INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
 
 
@@ -142,7 +142,7 @@ class ResponsesBody(SamplingOptions):
         return messages
 
 
-class ResponsesResponse(ApiResponse):
+class ResponsesResponse(ItemsResponse):
     """One response, put together from its steps.
 
     Args:
@@ -160,7 +160,6 @@ class ResponsesResponse(ApiResponse):
         super().__init__(stream)
         self._body, self._store, self._id = body, store, new_id("resp_")
         self._output: list[dict[str, Any]] = []
-        self._open_kind = ""  # of the last item, while it may grow
         self._logprobs: list[dict[str, Any]] = []  # for the next text
         self._number = -1  # of the stream's last event
         self._names = {tool.name: (space, name) for space, name, tool in body.functions}
@@ -171,26 +170,8 @@ class ResponsesResponse(ApiResponse):
         yield self.ping()
 
     def _step(self, step: StepOutput) -> Iterator[Event]:
-        """The events of items and of their parts."""
         self._logprobs += step.logprobs or ()
-        for part in step.parts:
-            if isinstance(part, ToolCall):
-                yield from self._close_item()
-                yield from self._call(part)
-                continue
-            kind = "message" if isinstance(part, Text) else "reasoning"
-            if self._open_kind != kind:
-                yield from self._close_item()
-                yield from self._open_item(kind)
-            [content] = self._output[-1]["content"]
-            content["text"] += part.text
-            event = self._event(f"{content['type']}.delta", content_index=0, delta=part.text)
-            if kind == "message":
-                event["logprobs"], self._logprobs = self._logprobs, []
-                content["logprobs"] += event["logprobs"]
-            yield event
-        if step.reason is not None:
-            yield from self._close_item()
+        return super()._step(step)
 
     def _end(self) -> Iterator[Event]:
         response = self._response()
@@ -216,50 +197,54 @@ class ResponsesResponse(ApiResponse):
         self._number += 1
         return super().frame(event | {"sequence_number": self._number})
 
-    def _call(self, call: ToolCall) -> Iterator[Event]:
-        namespace, name = self._names.get(call.name, (None, call.name))
-        text, kind, field, prefix = call.arguments, CALLS[0], "arguments", "fc_"
-        if namespace is None and name in self._custom:
-            text, kind, field, prefix = from_json(text).get(CUSTOM_INPUT, text), *_CUSTOM
-        item = {
-            "type": kind,
-            "id": self._item_id(prefix),
-            "call_id": call.id,
-            "name": name,
-            field: "",
-        }
-        item |= {"status": "in_progress"} | ({"namespace": namespace} if namespace else {})
-        self._output.append(item)
-        yield self._item_event("added")
-        yield self._event(f"{kind}_{field}.delta", delta=text)
-        yield self._event(f"{kind}_{field}.done", **{field: text}, name=name)
-        item |= {field: text, "status": "completed"}
-        yield self._item_event("done")
-
-    def _open_item(self, kind: str) -> Iterator[Event]:
-        self._open_kind = kind
-        item: dict[str, Any] = {"type": kind, "status": "in_progress", "content": []}
-        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-        if kind == "message":
-            item |= {"id": self._item_id("msg_"), "role": "assistant"}
-            part |= {"type": "output_text", "annotations": [], "logprobs": []}
+    def _open(self, part: Part) -> Iterator[Event]:
+        content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        item: dict[str, Any] = {"status": "in_progress", "content": []}
+        if isinstance(part, ToolCall):
+            namespace, name = self._names.get(part.name, (None, part.name))
+            is_custom = namespace is None and name in self._custom
+            kind, id = CALLS[is_custom], self._item_id("ctc_" if is_custom else "fc_")
+            item = {"type": kind, "id": id, "call_id": part.id, "name": name}
+            item |= {_FIELDS[kind]: "", "status": "in_progress"}
+            item |= {"namespace": namespace} if namespace else {}
+        elif isinstance(part, Text):
+            item |= {"type": "message", "id": self._item_id("msg_"), "role": "assistant"}
+            content |= {"type": "output_text", "annotations": [], "logprobs": []}
         else:
-            item |= {"id": self._item_id("rs_"), "summary": []}
+            item |= {"type": "reasoning", "id": self._item_id("rs_"), "summary": []}
         self._output.append(item)
         yield self._item_event("added")
-        item["content"] = [part]
-        yield self._event("content_part.added", content_index=0, part=dict(part))
+        if "content" in item:
+            item["content"] = [content]
+            yield self._event("content_part.added", content_index=0, part=dict(content))
 
-    def _close_item(self) -> Iterator[Event]:
-        """End an item of text or reasoning."""
-        if not self._open_kind:
+    def _grow(self, part: Part) -> Iterator[Event]:
+        item = self._output[-1]
+        if isinstance(part, ToolCall):
+            text, field = part.arguments, _FIELDS[item["type"]]
+            item[field] = from_json(text).get(field, text) if field == CUSTOM_INPUT else text
+            yield self._event(f"{item['type']}_{field}.delta", delta=item[field])
             return
-        self._open_kind, item = "", self._output[-1]
-        item["status"] = "incomplete" if self._truncated else "completed"
-        [part] = item["content"]
-        done = {key: part[key] for key in ("text", "logprobs") if key in part}
-        yield self._event(f"{part['type']}.done", content_index=0, **done)
-        yield self._event("content_part.done", content_index=0, part=dict(part))
+        [content] = item["content"]
+        content["text"] += part.text
+        event = self._event(f"{content['type']}.delta", content_index=0, delta=part.text)
+        if isinstance(part, Text):
+            event["logprobs"], self._logprobs = self._logprobs, []
+            content["logprobs"] += event["logprobs"]
+        yield event
+
+    def _close(self) -> Iterator[Event]:
+        item = self._output[-1]
+        item["status"] = "completed"
+        if field := _FIELDS.get(item["type"]):
+            done = {field: item[field], "name": item["name"]}
+            yield self._event(f"{item['type']}_{field}.done", **done)
+        else:
+            item["status"] = "incomplete" if self._truncated else "completed"
+            [content] = item["content"]
+            done = {key: content[key] for key in ("text", "logprobs") if key in content}
+            yield self._event(f"{content['type']}.done", content_index=0, **done)
+            yield self._event("content_part.done", content_index=0, part=dict(content))
         yield self._item_event("done")
 
     def _item_id(self, prefix: str) -> str:

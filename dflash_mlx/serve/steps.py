@@ -114,7 +114,7 @@ class ResponseStream:
             self._closed = None
 
     def _ended(self, following: asyncio.Task[None]) -> None:
-        error = following.exception()
+        error = shutting_down() if following.cancelled() else following.exception()
         self._steps.put_nowait(None if error is None else request_error(error, self._metrics))
         self.close()
         self._choices, self._following = (), None
@@ -144,11 +144,8 @@ class ResponseStream:
                 self._steps.put_nowait(StepOutput(*step))
                 continue
             reason: FinishReason = "tool_calls" if choice.parser.calls else "stop"
-            stop_string = None
-            if event.finish_reason == "length":
-                reason = "length"
-            else:
-                stop_string = self._stop_string(tokens, length)
+            reason = "length" if event.finish_reason == "length" else reason
+            stop_string = None if reason == "length" else self._stop_string(tokens, length)
             metrics.count_finish(event.stats, reason)
             count = self._tokenizer.encode(reasoning, add_special_tokens=False) if reasoning else ()
             self._steps.put_nowait(StepOutput(*step, reason, len(count), stop_string))
