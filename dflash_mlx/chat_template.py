@@ -6,6 +6,7 @@ prepare the template's variables: they render a template of ours that prints the
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from .errors import PromptError
-from .validation import ErrorWrapper
+from .errors import PromptError, SettingsError
+from .validation import ErrorWrapper, brief
 from .worker import Worker, WorkerLimitError
 
 SECONDS = 10  # of a template
@@ -33,6 +34,11 @@ _ERRORS = (
     ValueError,
 )
 SWITCHES = ("enable_thinking", "thinking")  # what templates call the switch for thinking
+# Parameters of apply_chat_template, the template itself among them, and what else it is told.
+_RESERVED = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *("messages", "tokenizer"),
+} - {"tools"}
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _NAMES = ("messages", "tools", "add_generation_prompt", *SWITCHES)
 _VARIABLES = "".join(
@@ -51,7 +57,7 @@ def apply_chat_template(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    **settings: Any,
+    settings: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of a chat.
 
@@ -62,10 +68,15 @@ def apply_chat_template(
         continue_final_message: leave the last message's turn open instead.
         settings: more variables of the template, such as tools.
 
-    Raises `PromptError` for messages that transformers or the template refuses, and its subclass
-    `TemplateLimitError` for a template that takes too long or too much memory.
+    Raises `PromptError` for messages that transformers or the template refuses, its subclass
+    `TemplateLimitError` for a template that takes too long or too much memory, and `SettingsError`
+    for a variable that is not one of the template's own.
     """
     own, is_code = _own(tokenizer)
+    settings = dict(settings or {})
+    for name in settings:
+        if name in _RESERVED or not isinstance(name, str):
+            raise SettingsError(f"chat_template_kwargs cannot set {brief(name)}.")
     how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
     with ErrorWrapper(PromptError, "The chat template refuses these messages", _ERRORS):
         if is_code:

@@ -169,7 +169,7 @@ def _apply_template(
 ) -> list[int]:
     """Token ids of messages, put through the chat template. Raises `PromptError`."""
     texts = list(map(_with_text, messages))
-    text = apply_chat_template(tokenizer, texts, generation_prompt, **(template or {}))
+    text = apply_chat_template(tokenizer, texts, generation_prompt, settings=template)
     return encode_text(tokenizer, text, False)
 
 

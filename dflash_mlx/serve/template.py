@@ -7,20 +7,17 @@ fails, they are merged into an order that every template takes.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from ..answers.calls import JsonCalls
 from ..answers.families import HARMONY, AnswerFormat, Family
 from ..chat_template import TemplateLimitError, apply_chat_template
-from ..errors import PromptError
+from ..errors import PromptError, SettingsError
 from ..prompt import branch_points, check_ids, encode_text, token_ids
 from .errors import RequestError, too_long
 from .request import GenerationRequest, Tool
@@ -29,12 +26,6 @@ if TYPE_CHECKING:
     from ..targets import Target
 
 Message = Mapping[str, Any]
-# Parameters of apply_chat_template, the template itself among them, and what it calls the
-# conversation in a template: a request may not set them.
-_RESERVED: Final = {
-    "messages",
-    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-}
 
 
 def encode(
@@ -56,6 +47,8 @@ def encode(
         check_ids(target, ids)
     except PromptError as error:
         raise RequestError(str(error), param=field) from error
+    except SettingsError as error:
+        raise RequestError(str(error), param="chat_template_kwargs") from error
     if len(ids) >= target.context_length:
         raise too_long(len(ids), target.context_length - 1, field)
     return ids, branches
@@ -69,9 +62,6 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> R
     if not tokenizer.has_chat_template:
         raise PromptError("The model has no chat template: use completions.")
     settings = dict(request.template_settings)
-    if reserved := sorted(_RESERVED & set(settings)):
-        field = "chat_template_kwargs"
-        raise RequestError(f"{field} cannot set {reserved[0]!r}.", param=field)
     messages: Any = request.prompt
     tools = request.callable_tools
     if not form.template_has_tools:
@@ -87,7 +77,7 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> R
     ends = not request.continues_message, request.continues_message
     for attempt in _attempts(messages, form.family):
         try:
-            text = apply_chat_template(tokenizer, attempt, *ends, **settings)
+            text = apply_chat_template(tokenizer, attempt, *ends, settings)
         except TemplateLimitError:
             raise
         except PromptError as error:

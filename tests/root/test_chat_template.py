@@ -7,7 +7,7 @@ from tinymodels import wrapped
 
 from dflash_mlx import worker as bounds
 from dflash_mlx.chat_template import apply_chat_template, worker
-from dflash_mlx.errors import PromptError
+from dflash_mlx.errors import PromptError, SettingsError
 
 SAID = [
     {"role": "system", "content": "é \U0001f600 <b>\u2028"},
@@ -53,10 +53,16 @@ def test_a_text_is_what_transformers_makes_of_it(template, speaker):
     speaker.chat_template = template
     settings = {"tools": TOOLS, "colour": "red"}
     for prompt in (True, False):
-        text = apply_chat_template(speaker, SAID, prompt, **settings)
+        text = apply_chat_template(speaker, SAID, prompt, settings=settings)
         assert text == speaker.apply_chat_template(
             SAID, tokenize=False, add_generation_prompt=prompt, **settings
         )
+
+
+@pytest.mark.parametrize("name", ["messages", "tokenizer", "add_generation_prompt", "tokenize", 1])
+def test_what_is_no_variable_of_a_template_cannot_be_set(name, speaker):
+    with pytest.raises(SettingsError, match="chat_template_kwargs cannot set"):
+        apply_chat_template(speaker, SAID, settings={name: True})
 
 
 @pytest.mark.parametrize("spaces", ["", " | trim"])
