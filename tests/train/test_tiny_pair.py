@@ -51,29 +51,19 @@ def answers() -> list[dict]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def prompts() -> list[dict]:
-    lines = (TINY / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def test_it_is_small():
+def test_its_files():
     sizes = [path.stat().st_size for path in TINY.rglob("*") if path.is_file()]
     assert sum(sizes) <= 9_000_000
-
-
-def test_its_prompts():
-    records = prompts()
+    card = (TINY / "README.md").read_text(encoding="utf-8")
+    assert all(category in card for category in CATEGORIES)
+    lines = (TINY / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
     assert {record["category"] for record in records} == CATEGORIES
     assert all(record["answer"].strip() for record in records)
     assert all(("prompt" in record) != ("messages" in record) for record in records)
     assert any(len(record.get("messages", ())) > 1 for record in records)  # turns before the last
     asked = [json.dumps(record.get("messages") or record["prompt"]) for record in records]
     assert len(set(asked)) == len(asked) >= 60
-
-
-def test_its_model_card_is_there():
-    card = (TINY / "README.md").read_text(encoding="utf-8")
-    assert all(category in card for category in CATEGORIES)
 
 
 def test_mlx_lm_loads_the_target():

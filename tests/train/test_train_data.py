@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -48,18 +49,14 @@ def test_answers_of_a_chat_end_with_the_end_of_turn(tokenizer):
     assert tokenizer.decode(list(sample.tokens[:start])).endswith("<|im_start|>assistant\n")
 
 
-def test_a_template_that_rewrites_the_past_keeps_the_last_answer(tokenizer):
+def test_a_template_that_rewrites_the_past_keeps_the_last_answer(tokenizer, monkeypatch):
     template = (
         "{% for m in messages %}{{ m.role }}:"
         "{{ m.content if loop.last or m.role == 'user' else 'gone' }}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    before = tokenizer.chat_template
-    tokenizer.chat_template = template
-    try:
-        sample = encode_chat(tokenizer, CHAT)
-    finally:
-        tokenizer.chat_template = before
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    sample = encode_chat(tokenizer, CHAT)
     assert len(sample.answers) == 1
     [(start, end)] = sample.answers
     assert tokenizer.decode(list(sample.tokens[start:end])) == "five 5 six<|im_end|>"
@@ -113,8 +110,6 @@ def samples(count: int) -> list[Sample]:
 
 
 def test_batches_hold_one_bucket_and_every_sample():
-    from random import Random
-
     batches = group(samples(100), tokens=64, rng=Random(0))
     for batch in batches:
         lengths = {-(-len(sample.tokens) // 16) for sample in batch}

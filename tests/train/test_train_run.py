@@ -1,8 +1,6 @@
 """From a target to a drafter on disk: resumed bit for bit, refused in one line."""
 
 import json
-import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import mlx.core as mx
 import pytest
 import tinymodels
 from mlx.utils import tree_flatten
-from program import HERE, PROGRAM, run, start
+from program import run, start
 from tinymodels import END, LINES
 
 from dflash_mlx.drafter.config import DraftConfig
@@ -27,6 +25,7 @@ from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
 from dflash_mlx.targets import Target
 from dflash_mlx.train import answers, memory
+from dflash_mlx.train.answers import AnswerProgress
 from dflash_mlx.train.drafter import DrafterSettings, new_drafter
 from dflash_mlx.train.fit import StepReport
 from dflash_mlx.train.initial import draft_config, mask_token, tap_layers
@@ -74,39 +73,40 @@ def test_a_drafter_comes_out_that_drafts(tmp_path, target, data, kind, tokens):
     assert (ids is None) == (tokens is None)
     lines = (tmp_path / "out" / "held_out.jsonl").read_text().splitlines()
     for record in map(json.loads, lines):
+        assert END not in record["answer"]
         drafted = generate(target, drafter, record["ids"], max_tokens=10).tokens
         assert drafted == tinymodels.greedy(target, record["ids"], 10)
 
 
-def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path, data):
-    model = tinymodels.save_target(tmp_path / "model")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = ["train", "--model", model, "--data", data, "--steps", "4", "--block-size", "4"]
-    options += ["--answer-tokens", "10", "--rows", "2", "--anchors", "4", "--tokens", "64"]
-    options += ["--json"]
+def test_a_run_that_was_stopped_twice_ends_with_the_same_bits(tmp_path, target, data):
+    """What a kill leaves half-written is in test_train_answers; a checkpoint is written whole."""
+    chosen, steps = recipe(data, steps=4, rows=2), []
+    for kind in (AnswerProgress, StepReport):
+        seen = []
 
-    def kill_at(event: str, count: int) -> None:
-        """Start, and kill -9 as soon as this event has come so often."""
-        command = [*PROGRAM, *map(str, options), "--out", str(killed)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                count -= json.loads(line)["event"] == event
-                if not count:
-                    process.send_signal(signal.SIGKILL)
-                    break
-            assert process.wait() == -signal.SIGKILL
+        def stop(event, kind=kind, seen=seen):
+            seen += [event] if isinstance(event, kind) else []
+            if len(seen) == 2:
+                raise KeyboardInterrupt
 
-    kill_at("answers", 2)
-    kill_at("step", 2)
-    last = start(*options, "--out", killed)
-    assert last.returncode == 0, last.stderr
-    steps = [json.loads(line) for line in last.stdout.splitlines()]
-    assert [line["step"] for line in steps if line["event"] == "step"] in ([2, 3, 4], [3, 4])
-    assert start(*options, "--out", whole).returncode == 0
-    first, second = (folder / "model.safetensors" for folder in (whole, killed))
+        with pytest.raises(KeyboardInterrupt):
+            train(target, tmp_path / "stopped", chosen, listen=stop)
+    train(target, tmp_path / "stopped", chosen, listen=lambda event: steps.append(event))
+    assert [event.step for event in steps if isinstance(event, StepReport)] == [2, 3, 4]
+    train(target, tmp_path / "whole", chosen)
+    first, second = (tmp_path / name / "model.safetensors" for name in ("whole", "stopped"))
     assert first.read_bytes() == second.read_bytes()
-    assert "tokens per step" in (killed / "README.md").read_text()
+
+
+def test_the_command_trains_and_writes_a_card(tmp_path, data):
+    model, out = tinymodels.save_target(tmp_path / "model"), tmp_path / "out"
+    options = ["--model", model, "--data", data, "--steps", "1", "--block-size", "4", "--json"]
+    options += ["--answer-tokens", "10", "--rows", "4", "--anchors", "4", "--tokens", "64"]
+    done = start("train", *options, "--out", out)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line)["event"] for line in done.stdout.splitlines()]
+    assert list(dict.fromkeys(events)) == ["answers", "plan", "step", "done"]
+    assert "tokens per step" in (out / "README.md").read_text()
 
 
 def test_only_a_drafter_with_the_targets_head_drafts_fewer_tokens(tmp_path, target, data):
@@ -204,12 +204,6 @@ def test_the_command_line_says_what_is_wrong_in_one_line(tmp_path):
         assert done.returncode == 1 and done.stderr.startswith("error: "), done.stderr
         assert done.stderr.count("\n") == 1
     assert run("train", "--out", tmp_path / "out").returncode == 2
-
-
-def test_answers_do_not_hold_the_end_as_text(tmp_path, target, data):
-    train(target, tmp_path / "out", recipe(data))
-    lines = (tmp_path / "out" / "held_out.jsonl").read_text().splitlines()
-    assert lines and all(END not in json.loads(line)["answer"] for line in lines)
 
 
 # Refused before anything is answered or written
