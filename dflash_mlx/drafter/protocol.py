@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from operator import mul
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import mlx.core as mx
@@ -35,9 +33,6 @@ if TYPE_CHECKING:
     from ..targets import Target
     from ..targets.caches import Arrays
     from .tree import DraftTree
-
-
-NETWORK_RATE = 0.85  # acceptance rate of a network's slots, if no policy measures it
 
 
 class SupportsDrafting(Protocol):
@@ -106,13 +101,6 @@ class DraftSession(ABC):
     def propose_lookup(self, anchor: int, width: int) -> Proposal:
         """The draft that `lookup_rates` rated last, of at most `width` rows; it costs nothing."""
         return Proposal([anchor]) if self.lookup is None else self.lookup.propose(anchor, width)
-
-    def propose_best(self, anchor: int, width: int) -> Proposal:
-        """The chain of at most `width` rows that promises more tokens, without a policy."""
-        rates, network = self.lookup_rates(anchor, width), [NETWORK_RATE] * (width - 1)
-        if self.network is None or sum(accumulate(rates, mul)) > sum(accumulate(network, mul)):
-            return self.propose_lookup(anchor, width)
-        return self.propose(anchor, width)
 
 
 class SupportsTrees(DraftSession):

@@ -82,9 +82,13 @@ class Planner:
 
         Raises `ProposalError` when the drafter returns more rows than it was asked for.
         """
-        if self._tree_rows is not None and width > 1 and isinstance(session, SupportsTrees):
-            return session.propose_tree(anchor, self._tree_rows, width).propose(self._tree_rows)
-        return checked(session.propose_best(anchor, width), width)
+        candidate = self.candidate(session, anchor, width)
+        if isinstance(candidate, TreeCandidate):
+            tree = candidate.session.propose_tree(anchor, candidate.rows, width)
+            return tree.propose(candidate.rows)
+        rows = len(candidate.path_probs) + 1
+        propose = candidate.propose or partial(session.propose, anchor)
+        return checked(propose(rows), rows)
 
     def can_pipeline(self, session: DraftSession, anchor: int, width: int, shared: bool) -> bool:
         """Whether the step after this plain one is plain, too, whatever this one brings.

@@ -10,6 +10,7 @@ from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
+from dflash_mlx.policy.planner import Planner
 from dflash_mlx.prefix.cache import CHUNK
 from dflash_mlx.sampling import Sampler
 
@@ -156,7 +157,7 @@ def drafts(target, drafter, text):
     """What is drafted after a text, the rest of which is yet to be read."""
     for _, taps in target.prefill(text[target.position :]):
         take(drafter, text[: target.position], taps)
-    return mx.array(drafter.propose_best(text[30], 8).tokens).tolist()
+    return mx.array(Planner().propose(drafter, text[30], 8).tokens).tolist()
 
 
 def test_a_foreign_drafter_that_cannot_be_stored_reads_everything_again():
