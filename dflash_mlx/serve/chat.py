@@ -134,7 +134,8 @@ class ChatResponse(ChoicesResponse):
         deltas = [self._part(step.choice, part) for part in step.parts]
         if deltas or step.logprobs:
             delta, *others = deltas or [{}]
-            logprobs = step.logprobs and {"content": step.logprobs, "refusal": None}
+            tokens = step.logprobs
+            logprobs = None if tokens is None else {"content": tokens, "refusal": None}
             first = self._delta(step.choice, delta, logprobs=logprobs)
             yield self._chunk(first, x_dflash=step_drafting(step))
             yield from (self._chunk(self._delta(step.choice, delta)) for delta in others)

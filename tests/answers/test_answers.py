@@ -7,7 +7,7 @@ import pytest
 from answers import JSON, KNOWN, TAGGED, WRITERS, form_of, read, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving import FakeEngine, client, make_target
+from serving import make_target
 
 from dflash_mlx.answers.families import AnswerFormat
 from dflash_mlx.answers.parser import AnswerParser, Reasoning, Text, merge_texts
@@ -411,27 +411,3 @@ def test_words_without_a_channel_are_content(text, said):
     for width in (1, 1000):
         found = read(form_of("harmony"), SCHEMAS, text, width)
         assert "".join(one.text for one in found).split() == said.split()
-
-
-def test_gpt_oss_and_muse_are_told_by_their_tokens():
-    added = ["<|channel|>", "<|message|>", "<|call|>", "<|start|>", "<|end|>"]
-    target = make_target(added=added)
-    engine = FakeEngine(target, [HARMONY])
-    function = {"name": "get_weather", "parameters": SCHEMA}
-    body = {"messages": [{"role": "user", "content": "Hi"}]}
-    body["tools"] = [{"type": "function", "function": function}]
-    with client(engine) as server:
-        answer = server.post("/v1/chat/completions", json=body).json()
-    (choice,) = answer["choices"]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["reasoning_content"] == "Let me see."
-    details = answer["usage"]["completion_tokens_details"]
-    tokens = target.tokenizer.encode("Let me see.", add_special_tokens=False)
-    assert details["reasoning_tokens"] == len(tokens)
-    target = make_target("muse_spark", added=["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"])
-    text = "to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>It is 4."
-    call = f"<|eom|><|start|>assistant to=now<|message|>{written('muse_spark', 'now', {})}"
-    with client(FakeEngine(target, [text, call])) as server:
-        message = server.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("Hm.", "It is 4.")
-    assert [one["function"]["name"] for one in message["tool_calls"]] == ["now"]

@@ -42,19 +42,12 @@ def test_a_generated_stream_adds_up_to_the_whole_answer(engine):
         assert {"prompt_eval_duration", "eval_duration", "created_at"} <= set(last)
 
 
-def test_calls_and_their_results(target):
-    said = ['</think><tool_call>\n{"name": "f", ', '"arguments": {"a": 1}}\n</tool_call>']
-    engine = FakeEngine(target, said)
+def test_the_result_of_a_tool_by_its_name(engine):
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    turns = [user("Hi"), {"role": "assistant", "tool_calls": [call]}]
+    turns.append({"role": "tool", "tool_name": "f", "content": "42"})
     with client(engine) as server:
-        pieces = lines(server.post(CHAT, json=ask(CHAT, tools=[TOOL])))
-        whole = server.post(CHAT, json=ask(CHAT, tools=[TOOL], stream=False)).json()
-        [call] = whole["message"]["tool_calls"]
-        assert call["function"] == {"name": "f", "arguments": {"a": 1}}
-        found = [one["message"]["tool_calls"] for one in pieces if "tool_calls" in one["message"]]
-        assert [one["function"] for [one] in found] == [call["function"]]
-        result = {"role": "tool", "tool_name": "f", "content": "42"}
-        turns = [user("Hi"), whole["message"], result]
-        server.post(CHAT, json=ask(CHAT, messages=turns, tools=[TOOL]))
+        server.post(CHAT, json=ask(CHAT, *turns, tools=[TOOL]))
     assert '[f {"a": 1}]' in engine.prompt() and "tool\n42" in engine.prompt()
 
 
