@@ -22,11 +22,12 @@ from mlx_lm.models import gpt_oss, qwen3, qwen3_5, qwen3_moe
 
 import dflash_mlx
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.block_attention import HEAD_DIMS, TreeMask
+from dflash_mlx.kernels.block_attention import HEAD_DIMS, Attention, TreeMask
 from dflash_mlx.kernels.choose import has_tensor_units, is_large
+from dflash_mlx.kernels.delta_replay import Tape
+from dflash_mlx.kernels.launch import KernelFactory
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.kernels.selfcheck import UnprovenError
-from dflash_mlx.kernels.source import KernelFactory
 from dflash_mlx.kernels.verify_matmul import COUNTS
 from dflash_mlx.kernels.weights import AffineWeights, Weights
 from dflash_mlx.loading.quantization import Quantization
@@ -71,14 +72,14 @@ class Counting:
     """A kernel factory that counts the libraries which are compiled, one for each instance."""
 
     def __init__(self, metal_kernel: KernelFactory) -> None:
-        self.make, self.libraries = metal_kernel, set[Any]()
+        self.make, self.libraries = metal_kernel, set[str]()
 
     def __call__(self, name: str, **definition: Any) -> Callable[..., list[mx.array]]:
         """A kernel of `mx.fast.metal_kernel`, or another factory."""
         kernel = self.make(name=name, **definition)
 
         def launch(**call: Any) -> list[mx.array]:
-            self.libraries.add((name, *map(str, call.get("template", ()))))
+            self.libraries.add(name)
             results: list[mx.array] = kernel(**call)
             return results
 
@@ -91,13 +92,12 @@ def instances(kernels: Kernels) -> Iterator[Callable[[], Any]]:
         for depth, columns in ((256, 32), (1024, 64)):  # a whole K, and one that is split
             for w in _weights(dtype, kernels.tensor_units, columns, depth):
                 x = mx.ones((9, depth), dtype)
-                yield partial(kernels.product, x, w)
-                yield partial(kernels.product, x, w, w)
-                yield from (partial(kernels.product.several, x, [w] * n) for n in COUNTS)
+                yield partial(kernels.product, x, w, w, gated=True)
+                yield from (partial(kernels.product, x, *[w] * n) for n in (1, *COUNTS))
         for w in _weights(dtype, False, 2, 33, 256):
             x, experts = mx.ones((1, 256), dtype), mx.array([[0, 1]])
-            yield partial(kernels.experts, x, w, experts)
-            yield partial(kernels.experts, x, w, experts, w)
+            yield partial(kernels.experts, x, w, experts=experts)
+            yield partial(kernels.experts, x, w, w, gated=True, experts=experts)
         for dim, rows in product(HEAD_DIMS, (3, 40)):
             keys: Any = mx.ones((1, 2, 80, dim), dtype)
             queries = mx.ones((1, 4, rows, dim), dtype)
@@ -107,16 +107,16 @@ def instances(kernels: Kernels) -> Iterator[Callable[[], Any]]:
                 parts = mx.quantize(keys, group_size=group, bits=bits)
                 stored.append(AffineWeights(*parts, bits, group))
             for each, of in product(stored, (None, tree)):
-                yield partial(kernels.attention, queries, each, each, scale=0.1, tree=of)
+                yield partial(kernels.attention, Attention(queries, each, each, 0.1, tree=of))
             sinks = mx.ones(4, dtype)
-            yield partial(kernels.attention, queries, keys, keys, scale=0.1, sinks=sinks)
+            yield partial(kernels.attention, Attention(queries, keys, keys, 0.1, sinks=sinks))
         for dim in (64, 128, 256):
             keys, gates = mx.ones((1, NODES, 2, dim), dtype), mx.ones((1, NODES, 4))
             tape = keys, mx.ones((1, NODES, 4, 32), dtype), gates, gates.astype(dtype)
             state = mx.zeros((1, 4, 32, dim))
             for parents in (None, TREE):
-                yield partial(kernels.delta, keys, *tape, state, parents)
-            yield partial(kernels.delta_replay, *tape, state, mx.arange(NODES), NODES)
+                yield partial(kernels.delta.verify, keys, Tape(*tape, state), parents)
+            yield partial(kernels.delta.replay, Tape(*tape, state), mx.arange(NODES), NODES)
 
 
 def _weights(dtype: mx.Dtype, tensor_units: bool, *shape: int) -> Iterator[Weights]:
@@ -184,7 +184,7 @@ def time_shapes(kernels: Kernels) -> dict[str, list[float]]:
     return found
 
 
-def _four(call: Callable[[], mx.array]) -> list[mx.array]:
+def _four(call: Callable[[], Any]) -> list[Any]:
     """Several calls, or waiting for the device would be timed."""
     return [call() for _ in range(4)]
 

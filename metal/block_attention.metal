@@ -145,13 +145,13 @@ struct QueryRows {
 
   QueryRows() thread {}  // see TileSums
 
-  void begin(int block, const device T* row, bool mine, Place place) thread {
+  void begin(int block, const device T* row, long stride, bool mine, Place place) thread {
     DFLASH_UNROLL
     for (int i = 0; i < D / 8; i++) {
-      const device T* from = row + i * 8 + place.column;
       DFLASH_UNROLL
       for (int e = 0; e < 2; e++) {
-        query[block][i].thread_elements()[e] = mine ? from[e] : T(0);
+        const int d = i * 8 + place.column + e;
+        query[block][i].thread_elements()[e] = mine ? row[d * stride] : T(0);
       }
       output[block][i] = Fragment(0);
     }
@@ -271,13 +271,19 @@ inline Share share_of(Problem of, int index, int rows) {
   return {index / tiles, false, 0, index % tiles * rows, of.group * of.nodes};
 }
 
-// Pass 1. queries [H, N, D] contiguous; positions [N], the root's first and smallest; ancestors
-// [N, N], read where TREE. partial [chunks, H * N, D] and stats [chunks, H * N, 2] (largest score,
+// The position of a node: a chain's follow each other.
+template <bool TREE>
+inline int position_of(Problem of, const device int* positions, int node) {
+  return TREE ? positions[node] : of.first + of.length - of.nodes + node;
+}
+
+// Pass 1. queries [H, N, D] with any strides; where TREE: positions [N], the root's first and
+// smallest, and ancestors [N, N]. partial [chunks, H * N, D] and stats [chunks, H * N, 2] (largest score,
 // sum of weights). A chunk in which a row sees nothing leaves it zeros of no weight.
 // group_at: head of the keys, index of the share.
 template <typename T, int D, int CHUNK, int BLOCKS, bool TREE, typename Rows>
-inline void attend_chunk(const device T* queries, Rows keys, Rows values,
-    const device int* positions, const device bool* ancestors, Problem of, device float* partial,
+inline void attend_chunk(const device T* queries, long head_stride, long node_stride, long stride,
+    Rows keys, Rows values, const device int* positions, const device bool* ancestors, Problem of, device float* partial,
     device float* stats, threadgroup T* key_tile, threadgroup T* value_tile, threadgroup int* rows,
     uint3 group_at, uint key_heads, uint thread_index, uint simdgroup, uint simdgroups,
     uint lane) {
@@ -286,8 +292,8 @@ inline void attend_chunk(const device T* queries, Rows keys, Rows values,
   const Share share = share_of<CHUNK, TREE>(of, group_at.y, simdgroups * BLOCKS * 8);
   const bool single = share.single;
   const int start = (of.first / CHUNK + share.chunk) * CHUNK;
-  const int nearest = positions[single ? share.node : of.nodes - 1];
-  const int farthest = positions[single ? share.node : 0];
+  const int nearest = position_of<TREE>(of, positions, single ? share.node : of.nodes - 1);
+  const int farthest = position_of<TREE>(of, positions, single ? share.node : 0);
   find_rows<CHUNK>(
       rows, positions, ancestors, of, start, share.node, single, thread_index, threads);
 
@@ -303,9 +309,10 @@ inline void attend_chunk(const device T* queries, Rows keys, Rows values,
     const int node = single ? share.node : row % of.nodes;
     const int head = int(group_at.x) * of.group + (single ? row : row / of.nodes);
     mine[b] = row < share.count;
-    position[b] = mine[b] ? positions[node] : 0;
+    position[b] = mine[b] ? position_of<TREE>(of, positions, node) : 0;
     at_row[b] = head * of.nodes + node;
-    block.begin(b, queries + at_row[b] * D, mine[b], place);
+    const device T* query = queries + (mine[b] ? head * head_stride + node * node_stride : 0);
+    block.begin(b, query, stride, mine[b], place);
   }
   for (int tile = 0; tile < CHUNK; tile += KEYS) {
     const int at = start + tile;  // a tile that no row of the threadgroup sees is not loaded
@@ -334,12 +341,11 @@ inline void attend_chunk(const device T* queries, Rows keys, Rows values,
 }
 
 // Pass 2: element d of row `row` of out [H * N, D]. A sink is one more score of every row of its
-// head that weighs no value; it comes before the chunks.
-template <typename T, bool SINKS>
-inline void merge_chunks(const device float* partial, const device float* stats,
-    const device float* sinks, int chunks, int rows, int nodes, device T* out, uint row, uint d,
-    uint head_dim) {
-  const float sink = SINKS ? sinks[row / nodes] * kLog2E : kHidden;
+// head that weighs no value; it comes before the chunks. `Sinks` is a pointer, as `Scales` is.
+template <typename T, bool SINKS, typename Sinks>
+inline void merge_chunks(const device float* partial, const device float* stats, Sinks sinks,
+    int chunks, int rows, int nodes, device T* out, uint row, uint d, uint head_dim) {
+  const float sink = SINKS ? float(sinks[row / nodes]) * kLog2E : kHidden;
   float top = sink;
   for (int chunk = 0; chunk < chunks; chunk++) {
     top = max(top, stats[(size_t(chunk) * rows + row) * 2]);

@@ -1,7 +1,9 @@
 // y = x w^T for the few rows of a verify, and silu(x gate^T) (x up^T) in one pass.
 //
-// Grid: (tiles of columns, splits of K, tiles of 16 rows) threadgroups of 128 threads. With up to
-// 16 rows every weight is read from device memory once. See matmul_tile.h for the work inside a
+// Grid: (tiles of columns, splits of K, tiles of 16 rows) threadgroups of 128 threads. Several
+// matrices share a launch: the tiles of the second one's columns follow those of the first. Keys,
+// values and gates have few columns, and each by itself would leave a GPU half empty or need its K
+// split; together they seldom do. With up to 16 rows every weight is read from device memory once. See matmul_tile.h for the work inside a
 // threadgroup and for the order of its sums.
 //
 // A matrix with few columns has too few tiles to keep a GPU busy, so its K is split: every split
@@ -13,6 +15,13 @@
 #include "matmul_tile.h"
 
 namespace dflash {
+
+// Tiles of a matrix, of which GATE_UP makes half of the columns.
+template <bool GATE_UP>
+inline int tiles_of(int columns) {
+  constexpr int width = GATE_UP ? kTileColumns / 2 : kTileColumns;
+  return (columns + width - 1) / width;
+}
 
 // x [M, K], w and up [N, K] (`up` is read only with GATE_UP).
 // y: [M, N] without SPLIT; else [splits, 1 or (GATE_UP) 2, M, N] in float32: sums yet to be merged.

@@ -11,11 +11,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from ..errors import KernelError
-from .selfcheck import KernelCheck, Noise, Proofs
-from .source import FEWEST, KernelFactory, Launch, dtype_name, in_device_memory, metal_source
-from .weights import FLOATS, AffineWeights, dequantized, kind
+from .launch import (
+    FEWEST,
+    Constant,
+    Kernel,
+    Launch,
+    Launcher,
+    dtype_name,
+    in_device_memory,
+)
+from .selfcheck import KernelCheck, Noise
+from .weights import FLOATS, AffineWeights, dequantized, input_names, kind
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MOST_NODES = 64
@@ -41,25 +50,53 @@ _PLAIN = """
 """
 _QUANTIZED = """
   const auto key_rows = dflash::quantized_rows<T, BITS, GROUP>(
-      keys + head * keys_strides[1], key_scales + head * key_scales_strides[1],
-      key_biases + head * key_biases_strides[1], keys_strides[2], key_scales_strides[2]);
+      keys + head * keys_strides[1], keys_scales + head * keys_scales_strides[1],
+      keys_biases + head * keys_biases_strides[1], keys_strides[2], keys_scales_strides[2]);
   const auto value_rows = dflash::quantized_rows<T, BITS, GROUP>(
-      values + head * values_strides[1], value_scales + head * value_scales_strides[1],
-      value_biases + head * value_biases_strides[1], values_strides[2], value_scales_strides[2]);
+      values + head * values_strides[1], values_scales + head * values_scales_strides[1],
+      values_biases + head * values_biases_strides[1], values_strides[2], values_scales_strides[2]);
 """
 _ATTEND = """
   const int nodes = queries_shape[2], group = queries_shape[1] / key_heads;
-  const dflash::Problem problem{nodes, group, keys_shape[2], first, window, scale};
-  dflash::attend_chunk<T, D, CHUNK, BLOCKS, TREE>(queries, key_rows, value_rows, positions,
-      ancestors, problem, partial, stats, key_tile, value_tile, rows, threadgroup_position_in_grid,
-      key_heads, thread_index_in_threadgroup, simdgroup_index_in_threadgroup,
-      simdgroups_per_threadgroup, thread_index_in_simdgroup);
+  const dflash::Problem problem{
+      nodes, group, keys_shape[2], numbers[0], numbers[1], as_type<float>(numbers[2])};
+  dflash::attend_chunk<T, D, CHUNK, BLOCKS, TREE>(queries, queries_strides[1], queries_strides[2],
+      queries_strides[3], key_rows, value_rows, {tree}, problem, partial, stats,
+      key_tile, value_tile, rows, threadgroup_position_in_grid, key_heads,
+      thread_index_in_threadgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
+      thread_index_in_simdgroup);
 """
-_NUMBERS = ["first", "window", "scale"]
 _MERGE = """
-  dflash::merge_chunks<T, SINKS>(partial, stats, sinks, chunks, threads_per_grid.y, nodes, out,
-      thread_position_in_grid.y, thread_position_in_grid.x, threads_per_grid.x);
+  dflash::merge_chunks<T, SINKS>(partial, stats, {sinks}, counts[0], threads_per_grid.y, counts[1],
+      out, thread_position_in_grid.y, thread_position_in_grid.x, threads_per_grid.x);
 """
+
+
+def _attends(quantized: bool, tree: bool) -> Kernel:
+    """The kernel of the first pass; a chain's positions need no array."""
+    form = "affine" if quantized else "plain"
+    stored = [*input_names("keys", form), *input_names("values", form)]
+    positions = ["positions", "ancestors"] if tree else []
+    call = _ATTEND.replace("{tree}", ", ".join(positions or ["nullptr", "nullptr"]))
+    return Kernel(
+        f"block_attention{'_quantized' * quantized}{'_tree' * tree}",
+        "block_attention.metal",
+        ["queries", *stored, *positions, "numbers"],
+        ["partial", "stats"],
+        _MEMORY + (_QUANTIZED if quantized else _PLAIN) + call,
+        copies=False,  # a cache's keys are a slice: never copy them
+    )
+
+
+def _merges(sinks: bool) -> Kernel:
+    """The kernel of the second pass."""
+    return Kernel(
+        f"block_attention_merge{'_sinks' * sinks}",
+        "block_attention.metal",
+        ["partial", "stats", *["sinks"] * sinks, "counts"],
+        ["out"],
+        _MERGE.replace("{sinks}", "sinks" if sinks else "stats"),
+    )
 
 
 class TreeMask(NamedTuple):
@@ -74,164 +111,97 @@ class TreeMask(NamedTuple):
     ancestors: mx.array
 
 
+class Attention(NamedTuple):
+    """One call of attention.
+
+    Attributes:
+        queries: [1, H, N, D], already rotated; N <= 64.
+        keys, values: [1, KV, L, D], plain in the queries' dtype or quantized with scales of it, as
+            mlx-lm's caches hold them. H is a multiple of KV. The draft's own rows are the last N;
+            those before it lie in the order of their positions.
+        scale: of the scores, commonly D ** -0.5.
+        first: the absolute position of row 0; a sliding cache has dropped rows before it.
+        window: positions a row looks back, its own included; None for all.
+        sinks: [H] scores without a value (gpt-oss).
+        tree: the tree; None for a chain.
+    """
+
+    queries: mx.array
+    keys: mx.array | AffineWeights
+    values: mx.array | AffineWeights
+    scale: float
+    first: int = 0
+    window: int | None = None
+    sinks: mx.array | None = None
+    tree: TreeMask | None = None
+
+
 # What the layers of one kind share in a step: both launches with their numbers. The tree is kept,
 # so that its id stays its own.
-Launches = tuple[Launch, list[mx.array], Launch, list[mx.array], TreeMask | None]
+Launches = tuple[Launch, list[mx.array], Launch, mx.array, TreeMask | None]
 
 
-class BlockAttention:
+class BlockAttention(Launcher):
     """Attention of the last N rows of a cache over all of it.
 
     A row sees the past and its own path in the draft, fewer than `window` positions back. Its bits
     depend only on the row and on what it sees.
-
-    Args:
-        metal_kernel: the factory of its kernels.
-        proofs: the launches that are known to be right here.
     """
 
-    def __init__(
-        self,
-        metal_kernel: KernelFactory = mx.fast.metal_kernel,
-        proofs: Proofs | None = None,
-    ) -> None:
-        self._proofs = proofs or Proofs()
-        header = metal_source("block_attention.metal")
-        stored = ["keys", "values"]
-        quantized = ["keys", "key_scales", "key_biases", "values", "value_scales", "value_biases"]
-        self._attend, self._attend_quantized = (
-            metal_kernel(
-                name=name,
-                input_names=["queries", *names, "positions", "ancestors", *_NUMBERS],
-                output_names=["partial", "stats"],
-                source=_MEMORY + rows + _ATTEND,
-                header=header,
-                ensure_row_contiguous=False,  # a cache's keys are a slice: never copy them
-            )
-            for name, names, rows in (
-                ("block_attention", stored, _PLAIN),
-                ("block_attention_quantized", quantized, _QUANTIZED),
-            )
-        )
-        self._merge = metal_kernel(
-            name="block_attention_merge",
-            input_names=["partial", "stats", "sinks", "chunks", "nodes"],
-            output_names=["out"],
-            source=_MERGE,
-            header=header,
-        )
-        self._launches: dict[Any, Launches] = {}
-        self._no_sinks = mx.array([0.0] * FEWEST)
-        self._sinks: dict[int, tuple[mx.array, mx.array]] = {}  # by id, which stays its own
-
-    def __call__(
-        self,
-        queries: mx.array,
-        keys: mx.array | AffineWeights,
-        values: mx.array | AffineWeights,
-        *,
-        scale: float,
-        first: int = 0,
-        window: int | None = None,
-        sinks: mx.array | None = None,
-        tree: TreeMask | None = None,
-    ) -> mx.array:
-        """Attend with queries [1, H, N, D] -> [1, H, N, D], of the same dtype.
-
-        Args:
-            queries: already rotated; N <= 64.
-            keys, values: [1, KV, L, D], plain in the queries' dtype or quantized with scales of
-                it, as mlx-lm's caches hold them. H is a multiple of KV. The draft's own rows are
-                the last N; those before it lie in the order of their positions.
-            scale: of the scores, commonly D ** -0.5.
-            first: the absolute position of row 0; a sliding cache has dropped rows before it.
-            window: positions a row looks back, its own included; None for all.
-            sinks: [H] scores without a value (gpt-oss).
-            tree: the tree; None for a chain.
-
-        Sums are float32. Raises `KernelError`.
-        """
+    def __call__(self, call: Attention) -> mx.array:
+        """The result [1, H, N, D] in the queries' dtype; sums are float32. Raises `KernelError`."""
+        queries, keys, values, scale, first, window, sinks, tree = call
         of = queries.shape, queries.dtype, kind(keys), kind(values), sinks is None
         key = *of, scale, first, window, None if tree is None else id(tree)
-        prepared = self._launches.get(key)
+        prepared = self._known.get(key)
         if prepared is None:
-            if len(self._launches) >= MOST_STEPS:
-                self._launches.clear()
-            given = queries, keys, values, scale, first, window, sinks, tree
-            prepared = self._prepare(*given)
-            self._proofs.require(self._check(queries, keys, window, sinks, tree))
-            self._launches[key] = prepared
-        return self._launch(prepared, queries, keys, values, sinks)
+            if len(self._known) >= MOST_STEPS:
+                self._known.clear()
+            prepared = self._checked(key, partial(self._prepare, call), partial(self._check, call))
+        return self._attend(prepared, call)
 
-    def _launch(
-        self,
-        prepared: Launches,
-        queries: mx.array,
-        keys: mx.array | AffineWeights,
-        values: mx.array | AffineWeights,
-        sinks: mx.array | None,
-    ) -> mx.array:
+    def _attend(self, prepared: Launches, call: Attention) -> mx.array:
         attend, numbers, merge, counts, _ = prepared
-        inputs = [mx.contiguous(queries), *_arrays(keys), *_arrays(values), *numbers]
-        partial, stats = attend(inputs=inputs)
-        weights = self._no_sinks if sinks is None else self._in_float32(sinks)
-        sums = in_device_memory(partial), in_device_memory(stats)
-        return merge(inputs=[*sums, weights, *counts])[0]
+        sums = attend([call.queries, *_arrays(call.keys), *_arrays(call.values), *numbers])
+        return merge([*sums, counts] if call.sinks is None else [*sums, call.sinks, counts])[0]
 
-    def _check(
-        self,
-        queries: mx.array,
-        keys: mx.array | AffineWeights,
-        window: int | None,
-        sinks: mx.array | None,
-        tree: TreeMask | None,
-    ) -> KernelCheck:
+    def _check(self, like: Attention, prepared: Launches) -> KernelCheck:
         """The check of calls of this form: so many rows across the end of a chunk of keys."""
-        (_, heads, rows, dim), key_heads = queries.shape, keys.shape[1]
-        length, shape = rows + 30, "a chain" if tree is None else "a tree"
-        key = f"attention {heads}/{key_heads} heads of {dim} in {dtype_name(queries)}, {shape} of "
-        key += f"{rows}" + " in a window" * bool(window) + " with sinks" * (sinks is not None)
-        noise, first = Noise(queries.dtype), CHUNK - length // 2
+        (_, heads, rows, dim), key_heads = like.queries.shape, like.keys.shape[1]
+        length, noise = rows + 30, Noise(like.queries.dtype)
+        first, tree, sinks = CHUNK - length // 2, None, None
+        key = f"attention {heads}/{key_heads} heads of {dim} in {dtype_name(like.queries)}, "
+        if like.tree is None:
+            key += f"a chain of {rows}"
+        else:
+            key += f"a tree of {rows}"
+            tree = _binary_tree(rows, first + length - rows)
+        if like.window is not None:
+            key += " in a window"
+        if like.sinks is not None:
+            key, sinks = f"{key} with sinks", noise(heads)
         stored: list[Any] = [noise(1, key_heads, length, dim) for _ in range(2)]
-        if isinstance(keys, AffineWeights):
-            key += f" over {keys.bits}-bit keys g{keys.group_size}"
-            form = keys.bits, keys.group_size
-            parts = [mx.quantize(x, group_size=form[1], bits=form[0]) for x in stored]
-            stored = [AffineWeights(*of, *form) for of in parts]
-        given = noise(*queries.shape), stored[0], stored[1]
-        named: dict[str, Any] = {"scale": dim**-0.5, "first": first, "window": window}
-        named["sinks"] = None if sinks is None else noise(heads)
-        named["tree"] = None if tree is None else _binary_tree(rows, first + length - rows)
+        if isinstance(like.keys, AffineWeights):
+            bits, group = like.keys.bits, like.keys.group_size
+            key += f" over {bits}-bit keys g{group}"
+            stored = [AffineWeights(*mx.quantize(x, group, bits), bits, group) for x in stored]
+        queries = noise(*like.queries.shape)
+        keys, values = stored
+        call = Attention(queries, keys, values, dim**-0.5, first, like.window, sinks, tree)
 
         def ours() -> list[mx.array]:
-            return [self._launch(self._prepare(*given, **named), *given, named["sinks"])]
+            return [self._attend(self._prepare(call), call)]
 
         def reference() -> list[mx.array]:
-            exact = [dequantized(x) for x in given]
-            return [block_attention_reference(*exact, **named)]
+            queries, keys, values = map(dequantized, call[:3])
+            exact = call._replace(queries=queries, keys=keys, values=values)
+            return [block_attention_reference(exact)]
 
-        return KernelCheck(key, f"{key},", ours, reference)
+        return KernelCheck(key, ours, reference)
 
-    def _in_float32(self, sinks: mx.array) -> mx.array:
-        """A layer's sinks as the kernel takes them, computed once."""
-        if id(sinks) not in self._sinks:
-            converted = in_device_memory(sinks.astype(mx.float32))
-            mx.eval(converted)  # other threads' forwards use it
-            self._sinks[id(sinks)] = sinks, converted
-        return self._sinks[id(sinks)][1]
-
-    def _prepare(
-        self,
-        queries: mx.array,
-        keys: mx.array | AffineWeights,
-        values: mx.array | AffineWeights,
-        scale: float,
-        first: int,
-        window: int | None,
-        sinks: mx.array | None,
-        tree: TreeMask | None,
-    ) -> Launches:
-        check(queries, keys, values, sinks, tree)
+    def _prepare(self, call: Attention) -> Launches:
+        check(call)
+        queries, keys, _, scale, first, window, sinks, tree = call
         _, heads, nodes, head_dim = queries.shape
         key_heads, length = keys.shape[1:3]
         chunks = (first + length - 1) // CHUNK - first // CHUNK + 1
@@ -243,48 +213,36 @@ class BlockAttention:
         if tree:  # the chunks that it reaches have a threadgroup for each node
             whole = (first + length - nodes) // CHUNK - first // CHUNK
             shares = whole * tiles + (chunks - whole) * nodes * -(-group // rows)
-        template = [("T", queries.dtype), ("D", head_dim), ("CHUNK", CHUNK), ("BLOCKS", blocks)]
-        template.append(("TREE", bool(tree)))
-        kernel = self._attend
+        constants: dict[str, Constant] = {"T": queries.dtype, "D": head_dim, "CHUNK": CHUNK}
+        constants |= {"BLOCKS": blocks, "TREE": tree is not None}
+        size, quantized = heads * nodes, isinstance(keys, AffineWeights)
         if isinstance(keys, AffineWeights):
-            kernel = self._attend_quantized
-            template += [("BITS", keys.bits), ("GROUP", keys.group_size)]
-        attend = partial(
-            kernel,
-            template=template,
-            grid=(key_heads * 32 * simdgroups, shares, 1),
-            threadgroup=(32 * simdgroups, 1, 1),
-            output_shapes=[(chunks, heads * nodes, head_dim), (chunks, heads * nodes, 2)],
-            output_dtypes=[mx.float32, mx.float32],
+            constants |= {"BITS": keys.bits, "GROUP": keys.group_size}
+        attend = self._launch(
+            _attends(quantized, tree is not None),
+            constants,
+            (key_heads * 32 * simdgroups, shares, 1),
+            (32 * simdgroups, 1, 1),
+            # Fewer than 8 elements would be declared `constant`.
+            [((chunks * size, head_dim), mx.float32), ((chunks * size + FEWEST, 2), mx.float32)],
         )
-        merge = partial(
-            self._merge,
-            template=[("T", queries.dtype), ("SINKS", sinks is not None)],
-            grid=(head_dim, heads * nodes, 1),
-            threadgroup=(head_dim, 1, 1),
-            output_shapes=[queries.shape],
-            output_dtypes=[queries.dtype],
+        merge = self._launch(
+            _merges(sinks is not None),
+            {"T": queries.dtype, "SINKS": sinks is not None},
+            (head_dim, size, 1),
+            (head_dim, 1, 1),
+            [(queries.shape, queries.dtype)],
         )
-        numbers = [
-            *_tree_inputs(tree, first + length - nodes, nodes),
-            *(mx.array(first), mx.array(window or _UNLIMITED), mx.array(scale, mx.float32)),
-        ]
-        return attend, numbers, merge, [mx.array(chunks), mx.array(nodes)], tree
+        words = np.array([first, window or _UNLIMITED, 0], np.int32)
+        words[2:] = np.float32(scale).view(np.int32)
+        numbers = [*_tree_inputs(tree), mx.array(words)]
+        return attend, numbers, merge, mx.array([chunks, nodes]), tree
 
 
-def block_attention_reference(
-    queries: mx.array,
-    keys: mx.array | AffineWeights,
-    values: mx.array | AffineWeights,
-    *,
-    scale: float,
-    first: int = 0,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    tree: TreeMask | None = None,
-) -> mx.array:
+def block_attention_reference(call: Attention) -> mx.array:
     """What `BlockAttention` computes, in plain MLX."""
-    check(queries, keys, values, sinks, tree)
+    check(call)
+    queries, keys, values, scale, first, window, sinks, tree = call
     nodes, length = queries.shape[2], keys.shape[2]
     past = length - nodes
     if tree is None:
@@ -300,14 +258,9 @@ def block_attention_reference(
     )
 
 
-def check(
-    queries: mx.array,
-    keys: mx.array | AffineWeights,
-    values: mx.array | AffineWeights,
-    sinks: mx.array | None,
-    tree: TreeMask | None,
-) -> None:
+def check(call: Attention) -> None:
     """Raise `KernelError` for arguments that `BlockAttention` does not take."""
+    queries, keys, values, *_, sinks, tree = call
     fits = queries.ndim == len(keys.shape) == 4 and keys.shape == values.shape
     if fits:
         (batch, heads, nodes, head_dim), (other, key_heads, length, dim) = queries.shape, keys.shape
@@ -351,11 +304,10 @@ def _tiling(rows: int, queries: mx.array) -> tuple[int, int]:
     return blocks, min(-(-rows // (8 * blocks)), most)
 
 
-def _tree_inputs(tree: TreeMask | None, past: int, nodes: int) -> list[mx.array]:
-    """Positions and ancestors; for a chain from position `past`, ancestors that are not read."""
-    if tree is None:  # numbers of the host: a launch would cost more than it computes
-        rows = range(past, past + max(nodes, FEWEST))
-        return [mx.array(list(rows), mx.int32), mx.array([True] * FEWEST)]
+def _tree_inputs(tree: TreeMask | None) -> list[mx.array]:
+    """Positions and ancestors."""
+    if tree is None:
+        return []
     pair = (tree.positions.astype(mx.int32), tree.ancestors.astype(mx.bool_))
     return [in_device_memory(mx.contiguous(x)) for x in pair]
 

@@ -56,13 +56,6 @@ def chosen(won: Container[int], most: int = WIDEST) -> frozenset[int]:
     return frozenset(filter(runs, range(1, most + 1)))
 
 
-def has_kernel(matrix: Matrix) -> bool:
-    """Whether one of our kernels can multiply by this matrix at all."""
-    if matrix.kind == "float":
-        return matrix.bits in (16, 32)
-    return matrix.kind == "affine" and matrix.bits in (4, 8) and matrix.group_size in (32, 64, 128)
-
-
 def has_tensor_units(device: Mapping[str, Any], macos: str) -> bool:
     """Whether a GPU multiplies bfloat16 by 4 bits in tensor units: an M5's, from macOS 26.4 on.
 
@@ -91,9 +84,7 @@ def exact_by_default(model: Iterable[Matrix], rows: Rows) -> bool:
     """
     every = set(range(1, WIDEST + 1))
     return all(
-        has_kernel(matrix)
-        and every <= rows.get(matrix.key, NONE)
-        and not rows.get(tensor_key(matrix.key))
+        every <= rows.get(matrix.key, NONE) and not rows.get(tensor_key(matrix.key))
         for matrix in model
     )
 

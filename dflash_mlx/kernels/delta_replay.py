@@ -11,20 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from ..errors import KernelError
-from .selfcheck import KernelCheck, Noise, Proofs
-from .source import KernelFactory, dtype_name, in_device_memory, metal_source
+from .launch import Constant, Kernel, Launcher, dtype_name, in_device_memory
+from .selfcheck import KernelCheck, Noise
 from .weights import FLOATS
 
 MOST_NODES = 64
 _ROWS = 4  # state rows of a SIMD-group
 _SIMDGROUPS = 4  # of a threadgroup for a chain; one for a tree, whose waiting states take memory
 
-_TAPE = ["keys", "values", "decay", "beta", "state"]
 _INPUTS = """
   const dflash::DeltaInputs<T, B, DK> in{keys, values, decay, beta, HK, HV, DV};
   const int lane = thread_index_in_simdgroup, part = lane % dflash::kRowLanes;
@@ -42,54 +41,44 @@ _TREE = f"""
 _REPLAY = _INPUTS + "dflash::replay(in, state, kept, count, next, head, d, part);\n"
 
 
-class DeltaVerify:
-    """The kernel of the verify.
+class Tape(NamedTuple):
+    """The recurrence's inputs in a draft's rows, and the state before the first.
 
-    Args:
-        metal_kernel: the factory of its kernels.
-        proofs: the launches that are known to be right here.
+    Attributes:
+        keys: [1, N, Hk, Dk], normalized, N <= 64; Dk <= 256.
+        values: [1, N, Hv, Dv] of the same dtype; Hv is a multiple of Hk.
+        decay: [1, N, Hv] float32, what a state keeps of itself.
+        beta: [1, N, Hv], how much of what is missing is added.
+        state: [1, Hv, Dv, Dk] float32.
     """
 
-    def __init__(
-        self,
-        metal_kernel: KernelFactory = mx.fast.metal_kernel,
-        proofs: Proofs | None = None,
-    ) -> None:
-        self._proofs, self._known = proofs or Proofs(), set[Any]()
-        header = metal_source("delta_replay.metal")
-        self._chain = metal_kernel(
-            name="delta_verify_chain",
-            input_names=[*_TAPE, "queries", "rows"],
-            output_names=["out", "next"],
-            source=_CHAIN,
-            header=header,
-        )
-        self._tree = metal_kernel(
-            name="delta_verify_tree",
-            input_names=[*_TAPE, "queries", "visits", "nodes"],
-            output_names=["out"],
-            source=_TREE,
-            header=header,
-        )
+    keys: mx.array
+    values: mx.array
+    decay: mx.array
+    beta: mx.array
+    state: mx.array
 
-    def __call__(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        decay: mx.array,
-        beta: mx.array,
-        state: mx.array,
-        parents: Sequence[int] | None = None,
+
+def _kernel(name: str, body: str, inputs: list[str], outputs: list[str]) -> Kernel:
+    return Kernel(name, "delta_replay.metal", [*Tape._fields, *inputs], outputs, body)
+
+
+_VERIFY_CHAIN = _kernel("delta_verify_chain", _CHAIN, ["queries", "rows"], ["out", "next"])
+_VERIFY_TREE = _kernel("delta_verify_tree", _TREE, ["queries", "visits", "nodes"], ["out"])
+_REPLAYS = _kernel("delta_replay", _REPLAY, ["kept", "count"], ["next"])
+
+
+class DeltaRule(Launcher):
+    """The kernels of the verify and of the replay."""
+
+    def verify(
+        self, queries: mx.array, tape: Tape, parents: Sequence[int] | None = None
     ) -> tuple[mx.array, mx.array | None]:
         """The outputs of a draft's rows, and the state after a chain.
 
         Args:
-            queries, keys: [1, N, Hk, Dk], normalized, N <= 64; Dk <= 256.
-            values: [1, N, Hv, Dv] of the same dtype; Hv is a multiple of Hk.
-            decay: [1, N, Hv] float32, what a state keeps of itself.
-            beta: [1, N, Hv], how much of what is missing is added.
-            state: [1, Hv, Dv, Dk] float32, before the first row.
+            queries: as the keys.
+            tape: the other inputs.
             parents: [N] each node's row, -1 for the root, parents first; None for a chain.
 
         Returns:
@@ -99,195 +88,141 @@ class DeltaVerify:
         Raises:
             KernelError: shapes or dtypes that do not fit, or that the kernel does not take.
         """
-        check(keys, values, decay, beta, state)
-        check_verify(queries, keys, parents)
-        form = parents is None, keys.shape, values.shape, keys.dtype, beta.dtype
-        if form not in self._known:
-            nodes = range(keys.shape[1])
-            tree = None if parents is None else [(n - 1) // 2 if n else -1 for n in nodes]
-            rules = (
-                partial(self._verify, parents=tree),
-                partial(delta_verify_reference, parents=tree),
-            )
-            what = "a chain of" if tree is None else "a tree of"
-            self._proofs.require(_check(what, *rules, keys, values, beta, with_queries=True))
-            self._known.add(form)
-        return self._verify(queries, keys, values, decay, beta, state, parents=parents)
+        check(tape, queries, parents)
+        nodes = range(tape.keys.shape[1])
+        tree = None if parents is None else [(n - 1) // 2 if n else -1 for n in nodes]
+        self._first_use(
+            "a chain of" if parents is None else "a tree of",
+            lambda tape, queries: self._verify(queries, tape, tree),
+            lambda tape, queries: delta_verify_reference(queries, tape, tree),
+            tape,
+        )
+        return self._verify(queries, tape, parents)
 
     def _verify(
-        self, queries: mx.array, *given: mx.array, parents: Sequence[int] | None
+        self, queries: mx.array, tape: Tape, parents: Sequence[int] | None
     ) -> tuple[mx.array, mx.array | None]:
-        keys, values, *_, state = given
-        tape, launch = _launch(*given)
-        tape.append(in_device_memory(queries))
-        nodes = mx.array(keys.shape[1], mx.int32)
+        values, nodes = tape.values, mx.array(tape.keys.shape[1])
+        given, out = in_device_memory(queries), (values.shape, values.dtype)
         if parents is None:
-            out, following = self._chain(
-                inputs=[*tape, nodes],
-                output_shapes=[values.shape, state.shape],
-                output_dtypes=[values.dtype, mx.float32],
-                **launch,
-            )
-            return out, following
+            outputs = [out, (tape.state.shape, mx.float32)]
+            result, following = self._run(_VERIFY_CHAIN, tape, [given, nodes], outputs)
+            return result, following
         order = visits(parents)
+        waiting = in_device_memory(mx.array(order, mx.int32))
         slots = max(1, 1 + max(own for _, _, own in order))
-        launch["template"].append(("SLOTS", slots))
-        launch["threadgroup"] = (32, 1, 1)
-        (out,) = self._tree(
-            inputs=[*tape, in_device_memory(mx.array(order, mx.int32)), nodes],
-            output_shapes=[values.shape],
-            output_dtypes=[values.dtype],
-            **launch,
-        )
-        return out, None
+        return self._run(_VERIFY_TREE, tape, [given, waiting, nodes], [out], slots)[0], None
 
-
-class DeltaReplay:
-    """The kernel of the replay.
-
-    Args:
-        metal_kernel: the factory of its kernel.
-        proofs: as of `DeltaVerify`.
-    """
-
-    def __init__(
-        self,
-        metal_kernel: KernelFactory = mx.fast.metal_kernel,
-        proofs: Proofs | None = None,
-    ) -> None:
-        self._proofs, self._known = proofs or Proofs(), set[Any]()
-        self._replay = metal_kernel(
-            name="delta_replay",
-            input_names=[*_TAPE, "kept", "count"],
-            output_names=["next"],
-            source=_REPLAY,
-            header=metal_source("delta_replay.metal"),
-        )
-
-    def __call__(
-        self,
-        keys: mx.array,
-        values: mx.array,
-        decay: mx.array,
-        beta: mx.array,
-        state: mx.array,
-        kept: mx.array,
-        count: mx.array | int,
-    ) -> mx.array:
-        """The state after the rows that were kept.
+    def replay(self, tape: Tape, kept: mx.array, count: mx.array | int) -> mx.array:
+        """The state [1, Hv, Dv, Dk] float32 after the rows that were kept.
 
         Args:
-            keys, values, decay, beta, state: as in `DeltaVerify`.
+            tape: the recurrence's inputs.
             kept: [n] integers, rows from the root down.
             count: how many of them to apply. It may be an array on the device, like `kept`: nothing
                 waits for it.
 
-        Returns:
-            [1, Hv, Dv, Dk] float32, the state after the `count` rows.
-
         Raises:
-            KernelError: as `DeltaVerify`.
+            KernelError: as `verify`.
         """
-        check(keys, values, decay, beta, state)
-        form = keys.shape, values.shape, keys.dtype, beta.dtype
-        if form not in self._known:
-            rows = mx.arange(keys.shape[1])
-            given: dict[str, Any] = {"kept": rows, "count": rows.size}
-            rules = partial(self._next, **given), partial(delta_replay_reference, **given)
-            self._proofs.require(_check("the replay of", *rules, keys, values, beta))
-            self._known.add(form)
-        return self._next(keys, values, decay, beta, state, kept=kept, count=count)
-
-    def _next(self, *given: mx.array, kept: mx.array, count: mx.array | int) -> mx.array:
-        tape, launch = _launch(*given)
-        state = given[-1]
-        kept, count = in_device_memory(kept.astype(mx.int32)), mx.array(count, mx.int32)
-        (following,) = self._replay(
-            inputs=[*tape, kept, count],
-            output_shapes=[state.shape],
-            output_dtypes=[mx.float32],
-            **launch,
+        check(tape)
+        rows = mx.arange(tape.keys.shape[1])
+        self._first_use(
+            "the replay of",
+            lambda tape, _: self._replay(tape, rows, rows.size),
+            lambda tape, _: delta_replay_reference(tape, rows, rows.size),
+            tape,
         )
-        return following
+        return self._replay(tape, kept, count)
+
+    def _replay(self, tape: Tape, kept: mx.array, count: mx.array | int) -> mx.array:
+        given = [in_device_memory(kept.astype(mx.int32)), mx.array(count, mx.int32)]
+        return self._run(_REPLAYS, tape, given, [(tape.state.shape, mx.float32)])[0]
+
+    def _run(
+        self,
+        kernel: Kernel,
+        tape: Tape,
+        inputs: list[mx.array],
+        outputs: Sequence[tuple[Sequence[int], mx.Dtype]],
+        slots: int = 0,
+    ) -> list[mx.array]:
+        """A launch, four state rows per SIMD-group."""
+        (key_heads, key_dim), (heads, value_dim) = tape.keys.shape[2:], tape.values.shape[2:]
+        constants: dict[str, Constant] = {"T": tape.keys.dtype, "B": tape.beta.dtype, "DK": key_dim}
+        constants |= {"HK": key_heads, "HV": heads, "DV": value_dim}
+        if slots:
+            constants["SLOTS"] = slots
+        grid = 32, -(-value_dim // _ROWS), heads  # MLX ends a threadgroup where the grid ends
+        group = 32, 1 if slots else _SIMDGROUPS, 1
+        launch = self._launch(kernel, constants, grid, group, outputs)
+        return launch([*map(in_device_memory, tape), *inputs])
+
+    def _first_use(
+        self, what: str, ours: Callable[..., Any], reference: Callable[..., Any], tape: Tape
+    ) -> None:
+        """Check a rule with random rows of these shapes before it is used for the first time."""
+        key = what, tape.keys.shape, tape.values.shape, tape.keys.dtype, tape.beta.dtype
+        self._checked(key, lambda: True, lambda _: _check(what, ours, reference, tape))
 
 
 def delta_verify_reference(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    decay: mx.array,
-    beta: mx.array,
-    state: mx.array,
-    parents: Sequence[int] | None = None,
+    queries: mx.array, tape: Tape, parents: Sequence[int] | None = None
 ) -> tuple[mx.array, mx.array | None]:
-    """What `DeltaVerify` computes, in plain MLX."""
-    check(keys, values, decay, beta, state)
-    check_verify(queries, keys, parents)
-    repeats = values.shape[2] // keys.shape[2]
+    """What `DeltaRule.verify` computes, in plain MLX."""
+    check(tape, queries, parents)
+    repeats = tape.values.shape[2] // tape.keys.shape[2]
     states: list[mx.array] = []
     outputs = []
-    for row, parent in enumerate(range(-1, keys.shape[1] - 1) if parents is None else parents):
-        before = state if parent < 0 else states[parent]
-        states.append(_step(before, keys[:, row], values[:, row], decay[:, row], beta[:, row]))
+    for row, parent in enumerate(range(-1, queries.shape[1] - 1) if parents is None else parents):
+        states.append(_step(tape.state if parent < 0 else states[parent], tape, row))
         query = mx.repeat(queries[:, row].astype(mx.float32), repeats, axis=1)[..., None, :]
         outputs.append((states[-1] * query).sum(axis=-1))
-    return mx.stack(outputs, axis=1).astype(values.dtype), states[-1] if parents is None else None
+    y = mx.stack(outputs, axis=1).astype(tape.values.dtype)
+    return y, states[-1] if parents is None else None
 
 
-def delta_replay_reference(
-    keys: mx.array,
-    values: mx.array,
-    decay: mx.array,
-    beta: mx.array,
-    state: mx.array,
-    kept: mx.array,
-    count: mx.array | int,
-) -> mx.array:
-    """What `DeltaReplay` computes, in plain MLX."""
-    check(keys, values, decay, beta, state)
+def delta_replay_reference(tape: Tape, kept: mx.array, count: mx.array | int) -> mx.array:
+    """What `DeltaRule.replay` computes, in plain MLX."""
+    check(tape)
+    state = tape.state
     for i in range(kept.shape[0]):
-        row = (mx.take(x, kept[i : i + 1], axis=1)[:, 0] for x in (keys, values, decay, beta))
-        state = mx.where(i < mx.array(count), _step(state, *row), state)
+        state = mx.where(i < mx.array(count), _step(state, tape, kept[i]), state)
     return state
 
 
-def _check(
-    what: str,
-    ours: Callable[..., Any],
-    reference: Callable[..., Any],
-    keys: mx.array,
-    values: mx.array,
-    beta: mx.array,
-    with_queries: bool = False,
-) -> KernelCheck:
-    """The check of a rule with random rows of these shapes."""
-    noise, gates = Noise(keys.dtype), values.shape[:3]
-    (_, rows, key_heads, key_dim), (heads, value_dim) = keys.shape, values.shape[2:]
-    directions = [noise(*keys.shape) * key_dim**-0.5 for _ in range(1 + with_queries)]
-    decay, strength = noise.gates(*gates), noise.gates(*gates).astype(beta.dtype)
-    state = noise(1, heads, value_dim, key_dim).astype(mx.float32)
-    given = [*directions, noise(*values.shape), decay, strength, state]
-    key = f"the delta rule of {heads}/{key_heads} heads of {value_dim}x{key_dim} in "
-    key += f"{dtype_name(keys)} and {dtype_name(beta)}, {what} {rows} rows"
-    exact = [x.astype(mx.float32) for x in given]
-
-    def arrays(rule: Callable[..., Any], given: list[mx.array]) -> list[mx.array]:
-        result = rule(*given)
-        return [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
-
-    return KernelCheck(
-        key, f"{key},", partial(arrays, ours, given), partial(arrays, reference, exact)
-    )
-
-
-def _step(
-    state: mx.array, key: mx.array, value: mx.array, decay: mx.array, beta: mx.array
-) -> mx.array:
-    """The state [1, Hv, Dv, Dk] after key [1, Hk, Dk], value [1, Hv, Dv] and gates [1, Hv]."""
+def _step(state: mx.array, tape: Tape, row: mx.array | int) -> mx.array:
+    """The state [1, Hv, Dv, Dk] after a row."""
+    key, value, decay, beta = (x[:, row] for x in tape[:4])
     key = mx.repeat(key.astype(mx.float32), value.shape[1] // key.shape[1], axis=1)[..., None, :]
     state = state * decay[..., None, None]
     missing = (value - (state * key).sum(axis=-1)) * beta[..., None]
     return state + key * missing[..., None]
+
+
+def _check(
+    what: str, ours: Callable[..., Any], reference: Callable[..., Any], like: Tape
+) -> KernelCheck:
+    """The check of a rule, of a tape and queries, with random ones of these shapes."""
+    noise, gates = Noise(like.keys.dtype), like.decay.shape
+    (_, rows, key_heads, key_dim), (heads, value_dim) = like.keys.shape, like.values.shape[2:]
+    queries, keys = (noise(*like.keys.shape) * key_dim**-0.5 for _ in range(2))
+    beta, state = noise.gates(*gates).astype(like.beta.dtype), noise(*like.state.shape)
+    tape = Tape(keys, noise(*like.values.shape), noise.gates(*gates), beta, state)
+    tape = tape._replace(state=state.astype(mx.float32))
+    exact = Tape(*(x.astype(mx.float32) for x in tape))
+    key = f"the delta rule of {heads}/{key_heads} heads of {value_dim}x{key_dim} in "
+    key += f"{dtype_name(like.keys)} and {dtype_name(beta)}, {what} {rows} rows"
+
+    def arrays(rule: Callable[..., Any], *given: Any) -> list[mx.array]:
+        result = rule(*given)
+        return [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
+
+    return KernelCheck(
+        key,
+        partial(arrays, ours, tape, queries),
+        partial(arrays, reference, exact, queries.astype(mx.float32)),
+    )
 
 
 def visits(parents: Sequence[int]) -> list[list[int]]:
@@ -325,9 +260,10 @@ def visits(parents: Sequence[int]) -> list[list[int]]:
 
 
 def check(
-    keys: mx.array, values: mx.array, decay: mx.array, beta: mx.array, state: mx.array
+    tape: Tape, queries: mx.array | None = None, parents: Sequence[int] | None = None
 ) -> None:
-    """Raise `KernelError` for inputs that break the rules of `DeltaVerify`."""
+    """Raise `KernelError` for inputs that break the rules of `Tape` and `DeltaRule.verify`."""
+    keys, values, decay, beta, state = tape
     fits = keys.ndim == values.ndim == 4 and keys.shape[:2] == values.shape[:2]
     if fits:
         (batch, rows, key_heads, key_dim), (heads, value_dim) = keys.shape, values.shape[2:]
@@ -345,30 +281,10 @@ def check(
     if not fits:
         shapes = ", ".join(
             f"{name} {x.shape} in {dtype_name(x)}"
-            for name, x in zip(_TAPE, (keys, values, decay, beta, state), strict=True)
+            for name, x in zip(Tape._fields, tape, strict=True)
         )
         raise KernelError(f"The delta rule has no kernel for {shapes}.")
-
-
-def check_verify(queries: mx.array, keys: mx.array, parents: Sequence[int] | None) -> None:
-    """Raise `KernelError` for queries or a tree that do not fit the keys."""
-    if queries.shape != keys.shape or queries.dtype != keys.dtype:
+    if queries is not None and (queries.shape != keys.shape or queries.dtype != keys.dtype):
         raise KernelError(f"delta rule: queries {queries.shape} and keys {keys.shape} differ.")
     if parents is not None and len(parents) != keys.shape[1]:
         raise KernelError(f"delta rule: {len(parents)} parents for {keys.shape[1]} rows.")
-
-
-def _launch(
-    keys: mx.array, values: mx.array, decay: mx.array, beta: mx.array, state: mx.array
-) -> tuple[list[mx.array], dict]:
-    """The inputs, and the launch arguments: four state rows per SIMD-group."""
-    (key_heads, key_dim), (heads, value_dim) = keys.shape[2:], values.shape[2:]
-    tape = [in_device_memory(x) for x in (keys, values, decay, beta, state)]
-    template = [("T", keys.dtype), ("B", beta.dtype), ("DK", key_dim)]
-    template += [("HK", key_heads), ("HV", heads), ("DV", value_dim)]
-    simdgroups = -(-value_dim // _ROWS)
-    return tape, {
-        "template": template,
-        "grid": (32, simdgroups, heads),
-        "threadgroup": (32, _SIMDGROUPS, 1),  # MLX ends it where the grid ends
-    }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -21,70 +22,67 @@ from mlx_lm.models import gpt_oss, llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
 from .selfcheck import UnprovenError
-from .weights import Weights
-
-Products = Callable[[mx.array, Sequence[Weights]], Sequence[mx.array]]
+from .verify_matmul import Product
 
 
-class VerifyGated(nn.Module):
+class Ours(nn.Module):
+    """A layer that gives few rows to our kernels; mixed into a stock class."""
+
+    def __call__(self, x: mx.array, *experts: Any, **named: Any) -> mx.array:
+        """x [..., K] -> [..., N], or with the experts [..., k] of every row as the stock class."""
+        rows = experts[0].size // self._top_k if experts else x.size // x.shape[-1]
+        if rows in self._rows:
+            try:
+                return self._on_ours(x, *experts)
+            except UnprovenError:
+                pass
+        return super().__call__(x, *experts, **named)
+
+    def _on_ours(self, x: mx.array, *experts: Any) -> mx.array:
+        raise NotImplementedError
+
+
+class VerifyGated(Ours):
     """A dense gated unit on our kernel; `UNITS` has the classes."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x [..., D] -> [..., D]."""
-        if rows_of(x) in self._rows:
-            gate, up = weights(self["gate_proj"]), weights(self["up_proj"])
-            try:
-                return self["down_proj"](self._kernels.product(x, gate, up))
-            except UnprovenError:
-                pass
-        return super().__call__(x)
+    def _on_ours(self, x: mx.array) -> mx.array:
+        return self["down_proj"](self._gated(x)[0])
 
 
-class VerifySwitchGLU(SwitchGLU):
+class VerifySwitchGLU(Ours, SwitchGLU):
     """The gated units of experts on our kernel, which sorts the rows itself."""
 
-    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        """x [..., D] of tokens sent to experts [..., k] -> [..., k, D]."""
-        if indices.size // indices.shape[-1] in self._rows:
-            try:
-                return self._on_ours(x, indices)
-            except UnprovenError:
-                pass
-        return super().__call__(x, indices)
-
-    def _on_ours(self, x: mx.array, indices: mx.array) -> mx.array:
-        gate, up = self["gate_proj"], self["up_proj"]
-        if self._shares_launch:
-            y = self._kernels.experts(x, weights(gate), indices, weights(up))
+    def _on_ours(self, x: mx.array, experts: mx.array) -> mx.array:
+        if self._gated is not None:
+            y = self._gated(x, experts)[0]
         else:  # biases, or another activation
-            ups, gates = (of_experts(layer, x, indices) for layer in (up, gate))
+            ups, gates = (of_experts(self[name], x, experts) for name in ("up_proj", "gate_proj"))
             y = self.activation(ups, gates)
-        return of_experts(self["down_proj"], y, indices)
+        return of_experts(self["down_proj"], y, experts)
 
 
 class FusedProjections(threading.local):
     """Linear layers that multiply the same rows; each thread has results of its own.
 
     Args:
-        kernel: computes all their products.
-        layers: the layers, in the kernel's order.
+        product: the products of x [..., K] with the weights of all layers, each [..., N].
     """
 
-    def __init__(self, kernel: Products, layers: Sequence[nn.Module]) -> None:
-        self._kernel, self._layers = kernel, tuple(layers)
-        self._places = {id(layer): place for place, layer in enumerate(layers)}
-        self._x: mx.array | None = None  # the input of the waiting results
-        self._results: dict[int, mx.array] = {}  # of the layers that were not called yet
+    def __init__(self, product: Callable[[mx.array], Sequence[mx.array]]) -> None:
+        self._product = product
+        self._waiting: list[Any] = []  # an input, how many results nobody asked for, and those
 
-    def __call__(self, layer: nn.Module, x: mx.array) -> mx.array:
-        """The product of x [..., K] with a layer's weights, [..., N]."""
-        place = self._places[id(layer)]
-        if self._x is not x or place not in self._results:
-            self._x = x
-            self._results = dict(enumerate(self._kernel(x, [*map(weights, self._layers)])))
-        y = self._results.pop(place)
-        if not self._results:
-            self._x = None
+    def __call__(self, place: int, x: mx.array) -> mx.array:
+        """The product of layer `place`, counted from 2."""
+        waiting = self._waiting
+        if not waiting or waiting[0] is not x or waiting[place] is None:
+            results = self._product(x)
+            self._waiting = waiting = [x, len(results), *results]
+        y: mx.array = waiting[place]
+        waiting[place] = None
+        waiting[1] -= 1
+        if not waiting[1]:
+            self._waiting = []
         return y
 
 
@@ -115,20 +113,22 @@ def fuse(model: nn.Module) -> None:
     """Fuse the layers of a model that run on our kernels for the same rows; changed in place."""
     for unit in model.modules():
         if type(unit) in UNITS and _same_rows(getattr(unit, name) for name in _MLP):
-            unit._shares_launch = _can_gate(unit)
-            if unit._shares_launch or type(unit) is SwitchGLU:
-                unit._rows, unit._kernels = unit.gate_proj._rows, unit.gate_proj._kernels
-                unit.__class__ = UNITS[type(unit)]
+            pair = [unit.gate_proj._product, unit.up_proj._product]
+            gated = Product.of(pair, True) if _can_gate(unit) else None
+            if gated is not None or type(unit) is SwitchGLU:
+                unit._rows, unit._top_k = unit.gate_proj._rows, unit.gate_proj._top_k
+                unit._gated, unit.__class__ = gated, UNITS[type(unit)]
     for sharing in shared_inputs(model):
         groups: dict[Any, list[Any]] = {}  # by what layers have in common
         for layer in sharing:
             if hasattr(layer, "_rows"):
-                form = layer._rows, "scales" in layer and layer._affine.tensor_units
-                groups.setdefault((form, _kind(layer)), []).append(layer)
+                groups.setdefault((layer._rows, _kind(layer)), []).append(layer)
         for layers in groups.values():
-            fused = FusedProjections(layers[0]._kernels.product.several, layers)
-            for layer in layers if len(layers) > 1 else ():
-                layer._fused = fused
+            if len(layers) > 1:
+                product = Product.of([layer._product for layer in layers], False)
+                fused = FusedProjections(product)
+                for place, layer in enumerate(layers, start=2):
+                    layer._fused = partial(fused, place)
 
 
 def launches(model: nn.Module) -> Iterator[list[Any]]:
@@ -146,8 +146,7 @@ def _can_gate(unit: Any) -> bool:
         return False
     if isinstance(unit, SwitchGLU) and type(unit.activation) is not SwiGLU:
         return False
-    same = gate.weight.shape == up.weight.shape and gate.weight.dtype == up.weight.dtype
-    return same and _kind(gate) == _kind(up)
+    return gate.weight.shape == up.weight.shape and _kind(gate) == _kind(up)
 
 
 def shared_inputs(model: nn.Module) -> Iterator[list[Any]]:
@@ -159,9 +158,8 @@ def shared_inputs(model: nn.Module) -> Iterator[list[Any]]:
 
 def _kind(layer: Any) -> tuple[Any, ...]:
     """What fused layers have in common."""
-    if "scales" not in layer:
-        return type(layer), layer.weight.dtype
-    return type(layer), layer.bits, layer.group_size, layer.scales.dtype
+    [w] = layer._product.weights
+    return type(layer), w.dtype if isinstance(w, mx.array) else w.kind[1:]
 
 
 def _same_rows(layers: Iterable[Any]) -> bool:
@@ -170,17 +168,7 @@ def _same_rows(layers: Iterable[Any]) -> bool:
     return len(rows) == 1 and None not in rows
 
 
-def rows_of(x: mx.array) -> int:
-    """The rows of x [..., K]."""
-    return x.size // x.shape[-1]
-
-
-def weights(layer: Any) -> Weights:
-    """The weights of one of our layers as the kernels take them."""
-    return layer._affine if "scales" in layer else layer["weight"]
-
-
-def of_experts(layer: Any, x: mx.array, indices: mx.array) -> mx.array:
+def of_experts(layer: Any, x: mx.array, experts: mx.array) -> mx.array:
     """x [..., K] or [..., k, K] by the experts [..., k] of one of our layers -> [..., k, N]."""
-    y = layer._kernels.experts(x, weights(layer), indices)
-    return y + layer["bias"][indices] if "bias" in layer else y
+    [y] = layer._product(x, experts)
+    return y + layer["bias"][experts] if "bias" in layer else y

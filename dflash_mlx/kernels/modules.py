@@ -10,7 +10,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -23,17 +23,16 @@ from .choose import (
     NONE,
     Rows,
     exact_by_default,
-    has_kernel,
     has_tensor_units,
     is_large,
     tensor_key,
 )
-from .delta_replay import DeltaReplay, DeltaVerify
-from .fused import fuse, launches, of_experts, rows_of, weights
+from .delta_replay import DeltaRule
+from .fused import Ours, fuse, launches, of_experts
+from .launch import KernelFactory
 from .selfcheck import Proofs, UnprovenError
 from .shapes import Matrix, matrices
-from .source import KernelFactory, guarded
-from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
+from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, Product, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
 from .weights import aligned, fits_tensor_units, weights_of
 
@@ -67,14 +66,12 @@ class Kernels:
         if tensor_units is None:
             tensor_units = self.on_device and has_tensor_units(device, platform.mac_ver()[0])
         self.tensor_units = tensor_units
-        metal_kernel = guarded(metal_kernel)
         enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
         self.proofs = Proofs()
         self.product = VerifyMatmul(metal_kernel, enough, self.proofs)
         self.experts = VerifyMatmulMoe(metal_kernel, self.proofs)
         self.attention = BlockAttention(metal_kernel, self.proofs)
-        self.delta = DeltaVerify(metal_kernel, self.proofs)
-        self.delta_replay = DeltaReplay(metal_kernel, self.proofs)
+        self.delta = DeltaRule(metal_kernel, self.proofs)
 
 
 @dataclass(frozen=True)
@@ -102,17 +99,16 @@ class Wiring:
         return EXACT_ROWS if self.exact else None
 
 
-class OurLinear(nn.Module):
-    """A linear layer on our kernel for few rows; mixed into a stock class."""
+class OurLinear(Ours):
+    """A linear layer on our kernel for few rows."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x [..., K] -> [..., N]."""
-        if rows_of(x) in self._rows:
+    def _on_ours(self, x: mx.array) -> mx.array:
+        if self._fused is not None:
             try:
-                return _product(self, x)
+                return _biased(self, self._fused(x))
             except UnprovenError:
                 pass
-        return super().__call__(x)
+        return _biased(self, self._product(x)[0])
 
 
 class OurHead(nn.Module):
@@ -120,29 +116,24 @@ class OurHead(nn.Module):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., D] -> logits [..., V]."""
-        if rows_of(x) in self._rows:
+        if x.size // x.shape[-1] in self._rows:
             try:
-                return _product(self, x)
+                return self._product(x)[0]
             except UnprovenError:
                 pass
         stock: Any = super()
         return stock.as_linear(x)
 
 
-class OurSwitchLinear(nn.Module):
-    """One linear layer per expert on our kernel; mixed into a stock class."""
+class OurSwitchLinear(Ours):
+    """One linear layer per expert on our kernel.
 
-    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        """x [..., 1 or k, 1, K] of tokens sent to experts [..., k] -> [..., k, 1, N].
+    x [..., 1 or k, 1, K] of tokens sent to experts [..., k] -> [..., k, 1, N]. Sorted by expert,
+    x is [tokens * k, 1, K] and the experts [tokens * k].
+    """
 
-        Sorted by expert, x is [tokens * k, 1, K] and the experts [tokens * k].
-        """
-        if indices.size // self._top_k in self._rows:
-            try:
-                return mx.expand_dims(of_experts(self, x, indices), -2)
-            except UnprovenError:
-                pass
-        return super().__call__(x, indices, sorted_indices)
+    def _on_ours(self, x: mx.array, experts: mx.array) -> mx.array:
+        return mx.expand_dims(of_experts(self, x, experts), -2)
 
 
 class VerifyConv1d(nn.Conv1d):
@@ -203,16 +194,16 @@ def wire(
     """
     layers, found = set(), list(matrices(model, config))
     for path, module, matrix in found if exact else ():
-        if not can_swap(module, matrix):
+        if not can_swap(module):
             raise SettingsError(
                 f"kernels=exact: {path} ({type(module).__name__}, {matrix.key}) has no kernel "
                 "whose rows are independent; leave it out."
             )
     for path, module, matrix in found:
         of = EXACT if exact else rows.get(matrix.key, NONE)
-        if of and can_swap(module, matrix):
-            tensor_units = not exact and uses_tensor_units(module, matrix, kernels, rows)
-            _swap(module, matrix, kernels, of, tensor_units)
+        if of and can_swap(module):
+            units = kernels.tensor_units and not exact and rows.get(tensor_key(matrix.key))
+            _swap(module, matrix, kernels, of, bool(units))
             layers.add(path)
     fuse(model)
     if exact:
@@ -223,7 +214,7 @@ def wire(
 def will_be_exact(model: nn.Module, config: dict[str, Any], rows: Rows) -> bool:
     """Whether these timings make exact decoding the default."""
     found = list(matrices(model, config))
-    swappable = all(can_swap(module, matrix) for _, module, matrix in found)
+    swappable = all(can_swap(module) for _, module, matrix in found)
     return swappable and exact_by_default([matrix for _, _, matrix in found], rows)
 
 
@@ -237,7 +228,7 @@ def chosen_together(
     """
     layers: dict[str, list[tuple[nn.Module, Matrix]]] = {}
     for _, module, matrix in matrices(model, config):
-        if can_swap(module, matrix):
+        if can_swap(module):
             layers.setdefault(matrix.key, []).append((module, matrix))
     key_of = {id(module): key for key, each in layers.items() for module, _ in each}
     together = {key: {key} for key in layers}
@@ -263,18 +254,9 @@ def _own_channel(convolution: Any) -> bool:
     return plain and inputs == 1 and convolution.groups == channels
 
 
-def can_swap(module: nn.Module, matrix: Matrix) -> bool:
-    """Whether a layer of this kind can run on our kernels."""
-    if type(module) not in SWAPS or not has_kernel(matrix):
-        return False
-    return "scales" not in module or module.scales.dtype == module.biases.dtype
-
-
-def uses_tensor_units(module: nn.Module, matrix: Matrix, kernels: Kernels, rows: Rows) -> bool:
-    """Whether a layer multiplies on this chip's tensor units, by the choices in `rows`."""
-    if not kernels.tensor_units or not rows.get(tensor_key(matrix.key)):
-        return False
-    return can_swap(module, matrix) and fits_tensor_units(weights_of(module))
+def can_swap(module: nn.Module) -> bool:
+    """Whether a layer can run on our kernels."""
+    return type(module) in SWAPS and weights_of(module) is not None
 
 
 @contextmanager
@@ -290,29 +272,16 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def _swap(
-    module: Any,
-    matrix: Matrix,
-    kernels: Kernels,
-    rows: frozenset[int],
-    tensor_units: bool = False,
+    module: Any, matrix: Matrix, kernels: Kernels, rows: frozenset[int], tensor_units: bool
 ) -> None:
     """Swap a layer's class for these numbers of rows."""
-    module.__class__ = SWAPS[type(module)]
-    module._rows, module._kernels = rows, kernels
-    module._top_k, module._fused = matrix.top_k, None
-    if tensor_units:
+    w: Any = weights_of(module)
+    if tensor_units and fits_tensor_units(w):
         module.weight = aligned(module.weight)
-    if "scales" in module:
-        module._affine = weights_of(module, tensor_units)
-
-
-def _product(layer: Any, x: mx.array) -> mx.array:
-    if layer._fused is not None:
-        try:
-            return _biased(layer, layer._fused(layer, x))
-        except UnprovenError:
-            pass
-    return _biased(layer, layer._kernels.product(x, weights(layer)))
+        w = replace(w, words=module.weight, tensor_units=True)
+    module.__class__ = SWAPS[type(module)]
+    module._rows, module._top_k, module._fused = rows, matrix.top_k, None
+    module._product = Product(kernels.experts if matrix.experts else kernels.product, [w], False)
 
 
 def _biased(layer: nn.Module, y: mx.array) -> mx.array:

@@ -9,7 +9,7 @@ Every kernel's module has the check beside the kernel and its reference.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -29,27 +29,16 @@ class KernelCheck:
     """One call of a kernel, and its expected result.
 
     Attributes:
-        key: which launches it is for: what they multiply or read, and how many rows.
-        what: the call in words, for a message.
+        key: which launches it is for, in words: what they multiply or read, and how many rows.
         ours, reference: return arrays of the same shapes; the reference's are float32.
     """
 
     key: str
-    what: str
     ours: Callable[[], list[mx.array]]
     reference: Callable[[], list[mx.array]]
 
 
-def faults(checks: Iterable[KernelCheck]) -> dict[str, str]:
-    """The failed checks: a description by key."""
-    found: dict[str, str] = {}
-    for check in checks:
-        if check.key not in found and (fault := _fault(check)):
-            found[check.key] = f"{check.what} {fault}"
-    return found
-
-
-def _fault(check: KernelCheck) -> str | None:
+def fault_of(check: KernelCheck) -> str | None:
     """How a call fails: it does not run, or its result differs. None if it passes."""
     try:
         results = check.ours()
@@ -94,12 +83,12 @@ class Proofs:
         if self.proven is None or check.key in self.proven:
             return
         if check.key not in self.broken:
-            found = faults([check])
-            if not found:
+            fault = fault_of(check)
+            if fault is None:
                 self.proven.add(check.key)
                 self.keep([check.key])
                 return
-            self.broken |= found
+            self.broken[check.key] = f"{check.key} {fault}"
             if not self.strict:
                 warnings.warn(
                     "dflash-mlx: a kernel of ours is broken here and left out: "

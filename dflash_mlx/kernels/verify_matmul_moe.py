@@ -7,35 +7,29 @@ The stock gathered product runs row by row and reads an expert's weights once pe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from .selfcheck import KernelCheck, Noise, Proofs
-from .source import KernelFactory, Launch, dtype_name, in_device_memory, metal_source
-from .verify_matmul import THREADS, TILE_COLUMNS, product_check, product_kernels
+from .launch import Kernel, in_device_memory
+from .verify_matmul import START, THREADS, TILE_COLUMNS, Prepared, Products
 from .weights import (
     AffineWeights,
     Weights,
-    check_product,
+    check_products,
     dequantized,
     form,
-    inputs,
-    kind,
-    name_of,
+    input_names,
+    matrix,
     result_dtype,
-    rows_in,
     traits,
 )
 
 _CALL = """
-    threadgroup float scratch[dflash::kScratch];
-    dflash::verify_matmul_moe<T, GATE_UP>(
-        x, left, right, order, experts, y, x_shape[0], w_shape[1], threadgroups_per_grid.y, scratch,
-        threadgroup_position_in_grid, thread_index_in_threadgroup, simdgroup_index_in_threadgroup);
+dflash::verify_matmul_moe<T, {gated}>(x, {w}, {up}, order, experts, y, rows, w_shape[1],
+    threadgroups_per_grid.y, scratch, tile, thread_index_in_threadgroup,
+    simdgroup_index_in_threadgroup);
 """
 
 
@@ -63,118 +57,57 @@ def _routed(rows: mx.array, w: Weights, experts: mx.array) -> mx.array:
     return (chosen @ rows[..., None]).squeeze(-1)
 
 
-class VerifyMatmulMoe:
+class VerifyMatmulMoe(Products):
     """x w[e]^T or silu(x w[e]^T) (x up[e]^T) for the experts e of every row.
 
     Each row's bits depend on that row, its experts and the shapes alone.
-
-    Args:
-        metal_kernel: the factory of the kernels.
-        proofs: the launches that are known to be right here.
     """
 
-    def __init__(
-        self,
-        metal_kernel: KernelFactory = mx.fast.metal_kernel,
-        proofs: Proofs | None = None,
-    ) -> None:
-        self._proofs = proofs or Proofs()
-        headers = dict.fromkeys(("plain", "affine"), metal_source("verify_matmul_moe.metal"))
-        self._products = product_kernels(
-            metal_kernel, "verify_matmul_moe", ["order", "experts"], _CALL, headers
-        )
-        # By the shapes and kinds of their inputs.
-        self._launches: dict[Any, tuple[mx.Dtype, Launch]] = {}
-        self._routing: tuple[mx.array | None, Sequence[mx.array]] = None, ()  # of the last experts
+    _last: tuple[mx.array | None, list[mx.array]] = None, []  # experts, and what was made of them
 
-    def __call__(
-        self,
-        x: mx.array,
-        w: Weights,
-        experts: mx.array,
-        up: Weights | None = None,
-    ) -> mx.array:
-        """The products of each row with each of its experts: [..., k, N].
-
-        Args:
-            x: [..., K], rows for the tokens, or for each token and each of its experts.
-            w: [E, N, K], the weights of all experts; read once for up to 16 rows of an expert.
-            experts: integers in [0, E), [..., k]: the experts of every token.
-            up: if given, of w's shape and kind; w is then the gate.
-
-        The dtype is MLX's for x @ w.T, sums are float32. Raises `KernelError`.
-        """
-        key = x.shape, x.dtype, kind(w), kind(up), experts.shape
-        prepared = self._launches.get(key)
-        weights = (w,) if up is None else (w, up)
-        if prepared is None:
-            prepared = self._prepare(x, w, experts, up)
-            self._proofs.require(self._check(prepared, x, experts, weights))
-            self._launches[key] = prepared
-        return self._launch(prepared, weights, x, experts)
-
-    def _launch(
-        self,
-        prepared: tuple[mx.Dtype, Launch],
-        weights: Sequence[Weights],
-        x: mx.array,
-        experts: mx.array,
-    ) -> mx.array:
-        dtype, product = prepared
-        given = [rows_in(dtype, x), *self._sorted(experts)]
-        for w in weights:
-            given += inputs(w)
-        return product(inputs=given)[0]
-
-    def _check(
-        self,
-        prepared: tuple[mx.Dtype, Launch],
-        x: mx.array,
-        experts: mx.array,
-        weights: Sequence[Weights],
-    ) -> KernelCheck:
-        """The check of a launch, with other rows, each with experts of its own."""
-        noise, (*tokens, top_k) = Noise(x.dtype), experts.shape
-        chosen = mx.argsort(noise(*tokens, weights[0].shape[0]), axis=-1)[..., :top_k]
-        name = f"{' and '.join(map(name_of, weights))}{' as gate and up' * (len(weights) > 1)}"
-        rows, depth = x.size // x.shape[-1], x.shape[-1]
-        key = f"{rows} rows in {dtype_name(x)} by {experts.size} of {name}"
-        given = noise(*(experts.shape if rows == experts.size else tokens), depth)
-
-        def ours(*given: mx.array) -> list[mx.array]:
-            return [self._launch(prepared, weights, *given)]
-
-        def reference(x: mx.array, chosen: mx.array, *picked: Weights) -> list[mx.array]:
-            w, *up = picked
-            return [verify_matmul_moe_reference(x, w, chosen, *up)]
-
-        return product_check(key, ours, reference, weights, given, chosen)
-
-    def _sorted(self, experts: mx.array) -> Sequence[mx.array]:
+    def routing(self, experts: mx.array) -> list[mx.array]:
         """What sorts the experts, and the experts, flat; the products of one unit share them."""
-        known, routing = self._routing
+        known, routing = self._last
         if known is not experts:
             pairs = experts.reshape(-1).astype(mx.uint32)
             routing = [in_device_memory(mx.argsort(pairs)), in_device_memory(pairs)]
-            self._routing = experts, routing
+            self._last = experts, routing
         return routing
 
+    def _reference(
+        self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: mx.array
+    ) -> list[mx.array]:
+        w, *up = weights
+        return [verify_matmul_moe_reference(x, w, experts, *up)]
+
     def _prepare(
-        self, x: mx.array, w: Weights, experts: mx.array, up: Weights | None
-    ) -> tuple[mx.Dtype, Launch]:
-        weights = [w] if up is None else [w, up]
-        check_product(x, "[E, N, K]", *weights)
+        self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: mx.array
+    ) -> Prepared:
+        check_products(x, "[E, N, K]", weights, gated)
         _check_routing(x, experts)
-        dtype, columns = result_dtype(x, *weights), w.shape[1]
+        dtype, columns = result_dtype(x, *weights), weights[0].shape[1]
         tiles = -(-columns // (TILE_COLUMNS // len(weights)))
-        return dtype, partial(
-            self._products[form(dtype, w), up is not None],
-            template=[("T", dtype), *traits(w).items(), ("GATE_UP", up is not None)],
-            grid=(tiles * THREADS, experts.size, 1),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[(*experts.shape, columns)],
-            output_dtypes=[dtype],
+        launch = self._launch(
+            _product(form(dtype, weights[0]), gated),
+            {"T": dtype, **traits(weights[0])},
+            (tiles * THREADS, experts.size, 1),
+            (THREADS, 1, 1),
+            [((*experts.shape, columns), dtype)],
         )
+        cast = None if x.dtype == dtype else dtype
+        return cast, launch, None
+
+
+def _product(form: str, gated: bool) -> Kernel:
+    names = ["w", "up"] if gated else ["w"]
+    call = _CALL.format(gated=str(gated).lower(), w=matrix("w", form), up=matrix(names[-1], form))
+    return Kernel(
+        f"verify_matmul_moe_{form}{'_gate_up' * gated}",
+        "verify_matmul_moe.metal",
+        ["x", *(n for name in names for n in input_names(name, form)), "order", "experts"],
+        ["y"],
+        START + call,
+    )
 
 
 def _check_routing(x: mx.array, experts: mx.array) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import KernelError
-from .source import FEWEST, dtype_name, in_device_memory
+from .launch import FEWEST, Constant, dtype_name, in_device_memory
 
 FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 TENSOR_ALIGNMENT = 128  # bytes between rows of a 4-bit tensor, and of its first row
@@ -76,17 +77,22 @@ class AffineWeights:
 Weights = AffineWeights | mx.array
 
 
-def weights_of(layer: Any, tensor_units: bool = False) -> Weights:
-    """A layer's weights, as the kernels take them."""
+def weights_of(layer: Any) -> Weights | None:
+    """A layer's weights as the kernels take them; None for others, as of 6 bits or mxfp4."""
     if "scales" not in layer:
-        return layer.weight
-    stored = layer.weight, layer.scales, layer.biases
-    return AffineWeights(*stored, layer.bits, layer.group_size, tensor_units)
+        return layer.weight if layer.weight.dtype in FLOATS else None
+    if getattr(layer, "mode", "affine") != "affine":
+        return None
+    try:
+        stored = layer.weight, layer.scales, layer.biases
+        return AffineWeights(*stored, layer.bits, layer.group_size)
+    except KernelError:
+        return None
 
 
 def fits_tensor_units(w: Weights) -> bool:
     """Whether `metal/tensor_tile.h` takes these weights."""
-    if isinstance(w, mx.array) or len(w.shape) != 2:
+    if not isinstance(w, AffineWeights) or len(w.shape) != 2:
         return False
     columns, depth = w.shape
     return w.bits == 4 and w.scales.dtype == mx.bfloat16 and columns % 32 == depth % 256 == 0
@@ -128,27 +134,31 @@ def result_dtype(x: mx.array, *weights: Weights) -> mx.Dtype:
     return mx.result_type(x, *arrays)
 
 
-def rows_in(dtype: mx.Dtype, x: mx.array) -> mx.array:
-    """x [..., K] as rows [M, K] of a dtype."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if x.dtype == dtype else rows.astype(dtype)
+def check_products(
+    x: mx.array, layout: str, weights: Sequence[Weights], gated: bool, most: int = 1
+) -> None:
+    """x [..., K] by up to `most` weights of one kind, or by a gate and its partner of one shape.
+
+    layout: of each, "[N, K]". Raises `KernelError`.
+    """
+    if not (len(weights) == 2 if gated else 1 <= len(weights) <= most):
+        raise KernelError(f"{len(weights)} matrices do not share a launch.")
+    if gated and weights[0].shape != weights[1].shape:
+        raise KernelError(f"Gate and up differ: {weights[0].shape} and {weights[1].shape}.")
+    kinds = [str(traits(w)) for w in weights]
+    if len(set(kinds)) > 1:
+        raise KernelError(f"Matrices that share a launch are of one kind, not {', '.join(kinds)}.")
+    for w in weights:
+        if len(w.shape) != layout.count(",") + 1:
+            raise KernelError(f"The weights are {layout}, not {w.shape}.")
+        if x.shape[-1] != w.shape[-1]:
+            raise KernelError(f"x has {x.shape[-1]} columns, the weights have {w.shape[-1]}.")
+        if min(x.size, inputs(w)[0].size) < FEWEST:
+            raise KernelError(f"The matrix kernels take no arrays of fewer than {FEWEST} elements.")
 
 
-def check_product(x: mx.array, layout: str, w: Weights, up: Weights | None = None) -> None:
-    """x [..., K] times weights of one kind, shaped as `layout`, "[N, K]". Raises `KernelError`."""
-    shape = w.shape
-    if len(shape) != layout.count(",") + 1:
-        raise KernelError(f"The weights are {layout}, not {shape}.")
-    if up is not None and (up.shape != shape or traits(up) != traits(w)):
-        raise KernelError(f"Gate and up differ: {shape} {traits(w)} and {up.shape} {traits(up)}.")
-    if x.shape[-1] != shape[-1]:
-        raise KernelError(f"x has {x.shape[-1]} columns, the weights have {shape[-1]}.")
-    if min(x.size, inputs(w)[0].size) < FEWEST:
-        raise KernelError(f"The matrix kernels take no arrays of fewer than {FEWEST} elements.")
-
-
-def traits(w: Weights) -> dict[str, Any]:
-    """The template arguments for these weights."""
+def traits(w: Weights) -> dict[str, Constant]:
+    """The constants of a kernel for these weights."""
     if isinstance(w, AffineWeights):
         return {"S": w.scales.dtype, "BITS": w.bits, "GROUP": w.group_size}
     return {"W": w.dtype}
@@ -164,10 +174,8 @@ def inputs(w: Weights) -> list[mx.array]:
     return w.inputs if isinstance(w, AffineWeights) else [w]
 
 
-def kind(w: Weights | None) -> tuple[Any, ...] | None:
+def kind(w: Weights) -> tuple[Any, ...]:
     """What a launch depends on: weights of one kind share it."""
-    if w is None:
-        return None
     return w.kind if isinstance(w, AffineWeights) else (w.shape, w.dtype)
 
 
@@ -180,8 +188,16 @@ def name_of(w: Weights) -> str:
     return f"{shape} affine {w.bits}-bit g{w.group_size} {dtype_name(w.scales)}{units}"
 
 
-def declaration(variable: str, name: str, form: str) -> str:
-    """Metal: a variable for the weights `name` [..., N, K]; x is [M, K] in the kernel."""
+def matrix(name: str, form: str) -> str:
+    """Metal: the weights `name` [..., N, K] as the products take them."""
     arrays = ", ".join(input_names(name, form))
-    matrix = "PlainMatrix<W>" if form == "plain" else "AffineWeights<S, BITS, GROUP>"
-    return f"const dflash::{matrix} {variable} = {{{arrays}, x_shape[1]}};\n"
+    kind = "PlainMatrix<W>" if form == "plain" else "AffineWeights<S, BITS, GROUP>"
+    return f"dflash::{kind}{{{arrays}, K}}"
+
+
+def columns_of(w: Weights, columns: mx.array) -> Weights:
+    """Some columns of a result: rows of w [..., N, K]."""
+    if isinstance(w, mx.array):
+        return mx.take(w, columns, axis=-2)
+    words, scales, biases = (mx.take(x, columns, axis=-2) for x in (w.words, w.scales, w.biases))
+    return AffineWeights(words, scales, biases, w.bits, w.group_size)

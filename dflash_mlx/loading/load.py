@@ -38,8 +38,8 @@ from .registry import (
 from .target import check_weights, open_target
 
 if TYPE_CHECKING:
+    from ..kernels.launch import KernelFactory
     from ..kernels.modules import Kernels
-    from ..kernels.source import KernelFactory
 
 KernelChoice = Literal["auto", "off", "exact"]
 

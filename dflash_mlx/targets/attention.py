@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import SettingsError
-from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, TreeMask
+from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, Attention, TreeMask
 from ..kernels.choose import Rows, attention_rows
 from ..kernels.selfcheck import UnprovenError
 from ..kernels.shapes import attention_key
@@ -138,9 +138,9 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
             keys, values = _in_order(cache, keys), _in_order(cache, values)
         elif isinstance(cache, QuantizedKVCache):
             keys, values = _affine(cache, *keys), _affine(cache, *values)
-        at = {"scale": scale, "first": cache.offset - keys.shape[2], "window": window}
+        first = cache.offset - keys.shape[2]
         try:
-            return kernel(queries, keys, values, **at, sinks=sinks, tree=tree)
+            return kernel(Attention(queries, keys, values, scale, first, window, sinks, tree))
         except UnprovenError:
             return scaled_dot_product_attention(*given)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..kernels.delta_replay import Tape
 from .internals import (
     GATED_DELTA,
     MAMBA2,
@@ -216,7 +217,9 @@ class GatedDelta(Recurrence):
             state = self._first_state() if state is None else state
             rows = mx.arange(keys.shape[1])
             decay, beta = self._decay(*gates)
-            return self.kernels.delta_replay(keys, values, decay, beta, state, rows, rows.size)
+            return self.kernels.delta.replay(
+                Tape(keys, values, decay, beta, state), rows, rows.size
+            )
         if state is not None and mx.default_device() == mx.Device(mx.cpu):
             return _replay_steps(state, keys, values, *self._decay(*gates))
         # One Metal kernel; the keys stand in for the queries, which shape the output alone.
@@ -240,8 +243,9 @@ class GatedDelta(Recurrence):
         """The kernel's outputs, and the state after a chain's last row."""
         assert self.kernels is not None
         state = self._first_state() if state is None else state
-        rows = self._heads(convolved)
-        return self.kernels.delta(*rows, *self._decay(*gates), state, parents)
+        queries, keys, values = self._heads(convolved)
+        tape = Tape(keys, values, *self._decay(*gates), state)
+        return self.kernels.delta.verify(queries, tape, parents)
 
     def _first_state(self) -> mx.array:
         mixer = self.mixer

@@ -84,6 +84,7 @@ class TargetSession:
         self._read_trees = False
         self.slot: Any = None
         self.position, self.intact = 0, True
+        self._since = 0  # tokens since freed buffers were given back
 
     def pieces(
         self,
@@ -122,7 +123,7 @@ class TargetSession:
         logits, taps = self.read_lazily(mx.array(list(tokens)))
         compute([cache.state for cache in self.cache], [logits] if last else [])
         mx.clear_cache()
-        self.intact = True
+        self.intact, self._since = True, 0
         return logits if last else None, taps
 
     def read_lazily(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
@@ -247,9 +248,11 @@ class TargetSession:
                     rollback.commit(len(kept), rejected)
         self.position += len(kept)
         self.intact, self.proposal, self.tree, self._before = True, None, None, None
-        # A cache has grown once the rows of a step are beyond a multiple of SPAN.
-        if self.slot is None and (self.position - LAST_STEP) % SPAN < len(kept):
+        # A cache grows by SPAN rows when those of a step do not fit: once at most before this.
+        self._since += len(kept)
+        if self.slot is None and self._since >= SPAN - (len(kept) + rejected):
             mx.clear_cache()
+            self._since = 0
         # Leave nothing lazy in the caches: the next forward may be another thread's.
         if lazy := self.cache if moved else self._lazy:
             mx.async_eval([caches.arrays(cache) for cache in lazy])

@@ -10,7 +10,7 @@ from ..drafter.config import DraftConfig
 from ..drafter.networks import network_for
 from ..errors import NotEnoughMemoryError
 from ..kernels.shapes import weight_bytes
-from ..machine.facts import GB, memory_bytes
+from ..machine.facts import GB, usable_bytes
 from ..targets import Target
 from .dataset import bucket_length
 from .drafter import DrafterSettings
@@ -51,10 +51,10 @@ def _values(config: DraftConfig, settings: DrafterSettings, length: int) -> int:
 
 
 def check_memory(needed: int, settings: DrafterSettings) -> None:
-    """Raise `NotEnoughMemoryError` if this machine has less memory than training needs."""
-    if needed > (memory := memory_bytes()):
+    """Raise `NotEnoughMemoryError` if training needs more than models may take here."""
+    if needed > (usable := usable_bytes()):
         raise NotEnoughMemoryError(
-            f"Training needs about {needed / GB:.1f} GB of memory, this machine has "
-            f"{memory / GB:.1f} GB: lower --tokens ({settings.tokens}), --anchors "
+            f"Training needs about {needed / GB:.1f} GB of memory, of which this machine can use "
+            f"{usable / GB:.1f} GB: lower --tokens ({settings.tokens}), --anchors "
             f"({settings.anchors}) or --layers, or load the model in fewer bits (--target-bits 4)."
         )

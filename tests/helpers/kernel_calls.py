@@ -13,8 +13,8 @@ import mlx.core as mx
 from metal_host.wrapper import METAL_NAMES, Wrapper, wrap
 
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.block_attention import BlockAttention, TreeMask
-from dflash_mlx.kernels.delta_replay import DeltaReplay, DeltaVerify
+from dflash_mlx.kernels.block_attention import Attention, BlockAttention, TreeMask
+from dflash_mlx.kernels.delta_replay import DeltaRule, Tape
 from dflash_mlx.kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
 from dflash_mlx.kernels.weights import AffineWeights, Weights
@@ -35,14 +35,11 @@ class Recorder:
 
     Attributes:
         wrappers: of all calls, once each, by their text.
-        defined, called: the names of the kernels that were made, and of those that were called.
         launches: of every call the name, the grid, the threadgroup and the shapes of its outputs.
     """
 
     def __init__(self) -> None:
         self.wrappers: dict[str, Wrapper] = {}
-        self.defined: set[str] = set()
-        self.called: set[str] = set()
         self.launches: list[tuple[str, tuple[int, ...], tuple[int, ...], list[Any]]] = []
 
     def __call__(
@@ -54,8 +51,6 @@ class Recorder:
         header: str = "",
         **_: Any,
     ) -> Callable[..., list[mx.array]]:
-        self.defined.add(name)
-
         def call(
             inputs, output_shapes, output_dtypes, grid=(), threadgroup=(), template=(), **_
         ) -> list[mx.array]:
@@ -65,7 +60,6 @@ class Recorder:
             named = list(zip(input_names, arrays, strict=True))
             wrapper = wrap(name, named, outputs, template, header, source)
             self.wrappers[wrapper.text] = wrapper
-            self.called.add(name)
             return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
 
         return call
@@ -104,19 +98,20 @@ def record_products(recorder: Recorder) -> None:
     for rows, shape in product((1, 3), ((1, 8), (33, 128), (32, 256), (64, 1024), (64, 4096))):
         matmul = VerifyMatmul(recorder, ENOUGH_TILES_LARGE if rows == 1 else ENOUGH_TILES)
         for w, dtype, gated in product(matrices(*shape), DTYPES, (False, True)):
-            taken(matmul, mx.zeros((rows, w.shape[1]), dtype), w, w if gated else None)
+            taken(matmul, mx.zeros((rows, w.shape[1]), dtype), *[w] * (1 + gated), gated=gated)
     for shape in ((2, 1, 8), (2, 33, 128)):
         for w, dtype, gated in product(matrices(*shape), DTYPES, (False, True)):
-            taken(moe, mx.zeros((1, w.shape[2]), dtype), w, experts, w if gated else None)
+            x = mx.zeros((1, w.shape[2]), dtype)
+            taken(moe, x, *[w] * (1 + gated), gated=gated, experts=experts)
 
 
 def record_fused(recorder: Recorder) -> None:
     """Two to as many matrices as are taken, whole and split K."""
     for enough in (ENOUGH_TILES, ENOUGH_TILES_LARGE):
-        several = VerifyMatmul(recorder, enough).several
+        several = VerifyMatmul(recorder, enough)
         for count, shape in product(range(1, 9), ((1, 8), (32, 256), (64, 1024))):
             for w, dtype in product(matrices(*shape), DTYPES):
-                taken(several, mx.zeros((3, w.shape[1]), dtype), [w] * count)
+                taken(several, mx.zeros((3, w.shape[1]), dtype), *[w] * count)
 
 
 def record_attention(recorder: Recorder) -> None:
@@ -125,36 +120,32 @@ def record_attention(recorder: Recorder) -> None:
     for head_dim, dtype, (nodes, length) in product(HEAD_DIMS, DTYPES, ROWS):
         queries = mx.zeros((1, 2, nodes, head_dim), dtype)
         plain = mx.zeros((1, 1, length, head_dim), dtype)
-        if taken(attention, queries, plain, plain, scale=1.0) is None:
+        if taken(attention, Attention(queries, plain, plain, 1.0)) is None:
             continue
         whole = (w for w in affine_weights(1, 1, length, head_dim) if w.shape[-1] == head_dim)
         for stored, tree, sinks in product((plain, *whole), (False, True), (False, True)):
-            taken(
-                attention,
-                queries,
-                stored,
-                stored,
-                scale=1.0,
-                sinks=mx.zeros(2) if sinks else None,
-                tree=TreeMask(mx.arange(nodes), mx.eye(nodes)) if tree else None,
-            )
+            given = {"sinks": mx.zeros(2)} if sinks else {}
+            if tree:
+                given["tree"] = TreeMask(mx.arange(nodes), mx.eye(nodes))
+            taken(attention, Attention(queries, stored, stored, 1.0, **given))
 
 
 def record_delta(recorder: Recorder) -> None:
     """Verify of chains and trees, and replay."""
-    verify, replay = DeltaVerify(recorder), DeltaReplay(recorder)
+    rule = DeltaRule(recorder)
     shapes = cycle([(1, 1, 1), (2, 4, 6), (1, 8, 128)])  # heads of keys, of values, Dv
     for dtype, gate, key_dim in product(DTYPES, DTYPES, KEY_DIMS):
         key_heads, heads, dim = next(shapes)
         keys = mx.zeros((1, 1, key_heads, key_dim), dtype)
         values, beta = mx.zeros((1, 1, heads, dim), dtype), mx.zeros((1, 1, heads), gate)
         state = mx.zeros((1, heads, dim, key_dim))
-        tape = (keys, values, beta.astype(mx.float32), beta, state)
-        if taken(verify, keys, *tape) is not None:
-            replay(*tape, mx.array([0]), 1)
+        tape = Tape(keys, values, beta.astype(mx.float32), beta, state)
+        if taken(rule.verify, keys, tape) is not None:
+            rule.replay(tape, mx.array([0]), 1)
             for nodes in TREES:  # whose branching nodes wait in no slot, one, ... of them
-                rows = [mx.repeat(x, nodes, axis=1) for x in (keys, *tape[:-1])]
-                verify(*rows, state, [(node - 1) // 2 if node else -1 for node in range(nodes)])
+                queries, *rows = (mx.repeat(x, nodes, axis=1) for x in (keys, *tape[:-1]))
+                parents = [(node - 1) // 2 if node else -1 for node in range(nodes)]
+                rule.verify(queries, Tape(*rows, state), parents)
 
 
 def every_call() -> Recorder:

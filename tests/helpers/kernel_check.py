@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from metal_host import EmulatedKernel, needs_compiler
 
+from dflash_mlx.kernels.verify_matmul import verify_matmul_reference
 from dflash_mlx.kernels.weights import AffineWeights, Weights, dequantized
 
 # Of the largest magnitude in the result.
@@ -72,6 +73,38 @@ def product(x: mx.array, w: Weights, up: Weights | None = None) -> tuple[np.ndar
     # An error of the gate grows by at most 1.1 in the unit; exp and the quotient err, too.
     of_unit = 1.1 * magnitude + 4 * np.abs(unit)
     return unit * other, np.abs(unit) * of_other + of_unit * np.abs(other)
+
+
+def check_products(matmul, x: mx.array, *weights: Weights, gated: bool = False) -> list[mx.array]:
+    """The kernel's results after holding each to one rounding, and the reference to float32."""
+    results = matmul(x, *weights, gated=gated)
+    of = [weights] if gated else [(w,) for w in weights]
+    dtype = mx.result_type(x, getattr(weights[0], "scales", weights[0]))
+    for y, parts in zip(results, of, strict=True):
+        truth, magnitude = product(x, *parts)
+        assert y.dtype == dtype and y.shape == truth.shape
+        assert within_rounding(y, truth, magnitude), (x.shape, parts[0].shape, y.dtype)
+        exact = verify_matmul_reference(x.astype(mx.float32), *parts)
+        assert relative_error(exact, mx.array(truth, mx.float32)) <= TOLERANCES[mx.float32]
+    return results
+
+
+def check_rows(multiply, rows: int, counts) -> None:
+    """Every row has the bits that it has alone, among so many first or last ones.
+
+    multiply: takes a slice of the rows, and returns an array or several of as many rows.
+    """
+
+    def of(part: slice) -> list[mx.array]:
+        y = multiply(part)
+        return y if isinstance(y, list) else [y]
+
+    single = [of(slice(row, row + 1)) for row in range(rows)]
+    alone = [mx.concatenate(each) for each in zip(*single, strict=True)]
+    for count in counts:
+        for part in (slice(0, count), slice(rows - count, rows)):
+            both = zip(of(part), alone, strict=True)
+            assert all(same_bits(y, one[part]) for y, one in both), part
 
 
 def same_bits(a: mx.array, b: mx.array) -> bool:

@@ -1,6 +1,7 @@
 """Random models in half precision whose verify runs on our kernels, and what counts launches."""
 
 import copy
+import re
 
 import families
 import mlx.core as mx
@@ -19,18 +20,23 @@ def quick_factory():
     return kernel_factory(checked=False)
 
 
+def base_name(name: str) -> str:
+    """A kernel's name without its constants: `verify_matmul_affine`."""
+    return re.split(r"_(?:half|bfloat|float)\b|_(?:half|bfloat|float)_", name)[0]
+
+
 class Launches:
-    """A factory of emulated kernels that counts their calls by name."""
+    """A factory of emulated kernels that counts their calls by name, without its constants."""
 
     def __init__(self, factory=None) -> None:
         self.counts: dict[str, int] = {}
         self.factory = factory or quick_factory()
 
     def __call__(self, name, **arguments):
-        kernel = self.factory(name=name, **arguments)
+        kernel, base = self.factory(name=name, **arguments), base_name(name)
 
         def launch(**call):
-            self.counts[name] = self.counts.get(name, 0) + 1
+            self.counts[base] = self.counts.get(base, 0) + 1
             return kernel(**call)
 
         return launch

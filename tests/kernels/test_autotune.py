@@ -34,7 +34,7 @@ class Clock(Launches):
 
         def launch(**given):
             taken = self.products
-            if name == "block_attention":
+            if name.startswith("block_attention_bfloat"):
                 deep = self.far is not None and given["inputs"][1].shape[2] >= 40
                 taken = self.far if deep else self.attention
             self.now += taken * ("merge" not in name)

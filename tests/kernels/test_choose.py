@@ -11,7 +11,6 @@ from dflash_mlx.kernels.choose import (
     attention_rows,
     chosen,
     exact_by_default,
-    has_kernel,
     key_at,
     read_choices,
     read_proofs,
@@ -63,20 +62,6 @@ def test_experts_wait_for_enough_rows_each():
     assert min(guess(chip, [replace(EIGHT, experts=8, top_k=2)])) < row
 
 
-@pytest.mark.parametrize(
-    ("change", "runs"),
-    [
-        ({}, True),
-        ({"kind": "mxfp4", "group_size": 32}, False),
-        ({"bits": 6}, False),
-        ({"group_size": 16}, False),
-        ({"kind": "float", "bits": 32, "group_size": 0}, True),
-    ],
-)
-def test_what_has_a_kernel(change, runs):
-    assert has_kernel(replace(FOUR, **change)) == runs
-
-
 def test_attention_is_chosen_by_depth():
     near, far = frozenset({4}), frozenset({8})
     rows = {key_at("attention", 1024): near, key_at("attention", 4096): far}
@@ -99,8 +84,6 @@ def test_exact_is_the_default_where_it_was_measured_to_be_free():
     assert not exact_by_default([HALF, FOUR], free | {FOUR.key: every - {1}}), "one row is slower"
     assert not exact_by_default([HALF, FOUR], free | {FOUR.key: every - {16}})
     assert not exact_by_default([HALF], {})
-    # Without a kernel for every matrix there is nothing exact to offer.
-    assert not exact_by_default([replace(HALF, bits=64)], {replace(HALF, bits=64).key: every})
 
 
 def test_the_experts_that_more_rows_read():

@@ -24,6 +24,7 @@ from dflash_mlx.kernels.block_attention import (
     CHUNK,
     MOST_NODES,
     MOST_STEPS,
+    Attention,
     BlockAttention,
     TreeMask,
     block_attention_reference,
@@ -33,9 +34,18 @@ from dflash_mlx.kernels.weights import AffineWeights, dequantized
 pytestmark = on_gpu_or_emulator
 
 
+def attention_of(kernel: BlockAttention):
+    """The kernel called with the arguments of `Attention`."""
+    return lambda *args, **named: kernel(Attention(*args, **named))
+
+
+def reference(*args: Any, **named: Any) -> mx.array:
+    return block_attention_reference(Attention(*args, **named))
+
+
 @pytest.fixture(scope="module")
-def kernel() -> BlockAttention:
-    return BlockAttention(kernel_factory())
+def kernel():
+    return attention_of(BlockAttention(kernel_factory()))
 
 
 def inputs(
@@ -164,7 +174,7 @@ def truth(queries: Any, keys: Any, values: Any, **named: Any) -> tuple[np.ndarra
     ]
 
 
-def check(kernel: BlockAttention, args: list[Any], **named: Any) -> mx.array:
+def check(kernel, args: list[Any], **named: Any) -> mx.array:
     """The kernel's result, after holding it to one rounding."""
     y = kernel(*args, **named)
     expected, magnitude = truth(*args, **{"first": 0, **named})
@@ -179,7 +189,7 @@ def test_kernel_and_reference_are_softmax_attention(case, kernel):
     check(kernel, args, **named)
     exact = [*map(dequantized, args)]
     expected = mx.array(truth(*exact, **named)[0], mx.float32)
-    assert relative_error(block_attention_reference(*exact, **named), expected) < 1e-5
+    assert relative_error(reference(*exact, **named), expected) < 1e-5
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -254,15 +264,15 @@ def test_calls_of_one_shape_share_what_is_the_same_alone(kernel):
         depths, ancestors = random_tree(9, seed)
         variants.append({"tree": TreeMask(31 + depths, ancestors)})
     for changed in variants:
-        alone = BlockAttention(kernel_factory())(*args, **plain | changed)
+        alone = attention_of(BlockAttention(kernel_factory()))(*args, **plain | changed)
         assert same_bits(kernel(*args, **plain | changed), alone), changed
 
 
 def test_a_long_answer_keeps_few_prepared_launches():
     kernel, (args, named) = BlockAttention(Recorder()), Case(nodes=2).arguments()
     for first in range(3 * MOST_STEPS):
-        kernel(*args, **named | {"first": first})
-    assert len(kernel._launches) <= MOST_STEPS
+        kernel(Attention(*args, **named | {"first": first}))
+    assert len(kernel._known) <= MOST_STEPS
 
 
 def test_a_cache_is_read_in_place(kernel):
@@ -334,7 +344,7 @@ def test_what_does_not_fit_is_refused(kernel):
         ((queries, keys, values), {"tree": tree}),
         ((queries, keys, values), {"tree": TreeMask(mx.zeros(3), tree.ancestors)}),
     ]:
-        for attention in (kernel, block_attention_reference):
+        for attention in (kernel, reference):
             with pytest.raises(KernelError, match="Block attention has no kernel"):
                 attention(*args, **named | extra)
 
@@ -342,18 +352,15 @@ def test_what_does_not_fit_is_refused(kernel):
 @pytest.mark.parametrize("length", [17_000, 33_100, 66_100])
 def test_long_contexts(length):
     """More keys than 16 bits count, and more chunks than fit any fixed number; the newest weigh."""
-    quick = BlockAttention(kernel_factory(checked=False))
+    quick = attention_of(BlockAttention(kernel_factory(checked=False)))
     mx.random.seed(length)
     q, k, v = (mx.random.normal((1, 1, n, 64)) for n in (2, length, length))
     k[:, :, -500:] *= 3
     args = [q, k, v], {"scale": 0.125, "window": length - 100}
-    assert (
-        relative_error(quick(*args[0], **args[1]), block_attention_reference(*args[0], **args[1]))
-        < 1e-4
-    )
+    assert relative_error(quick(*args[0], **args[1]), reference(*args[0], **args[1])) < 1e-4
     tree = TreeMask(mx.array([length - 2, length - 1]), mx.array([[True, False], [True, True]]))
     y = quick(*args[0], scale=0.125, tree=tree)
-    assert relative_error(y, block_attention_reference(*args[0], scale=0.125)) < 1e-4
+    assert relative_error(y, reference(*args[0], scale=0.125)) < 1e-4
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
@@ -381,7 +388,7 @@ def test_a_cache_is_read_where_it_lies(bits):
     if bits is not None:
         arrays = [part for parts in stored for part in parts]
         stored = [AffineWeights(*parts, bits, 32) for parts in stored]
-    y = BlockAttention(factory)(q, *stored, scale=0.1)
-    truth = block_attention_reference(q, *map(dequantized, stored), scale=0.1)
+    y = attention_of(BlockAttention(factory))(q, *stored, scale=0.1)
+    truth = reference(q, *map(dequantized, stored), scale=0.1)
     assert relative_error(y, truth) < 1e-5
     assert not copied and all(any(given is array for given in seen) for array in arrays)

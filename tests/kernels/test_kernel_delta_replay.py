@@ -1,7 +1,5 @@
 """The delta rule on the emulated device, held to one rounding of the rule written out in numpy."""
 
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -23,8 +21,8 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.delta_replay import (
     MOST_NODES,
-    DeltaReplay,
-    DeltaVerify,
+    DeltaRule,
+    Tape,
     delta_replay_reference,
     delta_verify_reference,
     visits,
@@ -53,13 +51,8 @@ IDS = [f"{str(case[0])[9:]}-{case[1]}rows-{case[3]}-tree{case[4]}" for case in C
 
 
 @pytest.fixture(scope="module")
-def verify() -> DeltaVerify:
-    return DeltaVerify(kernel_factory())
-
-
-@pytest.fixture(scope="module")
-def replay() -> DeltaReplay:
-    return DeltaReplay(kernel_factory())
+def kernel() -> DeltaRule:
+    return DeltaRule(kernel_factory())
 
 
 def draft(
@@ -69,30 +62,40 @@ def draft(
     dims: tuple[int, int],
     gates: mx.Dtype | None = None,
     decay: tuple[float, float] = (0.0, 1.0),
-) -> list[Any]:
-    """Random queries, keys, values, decay, beta and state. gates: beta's dtype."""
+) -> tuple[mx.array, Tape]:
+    """Random queries and a tape. gates: beta's dtype."""
     mx.random.seed(rows + dims[0])
     directions = mx.random.normal((2, 1, rows, heads[0], dims[0]))
     queries, keys = (directions / mx.linalg.norm(directions, axis=-1, keepdims=True)).astype(dtype)
     values = mx.random.normal((1, rows, heads[1], dims[1])).astype(dtype)
     kept = mx.random.uniform(*decay, (1, rows, heads[1]))
     beta = mx.random.uniform(shape=(1, rows, heads[1])).astype(gates or dtype)
-    return [queries, keys, values, kept, beta, mx.random.normal((1, heads[1], *dims[::-1]))]
+    return queries, Tape(keys, values, kept, beta, mx.random.normal((1, heads[1], *dims[::-1])))
 
 
-def rule(arrays: list[Any], parents: list[int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+def taken(tape: Tape, rows, state: mx.array | None = None) -> Tape:
+    """Some rows of a tape, behind its state or another."""
+    if isinstance(rows, mx.array):
+        parts = (mx.take(x, rows, axis=1) for x in tape[:-1])
+    else:
+        parts = (x[:, rows] for x in tape[:-1])
+    return Tape(*parts, tape.state if state is None else state)
+
+
+def rule(
+    queries: mx.array, tape: Tape, parents: list[int] | None = None
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Outputs in float64 [1, N, Hv, Dv], how large what is added up for them is, and all states."""
-    q, k, v, decay, beta, state = (float64(x)[0] for x in arrays)
+    q, k, v, decay, beta, state = (float64(x)[0] for x in (queries, *tape))
     q, k = (np.repeat(x, v.shape[1] // k.shape[1], axis=1) for x in (q, k))
     states: list[np.ndarray] = []
-    for row, parent in enumerate(parents):
+    for row, parent in enumerate(range(-1, len(v) - 1) if parents is None else parents):
         before = (state if parent < 0 else states[parent]) * decay[row, :, None, None]
         missing = v[row] - np.einsum("hvk,hk->hv", before, k[row])
         states.append(before + np.einsum("hv,hk->hvk", missing * beta[row, :, None], k[row]))
-    outputs = np.stack([np.einsum("hvk,hk->hv", *of) for of in zip(states, q, strict=True)])
-    size = np.stack(
-        [np.einsum("hvk,hk->hv", np.abs(s), np.abs(r)) for s, r in zip(states, q, strict=True)]
-    )
+    pairs = [*zip(states, q, strict=True)]
+    outputs = np.stack([np.einsum("hvk,hk->hv", *of) for of in pairs])
+    size = np.stack([np.einsum("hvk,hk->hv", np.abs(s), np.abs(r)) for s, r in pairs])
     return outputs[None], size[None] + 1, states
 
 
@@ -101,67 +104,63 @@ def is_state(following: mx.array, state: np.ndarray) -> bool:
     return within_rounding(following, state[None], np.abs(state[None]) + 1)
 
 
-def check(verify, arrays: list[Any], parents: list[int] | None = None) -> mx.array:
+def check(kernel, queries: mx.array, tape: Tape, parents: list[int] | None = None) -> mx.array:
     """The kernel's outputs, and a chain's state, after holding them to one rounding."""
-    rows = arrays[1].shape[1]
-    y, following = verify(*arrays, parents)
-    truth, size, states = rule(arrays, parents or list(range(-1, rows - 1)))
-    assert y.dtype == arrays[2].dtype and y.shape == arrays[2].shape
+    y, following = kernel.verify(queries, tape, parents)
+    truth, size, states = rule(queries, tape, parents)
+    assert y.dtype == tape.values.dtype and y.shape == tape.values.shape
     assert within_rounding(y, truth, size), (y.dtype, truth.shape)
-    if following is not None:
-        assert is_state(following, states[-1])
+    assert following is None if parents else is_state(following, states[-1])
     return y
 
 
 @pytest.mark.parametrize(("dtype", "rows", "heads", "dims", "tree"), CASES, ids=IDS)
-def test_kernel_and_reference_are_the_delta_rule(dtype, rows, heads, dims, tree, verify, replay):
-    arrays = draft(dtype, rows, heads, dims)
+def test_kernel_and_reference_are_the_delta_rule(dtype, rows, heads, dims, tree, kernel):
+    queries, tape = draft(dtype, rows, heads, dims)
     parents = random_parents(rows) if tree else None
-    check(verify, arrays, parents)
-    outputs, _, states = rule(arrays, parents or list(range(-1, rows - 1)))
-    exact = [x.astype(mx.float32) for x in arrays]
-    found, following = delta_verify_reference(*exact, parents)
+    check(kernel, queries, tape, parents)
+    outputs, _, states = rule(queries, tape, parents)
+    exact = Tape(*(x.astype(mx.float32) for x in tape))
+    found, following = delta_verify_reference(queries.astype(mx.float32), exact, parents)
     assert relative_error(found, mx.array(outputs, mx.float32)) < TOLERANCES[mx.float32]
     assert (following is None) == tree
     kept = path(parents, rows - 1) if parents else list(range(rows))
-    for replayed, args in [(delta_replay_reference, exact), (replay, arrays)]:
+    for replay, of in [(delta_replay_reference, exact), (kernel.replay, tape)]:
         for count in {1, len(kept) // 2, len(kept)} - {0}:
-            following = replayed(*args[1:], mx.array(kept), mx.array(count))
+            following = replay(of, mx.array(kept), mx.array(count))
             assert is_state(following, states[kept[count - 1]])
 
 
 def test_the_reference_is_the_rule_of_mlx_lm():
-    queries, keys, values, decay, beta, state = draft(mx.float32, 5, (2, 4), (32, 8))
-    outputs, following = delta_verify_reference(queries, keys, values, decay, beta, state)
-    theirs = gated_delta_ops(queries, keys, values, decay, beta, state)
-    assert relative_error(outputs, theirs[0]) < 1e-6
-    assert relative_error(following, theirs[1]) < 1e-6
+    queries, tape = draft(mx.float32, 5, (2, 4), (32, 8))
+    ours, theirs = delta_verify_reference(queries, tape), gated_delta_ops(queries, *tape)
+    assert all(relative_error(*of) < 1e-6 for of in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_whatever_shares_the_call_and_replayed(dtype, verify, replay):
-    arrays = draft(dtype, 16, (2, 4), (128, 6))
-    rows, state = arrays[:-1], arrays[-1]
-    outputs, following = verify(*arrays)
+def test_a_row_has_the_same_bits_whatever_shares_the_call_and_replayed(dtype, kernel):
+    queries, tape = draft(dtype, 16, (2, 4), (128, 6))
+    outputs, following = kernel.verify(queries, tape)
+    state = tape.state
     for row in range(16):
-        first, _ = verify(*(x[:, : row + 1] for x in rows), arrays[-1])
-        assert same_bits(first, outputs[:, : row + 1])
-        alone, state = verify(*(x[:, row : row + 1] for x in rows), state)
-        assert same_bits(alone, outputs[:, row : row + 1])
-        kept = mx.arange(16)
-        assert same_bits(replay(*arrays[1:], kept, row + 1), state)
+        one, first = slice(row, row + 1), slice(0, row + 1)
+        y, _ = kernel.verify(queries[:, first], taken(tape, first))
+        assert same_bits(y, outputs[:, first])
+        alone, state = kernel.verify(queries[:, one], taken(tape, one, state))
+        assert same_bits(alone, outputs[:, one])
+        assert same_bits(kernel.replay(tape, mx.arange(16), row + 1), state)
     assert same_bits(state, following)
 
 
-def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(verify, replay):
-    arrays, parents = draft(mx.bfloat16, 40, (1, 2), (64, 8)), random_parents(40, seed=1)
-    outputs, _ = verify(*arrays, parents)
+def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(kernel):
+    (queries, tape), parents = draft(mx.bfloat16, 40, (1, 2), (64, 8)), random_parents(40, seed=1)
+    outputs, _ = kernel.verify(queries, tape, parents)
     for node in (0, 1, 13, 27, 39):
         rows = mx.array(path(parents, node))
-        chain, state = verify(*(mx.take(x, rows, axis=1) for x in arrays[:-1]), arrays[-1])
+        chain, state = kernel.verify(mx.take(queries, rows, axis=1), taken(tape, rows))
         assert same_bits(chain[:, -1], outputs[:, node])
         padded = mx.pad(rows, (0, 3))  # what an accept walk on the device hands over
-        assert same_bits(replay(*arrays[1:], padded, mx.array(rows.size)), state)
+        assert same_bits(kernel.replay(tape, padded, mx.array(rows.size)), state)
 
 
 @given(st.lists(st.floats(0, 1, exclude_max=True), max_size=63))
@@ -189,58 +188,57 @@ def test_a_visit_finds_its_parents_state(draws):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gates", DTYPES)
 @pytest.mark.parametrize("tree", [False, True])
-def test_one_rounding_in_every_mix_of_dtypes(verify, dtype, gates, tree):
-    parents = random_parents(9) if tree else None
-    check(verify, draft(dtype, 9, (2, 4), (48, 6), gates), parents)
+def test_one_rounding_in_every_mix_of_dtypes(kernel, dtype, gates, tree):
+    check(kernel, *draft(dtype, 9, (2, 4), (48, 6), gates), random_parents(9) if tree else None)
 
 
 @pytest.mark.parametrize("decay", [(0.0, 0.0), (1e-30, 1e-20), (1e-7, 1e-6), (1.0, 1.0)])
-def test_decays_near_nothing_and_all(verify, decay):
-    arrays = draft(mx.bfloat16, 12, (1, 2), (64, 4), decay=decay)
-    check(verify, arrays)
-    check(verify, arrays, random_parents(12))
+def test_decays_near_nothing_and_all(kernel, decay):
+    given = draft(mx.bfloat16, 12, (1, 2), (64, 4), decay=decay)
+    check(kernel, *given)
+    check(kernel, *given, random_parents(12))
 
 
 @pytest.mark.parametrize("shape", ["star", "comb", "chain"])
-def test_trees_of_64_nodes(verify, shape):
+def test_trees_of_64_nodes(kernel, shape):
     """All children of the root; a chain with a leaf at every node; a chain given as a tree."""
     parents = {
         "star": [-1] + [0] * 63,
         "comb": [-1] + [(node - 1) // 2 * 2 for node in range(1, 64)],
         "chain": list(range(-1, 63)),
     }[shape]
-    arrays = draft(mx.float32, MOST_NODES, (1, 1), (32, 4))
-    y = check(verify, arrays, parents)
+    given = draft(mx.float32, MOST_NODES, (1, 1), (32, 4))
+    y = check(kernel, *given, parents)
     if shape == "chain":
-        assert same_bits(verify(*arrays)[0], y)
+        assert same_bits(kernel.verify(*given)[0], y)
 
 
-def test_what_does_not_fit_is_refused(verify, replay):
-    queries, keys, values, decay, beta, state = draft(mx.float16, 3, (1, 2), (32, 4))
-    kept = mx.arange(3)
-    for tape in [
-        (keys[:, :2], values, decay, beta, state),
-        (keys, values[:, :, :1], decay, beta, state),
-        (keys, values.astype(mx.float32), decay, beta, state),
-        (keys, values, decay.astype(mx.float16), beta, state),
-        (keys, values, decay, beta, state.astype(mx.float16)),
-        *(draft(mx.float16, 3, *of)[1:] for of in (((1, 2), (288, 4)), ((2, 3), (32, 4)))),
-    ]:
-        for rule in (replay, delta_replay_reference):
+def test_what_does_not_fit_is_refused(kernel):
+    queries, tape = draft(mx.float16, 3, (1, 2), (32, 4))
+    changes = [
+        {"keys": tape.keys[:, :2]},
+        {"values": tape.values[:, :, :1]},
+        *(
+            {name: getattr(tape, name).astype(of)}
+            for name, of in (("values", mx.float32), ("decay", mx.float16), ("state", mx.float16))
+        ),
+    ]
+    shapes = (((1, 2), (288, 4)), ((2, 3), (32, 4)))
+    wrong = [tape._replace(**change) for change in changes]
+    for each in wrong + [draft(mx.float16, 3, *shape)[1] for shape in shapes]:
+        for replay in (kernel.replay, delta_replay_reference):
             with pytest.raises(KernelError, match="delta rule has no kernel"):
-                rule(*tape, kept, 1)
-    tape = (keys, values, decay, beta, state)
-    for rule in (verify, delta_verify_reference):
+                replay(each, mx.arange(3), 1)
+    for verify in (kernel.verify, delta_verify_reference):
         with pytest.raises(KernelError, match="queries .* and keys .* differ"):
-            rule(queries[:, :2], *tape)
+            verify(queries[:, :2], tape)
         with pytest.raises(KernelError, match="2 parents for 3 rows"):
-            rule(queries, *tape, [-1, 0])
+            verify(queries, tape, [-1, 0])
 
 
 @pytest.mark.parametrize("rows", [33, MOST_NODES])
-def test_the_replay_of_a_whole_draft(replay, rows):
+def test_the_replay_of_a_whole_draft(kernel, rows):
     """As after a long lookup draft in exact decoding: every row is kept."""
-    _, *tape = draft(mx.float32, rows, (1, 2), (32, 4), decay=(0.9, 1.0))
-    following = replay(*tape, mx.arange(rows), rows)
-    _, _, states = rule([tape[0], *tape], list(range(-1, rows - 1)))
-    assert is_state(following, states[-1])
+    queries, tape = draft(mx.float32, rows, (1, 2), (32, 4), decay=(0.9, 1.0))
+    following = kernel.replay(tape, mx.arange(rows), rows)
+    assert is_state(following, rule(queries, tape)[2][-1])

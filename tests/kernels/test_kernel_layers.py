@@ -103,12 +103,20 @@ def test_no_tokens_are_left_to_mlx(kind):
     assert call(layer, 0).size == 0
 
 
-def test_biases_in_another_dtype_are_left_to_mlx():
-    layer = nn.QuantizedLinear(64, 32, False, 32, 4)
-    for dtype, ours in ((layer.scales.dtype, True), (mx.float16, False)):
-        layer.biases = layer.biases.astype(dtype)
-        [(_, module, matrix)] = matrices(nn.Sequential(layer), {})
-        assert can_swap(module, matrix) == ours
+def test_what_has_a_kernel():
+    """By bits, group, mode and dtypes; a subclass may compute something else."""
+
+    class Other(nn.Linear):
+        pass
+
+    def quantized(group=64, bits=4, mode="affine"):
+        return nn.QuantizedLinear(128, 32, False, group, bits, mode)
+
+    ours = [quantized(), quantized(32, 8), nn.Linear(64, 32), nn.Embedding(8, 8)]
+    mixed, whole = quantized(), nn.Linear(64, 32)
+    mixed.biases, whole.weight = mixed.biases.astype(mx.float16), mx.ones((8, 8), mx.int32)
+    others = [quantized(bits=6), quantized(32, 4, "mxfp4"), mixed, whole, Other(64, 32), nn.SiLU()]
+    assert [*map(can_swap, ours + others)] == [True] * len(ours) + [False] * len(others)
 
 
 def test_only_convolutions_of_single_channels_are_ours():
@@ -137,7 +145,8 @@ def test_only_layers_for_the_same_rows_share_a_launch(q_rows, kv_rows, launches)
     groups = list(shared_inputs(model))
     wire(model, config, Kernels(kernel_factory()), rows)
     for layers in groups:
-        fused = Counter(id(layer._fused) for layer in layers if getattr(layer, "_fused", None))
+        given = [layer for layer in layers if getattr(layer, "_fused", None)]
+        fused = Counter(layer._fused.func for layer in given)
         assert list(fused.values()) == launches
 
 

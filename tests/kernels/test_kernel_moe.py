@@ -6,6 +6,7 @@ import pytest
 from kernel_check import (
     DTYPES,
     TOLERANCES,
+    check_rows,
     kernel_factory,
     on_gpu_or_emulator,
     product,
@@ -41,23 +42,18 @@ def routes(tokens: int, chosen: int, experts: int) -> mx.array:
     return order.astype(mx.uint32)
 
 
-def check(moe, x, w, experts, up=None) -> mx.array:
+def check(moe, x, experts, *weights) -> mx.array:
     """The kernel's result, each pair held to one rounding, and the reference to float32."""
-    y, reference = (
-        moe(x, w, experts, up),
-        verify_matmul_moe_reference(x.astype(mx.float32), w, experts, up),
-    )
+    [y] = moe(x, *weights, gated=len(weights) > 1, experts=experts)
+    w, *up = weights
+    reference = verify_matmul_moe_reference(x.astype(mx.float32), w, experts, *up)
     assert y.dtype == mx.result_type(x, getattr(w, "scales", w))
     assert y.shape == reference.shape == (*experts.shape, w.shape[-2])
-    rows = (
-        x
-        if x.ndim > experts.ndim
-        else mx.broadcast_to(x[..., None, :], (*experts.shape, x.shape[-1]))
-    )
+    of_all = (*experts.shape, x.shape[-1])
+    rows = x if x.ndim > experts.ndim else mx.broadcast_to(x[..., None, :], of_all)
     truth, magnitude = np.zeros(y.shape), np.zeros(y.shape)
     for at in np.ndindex(experts.shape):
-        index = experts[at].item()
-        parts = [expert(m, index) for m in (w, up) if m is not None]
+        parts = [expert(each, experts[at].item()) for each in weights]
         truth[at], magnitude[at] = product(rows[at], *parts)
     assert within_rounding(y, truth, magnitude), (x.shape, w.shape, y.dtype)
     assert relative_error(reference, mx.array(truth, mx.float32)) <= TOLERANCES[mx.float32]
@@ -67,16 +63,11 @@ def check(moe, x, w, experts, up=None) -> mx.array:
 @pytest.mark.parametrize("bits,group", [(None, 0), (4, 32), (4, 64), (4, 128), (8, 32), (8, 64)])
 def test_one_row_per_token(moe, bits, group):
     mx.random.seed(group)
-    for tokens, chosen, experts, columns in (
-        (1, 1, 2, 9),
-        (1, 2, 4, 33),
-        (5, 3, 16, 64),
-        (16, 8, 8, 40),
-    ):
+    for tokens, chosen, experts, columns in ((1, 1, 2, 9), (5, 3, 16, 64), (16, 8, 8, 40)):
         w = random_weights((experts, columns, 128), mx.bfloat16, bits, group)
         x = mx.random.normal((tokens, 128)).astype(mx.bfloat16)
-        check(moe, x, w, routes(tokens, chosen, experts))
-    check(moe, x, w, routes(tokens, 2, experts))  # rows of one shape, to fewer experts
+        check(moe, x, routes(tokens, chosen, experts), w)
+    check(moe, x, routes(tokens, 2, experts), w)  # rows of one shape, to fewer experts
 
 
 def test_one_row_per_token_and_expert(moe):
@@ -85,9 +76,9 @@ def test_one_row_per_token_and_expert(moe):
     experts = routes(11, 4, 6).reshape(1, 11, 4)
     w = random_weights((6, 24, 77), mx.float32)
     x = mx.random.normal((1, 11, 4, 77))
-    y = check(moe, x, w, experts)
-    assert moe(x.astype(mx.bfloat16), w, experts).dtype == mx.float32
-    assert same_bits(moe(x, w, experts), y)  # the same experts are not sorted again
+    y = check(moe, x, experts, w)
+    assert moe(x.astype(mx.bfloat16), w, experts=experts)[0].dtype == mx.float32
+    assert same_bits(moe(x, w, experts=experts)[0], y)  # the same experts are not sorted again
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,9 +86,8 @@ def test_one_row_per_token_and_expert(moe):
 @pytest.mark.parametrize("gated", [False, True])
 def test_one_rounding(moe, dtype, bits, group, gated):
     mx.random.seed(group)
-    w, up = (random_weights((5, 40, 256), dtype, bits, group) for _ in range(2))
-    x = mx.random.normal((6, 256)).astype(dtype)
-    check(moe, x, w, routes(6, 2, 5), up if gated else None)
+    weights = [random_weights((5, 40, 256), dtype, bits, group) for _ in range(1 + gated)]
+    check(moe, mx.random.normal((6, 256)).astype(dtype), routes(6, 2, 5), *weights)
 
 
 @pytest.mark.parametrize("crowd", [8, 9, 16, 17, 33, 64])
@@ -107,26 +97,29 @@ def test_crowds_of_every_size(moe, crowd):
     w = random_weights((3, 20, 64), mx.float32, 4, 32)
     experts = mx.array([0] * 3 + [1] * crowd + [2] * 2)[:, None]
     shuffled = mx.argsort(mx.random.normal((crowd + 5,)))
-    check(moe, mx.random.normal((crowd + 5, 64)), w, experts[shuffled])
+    check(moe, mx.random.normal((crowd + 5, 64)), experts[shuffled], w)
 
 
-@pytest.mark.parametrize("dtype,bits,gate_up", [(mx.bfloat16, 4, True), (mx.float16, 8, False)])
-def test_a_row_has_the_same_bits_in_every_call(moe, dtype, bits, gate_up):
+@pytest.mark.parametrize("dtype,bits,gated", [(mx.bfloat16, 4, True), (mx.float16, 8, False)])
+def test_a_row_has_the_same_bits_in_every_call(moe, dtype, bits, gated):
     """Whether it has its experts to itself or shares them with 63 others."""
     mx.random.seed(5)
-    shape, experts = (5, 24, 128), routes(64, 3, 5)  # nearly every expert has rows of most tokens
-    w = random_weights(shape, dtype, bits, 32)
-    up = random_weights(shape, dtype, bits, 32) if gate_up else None
+    experts = routes(64, 3, 5)  # nearly every expert has rows of most tokens
+    weights = [random_weights((5, 24, 128), dtype, bits, 32) for _ in range(1 + gated)]
     x = mx.random.normal((64, 128)).astype(dtype)
-    alone = mx.concatenate([moe(x[i : i + 1], w, experts[i : i + 1], up) for i in range(64)])
-    for rows in (2, 5, 8, 9, 13, 16, 17, 33, 64):
-        assert same_bits(moe(x[:rows], w, experts[:rows], up), alone[:rows]), rows
-        assert same_bits(moe(x[-rows:], w, experts[-rows:], up), alone[-rows:]), rows
+
+    def multiply(rows):
+        return moe(x[rows], *weights, gated=gated, experts=experts[rows])
+
+    check_rows(multiply, 64, (2, 5, 8, 9, 13, 16, 17, 33, 64))
 
 
 def test_what_does_not_fit_is_refused(moe):
-    w = random_weights((4, 16, 128), mx.float32, 4)
-    with pytest.raises(KernelError, match="are \\[E, N, K\\]"):
-        moe(mx.ones((2, 128)), w.words[0], routes(2, 2, 4))
-    with pytest.raises(KernelError, match="do not belong to experts"):
-        moe(mx.ones((3, 128)), w, routes(2, 2, 4))
+    x, w = mx.ones((2, 128)), random_weights((4, 16, 128), mx.float32, 4)
+    for message, given in (
+        ("are \\[E, N, K\\]", (x, w.words[0])),
+        ("do not belong to experts", (mx.ones((3, 128)), w)),
+        ("2 matrices do not share", (x, w, w)),
+    ):
+        with pytest.raises(KernelError, match=message):
+            moe(*given, experts=routes(2, 2, 4))

@@ -13,6 +13,7 @@ from metal_host.sparse import SparseArray, run_part
 
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
+from dflash_mlx.kernels.weights import input_names, inputs
 
 pytestmark = needs_compiler
 
@@ -20,26 +21,23 @@ FAR = 2**31
 
 
 class Calls:
-    """A factory of kernels that keeps each kernel's last call."""
-
-    def __init__(self) -> None:
-        self.last: dict[str, tuple[EmulatedKernel, dict]] = {}
+    """A factory of kernels that keeps the last call."""
 
     def __call__(self, **definition):
         kernel = EmulatedKernel(**definition, checked=False)
 
         def call(**given):
-            self.last[kernel.name] = kernel, given
+            self.last = kernel, given
             return kernel(**given)
 
         return call
 
-    def again(self, name: str, outputs, groups: range, grid=None, **inputs) -> None:
-        """The last call of a kernel, with other inputs, outputs and threadgroups."""
-        kernel, given = self.last[name]
+    def again(self, outputs, groups: range, grid=None, **inputs) -> None:
+        """The last call, with other inputs, outputs and threadgroups."""
+        kernel, given = self.last
         arrays = dict(zip(kernel.input_names, given["inputs"], strict=True)) | inputs
         sizes = grid or given["grid"], given["threadgroup"]
-        run_part(kernel, arrays, outputs, given["template"], *sizes, groups)
+        run_part(kernel, arrays, outputs, (), *sizes, groups)
 
 
 def close(got, expected) -> bool:
@@ -47,11 +45,10 @@ def close(got, expected) -> bool:
     return np.abs(np.array(got, np.float64) - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-def stored(w) -> tuple[str, dict]:
-    """The kind of some weights, and a kernel's arrays of them by name."""
-    if isinstance(w, mx.array):
-        return "plain", {"w": w}
-    return "affine", {"w": w.words, "w_scales": w.scales, "w_biases": w.biases}
+def stored(w, name: str) -> dict:
+    """A kernel's arrays of some weights by name."""
+    names = input_names(name, "plain" if isinstance(w, mx.array) else "affine")
+    return dict(zip(names, inputs(w), strict=True))
 
 
 @pytest.mark.parametrize(("bits", "depth"), [(None, 64), (8, 256)])
@@ -60,15 +57,15 @@ def test_a_vocabulary_of_more_than_two_to_the_31_weights(bits, depth):
     mx.random.seed(0)
     calls, columns = Calls(), FAR // 64 + 64
     x, w = mx.random.normal((2, depth)), random_weights((32, depth), mx.float32, bits, 128)
-    y = VerifyMatmul(calls)(x, w)
-    kind, arrays = stored(w)
+    [y] = VerifyMatmul(calls)(x, w)
+    arrays = stored(w, "a")
     large = {}
     for name, array in arrays.items():
         large[name] = SparseArray((columns, array.shape[1]), array.dtype)
         large[name].values[-32:] = np.array(array)
     out, tiles = SparseArray((2, columns), mx.float32), columns // 32
     last = range(tiles - 1, tiles)
-    calls.again(f"verify_matmul_{kind}", {"y": out}, last, (tiles * 128, 1, 1), **large)
+    calls.again({"y_a": out}, last, (tiles * 128, 1, 1), **large)
     assert close(out.values[:, -32:], y)
 
 
@@ -80,8 +77,8 @@ def test_an_expert_past_two_to_the_31():
     for bits in (None, 4):
         w = random_weights((2, 32, depth), mx.float32, bits)
         x = mx.random.normal((1, depth))
-        y = VerifyMatmulMoe(calls)(x, w, experts)
-        kind, arrays = stored(w)
+        [y] = VerifyMatmulMoe(calls)(x, w, experts=experts)
+        arrays = stored(w, "w")
         of, large = 8 if bits else 1, {}
         for key, array in arrays.items():
             shape = (count * of, columns, array.shape[2])
@@ -89,6 +86,5 @@ def test_an_expert_past_two_to_the_31():
             large[key].values[-1, :32] = np.array(array[1])
         pairs = mx.full((8,), count * of - 1, mx.uint32)
         out = SparseArray((1, columns), mx.float32)
-        name = f"verify_matmul_moe_{kind}"
-        calls.again(name, {"y": out}, range(1), (columns // 32 * 128, 1, 1), experts=pairs, **large)
+        calls.again({"y": out}, range(1), (columns // 32 * 128, 1, 1), experts=pairs, **large)
         assert close(out.values[:, :32], y[:, 0])

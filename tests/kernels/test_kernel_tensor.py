@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from kernel_calls import Recorder
 from kernel_check import (
+    check_products,
+    check_rows,
     kernel_factory,
     on_gpu_or_emulator,
-    product,
     random_weights,
-    same_bits,
-    within_rounding,
 )
 from kernel_models import Launches, half_precision, quick_factory
 from oracle import Oracle
@@ -26,7 +25,7 @@ from oracle import Oracle
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.choose import NONE, exact_by_default, has_tensor_units, tensor_key
-from dflash_mlx.kernels.modules import Kernels, uses_tensor_units, wire
+from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.weights import aligned
@@ -54,16 +53,15 @@ def matmul() -> VerifyMatmul:
     return VerifyMatmul(kernel_factory())
 
 
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_a_product_is_rounded_once(matmul, group, gate):
+def test_a_product_is_rounded_once(matmul, group, gated):
     """Of all of one tile's rows and of few, of several tiles, and of a K that is split."""
     mx.random.seed(group)
     for rows, shape in ((16, (64, 256)), (3, (32, 512)), (17, (32, 256)), (9, SPLIT)):
-        weights = [tensor_weights(shape, group) for _ in range(1 + gate)]
+        weights = [tensor_weights(shape, group) for _ in range(1 + gated)]
         x = mx.random.normal((rows, shape[1])).astype(mx.bfloat16)
-        y, (truth, magnitude) = matmul(x, *weights), product(x, *weights)
-        assert y.dtype == mx.bfloat16 and within_rounding(y, truth, magnitude), (rows, shape)
+        check_products(matmul, x, *weights, gated=gated)
 
 
 def test_mlx_has_the_same_product(matmul):
@@ -72,26 +70,20 @@ def test_mlx_has_the_same_product(matmul):
     w, x = tensor_weights((96, 512)), mx.random.normal((11, 512)).astype(mx.bfloat16)
     floats = (each.astype(mx.float32) for each in (w.scales, w.biases))
     stock = mx.quantized_matmul(x.astype(mx.float32), w.words, *floats, True, 64, 4)
-    assert mx.allclose(matmul(x, w).astype(mx.float32), stock, rtol=2**-8, atol=2**-12)
+    assert mx.allclose(matmul(x, w)[0].astype(mx.float32), stock, rtol=2**-8, atol=2**-12)
 
 
 def test_a_row_has_the_same_bits_in_every_call(matmul):
     mx.random.seed(2)
     w, x = tensor_weights((32, 512)), mx.random.normal((16, 512)).astype(mx.bfloat16)
-    alone = mx.concatenate([matmul(x[i : i + 1], w) for i in range(16)])
-    for rows in (2, 8, 9, 16):
-        assert same_bits(matmul(x[:rows], w), alone[:rows]), rows
-        assert same_bits(matmul(x[-rows:], w), alone[-rows:]), rows
+    check_rows(lambda rows: matmul(x[rows], w), 16, (2, 8, 9, 16))
 
 
-def test_fused_products():
+def test_several_matrices(matmul):
     mx.random.seed(3)
-    fused = VerifyMatmul(kernel_factory()).several
     for columns, depth in (((64, 32, 32), 256), ((96, 32), 1024)):
         weights = [tensor_weights((n, depth)) for n in columns]
-        x = mx.random.normal((5, depth)).astype(mx.bfloat16)
-        for y, w in zip(fused(x, weights), weights, strict=True):
-            assert within_rounding(y, *product(x, w))
+        check_products(matmul, mx.random.normal((5, depth)).astype(mx.bfloat16), *weights)
 
 
 def test_what_tensor_units_cannot_take_runs_without():
@@ -100,7 +92,7 @@ def test_what_tensor_units_cannot_take_runs_without():
     matmul = VerifyMatmul(launches)
     w, x = tensor_weights((32, 256)), mx.ones((2, 256), mx.bfloat16)
     matmul(x.astype(mx.float32), w)
-    matmul.several(x, [w, replace(w, tensor_units=False)])
+    matmul(x, w, replace(w, tensor_units=False))
     assert not any("tensor" in name for name in launches.counts)
     matmul(x, w)
     assert launches.counts["verify_matmul_tensor"] == 1
@@ -271,9 +263,9 @@ def test_layers_of_one_form_share_a_launch():
     mixer = model.layers[0].linear_attn
     large, gates = [mixer.in_proj_qkv, mixer.in_proj_z], [mixer.in_proj_b, mixer.in_proj_a]
     for layers, units in ((large, True), (gates, False)):
-        assert {layer._affine.tensor_units for layer in layers} == {units}
-        assert len({id(layer._fused) for layer in layers}) == 1
-    assert large[0]._fused is not gates[0]._fused is not None
+        assert {layer._product.weights[0].tensor_units for layer in layers} == {units}
+        assert len({layer._fused.func for layer in layers}) == 1
+    assert large[0]._fused.func is not gates[0]._fused.func
 
 
 def test_words_begin_where_tensor_units_read_them():
@@ -291,7 +283,6 @@ def test_a_layer_in_another_dtype_keeps_off():
     """Choices are kept by shape: a drafter's layer may have the shape and not the dtype."""
     of = target()
     of.model.set_dtype(mx.float16)
-    rows = candidates(of, True)
-    kernels = Kernels(Recorder(), tensor_units=True)
-    for _, layer, matrix in matrices(of.model, of.config):
-        assert not uses_tensor_units(layer, matrix, kernels, rows)
+    wire(of.model, of.config, Kernels(Recorder(), tensor_units=True), candidates(of, True))
+    layers = [layer for _, layer, _ in matrices(of.model, of.config)]
+    assert not any(layer._product.weights[0].tensor_units for layer in layers)

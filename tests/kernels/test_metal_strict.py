@@ -12,11 +12,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from kernel_calls import Recorder, every_call
+from kernel_models import base_name
 from metal_host import CompilationError, strict, syntax
 from metal_host.wrapper import Wrapper
 
 from dflash_mlx.kernels.source import metal_source
 
+WORD = re.compile(r"\w+")
 METAL = Path(__file__).parents[2] / "metal"
 STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 MATRIX_MEMBER = re.compile(r"^  (?:Fragment|Operand|simdgroup_\w+(?:<.*>)?) \w+(?:\[.*\])*;", re.M)
@@ -29,18 +31,19 @@ def calls() -> Recorder:
 
 @pytest.fixture(scope="module")
 def typical(calls) -> list[Wrapper]:
-    """One set of template arguments for each kernel and each kind of its parameters."""
+    """One set of constants for each kernel and each kind of its parameters."""
     kinds: dict[tuple, Wrapper] = {}
     for wrapper in calls.wrappers.values():
         types = tuple(parameter.type for parameter in wrapper.parameters)
-        kinds.setdefault((wrapper.header, wrapper.body, types), wrapper)
+        kinds.setdefault((base_name(wrapper.name), types), wrapper)
     return list(kinds.values())
 
 
 def test_every_kernel_is_asked_for(calls):
-    assert calls.called == calls.defined
-    headers = {wrapper.header for wrapper in calls.wrappers.values()}
-    assert headers == {metal_source(path.name) for path in METAL.glob("*.metal")}
+    """Every definition is part of what some kernel compiles."""
+    used = {word for wrapper in calls.wrappers.values() for word in WORD.findall(wrapper.header)}
+    texts = [metal_source(path.name) for path in METAL.glob("*.metal")]
+    assert used >= {word for text in texts for word in WORD.findall(text)}
     assert len(calls.wrappers) > 500
 
 
@@ -186,11 +189,11 @@ def test_what_metal_refuses_is_refused(changes):
 
 
 TENSORS = {
-    "operands in float": ("tensor<device T, Extents", "tensor<device float, Extents"),
+    "operands in float": ("tensor<device T,Extents", "tensor<device float,Extents"),
     "words instead of bytes": ("(device uchar*)columns.w.words", "columns.w.words"),
-    "k of no whole 32": ("width, GROUP, false", "width, GROUP - 16, false"),
-    "8 rows by 8 columns": ("(kTileRows, width, GROUP", "(8, 8, GROUP"),
-    "a result that is not named": ("run(x_step, codes, sums)", "run(x_step, codes, {})"),
+    "k of no whole 32": ("width,GROUP,false", "width,GROUP - 16,false"),
+    "8 rows by 8 columns": ("(kTileRows,width,GROUP", "(8,8,GROUP"),
+    "a result that is not named": ("run(x_step,codes,sums)", "run(x_step,codes,{})"),
 }
 
 

@@ -26,11 +26,11 @@ def clears(monkeypatch):
 
 @pytest.mark.parametrize("drafter", [None, random_drafter()], ids=["plain", "drafted"])
 def test_buffers_go_back_after_each_piece_of_a_prompt_and_every_256_tokens(clears, drafter):
-    dm.generate(target(), drafter, PROMPT, max_tokens=200)
+    dm.generate(target(), drafter, PROMPT, max_tokens=300)
     assert len(clears) == 6 + 1
 
 
-@pytest.mark.parametrize(("count", "expected"), [(1, 1 + 3 + 2), (5, 1 + 2)])
+@pytest.mark.parametrize(("count", "expected"), [(1, 1 + 2 + 2), (5, 1 + 2)])
 def test_buffers_of_a_batch_go_back(clears, count, expected):
     """A session without a slot does so every 256 tokens, a batch every 256 steps."""
     played = Played(target(), None, SharedBatch(target(), None))
@@ -38,6 +38,21 @@ def test_buffers_of_a_batch_go_back(clears, count, expected):
         played.submit(PROMPT[at : 20 + at], max_tokens=600)
     played.run()
     assert len(clears) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_a_cache_grows_once_at_most_before_buffers_go_back(clears, rows):
+    """Its old buffers are as large as itself, and fit no other request."""
+    one, grown = target().start(), 0
+    list(one.prefill(PROMPT))
+    while one.position < 3000:
+        before, cleared = one._cache[0].keys.shape[2], len(clears)
+        one.verify(dm.Proposal([1] * rows))
+        one.commit(list(range(rows // 3 + 1)))
+        grown += one._cache[0].keys.shape[2] > before
+        assert grown <= 1
+        grown *= len(clears) == cleared
+    assert len(clears) > 9
 
 
 def test_the_kept_buffers_are_bounded_over_3000_tokens():

@@ -1,0 +1,153 @@
+"""What kernels' wrappers share: a kernel as data, its launch, and the check before the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from ..errors import KernelError
+from ..validation import error_text
+from .selfcheck import KernelCheck, Proofs
+from .source import metal_source
+
+# The signature of `mx.fast.metal_kernel`: name, input_names, output_names, source and header give a
+# function of inputs, grid, threadgroup, output_shapes and output_dtypes.
+KernelFactory = Callable[..., Any]
+Constant = mx.Dtype | int | bool
+Prepared = TypeVar("Prepared")
+
+METAL_TYPES = {mx.float16: "half", mx.bfloat16: "bfloat", mx.float32: "float"}
+FEWEST = 8  # elements: MLX declares a smaller input `constant` instead of `device`
+_MLX_ERRORS = (RuntimeError, ValueError)  # of a launch that MLX refuses
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel as data. Each set of constants makes a library of its own.
+
+    The constants are text: handing them to MLX as template arguments takes 1.3 us of every call, in
+    which it compiles a regular expression.
+
+    Attributes:
+        name: of the Metal function.
+        file: in `metal/`, with what the body calls.
+        inputs, outputs: the names of its arrays.
+        body: of the Metal function.
+        copies: whether MLX copies inputs that do not lie row by row.
+    """
+
+    name: str
+    file: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    body: str
+    copies: bool = True
+
+    def made(self, metal_kernel: KernelFactory, constants: dict[str, Constant]) -> tuple[str, Any]:
+        """The kernel with these constants, and its name."""
+        declared, name = "", self.name
+        for key, value in constants.items():
+            if isinstance(value, mx.Dtype):
+                declared += f"using {key} = {METAL_TYPES[value]};\n"
+                name += f"_{METAL_TYPES[value]}"
+            else:
+                declared += f"constexpr {type(value).__name__} {key} = {int(value)};\n"
+                name += f"_{key}{int(value)}"
+        kernel = metal_kernel(
+            name=name,
+            input_names=list(self.inputs),
+            output_names=list(self.outputs),
+            source=declared + self.body,
+            header=metal_source(self.file, self.body),
+            ensure_row_contiguous=self.copies,
+        )
+        return name, kernel
+
+
+class Launch:
+    """A kernel with all of its call but the inputs.
+
+    Raises `KernelError` for what MLX refuses. It may refuse only when it computes: then its own
+    error comes out of the step, which does not say whose launch it was.
+    """
+
+    def __init__(self, name: str, kernel: Callable[..., list[mx.array]]) -> None:
+        self._name, self._kernel = name, kernel
+
+    def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
+        """The kernel's outputs."""
+        try:
+            return self._kernel(inputs=inputs)
+        except _MLX_ERRORS as error:
+            raise KernelError(f"The kernel {self._name} fails ({error_text(error)}).") from error
+
+
+class Launcher:
+    """Base of a kernel's wrapper.
+
+    Args:
+        metal_kernel: compiles Metal sources; the tests have one that runs them on the CPU.
+        proofs: the launches that are known to be right here.
+    """
+
+    def __init__(
+        self, metal_kernel: KernelFactory = mx.fast.metal_kernel, proofs: Proofs | None = None
+    ) -> None:
+        self._metal_kernel, self._proofs = metal_kernel, proofs or Proofs()
+        self._made: dict[Hashable, tuple[str, Any]] = {}
+        self._known: dict[Hashable, Any] = {}
+
+    def _launch(
+        self,
+        kernel: Kernel,
+        constants: dict[str, Constant],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        outputs: Iterable[tuple[Sequence[int], mx.Dtype]],
+    ) -> Launch:
+        """A launch of a kernel with these constants, which is made once."""
+        key = kernel.name, *constants.items()
+        if key not in self._made:
+            self._made[key] = kernel.made(self._metal_kernel, constants)
+        name, made = self._made[key]
+        shapes, dtypes = zip(*outputs, strict=True)
+        size = {"grid": grid, "threadgroup": threadgroup}
+        return Launch(name, partial(made, **size, output_shapes=shapes, output_dtypes=dtypes))
+
+    def _checked(
+        self,
+        key: Hashable,
+        prepare: Callable[[], Prepared],
+        check: Callable[[Prepared], KernelCheck],
+    ) -> Prepared:
+        """What a call of this form runs on, after a check of its first call.
+
+        Raises `UnprovenError` where the check fails, and `KernelError` for arguments that the
+        kernel does not take.
+        """
+        prepared = self._known.get(key)
+        if prepared is None:
+            prepared = prepare()
+            self._proofs.require(check(prepared))
+            self._known[key] = prepared
+        return prepared
+
+
+def in_device_memory(array: mx.array) -> mx.array:
+    """The array, flat and with zeros up to 8 elements if it has fewer; else as it is.
+
+    MLX passes smaller inputs as `const constant T*`, which does not convert to the
+    `const device T*` of our functions. Only for inputs whose shape the kernel does not read.
+    """
+    if array.size >= FEWEST:
+        return array
+    return mx.pad(array.reshape(-1), (0, FEWEST - array.size))
+
+
+def dtype_name(array: Any) -> str:
+    """The dtype of an array for a message: `bfloat16`."""
+    return str(array.dtype).split(".")[-1]
