@@ -26,10 +26,14 @@ def base_name(name: str) -> str:
 
 
 class Launches:
-    """A factory of emulated kernels that counts their calls by name, without its constants."""
+    """A factory of emulated kernels that counts their calls by name, without its constants.
+
+    libraries: the names with constants and dtypes of what was called: what Metal would compile.
+    """
 
     def __init__(self, factory=None) -> None:
         self.counts: dict[str, int] = {}
+        self.libraries: set[str] = set()
         self.factory = factory or quick_factory()
 
     def __call__(self, name, **arguments):
@@ -37,6 +41,7 @@ class Launches:
 
         def launch(**call):
             self.counts[base] = self.counts.get(base, 0) + 1
+            self.libraries.add(f"{name} {[x.dtype for x in call['inputs']]}")
             return kernel(**call)
 
         return launch

@@ -48,20 +48,6 @@ def test_the_guess_follows_the_costs(chip, matrix, row):
     assert guess(None, [matrix]) == frozenset()  # a chip that nobody knows
 
 
-def test_what_is_chosen_together_has_one_guess():
-    """Of two matrices, the larger one decides."""
-    chip, small = chip_named("M1 Max"), replace(MANY, columns=128, size=MANY.size // 96)
-    assert guess(chip, [FOUR, small]) == guess(chip, [FOUR]) != guess(chip, [small])
-
-
-def test_experts_wait_for_enough_rows_each():
-    """Half a tile in 4 bits takes 1.475 times as long as reading the weights, in 8 bits less."""
-    chip = chip_named("M4 Max")
-    row = min(guess(chip, [FEW]))
-    assert row * 2 / FEW.active(row) > 1.475 > (row - 1) * 2 / FEW.active(row - 1)
-    assert min(guess(chip, [replace(EIGHT, experts=8, top_k=2)])) < row
-
-
 def test_attention_is_chosen_by_depth():
     near, far = frozenset({4}), frozenset({8})
     rows = {key_at("attention", 1024): near, key_at("attention", 4096): far}

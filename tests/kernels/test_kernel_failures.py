@@ -9,7 +9,7 @@ from kernel_check import on_gpu_or_emulator
 from kernel_models import Launches, float_target, half_precision
 
 import dflash_mlx as dm
-from dflash_mlx.errors import KernelError, SettingsError
+from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.loading import wiring
 from dflash_mlx.targets import Target
@@ -115,48 +115,3 @@ def test_a_drafter_s_kernel_ends_it_too(monkeypatch, tmp_path):
     factory.refuse(0)
     with factory.raises():
         dm.generate(target, drafter, PROMPTS[0], **SETTINGS)
-
-
-def test_a_processor_s_error_is_no_kernel_s():
-    target, calls = wired("qwen3", Launches()), []
-    drafter, [_, text] = knowing(target, PROMPTS[:2])
-
-    def stubborn(tokens, logits):
-        calls.append(len(tokens))
-        raise ValueError("a processor that accepts nothing")
-
-    with pytest.raises(ValueError, match="accepts nothing"):
-        dm.generate(target, drafter, PROMPTS[0], logits_processors=[stubborn], **SETTINGS)
-    with dm.Engine(target, drafter) as engine:
-        wrong = engine.submit(PROMPTS[0], logits_processors=[stubborn], **SETTINGS)
-        right = engine.submit(PROMPTS[1], **SETTINGS)
-        with pytest.raises(ValueError, match="accepts nothing"):
-            wrong.result()
-        assert right.result().tokens == text
-    assert calls == [len(PROMPTS[0])] * 2
-    assert target.wiring is not None
-
-
-class Wide:
-    """Drafts as many rows as it may."""
-
-    tap_layers = ()
-
-    def start(self, target, sampler):
-        return self
-
-    def extend(self, taps):
-        pass
-
-    def propose(self, anchor, width):
-        return dm.Proposal([anchor] * width)
-
-
-def test_rows_that_exact_decoding_does_not_take_are_refused_not_decoded_otherwise():
-    target = wired("qwen3_5", Launches())
-    with pytest.raises(SettingsError, match="at most 64 rows"):
-        dm.generate(target, Wide(), PROMPTS[2], max_tokens=99, block_size=65)
-    with dm.Engine(target, Wide()) as engine:
-        job = engine.submit(PROMPTS[2], max_tokens=99, block_size=65)
-        with pytest.raises(SettingsError, match="at most 64 rows"):
-            job.result()

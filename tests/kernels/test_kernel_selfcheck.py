@@ -9,6 +9,7 @@ import tinymodels
 from kernel_calls import Recorder
 from kernel_check import on_gpu_or_emulator
 from kernel_models import Launches, half_precision, quick_factory
+from program import run
 
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
@@ -16,8 +17,8 @@ from dflash_mlx.kernels import choose
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.kernels.selfcheck import Proofs, UnprovenError
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
-from dflash_mlx.loading import wiring
-from dflash_mlx.loading.wiring import begin_checks, wire_target
+from dflash_mlx.loading import load, wiring
+from dflash_mlx.loading.wiring import begin_checks
 from dflash_mlx.targets.autotune import candidates
 
 pytestmark = on_gpu_or_emulator
@@ -203,32 +204,38 @@ def test_what_nobody_asked_for_is_not_compiled(bits):
     assert not any("tree" in wrapper.name for wrapper in recorder.wrappers.values())
 
 
-def test_a_second_answer_compiles_what_it_launches(monkeypatch, tmp_path):
-    """The verdict is on disk: a new process checks nothing that was checked."""
-    monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
-    texts = []
-    for _ in range(2):
-        launches = Launches()
-        kernels, model = Kernels(launches), half_precision("qwen3")
-        kernels.on_device = True  # as Metal's are
-        target = dm.Target(model, families.Letters(), families.CONFIGS["qwen3"], "qwen3")
-        won = candidates(target)
-        monkeypatch.setattr(wiring, "read_choices", lambda forms, won=won: won)
-        wire_target(target, kernels, False)
-        assert not launches.counts, "a load launches nothing"
-        answer(target)
-        texts.append(sum(launches.counts.values()))
-        checked = dict(launches.counts)
-        launches.counts.clear()
-        answer(target)
-        texts.append(sum(launches.counts.values()))
-    first, again, second, last = texts
-    assert first > again == second == last and checked == launches.counts
-
-
 @pytest.fixture
 def folder(tmp_path):
     return str(tinymodels.save_target(tmp_path, "qwen3", head_dim=64))
+
+
+def test_a_second_command_compiles_what_its_answer_launches(monkeypatch, tmp_path, folder):
+    """The timings and verdicts are on disk: it checks nothing, and asks for no trees or kv_bits."""
+    monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
+    won = candidates(dm.load_target(folder, bits=4, kernels="off"))
+    monkeypatch.setattr(wiring, "read_choices", lambda forms: won)
+    runs: list[Launches] = []
+
+    def on_metal(*_):
+        runs.append(Launches())
+        kernels = Kernels(runs[-1])
+        kernels.on_device = True  # as Metal's are
+        return kernels
+
+    monkeypatch.setattr(load, "_kernels", on_metal)
+    dm.load_target(folder, bits=4)
+    assert not runs[0].counts, "a load launches nothing"
+    texts = []
+    command = ["generate", "aba", "--model", folder, "--target-bits", 4, "--max-tokens", 5]
+    for _ in range(3):
+        done = run(*command, "--draft", "lookup")
+        assert done.returncode == 0, done.stderr
+        texts.append(done.stdout)
+    first, second, third = ([of.counts, of.libraries] for of in runs[1:])
+    assert second == third and sum(first[0].values()) > sum(second[0].values())
+    assert texts[0] == texts[1] == texts[2] and second[1] <= first[1]
+    # Products of one matrix, of three, and gated; both passes of attention.
+    assert len(second[1]) <= 5 and not any("tree" in name for name in second[1])
 
 
 def test_exact_decoding_does_without_no_kernel(folder, monkeypatch):

@@ -42,34 +42,6 @@ TOKENS, BLOCK = 24, 16
 PROMPT = families.random_prompt(9, seed=1)
 
 
-@pytest.mark.parametrize(
-    ("family", "parents"),
-    [
-        ("qwen3_5_moe", ()),
-        ("gpt_oss", ()),
-        ("qwen3_5_moe", (-1, 0, 0, 1, 1, 2, 3)),
-    ],
-)
-def test_rows_of_a_step_are_the_rows_alone(family, parents):
-    """Logits, bit for bit, behind a context that fills sliding windows."""
-    target = exact_target(family, quick_factory())
-    prompt, tokens = families.random_prompt(70, seed=2), families.random_prompt(7, seed=3)
-    together, alone = target.start(), target.start()
-    for session in (together, alone):
-        list(session.prefill(prompt))
-    logits, _ = together.verify(Proposal(tokens, parents))
-    assert logits.dtype == mx.bfloat16
-    path = [0, 1, 3, 6] if parents else range(7)  # down to the deepest node
-    for row in path:
-        one, _ = alone.verify(Proposal([tokens[row]]))
-        assert same_bits(one[0], logits[row])
-        alone.commit([0])
-    # What is left after a rejection is what one row after another left.
-    together.commit(list(path))
-    (a, _), (b, _) = (session.verify(Proposal([5])) for session in (together, alone))
-    assert same_bits(a, b)
-
-
 def test_quantized_keys_and_values():
     target = exact_target("qwen3", quick_factory())
     plain = generate(target, None, PROMPT, max_tokens=12, kv_bits=8).tokens
@@ -187,15 +159,6 @@ def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
             target = load()
         assert target.wiring.exact == exact
         target.start().verify(Proposal([7, 9]))
-
-
-def test_exact_is_asked_for_at_load(tmp_path):
-    folder = str(tinymodels.save_target(tmp_path, "qwen3", head_dim=HEAD))
-    target = dm.load_target(folder, kernels="exact", metal_kernel=quick_factory())
-    assert target.wiring.exact and target.wiring.layers
-    alone, together = target.start(), target.start()
-    logits, _ = together.verify(Proposal([7, 9]))
-    assert same_bits(alone.verify(Proposal([7]))[0][0], logits[0])
 
 
 def test_without_metal_nothing_changes(tmp_path):
