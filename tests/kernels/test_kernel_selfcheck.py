@@ -212,7 +212,8 @@ def folder(tmp_path):
 def test_a_second_command_compiles_what_its_answer_launches(monkeypatch, tmp_path, folder):
     """The timings and verdicts are on disk: it checks nothing, and asks for no trees or kv_bits."""
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
-    won = candidates(dm.load_target(folder, bits=4, kernels="off"))
+    every = candidates(dm.load_target(folder, bits=4, kernels="off"))
+    won = {key: rows - {16} for key, rows in every.items()}  # not exact by default
     monkeypatch.setattr(wiring, "read_choices", lambda forms: won)
     runs: list[Launches] = []
 

@@ -46,10 +46,10 @@ def test_a_cache_grows_once_at_most_before_buffers_go_back(clears, rows):
     one, grown = target().start(), 0
     list(one.prefill(PROMPT))
     while one.position < 3000:
-        before, cleared = one._cache[0].keys.shape[2], len(clears)
+        before, cleared = one.cache[0].keys.shape[2], len(clears)
         one.verify(dm.Proposal([1] * rows))
         one.commit(list(range(rows // 3 + 1)))
-        grown += one._cache[0].keys.shape[2] > before
+        grown += one.cache[0].keys.shape[2] > before
         assert grown <= 1
         grown *= len(clears) == cleared
     assert len(clears) > 9
