@@ -22,7 +22,7 @@ from mlx_lm.models import gpt_oss, qwen3, qwen3_5, qwen3_moe
 
 import dflash_mlx
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.block_attention import HEAD_DIMS, Attention, TreeMask
+from dflash_mlx.kernels.block_attention import HEAD_DIMS, AttentionCall, TreeMask
 from dflash_mlx.kernels.choose import has_tensor_units, is_large
 from dflash_mlx.kernels.delta_replay import Tape
 from dflash_mlx.kernels.launch import KernelFactory
@@ -107,9 +107,9 @@ def instances(kernels: Kernels) -> Iterator[Callable[[], Any]]:
                 parts = mx.quantize(keys, group_size=group, bits=bits)
                 stored.append(AffineWeights(*parts, bits, group))
             for each, of in product(stored, (None, tree)):
-                yield partial(kernels.attention, Attention(queries, each, each, 0.1, tree=of))
+                yield partial(kernels.attention, AttentionCall(queries, each, each, 0.1, tree=of))
             sinks = mx.ones(4, dtype)
-            yield partial(kernels.attention, Attention(queries, keys, keys, 0.1, sinks=sinks))
+            yield partial(kernels.attention, AttentionCall(queries, keys, keys, 0.1, sinks=sinks))
         for dim in (64, 128, 256):
             keys, gates = mx.ones((1, NODES, 2, dim), dtype), mx.ones((1, NODES, 4))
             tape = keys, mx.ones((1, NODES, 4, 32), dtype), gates, gates.astype(dtype)

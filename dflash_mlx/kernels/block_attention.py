@@ -111,7 +111,7 @@ class TreeMask(NamedTuple):
     ancestors: mx.array
 
 
-class Attention(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call of attention.
 
     Attributes:
@@ -148,7 +148,7 @@ class BlockAttention(Launcher):
     depend only on the row and on what it sees.
     """
 
-    def __call__(self, call: Attention) -> mx.array:
+    def __call__(self, call: AttentionCall) -> mx.array:
         """The result [1, H, N, D] in the queries' dtype; sums are float32. Raises `KernelError`."""
         queries, keys, values, scale, first, window, sinks, tree = call
         of = queries.shape, queries.dtype, kind(keys), kind(values), sinks is None
@@ -160,12 +160,12 @@ class BlockAttention(Launcher):
             prepared = self._checked(key, partial(self._prepare, call), partial(self._check, call))
         return self._attend(prepared, call)
 
-    def _attend(self, prepared: Launches, call: Attention) -> mx.array:
+    def _attend(self, prepared: Launches, call: AttentionCall) -> mx.array:
         attend, numbers, merge, counts, _ = prepared
         sums = attend([call.queries, *_arrays(call.keys), *_arrays(call.values), *numbers])
         return merge([*sums, counts] if call.sinks is None else [*sums, call.sinks, counts])[0]
 
-    def _check(self, like: Attention, prepared: Launches) -> KernelCheck:
+    def _check(self, like: AttentionCall, prepared: Launches) -> KernelCheck:
         """The check of calls of this form: so many rows across the end of a chunk of keys."""
         (_, heads, rows, dim), key_heads = like.queries.shape, like.keys.shape[1]
         length, noise = rows + 30, Noise(like.queries.dtype)
@@ -187,7 +187,7 @@ class BlockAttention(Launcher):
             stored = [AffineWeights(*mx.quantize(x, group, bits), bits, group) for x in stored]
         queries = noise(*like.queries.shape)
         keys, values = stored
-        call = Attention(queries, keys, values, dim**-0.5, first, like.window, sinks, tree)
+        call = AttentionCall(queries, keys, values, dim**-0.5, first, like.window, sinks, tree)
 
         def ours() -> list[mx.array]:
             return [self._attend(self._prepare(call), call)]
@@ -199,7 +199,7 @@ class BlockAttention(Launcher):
 
         return KernelCheck(key, ours, reference)
 
-    def _prepare(self, call: Attention) -> Launches:
+    def _prepare(self, call: AttentionCall) -> Launches:
         check(call)
         queries, keys, _, scale, first, window, sinks, tree = call
         _, heads, nodes, head_dim = queries.shape
@@ -239,7 +239,7 @@ class BlockAttention(Launcher):
         return attend, numbers, merge, mx.array([chunks, nodes]), tree
 
 
-def block_attention_reference(call: Attention) -> mx.array:
+def block_attention_reference(call: AttentionCall) -> mx.array:
     """What `BlockAttention` computes, in plain MLX."""
     check(call)
     queries, keys, values, scale, first, window, sinks, tree = call
@@ -258,7 +258,7 @@ def block_attention_reference(call: Attention) -> mx.array:
     )
 
 
-def check(call: Attention) -> None:
+def check(call: AttentionCall) -> None:
     """Raise `KernelError` for arguments that `BlockAttention` does not take."""
     queries, keys, values, *_, sinks, tree = call
     fits = queries.ndim == len(keys.shape) == 4 and keys.shape == values.shape

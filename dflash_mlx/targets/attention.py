@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import SettingsError
-from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, Attention, TreeMask
+from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, AttentionCall, TreeMask
 from ..kernels.choose import Rows, attention_rows
 from ..kernels.selfcheck import UnprovenError
 from ..kernels.shapes import attention_key
@@ -140,7 +140,8 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
             keys, values = _affine(cache, *keys), _affine(cache, *values)
         first = cache.offset - keys.shape[2]
         try:
-            return kernel(Attention(queries, keys, values, scale, first, window, sinks, tree))
+            call = AttentionCall(queries, keys, values, scale, first, window, sinks, tree)
+            return kernel(call)
         except UnprovenError:
             return scaled_dot_product_attention(*given)
 

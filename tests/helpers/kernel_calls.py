@@ -13,7 +13,7 @@ import mlx.core as mx
 from metal_host.wrapper import METAL_NAMES, Wrapper, wrap
 
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.block_attention import Attention, BlockAttention, TreeMask
+from dflash_mlx.kernels.block_attention import AttentionCall, BlockAttention, TreeMask
 from dflash_mlx.kernels.delta_replay import DeltaRule, Tape
 from dflash_mlx.kernels.verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, VerifyMatmul
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
@@ -120,14 +120,14 @@ def record_attention(recorder: Recorder) -> None:
     for head_dim, dtype, (nodes, length) in product(HEAD_DIMS, DTYPES, ROWS):
         queries = mx.zeros((1, 2, nodes, head_dim), dtype)
         plain = mx.zeros((1, 1, length, head_dim), dtype)
-        if taken(attention, Attention(queries, plain, plain, 1.0)) is None:
+        if taken(attention, AttentionCall(queries, plain, plain, 1.0)) is None:
             continue
         whole = (w for w in affine_weights(1, 1, length, head_dim) if w.shape[-1] == head_dim)
         for stored, tree, sinks in product((plain, *whole), (False, True), (False, True)):
             given = {"sinks": mx.zeros(2)} if sinks else {}
             if tree:
                 given["tree"] = TreeMask(mx.arange(nodes), mx.eye(nodes))
-            taken(attention, Attention(queries, stored, stored, 1.0, **given))
+            taken(attention, AttentionCall(queries, stored, stored, 1.0, **given))
 
 
 def record_delta(recorder: Recorder) -> None:

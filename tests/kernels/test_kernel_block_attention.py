@@ -24,7 +24,7 @@ from dflash_mlx.kernels.block_attention import (
     CHUNK,
     MOST_NODES,
     MOST_STEPS,
-    Attention,
+    AttentionCall,
     BlockAttention,
     TreeMask,
     block_attention_reference,
@@ -35,12 +35,12 @@ pytestmark = on_gpu_or_emulator
 
 
 def attention_of(kernel: BlockAttention):
-    """The kernel called with the arguments of `Attention`."""
-    return lambda *args, **named: kernel(Attention(*args, **named))
+    """The kernel called with the arguments of `AttentionCall`."""
+    return lambda *args, **named: kernel(AttentionCall(*args, **named))
 
 
 def reference(*args: Any, **named: Any) -> mx.array:
-    return block_attention_reference(Attention(*args, **named))
+    return block_attention_reference(AttentionCall(*args, **named))
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +271,7 @@ def test_calls_of_one_shape_share_what_is_the_same_alone(kernel):
 def test_a_long_answer_keeps_few_prepared_launches():
     kernel, (args, named) = BlockAttention(Recorder()), Case(nodes=2).arguments()
     for first in range(3 * MOST_STEPS):
-        kernel(Attention(*args, **named | {"first": first}))
+        kernel(AttentionCall(*args, **named | {"first": first}))
     assert len(kernel._known) <= MOST_STEPS
 
 
