@@ -12,15 +12,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
+from operator import add
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..proposal import Proposal
 from .candidates import Slots
 from .layers import Attention, append_rows
 from .network import DFlash
 from .protocol import DraftSession, SupportsTrees
 from .session import FeatureSession, plant_all, propose_all
+from .tree import DraftTree
 
 
 class BlockDraft(NamedTuple):
@@ -48,94 +51,90 @@ def draft_batch(drafts: Sequence[BlockDraft]) -> list[Any]:
     Sessions without a network of ours, or alone with theirs, draft by themselves. Only trees and
     processors wait for the device: trees once per network.
     """
-    results: list[Any] = [None] * len(drafts)
-    groups: dict[tuple[int, ...], list[int]] = {}
+    results: dict[int, Any] = {}
+    groups: dict[tuple[int, ...], dict[int, BlockDraft]] = {}
     for at, draft in enumerate(drafts):
+        session = draft.session
         key: tuple[int, ...] = (at,)
-        if isinstance(draft.session, FeatureSession) and draft.width > 1:
-            if isinstance(network := draft.session.drafter, DFlash) and not network.lag:
-                key = id(network), id(draft.session.target), draft.tree_rows is None
-        groups.setdefault(key, []).append(at)
+        if isinstance(session, FeatureSession) and not session.drafter.lag and draft.width > 1:
+            key = id(session.drafter), id(session.target), draft.tree_rows is None
+        groups.setdefault(key, {})[at] = draft
     for group in groups.values():
-        if len(group) == 1:
-            session, anchor, width, tree_rows, guard = drafts[group[0]]
-            with guard:
-                if tree_rows is not None and isinstance(session, SupportsTrees):
-                    results[group[0]] = session.propose_tree(anchor, tree_rows, width)
-                else:
-                    results[group[0]] = session.propose(anchor, width)
+        if len(group) > 1:
+            results |= _draft_together(group)
             continue
-        network, slots = _draft_slots({at: drafts[at] for at in group})
-        made: Sequence[Any] = []
-        if slots and drafts[group[0]].tree_rows is None:
-            made = propose_all(network, [*slots.values()])
-        elif slots:
-            rows = [drafts[at].tree_rows or 1 for at in slots]
-            made = plant_all(network, [*slots.values()], rows)
-        for at, result in zip(slots, made, strict=True):
-            results[at] = result
-    return results
+        [(at, (session, anchor, width, tree_rows, guard))] = group.items()
+        with guard:
+            if tree_rows is not None and isinstance(session, SupportsTrees):
+                results[at] = session.propose_tree(anchor, tree_rows, width)
+            else:
+                results[at] = session.propose(anchor, width)
+    return [results.get(at) for at in range(len(drafts))]
 
 
-def _draft_slots(drafts: dict[int, BlockDraft]) -> tuple[DFlash, dict[int, Slots]]:
-    """The network, and the slots of each block, after one pass of the network and of its head."""
+def _draft_together(drafts: dict[int, BlockDraft]) -> dict[int, Proposal] | dict[int, DraftTree]:
+    """The chains or the trees of blocks, after one pass of their network and of its head."""
     sessions: list[Any] = [draft.session for draft in drafts.values()]
     network: DFlash = sessions[0].drafter
     target, first = sessions[0].target, network.config.first_row
     blocks = [network.block(draft.anchor, draft.width) for draft in drafts.values()]
     taps = [session.take()[0] for session in sessions]
-    rows = _BatchRows(blocks, taps, [session.cache for session in sessions])
+    rows = _BatchRows(blocks, taps, [session.cache for session in sessions], first)
     x = network.embed(mx.concatenate(blocks)[None], target, rows.places)
     waiting = [one for one in taps if one.shape[1]]
     context = network.fuse(mx.concatenate(waiting, axis=1)) if waiting else None
     for index, layer in enumerate(network.layers):
         x = layer(x, partial(rows.attend, layer.self_attn, index, context), rows.places)
     # Rows that draft nothing are not read by the head.
-    hidden = network.norm(x)[:, mx.array([at for at, place in rows.each if place >= first])]
+    hidden = network.norm(x)[:, rows.drafting]
     cuts = list(accumulate(len(block) - first for block in blocks))[:-1]
     logits = mx.split(network.logits(hidden, target)[0], cuts)
-    slots = {}
+    slots = dict[int, Slots]()
     for (at, draft), session, own, states in zip(
         drafts.items(), sessions, logits, mx.split(hidden[0], cuts), strict=True
     ):
         with draft.guard:
             slots[at] = network.score(session, own, states, draft.anchor)
-    return network, slots
+    requests, tree_rows = [*slots.values()], [drafts[at].tree_rows or 0 for at in slots]
+    if any(tree_rows):
+        return dict(zip(slots, plant_all(network, requests, tree_rows), strict=True))
+    return dict(zip(slots, propose_all(network, requests) if slots else [], strict=True))
 
 
 class _BatchRows:
     """The rows of a pass: of the blocks, and of the features that are new.
 
     Attributes:
-        each: the index of every row of the blocks, and its place in its block.
-        places: [R], the places.
+        places: [R], the place of every row of the blocks in its block.
+        drafting: the rows of blocks from place `first` on.
     """
 
     def __init__(
-        self, blocks: Sequence[mx.array], taps: Sequence[mx.array], caches: Sequence[list[Any]]
+        self,
+        blocks: Sequence[mx.array],
+        taps: Sequence[mx.array],
+        caches: Sequence[list[Any]],
+        first: int,
     ) -> None:
         self._caches, self._blocks = caches, [len(block) for block in blocks]
         new = [one.shape[1] for one in taps]
-        starts = [cache[0].offset for cache in self._caches]  # of the new features
-        sizes = list(zip(starts, new, self._blocks, strict=True))
         places = [place for block in self._blocks for place in range(block)]
-        self.each, self.places = list(enumerate(places)), mx.array(places)
-        self._positions = mx.array(
-            [start + count + row for start, count, block in sizes for row in range(block)]
-        )
-        self._key_positions = mx.array(
-            [start + row for start, count, block in sizes for row in range(count + block)]
-        )
+        self.places = mx.array(places)
+        self.drafting = mx.array([at for at, place in enumerate(places) if place >= first])
         # Keys belong to the new features and the block's rows, request after request. In the pass
         # the features of all requests come before the blocks of all.
-        order: list[int] = []
+        order, positions, key_positions = list[int](), list[int](), list[int]()
         feature, row = 0, sum(new)
-        for _, count, block in sizes:
+        for cache, count, block in zip(caches, new, self._blocks, strict=True):
+            start = cache[0].offset  # of the new features
             order += [*range(feature, feature + count), *range(row, row + block)]
+            positions += range(start + count, start + count + block)
+            key_positions += range(start, start + count + block)
             feature, row = feature + count, row + block
         self._order = mx.array(order)
+        self._positions, self._key_positions = mx.array(positions), mx.array(key_positions)
         self._cuts = list(accumulate(self._blocks))[:-1]
-        self._key_cuts = list(accumulate(count + block for _, count, block in sizes))[:-1]
+        self._key_cuts = list(accumulate(map(add, new, self._blocks)))[:-1]
 
     def attend(
         self, attention: Attention, layer: int, context: mx.array | None, x: mx.array

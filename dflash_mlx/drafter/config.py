@@ -71,7 +71,7 @@ class DraftConfig:
     kind: str = DFLASH
     packaging: str = "zlab"
     first_row: int = 1  # the first row of a block that drafts; 0 is the anchor's
-    draft_vocab_size: int = key(TOKENS, 0)  # tokens that it can draft; absent: all
+    draft_vocab_size: int = key(TOKENS, 0)  # tokens that it can draft; absent: its tensors say it
     target_hidden_size: int = key(WIDTH, 0)  # the width of its taps; absent: its own
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None  # None, or {"rope_type": "linear" | "yarn", ...}
@@ -215,14 +215,12 @@ def _fields(read: ConfigReader, kind: str) -> dict[str, Any]:
     found["num_key_value_heads"] = found["num_key_value_heads"] or heads
     found["head_dim"] = found["head_dim"] or max(hidden // heads, 1)
     found["target_hidden_size"] = found["target_hidden_size"] or hidden
+    found["draft_vocab_size"] = found["draft_vocab_size"] or vocabulary
     if kind == LILICORR:
         found["lilicorr_hidden_size"] = found["lilicorr_hidden_size"] or hidden
     if read.packaging.gemma4:
         found |= _gemma4(read, hidden)
-    drafted = found["draft_vocab_size"] or vocabulary
-    if read.sources["draft_vocab_size"].startswith("default"):
-        drafted = min(drafted, vocabulary)
-    return found | {"draft_vocab_size": drafted}
+    return found
 
 
 def _gemma4(read: ConfigReader, hidden: int) -> dict[str, Any]:

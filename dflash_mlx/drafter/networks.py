@@ -75,9 +75,7 @@ SPECFORGE = Packaging(
     tensors={r"^logit_head\.": "", r"^(markov_w|gate_proj|joint_proj)": r"markov_head.\1"},
 )
 MARKOV_IN_ZLAB = replace(SPECFORGE, first_row=1)  # DSpark under DFlash's label
-SPECULATORS = Packaging(
-    "speculators", defaults={"draft_vocab_size": 32000, "sliding_window_non_causal": True}
-)
+SPECULATORS = Packaging("speculators", defaults={"sliding_window_non_causal": True})
 MUSE = Packaging(
     "muse",
     sliding_is_causal=False,
@@ -121,9 +119,7 @@ EAGLE = Packaging(
 DEEPSPEC_GEMMA = replace(DEEPSPEC, name="deepspec-gemma4", gemma4=True)
 DEEPSPEC_EAGLE = replace(EAGLE, name="deepspec-eagle3", copied=True)
 DEEPSPEC_GEMMA_EAGLE = replace(DEEPSPEC_EAGLE, name="deepspec-gemma4-eagle3", gemma4=True)
-SPECULATORS_EAGLE = replace(
-    EAGLE, name="speculators-eagle3", defaults={**EAGLE.defaults, "draft_vocab_size": 32000}
-)
+SPECULATORS_EAGLE = replace(EAGLE, name="speculators-eagle3")
 
 # A name in `architectures`, or else a `model_type` -> its packaging and kind.
 ARCHITECTURES = {

@@ -228,7 +228,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path):
     del drafter.d2t
     with pytest.raises(WeightsError, match="layers.0.self_attn.k_proj.bias is missing"):
         dm.load_drafter(save(tmp_path, drafter, config | {"attention_bias": True}))
-    with pytest.raises(WeightsError, match=r"is \(16, 32\) and not \(24, 32\)"):
+    with pytest.raises(WeightsError, match=r"_conv\..* is .* and not "):
         dm.load_drafter(save(tmp_path, drafter, raw_config(nested={"conv_kernel_size": 3})))
 
 
