@@ -30,6 +30,8 @@ EXCLUDED = {  # an option as it is typed -> its parameter and value, and what ha
     "--openai": ("openai", ANY, tuple(name for name in OPENAI if name != "offline")),
     "--concurrency": ("concurrency", ANY, ("out",)),
     "--protocol": ("protocol", ANY, ("prompts", "repeats")),
+    "--chip": ("chip", ANY, ("everything", "inspect")),
+    "--memory": ("memory", ANY, ("everything", "inspect")),
     "--prompts": ("prompts", ANY, ("suite", "data")),
 }
 NEEDED = (  # the parameters of which one must be given, and the options that need it

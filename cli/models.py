@@ -32,17 +32,22 @@ from . import options
 from .options import MODEL, OUTPUT, argument, flag, option
 from .output import NOTHING, make_table, note, print_json, sized, stdout
 from .pair import announce, on_hub
+from .roofline import PREDICTED, show_models
 
 WIDTHS = (16, 8, 4)  # bits per weight
 FAMILY = re.compile(r"[a-z]*[\d.]*")
 
 REPOSITORY = "A Hugging Face repository (owner/name, for GGUF files owner/name:TYPE)."
+CHIP = "Predict which models fit a Mac, and their speeds: M1 to M5 Max. Default: this chip."
+MEMORY = "The memory of that Mac. Default: what this machine may use."
 NAME = argument(..., REPOSITORY, autocompletion=options.targets_beginning)
 
 
 def models(
     name: str = argument("", "Show these models and their drafters.", metavar="NAME"),
     everything: bool = flag("--all", OUTPUT, "Show those that do not fit, too."),
+    chip: str | None = option(None, PREDICTED, "NAME", CHIP),
+    memory: int | None = option(None, PREDICTED, "GB", MEMORY, min=1),
     json: bool = options.JSON,
     inspect: Path | None = option(
         None, OUTPUT, "PATH", "Show how a drafter's config.json is read."
@@ -51,6 +56,9 @@ def models(
     """List the models that have a known drafter, those that fit this machine first."""
     if inspect is not None:
         _inspect(inspect, json)
+        return
+    if chip is not None or memory is not None:
+        show_models(name, chip, memory, json)
         return
     copies = Hub().copies()
     named = [

@@ -13,10 +13,11 @@ from dflash_mlx.loading.memory import fits_here
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import pair_of
 from dflash_mlx.machine.chips import Chip, chip_named
+from dflash_mlx.machine.facts import usable_bytes, working_set
 
 from . import options
 from .options import option
-from .output import counted, make_table, note, print_json, sized, stdout, waiting
+from .output import counted, make_table, note, print_json, rate, sized, stdout, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx.bench.roofline import StepPrediction
@@ -64,6 +65,38 @@ def roofline(
     note(f"A prediction, not a measurement: {model} on {where.name}, {context} tokens of context,")
     source = "" if acceptance else " (published)" if published else " (assumed: --acceptance)"
     note(f"{tokens:g} tokens per step of 16 rows{source}. The drafter's own time is not included.")
+
+
+def show_models(name: str, chip: str | None, memory: int | None, json: bool) -> None:
+    """Predict the models that fit a Mac, as `models --chip` does.
+
+    Args:
+        name: a part of the targets' names.
+        chip, memory: of the Mac, in GiB; None for this machine's.
+        json: print JSON.
+    """
+    where = _chip(chip)
+    limit = usable_bytes() if memory is None else working_set(memory * 2**30)
+    with waiting("Predicting"):
+        from dflash_mlx.bench.macs import CONTEXT, predict_all
+
+        every = predict_all(where, limit)
+    found = [one for one in every if name.lower() in one.target.lower()]
+    if json:
+        content: dict[str, Any] = {"prediction": True, "chip": asdict(where), "bytes": limit}
+        print_json(content | {"context": CONTEXT, "models": [asdict(one) for one in found]})
+        return
+    table = make_table("target", "bits", "GB", "plain", "16 rows", "drafted", padding=1)
+    for one in found:
+        figures = f"{one.gigabytes:.1f}", rate(one.plain), f"{one.step_cost:.1f}"
+        table.add_row(one.target, f"{one.bits}", *figures, rate(one.drafted or 0))
+    stdout().print(table if found else "None of them fits.")
+    note(
+        f"Predictions, not measurements, for {where.name} and {sized(limit)} that its GPU may use."
+    )
+    note(f"GB: weights, drafter, {CONTEXT:,} tokens of context. plain and drafted: tokens/s.")
+    note("16 rows: plain steps that one drafted step takes; accepting more tokens is a gain.")
+    note("drafted: at best, and only where an acceptance length is published.")
 
 
 def _chip(name: str | None) -> Chip:

@@ -30,9 +30,9 @@ from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
 
-CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "mac_steps.json"
+CONFIGS = Path(__file__).parents[1] / "dflash_mlx" / "bench" / "configs.json"
 CONSTANTS = {"Full"}  # they stay from step to step
-QWEN3 = json.loads(CONFIGS.read_text())["configs"]["Qwen3-8B"] | {"vocab_size": 1024}
+QWEN3 = json.loads(CONFIGS.read_text())["Qwen3-8B"] | {"vocab_size": 1024}
 QWEN35 = QWEN3 | {
     "model_type": "qwen3_5",
     "head_dim": 256,

@@ -33,7 +33,7 @@ BIAS = {5: -1.0, 7: 0.5}  # with --logit-bias 1
 BASELINE = "mlx-lm"
 # The layers and heads of Qwen3-8B, with tiny widths.
 SHAPE = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "vocab_size": 1024}
-CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "mac_steps.json"
+CONFIGS = Path(__file__).parents[1] / "dflash_mlx" / "bench" / "configs.json"
 
 
 def main() -> None:
@@ -184,7 +184,7 @@ def random_target(**changes: Any) -> dm.Target:
 
     from dflash_mlx.loading.load import load_target
 
-    config = json.loads(CONFIGS.read_text())["configs"]["Qwen3-8B"] | SHAPE | changes
+    config = json.loads(CONFIGS.read_text())["Qwen3-8B"] | SHAPE | changes
     tokenizer = load_target("tiny").tokenizer
     return dm.Target(Model(ModelArgs.from_dict(config)), tokenizer, config, "of Qwen3-8B's shape")
 

@@ -43,6 +43,7 @@ PUBLISHED = {
     "M5 Max": (1.63, 1.0, 3.84, 2.03),
 }
 MAC = json.loads((Path(__file__).parents[1] / "data" / "mac_steps.json").read_text())
+CONFIGS = json.loads((Path(roofline.__file__).parent / "configs.json").read_text())
 NINE_BILLION = 9 * 2**30
 
 
@@ -70,7 +71,7 @@ def test_the_table_of_a_9b_target(name):
     "step", MAC["steps"], ids=lambda step: "{model} {chip} {rows}".format(**step)
 )
 def test_steps_that_others_timed_on_macs(step):
-    config = MAC["configs"][step["model"]]
+    config = CONFIGS[step["model"]]
     model = model_of(config, Path("config.json"), Quantization.of(step["bits"]))
     chip, shapes = chip_named(step["chip"]), shapes_of(model, config, 1024)
     rest = chip.reading(shapes.other + shapes.context) + chip.launch * shapes.launches
