@@ -161,21 +161,22 @@ class ContentPart(Body):
         return instead_of(self.media) if self.media else self.text or self.refusal or ""
 
 
-Content = str | list[ContentPart] | None
+Content = str | Sequence[ContentPart] | None
 
 
 def read_message(role: str, content: Content, separator: str) -> dict[str, Any]:
     """A message as chat templates take it; see `GenerationRequest.prompt`."""
-    media = [part.media for part in content if part.media] if isinstance(content, list) else []
+    parts = () if content is None or isinstance(content, str) else content
+    media = [part.media for part in parts if part.media]
     text = read_content(content, separator)
     return {"role": role, "content": text, **({"media": media[0]} if media else {})}
 
 
 def read_content(content: Content, separator: str) -> str:
     """The text of a message's content."""
-    if isinstance(content, list):
-        return separator.join(part.read() for part in content)
-    return content or ""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return separator.join(part.read() for part in content)
 
 
 class Function(Body):

@@ -17,6 +17,7 @@ from .fields import (
     ResponseFormat,
     Stops,
     ThinkingConfig,
+    read_message,
     sampled,
     sampling_settings,
     template_call,
@@ -71,24 +72,20 @@ class AnthropicMessage(Body):
         """The messages as chat templates take them: tool results are messages of their own."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        results, calls, texts, thoughts = [], [], [], []
+        kinds: dict[str, list[ContentBlock]] = {}
         for block in self.content:
-            if block.type == "tool_result":
-                results.append(block.template_result())
-            elif block.type == "tool_use":
-                calls.append(template_call(block.id or "", block.name or "", block.input or {}))
-            elif block.type == "thinking":
-                thoughts.append(block.thinking or "")
-            elif block.type != "redacted_thinking":
-                texts.append(block.read())
-        message: dict[str, Any] = {"role": self.role, "content": "\n".join(texts)}
-        if any(thoughts):
+            kinds.setdefault("text" if block.media else block.type, []).append(block)
+        results = [block.template_result() for block in kinds.get("tool_result", ())]
+        message = read_message(self.role, kinds.get("text", []), "\n")
+        thoughts = [block.thinking for block in kinds.get("thinking", ()) if block.thinking]
+        if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
-        if calls:
-            message["tool_calls"] = calls
-        empty = len(message) == 2 and not message["content"]
-        if media := [block.media for block in self.content if block.media]:
-            message["media"] = media[0]
+        if "tool_use" in kinds:
+            message["tool_calls"] = [
+                template_call(block.id or "", block.name or "", block.input or {})
+                for block in kinds["tool_use"]
+            ]
+        empty = not (message["content"] or thoughts or "tool_use" in kinds)
         return results if results and empty else [*results, message]
 
 
@@ -156,11 +153,7 @@ class MessagesBody(Body):
         """The internal request. Raises `RequestError`."""
         choice = self.tool_choice or AnthropicToolChoice()
         output = self.output_config or OutputConfig()
-        allowed = None
-        if choice.type == "tool":
-            if choice.name is None:
-                raise RequestError("name is missing.", param="tool_choice.name")
-            allowed = frozenset({choice.name})
+        allowed = frozenset({choice.name or ""}) if choice.type == "tool" else None
         thinks = (self.thinking or ThinkingConfig()).type != "disabled"
         form = self.output_format or output.format
         messages = self._system_messages()
