@@ -134,7 +134,7 @@ class ResponsesBody(SamplingOptions):
         return found
 
     def _messages(self, items: Sequence[InputItem]) -> list[dict[str, Any]]:
-        messages = list(messages_of(items))
+        messages = messages_of(items)
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 from .body import Body, ListOf
@@ -39,36 +39,34 @@ class InputItem(Body):
         return self.type == "item_reference" or self.model_fields_set == {"id"}
 
 
-def messages_of(items: Sequence[InputItem]) -> Iterator[dict[str, Any]]:
+def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     """The messages as chat templates take them: reasoning, text and calls in a row become one.
 
     Raises `RequestError` for an item of an unknown type.
     """
-    turn: dict[str, Any] = {}
+    found: list[dict[str, Any]] = []
+    grows = False  # whether the last message may have more parts
     for item in items:
         kind = "assistant" if item.role == "assistant" else item.type
         if kind in ("assistant", "reasoning", *CALLS):
-            if kind not in CALLS and ("tool_calls" in turn or turn.get("content")):
-                yield turn
-                turn = {}
-            turn = turn or {"role": "assistant", "content": ""}
-            _add_to_turn(turn, item, kind)
+            if kind not in CALLS and grows:
+                grows = not ("tool_calls" in found[-1] or found[-1]["content"])
+            found += [] if grows else [{"role": "assistant", "content": ""}]
+            _add_to_turn(found[-1], item, kind)
+            grows = True
             continue
-        if turn:
-            yield turn
-            turn = {}
+        grows = False
         if kind == "message":
             role = "system" if item.role == "developer" else item.role or "user"
-            yield read_message(role, item.content, "\n")
+            found.append(read_message(role, item.content, "\n"))
         elif kind in ("function_call_output", "custom_tool_call_output"):
             content = read_content(item.output, "\n")
-            yield {"role": "tool", "content": content, "tool_call_id": item.call_id or ""}
+            found.append({"role": "tool", "content": content, "tool_call_id": item.call_id or ""})
         elif not _HOSTED.fullmatch(kind):
             raise RequestError(f"input: items of type {kind[:40]!r} are unknown", param="input")
         else:
-            yield {"role": "assistant", "content": instead_of(kind[:40])}
-    if turn:
-        yield turn
+            found.append({"role": "assistant", "content": instead_of(kind[:40])})
+    return found
 
 
 def _add_to_turn(turn: dict[str, Any], item: InputItem, kind: str) -> None:

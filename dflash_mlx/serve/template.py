@@ -138,11 +138,7 @@ def for_family(messages: Sequence[Message], family: Family) -> list[dict[str, An
             waiting, calls = [], []
             for call in copy["tool_calls"]:
                 name, number = call["function"]["name"], next(numbers)
-                id = (
-                    family.call_ids.format(name=name, number=number)
-                    if family.call_ids
-                    else call["id"]
-                )
+                id = family.call_ids.format(name=name, number=number) or call["id"]
                 waiting.append((call["id"], id, name))
                 calls.append(call | {"id": id})
             copy["tool_calls"] = calls
@@ -188,20 +184,20 @@ def merge_messages(messages: Sequence[Message], system: bool = True) -> list[Mes
     System messages at the start become one. Those in the middle, and all if not `system`, become
     part of the next user message.
     """
-    start = next((i for i, one in enumerate(messages) if one["role"] != "system"), len(messages))
-    head = "\n\n".join(_content(message) for message in messages[:start])
     merged: list[Message] = []
-    if head:
-        merged.append({"role": "system" if system else "user", "content": head})
-    for message in messages[start:]:
-        role = "user" if message["role"] == "system" else message["role"]
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role == "system":
+            if not (content := _content(message)):
+                continue
+            begins = system and all(one["role"] == "system" for one in merged)
+            role = "system" if begins else "user"
         last = merged[-1] if merged else {"role": ""}
         has_calls = any(one.get("tool_calls") for one in (last, message))
-        if role == last["role"] and role in ("user", "assistant") and not has_calls:
-            content = f"{last['content']}\n\n{message['content']}"
-            merged[-1] = {**last, "content": content}
+        if role == last["role"] != "tool" and not has_calls:
+            merged[-1] = {**last, "content": f"{last['content']}\n\n{content}"}
         else:
-            merged.append({**message, "role": role})
+            merged.append({**message, "role": role, "content": content})
     return merged
 
 
