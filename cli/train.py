@@ -58,7 +58,7 @@ def train(
     hours = (time.monotonic() - begin) / 3600
     with waiting("Measuring the drafter on held-out prompts"):
         scores = measure_held_out(target, out)
-    write_card(target, recipe, done, scores, hours, blas, out)
+    write_card(target, adapter, recipe, done, scores, hours, blas, out)
     progress.end(scores, out)
     note(f"{out / 'work'} is no longer needed.")
 

@@ -68,6 +68,7 @@ def measure_held_out(target: Target, out: Path) -> Scores:
 
 def write_card(
     target: Target,
+    adapter: str | None,
     recipe: Recipe,
     done: Trained,
     scores: Scores,
@@ -80,12 +81,13 @@ def write_card(
     data = f"the file {recipe.data.name}" if recipe.data else "prompts written by the target"
     answers = "the file's answers" if recipe.keep_answers else "the target's own greedy answers"
     settings = {k: v for k, v in asdict(recipe).items() if v is not None and k != "data"}
+    model = target.name if adapter is None else f"{target.name} --adapter {adapter}"
     lines = [
         f"# A drafter for {Path(target.name).name}",
         "",
         "It drafts tokens that the target verifies, so the text stays the target's own.",
         "",
-        f"    dflash-mlx generate --model {target.name} --draft {out} 'Hello'",
+        f"    dflash-mlx generate --model {model} --draft {out} 'Hello'",
         "",
         "## Results",
         "",

@@ -14,6 +14,8 @@ from families import CONFIGS
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -178,4 +180,27 @@ def save_drafter(folder: Path, seed: int = 0, **overrides: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(drafter_config(**overrides)))
     save_weights(folder, random_drafter(seed, **overrides))
+    return folder
+
+
+def save_adapter(folder: Path, model: Path, kind: str, rank: int = 4, scale: float = 4.0) -> Path:
+    """A random adapter of the last two layers, as `mlx_lm.lora` writes it."""
+    network, _ = load_model(model)
+    config: dict[str, Any] = {"fine_tune_type": kind, "num_layers": 2}
+    config["lora_parameters"] = {"rank": rank, "scale": scale, "dropout": 0.3}
+    if kind == "dora":
+        config["lora_parameters"]["keys"] = ["self_attn.q_proj", "mlp.down_proj"]
+    if kind != "full":
+        linear_to_lora_layers(network, 2, config["lora_parameters"], use_dora=kind == "dora")
+    ends = ("lora_a", "lora_b", ".m") if kind != "full" else ("o_proj.weight", "in_proj_z.weight")
+    found = [(name, x) for name, x in tree_flatten(network.parameters()) if name.endswith(ends)]
+    keys = mx.random.split(mx.random.key(rank), len(found))
+    weights = {
+        name: x + 0.1 * mx.random.normal(x.shape, key=key)
+        for (name, x), key in zip(found, keys, strict=True)
+    }
+    assert weights
+    folder.mkdir(parents=True)
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

@@ -9,11 +9,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from families import model_of, plain_tokens, random_prompt
-from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 from mtp_heads import config_of, save_pair
-from tinymodels import random_drafter, save_weights, tokenizer
+from tinymodels import random_drafter, save_adapter, save_weights, tokenizer
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import LookupDrafter
@@ -27,29 +26,6 @@ HEADS = {"qwen3_5": "mtp", "deepseek_v3": "head"}
 PROMPTS = [2 * random_prompt(8 + 3 * i, i) for i in range(8)]  # a lookup finds something
 LENGTH = 12
 SAMPLED = {"temperature": 0.8, "seed": 3}
-
-
-def save_adapter(folder: Path, model: Path, kind: str, rank: int = 4, scale: float = 4.0) -> Path:
-    """A random adapter of the last two layers, as `mlx_lm.lora` writes it."""
-    network, _ = load_model(model)
-    config: dict[str, Any] = {"fine_tune_type": kind, "num_layers": 2}
-    config["lora_parameters"] = {"rank": rank, "scale": scale, "dropout": 0.3}
-    if kind == "dora":
-        config["lora_parameters"]["keys"] = ["self_attn.q_proj", "mlp.down_proj"]
-    if kind != "full":
-        linear_to_lora_layers(network, 2, config["lora_parameters"], use_dora=kind == "dora")
-    ends = ("lora_a", "lora_b", ".m") if kind != "full" else ("o_proj.weight", "in_proj_z.weight")
-    found = [(name, x) for name, x in tree_flatten(network.parameters()) if name.endswith(ends)]
-    keys = mx.random.split(mx.random.key(rank), len(found))
-    weights = {
-        name: x + 0.1 * mx.random.normal(x.shape, key=key)
-        for (name, x), key in zip(found, keys, strict=True)
-    }
-    assert weights
-    folder.mkdir(parents=True)
-    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module")

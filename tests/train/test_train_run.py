@@ -99,14 +99,18 @@ def test_a_run_that_was_stopped_twice_ends_with_the_same_bits(tmp_path, target, 
 
 
 def test_the_command_trains_and_writes_a_card(tmp_path, data):
+    """Also for a tuned model, from a drafter of the original."""
     model, out = tinymodels.save_target(tmp_path / "model"), tmp_path / "out"
-    options = ["--model", model, "--data", data, "--steps", "1", "--block-size", "4", "--json"]
+    adapter = tinymodels.save_adapter(tmp_path / "adapter", model, "lora")
+    options = ["--model", model, "--data", data, "--steps", "1", "--adapter", adapter, "--json"]
+    options += ["--warm-start", tinymodels.save_drafter(tmp_path / "drafter")]
     options += ["--answer-tokens", "10", "--rows", "4", "--anchors", "4", "--tokens", "64"]
     done = start("train", *options, "--out", out)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line)["event"] for line in done.stdout.splitlines()]
     assert list(dict.fromkeys(events)) == ["answers", "plan", "step", "done"]
-    assert "tokens per step" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert "tokens per step" in card and f"--model {model} --adapter {adapter} --draft" in card
 
 
 def test_only_a_drafter_with_the_targets_head_drafts_fewer_tokens(tmp_path, target, data):
