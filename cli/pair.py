@@ -12,8 +12,8 @@ import typer
 
 import dflash_mlx
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
+from dflash_mlx.loading.folder import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
-from dflash_mlx.loading.memory import fits_here, looks_quantized
 from dflash_mlx.loading.registry import (
     EMBEDDED,
     NONE,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import dflash_mlx
+from dflash_mlx.loading.folder import fits_here
 from dflash_mlx.loading.hub import Hub, find
-from dflash_mlx.loading.memory import fits_here
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import pair_of
 from dflash_mlx.machine.chips import Chip, chip_named

@@ -1,27 +1,47 @@
 """A download in a process of its own: Ctrl-C ends it at once, and one bar shows it.
 
-The hub's client waits for the end of the file that it reads, and leaves bars of its own open.
+The hub's client waits for the end of the file that it reads, and leaves bars of its own open. The
+process is this module: it prints one JSON object with the folder, or with the error.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
-from typing import Any
+from typing import Any, cast
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from tqdm import tqdm
 
 from .. import errors
-from ..errors import DownloadError
+from ..errors import DFlashError, DownloadError, ModelNotFoundError
+from ..validation import error_text
+from .registry import suggestion
 
-PROGRAM = "dflash_mlx.loading.download_process"
+PROGRAM = "dflash_mlx.loading.download"
 PAUSE = 0.1  # seconds between two looks at the bytes that came
 LEAST = 1e6  # bytes that take a while
 BAR = "{desc} {bar} {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
+LOGIN = "log in with 'hf auth login'"
+# The parents of `HfHubHTTPError` are the errors of its HTTP library, which has changed once.
+FAILURES = cast(
+    tuple[type[Exception], ...], (OSError, HFValidationError, *HfHubHTTPError.__bases__)
+)
 
 
 class DownloadInterrupt(KeyboardInterrupt):
@@ -38,7 +58,7 @@ def download(settings: dict[str, Any], blobs: Path, total: int) -> Path:
 
     Raises:
         DownloadInterrupt: Ctrl-C.
-        DFlashError: what `Hub.explained` makes of the client's errors.
+        DFlashError: what `explained` makes of the client's errors.
     """
     name = settings["repo_id"]
     program = [sys.executable, "-P", "-m", PROGRAM, json.dumps(settings)]
@@ -67,7 +87,7 @@ def download(settings: dict[str, Any], blobs: Path, total: int) -> Path:
         raise DownloadError(f"{name}: the download ended without an answer; run this again.")
     answer = json.loads(told)
     if "error" in answer:
-        kind: type[errors.DFlashError] = getattr(errors, answer["error"])
+        kind: type[DFlashError] = getattr(errors, answer["error"])
         raise kind(answer["message"])
     return Path(answer["folder"])
 
@@ -92,3 +112,50 @@ def _show(process: Popen[bytes], name: str, blobs: Path, total: int) -> None:
 def _bytes(blobs: Path) -> int:
     """Bytes of the files that are there, also of unfinished ones."""
     return sum(file.stat().st_size for file in blobs.glob("*")) if blobs.is_dir() else 0
+
+
+@contextmanager
+def explained(name: str, endpoint: str | None = None, offline: bool = False) -> Iterator[None]:
+    """Raise our error for one of the client's, about a repository."""
+    try:
+        yield
+    except FAILURES as error:
+        raise _explain(name, endpoint, offline, error) from error
+
+
+def _explain(name: str, endpoint: str | None, offline: bool, error: Exception) -> DFlashError:
+    """Our error for a failed request: what happened and what to do, in one line."""
+    hub, also = endpoint or "the hub", suggestion(name)
+    if isinstance(error, GatedRepoError):
+        return DownloadError(f"{name} is gated: accept its terms on its page, then {LOGIN}.")
+    if isinstance(error, RepositoryNotFoundError):
+        found = f"{hub} has no such repository, or it is private: {LOGIN}"
+        return ModelNotFoundError(f"{name}: {found}.{also}")
+    if isinstance(error, HFValidationError):
+        return ModelNotFoundError(f"{name!r} cannot be the name of a repository.")
+    if isinstance(error, LocalEntryNotFoundError):
+        where = "offline mode is on" if offline else f"{hub} cannot be reached"
+        return DownloadError(f"{name} is not downloaded, or not completely, and {where}.{also}")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
+    return DownloadError(f"{name}: no answer from {hub} ({error_text(error)}); run this again.")
+
+
+def answer(settings: dict[str, Any]) -> dict[str, str]:
+    """Download with these settings of `snapshot_download`."""
+    try:
+        with explained(settings["repo_id"], settings["endpoint"]):
+            return {"folder": snapshot_download(**settings)}
+    except DFlashError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+def _end_with_parent() -> None:
+    """End when the process that waits for this one has ended."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    print(json.dumps(answer(json.loads(sys.argv[1]))))

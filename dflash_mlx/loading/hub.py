@@ -6,47 +6,34 @@ module asks only for the files that a model needs, and turns failures into one-l
 
 from __future__ import annotations
 
-import errno
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_download, scan_cache_dir, snapshot_download
-from huggingface_hub.errors import (
-    CacheNotFound,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import CacheNotFound
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import filter_repo_objects, get_session
 
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
 from ..validation import error_text
-from .download import download
+from .download import FAILURES, download, explained
 from .folder import INDEX, Folder
-from .registry import Part, hub_gguf, local_path, parts_of, suggestion
+from .registry import Part, hub_gguf, local_path, parts_of
 
 # What mlx-lm reads of a repository.
 WEIGHTS = ["*.safetensors"]
 BESIDE = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 WANTED = [*BESIDE, *WEIGHTS]
 PING_SECONDS = 5.0
-LOGIN = "log in with 'hf auth login'"
 # The quantization that a GGUF file's name ends with, maybe before the number of its part.
 _GGUF_TYPE = re.compile(
     r"[-./]((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|F32|MXFP4\w*))(?:-\d{5}-of-\d{5})?\.gguf", re.I
-)
-# The parents of `HfHubHTTPError` are the errors of its HTTP library, which has changed once.
-FAILURES = cast(
-    tuple[type[Exception], ...], (OSError, HFValidationError, *HfHubHTTPError.__bases__)
 )
 
 
@@ -140,7 +127,7 @@ class Hub:
 
         Raises the errors of `fetch`.
         """
-        with self.explained(name):
+        with explained(name, self.endpoint, self.offline):
             return Path(hf_hub_download(name, file, repo_type="dataset", **self._settings))
 
     def downloaded(self, name: str) -> int | None:
@@ -188,7 +175,7 @@ class Hub:
     def _sizes(self, name: str) -> dict[str, int]:
         """A repository's files and their bytes, asked for once. Raises as `fetch`."""
         if name not in self._listed:
-            with self.explained(name):
+            with explained(name, self.endpoint, self.offline):
                 found = HfApi(self.endpoint).model_info(name, files_metadata=True, timeout=10)
             self._listed[name] = {file.rfilename: file.size or 0 for file in found.siblings or []}
         return self._listed[name]
@@ -211,7 +198,7 @@ class Hub:
         """A repository's folder with the files that are wanted."""
         settings = self._settings | {"repo_id": name, "allow_patterns": wanted}
         if self.offline:
-            with self.explained(name):
+            with explained(name, self.endpoint, self.offline):
                 return Path(snapshot_download(**settings))
         total = 0
         with suppress(DownloadError):  # the client uses what it has without a network
@@ -227,31 +214,6 @@ class Hub:
             "cache_dir": self.cache,
             "local_files_only": self.offline,
         }
-
-    @contextmanager
-    def explained(self, name: str) -> Iterator[None]:
-        """Raise our error for the client's."""
-        try:
-            yield
-        except FAILURES as error:
-            raise self._explain(name, error) from error
-
-    def _explain(self, name: str, error: Exception) -> DFlashError:
-        """Our error for a failed request: what happened and what to do, in one line."""
-        hub, also = self.endpoint or "the hub", suggestion(name)
-        if isinstance(error, GatedRepoError):
-            return DownloadError(f"{name} is gated: accept its terms on its page, then {LOGIN}.")
-        if isinstance(error, RepositoryNotFoundError):
-            found = f"{hub} has no such repository, or it is private: {LOGIN}"
-            return ModelNotFoundError(f"{name}: {found}.{also}")
-        if isinstance(error, HFValidationError):
-            return ModelNotFoundError(f"{name!r} cannot be the name of a repository.")
-        if isinstance(error, LocalEntryNotFoundError):
-            where = "offline mode is on" if self.offline else f"{hub} cannot be reached"
-            return DownloadError(f"{name} is not downloaded, or not completely, and {where}.{also}")
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
-        return DownloadError(f"{name}: no answer from {hub} ({error_text(error)}); run this again.")
 
 
 def find(name: str, hub: Hub, part: Part = "target") -> Folder:

@@ -15,7 +15,6 @@ from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError
 from ..targets import Target
 from ..validation import brief, check_integer
-from .adapters import find_adapter
 from .computed import model_of
 from .drafters import ASSISTANT, NETWORK, DraftSource, check_drafter, open_drafter
 from .folder import Folder, memory_needed
@@ -35,7 +34,7 @@ from .registry import (
     known_facts,
     local_path,
 )
-from .target import check_weights, open_target
+from .target import check_weights, find_adapter, open_target
 
 if TYPE_CHECKING:
     from ..kernels.launch import KernelFactory

@@ -1,10 +1,15 @@
-"""A target's folder -> a `Target`: mlx-lm's model of its config, its weights and its tokenizer."""
+"""A target's folder -> a `Target`: mlx-lm's model of its config, its weights, its tokenizer.
+
+Fine-tunes by `mlx_lm.lora` (LoRA, DoRA or full) go through mlx-lm's own loader.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
@@ -20,11 +25,10 @@ from ..proposal import Proposal
 from ..targets import Target
 from ..targets.internals import classes_of
 from ..threads import evaluate
-from ..validation import ErrorWrapper
-from .adapters import Adapter
+from ..validation import ErrorWrapper, brief, read_json
 from .computed import bounded, complete, spelled_for, words_of
-from .folder import Folder
-from .memory import check_memory
+from .folder import Folder, StoredTensor, check_memory, read_header
+from .hub import Hub
 from .quantization import Quantization
 from .reading import (
     MLX_ERRORS,
@@ -35,12 +39,70 @@ from .reading import (
     check_not_quantized,
     float_bytes,
     load_file,
+    on_cpu,
     start_reading,
     without_fp8,
 )
+from .registry import Name, as_name
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
+
+
+FILE, CONFIG = "adapters.safetensors", "adapter_config.json"
+_PARTS = ("lora_a", "lora_b", "m")  # of an adapter's layers
+_KINDS = ("lora", "dora", "full")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A fine-tune: its folder, its adapter_config.json and what its weights' header says."""
+
+    folder: Path
+    config: dict[str, Any]
+    stored: Mapping[str, StoredTensor]
+
+    def add_to(self, name: str, model: nn.Module) -> None:
+        """Put its layers into a target, in place.
+
+        Raises `WeightsError` if it is another model's, or not complete.
+        """
+        from mlx_lm.tuner.utils import load_adapters  # mlx-lm's trainer comes with it
+
+        wrong = f"{self.folder}: this adapter does not fit {name}"
+        with ErrorWrapper(WeightsError, wrong, MODEL_ERRORS):
+            load_adapters(model, str(self.folder))
+        full = self.config.get("fine_tune_type") == "full"
+        for path, _ in () if full else tree_flatten(model.parameters()):
+            if path.rpartition(".")[2] in _PARTS and path not in self.stored:
+                raise WeightsError(f"{wrong} (the tensor {path} is missing).")
+        if on_cpu():
+            model.set_dtype(mx.float32)
+        model.eval()  # no dropout
+
+
+def find_adapter(name: Name, hub: Hub) -> Adapter:
+    """The adapter in a folder or repository, which is downloaded.
+
+    Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`, `WeightsError`, `SettingsError`.
+    """
+    name = as_name(name)
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        if name.count("/") != 1 or name.startswith((".", "/", "~")):
+            raise ModelNotFoundError(f"No adapter {name!r}: there is no such folder.")
+        folder = hub.fetch(name, [FILE]).path
+    for file in (FILE, CONFIG):
+        if not (folder / file).exists():
+            raise ModelNotFoundError(
+                f"{folder}: there is no {file}; an adapter is a folder of mlx_lm.lora."
+            )
+    config = read_json(folder / CONFIG)
+    if (kind := config.get("fine_tune_type", "lora")) not in _KINDS:
+        raise WeightsError(
+            f"{folder / CONFIG}: fine_tune_type is {brief(kind)}, not lora, dora or full."
+        )
+    return Adapter(folder, config, read_header(folder / FILE))
 
 
 def is_language_model(config: dict[str, Any]) -> bool:

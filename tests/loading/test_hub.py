@@ -19,7 +19,7 @@ from dflash_mlx.errors import (
     NotEnoughMemoryError,
     WeightsError,
 )
-from dflash_mlx.loading.download_process import answer
+from dflash_mlx.loading.download import answer
 from dflash_mlx.loading.gguf import convert
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.load import load, load_target
@@ -122,7 +122,7 @@ def test_a_disk_that_fills_up_on_the_way(monkeypatch):
     def fail(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("dflash_mlx.loading.download_process.snapshot_download", fail)
+    monkeypatch.setattr("dflash_mlx.loading.download.snapshot_download", fail)
     answered = answer({"repo_id": TARGET, "endpoint": None})
     assert answered["error"] == "DownloadError"
     assert "disk is full" in answered["message"]
