@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from .caches import Caches
 from .conversation import Conversation
 from .drafter.protocol import Drafter, check_pair, drafts_trees
 from .drafter.protocol import block_size as drafter_block_size
@@ -95,9 +96,10 @@ def make_request(
     kv_bits, conversation = settings.kv_bits, settings.conversation
     if conversation is None:
         prefix, salt = settings.prefix, settings.salt
-        conversation = Conversation(target, drafter, kv_bits, prefix=prefix, salt=salt)
+        caches = Caches(target, drafter, kv_bits, prefix, salt)
     else:
         conversation.check(target, drafter, kv_bits)
+        caches = conversation.caches
     planner = make_planner(target, drafter, settings)
     sampler = Sampler(settings, ids, planner.sharpness)
     tokenizer = target.tokenizer
@@ -114,10 +116,11 @@ def make_request(
     )
     stats = Stats(prompt_tokens=len(ids), block_size=block_size, seed=sampler.seed)
     branches = settings.branches
-    if branches is None and conversation.prefix is not None:
+    if branches is None and caches.prefix is not None:
         branches = branch_points(target, prompt, ids, template)
-    request = Request(conversation, ids, sampler, planner, text, stats, branches or ())
-    conversation.open(request)
+    request = Request(caches, ids, sampler, planner, text, stats, branches or ())
+    if conversation is not None:
+        conversation.open(request)
     return request
 
 

@@ -21,8 +21,7 @@ from .events import Event, FinishReason, Result, Stats
 from .generation import GenerationSettings, make_request
 from .memory import compute
 from .prompt import Prompt
-from .proposal import Proposal
-from .request import Request, choose
+from .request import Request
 from .targets import Target
 
 Settings = ParamSpec("Settings")
@@ -34,25 +33,23 @@ def step(request: Request) -> Event:
 
     The engine's `SharedBatch.step` does the same for many requests with one forward for all.
     """
-    if not request.begin_step():  # else the last step has started this one
-        proposal = request.propose()  # propose
+    request.begin_step()
+    step, request.started = request.started, None
+    if step is None:
+        proposal = request.propose()
         if isinstance(proposal.tokens, mx.array):
             # The device computes the drafts while the host builds the target's forward.
             mx.async_eval(proposal.tokens)
-        choose([request], [proposal], *request.target_session.verify(proposal))  # verify
-    step = request.pending
-    if request.can_start_next:
-        # The next anchor is still on its way on the device, which never waits for the host: as in
-        # mlx-lm's loop.
+        step = request.verify(proposal)
+    if request.can_start_next(step):
+        # The next plain step starts before the host has read this one: as in mlx-lm's loop, the
+        # device never waits for the host.
         mx.async_eval(step.choices, step.taps)
-        request.commit_unread()
-        proposal = Proposal(step.choices)
-        choose([request], [proposal], *request.target_session.verify(proposal))
-        mx.async_eval(request.pending.choices, request.pending.taps)
+        request.start_next(step)
     compute(step.choices, step.taps)  # the only wait
     choices: Any = step.choices.tolist()
-    rows, tokens = request.accept(choices)  # accept
-    return request.commit(rows, tokens)  # commit, and the event to emit
+    rows, tokens = request.accept(step, choices)
+    return request.commit(step, rows, tokens)  # the event to emit
 
 
 def _events(request: Request) -> Generator[Event, None, None]:
@@ -61,9 +58,8 @@ def _events(request: Request) -> Generator[Event, None, None]:
         if request.finished:
             yield request.empty_event()
             return
-        for event in request.prefill():
-            if isinstance(event, Event):
-                yield event
+        if event := request.prefill():
+            yield event
         while not request.finished:
             yield step(request)
     finally:

@@ -164,8 +164,7 @@ def counts_of(target: dm.Target, count: int, steps: int) -> list[float]:
     requests = [make_request(target, None, prompt, settings) for prompt in prompts]
     for request in requests:
         request.resume()
-        for _ in request.prefill():
-            pass
+        request.prefill()
     batch = SharedBatch(target, None)
     found = []
     for take in (generator.next, lambda: batch.step([BatchItem(one) for one in requests])):

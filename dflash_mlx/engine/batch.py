@@ -12,10 +12,11 @@ from ..events import Event
 from ..memory import SPAN, compute
 from ..policy.planner import DraftCandidate, TreeCandidate, checked
 from ..proposal import Proposal
-from ..request import Request, choose
-from ..targets import Target
+from ..request import Request, Step
+from ..sampling import Decision, decide_all
+from ..targets import Target, TargetSession
 from ..targets.batched import BatchVerifier
-from ..targets.session import PromptEnd
+from ..targets.session import PromptPiece
 from .allocation import RowAllocator
 
 UNREAD = Proposal([0])  # the only row of a plain step, whose token is still on the device
@@ -47,15 +48,33 @@ class BatchItem(ErrorCapture):
         request: the request.
         candidate: the rows that could be verified.
         proposal: the rows that the target verifies for it.
+        step: them, verified.
         event: the result; None if there is an error instead.
     """
 
     candidate: DraftCandidate | TreeCandidate
     proposal: Proposal
+    step: Step
     event: Event | None = None
 
     def __init__(self, request: Request) -> None:
         self.request = request
+
+    @property
+    def can_start_next(self) -> bool:
+        """See `Request.can_start_next`."""
+        return self.request.can_start_next(self.step)
+
+    @property
+    def slot_order(self) -> tuple[int, int]:
+        """What sorts a batch's requests by their slots; those without one come first."""
+        slot = self.target_session.slot
+        return (0, 0) if slot is None else (slot.array.capacity, slot.index)
+
+    @property
+    def target_session(self) -> TargetSession:
+        """The request's."""
+        return self.request.caches.target_session
 
 
 class SharedBatch:
@@ -83,29 +102,34 @@ class SharedBatch:
         Args:
             items: one new item per request; their events and errors are set.
         """
-        items = sorted(items, key=lambda item: item.request.slot_order)
+        items = sorted(items, key=lambda item: item.slot_order)
         new = []  # requests whose verify forward the last step did not start
         for item in items:
             with item:
-                if not item.request.begin_step(shared=len(items) > 1):
+                item.request.begin_step(shared=len(items) > 1)
+                started, item.request.started = item.request.started, None
+                if started is None:
                     new.append(item)
+                else:
+                    item.step = started
         if new:
             self.propose(new)
         if drafting := _without_errors(new):
             drafts = [item.proposal.tokens for item in drafting]
             mx.async_eval([one for one in drafts if isinstance(one, mx.array)])
-            self._verify(drafting)
+            for item, step in self._verify(drafting):
+                item.step = step
         running = _without_errors(items)
         if running:
-            steps = [item.request.pending for item in running]
+            steps = [item.step for item in running]
             # Two forwards at most: of those whose step was pipelined, and of the new ones.
             forwards = {id(step.choices): step for step in steps}
             arrays = [(step.choices, step.taps) for step in forwards.values()]
-            if self._can_pipeline(items) and all(one.request.can_start_next for one in running):
+            if self._can_pipeline(items) and all(one.can_start_next for one in running):
                 mx.async_eval(arrays)
-                started = self._build_next(running)
+                next_arrays = self._start_next(running)
                 compute(arrays)
-                mx.async_eval(started)
+                mx.async_eval(next_arrays)
             else:
                 compute(arrays)
             read: dict[int, Any] = {at: step.choices.tolist() for at, step in forwards.items()}
@@ -113,18 +137,18 @@ class SharedBatch:
                 with item:
                     if item.error is None:
                         own = slice(step.first, step.first + len(step.proposal))
-                        kept = item.request.accept(read[id(step.choices)][own])
-                        item.event = item.request.commit(*kept)
+                        kept = item.request.accept(step, read[id(step.choices)][own])
+                        item.event = item.request.commit(step, *kept)
         self._steps += 1
         if self._steps % SPAN == 0:  # sessions without a slot do so themselves
             mx.clear_cache()
         if self._allocator is not None and len(new or items) > 1:
             events = [(item.request, item.event) for item in new or items if item.event is not None]
-            pipelined = any(request.is_pipelined for request, _ in events)
+            pipelined = any(request.started is not None for request, _ in events)
             tokens = [(request, len(event.tokens)) for request, event in events]
             self._allocator.observe(tokens, pipelined)
 
-    def _build_next(self, items: Sequence[BatchItem]) -> list[mx.array]:
+    def _start_next(self, items: Sequence[BatchItem]) -> list[mx.array]:
         """Build a plain step of all, while the device computes this one; what is to be computed.
 
         It must not start before this one has ended: MLX writes to an array in place only if nothing
@@ -132,26 +156,33 @@ class SharedBatch:
         """
         for item in items:
             with item:
-                item.request.commit_unread()
+                item.request.keep_anchor(item.step)
                 item.proposal = UNREAD
         items = _without_errors(items)
         if not items:
             return []
-        steps = [item.request.pending for item in items]
-        tokens = steps[0].choices
-        same = [step.choices is tokens and step.first == at for at, step in enumerate(steps)]
-        if len(steps) != tokens.size or not all(same):
-            rows = [step.choices[step.first : step.first + 1] for step in steps]
+        tokens = items[0].step.choices
+        firsts = [item.step.first for item in items if item.step.choices is tokens]
+        if firsts != list(range(tokens.size)):
+            rows = [item.step.choices[item.step.first : item.step.first + 1] for item in items]
             tokens = mx.concatenate(rows)
-        self._verify(items, tokens)
-        step = items[0].request.pending
+        for item, step in self._verify(items, tokens):
+            item.target_session.commit([0])
+            item.request.started = step
         return [step.choices, step.taps]
 
-    def _verify(self, items: Sequence[BatchItem], tokens: mx.array | None = None) -> None:
-        """Verify the proposals, and choose the token after each row. Lazy."""
-        verified = self.verify(items, tokens)
-        requests, proposals = zip(*[(item.request, item.proposal) for item in items], strict=True)
-        choose(requests, proposals, *verified, items)
+    def _verify(
+        self, items: Sequence[BatchItem], tokens: mx.array | None = None
+    ) -> list[tuple[BatchItem, Step]]:
+        """Verify the proposals of all in one forward. Lazy. `tokens`: see `verify`."""
+        logits, taps = self.verify(items, tokens)
+        pipelined, first, steps = tokens is not None, 0, []
+        of = [Decision(one.request.sampler, one.proposal, int(pipelined), one) for one in items]
+        choices = decide_all(of, logits)
+        for item in items:
+            steps.append((item, Step(item.proposal, choices, taps, first, pipelined)))
+            first += len(item.proposal)
+        return steps
 
     def propose(self, items: Sequence[BatchItem]) -> None:
         """Set the proposals: one request's own, or those that bring many the most tokens."""
@@ -171,7 +202,7 @@ class SharedBatch:
                 if count == 1:
                     item.proposal = Proposal([item.request.anchor])
                 elif candidate.propose is None:
-                    of = item.request.draft_session, item.request.anchor
+                    of = item.request.caches.draft_session, item.request.anchor
                     chains.append((item, BlockDraft(*of, count, None, item)))
                 else:
                     item.proposal = checked(candidate.propose(count), count)
@@ -209,14 +240,15 @@ class SharedBatch:
         """
         if len(items) == 1:
             proposal = items[0].proposal if tokens is None else Proposal(tokens)
-            return items[0].request.target_session.verify(proposal)
-        sessions = [item.request.target_session for item in items]
+            return items[0].target_session.verify(proposal)
+        sessions = [item.target_session for item in items]
         return self._batch_verifier.verify(sessions, [item.proposal for item in items], tokens)
 
-    def read(self, ends: Sequence[PromptEnd]) -> None:
-        """Read the ends of prompts in one forward, where that is possible; sets their results."""
-        if len(ends) > 1 and self._batch_verifier.reads_prompts:
-            self._batch_verifier.read(ends)
+    def read(self, ends: Sequence[PromptPiece]) -> list[Any]:
+        """Read the ends of prompts in one forward, for `Request.read`; [] if that is impossible."""
+        if len(ends) < 2 or not self._batch_verifier.reads_prompts:
+            return []
+        return self._batch_verifier.read(ends)
 
     def _can_pipeline(self, items: Sequence[BatchItem]) -> bool:
         """Whether the next step of these may start before this one is read."""

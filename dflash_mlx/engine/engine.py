@@ -146,7 +146,7 @@ class Engine(AbstractContextManager["Engine", None]):
         request = make_request(*self._pair, prompt, GenerationSettings.of(settings))
         with ExitStack() as refused:
             refused.callback(request.close)
-            self._check(request.kv_bits)
+            self._check(request.caches.kv_bits)
             self._memory.check(request)
             job = Job(request.stats, self._wake, self._is_mine)
             with self._lock:

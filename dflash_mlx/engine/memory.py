@@ -73,15 +73,17 @@ class MemoryBudget:
 
     def bytes(self, request: Request, further: int) -> int:
         """Bytes of a request's caches after `further` more tokens."""
-        return self._bytes_of(request.tokens + min(further, request.remaining), request.kv_bits)
+        return self._bytes_of(
+            request.tokens + min(further, request.remaining), request.caches.kv_bits
+        )
 
     def _shared_bytes(self, requests: Sequence[Request], further: Callable[[Request], int]) -> int:
         """Bytes of requests that share steps, and of spare slots."""
         total, blocks, count = 0, 0, len(requests)
         for one in requests:
             tokens = one.tokens + min(further(one), one.remaining)
-            total += self._bytes_of(tokens, one.kv_bits)
-            if count > 1 and one.kv_bits is None:
+            total += self._bytes_of(tokens, one.caches.kv_bits)
+            if count > 1 and one.caches.kv_bits is None:
                 total -= -(-tokens // BLOCK) * self._slot_bytes
                 blocks += capacity_for(tokens) // BLOCK
         return total + blocks * self._slot_bytes * (count + count // SPARE) // max(1, count)

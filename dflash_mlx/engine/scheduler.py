@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ..events import Event
 from ..request import Request
-from ..targets.session import LAST_STEP, PREFILL_STEP, PromptEnd
+from ..targets.session import LAST_STEP, PREFILL_STEP, PromptPiece
 from .batch import BatchItem, ErrorCapture, SharedBatch
 from .job import Job
 from .memory import MemoryBudget
@@ -35,7 +35,7 @@ class _Slot:
     job: Job
     request: Request
     number: int  # in the order of submission
-    prefill: Iterator[Event | PromptEnd | None] | None = None  # None once the prompt is read
+    has_read: bool = False  # whether the prompt is in its caches
     alone: bool = False  # whether its next step must be alone, after an error in a shared forward
 
 
@@ -55,7 +55,7 @@ class BatchScheduler:
         self._batch, self._memory = batch, memory
         self._max_running, self._stall = max_running, stall
         self._prefill_rate = 0.0  # tokens per second; 0 until measured
-        self._chunk, self._submitted = PREFILL_STEP, 0
+        self._submitted = 0
         self._running: list[_Slot] = []  # in the order of submission
         self._prefilling: deque[_Slot] = deque()  # running, and taking turns to read their prompts
         self._waiting: deque[_Slot] = deque()
@@ -130,52 +130,50 @@ class BatchScheduler:
             return
         with ErrorCapture() as captured:
             request.resume()
-            slot.prefill = request.prefill(lambda: self._chunk)
+            slot.has_read = False
             self._prefilling.append(slot)
         if captured.error is not None:
             self._end(slot, captured.error)
 
     def _prefill(self) -> None:
         """Read prompts in turn, up to this step's number of tokens, and their ends together."""
-        budget, ends = self._prefill_budget(), dict[_Slot, PromptEnd]()
+        budget, ends = self._prefill_budget(), dict[_Slot, PromptPiece]()
         while self._prefilling and budget > 0:
             slot = self._prefilling.popleft()
-            request, unread, clock = slot.request, slot.request.uncached_tokens, time.perf_counter()
-            # The last chunk ends with the prompt, the others at multiples of CHUNK, as alone.
-            self._chunk = budget if unread <= budget else budget // CHUNK * CHUNK or budget
-            if end := self._prefill_chunk(slot):
-                ends[slot] = end
-                budget -= len(end.tokens)
-            if slot.prefill is None or end:
+            # All chunks but the last end at multiples of CHUNK, as in unbatched prefill.
+            fits = slot.request.uncached_tokens <= budget
+            piece = slot.request.caches.next_piece(
+                budget if fits else budget // CHUNK * CHUNK or budget
+            )
+            assert piece is not None
+            budget -= len(piece.tokens)
+            if piece.last:
+                ends[slot] = piece
                 continue
-            read = unread - request.uncached_tokens
-            budget -= max(1, read)
-            if read >= CHUNK // 2:
-                self._prefill_rate = read / (time.perf_counter() - clock)
-        shared = [slot for slot in ends if not slot.alone]
+            clock = time.perf_counter()
+            if self._read(slot, piece):
+                self._prefilling.append(slot)
+            if len(piece.tokens) >= CHUNK // 2:
+                self._prefill_rate = len(piece.tokens) / (time.perf_counter() - clock)
+        shared, results = [slot for slot in ends if not slot.alone], []
         with ErrorCapture() as captured:
-            self._batch.read([ends[slot] for slot in shared])
-        for slot in ends:
+            results = self._batch.read([ends[slot] for slot in shared])
+        read = dict(zip(shared, results, strict=False))
+        for slot, piece in ends.items():
             if slot in shared and captured.error is not None:
                 self._restart_alone(slot)
             else:
-                self._prefill_chunk(slot)
+                slot.has_read = self._read(slot, piece, read.get(slot))
 
-    def _prefill_chunk(self, slot: _Slot) -> PromptEnd | None:
-        """One forward of a prompt; the last one brings the first token, and is asked for first."""
-        assert slot.prefill is not None
+    def _read(self, slot: _Slot, piece: PromptPiece, result: Any = None) -> bool:
+        """Read a piece of a prompt; whether the request goes on. An error ends it."""
         with ErrorCapture() as captured:
-            for event in slot.prefill:
-                if event is None:
-                    self._prefilling.append(slot)
-                    return None
-                if isinstance(event, PromptEnd):
-                    return event
+            if event := slot.request.read(piece, result):
                 slot.job.put(event)
-            slot.prefill = None
         if captured.error is not None or slot.request.finished:
             self._end(slot, captured.error)
-        return None
+            return False
+        return True
 
     def _restart_alone(self, slot: _Slot) -> None:
         """Rebuild the caches after an error in a shared forward, and read and step alone."""
@@ -202,7 +200,7 @@ class BatchScheduler:
         """Take a step of all texts, after preempting some if their caches would not fit."""
         while self._running[1:] and self._memory.overflows([s.request for s in self._running]):
             self.preempt()
-        ready = [slot for slot in self._running if slot.prefill is None]
+        ready = [slot for slot in self._running if slot.has_read]
         slots = next(([slot] for slot in ready if slot.alone), ready)
         if not slots:
             return
@@ -230,7 +228,7 @@ class BatchScheduler:
             slot.job.fail(error)
 
     def _remove(self, slot: _Slot) -> None:
-        slot.prefill = None
+        slot.has_read = False
         for slots in (self._running, self._prefilling, self._waiting):
             if slot in slots:
                 slots.remove(slot)

@@ -46,7 +46,7 @@ from .overrides import Overrides, rebind_globals
 from .parts import MODEL_ERRORS
 from .recurrences import recurrence_of
 from .recurrent import RecurrentRollback
-from .session import PromptEnd, TargetSession
+from .session import PromptPiece, TargetSession
 from .target import Target
 from .tree_attention import rotate_rows, why_no_trees
 
@@ -115,10 +115,11 @@ class BatchVerifier:
         logits, taps = zip(*results, strict=True)
         return mx.concatenate([*logits]), mx.concatenate([*taps], axis=1)
 
-    def read(self, ends: Sequence[PromptEnd]) -> None:
-        """Read the ends of prompts in one forward, and set their results; only if `reads_prompts`.
+    def read(self, ends: Sequence[PromptPiece]) -> list[Verified]:
+        """Read the ends of prompts in one forward: what `TargetSession.read` returns for each.
 
-        They are rows of a verify that are all kept, but the head computes the last ones only.
+        Only if `reads_prompts`. They are rows of a verify that are all kept, but the head computes
+        the last ones only.
         """
         assert self._layers is not None
         sessions = [end.session for end in ends]
@@ -131,9 +132,7 @@ class BatchVerifier:
         compute(logits, [caches.arrays(cache) for session in sessions for cache in session.cache])
         mx.clear_cache()
         cuts = [*accumulate(len(end.tokens) for end in ends)][:-1]
-        parts = zip(ends, mx.split(logits, len(ends)), mx.split(taps, cuts, axis=1), strict=True)
-        for end, last, own in parts:
-            end.result = last, own
+        return [*zip(mx.split(logits, len(ends)), mx.split(taps, cuts, axis=1), strict=True)]
 
     def _forwards(self, widths: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Which requests share a forward: the first one and the one after the last."""

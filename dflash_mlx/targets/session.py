@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -30,19 +29,12 @@ def longest_step() -> int:
     return CPU_STEP if mx.default_device() == mx.cpu else PREFILL_STEP
 
 
-@dataclass
-class PromptEnd:
-    """The last tokens of a prompt, which are about to be read.
-
-    Attributes:
-        session: reads them.
-        tokens: at most `LAST_STEP`.
-        result: what `TargetSession.read` would return, once they were read with those of others.
-    """
+class PromptPiece(NamedTuple):
+    """Tokens of a prompt that the next forward of a session reads; `last` if they end it."""
 
     session: TargetSession
     tokens: Sequence[int]
-    result: tuple[mx.array | None, mx.array] | None = None
+    last: bool
 
 
 class TargetSession:
@@ -86,38 +78,36 @@ class TargetSession:
         self.position, self.intact = 0, True
         self._since = 0  # tokens since freed buffers were given back
 
-    def pieces(
-        self,
-        tokens: Sequence[int],
-        stops: Sequence[int] = (),
-        step: Callable[[], int] = lambda: PREFILL_STEP,
-    ) -> Iterator[tuple[Sequence[int], bool]]:
-        """What `prefill` reads, for `read`: a forward's tokens, and whether they are the last.
+    def end_of_piece(self, end: int, stops: Sequence[int] = (), most: int = PREFILL_STEP) -> int:
+        """The position up to which the next forward of a prompt reads.
+
+        The last forward is short, because it alone computes what only logits need, such as the
+        last layer's MLP.
 
         Args:
-            tokens: the prompt's tokens.
-            stops: positions at which a forward ends, none beyond the prompt's end.
-            step: returns the most tokens of the next forward.
+            end: the prompt's.
+            stops: positions at which a forward ends.
+            most: tokens of the forward.
         """
-        first, end = self.position, self.position + len(tokens)
-        most = min(longest_step(), self.longest)
-        for border in sorted({end - LAST_STEP, *stops, end}):
-            while self.position < border:
-                start, size = self.position - first, min(step(), most, border - self.position)
-                yield tokens[start : start + size], self.position + size == end
+        border = min(at for at in (end - LAST_STEP, *stops, end) if at > self.position)
+        return min(border, self.position + min(most, longest_step(), self.longest))
 
-    def prefill(self, tokens: Sequence[int]) -> Iterator[tuple[mx.array | None, mx.array]]:
-        """Read a prompt, forward by forward: logits and taps [1, S, K*D].
-
-        Only the last forward has logits [1, V], those after its last row; the others' are None.
-        The last forward is short, because it alone computes what only logits need, such as the
-        last layer's MLP. Caches and logits are computed; taps may still be lazy.
-        """
-        for piece, last in self.pieces(tokens):
-            yield self.read(piece, last)
+    def prefill(
+        self, tokens: Sequence[int], stops: Sequence[int] = ()
+    ) -> Iterator[tuple[mx.array | None, mx.array]]:
+        """Read a prompt, forward by forward; yields what `read` returns."""
+        start = self.position
+        while unread := tokens[self.position - start :]:
+            end = self.end_of_piece(start + len(tokens), stops)
+            piece = unread[: end - self.position]
+            yield self.read(piece, last=len(piece) == len(unread))
 
     def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
-        """One forward of `prefill`; `last` says whether it is the last one."""
+        """Read tokens of a prompt in one forward: logits [1, V] and taps [1, S, K*D].
+
+        The logits are those after the last token; None unless these tokens are the prompt's `last`.
+        Caches and logits are computed; taps may still be lazy.
+        """
         self.leave_slot()
         self.intact = False
         logits, taps = self.read_lazily(mx.array(list(tokens)))

@@ -177,7 +177,7 @@ class RandomCrowd:
             if self.happens(0.3):  # a part of it is undone
                 del before[self.luck.randrange(len(before)) :]
             prompt, where = [*before, *prompt[:20]], {"conversation": kept}
-            settings["kv_bits"] = kept.kv_bits
+            settings["kv_bits"] = kept.caches.kv_bits
         else:
             where = {"prefix": self.store} if self.happens(0.6) else {}
             if self.happens(0.4):

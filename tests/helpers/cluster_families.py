@@ -104,7 +104,7 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
             result = dm.generate(target, drafter, prompt, conversation=conversation, **settings)
             found["texts"][f"{shape} at {settings['temperature']}"] = result.tokens == text
             forwards += 1 + result.stats.rounds
-        last, heard = conversation.target_session, list(drafter.heard)
+        last, heard = conversation.caches.target_session, list(drafter.heard)
         if quick and shape == "chain":
             continue
         together = Rounds(target, None)
@@ -119,7 +119,7 @@ def play(family: str, cluster: Cluster, pipeline: bool, quick: bool) -> None:
     off = [abs(one - other).max() for one, other in zip(heard, drafter.heard, strict=True)]
     found["taps off by"] = float(max(off))
     if pipeline:
-        found["caches"] = layers(cluster, target, last) == bits(conversation.target_session)
+        found["caches"] = layers(cluster, target, last) == bits(conversation.caches.target_session)
     else:
         found["caches"] = shares(cluster, heads, last)
     print(json.dumps(found), flush=True)

@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+from functools import partial
 from pathlib import Path
 
 import pexpect
@@ -50,7 +52,12 @@ class Terminal:
         own |= {"TERM": "xterm-256color", "HOME": str(home), **environment}
         options = {"dimensions": (rows, columns), "encoding": "utf-8", "timeout": 60, "cwd": HERE}
         self.program = pexpect.spawn(
-            PROGRAM[0], [*PROGRAM[1:], command, *arguments], env=own, **options
+            PROGRAM[0],
+            [*PROGRAM[1:], command, *arguments],
+            env=own,
+            # A job in the background passes on that Ctrl-C is ignored.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+            **options,
         )
         self.screen.program = self.program
         self.program.logfile_read = self

@@ -53,7 +53,7 @@ def test_who_gives_way_goes_on_from_the_store():
     played.scheduler.preempt()
     played.scheduler.step()
     assert (
-        played.scheduler._running[-1].request.target_session.position >= 40
+        played.scheduler._running[-1].request.caches.target_session.position >= 40
     )  # in one step, of 41 or more
     played.run()
     for job, prompt in zip(jobs, prompts, strict=True):

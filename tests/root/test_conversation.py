@@ -119,7 +119,7 @@ def test_caches_of_an_interrupted_forward_are_not_trusted():
     target = tiny_target()
     kept, prompt = dm.Conversation(target, None), small_prompt(10, seed=6)
     turn(target, None, prompt, kept)
-    kept.target_session.verify(dm.Proposal([1, 2]))  # no commit: as if Ctrl-C came
+    kept.caches.target_session.verify(dm.Proposal([1, 2]))  # no commit: as if Ctrl-C came
     result = turn(target, None, prompt, kept)
     assert result.stats.reused_tokens == 0
     assert result.tokens == turn(target, None, prompt).tokens

@@ -37,21 +37,20 @@ class Forwards:
         self.rows, self.pipelined = [], 0
 
     def __enter__(self):
-        verify, commit_unread = TargetSession.verify, Request.commit_unread
+        verify, keep_anchor = TargetSession.verify, Request.keep_anchor
 
         def counted(session, proposal):
             self.rows.append(len(proposal))
             return verify(session, proposal)
 
-        def started(request):
+        def started(request, step):
             self.pipelined += 1
-            choices = request.pending.choices
-            assert not launches(choices), "the device must have started on the anchor before"
-            commit_unread(request)
+            assert not launches(step.choices), "the device must have started on the anchor before"
+            keep_anchor(request, step)
 
         self.patches = (
             patch.object(TargetSession, "verify", counted),
-            patch.object(Request, "commit_unread", started),
+            patch.object(Request, "keep_anchor", started),
         )
         for each in self.patches:
             each.start()
@@ -100,7 +99,7 @@ def test_a_text_that_is_left_in_the_middle_can_be_gone_on_with(family):
     ahead = target.start().can_pipeline
     events.close()
     assert kept.ids == [*PROMPT, *begun[: 24 if ahead else 23]]
-    assert kept.target_session.can_trim or not ahead
+    assert kept.caches.target_session.can_trim or not ahead
     again = [*PROMPT, *begun[:23], begun[23] ^ 1, 7, 8]
     result = dm.generate(target, None, again, max_tokens=3, conversation=kept)
     assert result.stats.reused_tokens == len(again) - 3
@@ -231,7 +230,7 @@ def test_an_error_of_one_drafter_ends_its_request_alone():
     class Counted(SharedBatch):
         def read(self, ends):
             read.extend(token for end in ends for token in end.tokens)
-            super().read(ends)
+            return super().read(ends)
 
     played = Played(target, drafter, Counted(target, None))
     jobs = [played.submit(prompt, block_size=1, **of) for prompt, of in crowd.requests]

@@ -11,7 +11,7 @@ from dflash_mlx.kernels.modules import Kernels, Wiring
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import attention, batched_rows, kv_slots
 from dflash_mlx.targets.batched import BatchVerifier
-from dflash_mlx.targets.session import PromptEnd
+from dflash_mlx.targets.session import PromptPiece
 
 pytestmark = pytest.mark.by_family
 
@@ -45,12 +45,12 @@ def test_ends_of_prompts_are_read_together_as_alone(family):
         pair.together[at], pair.alone[at] = (pair.target.start(layers) for _ in range(2))
     pair.round([1])
     ends = [
-        PromptEnd(session, random_prompt(size, 7 + size))
+        PromptPiece(session, random_prompt(size, 7 + size), True)
         for session, size in zip(pair.together, (9, 20, 1, 64), strict=True)
     ]
-    pair.verifier.read(ends)
-    for end, session in zip(ends, pair.alone, strict=True):
-        for found, expected in zip(end.result, session.read(end.tokens, last=True), strict=True):
+    results = pair.verifier.read(ends)
+    for end, result, session in zip(ends, results, pair.alone, strict=True):
+        for found, expected in zip(result, session.read(end.tokens, last=True), strict=True):
             assert same(found, expected)
     pair.round(range(4), trees=True)
     pair.check_states()

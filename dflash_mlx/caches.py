@@ -1,0 +1,265 @@
+"""A request's caches: the sessions of target and drafter, which hold the same tokens.
+
+A prompt is read into them in pieces, and each step adds the rows that were kept. Where the next
+prompt diverges from the tokens in them (an undone turn, a template that drops old reasoning) they
+are trimmed to that token. Sliding windows and recurrent states cannot be trimmed; they go back to
+the last checkpoint before it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from .drafter.protocol import Drafter, DraftSession, SupportsResume, check_pair, start_session
+from .errors import SettingsError
+from .prefix.blocks import BlockKeys
+from .prefix.cache import PrefixCache
+from .sampling import Sampler
+from .targets import Target, TargetSession
+from .targets.caches import check_kv_bits
+from .targets.session import LAST_STEP, PREFILL_STEP, PromptPiece
+from .validation import brief, check_type
+
+MAX_PENDING = 2 * PREFILL_STEP  # tokens whose features may wait until after the first token
+MAX_CHECKPOINTS = 8  # each keeps the windows and states of target and drafter
+
+
+class PairCheckpoint(NamedTuple):
+    """The states of both sessions after the same tokens; `drafter` is None if it can trim."""
+
+    target: Any
+    drafter: Any
+
+
+class Caches:
+    """The caches of a pair: a request owns them, or borrows those of a `Conversation`.
+
+    Args:
+        target, drafter, kv_bits: as in `stream_generate`.
+        prefix: a prefix cache of the pair. Caches that cannot go on with a prompt start from it,
+            and their tokens are added to it.
+        salt: only caches with the same salt share its entries.
+
+    Raises `SettingsError` for a prefix cache of another pair, or an argument of a wrong type.
+
+    Attributes:
+        target, drafter, kv_bits, prefix: as given.
+        ids: the tokens that both sessions hold.
+        target_session: the target's session, from `resume` to `drop`.
+        draft_session: the drafter's session.
+    """
+
+    target_session: TargetSession
+    draft_session: DraftSession
+    _keys: BlockKeys  # of `ids`, where there is a prefix cache
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        kv_bits: int | None = None,
+        prefix: PrefixCache | None = None,
+        salt: str = "",
+    ) -> None:
+        check_pair(target, drafter)
+        check_type("prefix", prefix, PrefixCache, "dm.PrefixStore(target, drafter, memory=...)")
+        check_kv_bits(kv_bits)
+        if not isinstance(salt, str):
+            raise SettingsError(f"salt must be text, not {brief(salt)}.")
+        if prefix is not None:
+            prefix.check(target, drafter)
+        self.target, self.drafter, self.kv_bits = target, drafter, kv_bits
+        self.prefix, self._salt = prefix, salt
+        self._started = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin without a token."""
+        self.ids: list[int] = []
+        self._prompt: Sequence[int] = ()
+        self._stops: Sequence[int] = ()  # where reading the prompt pauses for a checkpoint
+        self._checkpoints: list[PairCheckpoint] = []  # by position
+        # Features of the prompt that the drafter does not have yet, each with the target's
+        # checkpoint after them or None. They may be lazy arrays of this thread.
+        self._pending: list[tuple[mx.array, Any]] = []
+        self._prefill_thread = 0
+
+    def drop(self) -> None:
+        """Drop the caches; `resume` and `read` rebuild them."""
+        if self._started:
+            self.target_session.intact = False  # a slot's rows need not be copied
+            self.target_session.leave_slot()
+            del self.target_session, self.draft_session
+            self._started = False
+        self._forget()
+
+    def resume(self, prompt: Sequence[int], sampler: Sampler, branches: Sequence[int] = ()) -> int:
+        """Get the caches ready for a prompt; returns how many of its tokens they hold.
+
+        The last token is never among them, because the logits after it are needed.
+
+        Args:
+            prompt: token ids.
+            sampler: of the request.
+            branches: positions where other prompts are likely to diverge, for the prefix cache.
+        """
+        if not self._continues(prompt, sampler):
+            self._start(prompt, sampler)
+        self._prompt = prompt
+        if self.prefix is not None:
+            self._stops = self.prefix.checkpoint_positions(
+                self.target_session, self.draft_session, prompt, branches, self._salt
+            )
+        return len(self.ids)
+
+    def _continues(self, prompt: Sequence[int], sampler: Sampler) -> bool:
+        """Whether both sessions go on with a prompt, for which they may go back to its tokens."""
+        shared, most = 0, min(len(self.ids), len(prompt) - 1)
+        while shared < most and self.ids[shared] == prompt[shared]:
+            shared += 1
+        # Both sessions must hold exactly `ids`: no forward failed or was left out.
+        session = self.draft_session if self._started else None
+        if (
+            not isinstance(session, SupportsResume)
+            or not self.target_session.intact
+            or not self.target_session.position == session.position == len(self.ids)
+            or not self._go_back(session, shared)
+            or not (self.ids or self.prefix is None)
+        ):
+            return False
+        session.resume(sampler)
+        if session.lookup is not None:
+            session.lookup.trim_to(len(self.ids))
+        return True
+
+    def _start(self, prompt: Sequence[int], sampler: Sampler) -> None:
+        """New sessions, with what the prefix cache has of a prompt."""
+        self._forget()
+        target, drafter, kv_bits = self.target, self.drafter, self.kv_bits
+        if self.prefix is None:
+            taps = () if drafter is None else drafter.tap_layers
+            self.target_session = target.start(taps, kv_bits)
+            self.draft_session = start_session(drafter, target, sampler)
+        else:
+            opened = self.prefix.open(prompt, sampler, kv_bits, self._salt)
+            self.target_session, self.draft_session, held = opened
+            self._keys, self.ids = self.prefix.keys(kv_bits, self._salt), list(prompt[:held])
+        self._started = True
+
+    def next_piece(self, most: int = PREFILL_STEP) -> PromptPiece | None:
+        """What `read` has to read next of the prompt, at most so many tokens; None at its end."""
+        session, prompt = self.target_session, self._prompt
+        if session.position == len(prompt):
+            return None
+        end = session.end_of_piece(len(prompt), self._stops, most)
+        return PromptPiece(session, prompt[session.position : end], end == len(prompt))
+
+    def read(
+        self, piece: PromptPiece, result: tuple[mx.array, mx.array] | None = None
+    ) -> mx.array | None:
+        """Read a piece of the prompt. The last one returns the logits [1, V] after it.
+
+        The drafter gets most features later, with `flush_features`, so that the first token need
+        not wait for it. A prefix cache gets tokens as soon as both models have read them. A
+        checkpoint is made where the last forward begins: a prompt that differs only at its end can
+        then go back to it.
+
+        Args:
+            piece: from `next_piece`.
+            result: what `TargetSession.read` would return, where a shared forward has read it.
+        """
+        session = self.target_session
+        logits, taps = result or session.read(piece.tokens, piece.last)
+        self._prefill_thread = threading.get_ident()
+        last_begins = session.position == len(self._prompt) - LAST_STEP
+        self._pending.append((taps, session.checkpoint() if last_begins else None))
+        if not piece.last:
+            rows = sum(taps.shape[1] for taps, _ in self._pending)
+            if self.prefix is not None or rows > MAX_PENDING:
+                self._extend_pending()
+            self.store(checkpoint=len(self.ids) in self._stops)
+        return logits
+
+    def flush_features(self) -> bool:
+        """Give the drafter all pending features; before a step, and at the end of a request.
+
+        Returns False if that is impossible: the features are lazy arrays of another thread. The
+        caches must be dropped then.
+        """
+        if self._pending:
+            if threading.get_ident() != self._prefill_thread:
+                return False
+            self._extend_pending()
+            self.store(checkpoint=False)
+        return True
+
+    def store(self, checkpoint: bool = True) -> None:
+        """Add the caches to the prefix cache, if there is one; at the end with a checkpoint."""
+        if self.prefix is not None and self._started:
+            sessions = self.target_session, self.draft_session
+            self.prefix.insert(*sessions, self._keys, self.ids, checkpoint)
+
+    def leave_batch(self) -> None:
+        """Take the target's caches out of a batch, after which any thread may use them."""
+        if self._started:
+            self.target_session.leave_slot()
+
+    def feed_drafter(self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int]) -> None:
+        """Give the drafter tokens that the target has just committed.
+
+        Args:
+            tokens: S token ids.
+            taps: the features [1, R, K*D] of a forward, being computed.
+            kept: the rows of the S tokens in it, rising.
+        """
+        if self.draft_session.lookup is not None:
+            self.draft_session.lookup.read(tokens)
+        self.draft_session.extend(taps, kept, tokens)
+        self.ids += tokens
+
+    def _extend_pending(self) -> None:
+        pending, self._pending = self._pending, []
+        for taps, target_checkpoint in pending:
+            mx.async_eval(taps)  # the drafter may use them in another thread
+            rows = range(taps.shape[1])
+            self.feed_drafter(self._prompt[len(self.ids) :][: len(rows)], taps, rows)
+            if target_checkpoint is not None:
+                self._add_checkpoint(target_checkpoint)
+
+    def _go_back(self, drafter: SupportsResume, shared: int) -> bool:
+        """Forget the tokens after the first `shared`; whether that is possible."""
+        if shared == len(self.ids):
+            if self.ids:
+                self._add_checkpoint(self.target_session.checkpoint())
+            return True
+        if self.target_session.can_trim and drafter.can_trim:
+            self.target_session.trim_to(shared)
+            drafter.trim_to(shared)
+        else:
+            earlier = [one for one in self._checkpoints if one.target.position <= shared]
+            self._checkpoints = earlier
+            if not earlier:
+                return False
+            self.target_session.rewind(earlier[-1].target)
+            if earlier[-1].drafter is None:
+                drafter.trim_to(self.target_session.position)
+            else:
+                drafter.rewind(earlier[-1].drafter)
+        del self.ids[self.target_session.position :]
+        if self.prefix is not None:
+            self._keys.cut(len(self.ids))
+        return True
+
+    def _add_checkpoint(self, target_checkpoint: Any) -> None:
+        """Add a checkpoint of both, unless both can trim."""
+        drafter = self.draft_session
+        if not isinstance(drafter, SupportsResume):
+            return
+        if not (self.target_session.can_trim and drafter.can_trim):
+            own = None if drafter.can_trim else drafter.checkpoint()
+            added = [*self._checkpoints, PairCheckpoint(target_checkpoint, own)]
+            self._checkpoints = added[-MAX_CHECKPOINTS:]
