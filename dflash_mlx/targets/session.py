@@ -92,13 +92,11 @@ class TargetSession:
         border = min(at for at in (end - LAST_STEP, *stops, end) if at > self.position)
         return min(border, self.position + min(most, longest_step(), self.longest))
 
-    def prefill(
-        self, tokens: Sequence[int], stops: Sequence[int] = ()
-    ) -> Iterator[tuple[mx.array | None, mx.array]]:
+    def prefill(self, tokens: Sequence[int]) -> Iterator[tuple[mx.array | None, mx.array]]:
         """Read a prompt, forward by forward; yields what `read` returns."""
         start = self.position
         while unread := tokens[self.position - start :]:
-            end = self.end_of_piece(start + len(tokens), stops)
+            end = self.end_of_piece(start + len(tokens))
             piece = unread[: end - self.position]
             yield self.read(piece, last=len(piece) == len(unread))
 

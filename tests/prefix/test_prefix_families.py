@@ -97,8 +97,9 @@ def read(store, ids, prompt):
     """Have a store read a prompt, and an answer as if it had been decoded in blocks."""
     target, drafter, _ = store.open(ids[:prompt], Sampler())
     stops, keys = store.checkpoint_positions(target, drafter, ids[:prompt]), store.keys(None, "")
-    for piece, last in target.pieces(ids[target.position : prompt], stops):
-        _, taps = target.read(piece, last)
+    while target.position < prompt:
+        end = target.end_of_piece(prompt, stops)
+        _, taps = target.read(ids[target.position : end], last=end == prompt)
         take(drafter, ids[: target.position], taps)
         store.insert(target, drafter, keys, ids[: target.position], target.position in stops)
     while target.position < len(ids):
