@@ -26,3 +26,9 @@ def server(target):
 
     with client(FakeEngine(target)) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def anyio_backend():
+    """What runs tests that are coroutines."""
+    return "asyncio"

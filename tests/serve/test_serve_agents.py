@@ -19,6 +19,8 @@ from serving import FakeEngine, FakeJob, make_target, running
 
 from dflash_mlx.cli.launch import PACKAGES, Agent
 
+pytestmark = pytest.mark.anyio
+
 SECONDS = 20  # more than Codex waits for an event here; four of these are in a test
 SECRET, PICTURE = "4711", "picture.png"
 PNG = base64.b64decode(
@@ -100,25 +102,20 @@ async def run(agent, port, arguments, folder):
 
 @pytest.mark.agents
 @pytest.mark.parametrize("agent", COMMANDS)
-def test_an_agent_ends_its_turns(agent, tmp_path):
+async def test_an_agent_ends_its_turns(agent, tmp_path):
     if shutil.which(agent) is None:
         pytest.skip(f"{agent} is not installed: npm install -g {PACKAGES[Agent(agent)]}")
     (tmp_path / PICTURE).write_bytes(PNG)
 
-    async def turns():
-        engine = Patience(make_target(json_tools))
-        engine.picture = str(tmp_path / PICTURE)
-        async with running(engine) as server:
-            for arguments in COMMANDS[agent]:
-                code, said, told = await run(
-                    agent, server.port, [*arguments, "say hello"], tmp_path
-                )
-                assert code == 0, told
-                assert f"Done: hello {SECRET}." in said, told
-                # Codex and opencode are told that the model sees no images.
-                assert "this model reads text only" in engine.prompt() or agent != "claude"
-
-    asyncio.run(turns())
+    engine = Patience(make_target(json_tools))
+    engine.picture = str(tmp_path / PICTURE)
+    async with running(engine) as server:
+        for arguments in COMMANDS[agent]:
+            code, said, told = await run(agent, server.port, [*arguments, "say hello"], tmp_path)
+            assert code == 0, told
+            assert f"Done: hello {SECRET}." in said, told
+            # Codex and opencode are told that the model sees no images.
+            assert "this model reads text only" in engine.prompt() or agent != "claude"
 
 
 TEXT = """\

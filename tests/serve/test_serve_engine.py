@@ -12,6 +12,8 @@ from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.serve.app import Endpoints
 from dflash_mlx.serve.request import GenerationRequest
 
+pytestmark = pytest.mark.anyio
+
 
 class Faulty(SharedBatch):
     """A device that raises in each forward that has rows of a prompt of `blamed` tokens or more.
@@ -122,27 +124,24 @@ def test_a_failing_forward_ends_one_answer_only(pair):
     assert "boom" in stream and "[DONE]" not in stream
 
 
-def test_health_reports_a_device_that_hangs(pair):
+async def test_health_reports_a_device_that_hangs(pair):
     """Also after all clients left, and a new client does not restart the clock."""
 
-    async def ask():
-        with engine_of(pair, stuck=2) as engine:
-            handler = make_handler(engine)
-            endpoints = Endpoints(models_of(handler), handler.metrics, 0.05)
-            stream = await handler.start([GenerationRequest("m", "What", {"max_tokens": 24})])
-            device = engine._scheduler._batch
-            await asyncio.to_thread(device.waiting.wait, 60)
-            stream.close()
-            while (answer := await endpoints.health(None)).status_code == 200:
-                await asyncio.sleep(0.01)
-            assert b"stalled" in answer.body and not handler.busy
-            seconds = handler.seconds_since_step
-            another = await handler.start([GenerationRequest("m", "What", {"max_tokens": 2})])
-            assert handler.seconds_since_step > seconds
-            device.freed.set()
-            assert [step async for step in another.steps()][-1].reason is not None
-            while handler.seconds_since_step:
-                await asyncio.sleep(0)
-            assert (await endpoints.health(None)).status_code == 200
-
-    asyncio.run(ask())
+    with engine_of(pair, stuck=2) as engine:
+        handler = make_handler(engine)
+        endpoints = Endpoints(models_of(handler), handler.metrics, 0.05)
+        stream = await handler.start([GenerationRequest("m", "What", {"max_tokens": 24})])
+        device = engine._scheduler._batch
+        await asyncio.to_thread(device.waiting.wait, 60)
+        stream.close()
+        while (answer := await endpoints.health(None)).status_code == 200:
+            await asyncio.sleep(0.01)
+        assert b"stalled" in answer.body and not handler.busy
+        seconds = handler.seconds_since_step
+        another = await handler.start([GenerationRequest("m", "What", {"max_tokens": 2})])
+        assert handler.seconds_since_step > seconds
+        device.freed.set()
+        assert [step async for step in another.steps()][-1].reason is not None
+        while handler.seconds_since_step:
+            await asyncio.sleep(0)
+        assert (await endpoints.health(None)).status_code == 200

@@ -21,6 +21,8 @@ from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.models import Models, OfferedModel
 from dflash_mlx.serve.request import GenerationRequest
 
+pytestmark = pytest.mark.anyio
+
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -100,83 +102,71 @@ def test_one_model_answers_under_any_name():
         assert said["model"] == "it" and server.get("/v1/models/gpt").json()["id"] == "it"
 
 
-def test_idle_models_are_unloaded_and_busy_ones_are_not():
-    async def play():
-        shelf = Shelf("a", "b", idle=60)
-        stream = await shelf.start("a")
-        (await shelf.start("b")).close()
-        for shelf.clock.seconds in (59, 61, 200):
-            await shelf.models.unload_idle()
-        assert shelf.loaded() == ["a"]  # its answer goes on
-        stream.close()
-        for shelf.clock.seconds, left in ((259, ["a"]), (261, [])):
-            await shelf.models.unload_idle()
-            assert shelf.loaded() == left
-        await shelf.start("a")
-        assert shelf.loads == ["a", "b", "a"]
-
-    asyncio.run(play())
+async def test_idle_models_are_unloaded_and_busy_ones_are_not():
+    shelf = Shelf("a", "b", idle=60)
+    stream = await shelf.start("a")
+    (await shelf.start("b")).close()
+    for shelf.clock.seconds in (59, 61, 200):
+        await shelf.models.unload_idle()
+    assert shelf.loaded() == ["a"]  # its answer goes on
+    stream.close()
+    for shelf.clock.seconds, left in ((259, ["a"]), (261, [])):
+        await shelf.models.unload_idle()
+        assert shelf.loaded() == left
+    await shelf.start("a")
+    assert shelf.loads == ["a", "b", "a"]
 
 
-def test_a_model_waits_for_the_memory_of_another_and_both_take_turns():
-    async def play():
-        shelf = Shelf("a", "b", room=1)
-        first = await shelf.start("a")
-        other = asyncio.create_task(shelf.start("b"))
-        while not shelf.models.offered[0].lock.locked():
-            await asyncio.sleep(0)
-        again = asyncio.create_task(shelf.start("a"))
+async def test_a_model_waits_for_the_memory_of_another_and_both_take_turns():
+    shelf = Shelf("a", "b", room=1)
+    first = await shelf.start("a")
+    other = asyncio.create_task(shelf.start("b"))
+    while not shelf.models.offered[0].lock.locked():
         await asyncio.sleep(0)
-        assert shelf.loaded() == ["a"] and not other.done() and not again.done()
-        first.close()
-        (await other).close()
-        assert shelf.loaded() == ["b"]
-        (await again).close()
-        assert shelf.loads == ["a", "b", "a"]
+    again = asyncio.create_task(shelf.start("a"))
+    await asyncio.sleep(0)
+    assert shelf.loaded() == ["a"] and not other.done() and not again.done()
+    first.close()
+    (await other).close()
+    assert shelf.loaded() == ["b"]
+    (await again).close()
+    assert shelf.loads == ["a", "b", "a"]
 
-    asyncio.run(play())
 
-
-def test_models_do_not_wait_for_each_others_loading():
+async def test_models_do_not_wait_for_each_others_loading():
     """Nor for a model that waits for memory, which a client that reads nothing does not hold."""
 
-    async def play():
-        shelf, opened = Shelf("a", "b", "c", room=2), threading.Event()
-        shelf.make = lambda name: FakeEngine(make_target())
-        plain = shelf.models.offered[1].load
-        shelf.models.offered[1].load = lambda bytes: opened.wait(30) and plain(bytes)
-        unread = await shelf.start("a")  # its answer ends, and nobody reads it
-        loading = asyncio.create_task(shelf.start("b"))
-        (await shelf.start("a")).close()
-        assert not loading.done()
-        opened.set()
-        await loading
-        shelf.make = lambda name: FakeEngine(make_target(), reason=None)
-        await shelf.start("c")
-        assert shelf.loaded() == ["b", "c"]
-        text = "".join([step.event.text async for step in unread.steps()])
-        assert text == "Hello world"  # what was said is there, the model is not
-
-    asyncio.run(play())
+    shelf, opened = Shelf("a", "b", "c", room=2), threading.Event()
+    shelf.make = lambda name: FakeEngine(make_target())
+    plain = shelf.models.offered[1].load
+    shelf.models.offered[1].load = lambda bytes: opened.wait(30) and plain(bytes)
+    unread = await shelf.start("a")  # its answer ends, and nobody reads it
+    loading = asyncio.create_task(shelf.start("b"))
+    (await shelf.start("a")).close()
+    assert not loading.done()
+    opened.set()
+    await loading
+    shelf.make = lambda name: FakeEngine(make_target(), reason=None)
+    await shelf.start("c")
+    assert shelf.loaded() == ["b", "c"]
+    text = "".join([step.event.text async for step in unread.steps()])
+    assert text == "Hello world"  # what was said is there, the model is not
 
 
-def test_a_model_waits_only_for_the_one_whose_memory_it_takes():
-    async def play():
-        shelf = Shelf("a", "b", "c", room=2)
-        shelf.clock.seconds = 1
-        first = await shelf.start("a")
-        shelf.clock.seconds = 2
-        (await shelf.start("b")).close()
-        waiting = asyncio.create_task(shelf.start("c"))
-        while not shelf.models.offered[0].lock.locked():
-            await asyncio.sleep(0)
-        (await shelf.start("b")).close()
-        assert not waiting.done()
-        first.close()
-        (await waiting).close()
-        assert shelf.loaded() == ["b", "c"]
-
-    asyncio.run(play())
+async def test_a_model_waits_only_for_the_one_whose_memory_it_takes():
+    shelf = Shelf("a", "b", "c", room=2)
+    shelf.clock.seconds = 1
+    first = await shelf.start("a")
+    shelf.clock.seconds = 2
+    (await shelf.start("b")).close()
+    waiting = asyncio.create_task(shelf.start("c"))
+    while not shelf.models.offered[0].lock.locked():
+        await asyncio.sleep(0)
+    (await shelf.start("b")).close()
+    assert not waiting.done()
+    first.close()
+    (await waiting).close()
+    assert shelf.loaded() == ["b", "c"]
 
 
 @pytest.mark.parametrize(("error", "status"), [(NotEnoughMemoryError, 503), (WeightsError, 500)])

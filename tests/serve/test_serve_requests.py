@@ -1,6 +1,5 @@
 """Bounds of requests, and what the server says about itself."""
 
-import asyncio
 import json
 import logging
 
@@ -15,6 +14,8 @@ from dflash_mlx.serve import body, chat, completions, messages, ollama, response
 from dflash_mlx.serve.app import Endpoints
 from dflash_mlx.serve.errors import RequestError
 from dflash_mlx.serve.request import GenerationRequest
+
+pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 BODIES = {
@@ -113,58 +114,49 @@ def test_unknown_paths_and_methods(server):
     assert model["object"] == "model" and model["type"] == "model" and model["created_at"]
 
 
-def test_health_follows_decode_steps(target):
+async def test_health_follows_decode_steps(target):
     """Through the endpoint: a test client waits for the end of the answer before it."""
     handler = make_handler(FakeEngine(target, ["Hello"], reason=None))
     of = models_of(handler), handler.metrics
     patient, strict = (Endpoints(*of, seconds) for seconds in (99, 0))
 
-    async def ask():
-        assert (await strict.health(None)).status_code == 200  # there is nothing to do
-        stream = await handler.start([REQUEST])
-        assert (await patient.health(None)).status_code == 200
-        stalled = await strict.health(None)
-        assert stalled.status_code == 503 and b"stalled" in stalled.body
-        stream.close()
-        assert (await strict.health(None)).status_code == 200
-
-    asyncio.run(ask())
+    assert (await strict.health(None)).status_code == 200  # there is nothing to do
+    stream = await handler.start([REQUEST])
+    assert (await patient.health(None)).status_code == 200
+    stalled = await strict.health(None)
+    assert stalled.status_code == 503 and b"stalled" in stalled.body
+    stream.close()
+    assert (await strict.health(None)).status_code == 200
 
 
-def test_a_full_queue_answers_429(target):
+async def test_a_full_queue_answers_429(target):
     handler = make_handler(FakeEngine(target, ["Hello"], reason=None), capacity=2)
 
-    async def ask():
-        stream = await handler.start([GenerationRequest("m", "Hi", n=2)])
-        with pytest.raises(RequestError) as refused:
-            await handler.start([REQUEST])
-        assert refused.value.status == 429 and refused.value.headers["Retry-After"] == "2"
-        stream.close()
-        (await handler.start([REQUEST])).close()  # the slots are free again
-
-    asyncio.run(ask())
+    stream = await handler.start([GenerationRequest("m", "Hi", n=2)])
+    with pytest.raises(RequestError) as refused:
+        await handler.start([REQUEST])
+    assert refused.value.status == 429 and refused.value.headers["Retry-After"] == "2"
+    stream.close()
+    (await handler.start([REQUEST])).close()  # the slots are free again
 
 
-def test_requests_to_a_server_that_stops_are_refused(target):
+async def test_requests_to_a_server_that_stops_are_refused(target):
     handler = make_handler(FakeEngine(target, ["Hello"], reason=None))
     models = models_of(handler)
     endpoints = Endpoints(models, handler.metrics)
 
-    async def ask():
-        stream = await handler.start([REQUEST])
-        assert (await endpoints.ready(None)).status_code == 200
-        models.drain()
-        assert (await endpoints.ready(None)).status_code == 503
-        with pytest.raises(RequestError) as refused:
-            await models.use("m")
-        assert refused.value.status == 503 and refused.value.headers["Retry-After"]
-        handler.abort()
-        with pytest.raises(RequestError) as refused:
-            async for _ in stream.steps():
-                pass
-        assert refused.value.status == 503 and not handler.busy
-
-    asyncio.run(ask())
+    stream = await handler.start([REQUEST])
+    assert (await endpoints.ready(None)).status_code == 200
+    models.drain()
+    assert (await endpoints.ready(None)).status_code == 503
+    with pytest.raises(RequestError) as refused:
+        await models.use("m")
+    assert refused.value.status == 503 and refused.value.headers["Retry-After"]
+    handler.abort()
+    with pytest.raises(RequestError) as refused:
+        async for _ in stream.steps():
+            pass
+    assert refused.value.status == 503 and not handler.busy
 
 
 def test_the_page_runs_only_its_own_script(server):

@@ -11,6 +11,8 @@ from dflash_mlx.serve.chat import ChatResponse
 from dflash_mlx.serve.messages import MessagesResponse
 from dflash_mlx.serve.request import GenerationRequest
 
+pytestmark = pytest.mark.anyio
+
 STEPS = ["Hel", "lo", " wor", "ld"]
 
 
@@ -30,7 +32,7 @@ def test_a_step_is_one_piece(target, respond, more, others):
     assert len(ids) == (respond is ChatResponse)
 
 
-def test_a_client_that_stops_reading_is_left(target, monkeypatch):
+async def test_a_client_that_stops_reading_is_left(target, monkeypatch):
     """Its answer had ended for the engine before, and holds none of its slots."""
 
     async def receive():
@@ -40,16 +42,13 @@ def test_a_client_that_stops_reading_is_left(target, monkeypatch):
         if message.get("body"):
             await asyncio.Event().wait()
 
-    async def serve():
-        handler = make_handler(FakeEngine(target, STEPS))
-        monkeypatch.setattr(sse, "WRITE_SECONDS", 0.01)
-        response = ChatResponse(await handler.start([GenerationRequest("m", "Hi")]), False)
-        scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
-        stream = asyncio.create_task(sse.EventStream(response)(scope, receive, send))
-        await handler.idle.wait()
-        await stream
-
-    asyncio.run(serve())
+    handler = make_handler(FakeEngine(target, STEPS))
+    monkeypatch.setattr(sse, "WRITE_SECONDS", 0.01)
+    response = ChatResponse(await handler.start([GenerationRequest("m", "Hi")]), False)
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    stream = asyncio.create_task(sse.EventStream(response)(scope, receive, send))
+    await handler.idle.wait()
+    await stream
 
 
 def test_the_branches_of_a_chat_reach_the_engine(engine):
