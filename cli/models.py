@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -156,40 +157,37 @@ def _order(pair: KnownPair) -> tuple[bool, str, float]:
 def _print_models(shown: list[KnownPair], copies: dict[str, int], details: bool) -> None:
     """A line for each target: its sizes, whether it fits, and what of it is downloaded."""
     width = max((len(pair.targets[0]) for pair in shown), default=len("GB of memory"))
-    titles = "".join(f"{bits:>5}-bit" for bits in WIDTHS)
-    _print(f"{'GB of memory':{width}}{titles}  {WHETHER}", "bold")
+
+    def row(name: str, cells: Iterable[str], status: str, style: str = "") -> None:
+        line = f"{name:{width}}{''.join(f'{cell:>9}' for cell in cells)}  {status}"
+        stdout().print(Text(line, style), soft_wrap=True)
+
+    row("GB of memory", (f"{bits}-bit" for bits in WIDTHS), WHETHER, "bold")
     if not details:
-        _print(f"{EMBEDDED:{width}}{NOTHING:>27}  {YES}, built in")
-        _print(f"{'smollm2':{width}}{NOTHING:>27}  {YES}, installed by make real")
+        for name, origin in (EMBEDDED, "built in"), ("smollm2", "installed by make real"):
+            row(name, ("", "", NOTHING), f"{YES}, {origin}")
     for pair in shown:
-        sizes = [pair.gigabytes(bits) for bits in WIDTHS]
-        figures = "".join(f"{NOTHING if size is None else f'{size:.1f}':>9}" for size in sizes)
+        sizes = map(pair.gigabytes, WIDTHS)
         own = {name: size for name, size in copies.items() if pair.matches(name)}
         here = f", downloaded {sized(sum(own.values()))}" if own else ""
-        _print(f"{pair.targets[0]:{width}}{figures}  {_status(pair)}{here}")
-        if details:
-            drafters = [one for one in pair.drafters if one.refused is None]
-            lines = [f"download {pair.download}"] if pair.conversion else []
-            lines += [f"also {name}" for name in pair.targets[1:]]
-            lines += [
-                f"{'or' if at else 'drafter'} {one.drafter}"
-                + (f" (license: {one.license})" if one.license else "")
-                for at, one in enumerate(drafters)
-            ]
-            names = {one.drafter for one in drafters}
-            own |= {name: copies[name] for name in names if name in copies}
-            lines += [f"downloaded: {name}, {sized(size)}" for name, size in own.items()]
-            for line in lines:
-                _print(f"  {line}", "dim")
+        status = f"{pair.unsupported or _fits(pair) or NOTHING}{here}"
+        row(pair.targets[0], (NOTHING if one is None else f"{one:.1f}" for one in sizes), status)
+        for line in _details(pair, copies) if details else ():
+            stdout().print(Text(f"  {line}", "dim"), soft_wrap=True)
 
 
-def _print(line: str, style: str = "") -> None:
-    stdout().print(Text(line, style), soft_wrap=True)
-
-
-def _status(pair: KnownPair) -> str:
-    """Whether a target runs here, as a word; or why it cannot be loaded."""
-    return pair.unsupported or _fits(pair) or NOTHING
+def _details(pair: KnownPair, copies: dict[str, int]) -> Iterator[str]:
+    """What to download, other names, the drafters, and what is here."""
+    if pair.conversion:
+        yield f"download {pair.download}"
+    yield from (f"also {name}" for name in pair.targets[1:])
+    drafters = [one for one in pair.drafters if one.refused is None]
+    for at, one in enumerate(drafters):
+        license = f" (license: {one.license})" * bool(one.license)
+        yield f"{'or' if at else 'drafter'} {one.drafter}{license}"
+    for name, size in copies.items():
+        if pair.matches(name) or name in {one.drafter for one in drafters}:
+            yield f"downloaded: {name}, {sized(size)}"
 
 
 def _fits(pair: KnownPair) -> str | None:
