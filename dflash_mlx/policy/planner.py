@@ -82,12 +82,10 @@ class Planner:
 
         Raises `ProposalError` when the drafter returns more rows than it was asked for.
         """
-        candidate = self.candidate(session, anchor, width)
-        if isinstance(candidate, TreeCandidate):
-            tree = candidate.session.propose_tree(anchor, candidate.rows, width)
-            return tree.propose(candidate.rows)
-        rows = len(candidate.path_probs) + 1
-        propose = candidate.propose or partial(session.propose, anchor)
+        found = self.candidate(session, anchor, width)
+        if isinstance(found, TreeCandidate):
+            return found.session.propose_tree(anchor, found.rows, width).propose(found.rows)
+        rows, propose = len(found.path_probs) + 1, found.propose or partial(session.propose, anchor)
         return checked(propose(rows), rows)
 
     def can_pipeline(self, session: DraftSession, anchor: int, width: int, shared: bool) -> bool:
@@ -161,11 +159,8 @@ class AdaptivePlanner(Planner):
         if network is None or length == 1:
             return Proposal([anchor])
         self._unread = network.pending_features
-        if (
-            self._trees is not None
-            and isinstance(network, SupportsTrees)
-            and self._trees.should_draft_tree(self._speed(length))
-        ):
+        trees, speed = self._trees, self._speed(length)
+        if trees and isinstance(network, SupportsTrees) and trees.should_draft_tree(speed):
             return self._propose_tree(network, anchor, length if self._by_slot else width)
         return checked(network.propose(anchor, length), length)
 
