@@ -2,8 +2,8 @@
 
     python -m dflash_mlx.cli.rank '{"rank": 1, ...}' generate --model NAME ...
 
-The first argument comes from `cluster.ranks`. MLX reads its part from environment variables and
-files when it is imported and when the ranks meet.
+The first argument comes from `cluster.supervisor`. MLX reads its part from environment variables
+and files when it is imported and when the ranks meet.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ..machine.facts import DISTRIBUTION, installed
 from ..validation import ErrorWrapper
 from .hosts import Hosts
 from .member import LOST, RankProcess
-from .ranks import ClusterProcesses
+from .supervisor import ClusterProcesses
 
 FOUND, MEASURED = "found", "measured"  # messages: every rank's versions; rank 0's times; in JSON
 MEASURE_SECONDS = 120.0  # for ranks to start, meet and measure

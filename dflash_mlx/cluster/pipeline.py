@@ -30,12 +30,8 @@ class Limits(IntFlag):
 
 def limits(target: Target) -> Limits:
     """The limits of this rank's layers."""
-    found = {
-        Limits.NO_TREES: not target.supports_trees,
-        Limits.NO_TRIM: not target.start().can_trim,
-        Limits.NO_BATCH: not BatchVerifier(target).shares_forwards,
-    }
-    return Limits(sum(limit for limit, is_so in found.items() if is_so))
+    able = target.supports_trees, target.start().can_trim, BatchVerifier(target).shares_forwards
+    return Limits(sum(limit for limit, is_able in zip(Limits, able, strict=True) if not is_able))
 
 
 class PipelineStage(Target):

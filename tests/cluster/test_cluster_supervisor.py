@@ -8,11 +8,9 @@ import threading
 
 import pytest
 
-from dflash_mlx.cluster import ranks as ranks_module
 from dflash_mlx.cluster import supervisor
 from dflash_mlx.cluster.hosts import Host, Hosts, read_hosts
-from dflash_mlx.cluster.ranks import ClusterProcesses
-from dflash_mlx.cluster.supervisor import Supervisor
+from dflash_mlx.cluster.supervisor import ClusterProcesses, Supervisor
 from dflash_mlx.cluster.watchdog import Watchdog
 from dflash_mlx.errors import SettingsError
 
@@ -115,7 +113,7 @@ def test_a_server_that_never_comes_is_given_up(supervised):
 
 
 def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
-    monkeypatch.setattr(ranks_module, "KILL_SECONDS", 0.2)
+    monkeypatch.setattr(supervisor, "KILL_SECONDS", 0.2)
     ignores = "import signal; signal.signal(15, 1); print(1, flush=True); signal.pause()"
     deaf = [sys.executable, "-c", ignores]
 

@@ -94,7 +94,7 @@ def test_a_model_without_a_width_is_told(tmp_path):
     path = hosts_file(tmp_path / "hosts.json")
     done = run("doctor", "--hosts", path, "--model", tmp_path, "--offline")
     assert done.returncode == 1 and not done.stdout
-    assert "config.json: hidden_size must be 1 or more, not None." in done.stderr
+    assert ": hidden_size must be 1 or more, not None." in done.stderr
 
 
 def test_two_ranks_on_this_machine(tmp_path):
