@@ -172,6 +172,12 @@ def client(engine: Any, capacity: int = 64, defaults: Any = None, auth: Any = No
     return TestClient(app, "http://127.0.0.1:8000", raise_server_exceptions=False)
 
 
+def post(engine: Any, path: str, body: Any, defaults: Any = None) -> Any:
+    """The response to one request."""
+    with client(engine, defaults=defaults) as server:
+        return server.post(path, json=body)
+
+
 def frames(text: str) -> list[dict[str, Any]]:
     """The objects of a stream of events."""
     lines = (line for line in text.splitlines() if line.startswith("data: "))

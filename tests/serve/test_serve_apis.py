@@ -19,7 +19,7 @@ from dialects import (
     ask,
 )
 from mlx_lm.tool_parsers import json_tools
-from serving import FakeEngine, client, frames, make_target
+from serving import FakeEngine, client, frames, make_target, post
 
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
 HI = [{"role": "user", "content": "Hi"}]
@@ -106,8 +106,7 @@ def test_a_stream_adds_up_to_the_whole_answer(api, truncated, thinking):
     ],
 )
 def test_what_cannot_be_done_is_refused_in_the_form_of_the_api(engine, path, wrong, param):
-    with client(engine) as server:
-        answer = server.post(path, json=ask(path, **wrong))
+    answer = post(engine, path, ask(path, **wrong))
     content = answer.json()
     assert answer.status_code == 400 and not engine.submitted
     if path.startswith("/api/"):
@@ -189,8 +188,7 @@ TURNS = {
 
 @pytest.mark.parametrize("path", TURNS)
 def test_all_turns_reach_the_template(engine, path):
-    with client(engine) as server:
-        answer = server.post(path, json=ask(path, **TURNS[path]))
+    answer = post(engine, path, ask(path, **TURNS[path]))
     assert answer.status_code == 200, answer.text
     prompt = engine.prompt()
     call = '{"name": "f", "arguments": {"a": 1}}'  # in words, for this template knows no tools
@@ -220,8 +218,7 @@ def test_requests_of_agents(name, shown, thinking):
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, OLLAMA])
 def test_an_error_ends_a_stream(target, path):
-    with client(FakeEngine(target, error=RuntimeError("no"))) as server:
-        text = server.post(path, json=ask(path, stream=True)).text
+    text = post(FakeEngine(target, error=RuntimeError("no")), path, ask(path, stream=True)).text
     last = json.loads(text.splitlines()[-1]) if path == OLLAMA else frames(text)[-1]
     last = last.get("response", last)
     assert "RuntimeError: no" in json.dumps(last["error"]) and "[DONE]" not in text

@@ -6,7 +6,7 @@ import json
 import pytest
 from dialects import CHAT, COMPLETIONS, GENERATE, MESSAGES, OLLAMA, RESPONSES, ask, user
 from mlx_lm.tool_parsers import json_tools
-from serving import FakeEngine, FakeJob, client, frames, make_target
+from serving import FakeEngine, FakeJob, client, frames, make_target, post
 
 from dflash_mlx.serve import sse
 
@@ -100,8 +100,7 @@ def test_what_else_is_no_text(engine):
     ],
 )
 def test_hints_and_settings_that_change_nothing(engine, path, more):
-    with client(engine) as server:
-        answer = server.post(path, json=ask(path, **more))
+    answer = post(engine, path, ask(path, **more))
     assert answer.status_code == 200, answer.text
     assert "x-dflash-ignored" not in answer.headers
 
@@ -127,8 +126,7 @@ def test_hints_and_settings_that_change_nothing(engine, path, more):
     ],
 )
 def test_a_schema_by_any_name_binds_the_answer(engine, path, more):
-    with client(engine) as server:
-        answer = server.post(path, json=ask(path, **more))
+    answer = post(engine, path, ask(path, **more))
     assert answer.status_code == 200, answer.text
     (grammar,) = engine.submitted[0][1]["logits_processors"]
     encode = engine.target.tokenizer.encode
@@ -156,8 +154,7 @@ def test_thinking_is_off_by_any_name(path, more, switch):
     """Clients and templates have a name each; a model that thinks all the same is said to."""
     template = f"{{% if {switch} is false %}}calm{{% endif %}}{{{{ messages[0].content }}}}"
     engine = FakeEngine(make_target(template=template, thinking=""))
-    with client(engine, defaults={"chat_template_kwargs": {switch: True}}) as server:
-        answer = server.post(path, json=ask(path) | more)
+    answer = post(engine, path, ask(path) | more, defaults={"chat_template_kwargs": {switch: True}})
     assert answer.status_code == 200
     known = switch != "other"
     assert engine.prompt() == "calm" * known + "Hi"
@@ -182,8 +179,7 @@ FORCED = {  # beside a format, as instructor sends it
 def test_a_forced_call_beside_a_format(engine, path, choice):
     named = {"type": "function", "name": "f", "function": {"name": "f"}}
     more = FORCED[path] | {"tool_choice": named if choice == "named" else choice}
-    with client(engine) as server:
-        answer = server.post(path, json=ask(path, **more))
+    answer = post(engine, path, ask(path, **more))
     assert answer.status_code == 200, answer.text
     (grammar,) = engine.submitted[0][1]["logits_processors"]
     call = engine.target.tokenizer.encode("<tool_call>", add_special_tokens=False)
@@ -204,8 +200,7 @@ def test_a_forced_call_beside_a_format(engine, path, choice):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_header_names_what_a_grammar_cannot_hold(engine, schema, ignored, stream):
     form = {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": schema}}}}
-    with client(engine) as server:
-        answer = server.post(CHAT, json=ask(CHAT, response_format=form, stream=stream))
+    answer = post(engine, CHAT, ask(CHAT, response_format=form, stream=stream))
     assert answer.status_code == 200, answer.text
     found = answer.headers.get("x-dflash-ignored")
     assert found is None if ignored is None else ignored in found
@@ -213,8 +208,7 @@ def test_a_header_names_what_a_grammar_cannot_hold(engine, schema, ignored, stre
 
 def test_a_header_names_tools_that_are_left_out(engine):
     tools = [{"type": "web_search"}, {"type": "function", "name": "f"}, {"type": "mcp"}]
-    with client(engine) as server:
-        answer = server.post(RESPONSES, json=ask(RESPONSES, tools=tools))
+    answer = post(engine, RESPONSES, ask(RESPONSES, tools=tools))
     assert answer.headers["x-dflash-ignored"] == "tool web_search; tool mcp"
     assert '"name": "f"' in engine.prompt()
 
@@ -258,8 +252,7 @@ def test_a_silent_stream_sends_events(engine, path, monkeypatch):
         return with_pings(response)
 
     monkeypatch.setattr(sse, "_with_pings", counted)
-    with client(engine) as server:
-        plain = server.post(path, json=ask(path, stream=True)).text
+    plain = post(engine, path, ask(path, stream=True)).text
     events = frames(plain)
     pings = [event for event in events if PINGS[path](event)]
     assert len(pings) > 1 and not any(line.startswith(":") for line in plain.splitlines())

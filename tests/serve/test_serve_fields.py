@@ -12,7 +12,7 @@ import make_docs
 import pytest
 from dialects import CHAT, COMPLETIONS, GENERATE, MESSAGES, OLLAMA, RESPONSES, ask, user
 from mlx_lm.tool_parsers import json_tools
-from serving import FakeEngine, client, make_target
+from serving import FakeEngine, client, make_target, post
 
 APIS = json.loads((Path(__file__).parents[1] / "data" / "api_fields.json").read_text())
 IGNORED = {
@@ -65,16 +65,14 @@ MEANT |= {"repetition_penalty": 1.5, "repetition_context_size": 30}
 )
 def test_what_fields_mean_to_the_engine(target, path, sent, meant):
     engine = FakeEngine(target)
-    with client(engine, defaults={"max_tokens": 7, "temperature": 0.1}) as server:
-        answer = server.post(path, json=ask(path, **sent))
+    answer = post(engine, path, ask(path, **sent), defaults={"max_tokens": 7, "temperature": 0.1})
     assert answer.status_code == 200, answer.text
     [(_, settings)] = engine.submitted
     assert {name: settings.get(name, ABSENT) for name in meant} == meant
 
 
 def test_answers_of_one_request_have_seeds_of_their_own(engine):
-    with client(engine) as server:
-        server.post(CHAT, json=ask(CHAT, n=2, seed=2**32 - 1))
+    post(engine, CHAT, ask(CHAT, n=2, seed=2**32 - 1))
     assert [settings["seed"] for _, settings in engine.submitted] == [2**32 - 1, 0]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from dialects import MESSAGES, ask
-from serving import FakeEngine, client, make_target
+from serving import FakeEngine, client, make_target, post
 
 from dflash_mlx.events import Event
 
@@ -25,8 +25,7 @@ def test_the_stop_sequence_is_reported(target):
     # What the text stream cut away is in the tokens still.
     tokens = target.tokenizer.encode("one two", add_special_tokens=False)
     engine._events = lambda stats: iter([Event("one", tokens, 0, 0, "stop", stats)])
-    with client(engine) as server:
-        answer = server.post(PATH, json=ask(PATH, stop_sequences=["x", " two"])).json()
+    answer = post(engine, PATH, ask(PATH, stop_sequences=["x", " two"])).json()
     assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] == " two"
     assert engine.submitted[0][1]["stop"] == ["x", " two"]
 
@@ -86,8 +85,7 @@ def test_a_system_message_in_the_middle_is_merged(template):
         {"role": "system", "content": "Two"},
         {"role": "user", "content": "Three"},
     ]
-    with client(engine) as server:
-        answer = server.post(PATH, json=ask(PATH, messages=turns, system="Zero"))
+    answer = post(engine, PATH, ask(PATH, messages=turns, system="Zero"))
     assert answer.status_code == 200, answer.text
     prompt = engine.prompt()
     assert sorted(["Zero", "One", "Two", "Three"], key=prompt.index) == [
@@ -102,6 +100,5 @@ def test_a_system_message_in_the_middle_is_merged(template):
 def test_a_system_message_in_the_middle_stays_if_the_template_takes_it(target):
     engine = FakeEngine(target)
     turns = [{"role": "user", "content": "One"}, {"role": "system", "content": "Two"}]
-    with client(engine) as server:
-        server.post(PATH, json=ask(PATH, messages=turns))
+    post(engine, PATH, ask(PATH, messages=turns))
     assert "user\nOne<|im_end|>\n<|im_start|>system\nTwo<|im_end|>" in engine.prompt()

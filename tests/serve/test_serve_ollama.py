@@ -7,7 +7,7 @@ from dialects import GENERATE, ask, user
 from dialects import OLLAMA as CHAT
 from mlx_lm.tool_parsers import json_tools
 from packaging.version import Version
-from serving import FakeEngine, client, make_target
+from serving import FakeEngine, client, make_target, post
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -46,8 +46,7 @@ def test_the_result_of_a_tool_by_its_name(engine):
     call = {"function": {"name": "f", "arguments": {"a": 1}}}
     turns = [user("Hi"), {"role": "assistant", "tool_calls": [call]}]
     turns.append({"role": "tool", "tool_name": "f", "content": "42"})
-    with client(engine) as server:
-        server.post(CHAT, json=ask(CHAT, *turns, tools=[TOOL]))
+    post(engine, CHAT, ask(CHAT, *turns, tools=[TOOL]))
     assert '[f {"a": 1}]' in engine.prompt() and "tool\n42" in engine.prompt()
 
 
@@ -55,8 +54,7 @@ def test_the_result_of_a_tool_by_its_name(engine):
 def test_thinking(think, shown):
     template = "{{ 'off' if enable_thinking is false else 'on' }}{{ reasoning_effort }}"
     engine = FakeEngine(make_target(template=template + "{{ messages[0].content }}"))
-    with client(engine) as server:
-        server.post(CHAT, json=ask(CHAT, think=think))
+    post(engine, CHAT, ask(CHAT, think=think))
     assert engine.prompt() == shown + "Hi"
 
 

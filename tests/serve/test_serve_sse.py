@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from serving import FakeEngine, client, frames, make_handler
+from serving import FakeEngine, frames, make_handler, post
 
 from dflash_mlx.prompt import branch_points
 from dflash_mlx.serve import sse
@@ -53,7 +53,6 @@ async def test_a_client_that_stops_reading_is_left(target, monkeypatch):
 
 def test_the_branches_of_a_chat_reach_the_engine(engine):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    with client(engine) as server:
-        server.post("/v1/chat/completions", json={"messages": chat})
+    post(engine, "/v1/chat/completions", {"messages": chat})
     prompt, _ = engine.submitted[0]
     assert engine.branches == branch_points(engine.target, chat, prompt, {}) != []

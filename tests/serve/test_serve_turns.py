@@ -12,7 +12,7 @@ from answers import KNOWN, WRITERS, written
 from dialects import APIS, Chat
 from mlx_lm.chat_templates import deepseek_v32
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from serving import FakeEngine, client, make_target
+from serving import FakeEngine, client, make_target, post
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 CODE = "\tif x < 1:\n    <a href='#'>\u00e9</a>\n</parameter> null  "
@@ -108,8 +108,7 @@ def test_results_find_their_calls_whatever_the_ids(family):
     again = {"role": "assistant", "content": "", "tool_calls": [call, call]}
     messages = [{"role": "user", "content": "Hi"}, *turn, again, turn[1], turn[1]]
     engine = FakeEngine(target_of(family))
-    with client(engine) as server:
-        answer = server.post("/v1/chat/completions", json=Chat().body() | {"messages": messages})
+    answer = post(engine, "/v1/chat/completions", Chat().body() | {"messages": messages})
     assert answer.status_code == 200, answer.text
     ids = [KNOWN[family].call_ids.format(name="write", number=number) for number in range(4)]
     prompt = engine.prompt()
