@@ -34,7 +34,7 @@ _ERRORS = (
     ValueError,
 )
 SWITCHES = ("enable_thinking", "thinking")  # what templates call the switch for thinking
-# Parameters of apply_chat_template, the template itself among them, and what else it is told.
+# Variables that cannot be set: parameters of apply_chat_template, and the conversation.
 _RESERVED = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     *("messages", "tokenizer"),
@@ -70,7 +70,7 @@ def apply_chat_template(
 
     Raises `PromptError` for messages that transformers or the template refuses, its subclass
     `TemplateLimitError` for a template that takes too long or too much memory, and `SettingsError`
-    for a variable that is not one of the template's own.
+    for a variable that cannot be set.
     """
     own, is_code = _own(tokenizer)
     settings = dict(settings or {})

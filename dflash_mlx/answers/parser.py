@@ -103,7 +103,7 @@ class AnswerParser:
         starts_in_reasoning: whether the prompt ends where reasoning starts.
         parallel: whether more than one call is allowed.
         detokenizer: of mlx-lm, as the engine uses one for the text. Without one, all markers count.
-        forced: whether the answer has to be a call; one that is cut is not text then.
+        forced: whether the answer must be a call; a call that is cut is dropped then.
 
     Attributes:
         calls: the number of calls so far.

@@ -30,7 +30,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def sampled(name: str, least: float | None = None, most: float | None = None) -> Any:
-    """The field of a sampling setting, which an API may bound otherwise than `SETTINGS`."""
+    """A request field for a sampling setting; `least` and `most` replace its own bounds."""
     setting = SETTINGS[name]
     if least is None:
         least = setting.least if setting.default else 0

@@ -200,7 +200,7 @@ class RequestHandler:
         settings: dict[str, Any],
         ignored: list[str],
     ) -> Iterator[Choice]:
-        """Submit a job for each answer to a prompt; what is `ignored` of the request grows."""
+        """Submit a job for each answer to a prompt. What the answers lack is added to `ignored`."""
         thinks_first = self.form.starts_in_thought(self.target.tokenizer, ids)
         grammars = self._grammars.make(request, thinks_first)
         ignored += grammars[0].warnings if grammars[0] else ()

@@ -60,7 +60,7 @@ def test_a_text_is_what_transformers_makes_of_it(template, speaker):
 
 
 @pytest.mark.parametrize("name", ["messages", "tokenizer", "add_generation_prompt", "tokenize", 1])
-def test_what_is_no_variable_of_a_template_cannot_be_set(name, speaker):
+def test_reserved_variables_cannot_be_set(name, speaker):
     with pytest.raises(SettingsError, match="chat_template_kwargs cannot set"):
         apply_chat_template(speaker, SAID, settings={name: True})
 
