@@ -53,7 +53,7 @@ COVERED = {
     "test_autotune": "autotune choose shapes wiring",
     "test_kernel_source": "source",
     "test_kernel_models": "attention",
-    "test_batched test_batched_levels test_many_requests": "batched_rows kv_slots",
+    "test_batched test_many_requests": "batched_rows kv_slots",
     "test_tree_attention test_tree_families": "rollbacks tree_attention",
 }
 FOLDERS = ("metal", "dflash_mlx/kernels", "dflash_mlx/loading", "dflash_mlx/targets")

@@ -1,16 +1,20 @@
 """Many requests in one forward: what each gets, and what is left in its caches, is as alone."""
 
+from threading import Lock
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from batches import BatchAndSingles, same, tiny_target
-from families import FAMILIES, QUANTIZABLE, random_prompt
+from batches import BatchAndSingles, memory, same, tiny_target
+from families import FAMILIES, QUANTIZABLE, Letters, model_of, random_prompt
+from test_every_model import MODELS
 
+from dflash_mlx.errors import UnsupportedTreeError
 from dflash_mlx.kernels.modules import Kernels, Wiring
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.targets import attention, batched_rows, kv_slots
+from dflash_mlx.targets import Target, attention, batched_rows, kv_slots
 from dflash_mlx.targets.batched import BatchVerifier
+from dflash_mlx.targets.overrides import Overrides
 from dflash_mlx.targets.session import PromptPiece
 
 pytestmark = pytest.mark.by_family
@@ -156,3 +160,84 @@ def test_a_session_alone_is_its_own_verify():
     session.verify = lambda proposal: calls.append(proposal) or (None, None)
     assert BatchVerifier(target).verify([session], [Proposal([1])]) == (None, None)
     assert len(calls) == 1
+
+
+INDEXERS = ("glm_moe_dsa", "deepseek_v32")  # called for each request
+WEIGHTS = ("Linear", "SwitchLinear", "MultiLinear", "Conv1d", "Embedding")
+
+
+def readings(target: Target, count: int) -> tuple[int, int]:
+    """How often a round of so many requests runs the model, and a module with weights."""
+    sessions, calls = [target.start() for _ in range(count)], []
+    watching = Overrides(Lock())
+    for module in target.model.modules():
+        if module is target.model or type(module).__name__ in WEIGHTS:
+            watching.watch(module, lambda *_, module=module: calls.append(module))
+    verifier = BatchVerifier(target)
+    proposals = [Proposal(random_prompt(1 + at % 3, at)) for at in range(count)]
+    with watching.installed():
+        verifier.verify(sessions, proposals)
+    models = sum(call is target.model for call in calls)
+    return models, len(calls) - models
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_read_once_for_all(family):
+    target = tiny_target(family)
+    two, eight = (readings(target, count) for count in (2, 8))
+    if family in ONE_BY_ONE:
+        assert (two[0], eight[0]) == (2, 8)
+        return
+    assert two[0] == eight[0] == 1, "one forward"
+    if family in INDEXERS:
+        assert two[1] < eight[1] < 4 * two[1], "the control: not all is shared"
+    else:
+        assert two[1] == eight[1]
+
+
+def test_nothing_is_evaluated():
+    target = tiny_target("qwen3_5")
+    sessions = [target.start((0, 3)) for _ in range(8)]
+    for session in sessions:
+        list(session.prefill(random_prompt(9, 1)))
+    verifier = BatchVerifier(target)
+    before = memory()
+    verified = verifier.verify(sessions, [Proposal(random_prompt(8, 2))] * 8)
+    assert memory() - before < 8192
+    mx.eval(verified)
+    assert memory() - before > 65536  # the control: logits of 64 rows
+
+
+def test_a_request_that_cannot_be_verified_leaves_the_others_as_they_were():
+    target = tiny_target("qwen3")
+    sessions = [target.start(), target.start()]
+    target.why_no_trees = "something"
+    with pytest.raises(UnsupportedTreeError):
+        BatchVerifier(target).verify(sessions, [Proposal([1, 2]), Proposal([1, 2, 3], (-1, 0, 0))])
+    assert all(session.intact for session in sessions)
+
+
+def test_nobodys_caches_are_held_on_to():
+    """A request that ends is forgotten, although the verifier goes on."""
+    target = tiny_target("glm_moe_dsa")
+    verifier = BatchVerifier(target)
+    sessions = [target.start(), target.start()]
+    verifier.verify(sessions, [Proposal([1, 2]), Proposal([3])])
+    assert not target.reading
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [
+        ("gemma2", False),  # its own attention
+        ("ministral3", False),  # queries that grow with the position, worked out for all layers
+        ("smollm3", True),  # layers without positions
+    ],
+)
+def test_models_that_share_less(name, shares):
+    """Found out while a forward is built, not by name; every request is as alone all the same."""
+    pair = BatchAndSingles(Target(model_of(MODELS[name], 0, 0), Letters(), MODELS[name], name), 3)
+    assert pair.verifier.shares_forwards is shares
+    for _ in range(2):
+        pair.round(range(3))
+    pair.check_states()
