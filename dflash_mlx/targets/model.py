@@ -45,6 +45,8 @@ class TargetModel:
         wiring: which layers run on our Metal kernels; None where none does.
         forward_lock: held by every forward. While another thread has it, modules have their own
             classes.
+        prefilling: the overrides of a prefill's forwards.
+        reading_trees: those of a tree's verify, beside `verifying`.
         reading: the sessions whose rows the running verify reads.
         is_distributed: whether other processes run the same forwards.
         in_pieces: whether verifies are handed to the device `PIECE` layers at a time.

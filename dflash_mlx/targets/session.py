@@ -116,14 +116,10 @@ class TargetSession:
 
     def read_lazily(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """Read tokens [S] without waiting: the logits [1, V] after them, and their taps."""
-        logits, taps = self._prefill(tokens)
-        return logits[0, -1:], taps
-
-    def _prefill(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        target = self._target
-        result = target.forward(tokens[None], self.cache, self.tap_layers, target.prefilling)
+        target, of = self._target, (tokens[None], self.cache, self.tap_layers)
+        logits, taps = target.forward(*of, target.prefilling)
         self.position += tokens.size
-        return result
+        return logits[0, -1:], taps
 
     def start_computing(self) -> None:
         """Leave nothing lazy in the caches: the next forward may be another thread's."""
@@ -212,7 +208,7 @@ class TargetSession:
 
         Returns their taps. The session is of no other use afterwards.
         """
-        return self._prefill(mx.zeros(tokens, mx.int32))[1]
+        return self.read_lazily(mx.zeros(tokens, mx.int32))[1]
 
     @property
     def is_recurrent(self) -> bool:
