@@ -91,7 +91,7 @@ class BatchAndSingles:
         path = [0, *self.random.choice(proposal.paths())]
         return path[: self.random.randint(1, len(path))]
 
-    def round(self, members: Sequence[int], trees: bool = False) -> None:
+    def step(self, members: Sequence[int], trees: bool = False) -> None:
         """Verify some requests together and each alone, and commit: all must be the same."""
         proposals = self.proposals(members, trees)
         verified = self.verifier.verify([self.together[at] for at in members], proposals)

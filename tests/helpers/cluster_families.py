@@ -42,7 +42,7 @@ REPEATED = ("qwen3_5", "qwen3_5_moe")
 
 
 class Rounds(SharedBatch):
-    """Counts the rounds of an engine."""
+    """Counts the steps of an engine."""
 
     count = 0
 

@@ -15,11 +15,11 @@ from dflash_mlx.targets.taps import gathered
 
 
 class Oracle:
-    """Drafts the target's own tokens: each slot is right with probability `p`.
+    """Drafts the target's own tokens: each draft position is right with probability `p`.
 
-    With `script`, round r is right in exactly its first `script[r]` slots instead. It is its own
-    session too, so a new one is made for every request. It checks what the loop owes a drafter:
-    features of every committed token, once, in order, and the last committed token as the anchor.
+    With `script`, step s is right in exactly its first `script[s]` draft positions instead. An
+    oracle is its own session too, so a new one is made for every request. It checks that the loop
+    gives it the features of every committed token, once, in order, and the last one as the anchor.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Oracle:
         self.text, self.vocab_size = [*prompt, *answer], vocab_size
         self.random = random.Random(seed)
         self.taps: list[mx.array] = []  # what the loop handed over, [1, S, K*D] each
-        self.widths: list[int] = []  # what the loop asked for, a round each
+        self.widths: list[int] = []  # what the loop asked for, in each step
 
     def start(self, target, sampler) -> "Oracle":
         self.features = len(self.tap_layers) * target.hidden_size

@@ -33,7 +33,7 @@ def test_every_request_is_as_alone(family):
     pair = BatchAndSingles(tiny_target(family), 8)
     assert pair.verifier.shares_forwards is (family not in ONE_BY_ONE)
     for members, trees in (((6, 1, 3), False), (range(8), True), ((5,), True), (range(8), False)):
-        pair.round(members, trees)
+        pair.step(members, trees)
     pair.check_states()
 
 
@@ -47,7 +47,7 @@ def test_ends_of_prompts_are_read_together_as_alone(family):
     layers = 0, pair.target.num_layers - 1
     for at in (0, 2, 3):
         pair.together[at], pair.alone[at] = (pair.target.start(layers) for _ in range(2))
-    pair.round([1])
+    pair.step([1])
     ends = [
         PromptPiece(session, random_prompt(size, 7 + size), True)
         for session, size in zip(pair.together, (9, 20, 1, 64), strict=True)
@@ -56,7 +56,7 @@ def test_ends_of_prompts_are_read_together_as_alone(family):
     for end, result, session in zip(ends, results, pair.alone, strict=True):
         for found, expected in zip(result, session.read(end.tokens, last=True), strict=True):
             assert same(found, expected)
-    pair.round(range(4), trees=True)
+    pair.step(range(4), trees=True)
     pair.check_states()
 
 
@@ -64,16 +64,16 @@ def test_ends_of_prompts_are_read_together_as_alone(family):
 def test_quantized_keys_beside_others(family):
     pair = BatchAndSingles(tiny_target(family), 3, kv_bits=8)
     for trees in (False, True):
-        pair.round(range(3), trees)
+        pair.step(range(3), trees)
     for _ in range(4):  # of as many rows each, now and then
-        pair.round(range(2))
+        pair.step(range(2))
     pair.check_states()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_thirty_two_requests(family):
     pair = BatchAndSingles(tiny_target(family), 32)
-    pair.round(range(32), trees=True)
+    pair.step(range(32), trees=True)
     pair.check_states()
 
 
@@ -84,7 +84,7 @@ def test_many_requests_of_every_family(family, count):
     """Logits and features bit for bit; `--stock-blas` says so of MLX's own BLAS."""
     pair = BatchAndSingles(tiny_target(family), count)
     for trees in (False, True):
-        pair.round(range(count), trees)
+        pair.step(range(count), trees)
     pair.check_states()
 
 
@@ -97,15 +97,15 @@ def test_going_back(family):
         [one.checkpoint() for one in pair.alone],
     ]
     for _ in range(2):
-        pair.round(range(2))
+        pair.step(range(2))
     for sessions, each in zip((pair.together, pair.alone), marks, strict=True):
         for session, mark in zip(sessions, each, strict=True):
             session.rewind(mark)
-    pair.round(range(2))
+    pair.step(range(2))
     if pair.together[0].can_trim:
         for session in (*pair.together, *pair.alone):
             session.trim_to(1)
-        pair.round(range(2))
+        pair.step(range(2))
     pair.check_states()
 
 
@@ -116,7 +116,7 @@ def test_requests_come_go_and_outgrow_their_slots(family, monkeypatch):
     assert [kv_slots.capacity_for(rows) for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 32]
     pair = BatchAndSingles(tiny_target(family), 8)
     for members in (range(8), (5, 0, 3), (1, 0, 5, 6, 2, 7), (3, 2), range(8)):
-        pair.round(members)
+        pair.step(members)
         arrays = {pair.together[at].slot.array for at in members}
         assert sum(len(array.sessions) for array in arrays) == len(members)
     assert len(arrays) > 1 and max(array.capacity for array in arrays) >= 64
@@ -167,7 +167,7 @@ WEIGHTS = ("Linear", "SwitchLinear", "MultiLinear", "Conv1d", "Embedding")
 
 
 def readings(target: Target, count: int) -> tuple[int, int]:
-    """How often a round of so many requests runs the model, and a module with weights."""
+    """How often a step of so many requests runs the model, and a module with weights."""
     sessions, calls = [target.start() for _ in range(count)], []
     watching = Overrides(Lock())
     for module in target.model.modules():
@@ -239,5 +239,5 @@ def test_models_that_share_less(name, shares):
     pair = BatchAndSingles(Target(model_of(MODELS[name], 0, 0), Letters(), MODELS[name], name), 3)
     assert pair.verifier.shares_forwards is shares
     for _ in range(2):
-        pair.round(range(3))
+        pair.step(range(3))
     pair.check_states()

@@ -53,11 +53,11 @@ def test_drafted_text_is_plain_text(family, seed, p):
     target, prompt, answer = truth(family, seed)
     drafter = None if p is None else Oracle(prompt, answer, 256, p=p, seed=seed)
     block = 16 if p in (0.85, 1) else 4 + 2 * seed
-    count = TOKENS if p else 40  # a token a round takes long
+    count = TOKENS if p else 40  # a token per step takes long
     result = dm.generate(target, drafter, prompt, max_tokens=count, block_size=block)
     assert result.tokens == answer[:count]
     if p == 0:
-        assert result.stats.rounds == count - 1, "nothing was right, so a token a round"
+        assert result.stats.rounds == count - 1, "nothing was right, so a token per step"
     if p == 1:
         assert result.stats.rounds == -(-(count - 1) // block), "everything was right"
 
