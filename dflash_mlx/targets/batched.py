@@ -26,7 +26,6 @@ from ..proposal import Proposal
 from . import caches, mla
 from .attention import attention_function, calls_attention
 from .batched_rows import (
-    AXES,
     BatchedCache,
     BatchRows,
     OneRequestCache,
@@ -48,7 +47,7 @@ from .recurrences import recurrence_of
 from .recurrent import RecurrentRollback
 from .session import PromptPiece, TargetSession
 from .target import Target
-from .tree_attention import rotate_rows, why_no_trees
+from .tree_attention import why_no_trees
 
 Verified = tuple[mx.array, mx.array]  # logits [R, V], taps [1, R, K*D]
 
@@ -205,7 +204,6 @@ class BatchedLayers:
             self.as_prefill &= not any(is_mla(layer) for layer, _ in pairs)
             self._last_rows = Overrides(target.forward_lock)
             target.last_logits_only(self._last_rows, self._last)
-            rotate_rows(target.layers, self._overrides, _positions)
 
     def forward(
         self,
@@ -225,7 +223,8 @@ class BatchedLayers:
         parts = zip(*(session.cache for session in sessions), strict=True)
         numbered = zip(parts, self._numbers, strict=False)
         caches = [BatchedCache(rows, each, number) for each, number in numbered]
-        sets = self._verifying, self._overrides, *([self._last_rows] if last_only else [])
+        sets = [self._verifying, self._target.rotating, self._overrides]
+        sets += [self._last_rows] if last_only else []
         logits, taps = self._target.forward(
             rows.tokens(self._target.vocab_size).reshape(rows.shape),
             caches,
@@ -339,13 +338,6 @@ def _indexer(indexer: nn.Module) -> Callable[..., PerRequest]:
         return PerRequest(rows, (own(indexer, *parts) for parts in each))
 
     return call
-
-
-def _positions(offset: Any) -> mx.array:
-    """The rows' positions in `BatchRows.offset`."""
-    if not isinstance(offset, mx.array) or offset.ndim != AXES:
-        raise TypeError("This rotation does not rotate each row by its position.")
-    return offset.flatten()
 
 
 def _shares_rows(layer: nn.Module | None, rollback: Any) -> bool:

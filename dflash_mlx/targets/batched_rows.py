@@ -18,7 +18,7 @@ from .internals import mask_of
 from .kv_slots import RowSpan, SlotArray, SlotRows
 from .session import TargetSession
 
-AXES = 9  # of positions, so that nothing but `by_position` can use them
+AXES = 9  # of positions, so that nothing but `rotate_rows` can use them
 
 
 class PerRequest:
@@ -108,7 +108,7 @@ class BatchRows:
 
     @cached_property
     def offset(self) -> mx.array:
-        """The positions, in a shape that only the `rope` that `batched` installs can use."""
+        """The positions, in a shape that only the ropes of `rotate_rows` can use."""
         return self.positions.reshape(-1, *[1] * (AXES - 1))
 
     def windows(self, size: int) -> mx.array:

@@ -20,7 +20,7 @@ from .overrides import Overrides
 from .parts import MODEL_ERRORS, find_parts
 from .rollbacks import rollback_for
 from .taps import EMBEDDING, TapRecorder
-from .tree_attention import rotate_by_depth, why_no_trees
+from .tree_attention import rotate_rows, why_no_trees
 
 if TYPE_CHECKING:
     from ..kernels.modules import Wiring
@@ -46,7 +46,7 @@ class TargetModel:
         forward_lock: held by every forward. While another thread has it, modules have their own
             classes.
         prefilling: the overrides of a prefill's forwards.
-        reading_trees: those of a tree's verify, beside `verifying`.
+        rotating: those of a tree's or a batch's rows, beside `verifying`.
         reading: the sessions whose rows the running verify reads.
         is_distributed: whether other processes run the same forwards.
         in_pieces: whether verifies are handed to the device `PIECE` layers at a time.
@@ -82,9 +82,9 @@ class TargetModel:
         self.reading: Sequence[Any] = ()
         self._starts_early = False  # whether the forward that runs may start before it is complete
         self._tapped: dict[tuple[int, ...], tuple[Overrides, TapRecorder]] = {}
-        self.prefilling, self.reading_trees = (Overrides(self.forward_lock) for _ in range(2))
+        self.prefilling, self.rotating = (Overrides(self.forward_lock) for _ in range(2))
         self.last_logits_only(self.prefilling, lambda: slice(-1, None))
-        rotate_by_depth(model, self.layers, self.reading_trees, lambda: self.reading[0].tree)
+        rotate_rows(model, self.layers, self.rotating, lambda: self.reading[0].tree)
         self._verifying: tuple[Wiring | None, Overrides] | None = None
 
     @property

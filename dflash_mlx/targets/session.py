@@ -147,7 +147,7 @@ class TargetSession:
     def _verify(self, ids: mx.array, early: bool = False) -> tuple[mx.array, mx.array]:
         """The forward of a verify of ids [N]."""
         target, sets = self._target, [self._verifying]
-        sets += [] if self.tree is None else [target.reading_trees]
+        sets += [] if self.tree is None else [target.rotating]
         of = ids[None], self.cache, self.tap_layers
         return target.forward(*of, *sets, reading=[self], starts_early=early)
 

@@ -31,51 +31,46 @@ from .rollbacks import RowRollback
 from .tree import Tree
 
 
-def rotate_by_depth(
-    model: nn.Module, layers: Sequence[nn.Module], overrides: Overrides, tree: Callable[[], Tree]
+def rotate_rows(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    overrides: Overrides,
+    tree: Callable[[], Tree | None],
 ) -> None:
-    """Have a model take each row's depth for its number.
+    """Have a model rotate each row by its own position: in a tree, and in a batch.
 
     Args:
         model: the model.
         layers: its decoder layers.
-        overrides: of a tree's forward, to which the rotations are added.
-        tree: returns the tree in the running forward.
+        overrides: of such forwards, to which the rotations are added.
+        tree: returns the tree in the running forward; a batch's offsets are positions already.
     """
 
-    def positions(offset: Any) -> Any:
-        if isinstance(offset, mx.array) and offset.ndim:  # of DeepSeek-V4.1's entries
-            return offset
-        return offset + tree().depths
-
-    rotate_rows(layers, overrides, positions)
-    inner = backbone(text_model(model))
-    forward = type(inner).__call__
-    if scale := getattr(forward, "__globals__", {}).get(QUERY_SCALE):
-        # It returns factors [N, 1] for consecutive positions.
-        by_depth = {QUERY_SCALE: lambda *args: scale(*args)[tree().depths]}
-        overrides.replace(inner, rebind_globals(forward, **by_depth))
-
-
-def rotate_rows(
-    layers: Sequence[nn.Module], overrides: Overrides, positions: Callable[[Any], Any]
-) -> None:
-    """Have the ropes of these layers rotate x [1, H, N, D] or [1, N, D] row by row.
-
-    `positions` returns the rows' positions [N] for the offset that a rope gets.
-    """
+    def depths() -> mx.array:
+        found = tree()
+        if found is None:
+            raise TypeError("The model does not rotate each row by its position.")
+        return found.depths
 
     def by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def call(rope: nn.Module, x: mx.array, offset: Any = 0, **settings: Any) -> mx.array:
+            is_one = not isinstance(offset, mx.array) or not offset.ndim
+            positions = offset + depths() if is_one else offset.flatten()
             # Rows on the batch axis: there each may have its own position.
             rows = x if len(x) > 1 else x.swapaxes(0, -2)
-            rotated = own(rope, rows, offset=positions(offset), **settings)
+            rotated = own(rope, rows, offset=positions, **settings)
             return rotated if len(x) > 1 else rotated.swapaxes(0, -2)
 
         return call
 
     for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
         overrides.replace(rope, by_row(type(rope).__call__))
+    inner = backbone(text_model(model))
+    forward = type(inner).__call__
+    if scale := getattr(forward, "__globals__", {}).get(QUERY_SCALE):
+        # It returns factors [N, 1] for consecutive positions.
+        by_depth = {QUERY_SCALE: lambda *args: scale(*args)[depths()]}
+        overrides.replace(inner, rebind_globals(forward, **by_depth))
 
 
 def why_no_trees(layer: nn.Module | None, rollback: Any) -> str | None:
