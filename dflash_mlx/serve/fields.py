@@ -84,10 +84,11 @@ class SamplingOptions(Body):
             max_tokens=None if (max_tokens or 0) < 0 else max_tokens,
             block_size=1 if self.draft is False else None,
         )
-        for name, off in (("repetition", 1), ("presence", 0), ("frequency", 0)):
+        for name in ("repetition", "presence", "frequency"):
+            penalty, off = f"{name}_penalty", SETTINGS[f"{name}_penalty"].default
             if self.repeat_last_n == 0:
-                found.pop(f"{name}_penalty", None)
-            elif self.repeat_last_n and found.get(f"{name}_penalty", off) != off:
+                found.pop(penalty, None)
+            elif self.repeat_last_n and found.get(penalty, off) != off:
                 found[f"{name}_context_size"] = self.repeat_last_n % 2**31
         return found
 
