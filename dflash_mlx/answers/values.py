@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any, Final
 
@@ -186,24 +187,21 @@ def _read_text(text: str, schema: Any, root: Any) -> Any:
 
 def _literal(text: str, guess: bool) -> Any:
     """The value of a JSON text; with `guess`, Python's spelling too; else the text."""
-    try:
+    with suppress(NotACallError):
         value, end = read_json(text)
-    except NotACallError:
-        pass
-    else:
         if end == len(text):
             return value
-    if guess:
-        word = text.lower().replace("none", "null")
-        if word in ("true", "false", "null"):
-            return json.loads(word)
+    if not guess:
+        return text
+    word = text.lower().replace("none", "null")
+    if word in ("true", "false", "null"):
+        return json.loads(word)
+    deep = ErrorWrapper(NotACallError, "nested too deeply", (RecursionError,))
+    with suppress(NotACallError), deep:
         reader = LiteralReader(text)
-        try:
-            with ErrorWrapper(NotACallError, "nested too deeply", (RecursionError,)):
-                value = reader.value("")
-        except NotACallError:
-            return text
-        return value if reader.at == len(text) else text
+        value = reader.value("")
+        if reader.at == len(text):
+            return value
     return text
 
 
