@@ -45,6 +45,8 @@ _FUNCTIONS = {
     **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), _ACTIVATIONS),
     **dict.fromkeys(("scoring_func", "moe_router_activation_func"), _SCORES),
 }
+# Values that no class computes. "vision" is about images.
+_NEVER: dict[str, Any] = {"is_causal": [False], "use_bidirectional_attention": [True, "all"]}
 # Any of these words means that a part of a head is rotated.
 _PARTLY = {"partial_rotary_factor", "rotary_dim", "rotary_pct", "qk_rope_head_dim"}
 _UNSCALED = {None, "none", "default", "mrope", "proportional"}
@@ -113,10 +115,7 @@ def complete(name: object, model: nn.Module, config: Config) -> None:
             ignored.append(field)
     if not any("expert" in word for word in words):
         ignored = [field for field in ignored if field not in _OF_EXPERTS]
-    if text.get("is_causal") is False:
-        ignored.append("is_causal")
-    if text.get("use_bidirectional_attention") in (True, "all"):  # "vision" is about images
-        ignored.append("use_bidirectional_attention")
+    ignored += [field for field, values in _NEVER.items() if text.get(field) in values]
     rotation = text | (text.get("rope_parameters") or {})
     modules = dict(model.named_modules())
     ropes = {path: one for path, one in modules.items() if type(one).__name__ in ROPES}

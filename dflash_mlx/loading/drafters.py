@@ -247,7 +247,11 @@ def read_drafter(
         weights.pop("d2t", None)  # all zeros, in some EAGLE-3 files
     load_as_stored(drafter, weights, f"{folder.path}: the weights do not fit the config,")
     if "d2t" in weights:
-        _check_ids(weights["d2t"], config.vocab_size, folder)
+        offsets = np.array(weights["d2t"]).astype(np.int64)
+        ids, vocabulary = {*(offsets + np.arange(len(offsets))).tolist()}, config.vocab_size
+        if len(ids) < len(offsets) or not ids <= {*range(vocabulary)}:
+            count = f"{len(offsets)} different tokens of {vocabulary}"
+            raise WeightsError(f"{folder.path}: the tensor d2t does not name {count}.")
     return drafter
 
 
@@ -277,13 +281,3 @@ def drop_copies(drafter: DFlash, target: Target) -> list[str]:
             del drafter["lm_head"]
             dropped.append("head")
     return dropped
-
-
-def _check_ids(offsets: mx.array, vocabulary: int, folder: Folder) -> None:
-    """Raise `WeightsError` unless every draft token maps to a target token of its own."""
-    ids = np.array(offsets).astype(np.int64) + np.arange(len(offsets))
-    if ids.min() < 0 or ids.max() >= vocabulary or len(np.unique(ids)) < len(ids):
-        raise WeightsError(
-            f"{folder.path}: the tensor d2t does not name {len(ids)} different tokens "
-            f"of {vocabulary}."
-        )

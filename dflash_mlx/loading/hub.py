@@ -128,7 +128,15 @@ class Hub:
         Raises the errors of `fetch`.
         """
         with explained(name, self.endpoint, self.offline):
-            return Path(hf_hub_download(name, file, repo_type="dataset", **self._settings))
+            return Path(
+                hf_hub_download(
+                    *(name, file),
+                    repo_type="dataset",
+                    endpoint=self.endpoint,
+                    cache_dir=self.cache,
+                    local_files_only=self.offline,
+                )
+            )
 
     def downloaded(self, name: str) -> int | None:
         """Bytes of a repository's copy on this disk, None without a complete one."""
@@ -196,24 +204,16 @@ class Hub:
 
     def _snapshot(self, name: str, wanted: list[str]) -> Path:
         """A repository's folder with the files that are wanted."""
-        settings = self._settings | {"repo_id": name, "allow_patterns": wanted}
+        where: dict[str, Any] = {"endpoint": self.endpoint, "cache_dir": str(self.folder)}
+        settings = where | {"repo_id": name, "allow_patterns": wanted}
         if self.offline:
             with explained(name, self.endpoint, self.offline):
-                return Path(snapshot_download(**settings))
+                return Path(snapshot_download(**settings, local_files_only=True))
         total = 0
         with suppress(DownloadError):  # the client uses what it has without a network
             total = self.remote_bytes(name, wanted)
         blobs = self.folder / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
-        return download(settings | {"cache_dir": str(self.folder)}, blobs, total)
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        """Arguments of the client's functions."""
-        return {
-            "endpoint": self.endpoint,
-            "cache_dir": self.cache,
-            "local_files_only": self.offline,
-        }
+        return download(settings, blobs, total)
 
 
 def find(name: str, hub: Hub, part: Part = "target") -> Folder:

@@ -69,15 +69,15 @@ class Quantization:
         if not isinstance(mode, str) or mode not in _MODES:
             raise SettingsError(f"Quantization modes are {', '.join(_MODES)}, not {brief(mode)}.")
         widths, groups, _ = _MODES[mode]
-        if not is_integer(bits) or bits not in widths:
-            allowed = " or ".join(map(str, widths))
-            raise SettingsError(f"Mode {mode} quantizes to {allowed} bits, not {brief(bits)}.")
-        if group_size is not None and not (is_integer(group_size) and group_size in groups):
-            allowed = " or ".join(map(str, sorted(groups)))
-            raise SettingsError(
-                f"Mode {mode} has groups of {allowed} weights, not {brief(group_size)}."
-            )
-        return cls(int(bits), int(group_size or groups[0]), mode)
+        group_size = groups[0] if group_size is None else group_size
+        for value, allowed, what in (
+            (bits, widths, "quantizes to {} bits"),
+            (group_size, groups, "has groups of {} weights"),
+        ):
+            if not is_integer(value) or value not in allowed:
+                said = what.format(" or ".join(map(str, sorted(allowed))))
+                raise SettingsError(f"Mode {mode} {said}, not {brief(value)}.")
+        return cls(int(bits), int(group_size), mode)
 
     def apply(self, model: nn.Module) -> None:
         """Quantize a model in place, lazily, respecting its own `quant_predicate`."""

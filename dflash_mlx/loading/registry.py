@@ -11,6 +11,7 @@ import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.resources import files
 from importlib.util import find_spec
@@ -134,15 +135,16 @@ class KnownPair:
         return any(_is_conversion(name, target) for target in self.targets)
 
 
-def pairs() -> list[KnownPair]:
-    """All pairs of the registry."""
+@cache
+def pairs() -> tuple[KnownPair, ...]:
+    """All pairs of the registry, read once."""
     text = files("dflash_mlx.loading").joinpath("registry.toml").read_text(encoding="utf-8")
     found = []
     for row in tomllib.loads(text)["pair"]:
         rows = [{"drafter": one} if isinstance(one, str) else one for one in row["drafters"]]
         drafters = tuple(KnownDrafter(**one) for one in rows)
         found.append(KnownPair(**row | {"targets": tuple(row["targets"]), "drafters": drafters}))
-    return found
+    return tuple(found)
 
 
 def pair_of(name: str) -> KnownPair | None:

@@ -19,11 +19,12 @@ DISTRIBUTION = "dflash-lossless"  # what pip calls this package
 
 def computer() -> dict[str, str]:
     """Machine and software, recorded with every measurement, without MLX."""
+    pinned = hasattr(os, "sched_getaffinity")  # not on macOS
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "os": _system(),
         "memory": f"{memory_bytes() / GB:.0f} GB",
-        "cores": str(_usable_cores()),
+        "cores": str(len(os.sched_getaffinity(0)) if pinned else os.cpu_count()),
         "python": platform.python_version(),
         "dflash-mlx": installed(DISTRIBUTION) or "unknown",
     }
@@ -88,13 +89,6 @@ def _system() -> str:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except (OSError, KeyError):
         return f"{platform.system()} {platform.release()}"
-
-
-def _usable_cores() -> int | None:
-    """Number of cores that this process may run on: fewer when it is pinned."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def installed(package: str) -> str | None:

@@ -11,10 +11,11 @@ from ggufs import ROWS, gguf_of, write
 from tinymodels import SHAPE, save_target
 
 from dflash_mlx.errors import ConfigError
-from dflash_mlx.loading.computed import bounded, model_of, read_target
+from dflash_mlx.loading.computed import bounded, model_of
 from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.load import load_target
+from dflash_mlx.loading.target import read_target
 
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
 KEYS = {

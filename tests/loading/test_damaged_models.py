@@ -158,13 +158,6 @@ def test_weights_that_do_not_fit_the_config(change, folder):
     refusal(folder, (WeightsError, ConfigError))
 
 
-@pytest.mark.parametrize("loader", [load_target, load_drafter])
-def test_weights_of_an_unheard_of_type(loader, folder, drafter):
-    path = (folder if loader is load_target else drafter) / "model.safetensors"
-    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F99"'))
-    refusal(path.parent, WeightsError, loader)
-
-
 @pytest.mark.parametrize(
     ("file", "fields"),
     [

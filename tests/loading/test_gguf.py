@@ -30,7 +30,7 @@ from dflash_mlx.loading.gguf.architectures import architectures, llama3_divisors
 from dflash_mlx.loading.gguf.blocks import PACKINGS, is_readable, pack, unpack
 from dflash_mlx.loading.gguf.convert import content_name, converted
 from dflash_mlx.loading.load import load, load_target
-from dflash_mlx.loading.registry import PACKAGES, known_drafter, local_path
+from dflash_mlx.loading.registry import PACKAGES, known_drafter
 from dflash_mlx.loop import generate
 
 IDS = mx.array([tokenizer().encode(LINES[1])])
@@ -256,12 +256,6 @@ def test_tensors_that_are_not_understood_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a.gguf", metadata, tensors, {"blk.0.attn_q.weight": "F64"})
     with pytest.raises(ConfigError, match="attn_q.weight is stored as F64"):
         converted(tmp_path / "a.gguf", unpacked=True)
-
-
-def test_names_of_models_that_are_files(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="there is no such folder or file"):
-        load_target("/nowhere/model.gguf")
-    assert local_path("some/repository") is None
 
 
 def test_a_file_drafts_for_another(tmp_path: Path) -> None:

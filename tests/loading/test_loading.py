@@ -169,7 +169,7 @@ def test_every_eos_token_of_the_configs_ends_the_text(where, folder):
 
 
 @pytest.mark.parametrize("name", ["nothing-here", "/nothing/here", "~/nothing", "a/b/c"])
-@pytest.mark.parametrize("loader", [load, load_target, load_drafter])
+@pytest.mark.parametrize("loader", [load, load_drafter])
 def test_unknown_names(name, loader):
     assert f"No model '{name}'" in message_of(ModelNotFoundError, loader, name)
 
