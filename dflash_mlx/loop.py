@@ -34,13 +34,13 @@ def step(request: Request) -> Event:
     The engine's `SharedBatch.step` does the same for many requests with one forward for all.
     """
     request.begin_step()
-    step, request.started = request.started, None
-    if step is None:
+    if request.started is None:
         proposal = request.propose()
         if isinstance(proposal.tokens, mx.array):
             # The device computes the drafts while the host builds the target's forward.
             mx.async_eval(proposal.tokens)
-        step = request.verify(proposal)
+        request.started = request.verify(proposal)
+    step = request.take_step()
     if request.can_start_next(step):
         # The next plain step starts before the host has read this one: as in mlx-lm's loop, the
         # device never waits for the host.

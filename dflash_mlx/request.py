@@ -59,7 +59,7 @@ class Request:
         caches, sampler, stats: as given.
         ended: whether another request may use the caches.
         anchor: the last token of the text, which is not in the caches yet; set by the prefill.
-        started: the next step, if it is pipelined and has started.
+        started: the next step, once it is verified.
     """
 
     anchor: int
@@ -184,7 +184,8 @@ class Request:
         """
         step, self.started = self.started, None
         if self.caches.flush_features():
-            if step is not None and len(self.caches.ids) < len(self._tokens):  # else not read
+            # A pipelined step's row is the anchor, once the step before it was read.
+            if step is not None and step.pipelined and len(self.caches.ids) < len(self._tokens):
                 self.keep_anchor(step)
             self.caches.store()
 
@@ -220,6 +221,12 @@ class Request:
         logits, taps = self.caches.target_session.verify(proposal)
         choices = self.sampler.decide(proposal, logits, int(pipelined))
         return Step(proposal, choices, taps, pipelined=pipelined)
+
+    def take_step(self) -> Step:
+        """The step that was started; the next one can start now."""
+        step, self.started = self.started, None
+        assert step is not None
+        return step
 
     def keep_anchor(self, step: Step) -> None:
         """Keep a plain step's row, which is the anchor whatever the target chooses after it."""

@@ -48,28 +48,15 @@ class BatchItem(ErrorCapture):
         request: the request.
         candidate: the rows that could be verified.
         proposal: the rows that the target verifies for it.
-        step: them, verified.
         event: the result; None if there is an error instead.
     """
 
     candidate: DraftCandidate | TreeCandidate
     proposal: Proposal
-    step: Step
     event: Event | None = None
 
     def __init__(self, request: Request) -> None:
         self.request = request
-
-    @property
-    def can_start_next(self) -> bool:
-        """See `Request.can_start_next`."""
-        return self.request.can_start_next(self.step)
-
-    @property
-    def slot_order(self) -> tuple[int, int]:
-        """What sorts a batch's requests by their slots; those without one come first."""
-        slot = self.target_session.slot
-        return (0, 0) if slot is None else (slot.array.capacity, slot.index)
 
     @property
     def target_session(self) -> TargetSession:
@@ -102,43 +89,36 @@ class SharedBatch:
         Args:
             items: one new item per request; their events and errors are set.
         """
-        items = sorted(items, key=lambda item: item.slot_order)
-        new = []  # requests whose verify forward the last step did not start
+        items = sorted(items, key=_slot_order)
         for item in items:
             with item:
                 item.request.begin_step(shared=len(items) > 1)
-                started, item.request.started = item.request.started, None
-                if started is None:
-                    new.append(item)
-                else:
-                    item.step = started
+        new = [item for item in _without_errors(items) if item.request.started is None]
         if new:
             self.propose(new)
         if drafting := _without_errors(new):
             drafts = [item.proposal.tokens for item in drafting]
             mx.async_eval([one for one in drafts if isinstance(one, mx.array)])
-            for item, step in self._verify(drafting):
-                item.step = step
+            self._verify(drafting)
         running = _without_errors(items)
-        if running:
-            steps = [item.step for item in running]
-            # Two forwards at most: of those whose step was pipelined, and of the new ones.
-            forwards = {id(step.choices): step for step in steps}
-            arrays = [(step.choices, step.taps) for step in forwards.values()]
-            if self._can_pipeline(items) and all(one.can_start_next for one in running):
-                mx.async_eval(arrays)
-                next_arrays = self._start_next(running)
-                compute(arrays)
-                mx.async_eval(next_arrays)
-            else:
-                compute(arrays)
-            read: dict[int, Any] = {at: step.choices.tolist() for at, step in forwards.items()}
-            for item, step in zip(running, steps, strict=True):
-                with item:
-                    if item.error is None:
-                        own = slice(step.first, step.first + len(step.proposal))
-                        kept = item.request.accept(step, read[id(step.choices)][own])
-                        item.event = item.request.commit(step, *kept)
+        steps = [item.request.take_step() for item in running]
+        # Two forwards at most: of those whose step was pipelined, and of the new ones.
+        forwards = {id(step.choices): step for step in steps}
+        arrays = [(step.choices, step.taps) for step in forwards.values()]
+        started: list[mx.array] = []
+        ready = (one.request.can_start_next(of) for one, of in zip(running, steps, strict=True))
+        if self._can_pipeline(items) and all(ready):
+            mx.async_eval(arrays)
+            started = self._start_next(running, steps)
+        compute(arrays)
+        mx.async_eval(started)
+        read: dict[int, Any] = {at: step.choices.tolist() for at, step in forwards.items()}
+        for item, step in zip(running, steps, strict=True):
+            with item:
+                if item.error is None:
+                    own = slice(step.first, step.first + len(step.proposal))
+                    kept = item.request.accept(step, read[id(step.choices)][own])
+                    item.event = item.request.commit(step, *kept)
         self._steps += 1
         if self._steps % SPAN == 0:  # sessions without a slot do so themselves
             mx.clear_cache()
@@ -148,41 +128,40 @@ class SharedBatch:
             tokens = [(request, len(event.tokens)) for request, event in events]
             self._allocator.observe(tokens, pipelined)
 
-    def _start_next(self, items: Sequence[BatchItem]) -> list[mx.array]:
-        """Build a plain step of all, while the device computes this one; what is to be computed.
+    def _start_next(self, items: Sequence[BatchItem], steps: Sequence[Step]) -> list[mx.array]:
+        """Build a plain step of all, while the device computes these; what is to be computed.
 
-        It must not start before this one has ended: MLX writes to an array in place only if nothing
+        It must not start before these have ended: MLX writes to an array in place only if nothing
         that runs reads it, and would copy all keys and values.
         """
-        for item in items:
+        for item, step in zip(items, steps, strict=True):
             with item:
-                item.request.keep_anchor(item.step)
+                item.request.keep_anchor(step)
                 item.proposal = UNREAD
-        items = _without_errors(items)
-        if not items:
+        steps = [step for item, step in zip(items, steps, strict=True) if item.error is None]
+        if not steps:
             return []
-        tokens = items[0].step.choices
-        firsts = [item.step.first for item in items if item.step.choices is tokens]
-        if firsts != list(range(tokens.size)):
-            rows = [item.step.choices[item.step.first : item.step.first + 1] for item in items]
+        tokens = steps[0].choices
+        if [step.first for step in steps if step.choices is tokens] != [*range(tokens.size)]:
+            rows = [step.choices[step.first : step.first + 1] for step in steps]
             tokens = mx.concatenate(rows)
-        for item, step in self._verify(items, tokens):
-            item.target_session.commit([0])
-            item.request.started = step
-        return [step.choices, step.taps]
+        return self._verify(_without_errors(items), tokens)
 
-    def _verify(
-        self, items: Sequence[BatchItem], tokens: mx.array | None = None
-    ) -> list[tuple[BatchItem, Step]]:
-        """Verify the proposals of all in one forward. Lazy. `tokens`: see `verify`."""
+    def _verify(self, items: Sequence[BatchItem], tokens: mx.array | None = None) -> list[mx.array]:
+        """Start the requests' steps, in one forward; returns its arrays. Lazy.
+
+        `tokens` [R] are those of pipelined steps, whose proposals are `UNREAD`.
+        """
         logits, taps = self.verify(items, tokens)
-        pipelined, first, steps = tokens is not None, 0, []
+        pipelined, first = tokens is not None, 0
         of = [Decision(one.request.sampler, one.proposal, int(pipelined), one) for one in items]
         choices = decide_all(of, logits)
         for item in items:
-            steps.append((item, Step(item.proposal, choices, taps, first, pipelined)))
+            item.request.started = Step(item.proposal, choices, taps, first, pipelined)
             first += len(item.proposal)
-        return steps
+            if pipelined:
+                item.target_session.commit([0])
+        return [choices, taps]
 
     def propose(self, items: Sequence[BatchItem]) -> None:
         """Set the proposals: one request's own, or those that bring many the most tokens."""
@@ -234,10 +213,7 @@ class SharedBatch:
     def verify(
         self, items: Sequence[BatchItem], tokens: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """One forward: the logits [R, V] after all proposals' rows, and their taps [1, R, K*D].
-
-        `tokens` [R] are those of proposals that are `UNREAD`.
-        """
+        """One forward: the logits [R, V] after all proposals' rows, and their taps [1, R, K*D]."""
         if len(items) == 1:
             proposal = items[0].proposal if tokens is None else Proposal(tokens)
             return items[0].target_session.verify(proposal)
@@ -257,6 +233,12 @@ class SharedBatch:
         if self._allocator is None:
             return all(item.request.stats.block_size == 1 for item in items)
         return self._allocator.can_pipeline
+
+
+def _slot_order(item: BatchItem) -> tuple[int, int]:
+    """What sorts requests by their slots; those without one come first."""
+    slot = item.target_session.slot
+    return (0, 0) if slot is None else (slot.array.capacity, slot.index)
 
 
 def _without_errors(items: Sequence[BatchItem]) -> list[BatchItem]:
