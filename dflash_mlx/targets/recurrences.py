@@ -53,6 +53,7 @@ class Recurrence:
     Attributes:
         window: rows that the convolution sees, a row's own included.
         channels: of the convolution.
+        convolve: its outputs [B, n - window + 1, C] of inputs [B, n, C].
         has_state: whether its cache holds a state behind the convolution's inputs.
         as_prefill: whether `step` computes the same as the model's own prefill, bit for bit.
         kernels: our kernels that the recurrence runs on; None for mlx-lm's own.
@@ -62,20 +63,19 @@ class Recurrence:
     kernels: Kernels | None = None
 
     def __init__(self, mixer: Any) -> None:
-        self.mixer, self._convolution = mixer, mixer.conv1d
+        self.mixer, self.convolve = mixer, mixer.conv1d
         self.window, self.channels = int(mixer.conv_kernel_size), int(mixer.conv_dim)
 
     def project(self, x: mx.array) -> Projected:
         """What the rows x [1, N, D] are before the convolution."""
         raise NotImplementedError
 
-    def convolve(self, inputs: mx.array) -> mx.array:
-        """The convolution's outputs [B, n - window + 1, C] of inputs [B, n, C]."""
-        outputs: mx.array = self._convolution(inputs)
-        return outputs
-
     def step(
-        self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
+        self,
+        convolved: mx.array,
+        gates: Sequence[mx.array],
+        state: mx.array | None,
+        parents: Sequence[int] | None = None,
     ) -> tuple[mx.array, mx.array | None]:
         """The recurrence's outputs [B, n, ...] of n rows one after another, and the state after.
 
@@ -83,6 +83,7 @@ class Recurrence:
             convolved: the convolution's outputs [B, n, C].
             gates: as in `Projected`, [B, n, ...].
             state: before the first row; None for a new text's.
+            parents: of a tree's rows, which only our kernels take; None for a chain.
         """
         raise NotImplementedError
 
@@ -91,16 +92,6 @@ class Recurrence:
     ) -> mx.array | None:
         """The state after rows that have been verified, bit for bit what `step` returned."""
         return self.step(convolved, gates, state)[1]
-
-    def tree(
-        self,
-        convolved: mx.array,
-        gates: Sequence[mx.array],
-        state: mx.array | None,
-        parents: Sequence[int],
-    ) -> mx.array | None:
-        """The outputs of a tree's rows from our kernel; None where it has none."""
-        return None
 
     def output(self, out: mx.array, beside: mx.array) -> mx.array:
         """The layer's output [1, N, D] of the recurrence's."""
@@ -113,7 +104,7 @@ class ShortConvolution(Recurrence):
     has_state = False
 
     def __init__(self, mixer: Any) -> None:
-        self.mixer, self._convolution = mixer, mixer.conv
+        self.mixer, self.convolve = mixer, mixer.conv
         self.window, self.channels = int(mixer.L_cache), int(mixer.args.hidden_size)
 
     def project(self, x: mx.array) -> Projected:
@@ -122,7 +113,11 @@ class ShortConvolution(Recurrence):
         return Projected(before * inputs, (), after)
 
     def step(
-        self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
+        self,
+        convolved: mx.array,
+        gates: Sequence[mx.array],
+        state: mx.array | None,
+        parents: Sequence[int] | None = None,
     ) -> tuple[mx.array, None]:
         """Nothing more: the convolution is all."""
         return convolved, None
@@ -150,7 +145,11 @@ class Mamba2(Recurrence):
         return Projected(inputs, (dt,), gate)
 
     def step(
-        self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
+        self,
+        convolved: mx.array,
+        gates: Sequence[mx.array],
+        state: mx.array | None,
+        parents: Sequence[int] | None = None,
     ) -> tuple[mx.array, mx.array | None]:
         """See `Recurrence`; the state is [B, H, Dh, Ds]."""
         mixer, groups = self.mixer, self.mixer.n_groups * self.mixer.ssm_state_size
@@ -187,39 +186,28 @@ class GatedDelta(Recurrence):
         return Projected(inputs, (mixer.in_proj_a(x), b), z)
 
     def step(
-        self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
-    ) -> tuple[mx.array, mx.array | None]:
-        """See `Recurrence`; the state is f32 [B, Hv, Dv, Dk]."""
-        if self.kernels is not None:
-            return self._with_kernel(convolved, gates, state, None)
-        mixer, rows = self.mixer, self._heads(convolved)
-        out, state = gated_delta_update(*rows, *gates, mixer.A_log, mixer.dt_bias, state)
-        return out, state
-
-    def tree(
         self,
         convolved: mx.array,
         gates: Sequence[mx.array],
         state: mx.array | None,
-        parents: Sequence[int],
-    ) -> mx.array | None:
-        """See `Recurrence`."""
-        if self.kernels is None:
-            return None
-        return self._with_kernel(convolved, gates, state, parents)[0]
+        parents: Sequence[int] | None = None,
+    ) -> tuple[mx.array, mx.array | None]:
+        """See `Recurrence`; the state is f32 [B, Hv, Dv, Dk]."""
+        if self.kernels is not None:
+            return self.kernels.delta.verify(*self._tape(convolved, gates, state), parents)
+        mixer, rows = self.mixer, self._heads(convolved)
+        out, state = gated_delta_update(*rows, *gates, mixer.A_log, mixer.dt_bias, state)
+        return out, state
 
     def replay(
         self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
     ) -> mx.array | None:
         """See `Recurrence`."""
-        mixer, (_, keys, values) = self.mixer, self._heads(convolved)
         if self.kernels is not None:
-            state = self._first_state() if state is None else state
-            rows = mx.arange(keys.shape[1])
-            decay, beta = self._decay(*gates)
-            return self.kernels.delta.replay(
-                Tape(keys, values, decay, beta, state), rows, rows.size
-            )
+            _, tape = self._tape(convolved, gates, state)
+            rows = mx.arange(convolved.shape[1])
+            return self.kernels.delta.replay(tape, rows, rows.size)
+        mixer, (_, keys, values) = self.mixer, self._heads(convolved)
         if state is not None and mx.default_device() == mx.Device(mx.cpu):
             return _replay_steps(state, keys, values, *self._decay(*gates))
         # One Metal kernel; the keys stand in for the queries, which shape the output alone.
@@ -233,23 +221,14 @@ class GatedDelta(Recurrence):
         group = sharding_group(mixer)
         return result if group is None else mx.distributed.all_sum(result, group=group)
 
-    def _with_kernel(
-        self,
-        convolved: mx.array,
-        gates: Sequence[mx.array],
-        state: mx.array | None,
-        parents: Sequence[int] | None,
-    ) -> tuple[mx.array, mx.array | None]:
-        """The kernel's outputs, and the state after a chain's last row."""
-        assert self.kernels is not None
-        state = self._first_state() if state is None else state
-        queries, keys, values = self._heads(convolved)
-        tape = Tape(keys, values, *self._decay(*gates), state)
-        return self.kernels.delta.verify(queries, tape, parents)
-
-    def _first_state(self) -> mx.array:
-        mixer = self.mixer
-        return mx.zeros((1, mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim))
+    def _tape(
+        self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
+    ) -> tuple[mx.array, Tape]:
+        """The queries, and the other inputs of our kernels."""
+        mixer, (queries, keys, values) = self.mixer, self._heads(convolved)
+        if state is None:
+            state = mx.zeros((1, mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim))
+        return queries, Tape(keys, values, *self._decay(*gates), state)
 
     def _heads(self, convolved: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries and keys [B, n, Hk, Dk] and values [B, n, Hv, Dv]."""

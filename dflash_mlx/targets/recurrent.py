@@ -93,11 +93,12 @@ class RecurrentRollback:
         A chain's state goes into the cache; a tree leaves the cache as it was.
         """
         recurrence, (convolved, *gates) = self._recurrence, self.rows
-        if self.tree is not None and recurrence.has_state:
-            out = recurrence.tree(convolved, gates, self._state, self.tree.parents)
-            return self._recur_by_depth(self.tree) if out is None else out
-        out, state = recurrence.step(convolved, gates, self._state)
-        if recurrence.has_state:
+        tree = self.tree if recurrence.has_state else None
+        if tree is not None and recurrence.kernels is None:
+            return self._recur_by_depth(tree)
+        parents = None if tree is None else tree.parents
+        out, state = recurrence.step(convolved, gates, self._state, parents)
+        if recurrence.has_state and tree is None:
             self.cache[1] = state
         return out
 
