@@ -21,12 +21,9 @@ STEPS = ["Hel", "lo", " wor", "ld"]
     [(ChatResponse, True, 2), (MessagesResponse, "r", 0)],  # the role, and the usage with the end
     ids=["chat", "messages"],
 )
-def test_a_step_is_one_piece(target, respond, more, others):
-    async def pieces():
-        stream = await make_handler(FakeEngine(target, STEPS)).start([GenerationRequest("m", "Hi")])
-        return [piece async for piece in respond(stream, more).frames()]
-
-    found = asyncio.run(pieces())
+async def test_a_step_is_one_piece(target, respond, more, others):
+    stream = await make_handler(FakeEngine(target, STEPS)).start([GenerationRequest("m", "Hi")])
+    found = [piece async for piece in respond(stream, more).frames()]
     assert len(found) == len(STEPS) + others
     ids = {one["id"] for one in frames(b"".join(found).decode()) if "id" in one}
     assert len(ids) == (respond is ChatResponse)
