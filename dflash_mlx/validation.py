@@ -20,7 +20,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 
 from .errors import ConfigError, DFlashError, SettingsError
@@ -46,21 +45,6 @@ TOKENIZER_ERRORS = (
     ValueError,
     TokenizersError,
 )
-_LIBRARY_ERRORS = (  # until every use names its own
-    ArithmeticError,  # ZeroDivisionError, OverflowError: a size of 0, a number too large for C
-    AssertionError,  # mlx-lm's models check their config with assert
-    AttributeError,  # a list in place of an object, a class that does not exist
-    ImportError,  # a model_type, tool parser or tokenizer without its module or package
-    LookupError,  # KeyError, IndexError: a missing field, token or layer
-    MemoryError,  # a size that no machine has
-    OSError,  # a missing or unreadable file
-    SyntaxError,  # jinja compiles templates to Python; {% break %} may stand outside of a loop
-    RuntimeError,  # MLX's own; includes RecursionError and NotImplementedError
-    TypeError,  # text in place of a number
-    ValueError,  # MLX's for shapes, mlx-lm's for weights that do not fit; includes UnicodeError
-    StrictDataclassError,  # transformers', for a field of config.json with another type
-    TemplateError,  # jinja's, for chat templates
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +59,7 @@ class ErrorWrapper(AbstractContextManager["ErrorWrapper", None]):
 
     error: type[DFlashError]
     message: str
-    classes: tuple[type[BaseException], ...] = (*_LIBRARY_ERRORS, TokenizersError)
+    classes: tuple[type[BaseException], ...]
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Raise our error in place of a named one."""

@@ -29,7 +29,7 @@ CHUNK, MIN_CHUNK = 256, 16  # tokens; prefill chunks are multiples of CHUNK wher
 
 
 @dataclass(eq=False)
-class _Slot:
+class _Entry:
     """A request in the scheduler."""
 
     job: Job
@@ -56,9 +56,9 @@ class BatchScheduler:
         self._max_running, self._stall = max_running, stall
         self._prefill_rate = 0.0  # tokens per second; 0 until measured
         self._submitted = 0
-        self._running: list[_Slot] = []  # in the order of submission
-        self._prefilling: deque[_Slot] = deque()  # running, and taking turns to read their prompts
-        self._waiting: deque[_Slot] = deque()
+        self._running: list[_Entry] = []  # in the order of submission
+        self._prefilling: deque[_Entry] = deque()  # running, and taking turns to read their prompts
+        self._waiting: deque[_Entry] = deque()
 
     @property
     def busy(self) -> bool:
@@ -68,7 +68,7 @@ class BatchScheduler:
     @property
     def jobs(self) -> list[Job]:
         """The jobs of all requests that are left; for any thread."""
-        return [slot.job for slot in [*self._running, *self._waiting]]
+        return [entry.job for entry in [*self._running, *self._waiting]]
 
     @property
     def waiting(self) -> int:
@@ -78,7 +78,7 @@ class BatchScheduler:
     def add(self, job: Job, request: Request) -> None:
         """Add a request to the waiting ones."""
         self._submitted += 1
-        self._waiting.append(_Slot(job, request, self._submitted))
+        self._waiting.append(_Entry(job, request, self._submitted))
 
     def step(self) -> None:
         """Take one step of all requests. An unexpected error ends all of them."""
@@ -88,8 +88,8 @@ class BatchScheduler:
             self._prefill()
             self._decode()
         if captured.error is not None:  # a bug of ours: no job may hang
-            for slot in [*self._running, *self._waiting]:
-                self._end(slot, captured.error)
+            for entry in [*self._running, *self._waiting]:
+                self._end(entry, captured.error)
 
     def cancel_all(self) -> None:
         """Cancel every request."""
@@ -99,94 +99,94 @@ class BatchScheduler:
 
     def preempt(self) -> None:
         """Free the caches of the youngest running request; it waits, and continues later."""
-        slot = self._running[-1]
-        if self._released(slot):
-            self._remove(slot)
-            self._waiting.appendleft(slot)
+        entry = self._running[-1]
+        if self._released(entry):
+            self._remove(entry)
+            self._waiting.appendleft(entry)
 
     def _drop_cancelled(self) -> None:
-        for slot in [*self._running, *self._waiting]:
-            if slot.job.cancelled:
-                slot.job.put(Event("", [], 0, 0, "cancelled", slot.request.stats))
-                self._end(slot)
+        for entry in [*self._running, *self._waiting]:
+            if entry.job.cancelled:
+                entry.job.put(Event("", [], 0, 0, "cancelled", entry.request.stats))
+                self._end(entry)
 
     def _admit(self) -> None:
         """Start waiting requests, in their order, as long as there is room."""
         while self._waiting and len(self._running) < self._max_running:
-            running = [slot.request for slot in self._running]
+            running = [entry.request for entry in self._running]
             if not self._memory.admits(self._waiting[0].request, running):
                 break
-            slot = self._waiting.popleft()
+            entry = self._waiting.popleft()
             # A new list, as `jobs` in another thread would see a list empty while it is sorted.
-            self._running = sorted([*self._running, slot], key=lambda slot: slot.number)
-            self._start(slot)
+            self._running = sorted([*self._running, entry], key=lambda entry: entry.number)
+            self._start(entry)
 
-    def _start(self, slot: _Slot) -> None:
+    def _start(self, entry: _Entry) -> None:
         """Give a request its caches, and have it read what they do not hold."""
-        request = slot.request
+        request = entry.request
         if request.finished:
-            slot.job.put(request.empty_event())
-            self._end(slot)
+            entry.job.put(request.empty_event())
+            self._end(entry)
             return
         with ErrorCapture() as captured:
             request.resume()
-            slot.has_read = False
-            self._prefilling.append(slot)
+            entry.has_read = False
+            self._prefilling.append(entry)
         if captured.error is not None:
-            self._end(slot, captured.error)
+            self._end(entry, captured.error)
 
     def _prefill(self) -> None:
         """Read prompts in turn, up to this step's number of tokens, and their ends together."""
-        budget, ends = self._prefill_budget(), dict[_Slot, PromptPiece]()
+        budget, ends = self._prefill_budget(), dict[_Entry, PromptPiece]()
         while self._prefilling and budget > 0:
-            slot = self._prefilling.popleft()
+            entry = self._prefilling.popleft()
             # All chunks but the last end at multiples of CHUNK, as in unbatched prefill.
-            fits = slot.request.uncached_tokens <= budget
-            piece = slot.request.caches.next_piece(
+            fits = entry.request.uncached_tokens <= budget
+            piece = entry.request.caches.next_piece(
                 budget if fits else budget // CHUNK * CHUNK or budget
             )
             assert piece is not None
             budget -= len(piece.tokens)
             if piece.last:
-                ends[slot] = piece
+                ends[entry] = piece
                 continue
             clock = time.perf_counter()
-            if self._read(slot, piece):
-                self._prefilling.append(slot)
+            if self._read(entry, piece):
+                self._prefilling.append(entry)
             if len(piece.tokens) >= CHUNK // 2:
                 self._prefill_rate = len(piece.tokens) / (time.perf_counter() - clock)
-        shared, results = [slot for slot in ends if not slot.alone], []
+        shared, results = [entry for entry in ends if not entry.alone], []
         with ErrorCapture() as captured:
-            results = self._batch.read([ends[slot] for slot in shared])
+            results = self._batch.read([ends[entry] for entry in shared])
         read = dict(zip(shared, results, strict=False))
-        for slot, piece in ends.items():
-            if slot in shared and captured.error is not None:
-                self._restart_alone(slot)
+        for entry, piece in ends.items():
+            if entry in shared and captured.error is not None:
+                self._restart_alone(entry)
             else:
-                slot.has_read = self._read(slot, piece, read.get(slot))
+                entry.has_read = self._read(entry, piece, read.get(entry))
 
-    def _read(self, slot: _Slot, piece: PromptPiece, result: Any = None) -> bool:
+    def _read(self, entry: _Entry, piece: PromptPiece, result: Any = None) -> bool:
         """Read a piece of a prompt; whether the request goes on. An error ends it."""
         with ErrorCapture() as captured:
-            if event := slot.request.read(piece, result):
-                slot.job.put(event)
-        if captured.error is not None or slot.request.finished:
-            self._end(slot, captured.error)
+            if event := entry.request.read(piece, result):
+                entry.job.put(event)
+        if captured.error is not None or entry.request.finished:
+            self._end(entry, captured.error)
             return False
         return True
 
-    def _restart_alone(self, slot: _Slot) -> None:
+    def _restart_alone(self, entry: _Entry) -> None:
         """Rebuild the caches after an error in a shared forward, and read and step alone."""
-        slot.alone = True
-        if self._released(slot):
-            self._start(slot)
+        entry.alone = True
+        if self._released(entry):
+            self._start(entry)
 
-    def _released(self, slot: _Slot) -> bool:
+    def _released(self, entry: _Entry) -> bool:
         """Give a request's caches back; whether it can go on. An error ends it."""
         with ErrorCapture() as captured:
-            slot.request.release_caches()
+            entry.request.release_caches()
         if captured.error is not None:
-            self._end(slot, captured.error)
+            self._end(entry, captured.error)
         return captured.error is None
 
     def _prefill_budget(self) -> int:
@@ -200,35 +200,35 @@ class BatchScheduler:
         """Take a step of all texts, after preempting some if their caches would not fit."""
         while self._running[1:] and self._memory.overflows([s.request for s in self._running]):
             self.preempt()
-        ready = [slot for slot in self._running if slot.has_read]
-        slots = next(([slot] for slot in ready if slot.alone), ready)
-        if not slots:
+        ready = [entry for entry in self._running if entry.has_read]
+        entries = next(([entry] for entry in ready if entry.alone), ready)
+        if not entries:
             return
-        items = [BatchItem(slot.request) for slot in slots]
+        items = [BatchItem(entry.request) for entry in entries]
         with ErrorCapture() as forward:
             self._batch.step(items)
-        for slot, item in zip(slots, items, strict=True):
-            slot.alone = False
+        for entry, item in zip(entries, items, strict=True):
+            entry.alone = False
             if item.event is not None:
-                slot.job.put(item.event)
-            if slot.request.finished or item.error is not None:
-                self._end(slot, item.error)
+                entry.job.put(item.event)
+            if entry.request.finished or item.error is not None:
+                self._end(entry, item.error)
             elif forward.error is not None and len(items) == 1:
-                self._end(slot, forward.error)
+                self._end(entry, forward.error)
             elif forward.error is not None:  # no cache of the forward can be trusted
-                self._restart_alone(slot)
+                self._restart_alone(entry)
 
-    def _end(self, slot: _Slot, error: BaseException | None = None) -> None:
+    def _end(self, entry: _Entry, error: BaseException | None = None) -> None:
         """End a job, and free its caches."""
-        self._remove(slot)
+        self._remove(entry)
         with ErrorCapture() as captured:
-            slot.request.close()
+            entry.request.close()
         error = captured.error if error is None else error
         if error is not None:
-            slot.job.fail(error)
+            entry.job.fail(error)
 
-    def _remove(self, slot: _Slot) -> None:
-        slot.has_read = False
-        for slots in (self._running, self._prefilling, self._waiting):
-            if slot in slots:
-                slots.remove(slot)
+    def _remove(self, entry: _Entry) -> None:
+        entry.has_read = False
+        for entries in (self._running, self._prefilling, self._waiting):
+            if entry in entries:
+                entries.remove(entry)

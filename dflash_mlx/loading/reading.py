@@ -8,11 +8,12 @@ from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from huggingface_hub.errors import StrictDataclassError
 from mlx.utils import tree_flatten
 
 from ..errors import SettingsError, WeightsError
 from ..targets import Target
-from ..validation import ErrorWrapper, StrictDataclassError, TokenizersError
+from ..validation import ErrorWrapper, TokenizersError
 from .folder import StoredTensor
 from .quantization import Quantization, mode_of
 
