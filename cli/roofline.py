@@ -78,18 +78,19 @@ def show_models(name: str, chip: str | None, memory: int | None, json: bool) -> 
     where = _chip(chip)
     limit = usable_bytes() if memory is None else working_set(memory * 2**30)
     with waiting("Predicting"):
-        from dflash_mlx.bench.macs import CONTEXT, predict_all
+        from dflash_mlx.bench.macs import CONTEXT, known_models
 
-        every = predict_all(where, limit)
-    found = [one for one in every if name.lower() in one.target.lower()]
+        fitting = [one.predict(where) for one in known_models() if one.memory <= limit]
+    found = [one for one in fitting if name.lower() in one["target"].lower()]
+    found.sort(key=lambda one: -one["plain"])
     if json:
         content: dict[str, Any] = {"prediction": True, "chip": asdict(where), "bytes": limit}
-        print_json(content | {"context": CONTEXT, "models": [asdict(one) for one in found]})
+        print_json(content | {"context": CONTEXT, "models": found})
         return
     table = make_table("target", "bits", "GB", "plain", "16 rows", "drafted", padding=1)
     for one in found:
-        figures = f"{one.gigabytes:.1f}", rate(one.plain), f"{one.step_cost:.1f}"
-        table.add_row(one.target, f"{one.bits}", *figures, rate(one.drafted or 0))
+        figures = f"{one['gigabytes']:.1f}", rate(one["plain"]), f"{one['step_cost']:.1f}"
+        table.add_row(one["target"], f"{one['bits']}", *figures, rate(one["drafted"] or 0))
     stdout().print(table if found else "None of them fits.")
     note(
         f"Predictions, not measurements, for {where.name} and {sized(limit)} that its GPU may use."

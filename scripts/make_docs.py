@@ -21,7 +21,7 @@ from typing import Any, get_args
 from pydantic import AliasChoices
 from typer.main import get_command
 
-from dflash_mlx.bench.macs import BITS, KnownModel, known_models, predict
+from dflash_mlx.bench.macs import BITS, KnownModel, known_models
 from dflash_mlx.cli.app import app
 from dflash_mlx.errors import ConfigError
 from dflash_mlx.machine.chips import chip_named
@@ -231,9 +231,9 @@ def _cell(model: KnownModel, chip: str, memory: int) -> str:
     """A model's predicted figures on a Mac; empty if it does not fit."""
     if model.memory > working_set(memory * 2**30):
         return ""
-    found = predict(model, chip_named(chip))
-    drafted = "" if found.drafted is None else f" · {found.drafted:.0f}"
-    return f"{found.plain:.0f} · {found.step_cost:.1f}{drafted}"
+    found = model.predict(chip_named(chip))
+    drafted = "" if found["drafted"] is None else f" · {found['drafted']:.0f}"
+    return f"{found['plain']:.0f} · {found['step_cost']:.1f}{drafted}"
 
 
 def main() -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import tomllib
 import zipfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
-from itertools import product, zip_longest
+from itertools import count, product, zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -101,13 +101,8 @@ def parse_object(text: str, source: str) -> dict[str, Any]:
 
 def limit_per_category(prompts: list[BenchPrompt], limit: int) -> list[BenchPrompt]:
     """The first `limit` prompts of each category, in their order."""
-    seen: Counter[str] = Counter()
-    kept = []
-    for prompt in prompts:
-        seen[prompt.category] += 1
-        if seen[prompt.category] <= limit:
-            kept.append(prompt)
-    return kept
+    numbers: dict[str, Iterator[int]] = defaultdict(count)
+    return [prompt for prompt in prompts if next(numbers[prompt.category]) < limit]
 
 
 def choose_protocol_prompts(suite: Sequence[BenchPrompt]) -> list[BenchPrompt]:
@@ -155,44 +150,34 @@ class Suite:
     template: str = "{}"
     short_template: str | None = None
 
-    def turns(self, values: Sequence[Any]) -> tuple[str, ...]:
-        """The user's messages for a row's values: one per item if the first value is a list."""
-        if isinstance(values[0], list):
-            return tuple(values[0])
-        is_short = self.short_template is not None and not values[-1]
-        template = self.short_template if is_short else self.template
-        return (str(template).format(*values),)
-
     def prompts(self, name: str, path: Path) -> list[BenchPrompt]:
         """Read the prompts from the suite's file at `path`, in their order.
 
-        Raises `DataError` for a file of another form, and `MissingDependencyError`.
+        A row's user messages are one per item if the first column is a list. Raises `DataError` for
+        a file of another form, and `MissingDependencyError`.
         """
         found = []
         for number, row in enumerate(_rows(path), start=1):
-            where = f"{name}, row {number} of {path}"
-            first, *then = self.turns([_column(row, column, where) for column in self.columns])
-            question = ({"role": "user", "content": first},)
-            found.append(BenchPrompt(name, question, then=tuple(then), source=where))
+            where, values = f"{name}, row {number} of {path}", list[Any]()
+            for names in self.columns:
+                present = [one for one in names.split("|") if one in row]
+                if not present:
+                    either = " or ".join(map(repr, names.split("|")))
+                    raise DataError(f"{where}: there is no column {either}.")
+                values.append(row[present[0]])
+            template = self.template
+            if self.short_template is not None and not values[-1]:
+                template = self.short_template
+            turns = values[0] if isinstance(values[0], list) else [template.format(*values)]
+            question = ({"role": "user", "content": turns[0]},)
+            found.append(BenchPrompt(name, question, then=tuple(turns[1:]), source=where))
         if not found:
             raise DataError(f"{path}: there is no prompt in it.")
         return found
 
 
-def _column(row: dict[str, Any], names: str, where: str) -> Any:
-    """A row's value under the first of the names that it has. Raises `DataError`."""
-    found = next((name for name in names.split("|") if name in row), None)
-    if found is None:
-        raise DataError(f"{where}: there is no column {' or '.join(map(repr, names.split('|')))}.")
-    return row[found]
-
-
-def _read_suites() -> dict[str, Suite]:
-    content = files(__package__).joinpath("suites.toml").read_text("utf-8")
-    return {name: Suite(**fields) for name, fields in tomllib.loads(content).items()}
-
-
-SUITES = _read_suites()
+_SUITES = tomllib.loads(files(__package__).joinpath("suites.toml").read_text("utf-8"))
+SUITES = {name: Suite(**fields) for name, fields in _SUITES.items()}
 
 
 def suite_prompts(name: str, hub: Hub, folder: Path | None = None) -> list[BenchPrompt]:
@@ -207,10 +192,8 @@ def suite_prompts(name: str, hub: Hub, folder: Path | None = None) -> list[Bench
         DataError: a file is missing from the folder or has another form.
     """
     suite = SUITES[name]
-    if folder is not None:
-        paths = local_files(name, folder)
-    else:
-        paths = [hub.fetch_data(suite.repository, file) for file in suite.files]
+    hubs = (hub.fetch_data(suite.repository, file) for file in suite.files)
+    paths = hubs if folder is None else local_files(name, folder)
     return [prompt for path in paths for prompt in suite.prompts(name, path)]
 
 

@@ -49,27 +49,26 @@ class KnownModel:
     drafter: int
     memory: int
 
+    def predict(self, chip: Chip) -> dict[str, Any]:
+        """Predict speeds on a chip, from bytes, operations and launches.
 
-@dataclass(frozen=True)
-class ModelPrediction:
-    """The prediction for a model on a chip.
-
-    Attributes:
-        target: the repository of its original weights.
-        bits: of a weight.
-        gigabytes: of weights, drafter and context.
-        plain: tokens per second without a drafter.
-        step_cost: time of a step that drafts and verifies 16 rows, in plain steps. Drafting is
-            faster where more tokens than that are accepted.
-        drafted: tokens per second in such steps; None without a published acceptance length.
-    """
-
-    target: str
-    bits: int
-    gigabytes: float
-    plain: float
-    step_cost: float
-    drafted: float | None
+        plain is tokens per second without a drafter. step_cost is the time of a step that drafts
+        and verifies 16 rows, in plain steps: drafting is faster where more tokens are accepted.
+        drafted is tokens per second in such steps; None without a published acceptance length.
+        """
+        acceptance = self.pair.acceptance
+        plain, *_, widest = predict_steps(self.shapes, chip, acceptance or ASSUMED)
+        head = max(self.shapes.matrices, key=lambda matrix: matrix.columns)
+        drafting = chip.reading(self.drafter + head.size) + DRAFT_LAUNCHES * chip.launch
+        step = 1e-3 * widest.milliseconds + drafting
+        return {
+            "target": self.pair.targets[0],
+            "bits": self.bits,
+            "gigabytes": self.memory / 1e9,
+            "plain": plain.tokens_per_second,
+            "step_cost": 1e3 * step / plain.milliseconds,
+            "drafted": None if acceptance is None else acceptance / step,
+        }
 
 
 def known_models() -> Iterator[KnownModel]:
@@ -94,48 +93,23 @@ def known_models() -> Iterator[KnownModel]:
             yield KnownModel(pair, bits, shapes, drafter, memory + drafter)
 
 
-def predict(model: KnownModel, chip: Chip) -> ModelPrediction:
-    """Predict the speeds of a model on a chip, from bytes, operations and launches."""
-    acceptance = model.pair.acceptance
-    plain, *_, widest = predict_steps(model.shapes, chip, acceptance or ASSUMED)
-    head = max(model.shapes.matrices, key=lambda matrix: matrix.columns)
-    drafting = chip.reading(model.drafter + head.size) + DRAFT_LAUNCHES * chip.launch
-    step = 1e-3 * widest.milliseconds + drafting
-    return ModelPrediction(
-        target=model.pair.targets[0],
-        bits=model.bits,
-        gigabytes=model.memory / 1e9,
-        plain=plain.tokens_per_second,
-        step_cost=1e3 * step / plain.milliseconds,
-        drafted=None if acceptance is None else acceptance / step,
-    )
-
-
-def predict_all(chip: Chip, limit: float) -> list[ModelPrediction]:
-    """The known models that take at most `limit` bytes, by plain speed on a chip."""
-    found = [predict(model, chip) for model in known_models() if model.memory <= limit]
-    return sorted(found, key=lambda one: one.plain, reverse=True)
-
-
 def _quantized(config: dict[str, Any], bits: int) -> nn.Module:
     """A model in some bits as it is usually converted, with weights that are never computed."""
-    if config["model_type"] != MXFP4:
-        return model_of(config, Path("configs.json"), Quantization.of(bits))
-    model = model_of(config, Path("configs.json"), None)
+    experts_apart = config["model_type"] == MXFP4
+    model = model_of(config, Path(), None if experts_apart else Quantization.of(bits))
+    if experts_apart:
 
-    def is_expert(path: str, module: nn.Module) -> bool:
-        return "experts." in path and hasattr(module, "to_quantized")
+        def is_expert(path: str, module: nn.Module) -> bool:
+            return "experts." in path and hasattr(module, "to_quantized")
 
-    nn.quantize(model, 32, 4, mode="mxfp4", class_predicate=is_expert)
-    Quantization(8, 64).apply(model)
+        nn.quantize(model, 32, 4, mode="mxfp4", class_predicate=is_expert)
+        Quantization(8, 64).apply(model)
     return model
 
 
 def _drafter_bytes(config: dict[str, Any]) -> int:
     """The size of a DFlash drafter for a target, with its projection of taps."""
     text = text_config(config)
-    width, inner = text["hidden_size"], text["intermediate_size"]
-    if text.get("num_experts") or text.get("num_local_experts"):
-        inner = 3 * width  # drafters of experts are dense
-    layer = width * (DRAFT_ATTENTION + 3 * inner)
-    return 2 * (DRAFT_LAYERS * layer + DRAFT_LAYERS * width * width)
+    width, experts = text["hidden_size"], text.get("num_experts") or text.get("num_local_experts")
+    inner = 3 * width if experts else text["intermediate_size"]  # drafters of experts are dense
+    return 2 * DRAFT_LAYERS * width * (DRAFT_ATTENTION + 3 * inner + width)

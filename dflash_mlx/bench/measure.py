@@ -222,8 +222,7 @@ def run_mlx_lm(target: Target, prompt: Sequence[int], settings: Mapping[str, Any
 
 def warm_up(target: Target, drafter: Drafter | None, block_size: int | None = None) -> None:
     """Run a few short steps, so that compiling kernels does not count as decoding."""
-    prompt = [0] * 8
-    generate(target, None, prompt, max_tokens=2)
+    generate(target, None, [0] * 8, max_tokens=2)
     if drafter is not None:
         rows = resolve_block_size(drafter, block_size)
-        generate(target, drafter, prompt, max_tokens=2 * rows, block_size=block_size)
+        generate(target, drafter, [0] * 8, max_tokens=2 * rows, block_size=block_size)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError, OutputError
-from ..events import Result, Stats
+from ..events import Result
 from ..machine.facts import nearest_there
 from ..validation import read_json
 from .datasets import BenchPrompt
@@ -76,13 +76,6 @@ class PromptRuns:
     def main(self) -> Result:
         """The first drafted run, or the first run of all without a drafter."""
         return self.runs[chain_method(self.runs) or next(iter(self.runs))][0]
-
-    @property
-    def exact(self) -> bool | None:
-        """Whether the text is the known answer; None if none is known."""
-        if self.prompt.answer is None:
-            return None
-        return self.main.text.strip() == self.prompt.answer.strip()
 
     def speedups(self, method: str) -> list[float]:
         """The speed of each run over the plain run of the same turn."""
@@ -155,7 +148,8 @@ def _prompt(one: PromptRuns) -> dict[str, Any]:
 def _summary(category: str, measured: Sequence[PromptRuns]) -> dict[str, Any]:
     """The figures of some prompts, by method. Tokens are those of one run of each prompt."""
     stats = [one.main.stats for one in measured]
-    exact = [one.exact for one in measured if one.exact is not None]
+    answers = [(one.main.text, one.prompt.answer) for one in measured]
+    exact = [text.strip() == answer.strip() for text, answer in answers if answer is not None]
     return {
         "category": category,
         "prompts": len(measured),
@@ -188,10 +182,8 @@ def _method_summary(name: str, measured: Sequence[PromptRuns]) -> dict[str, Any]
 def spread(values: Iterable[float]) -> dict[str, float] | None:
     """Median and quartiles: half of the values lie between "low" and "high"; None without any."""
     found = list(values)
-    names = ("low", "median", "high")
-    if not found:
-        return None
-    return dict(zip(names, np.quantile(found, (0.25, 0.5, 0.75)).tolist(), strict=True))
+    low, middle, high = np.quantile(found, (0.25, 0.5, 0.75)).tolist() if found else (0.0,) * 3
+    return {"low": low, "median": middle, "high": high} if found else None
 
 
 def _protocol_figures(answers: Sequence[PromptRuns]) -> dict[str, Any]:
@@ -200,29 +192,24 @@ def _protocol_figures(answers: Sequence[PromptRuns]) -> dict[str, Any]:
     `speedup` and `over_mlx_lm` are mean seconds per token over those of drafting. They are None
     where that method did not run.
     """
-    method = chain_method(answers[0].runs) or PLAIN
-    first = {
-        name: [one.runs[name][0].stats for one in answers if name in one.runs]
-        for name in (method, PLAIN, MLX_LM)
-    }
-    drafted = _seconds_per_token(first[method])
+    method, seconds, lengths = chain_method(answers[0].runs) or PLAIN, dict[str, float](), []
+    for name in (method, PLAIN, MLX_LM):
+        runs = [one.runs[name][0].stats for one in answers if name in one.runs]
+        if speeds := [stats.tokens_per_second for stats in runs if stats.tokens_per_second]:
+            seconds[name] = fmean(1 / speed for speed in speeds)
+        if name == method:
+            lengths = [stats.acceptance_length for stats in runs if stats.rounds]
 
     def over(baseline: str) -> float | None:
-        seconds = _seconds_per_token(first[baseline])
-        return seconds / drafted if seconds and drafted else None
+        known = baseline in seconds and method in seconds
+        return seconds[baseline] / seconds[method] if known else None
 
-    lengths = [stats.acceptance_length for stats in first[method] if stats.rounds]
     return {
         "answers": len(answers),
         "speedup": over(PLAIN),
         "over_mlx_lm": over(MLX_LM),
         "acceptance_length": fmean(lengths) if lengths else None,
     }
-
-
-def _seconds_per_token(runs: Sequence[Stats]) -> float | None:
-    speeds = [stats.tokens_per_second for stats in runs if stats.tokens_per_second]
-    return fmean(1 / speed for speed in speeds) if speeds else None
 
 
 def describe_difference(one: Mapping[str, Any]) -> str:

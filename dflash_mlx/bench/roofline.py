@@ -109,24 +109,16 @@ def predict_steps(shapes: Shapes, chip: Chip, acceptance: float) -> list[StepPre
 
     plain, steps = forward(1), []
     for rows in range(1, MAX_ROWS + 1):
-        seconds = forward(rows)
-        tokens = sum(probability**slot for slot in range(rows))
-        steps.append(
-            StepPrediction(
-                rows=rows,
-                milliseconds=1e3 * seconds,
-                tokens=tokens,
-                speedup=tokens * plain / seconds,
-                tokens_per_second=tokens / seconds,
-            )
-        )
+        seconds, tokens = forward(rows), sum(probability**slot for slot in range(rows))
+        speedup, speed = tokens * plain / seconds, tokens / seconds
+        steps.append(StepPrediction(rows, 1e3 * seconds, tokens, speedup, speed))
     return steps
 
 
 def recommended(steps: Sequence[StepPrediction]) -> StepPrediction:
     """The narrowest step within 1% of the fastest."""
-    best = max(step.tokens_per_second for step in steps)
-    return next(step for step in steps if step.tokens_per_second >= 0.99 * best)
+    enough = 0.99 * max(step.tokens_per_second for step in steps)
+    return next(step for step in steps if step.tokens_per_second >= enough)
 
 
 def slot_probability(acceptance: float) -> float:
@@ -156,11 +148,8 @@ def shapes_of(model: nn.Module, config: dict[str, Any], context: int) -> Shapes:
         for path, module in model.named_modules()
         if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
     } - {path for path, _, _ in found}
-    total = sum(
-        value.nbytes
-        for path, value in tree_flatten(model.parameters())
-        if path.rpartition(".")[0] not in looked_up
-    )
+    weights = tree_flatten(model.parameters())
+    total = sum(x.nbytes for path, x in weights if path.rpartition(".")[0] not in looked_up)
     other = total - sum(matrix.size * max(1, matrix.experts) for matrix in multiplied)
     layers: list[Any] = model.layers
     caches: list[Any] = make_prompt_cache(model)
@@ -212,24 +201,17 @@ def model_of(config: dict[str, Any], file: Path, quantization: Quantization | No
     if own and quantization:
         raise SettingsError(f"{file}: quantized already, leave out --target-bits.")
     if own:
+        size = own["group_size"]
+
+        def choose(path: str, module: Any) -> bool | dict[str, Any]:
+            fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % size == 0
+            return own.get(path, fits)
+
         nn.quantize(
-            model,
-            own["group_size"],
-            own["bits"],
-            mode=own.get("mode", "affine"),
-            class_predicate=lambda path, module: _own_choice(own, path, module),
+            model, size, own["bits"], mode=own.get("mode", "affine"), class_predicate=choose
         )
     elif quantization:
         quantization.apply(model)
     elif "quantization_config" in config:
         raise ConfigError(f"{file}: not in MLX's format; name a conversion of the model.")
     return model
-
-
-def _own_choice(own: dict[str, Any], path: str, module: Any) -> bool | dict[str, Any]:
-    """How a config's quantization section treats a module."""
-    if path in own:
-        return own[path]
-    if not hasattr(module, "to_quantized"):
-        return False
-    return module.weight.shape[-1] % own["group_size"] == 0

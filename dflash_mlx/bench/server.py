@@ -186,10 +186,8 @@ def measure_concurrency(
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
     """Median and 95th percentile; nothing of no values."""
-    if not values:
-        return {}
-    middle, high = np.quantile(values, (0.5, 0.95)).round(4).tolist()
-    return {"median": middle, "p95": high}
+    found = np.quantile(values, (0.5, 0.95)).round(4).tolist() if values else ()
+    return dict(zip(("median", "p95"), found, strict=False))
 
 
 def open_url(request: Request, timeout: float) -> HTTPResponse:

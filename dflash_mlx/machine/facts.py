@@ -12,7 +12,6 @@ from pathlib import Path
 from .blas import BlasInfo
 
 GB = 1e9
-SMALL_MAC = 32 * 2**30  # bytes of memory
 BUSY = 0.75  # processes per core that run or want to, over the last minute
 DISTRIBUTION = "dflash-lossless"  # what pip calls this package
 
@@ -74,11 +73,8 @@ def usable_bytes() -> int:
 
 
 def working_set(memory: float) -> float:
-    """Bytes that the GPU may use of a Mac's memory: what macOS recommends, as others report it.
-
-    Two thirds up to 32 GiB (5.3 GiB of 8, 10.7 of 16, 21.3 of 32), and three quarters above.
-    """
-    return memory * (2 / 3 if memory <= SMALL_MAC else 3 / 4)
+    """Bytes that macOS lets the GPU use of a Mac's memory: a share that grows beyond 32 GiB."""
+    return memory * (2 / 3 if memory <= 32 * 2**30 else 3 / 4)
 
 
 def _system() -> str:

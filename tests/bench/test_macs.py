@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from program import run
 
 from dflash_mlx.bench import macs
-from dflash_mlx.bench.macs import known_models, predict
+from dflash_mlx.bench.macs import known_models
 from dflash_mlx.bench.roofline import model_of
 from dflash_mlx.loading.registry import pairs
 from dflash_mlx.machine.chips import chip_named
@@ -35,12 +35,13 @@ def test_shapes_have_as_many_parameters_as_the_name_says(name):
     "bits, plain", [(4, 14.7), (8, 8.2)]
 )  # Qwen3.8-27B on an M4 Pro, as mlx-dspark measured it
 def test_a_speed_that_others_measured(models, bits, plain):
-    found = predict(models["Qwen/Qwen3.8-27B", bits], chip_named("M4 Pro"))
-    assert found.plain == pytest.approx(plain, rel=0.05) and found.drafted is None
-    assert 1 < found.step_cost < 3  # they had 2.1 to 4.2 times the speed
-    known = predict(models["Qwen/Qwen3-8B", bits], chip_named("M4 Pro"))
-    acceptance = models["Qwen/Qwen3-8B", bits].pair.acceptance
-    assert known.drafted == pytest.approx(known.plain * acceptance / known.step_cost)
+    chip, known = chip_named("M4 Pro"), models["Qwen/Qwen3-8B", bits]
+    found = models["Qwen/Qwen3.8-27B", bits].predict(chip)
+    assert found["plain"] == pytest.approx(plain, rel=0.05) and found["drafted"] is None
+    assert 1 < found["step_cost"] < 3  # they had 2.1 to 4.2 times the speed
+    row = known.predict(chip)
+    drafted = row["plain"] * known.pair.acceptance / row["step_cost"]
+    assert row["drafted"] == pytest.approx(drafted)
 
 
 def test_sizes_are_those_of_the_files(models):
