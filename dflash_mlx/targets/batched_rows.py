@@ -17,8 +17,7 @@ import mlx.core as mx
 from .internals import mask_of
 from .kv_slots import RowSpan, SlotArray, SlotRows
 from .session import TargetSession
-
-AXES = 9  # of positions, so that nothing but `rotate_rows` can use them
+from .tree_attention import AXES
 
 
 class PerRequest:

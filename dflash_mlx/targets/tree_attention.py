@@ -28,14 +28,12 @@ from .internals import (
 )
 from .overrides import Overrides, rebind_globals
 from .rollbacks import RowRollback
-from .tree import Tree
+
+AXES = 9  # of a batch's positions, so that nothing but `rotate_rows` can use them
 
 
 def rotate_rows(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    overrides: Overrides,
-    tree: Callable[[], Tree | None],
+    model: nn.Module, layers: Sequence[nn.Module], overrides: Overrides, tree: Callable[[], Any]
 ) -> None:
     """Have a model rotate each row by its own position: in a tree, and in a batch.
 
@@ -43,19 +41,16 @@ def rotate_rows(
         model: the model.
         layers: its decoder layers.
         overrides: of such forwards, to which the rotations are added.
-        tree: returns the tree in the running forward; a batch's offsets are positions already.
+        tree: returns the `Tree` in the running forward; None if it is a batch's, whose offsets are
+            positions already.
     """
-
-    def depths() -> mx.array:
-        found = tree()
-        if found is None:
-            raise TypeError("The model does not rotate each row by its position.")
-        return found.depths
 
     def by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
         def call(rope: nn.Module, x: mx.array, offset: Any = 0, **settings: Any) -> mx.array:
-            is_one = not isinstance(offset, mx.array) or not offset.ndim
-            positions = offset + depths() if is_one else offset.flatten()
+            found, axes = tree(), offset.ndim if isinstance(offset, mx.array) else 0
+            if found is None and axes != AXES:
+                raise TypeError("The model does not rotate each row by its position.")
+            positions = offset.flatten() if axes else offset + found.depths
             # Rows on the batch axis: there each may have its own position.
             rows = x if len(x) > 1 else x.swapaxes(0, -2)
             rotated = own(rope, rows, offset=positions, **settings)
@@ -69,7 +64,7 @@ def rotate_rows(
     forward = type(inner).__call__
     if scale := getattr(forward, "__globals__", {}).get(QUERY_SCALE):
         # It returns factors [N, 1] for consecutive positions.
-        by_depth = {QUERY_SCALE: lambda *args: scale(*args)[depths()]}
+        by_depth = {QUERY_SCALE: lambda *args: scale(*args)[tree().depths]}
         overrides.replace(inner, rebind_globals(forward, **by_depth))
 
 
