@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -191,7 +192,7 @@ def read_target(folder: Folder) -> tuple[nn.Module, dict[str, Any]]:
         load_file(file)  # so that an error about a file does not blame the config
     wrong = f"{folder.path / 'config.json'}: mlx-lm cannot load it"
     with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
-        config = spelled_for(folder.config)
+        config = spelled_for(deepcopy(folder.config))  # some classes change their arguments
         with TemporaryDirectory() as view:  # mlx-lm would read other files than the index's, too
             for file in (*folder.files, *folder.path.glob("*.json")):
                 Path(view, file.name).symlink_to(file.resolve())
