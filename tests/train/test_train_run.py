@@ -237,24 +237,20 @@ def test_mistakes_of_usage_are_told_first(tmp_path, options, message, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "depth", "said"),
     [
-        ({"layers": 4}, "lower --layers"),
-        ({"block_size": 5000}, "block_size"),
+        ({"layers": 4}, None, "lower --layers"),
+        ({"block_size": 5000}, None, "block_size"),
+        ({}, 30, "another target"),
     ],
 )
-def test_shapes_are_judged_before_anything_is_answered(tmp_path, target, wrong, said):
+def test_shapes_are_judged_before_anything_is_answered(tmp_path, target, wrong, depth, said):
+    folder, warm = tinymodels.save_drafter(tmp_path / "warm", seed=3, block_size=4), None
+    if depth is not None:
+        raw = json.loads((folder / "config.json").read_text())
+        warm = (load_drafter(str(folder)), raw | {"num_target_layers": depth})
     with pytest.raises(DFlashError, match=said):
-        train(target, tmp_path / "out", Recipe(synthesize=2, **wrong))
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_drafter_to_start_from_is_judged_before_anything_is_answered(tmp_path, target):
-    folder = tinymodels.save_drafter(tmp_path / "warm", seed=3, block_size=4)
-    raw = json.loads((folder / "config.json").read_text())
-    warm = (load_drafter(str(folder)), raw | {"num_target_layers": 30})
-    with pytest.raises(IncompatibleDrafterError):
-        train(target, tmp_path / "out", Recipe(synthesize=2), warm)
+        train(target, tmp_path / "out", Recipe(synthesize=2, **wrong), warm)
     assert not (tmp_path / "out").exists()
 
 
