@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import SettingsError
-from ..targets import Target
 from ..validation import text_config
+
+if TYPE_CHECKING:
+    from ..targets import Target
 
 DEEP = 12  # targets with fewer layers are tapped at three layers instead of five
 # By kind: the architecture, and further fields of the config and of its `dflash_config`.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import ConfigError, DataError, OutputError, SettingsError
 from ..settings import SEED_BITS, check_fields, described, instance_of, setting
 from ..validation import MAX_INT32, read_json
+from .initial import KINDS
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -50,7 +51,7 @@ class Recipe:
     kind: str = setting(
         *("dflash", "dflash, dflash2 or dspark.", str),
         metavar="KIND",
-        choices=("dflash", "dflash2", "dspark"),
+        choices=tuple(KINDS),
     )
     block_size: int = setting(
         8, "Rows of a block, with the known first one.", int, 2, MAX_INT32, "N"
