@@ -47,11 +47,15 @@ def raw_config(dflash2=True, nested=(), **fields):
 
 def random_weight(name, old):
     """Weights that leave no term small: norms near 1, biases and kernels far from 0."""
+    if name == "d2t":  # of scattered tokens
+        kept = np.random.default_rng(0).permutation(SHAPE["vocab_size"])[: len(old)]
+        return mx.array(np.sort(kept) - np.arange(len(old)))
     noise = mx.random.normal(old.shape)
     if "norm" in name:
         return 1 + 0.2 * noise
     if name.endswith("proj.bias") or "base_kernel" in name:
         return 0.5 * noise
+    noise = 2 * noise if "markov_w" in name else noise
     return noise if "codebook" in name else noise / old.shape[-1] ** 0.5
 
 

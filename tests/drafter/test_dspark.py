@@ -6,13 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference
+import test_dflash2
 from golden import corrected
 from mlx.utils import tree_flatten
-from test_dflash2 import SHAPE, distance, random_weight
+from test_dflash2 import SHAPE, distance
 
 from dflash_mlx.drafter.candidates import Slots
-from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.networks import ADAPTER, EMBEDDING, HEAD, MASK, network_for
+from dflash_mlx.drafter.networks import ADAPTER, EMBEDDING, HEAD, MASK
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import RequestSettings
 
@@ -33,22 +33,9 @@ def raw_config(**fields):
     }
 
 
-def build(config, parts=(EMBEDDING, HEAD), seed=0):
+def build(config, parts=(EMBEDDING, HEAD)):
     """A drafter with random weights; with a reduced vocabulary, one of scattered tokens."""
-    mx.random.seed(seed)
-    resolved = DraftConfig.from_dict(config)
-    drafter = network_for(resolved)(resolved, parts)
-    weights = [
-        (name, random_weight(name, value)) for name, value in tree_flatten(drafter.parameters())
-    ]
-    for at, (name, _) in enumerate(weights):
-        if name == "d2t":
-            kept = np.sort(np.random.default_rng(seed).permutation(VOCABULARY)[:DRAFTED])
-            weights[at] = name, mx.array(kept - np.arange(DRAFTED))
-        if "markov_w" in name:
-            weights[at] = name, 2 * weights[at][1]
-    drafter.load_weights(weights)
-    return drafter
+    return test_dflash2.build(config, parts=parts)
 
 
 def expected(drafter, taps, anchor, rows):
