@@ -42,7 +42,8 @@ def test_a_job_begins_where_another_has_been(family):
         assert [result.stats.reused_tokens for result in results[:2]] == [40, 40]
 
 
-def test_who_gives_way_goes_on_from_the_store():
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_who_gives_way_goes_on_from_the_store_or_is_cancelled(cancelled):
     model = target()
     store = dm.PrefixStore(model, None, memory=2**28, chunk=CHUNK)
     prompts = [prompt_of(30, seed) for seed in (1, 2)]
@@ -51,26 +52,14 @@ def test_who_gives_way_goes_on_from_the_store():
     for _ in range(12):
         played.scheduler.step()
     played.scheduler.preempt()
-    played.scheduler.step()
-    assert (
-        played.scheduler._running[-1].request.caches.target_session.position >= 40
-    )  # in one step, of 41 or more
+    jobs[1].cancelled = cancelled
+    if not cancelled:
+        played.scheduler.step()  # reads 40 of 41 tokens or more at once
+        assert played.scheduler._running[-1].request.caches.target_session.position >= 40
     played.run()
-    for job, prompt in zip(jobs, prompts, strict=True):
+    assert jobs[1].result().finish_reason == ("cancelled" if cancelled else "length")
+    for job, prompt in zip(jobs[: 1 if cancelled else 2], prompts, strict=False):
         assert job.result().tokens == dm.generate(model, None, prompt, max_tokens=20).tokens
-
-
-def test_who_gives_way_may_be_cancelled():
-    model = target()
-    store = dm.PrefixStore(model, None, memory=2**28, chunk=CHUNK)
-    played = Played(model, None, SharedBatch(model, None))
-    jobs = [played.submit(prompt_of(30, seed), max_tokens=20, prefix=store) for seed in (1, 2)]
-    for _ in range(4):
-        played.scheduler.step()
-    played.scheduler.preempt()
-    jobs[1].cancelled = True
-    played.run()
-    assert [job.result().finish_reason for job in jobs] == ["length", "cancelled"]
 
 
 def test_the_store_is_told_what_is_alive():
@@ -91,7 +80,11 @@ def test_a_conversation_has_its_own_store():
     with dm.Engine(model, None, prefix=store) as engine:
         kept = dm.Conversation(model, None)
         assert engine.submit([1, 2], max_tokens=2, conversation=kept).result().tokens
-        with pytest.raises(SettingsError, match="prefix"):
+        with pytest.raises(SettingsError, match="give it to the Conversation"):
             engine.submit([1, 2], conversation=kept, prefix=store)
     with pytest.raises(SettingsError, match="prefix"):
         dm.Engine(model, None, prefix=5)
+    with pytest.raises(SettingsError, match="prefix must be None or"):
+        dm.generate(model, None, [1, 2], prefix=8)
+    with pytest.raises(SettingsError, match="of another target or drafter"):
+        dm.generate(target("llama"), None, [1, 2], prefix=store)

@@ -35,18 +35,17 @@ def pair(kind):
 
 
 @KINDS
-def test_a_second_turn_reads_what_is_new(kind):
-    here, prompt, answer = store(*pair(kind)), text(50), text(30, 1)
-    assert request(here, prompt, answer) == 0
+def test_chats_begin_where_others_have_been(kind):
+    here, prompt, answer = store(*pair(kind), stride=1000), text(50), text(30, 1)
+    assert request(here, prompt, answer, ends=(30, 47)) == 0
     again = [*prompt, *answer, *text(9, 2)]
     assert request(here, again) == 79  # the last token of an answer is in no cache
-
-
-@KINDS
-def test_a_template_may_leave_out_the_thoughts_of_earlier_turns(kind):
-    here, prompt = store(*pair(kind)), text(50)
-    request(here, prompt, text(30, 1), ends=(47,))
-    assert request(here, [*prompt[:47], *text(20, 2)]) == 47
+    assert request(here, [*prompt[:47], *text(20, 2)]) == 47  # without the earlier turn's thoughts
+    assert request(here, [*prompt[:30], *text(40, 4)]) == 30  # after the same system prompt
+    long = text(100, 5)  # with a checkpoint every 32 tokens
+    here = store(*pair(kind))
+    request(here, long)
+    assert request(here, [*long[:70], *text(9, 1)]) == (70 if kind == (True, True) else 64)
 
 
 def test_a_conversation_has_one_tail():
@@ -70,25 +69,11 @@ def test_a_prompt_that_parts_is_found_up_to_there_the_third_time(kind):
 
 
 @KINDS
-def test_a_system_prompt_serves_the_second_chat(kind):
-    """Where the first chat's messages say that others will part from it."""
-    here, system = store(*pair(kind), stride=1000), text(30)
-    held = [request(here, [*system, *text(40, seed)], ends=(30, 68)) for seed in (1, 2)]
-    assert held == [0, 30]
-
-
-@KINDS
 def test_the_end_of_a_prompt_is_always_read(kind):
     """Two rows at least, so that they are computed as in a prompt that is read whole."""
     here, prompt = store(*pair(kind)), text(4 * CHUNK)
     for length in range(1, len(prompt) + 1):
         assert request(here, prompt[:length]) <= max(0, length - 2)
-
-
-def test_a_long_prompt_has_marks_on_the_way():
-    here, prompt = store(Target(False)), text(100)
-    request(here, prompt)
-    assert request(here, [*prompt[:70], *text(9, 1)]) == 64
 
 
 def test_other_models_bits_and_people_share_nothing(tmp_path):

@@ -8,7 +8,6 @@ from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
-from dflash_mlx.errors import SettingsError
 from dflash_mlx.prompt import branch_points, encode_prompt
 
 SMALL = 8
@@ -61,14 +60,6 @@ def test_a_cancelled_answer_is_stored_as_far_as_it_came(family):
     assert result.tokens == dm.generate(target, None, again, max_tokens=5).tokens
 
 
-def test_a_prompt_is_stored_before_its_answer_is_there():
-    target, prompt = tiny_target(), small_prompt(40, seed=1)
-    store = store_of(target)
-    events = dm.stream_generate(target, None, prompt, prefix=store)
-    next(events), next(events)
-    assert dm.generate(target, None, prompt, max_tokens=1, prefix=store).stats.reused_tokens == 38
-
-
 def test_a_conversation_goes_on_with_its_own_caches_first():
     target, drafter = tiny_target(), random_drafter()
     store, prompt, reused = store_of(target, drafter), small_prompt(40, seed=2), []
@@ -100,15 +91,3 @@ def test_threads_share_a_store():
     assert found == {0: alone, 1: alone}
     stats = dm.generate(target, drafter, prompts[2], max_tokens=1, prefix=store).stats
     assert stats.reused_tokens == 58  # what other threads have computed is used in this one
-
-
-def test_settings_that_do_not_fit_together_are_refused():
-    target = tiny_target()
-    store = store_of(target)
-    chat = dm.Conversation(target, None, prefix=store)
-    with pytest.raises(SettingsError, match="give it to the Conversation"):
-        dm.generate(target, None, [1, 2], conversation=chat, prefix=store)
-    with pytest.raises(SettingsError, match="prefix must be None or dm.PrefixStore"):
-        dm.generate(target, None, [1, 2], prefix=8)
-    with pytest.raises(SettingsError, match="of another target or drafter"):
-        dm.generate(tiny_target("llama"), None, [1, 2], prefix=store)
