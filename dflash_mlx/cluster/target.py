@@ -106,7 +106,7 @@ class LeaderSession(TargetSession):
     def numbered(self, found: Any, method: str, arguments: Sequence[Any]) -> Any:
         """A method's result with the number that it gets on the other ranks, which repeat it."""
         if found == {} and self._others_can_trim:
-            return found  # nobody has a state
+            return found  # no rank has such a state
         known = map(_by_number, arguments)
         number = self._leader.repeat(self.number, method, *known)
         if isinstance(found, Checkpoint):
