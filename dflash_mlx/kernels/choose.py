@@ -23,7 +23,6 @@ from typing import Any
 import mlx.core as mx
 
 from ..machine.facts import cache_folder
-from .shapes import Matrix
 
 Rows = Mapping[str, frozenset[int]]  # the rows at which ours run, by form
 NONE: frozenset[int] = frozenset()
@@ -75,18 +74,6 @@ def has_tensor_units(device: Mapping[str, Any], macos: str) -> bool:
 def tensor_key(key: str) -> str:
     """The name of weights on tensor units. In `Rows`, they run on those at all rows of `key`."""
     return f"{key} on tensor units"
-
-
-def exact_by_default(model: Iterable[Matrix], rows: Rows) -> bool:
-    """Whether sending every row through our kernels costs nothing, from 1 row to 16.
-
-    Exact decoding keeps off tensor units, so what won on those shows nothing.
-    """
-    every = set(range(1, WIDEST + 1))
-    return all(
-        every <= rows.get(matrix.key, NONE) and not rows.get(tensor_key(matrix.key))
-        for matrix in model
-    )
 
 
 def is_large(chip: str) -> bool:

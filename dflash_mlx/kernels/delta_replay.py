@@ -88,14 +88,13 @@ class DeltaRule(Launcher):
         Raises:
             KernelError: shapes or dtypes that do not fit, or that the kernel does not take.
         """
-        check(tape, queries, parents)
         nodes = range(tape.keys.shape[1])
         tree = None if parents is None else [(n - 1) // 2 if n else -1 for n in nodes]
         self._first_use(
             "a chain of" if parents is None else "a tree of",
             lambda tape, queries: self._verify(queries, tape, tree),
             lambda tape, queries: delta_verify_reference(queries, tape, tree),
-            tape,
+            *(tape, queries, parents),
         )
         return self._verify(queries, tape, parents)
 
@@ -125,7 +124,6 @@ class DeltaRule(Launcher):
         Raises:
             KernelError: as `verify`.
         """
-        check(tape)
         rows = mx.arange(tape.keys.shape[1])
         self._first_use(
             "the replay of",
@@ -148,22 +146,35 @@ class DeltaRule(Launcher):
         slots: int = 0,
     ) -> list[mx.array]:
         """A launch, four state rows per SIMD-group."""
-        (key_heads, key_dim), (heads, value_dim) = tape.keys.shape[2:], tape.values.shape[2:]
-        constants: dict[str, Constant] = {"T": tape.keys.dtype, "B": tape.beta.dtype, "DK": key_dim}
-        constants |= {"HK": key_heads, "HV": heads, "DV": value_dim}
-        if slots:
-            constants["SLOTS"] = slots
-        grid = 32, -(-value_dim // _ROWS), heads  # MLX ends a threadgroup where the grid ends
-        group = 32, 1 if slots else _SIMDGROUPS, 1
-        launch = self._launch(kernel, constants, grid, group, outputs)
+        keys, values, beta = tape.keys, tape.values, tape.beta
+        form = kernel.name, slots, keys.shape, keys.dtype, values.shape, beta.dtype
+        launch = self._known.get(form)
+        if launch is None:
+            (key_heads, key_dim), (heads, value_dim) = keys.shape[2:], values.shape[2:]
+            constants: dict[str, Constant] = {"T": keys.dtype, "B": beta.dtype, "DK": key_dim}
+            constants |= {"HK": key_heads, "HV": heads, "DV": value_dim}
+            if slots:
+                constants["SLOTS"] = slots
+            grid = 32, -(-value_dim // _ROWS), heads  # MLX ends a threadgroup where the grid ends
+            group = 32, 1 if slots else _SIMDGROUPS, 1
+            launch = self._known[form] = self._launch(kernel, constants, grid, group, outputs)
         return launch([*map(in_device_memory, tape), *inputs])
 
     def _first_use(
-        self, what: str, ours: Callable[..., Any], reference: Callable[..., Any], tape: Tape
+        self,
+        what: str,
+        ours: Callable[..., Any],
+        reference: Callable[..., Any],
+        tape: Tape,
+        queries: mx.array | None = None,
+        parents: Sequence[int] | None = None,
     ) -> None:
-        """Check a rule with random rows of these shapes before it is used for the first time."""
-        key = what, tape.keys.shape, tape.values.shape, tape.keys.dtype, tape.beta.dtype
-        self._checked(key, lambda: True, lambda _: _check(what, ours, reference, tape))
+        """Refuse what does not fit, and check a rule before its first use with such inputs."""
+        given = tape if queries is None else (*tape, queries)
+        key = what, None if parents is None else len(parents), *((x.shape, x.dtype) for x in given)
+        if key not in self._known:
+            check(tape, queries, parents)
+            self._checked(key, lambda: True, lambda _: _check(what, ours, reference, tape))
 
 
 def delta_verify_reference(

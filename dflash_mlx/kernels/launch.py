@@ -47,26 +47,6 @@ class Kernel:
     body: str
     copies: bool = True
 
-    def made(self, metal_kernel: KernelFactory, constants: dict[str, Constant]) -> tuple[str, Any]:
-        """The kernel with these constants, and its name."""
-        declared, name = "", self.name
-        for key, value in constants.items():
-            if isinstance(value, mx.Dtype):
-                declared += f"using {key} = {METAL_TYPES[value]};\n"
-                name += f"_{METAL_TYPES[value]}"
-            else:
-                declared += f"constexpr {type(value).__name__} {key} = {int(value)};\n"
-                name += f"_{key}{int(value)}"
-        kernel = metal_kernel(
-            name=name,
-            input_names=list(self.inputs),
-            output_names=list(self.outputs),
-            source=declared + self.body,
-            header=metal_source(self.file, self.body),
-            ensure_row_contiguous=self.copies,
-        )
-        return name, kernel
-
 
 class Launch:
     """A kernel with all of its call but the inputs.
@@ -98,7 +78,7 @@ class Launcher:
         self, metal_kernel: KernelFactory = mx.fast.metal_kernel, proofs: Proofs | None = None
     ) -> None:
         self._metal_kernel, self._proofs = metal_kernel, proofs or Proofs()
-        self._made: dict[Hashable, tuple[str, Any]] = {}
+        self._made: dict[str, Any] = {}
         self._known: dict[Hashable, Any] = {}
 
     def _launch(
@@ -110,10 +90,24 @@ class Launcher:
         outputs: Iterable[tuple[Sequence[int], mx.Dtype]],
     ) -> Launch:
         """A launch of a kernel with these constants, which is made once."""
-        key = kernel.name, *constants.items()
-        if key not in self._made:
-            self._made[key] = kernel.made(self._metal_kernel, constants)
-        name, made = self._made[key]
+        declared, name = "", kernel.name
+        for key, value in constants.items():
+            if isinstance(value, mx.Dtype):
+                declared += f"using {key} = {METAL_TYPES[value]};\n"
+                name += f"_{METAL_TYPES[value]}"
+            else:
+                declared += f"constexpr {type(value).__name__} {key} = {int(value)};\n"
+                name += f"_{key}{int(value)}"
+        made = self._made.get(name)
+        if made is None:
+            made = self._made[name] = self._metal_kernel(
+                name=name,
+                input_names=list(kernel.inputs),
+                output_names=list(kernel.outputs),
+                source=declared + kernel.body,
+                header=metal_source(kernel.file, kernel.body),
+                ensure_row_contiguous=kernel.copies,
+            )
         shapes, dtypes = zip(*outputs, strict=True)
         size = {"grid": grid, "threadgroup": threadgroup}
         return Launch(name, partial(made, **size, output_shapes=shapes, output_dtypes=dtypes))

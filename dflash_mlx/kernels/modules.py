@@ -21,8 +21,8 @@ from ..errors import SettingsError
 from .block_attention import MOST_NODES, BlockAttention
 from .choose import (
     NONE,
+    WIDEST,
     Rows,
-    exact_by_default,
     has_tensor_units,
     is_large,
     tensor_key,
@@ -212,10 +212,17 @@ def wire(
 
 
 def will_be_exact(model: nn.Module, config: dict[str, Any], rows: Rows) -> bool:
-    """Whether these timings make exact decoding the default."""
-    found = list(matrices(model, config))
-    swappable = all(can_swap(module) for _, module, matrix in found)
-    return swappable and exact_by_default([matrix for _, _, matrix in found], rows)
+    """Whether exact decoding is the default: it costs nothing, from 1 row to 16.
+
+    It keeps off tensor units, so what won on those shows nothing.
+    """
+    every = frozenset(range(1, WIDEST + 1))
+    return all(
+        can_swap(module)
+        and every <= rows.get(matrix.key, NONE)
+        and not rows.get(tensor_key(matrix.key))
+        for _, module, matrix in matrices(model, config)
+    )
 
 
 def chosen_together(
@@ -268,7 +275,8 @@ def restored(model: nn.Module) -> Iterator[None]:
     finally:
         for module, original in originals:
             module.__class__ = original
-            vars(module).pop("_fused", None)
+            for name in ("_rows", "_top_k", "_fused", "_product", "_gated"):
+                vars(module).pop(name, None)
 
 
 def _swap(

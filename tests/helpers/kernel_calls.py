@@ -1,4 +1,4 @@
-"""Every kernel with every set of template arguments that its wrapper can ask for.
+"""Every kernel with every set of constants that its wrapper can ask for.
 
 What a wrapper takes is found by asking it: all of MLX's dtypes, bits, sizes of groups and heads are
 offered, and what it refuses with a `KernelError` it cannot ask for. So a value that is added to a
@@ -52,13 +52,13 @@ class Recorder:
         **_: Any,
     ) -> Callable[..., list[mx.array]]:
         def call(
-            inputs, output_shapes, output_dtypes, grid=(), threadgroup=(), template=(), **_
+            inputs, output_shapes, output_dtypes, grid=(), threadgroup=(), **_
         ) -> list[mx.array]:
             self.launches.append((name, grid, threadgroup, [tuple(s) for s in output_shapes]))
             arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
             outputs = list(zip(output_names, output_dtypes, strict=True))
             named = list(zip(input_names, arrays, strict=True))
-            wrapper = wrap(name, named, outputs, template, header, source)
+            wrapper = wrap(name, named, outputs, header, source)
             self.wrappers[wrapper.text] = wrapper
             return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
 

@@ -28,13 +28,15 @@ def base_name(name: str) -> str:
 class Launches:
     """A factory of emulated kernels that counts their calls by name, without its constants.
 
+    change: of a name, the keywords of a call and its results: what becomes of the results.
     libraries: the names with constants and dtypes of what was called: what Metal would compile.
     """
 
-    def __init__(self, factory=None) -> None:
+    def __init__(self, factory=None, change=None) -> None:
         self.counts: dict[str, int] = {}
         self.libraries: set[str] = set()
         self.factory = factory or quick_factory()
+        self.change = change or (lambda name, call, results: results)
 
     def __call__(self, name, **arguments):
         kernel, base = self.factory(name=name, **arguments), base_name(name)
@@ -42,7 +44,7 @@ class Launches:
         def launch(**call):
             self.counts[base] = self.counts.get(base, 0) + 1
             self.libraries.add(f"{name} {[x.dtype for x in call['inputs']]}")
-            return kernel(**call)
+            return self.change(name, call, kernel(**call))
 
         return launch
 

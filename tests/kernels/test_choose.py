@@ -10,7 +10,6 @@ from dflash_mlx.kernels.choose import (
     NONE,
     attention_rows,
     chosen,
-    exact_by_default,
     key_at,
     read_choices,
     read_proofs,
@@ -59,17 +58,6 @@ def test_rows_between_those_that_were_timed_follow_the_next():
     assert chosen([4, 8, 16]) == {4, 7, 8, 13, 14, 15, 16}
     assert chosen([1, 2, 3, 4, 6, 8, 12, 16]) == set(range(1, 17))
     assert chosen([6]) == {5, 6} and chosen([12, 16], 20) == set(range(9, 21))
-
-
-def test_exact_is_the_default_where_it_was_measured_to_be_free():
-    every = frozenset(range(1, 17))
-    free = {HALF.key: every, EIGHT.key: every}
-    assert exact_by_default([HALF, EIGHT], free)
-    assert not exact_by_default([HALF, FOUR], free), "4 bits were not measured"
-    assert not exact_by_default([HALF, MANY], free), "nor were experts"
-    assert not exact_by_default([HALF, FOUR], free | {FOUR.key: every - {1}}), "one row is slower"
-    assert not exact_by_default([HALF, FOUR], free | {FOUR.key: every - {16}})
-    assert not exact_by_default([HALF], {})
 
 
 def test_the_experts_that_more_rows_read():

@@ -1,6 +1,7 @@
 """The layers in the place of stock ones: which rows they take, and what they make of them."""
 
 from collections import Counter
+from functools import partial
 
 import families
 import mlx.core as mx
@@ -12,13 +13,16 @@ from mlx_lm.models import switch_layers
 from mlx_lm.models.gpt_oss import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
-from dflash_mlx.kernels.fused import shared_inputs
+from dflash_mlx.kernels.choose import NONE, tensor_key
+from dflash_mlx.kernels.fused import UNITS, shared_inputs
 from dflash_mlx.kernels.modules import (
     EXACT_ROWS,
     Kernels,
     VerifyConv1d,
     can_swap,
     chosen_together,
+    restored,
+    will_be_exact,
     wire,
 )
 from dflash_mlx.kernels.shapes import matrices
@@ -119,6 +123,21 @@ def test_what_has_a_kernel():
     assert [*map(can_swap, ours + others)] == [True] * len(ours) + [False] * len(others)
 
 
+def test_exact_is_the_default_where_it_was_measured_to_be_free():
+    """At every row, of every matrix, and not on tensor units, which exact decoding keeps off."""
+    model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
+    every = frozenset(range(1, 17))
+    free = {matrix.key: every for _, _, matrix in matrices(model, config)}
+    [one, *_], exact = free, partial(will_be_exact, model, config)
+    assert exact(free) and exact(free | {tensor_key(one): NONE})
+    for missing in (NONE, every - {1}, every - {16}):
+        assert not exact(free | {one: missing})
+    assert not exact(free | {tensor_key(one): every}) and not exact({})
+    model.lm_head = nn.QuantizedLinear(64, 256, False, 64, 6)  # no kernel
+    rest = [matrix.key for _, _, matrix in matrices(model, config)]
+    assert not exact(dict.fromkeys(rest, every))
+
+
 def test_only_convolutions_of_single_channels_are_ours():
     """And in exact decoding alone; a stride, padding or two channels at once are another sum."""
     ours = [nn.Conv1d(8, 8, 4, groups=8), nn.Conv1d(24, 24, 3, groups=24, bias=False)]
@@ -148,6 +167,19 @@ def test_only_layers_for_the_same_rows_share_a_launch(q_rows, kv_rows, launches)
         given = [layer for layer in layers if getattr(layer, "_fused", None)]
         fused = Counter(layer._fused.func for layer in given)
         assert list(fused.values()) == launches
+
+
+def test_nothing_of_a_wiring_is_left_for_the_next():
+    """The stopwatch wires with all groups and then without one: that one has to be MLX's."""
+    model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
+    kernels, every = Kernels(kernel_factory()), frozenset(range(1, 17))
+    rows = {matrix.key: every for _, _, matrix in matrices(model, config)}
+    unit = model.layers[0].mlp
+    gated = {matrix.key for _, module, matrix in matrices(model, config) if module is unit.up_proj}
+    for left in (set(), gated):
+        with restored(model):
+            wire(model, config, kernels, {key: of for key, of in rows.items() if key not in left})
+            assert (type(unit) in UNITS.values()) == (not left)
 
 
 def test_what_shares_a_launch_is_chosen_together():

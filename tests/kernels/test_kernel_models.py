@@ -11,7 +11,7 @@ import families
 import mlx.core as mx
 import pytest
 from kernel_check import on_gpu_or_emulator
-from kernel_models import chosen_target, exact_target, float_target, quick_factory
+from kernel_models import Launches, chosen_target, exact_target, float_target, quick_factory
 from oracle import Oracle, TreeOracle, random_tree
 
 import dflash_mlx as dm
@@ -88,16 +88,11 @@ def test_windows_do_not_make_a_tree_of_a_chain():
     """The mask of a sliding layer says no more than its window; a tree's kernel reads more."""
     kinds = []
 
-    def watched(name, **arguments):
-        kernel = quick_factory()(name=name, **arguments)
+    def watch(name, call, results):
+        kinds.extend(["tree" in name] * ("attention_" in name and "merge" not in name))
+        return results
 
-        def launch(**call):
-            kinds.extend(["tree" in name] * ("attention_" in name and "merge" not in name))
-            return kernel(**call)
-
-        return launch
-
-    session = exact_target("gpt_oss", watched).start()
+    session = exact_target("gpt_oss", Launches(change=watch)).start()
     list(session.prefill(PROMPT))
     kinds.clear()
     session.verify(Proposal([7] * 6))

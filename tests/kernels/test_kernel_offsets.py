@@ -37,7 +37,7 @@ class Calls:
         kernel, given = self.last
         arrays = dict(zip(kernel.input_names, given["inputs"], strict=True)) | inputs
         sizes = grid or given["grid"], given["threadgroup"]
-        run_part(kernel, arrays, outputs, (), *sizes, groups)
+        run_part(kernel, arrays, outputs, *sizes, groups)
 
 
 def close(got, expected) -> bool:

@@ -29,24 +29,15 @@ program_source:52:13: error: use of undeclared identifier 'fragment'
 """
 
 
-class Broken:
+def broken_where(concerns, wrong):
     """A factory whose kernels fail in the calls that `concerns` is true of.
 
     concerns: of a kernel's name and the keywords of a call.
     wrong:    what becomes of its results there.
     """
-
-    def __init__(self, concerns, wrong):
-        self.concerns, self.wrong, self.factory = concerns, wrong, quick_factory()
-
-    def __call__(self, name, **definition):
-        kernel = self.factory(name=name, **definition)
-
-        def call(**given):
-            results = kernel(**given)
-            return self.wrong(results) if self.concerns(name, given) else results
-
-        return call
+    return Launches(
+        change=lambda name, call, results: wrong(results) if concerns(name, call) else results
+    )
 
 
 def named(prefix):
@@ -152,7 +143,7 @@ CASES = {
 )
 def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concerns, name, wrong):
     """MLX's run in its place: the logits are those of a model without ours."""
-    target = wired(family, Broken(concerns, wrong))
+    target = wired(family, broken_where(concerns, wrong))
     with pytest.warns(UserWarning, match="a kernel of ours is broken here and left out"):
         logits = answer(target)
     problems = target.wiring.kernels.proofs.broken
@@ -182,7 +173,7 @@ def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concer
 )
 def test_every_way_to_fail_is_found(wrong, words):
     broken = with_part("verify_matmul_affine", "gate_up")
-    problems = found("qwen3", Broken(broken, wrong)).values()
+    problems = found("qwen3", broken_where(broken, wrong)).values()
     assert problems
     assert all(any(word in problem for word in words.split("|")) for problem in problems)
 
@@ -240,7 +231,7 @@ def test_a_second_command_compiles_what_its_answer_launches(monkeypatch, tmp_pat
 
 
 def test_exact_decoding_does_without_no_kernel(folder, monkeypatch):
-    broken = Broken(named("block_attention_merge"), slightly_off)
+    broken = broken_where(named("block_attention_merge"), slightly_off)
     load = dict(bits=4, group_size=32, metal_kernel=broken)
     with pytest.raises(KernelError, match="Exact decoding needs our kernels: attention 4/2 heads"):
         dm.load_target(folder, **load, kernels="exact")
@@ -260,7 +251,7 @@ def careless():
         x = given["inputs"][0]
         return name.startswith("verify_matmul_affine_float") and x.size > x.shape[-1]
 
-    return Broken(concerns, coarse)
+    return broken_where(concerns, coarse)
 
 
 def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):

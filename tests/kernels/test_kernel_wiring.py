@@ -52,22 +52,14 @@ def test_quantized_keys_and_values():
 
 def test_a_kernel_whose_rows_depend_on_each_other_would_be_noticed():
     """One that gives bfloat16 with 3 bits less whenever there is more than one row."""
-    factory = quick_factory()
 
-    def coarse(y):
-        return (y.view(mx.uint16) & 0xFFF8).view(y.dtype) if y.dtype == mx.bfloat16 else y
+    def coarse(name, call, results):
+        x = call["inputs"][0]
+        if not name.startswith("verify_matmul") or x.size == x.shape[-1]:
+            return results
+        return [(y.view(mx.uint16) & 0xFFF8).view(y.dtype) for y in results]
 
-    def careless(name, **arguments):
-        kernel = factory(name=name, **arguments)
-
-        def launch(inputs, **call):
-            x = inputs[0]  # of a product: other kernels have more dimensions, or fewer
-            several = x.ndim == 3 and x.shape[1] > 1
-            return [coarse(y) if several else y for y in kernel(inputs=inputs, **call)]
-
-        return launch
-
-    target = exact_target("qwen3", careless)
+    target = exact_target("qwen3", Launches(change=coarse))
     plain = generate(target, None, PROMPT, max_tokens=TOKENS).tokens
     oracle = Oracle(PROMPT, plain, target.vocab_size, 1.0)
     with pytest.raises(AssertionError, match="the anchor is not the token"):

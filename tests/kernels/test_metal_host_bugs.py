@@ -160,13 +160,17 @@ def test_too_much_private_memory_is_found(threads):
       threadgroup_barrier(mem_flags::mem_none);
       out[t] = own[t];
     """
-    kernel = EmulatedKernel("private", [], ["out"], body)
+
+    def kernel(size, **call):
+        source = f"constexpr int SIZE = {size};\n{body}"
+        return EmulatedKernel("private", [], ["out"], source)(**call)
+
     call = dict(output_shapes=[(threads,)], output_dtypes=[mx.float32], inputs=[])
     call |= dict(grid=(threads, 1, 1), threadgroup=(threads, 1, 1))
     with pytest.raises(CheckError) as caught:
-        kernel(template=[("SIZE", 10_000)], **call)
+        kernel(10_000, **call)
     assert kinds(caught) & {"stack-overflow", "thread-memory", "out-of-bounds"}, caught.value
-    (result,) = kernel(template=[("SIZE", 100)], **call)
+    (result,) = kernel(100, **call)
     assert result[0].item() == 0
 
 

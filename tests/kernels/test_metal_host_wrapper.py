@@ -9,7 +9,7 @@ from metal_host import samples
 from metal_host.wrapper import wrap
 
 EVERY_ATTRIBUTE = """
-  out[0] = a[0] + a_shape[0] + a_ndim + b_strides[1] + (FLAG ? 1 : SHIFT)
+  out[0] = a[0] + a_shape[0] + a_ndim + b_strides[1]
     + thread_position_in_grid.x + thread_index_in_quadgroup + grid_size.y + threads_per_grid.z
     + dispatch_simdgroups_per_threadgroup + threads_per_simdgroup + thread_execution_width;
 """
@@ -41,7 +41,6 @@ def written_by_us(sample: samples.Sample) -> str:
         given["name"],
         list(zip(given["input_names"], sample.inputs, strict=True)),
         list(zip(given["output_names"], call["output_dtypes"], strict=True)),
-        call.get("template", ()),
         given.get("header", ""),
         given["source"],
     ).text
@@ -55,7 +54,6 @@ def with_every_attribute() -> samples.Sample:
         source=EVERY_ATTRIBUTE,
     )
     call = dict(
-        template=[("FLAG", True), ("SHIFT", -3), ("T", mx.bfloat16)],
         output_shapes=[(1,), (2, 2)],
         output_dtypes=[mx.float32, mx.uint8],
         grid=(1, 1, 1),
@@ -68,7 +66,7 @@ def with_every_attribute() -> samples.Sample:
 SAMPLES = {
     "header": samples.matmul(mx.zeros((16, 256), mx.float16), mx.zeros((64, 256), mx.float16)),
     "small inputs": with_every_attribute(),
-    "no template": samples.Sample(
+    "few inputs": samples.Sample(
         dict(name="plain", input_names=["a"], output_names=["b"], source="b[0] = a[0];"),
         dict(
             output_shapes=[(1,)],

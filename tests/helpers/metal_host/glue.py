@@ -26,7 +26,7 @@ _ENTRY = """\
 #line 1 "glue"
 extern "C" METAL_HOST_EXPORT __attribute__((no_sanitize("thread")))
 void metal_host_kernel(void** buffers, const metal_host_thread* place) {{
-  {instance}({arguments});
+  {name}({arguments});
 }}
 extern "C" __attribute__((visibility("hidden"))) char __ehdr_start, _end;
 extern "C" METAL_HOST_EXPORT const char* const metal_host_image[2] = {{&__ehdr_start, &_end}};
@@ -93,5 +93,5 @@ def program(wrapper: Wrapper) -> str:
     """
     arguments = [_argument(i, p.type) for i, p in enumerate(wrapper.parameters)]
     arguments += [_ATTRIBUTE_VALUES[name] for name in wrapper.attributes]
-    entry = _ENTRY.format(instance=wrapper.instance, arguments=", ".join(arguments))
+    entry = _ENTRY.format(name=wrapper.name, arguments=", ".join(arguments))
     return _source(wrapper) + entry

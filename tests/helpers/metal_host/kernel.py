@@ -10,7 +10,7 @@ import numpy as np
 from metal_host.compiler import Build, Compiler
 from metal_host.glue import program
 from metal_host.launch import Memory, launch
-from metal_host.wrapper import TemplateArguments, Wrapper, wrap
+from metal_host.wrapper import Wrapper, wrap
 
 _MOST_THREADS = 1024  # of a threadgroup
 _STORAGE = {mx.bfloat16: mx.uint16}  # numpy has no bfloat16
@@ -50,7 +50,7 @@ class EmulatedKernel:
                runtime/checks.cpp knows; a finding raises CheckError
     compiler:  one of `compilers()`
 
-    A source is compiled for each set of dtypes and template arguments that it is called with.
+    A source is compiled for each set of dtypes that it is called with.
     Arithmetic is IEEE's, as with MLX's default, the math mode "safe".
     """
 
@@ -80,14 +80,12 @@ class EmulatedKernel:
         self,
         inputs: Sequence[mx.array],
         output_dtypes: Sequence[mx.Dtype],
-        template: TemplateArguments,
     ) -> Wrapper:
         """The Metal function that MLX would compile for a call with these arguments."""
         return wrap(
             self.name,
             list(zip(self.input_names, inputs, strict=True)),
             list(zip(self.output_names, output_dtypes, strict=True)),
-            template,
             self.header,
             self.source,
         )
@@ -100,7 +98,6 @@ class EmulatedKernel:
         output_dtypes: Sequence[mx.Dtype],
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
-        template: TemplateArguments | None = None,
     ) -> list[mx.array]:
         """Runs the kernel, now and here. Raises CheckError for what it finds."""
         if min(*grid, *threadgroup) < 1:
@@ -110,7 +107,7 @@ class EmulatedKernel:
         arrays = [value if isinstance(value, mx.array) else mx.array(value) for value in inputs]
         if self.ensure_row_contiguous:
             arrays = [mx.contiguous(array) for array in arrays]
-        wrapper = self.wrapper(arrays, output_dtypes, template or ())
+        wrapper = self.wrapper(arrays, output_dtypes)
         outputs = [
             Memory(name, _output(shape, dtype), True, False)
             for name, shape, dtype in zip(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from metal_host.kernel import EmulatedKernel
+from metal_host.wrapper import METAL_NAMES
 
 # y[16, N] = x[16, K] by 4-bit weights in groups of 64. A threadgroup of four SIMD-groups takes 32
 # columns, and 64 of K at a time.
@@ -60,6 +61,9 @@ MATMUL = """
 """
 
 
+CONSTANTS = "using T = {}; constexpr int K = {}, N = {};\n"
+
+
 @dataclass(frozen=True)
 class Sample:
     """A kernel and one call of it: the keywords of the constructor and of the call."""
@@ -80,11 +84,10 @@ def matmul(x: mx.array, weights: mx.array) -> Sample:
             name="matmul",
             input_names=["x", "w", "scales", "biases"],
             output_names=["y"],
-            source=MATMUL,
+            source=CONSTANTS.format(METAL_NAMES[x.dtype], depth, columns) + MATMUL,
             header=MATMUL_HEADER,
         ),
         dict(
-            template=[("T", x.dtype), ("K", depth), ("N", columns)],
             output_shapes=[(16, columns)],
             output_dtypes=[x.dtype],
             grid=(columns // 32 * 128, 1, 1),

@@ -14,7 +14,6 @@ import numpy as np
 
 from metal_host.kernel import EmulatedKernel, described
 from metal_host.launch import Memory, launch
-from metal_host.wrapper import TemplateArguments
 
 _NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which `mmap` has from Python 3.13 on
 _AROUND = 2**34  # bytes: more than 2^32 elements of four
@@ -58,7 +57,6 @@ def run_part(
     kernel: EmulatedKernel,
     inputs: Mapping[str, mx.array | SparseArray],
     outputs: Mapping[str, SparseArray],
-    template: TemplateArguments,
     grid: Sequence[int],
     threadgroup: Sequence[int],
     groups: range,
@@ -71,7 +69,7 @@ def run_part(
         raise ValueError("a checked kernel keeps a shadow of its buffers: too large here")
     given = [inputs[name] for name in kernel.input_names]
     dtypes = [outputs[name].dtype for name in kernel.output_names]
-    wrapper = kernel.wrapper(given, dtypes, template)
+    wrapper = kernel.wrapper(given, dtypes)
     values: dict[str, Any] = {name: _values(array) for name, array in inputs.items()}
     memory: list[Memory] = []
     for parameter in wrapper.parameters[: -len(dtypes)]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from metal_host.compiler import HERE, CompilationError
 from metal_host.glue import shared_names, sources
-from metal_host.wrapper import ATTRIBUTES, Wrapper
+from metal_host.wrapper import Wrapper
 
 THREADGROUP_MEMORY = 32768  # bytes, of every Apple GPU
 
@@ -60,17 +60,13 @@ def _prelude() -> str:
 
 
 def _function(wrapper: Wrapper, signature: str, body: str) -> str:
-    """One kernel and its instance; its lines are `name:1` and on."""
+    """One kernel; its lines are `name:1` and on."""
     text = f'#line 1 "{wrapper.name}"\n{_readable(body)}'
     if names := shared_names(wrapper.body):
         used = " + ".join(f"sizeof({name}_shared)" for name in names)
         limit = f'static_assert({used} <= {THREADGROUP_MEMORY}, "threadgroup memory");'
         text = f"{text[: text.rindex('}')]}{limit}\n}}\n"
-    text = signature + text
-    if wrapper.template:
-        types = [p.type for p in wrapper.parameters] + [ATTRIBUTES[a] for a in wrapper.attributes]
-        text += f"template void {wrapper.instance}({', '.join(types)});\n"
-    return text
+    return signature + text
 
 
 def units(wrappers: Iterable[Wrapper]) -> Iterator[str]:

@@ -1,15 +1,14 @@
 """The Metal function that `mx.fast.metal_kernel` writes around the body it is given.
 
 The text is MLX's own, letter for letter (`write_signature` in mlx/backend/common/metal_kernel.cpp
-and its caller); tests/kernels/test_metal_host_wrapper.py compares it with what MLX prints.
+and its caller), of calls without template arguments; tests/kernels/test_metal_host_wrapper.py
+compares it with what MLX prints.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-
-TemplateArguments = Sequence[tuple[str, bool | int | mx.Dtype]]
 
 METAL_NAMES = {
     mx.bool_: "bool",
@@ -76,37 +75,16 @@ class Wrapper:
     """A kernel's function for certain inputs: its name, parameters, and text in two parts."""
 
     name: str
-    template: tuple[str, ...]  # the arguments' text
     parameters: tuple[Parameter, ...]
     attributes: tuple[str, ...]
     header: str
-    signature: str  # template line, and all up to the opening brace
+    signature: str  # all up to the opening brace
     body: str
-
-    @property
-    def instance(self) -> str:
-        return f"{self.name}<{', '.join(self.template)}>" if self.template else self.name
 
     @property
     def text(self) -> str:
         """All that MLX compiles, but for its own prelude of utilities."""
-        instance = self.instance
-        if not self.template:
-            return self.header + self.signature + self.body
-        return (
-            f"{self.header}{self.signature}{self.body}\n"
-            f'template [[host_name("{self.name}")]] [[kernel]] decltype({instance}) {instance};\n'
-        )
-
-
-def _template_text(value: bool | int | mx.Dtype) -> str:
-    return METAL_NAMES[value] if isinstance(value, mx.Dtype) else str(int(value))
-
-
-def _template_kind(value: bool | int | mx.Dtype) -> str:
-    if isinstance(value, mx.Dtype):
-        return "typename"
-    return "bool" if isinstance(value, bool) else "int"
+        return self.header + self.signature + self.body
 
 
 def _input_parameters(name: str, array: mx.array, body: str) -> list[Parameter]:
@@ -128,32 +106,23 @@ def _output_parameter(name: str, dtype: mx.Dtype) -> Parameter:
     return Parameter(name, "", f"device {METAL_NAMES[dtype]}*")
 
 
-def _function_name(
-    name: str, template: Sequence[str], inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype]
-) -> str:
+def _function_name(name: str, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype]) -> str:
     parts = ["custom_kernel", name]
-    if template:
-        parts.append("_" + "_".join(template).replace("-", "_"))
     for array in inputs:
         size = "s" if array.ndim == 0 else "c" if array.size < CONSTANT_BELOW else ""
         parts.append(METAL_NAMES[array.dtype] + size)
-    parts += [METAL_NAMES[dtype] for dtype in outputs]
-    return "_".join(parts)
+    return "_".join(parts + [METAL_NAMES[dtype] for dtype in outputs])
 
 
 def wrap(
     name: str,
     inputs: Sequence[tuple[str, mx.array]],
     outputs: Sequence[tuple[str, mx.Dtype]],
-    template: TemplateArguments,
     header: str,
     body: str,
 ) -> Wrapper:
     """The function that MLX would compile for these arguments."""
-    arguments = [_template_text(value) for _, value in template]
-    function = _function_name(
-        name, arguments, [array for _, array in inputs], [dtype for _, dtype in outputs]
-    )
+    function = _function_name(name, [x for _, x in inputs], [dtype for _, dtype in outputs])
     parameters = [
         parameter for key, array in inputs for parameter in _input_parameters(key, array, body)
     ]
@@ -161,14 +130,11 @@ def wrap(
     attributes = [attribute for attribute in ATTRIBUTES if attribute in body]
     lines = [f"  {p.type} {p.name} [[buffer({i})]]" for i, p in enumerate(parameters)]
     lines += [f"  {ATTRIBUTES[name]} {name} [[{name}]]" for name in attributes]
-    kinds = ", ".join(f"{_template_kind(value)} {key}" for key, value in template)
-    template_line = f"template <{kinds}>\n" if kinds else ""
     return Wrapper(
         name=function,
-        template=tuple(arguments),
         parameters=tuple(parameters),
         attributes=tuple(attributes),
         header=header,
-        signature=f"{template_line}[[kernel]] void {function}(\n" + ",\n".join(lines) + ") {\n",
+        signature=f"[[kernel]] void {function}(\n" + ",\n".join(lines) + ") {\n",
         body=body + "\n}\n",
     )
