@@ -69,7 +69,7 @@ class Kernels:
         enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
         self.proofs = Proofs()
         self.product = VerifyMatmul(metal_kernel, enough, self.proofs)
-        self.experts = VerifyMatmulMoe(metal_kernel, self.proofs)
+        self.experts = VerifyMatmulMoe(metal_kernel, enough, self.proofs)
         self.attention = BlockAttention(metal_kernel, self.proofs)
         self.delta = DeltaRule(metal_kernel, self.proofs)
 

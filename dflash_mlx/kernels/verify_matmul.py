@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..errors import KernelError
 from .launch import FEWEST, Kernel, KernelFactory, Launch, Launcher, dtype_name
 from .selfcheck import KernelCheck, Noise, Proofs
 from .weights import (
@@ -104,7 +105,7 @@ class Product:
         gated: whether the first is a gate and the second its partner.
     """
 
-    def __init__(self, kernels: Products, weights: Sequence[Weights], gated: bool) -> None:
+    def __init__(self, kernels: VerifyMatmul, weights: Sequence[Weights], gated: bool) -> None:
         self._kernels, self.weights, self._gated = kernels, weights, gated
         self._arrays = [array for w in weights for array in inputs(w)]
         self._known: dict[Any, Prepared] = {}
@@ -127,8 +128,36 @@ class Product:
         return run(prepared, x, arrays)
 
 
-class Products(Launcher):
-    """Base of the products' wrappers."""
+def run(prepared: Prepared, x: mx.array, arrays: Sequence[mx.array]) -> list[mx.array]:
+    """The product of x and the arrays of some weights."""
+    dtype, multiply, merge = prepared
+    if dtype is not None:
+        x = x.astype(dtype)
+    results = multiply([x, *arrays])
+    if merge is None:
+        return results
+    add, sizes = merge
+    return add([*results, sizes])
+
+
+class VerifyMatmul(Launcher):
+    """x w^T, or silu(x w^T) (x up^T), row by row the same bits for every number of rows.
+
+    The bits for several w may differ from those for one: K is split by their total size.
+
+    Args:
+        metal_kernel, proofs: as of `Launcher`.
+        enough: tiles to keep the chip busy; K is split until there are as many.
+    """
+
+    def __init__(
+        self,
+        metal_kernel: KernelFactory = mx.fast.metal_kernel,
+        enough: int = ENOUGH_TILES,
+        proofs: Proofs | None = None,
+    ) -> None:
+        super().__init__(metal_kernel, proofs)
+        self._enough = enough
 
     def __call__(
         self, x: mx.array, *weights: Weights, gated: bool = False, experts: mx.array | None = None
@@ -155,20 +184,6 @@ class Products(Launcher):
         if experts is not None:
             key = *key, experts.shape
         return self._checked(key, partial(self._prepare, *given), partial(self._check, *given))
-
-    def routing(self, experts: mx.array) -> list[mx.array]:
-        """What a kernel reads of the experts."""
-        raise NotImplementedError
-
-    def _prepare(
-        self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: Any
-    ) -> Prepared:
-        raise NotImplementedError
-
-    def _reference(
-        self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: Any
-    ) -> list[mx.array]:
-        raise NotImplementedError
 
     def _check(
         self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: Any, prepared: Prepared
@@ -199,47 +214,19 @@ class Products(Launcher):
 
         return KernelCheck(key, ours, reference)
 
-
-def run(prepared: Prepared, x: mx.array, arrays: Sequence[mx.array]) -> list[mx.array]:
-    """The product of x and the arrays of some weights."""
-    dtype, multiply, merge = prepared
-    if dtype is not None:
-        x = x.astype(dtype)
-    results = multiply([x, *arrays])
-    if merge is None:
-        return results
-    add, sizes = merge
-    return add([*results, sizes])
-
-
-class VerifyMatmul(Products):
-    """x w^T, or silu(x w^T) (x up^T), row by row the same bits for every number of rows.
-
-    The bits for several w may differ from those for one: K is split by their total size.
-
-    Args:
-        metal_kernel, proofs: as of `Launcher`.
-        enough: tiles to keep the chip busy; K is split until there are as many.
-    """
-
-    def __init__(
-        self,
-        metal_kernel: KernelFactory = mx.fast.metal_kernel,
-        enough: int = ENOUGH_TILES,
-        proofs: Proofs | None = None,
-    ) -> None:
-        super().__init__(metal_kernel, proofs)
-        self._enough = enough
+    def routing(self, experts: mx.array) -> list[mx.array]:
+        """What the kernel reads of the experts of every row."""
+        raise KernelError("This product has no experts.")
 
     def _reference(
-        self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: None
+        self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: Any
     ) -> list[mx.array]:
         if gated:
             return [verify_matmul_reference(x, *weights)]
         return [verify_matmul_reference(x, w) for w in weights]
 
     def _prepare(
-        self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: None
+        self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: Any
     ) -> Prepared:
         check_products(x, "[N, K]", weights, gated, COUNTS[-1])
         dtype, of = result_dtype(x, *weights), traits(weights[0])

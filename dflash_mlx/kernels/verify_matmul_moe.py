@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..errors import KernelError
 from .launch import Kernel, in_device_memory
-from .verify_matmul import START, THREADS, TILE_COLUMNS, Prepared, Products
+from .verify_matmul import START, THREADS, TILE_COLUMNS, Prepared, VerifyMatmul
 from .weights import (
     AffineWeights,
     Weights,
@@ -57,7 +57,7 @@ def _routed(rows: mx.array, w: Weights, experts: mx.array) -> mx.array:
     return (chosen @ rows[..., None]).squeeze(-1)
 
 
-class VerifyMatmulMoe(Products):
+class VerifyMatmulMoe(VerifyMatmul):
     """x w[e]^T or silu(x w[e]^T) (x up[e]^T) for the experts e of every row.
 
     Each row's bits depend on that row, its experts and the shapes alone.

@@ -21,7 +21,7 @@ import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, AttentionCall, TreeMask
-from ..kernels.choose import Rows, attention_rows
+from ..kernels.choose import attention_rows
 from ..kernels.selfcheck import UnprovenError
 from ..kernels.shapes import attention_key
 from ..kernels.weights import AffineWeights
@@ -111,7 +111,9 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
     kernel = wiring.kernels.attention
     # The layers of a forward ask the same, for each request. They share their masks, full or of a
     # window.
-    rows_of = functools.lru_cache(maxsize=64)(functools.partial(_rows, wiring.rows))
+    rows_of = functools.lru_cache(maxsize=64)(
+        lambda length, *heads: attention_rows(wiring.rows, attention_key(*heads), length)
+    )
     tree_of = functools.lru_cache(maxsize=2)(_tree)
 
     def attend(
@@ -126,7 +128,8 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
         """Attend with queries [1, H, N, D], as mlx-lm's `scaled_dot_product_attention` does."""
         _, heads, rows, head_dim = queries.shape
         given = queries, keys, values, cache, scale, mask, sinks
-        ours = wiring.exact or rows in rows_of(heads, *_heads_and_length(keys), head_dim)
+        _, key_heads, length, _ = (keys[0] if isinstance(keys, tuple | list) else keys).shape
+        ours = wiring.exact or rows in rows_of(length, heads, key_heads, head_dim)
         if not ours or not _readable(queries, cache, mask):
             return scaled_dot_product_attention(*given)
         tree = None
@@ -138,10 +141,9 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
             keys, values = _in_order(cache, keys), _in_order(cache, values)
         elif isinstance(cache, QuantizedKVCache):
             keys, values = _affine(cache, *keys), _affine(cache, *values)
-        first = cache.offset - keys.shape[2]
+        at = scale, cache.offset - keys.shape[2], window, sinks, tree
         try:
-            call = AttentionCall(queries, keys, values, scale, first, window, sinks, tree)
-            return kernel(call)
+            return kernel(AttentionCall(queries, keys, values, *at))
         except UnprovenError:
             return scaled_dot_product_attention(*given)
 
@@ -154,11 +156,6 @@ def _tree(mask: mx.array, past: int) -> TreeMask:
     ancestors = mask.reshape(nodes, -1)[:, -nodes:]
     # A depth counts ancestors.
     return TreeMask(past - 1 + ancestors.sum(axis=-1), ancestors)
-
-
-def _rows(rows: Rows, heads: int, key_heads: int, length: int, head_dim: int) -> frozenset[int]:
-    """The numbers of queries for which the kernel runs."""
-    return attention_rows(rows, attention_key(heads, key_heads, head_dim), length)
 
 
 def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:
@@ -186,9 +183,3 @@ def _affine(
 def _in_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
     """A sliding window's rows by position: a step of one row leaves them as a ring."""
     return rows if cache.offset <= rows.shape[2] else in_temporal_order(cache, rows)
-
-
-def _heads_and_length(keys: Any) -> tuple[int, int]:
-    """KV and L of keys [1, KV, L, D], or of the parts of quantized ones."""
-    _, heads, length, _ = (keys[0] if isinstance(keys, tuple | list) else keys).shape
-    return heads, length

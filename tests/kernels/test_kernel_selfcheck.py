@@ -281,7 +281,7 @@ def test_a_check_sends_rows_to_experts_of_their_own():
     proofs = Proofs()
     proofs.proven = set()
     with pytest.raises(UnprovenError), pytest.warns(UserWarning, match="64 of 32x8x16"):
-        VerifyMatmulMoe(factory, proofs)(
+        VerifyMatmulMoe(factory, proofs=proofs)(
             mx.ones((16, 16)), mx.ones((32, 8, 16)), experts=mx.zeros((16, 4), mx.uint32)
         )
     [checked] = routes
