@@ -45,7 +45,7 @@ COVERED = {
     "test_kernel_moe": "gated matmul_tile matrix_rows verify_matmul_moe weights",
     "test_kernel_block_attention": "block_attention fragment matrix_rows",
     "test_kernel_delta_replay": "delta_replay",
-    "test_kernel_tensor": "tensor_tile choose autotune",
+    "test_kernel_tensor": "tensor_tile choose autotune modules weights",
     "test_kernel_layers test_kernel_wiring": "attention fused modules shapes",
     "test_kernel_selfcheck": "attention block_attention delta_replay fused modules selfcheck "
     "shapes verify_matmul wiring",
