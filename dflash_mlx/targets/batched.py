@@ -191,10 +191,13 @@ class BatchedLayers:
         with target.forward_lock:
             self._verifying = target.verifying
             self._attend = _attend_each(attention_function(target.wiring))
+            exact = target.wiring is not None and target.wiring.exact
             pairs = target.parts.pairs(session.rollbacks)
             for index, (layer, rollback) in enumerate(pairs):
                 self._override(layer, rollback)
-                fits = self._fits_slots(layer, session.cache[index:][:1])
+                # Exact kernels read one request's cache, and MLA's latents have another attention.
+                fits = index < len(session.cache) and kind_of(session.cache[index]).is_plain
+                fits = fits and not exact and not is_mla(layer)
                 self._numbers.append(len(in_slots) if fits else None)
                 in_slots += [index] if fits else []
             self.slots = KVSlots(in_slots)
@@ -248,15 +251,6 @@ class BatchedLayers:
         if attention is None or not _shares_rows(layer, rollback):
             raise TypeError(f"A {type(layer).__name__} takes one request at a time.")
         self._overrides.replace(attention, self._attention(attention, is_mla(layer)))
-
-    def _fits_slots(self, layer: nn.Module | None, caches: Sequence[Any]) -> bool:
-        """Whether a layer's cache, if it has one, may be in slots.
-
-        Exact kernels read one request's cache. MLA's latents have an attention of their own.
-        """
-        exact = self._target.wiring is not None and self._target.wiring.exact
-        plain = [kind.is_plain for kind in map(kind_of, caches)] == [True]
-        return plain and not exact and not is_mla(layer)
 
     def _attention(self, attention: Any, latent: bool) -> Callable[..., Any]:
         """The call of an attention layer that takes all rows and attends per request."""
