@@ -13,12 +13,15 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from experiment import copy_repository
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = re.compile(r"(\.|make|pip|uv|echo|cat|dflash-mlx|python3?) ")
@@ -66,7 +69,7 @@ def type_in(typed: list[Command], folder: Path, shell: str = "bash") -> int:
     """Paste commands into one interactive shell in a folder; its exit status."""
     lines = ["set -e", "PS1= PS2="]
     for command in typed:
-        lines += [f"printf '%s\\n' {_quoted('$ ' + command.text.rstrip())}"]
+        lines += [f"printf '%s\\n' {shlex.quote('$ ' + command.text.rstrip())}"]
         lines += ["{ " + command.shell, "} < /dev/null"]  # the shell's own input is the paste
     path = os.pathsep.join(
         part for part in os.environ["PATH"].split(os.pathsep) if not _is_environment(Path(part))
@@ -83,18 +86,6 @@ def _is_environment(folder: Path) -> bool:
     return (folder.parent / "pyvenv.cfg").exists()
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "'\\''") + "'"
-
-
-def clone(folder: Path) -> None:
-    """A copy of the files that git knows of."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shell", action="append", choices=SHELLS, help="default: all")
@@ -105,7 +96,7 @@ def main() -> int:
         if command.needs_hub:
             print(f"needs the hub: {command.text}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        clone(Path(folder))
+        copy_repository(Path(folder))
         for shell in wanted.shell or SHELLS:
             print(f"In {shell}:", flush=True)
             if shutil.which(shell) is None:

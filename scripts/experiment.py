@@ -1,4 +1,4 @@
-"""Shared by measuring scripts: options, methods that take turns, mlx-lm's decoding, graphs."""
+"""Shared by scripts: options, methods that take turns, mlx-lm's decoding, a copy, graphs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import argparse
 import io
 import os
 import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+ROOT = Path(__file__).resolve().parents[1]
 # Primitives that read their input in place.
 VIEWS = {"AsStrided", "Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze"}
 VIEWS |= {"StopGradient", "Transpose", "Unflatten", "View"}
@@ -68,6 +72,16 @@ def embedded_ids(target: Any) -> list[list[int]]:
     from dflash_mlx.prompt import encode_prompt
 
     return [encode_prompt(target, list(prompt.messages)) for prompt in embedded_prompts()]
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy the repository's files, those that git ignores left out."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
 
 
 def graph_nodes(*arrays: Any) -> Counter[str]:

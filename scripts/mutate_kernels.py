@@ -35,6 +35,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiment import copy_repository
+
 ROOT = Path(__file__).parents[1]
 SECONDS = 900  # for the tests of one mutant
 
@@ -45,7 +47,7 @@ COVERED = {
     "test_kernel_moe": "gated matmul_tile matrix_rows verify_matmul_moe weights",
     "test_kernel_block_attention": "block_attention fragment matrix_rows",
     "test_kernel_delta_replay": "delta_replay",
-    "test_kernel_tensor": "tensor_tile choose autotune modules weights",
+    "test_kernel_tensor": "tensor_tile verify_matmul_tensor choose autotune modules weights",
     "test_kernel_layers test_kernel_wiring": "attention fused modules shapes",
     "test_kernel_selfcheck": "attention block_attention delta_replay fused modules selfcheck "
     "shapes verify_matmul wiring",
@@ -120,20 +122,6 @@ def mutants_of(file: str) -> Iterator[Mutant]:
                 yield Mutant(file, number, line, becomes)
 
 
-def copied() -> Path:
-    """A copy of the repository's files, with the package laid out as it is when installed."""
-    folder = Path(tempfile.mkdtemp(prefix="mutants-"))
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in names.splitlines():
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
-    for part in ("metal", "cli"):
-        (folder / "dflash_mlx" / part).symlink_to(folder / part)
-    return folder
-
-
 def noticed(folder: Path, mutant: Mutant) -> bool:
     """Whether a test fails with the mutant in place."""
     path = folder / mutant.file
@@ -163,7 +151,8 @@ def main() -> None:
     files = [options.file] if options.file else list(TESTS)
     mutants = [mutant for file in files for mutant in mutants_of(file)]
     chosen = random.Random(options.seed).sample(mutants, min(options.limit, len(mutants)))
-    folder, survivors = copied(), 0
+    folder, survivors = Path(tempfile.mkdtemp(prefix="mutants-")), 0
+    copy_repository(folder)
     try:
         for count, mutant in enumerate(chosen, start=1):
             survived = not noticed(folder, mutant)
