@@ -44,7 +44,7 @@ def test_the_library_knows_the_same_names(folder):
 def test_names_that_say_nothing_are_refused(folder):
     with pytest.raises(SettingsError, match="name a network before"):
         dm.load(str(folder), draft="lookup+lookup")
-    with pytest.raises(SettingsError, match="lookup has no weights"):
+    with pytest.raises(SettingsError, match="draft_bits means nothing to lookup"):
         dm.load(str(folder), draft="lookup", draft_bits=4)
     with pytest.raises(ModelNotFoundError, match="owner/name"):
         dm.load("a-mistyped-name")

@@ -1,6 +1,5 @@
 """The drafter of smollm2 that comes with the package: small, sound, for that model alone."""
 
-import json
 from importlib.metadata import PackageNotFoundError, distribution
 
 import mlx.core as mx
@@ -11,7 +10,8 @@ import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.lookup import CombinedDrafter
 from dflash_mlx.errors import IncompatibleDrafterError
-from dflash_mlx.loading.load import drafter_folder, load_drafter
+from dflash_mlx.loading.hub import Hub, find
+from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loading.registry import PACKAGED
 
 MB = 1e6
@@ -19,7 +19,7 @@ HIDDEN, VOCABULARY, LAYERS = 576, 49_152, 30  # of SmolLM2-135M
 
 
 def test_it_is_small_and_made_for_this_model():
-    folder = drafter_folder("smollm2")
+    folder = find("smollm2", Hub(), "drafter").path
     assert sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) <= 12 * MB
     config = DraftConfig.from_file(folder / "config.json")
     assert (config.hidden_size, config.vocab_size) == (HIDDEN, VOCABULARY)
@@ -30,7 +30,7 @@ def test_it_is_small_and_made_for_this_model():
 
 def test_every_target_with_a_drafter_of_its_name_has_one():
     for name in PACKAGED:
-        raw = json.loads((drafter_folder(name) / "config.json").read_text())
+        raw = find(name, Hub(), "drafter").config
         assert raw["model_type"] == "qwen3" and "tie_word_embeddings" in raw  # others read them
 
 
