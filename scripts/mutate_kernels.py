@@ -12,7 +12,9 @@ Known ones:
 - `selfcheck.TOLERANCES`: twice or half of what is allowed.
 - `merge_chunks`: a largest score without the sink; weights then pass 2^128 only where rows are 0.
 - `AffineWeights::fetch`: a scale of columns past the end, which are stored nowhere.
-- `BlockAttention`: a chunk more; no row sees a key of it. In its check: another scale; both use it.
+- `BlockAttention`: a chunk more; no row sees a key of it. In its check: another scale, or a tree
+  elsewhere; both use it.
+- `DeltaRule.replay`: a check of one row; it shows less.
 - `QueryRows::begin`: ones in rows that are stored nowhere.
 - `SlotArray.add`: `>=` for `>`; an array that is full to the last slot is copied once more.
 - `KVSlots.arrange`: without its early return; what follows finds nothing to do then.
