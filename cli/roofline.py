@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 import dflash_mlx
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.folder import fits_here
 from dflash_mlx.loading.hub import Hub, find
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import pair_of
-from dflash_mlx.machine.chips import Chip, chip_named
+from dflash_mlx.machine.chips import Chip, chip_named, find_chip
 from dflash_mlx.machine.facts import usable_bytes, working_set
 
 from . import options
@@ -105,7 +106,13 @@ def _chip(name: str | None) -> Chip:
     with waiting("Starting MLX"):
         _ = dflash_mlx.Target  # raises `MissingDependencyError` without MLX
         import mlx.core as mx
-    return chip_named(name or str(mx.device_info().get("device_name", "")))
+    here = str(mx.device_info().get("device_name", "unknown"))
+    if name is None and find_chip(here) is None:
+        raise SettingsError(
+            f"No step can be predicted on {here}: give --chip, such as 'M4 Max', and a --model "
+            "of 100 MB or more, such as Qwen/Qwen3-8B."
+        )
+    return chip_named(name or here)
 
 
 def _table(steps: list[StepPrediction]) -> Table:

@@ -150,8 +150,9 @@ class ProgressBar:
         if stage != self._stage:
             self._bar.reset(self._task)  # the time that is left is that of a stage
             self._stage = stage
-        title = f"step 0 of {total:,}" if stage == "plan" else text
-        self._bar.update(self._task, description=title, total=total, completed=done)
+        begins = stage == "plan"  # the first step takes a while: the bar only moves
+        title, whole = (f"step 1 of {total:,}", None) if begins else (text, total)
+        self._bar.update(self._task, description=title, total=whole, completed=done)
         measured = getattr(event, "held_out_metric", None) is not None
         due = measured or done >= total or time.monotonic() - self._noted > LINE_SECONDS
         if stage == "plan" or (due and self._bar.disable):

@@ -50,7 +50,7 @@ def tune(
         found = ", ".join(f"{size} {rate(speed)}" for size, speed in buffers.items())
         note(f"Tokens a second by launches per command buffer: {found}; the fastest is used")
     table = make_table("rows of a step", *(f"{rows}" for rows in steps))
-    table.add_row("milliseconds", *(f"{taken:#.3g}" for taken in steps.values()))
+    table.add_row("milliseconds", *(f"{taken:,.2f}" for taken in steps.values()))
     stdout().print(table)
     note(f"{pair.title}; decoding learns these figures by itself")
     if warning:

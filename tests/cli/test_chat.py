@@ -117,7 +117,9 @@ def test_leaving(chat, line):
 
 def test_settings_are_shown_and_changed(chat, capsys):
     assert "temperature        0.0" in told(chat, capsys, "/set")
-    assert told(chat, capsys, "/set temperature 0.8") == "temperature        0.8\n"
+    assert told(chat, capsys, "/set temp 0.8") == "temperature        0.8\n"
+    say(chat, "/set seed 3", "/set seed none")
+    assert chat.settings["seed"] not in (3, None), "a fresh one is drawn"
     assert chat.settings["seed"] is not None, "sampling needs one"
     say(chat, "/set top_p=0.9", "/set top_k 5", "/set seed 3", "/set max_tokens 2")
     assert "2 tokens" in told(chat, capsys, "hi")
@@ -196,6 +198,11 @@ def test_an_answer_that_fails_midway_leaves_the_conversation(chat, capsys, monke
     for line in ("/retry", "hm"):
         assert "error: The disk is gone.\n" in told(chat, capsys, line)
         assert chat.messages == before
+
+
+def test_think_says_at_once_that_a_template_has_no_switch(chat):
+    with pytest.warns(UserWarning, match="no such switch"):
+        say(chat, "/think on")
 
 
 def test_the_line_about_an_answer(capsys):

@@ -17,7 +17,7 @@ from dflash_mlx.kernels.modules import Kernels
 def test_without_a_mac_it_says_what_it_cannot_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run("doctor", "--kernels")
-    assert done.returncode == 0 and "needs a Mac" in done.stderr and not [*tmp_path.iterdir()]
+    assert done.returncode == 1 and "needs a Mac" in done.stderr and not [*tmp_path.iterdir()]
 
 
 def test_every_kernel_is_called():
