@@ -40,24 +40,19 @@ class ConstraintSet:
         """Add tokens to the answer."""
         self._answer += tokens
 
-    def restrict(
-        self, logits: mx.array, tokens: mx.array, paths: Sequence[Sequence[int]]
-    ) -> mx.array:
-        """Logits [N, V] with -inf for tokens that may not follow each row.
+    def masks(self, tokens: mx.array, paths: Sequence[Sequence[int]]) -> list[np.ndarray | None]:
+        """For each row, which tokens may follow, [V] of bool; None if all may.
 
         Args:
-            logits: [N, V].
-            tokens: the rows' tokens [N].
+            tokens: of all rows, [N].
             paths: for each row, the rows from below the anchor to itself.
         """
-        mx.async_eval(logits)
         ids: Any = tokens.tolist()
-        answers = ([*self._answer, *(ids[row] for row in path)] for path in paths)
-        return _masked(logits, [self._allowed(answer) for answer in answers])
+        return [self._allowed([*self._answer, *(ids[row] for row in path)]) for path in paths]
 
     def restrict_row(self, logits: mx.array, drafted: Sequence[int]) -> mx.array:
         """Logits [1, V] after these drafts, with -inf for tokens that may not follow."""
-        return _masked(logits, [self._allowed([*self._answer, *drafted])])
+        return masked(logits, [self._allowed([*self._answer, *drafted])])
 
     def drafts(
         self,
@@ -95,7 +90,7 @@ class ConstraintSet:
             if mask is None:  # all slots are done, or the text ends here
                 rows.append(scores[slot:])
                 break
-            row = scores_of(_masked(logits[slot : slot + 1], [mask]))
+            row = scores_of(masked(logits[slot : slot + 1], [mask]))
             rows.append(row)
             only = np.flatnonzero(mask) if np.count_nonzero(mask) == 1 else None
             answer += best(row, slot) if only is None else only.tolist()
@@ -108,7 +103,7 @@ class ConstraintSet:
         return np.logical_and.reduce(masks) if masks else None
 
 
-def _masked(logits: mx.array, masks: Sequence[np.ndarray | None]) -> mx.array:
+def masked(logits: mx.array, masks: Sequence[np.ndarray | None]) -> mx.array:
     """Logits [N, V] with -inf where a row's mask [V] is False."""
     if all(mask is None for mask in masks):
         return logits

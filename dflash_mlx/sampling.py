@@ -7,26 +7,28 @@ drafter, and a draft is accepted if it equals the target's choice, as in greedy 
 drafter uses the same noise, so it mostly drafts what the target will choose.
 
 The settings and their order are mlx-lm's: logit bias, penalties, other processors, top-p, min-p,
-top-k, temperature. Processors are slow: they run row by row, each row with the history of its own
-path, and drafts are chosen one after the other. They wait for the device only if they read token
-ids on the host. Those that are a `TokenConstraint` and come last are applied to all rows at once.
+top-k, temperature. All rows of many requests are chosen at once. Only processors run row by row,
+each row with the history of its own path. They wait for the device only if they read token ids on
+the host. Those that are a `TokenConstraint` and come last are applied to all rows at once. With
+penalties or processors, drafts are chosen one after the other.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.sample_utils import make_logits_processors
+import numpy as np
 
-from .constraints import ConstraintSet, TokenConstraint
+from .constraints import ConstraintSet, TokenConstraint, masked
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
+from .penalties import PENALTIES, add_bias, penalize, window
 from .proposal import Proposal
-from .settings import SEED_BITS, LogitsProcessor, RequestSettings
+from .settings import SEED_BITS, RequestSettings
 from .validation import brief
 
 # Scores [L, V] of the next tokens, and the factor of the logits in them. A chain takes the best; a
@@ -83,6 +85,8 @@ class Sampler:
         seed: of the noise; None if greedy.
         can_pipeline: whether a token can be chosen before the one before it is on the host.
             Processors read that token.
+        group: equal in requests whose rows are chosen in one operation: whether anything but the
+            model's logits, noise and truncation decides a token, and the truncation.
     """
 
     def __init__(
@@ -98,31 +102,21 @@ class Sampler:
             self.seed = secrets.randbits(SEED_BITS) if settings.seed is None else settings.seed
         self._sharpness = sharpness or DraftSharpness()
         self._compared: mx.array | None = None  # [S, L], the draft of this step with each s
-        penalty = settings.repetition_penalty
-        penalties: list[LogitsProcessor] = make_logits_processors(
-            None,
-            None if penalty == 1 else penalty,
-            settings.repetition_context_size,
-            settings.presence_penalty,
-            settings.presence_context_size,
-            settings.frequency_penalty,
-            settings.frequency_context_size,
-        )
-        self._processors = [*penalties, *settings.logits_processors]
-        # Whether anything but the model's logits, noise and truncation decides a token.
-        self._edits = bool(settings.logit_bias or self._processors)
-        self.can_pipeline = not self._processors
+        self._window = max(window(settings, kind) for kind in PENALTIES)
+        self._recent = list(prompt)[-self._window :] if self._window else []
+        processors = list(settings.logits_processors)
+        self.can_pipeline = not (self._window or processors)
         constraints: list[TokenConstraint] = []
-        while self._processors and isinstance(self._processors[-1], TokenConstraint):
-            constraints.append(self._processors.pop())
+        while processors and isinstance(processors[-1], TokenConstraint):
+            constraints.append(processors.pop())
+        self._processors = processors
         self._constraints = ConstraintSet(constraints) if constraints else None
-        self._plain = not self._edits and settings.temperature == 0
-        # Equal in requests whose plain rows `decide_all` may choose together; None for no others.
+        edits = bool(settings.logit_bias) or not self.can_pipeline
+        self._plain = not edits and settings.temperature == 0
         truncation = settings.temperature, settings.top_p, settings.min_p, float(settings.top_k)
-        kind = bool(settings.logit_bias), *(truncation if settings.temperature > 0 else ())
-        self._group = kind if self.can_pipeline else None
+        self.group = edits, *(truncation if settings.temperature > 0 else ())
         self._position = len(prompt)  # of the next token
-        self._history = mx.array(list(prompt), mx.int32) if self._processors else None
+        self._history = mx.array(list(prompt), mx.int32) if processors else None
         self._noise: mx.array | None = None  # [R, V], from position `_noise_start` on
         self._noise_start = 0
 
@@ -136,28 +130,7 @@ class Sampler:
 
         Returns the choices [N] int32.
         """
-        chosen = self._scores(proposal, logits)
-        if self.temperature > 0:
-            rows = self._noise_rows(ahead + max(proposal.depths) + 1, logits.shape[-1])[ahead:]
-            chosen = chosen + (rows if proposal.is_chain else rows[mx.array(proposal.depths)])
-        choices = self.choose(chosen)
-        if self._compared is not None:
-            mx.async_eval(self._compared)  # `commit` reads it, perhaps in another thread
-        return choices
-
-    def choose(self, scores: mx.array) -> mx.array:
-        """The best token [N] int32 of each row of scores [N, V], noise included."""
-        choices = scores.argmax(axis=-1).astype(mx.int32)
-        if not self._edits:
-            return choices
-        # argmax would return token 0 if all are NaN or -inf; +inf and noise make NaN.
-        none = mx.isnan(scores).any(axis=-1) | mx.isinf(scores.max(axis=-1))
-        return mx.where(none, NO_CHOICE, choices)
-
-    def group(self, proposal: Proposal, ahead: int) -> tuple[float, ...] | None:
-        """The key of requests whose choices are one operation; None if these are not."""
-        drafted = len(proposal) > 1 or self._kept_noise > ahead
-        return None if drafted and self.temperature > 0 else self._group
+        return decide_all([Decision(self, proposal, ahead)], logits)
 
     def noise_key(self, ahead: int) -> tuple[int, int]:
         """The seed, and the position of the token after `ahead` more: the key of its noise."""
@@ -198,6 +171,8 @@ class Sampler:
             self._compared = None
         if self._constraints is not None:
             self._constraints.commit(tokens)
+        if self._window:
+            self._recent = [*self._recent, *tokens][-self._window :]
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
             mx.async_eval(self._history)  # the next step may run in another thread
@@ -221,29 +196,14 @@ class Sampler:
         # With the maximum at 0, a low temperature cannot overflow the best scores.
         return (scores - scores.max(axis=-1, keepdims=True)) / self.temperature
 
-    def _scores(self, proposal: Proposal, logits: mx.array) -> mx.array:
-        """The target's `scores` [N, V] without noise, of biased and processed logits."""
-        logits = self._biased(logits)
-        if self._processors or self._constraints:
-            tokens = proposal.array(logits.shape[-1]).astype(mx.int32)
-            paths = proposal.paths()
-            if self._history is not None:
-                logits = self._after_histories(self._history, logits, tokens, paths)
-            if self._constraints is not None:
-                logits = self._constraints.restrict(logits, tokens, paths)
-        return self.scores(logits)
-
-    def _after_histories(
-        self, history: mx.array, logits: mx.array, tokens: mx.array, paths: Sequence[list[int]]
-    ) -> mx.array:
-        rows = []
-        for row, path in enumerate(paths):
-            seen = mx.concatenate([history, tokens[mx.array(path)]]) if path else history
-            rows.append(self._apply(seen, logits[row : row + 1]))
+    def _processed(self, proposal: Proposal, logits: mx.array) -> mx.array:
+        """The logits [N, V] after the processors, each row with the history of its path."""
+        assert self._history is not None
+        tokens, rows = proposal.array(logits.shape[-1]).astype(mx.int32), []
+        for row, path in enumerate(proposal.paths()):
+            seen = [self._history, tokens[mx.array(path)]] if path else [self._history]
+            rows.append(self._apply(mx.concatenate(seen), logits[row : row + 1]))
         return mx.concatenate(rows)
-
-    def _biased(self, logits: mx.array) -> mx.array:
-        return add_bias([self.settings.logit_bias] * len(logits), logits)
 
     def _apply(self, history: mx.array, logits: mx.array) -> mx.array:
         for processor in self._processors:
@@ -260,31 +220,27 @@ class Sampler:
         self, logits: mx.array, noise: mx.array | None, before: mx.array | None
     ) -> mx.array:
         """The drafter's `scores` [L, V], each row after the drafts of those before it."""
-        logits, drafted = self._biased(logits), list[int]()
-        if before is not None and self._constraints is not None:
-            known: Any = before.tolist()
-            drafted += known
-        if self._history is None:
-            if self._constraints is not None:
-                s = self._sharpness.value
-                return self._constraints.drafts(logits, noise, s, self.scores, drafted)
+        logits = add_bias([self.settings.logit_bias] * len(logits), logits)
+        drafts = mx.array([], mx.int32) if before is None else before.astype(mx.int32)
+        drafted: Any = drafts.tolist() if self._constraints is not None else []
+        if self.can_pipeline:
             return self.scores(logits)
-        history, rows = self._history, []
-        if before is not None:
-            history = mx.concatenate([history, before.astype(mx.int32)])
+        s, rows = self._sharpness.value, []
+        if self._constraints is not None and self._history is None and not self._window:
+            return self._constraints.drafts(logits, noise, s, self.scores, drafted)
         for slot in range(len(logits)):
-            row = self._apply(history, logits[slot : slot + 1])
+            history = self.settings, self._recent, drafts, [range(len(drafts))]
+            row = penalize([history], logits[slot : slot + 1])
+            if self._history is not None:
+                row = self._apply(mx.concatenate([self._history, drafts]), row)
             if self._constraints is not None:
                 row = self._constraints.restrict_row(row, drafted)
             row = self.scores(row)
             rows.append(row)
-            token = (row if noise is None else row + noise[slot] / self._sharpness.value).argmax(
-                axis=-1
-            )
-            history = mx.concatenate([history, token.astype(mx.int32)])
+            token = (row if noise is None else row + noise[slot] / s).argmax(axis=-1)
+            drafts = mx.concatenate([drafts, token.astype(mx.int32)])
             if self._constraints is not None:
-                chosen: Any = token.tolist()
-                drafted += chosen
+                drafted += token.tolist()
         return mx.concatenate(rows)
 
     @property
@@ -321,21 +277,21 @@ class Decision(NamedTuple):
 
 
 def decide_all(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
-    """What `Sampler.decide` returns for each request, side by side: [R] int32. Lazy as that is.
+    """Choose the target's token after each row of many requests' proposals; see `Sampler.decide`.
 
-    All greedy rows are chosen in one operation, biased ones in another, as are plain sampled rows
-    of equal settings. If a
-    guard suppresses an error, its rows' choices mean nothing.
+    Rows of requests of one `Sampler.group` are chosen in one operation. If a guard suppresses an
+    error, its rows' choices mean nothing.
 
     Args:
         decisions: of the requests, whose proposals have R rows together.
         logits: [R, V] after the rows.
+
+    Returns the choices [R] int32.
     """
     groups: dict[Any, list[tuple[int, Decision]]] = {}
     first = 0
-    for number, decision in enumerate(decisions):
-        key = decision.sampler.group(decision.proposal, decision.ahead)
-        groups.setdefault(number if key is None else key, []).append((first, decision))
+    for decision in decisions:
+        groups.setdefault(decision.sampler.group, []).append((first, decision))
         first += len(decision.proposal)
     if len(groups) == 1:
         return _decide_group(decisions, logits)
@@ -348,32 +304,66 @@ def decide_all(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
 
 
 def _decide_group(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
-    """The choices [N] of requests of one group, or of a single one without a group."""
-    sampler, proposal, ahead, guard = decisions[0]
-    if sampler.group(proposal, ahead) is None:
-        choices = mx.zeros(len(proposal), mx.int32)
-        with guard:
-            choices = sampler.decide(proposal, logits, ahead)
-        return choices
-    biases = [
-        one.sampler.settings.logit_bias for one in decisions for _ in range(len(one.proposal))
-    ]
-    scores = sampler.scores(add_bias(biases, logits))
+    """The choices [N] int32 of requests of one group."""
+    sampler = decisions[0].sampler
+    edits, *_ = sampler.group
+    scores = sampler.scores(_edited(decisions, logits) if edits else logits)
     if sampler.temperature > 0:
-        keys = [one.sampler.noise_key(one.ahead) for one in decisions]
-        scores = scores + gumbel(keys, logits.shape[-1])
-    return sampler.choose(scores)
+        scores = scores + _noise(decisions, logits.shape[-1])
+        compared = [one.sampler._compared for one in decisions]
+        # `commit` reads these, perhaps in another thread.
+        mx.async_eval([drafts for drafts in compared if drafts is not None])
+    choices = scores.argmax(axis=-1).astype(mx.int32)
+    if not edits:
+        return choices
+    # argmax would return token 0 if all are NaN or -inf; +inf and noise make NaN.
+    none = mx.isnan(scores).any(axis=-1) | mx.isinf(scores.max(axis=-1))
+    return mx.where(none, NO_CHOICE, choices)
 
 
-def add_bias(biases: Sequence[Mapping[int, float] | None], logits: mx.array) -> mx.array:
-    """The logits [N, V] with the bias of each row's request, token -> addend, in one operation."""
-    if not any(biases):
+def _noise(decisions: Sequence[Decision], vocab_size: int) -> mx.array:
+    """The noise [N, V] of all rows; in one operation if no drafter has made some of it."""
+    if all(len(one.proposal) == 1 and one.sampler._kept_noise <= one.ahead for one in decisions):
+        return gumbel([one.sampler.noise_key(one.ahead) for one in decisions], vocab_size)
+    parts = []
+    for sampler, proposal, ahead, _ in decisions:
+        rows = sampler._noise_rows(ahead + max(proposal.depths) + 1, vocab_size)[ahead:]
+        parts.append(rows if proposal.is_chain else rows[mx.array(proposal.depths)])
+    return mx.concatenate(parts)
+
+
+def _edited(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
+    """The logits [N, V] after biases, penalties, processors and constraints of each request."""
+    samplers = [one.sampler for one in decisions for _ in range(len(one.proposal))]
+    logits = add_bias([one.settings.logit_bias for one in samplers], logits)
+    if all(one.can_pipeline for one in samplers):
         return logits
-    most = mx.finfo(logits.dtype).max / 2  # f16 ends at 65,504
-    added = [(row, *each) for row, bias in enumerate(biases) for each in (bias or {}).items()]
-    rows, tokens, values = zip(*added, strict=True)
-    clipped = mx.array([max(-most, min(value, most)) for value in values], logits.dtype)
-    return logits.at[mx.array(rows), mx.array(tokens)].add(clipped)
+    drafts = [one.proposal.array(logits.shape[-1]).astype(mx.int32) for one in decisions]
+    paths = [one.proposal.paths() for one in decisions]
+    texts = [(one.sampler.settings, one.sampler._recent) for one in decisions]
+    histories = zip(texts, drafts, paths, strict=True)
+    logits = penalize([(*text, tokens, under) for text, tokens, under in histories], logits)
+    if any(one._history is not None for one in samplers):
+        edited, first = [], 0
+        for one in decisions:
+            rows = logits[first : first + len(one.proposal)]
+            first += len(one.proposal)
+            if one.sampler._history is not None:
+                with one.guard:
+                    rows = one.sampler._processed(one.proposal, rows)
+            edited.append(rows)
+        logits = mx.concatenate(edited)
+    if any(one._constraints is not None for one in samplers):
+        mx.async_eval(logits)
+        masks: list[np.ndarray | None] = []
+        for one, tokens, under in zip(decisions, drafts, paths, strict=True):
+            own: list[np.ndarray | None] = [None] * len(under)
+            if one.sampler._constraints is not None:
+                with one.guard:
+                    own = one.sampler._constraints.masks(tokens, under)
+            masks += own
+        logits = masked(logits, masks)
+    return logits
 
 
 def check_choice(token: int) -> None:

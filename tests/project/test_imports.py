@@ -27,7 +27,7 @@ LEVELS = [
         "worker",
     },
     {"chat_template", "events", "kernels", "memory", "settings"},
-    {"proposal"},
+    {"penalties", "proposal"},
     {"accept", "sampling"},
     {"targets"},
     {"drafter"},

@@ -12,6 +12,7 @@ from bigrams import BigramDrafter, BigramTarget, softmax
 import dflash_mlx as dm
 from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from dflash_mlx.errors import DFlashError, SettingsError
+from dflash_mlx.penalties import add_bias, penalize
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Decision, Sampler, decide_all
 from dflash_mlx.settings import RequestSettings
@@ -184,23 +185,34 @@ def test_processors_see_the_history_of_each_path():
     assert seen == [[7, 8, 1, 3, 9], [7, 8, 1, 3, 9, 0], [7, 8, 1, 3, 9, 0, 1]]
 
 
-def test_penalties_and_bias_are_those_of_mlx_lm():
-    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7}
-    bias = {3: 1.5, 8: -2.0}
-    mx.random.seed(2)
-    history, logits = [4, 4, 9, 3, 4], mx.random.normal((1, 12))
-    expected = logits
-    for processor in mlx_lm.make_logits_processors(logit_bias=bias, **penalties):
-        expected = processor(mx.array(history), expected)
-    spied = []
-
-    def spy(tokens, logits):
-        spied.append(logits)
-        return logits
-
-    settings = RequestSettings(logit_bias=bias, logits_processors=[spy], **penalties)
-    chosen(Sampler(settings, history), Proposal([4]), logits)
-    assert mx.array_equal(spied[0], expected)
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
+def test_penalties_and_bias_are_those_of_mlx_lm(dtype):
+    """For the rows of many requests at once: chains, a tree, texts shorter than the windows."""
+    given = [
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7},
+        {"presence_penalty": -0.9, "presence_context_size": 3, "logit_bias": {3: 1.5, 8: -2.0}},
+        {"frequency_penalty": 0.5, "frequency_context_size": 1},
+        {"repetition_penalty": 0.8, "repetition_context_size": 1000},
+        {},
+    ]
+    texts = [[4, 4, 9, 3, 4], [1, 2, 3, 4, 5], [7, 7], [3] * 50 + [4], [1, 1]]
+    proposals = [
+        *(Proposal([4, 4, 6]), Proposal([5, 1, 2, 3, 4], (-1, 0, 0, 1, 2)), Proposal([7])),
+        *(Proposal([4, 9]), Proposal([1, 1])),
+    ]
+    logits = mx.random.normal((sum(map(len, proposals)), 12), key=mx.random.key(2)).astype(dtype)
+    expected, biases, histories = [], [], []
+    for of, text, proposal in zip(given, texts, proposals, strict=True):
+        drafts, settings = list(proposal.tokens), RequestSettings(**of)
+        for path in proposal.paths():
+            row = logits[len(expected) : len(expected) + 1]
+            for processor in mlx_lm.make_logits_processors(**of):
+                row = processor(mx.array([*text, *(drafts[at] for at in path)]), row)
+            expected.append(row)
+            biases.append(settings.logit_bias)
+        histories.append((settings, text, mx.array(drafts, mx.int32), proposal.paths()))
+    found = penalize(histories, add_bias(biases, logits))
+    assert mx.array_equal(found, mx.concatenate(expected))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
@@ -337,6 +349,20 @@ def test_numbers_of_numpy_and_fractions_are_numbers():
     assert dm.generate(target, drafter, ids, block_size=block_size, **others).tokens == expected
 
 
+class Odd:
+    """A constraint: every other token is odd."""
+
+    def follows(self, answer, tokens):
+        ends = (at for at, one in enumerate(tokens) if one % 2 != (len(answer) + at) % 2)
+        return next(ends, len(tokens))
+
+    def allowed(self, answer):
+        return np.arange(30) % 2 == len(answer) % 2
+
+    def __call__(self, tokens, logits):
+        raise AssertionError("constraints are not called")
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_choices_of_many_requests_are_those_alone(ahead):
     """Greedy and sampled rows, plain and drafted ones, equal settings and others, in one call."""
@@ -346,6 +372,13 @@ def test_choices_of_many_requests_are_those_alone(ahead):
         *({"temperature": 0.7, "seed": 2, "drafts": 4}, {"drafts": 4}),
         {"drafts": 3, "logit_bias": {5: 1.5, 7: -1.0, 3: 4.0}},
     ]
+    if not ahead:  # these read the token before
+        settings += [
+            *({"frequency_penalty": 0.6, "drafts": 2}, {"presence_penalty": 1.0}),
+            *({"logits_processors": [lambda _, x: -x], "drafts": 3}, {"repetition_penalty": 1.3}),
+            {"logits_processors": [Odd()], "drafts": 2},
+            {"logits_processors": [Odd()], "drafts": 4, "temperature": 0.7, "seed": 2},
+        ]
 
     def requests():
         for number, of in enumerate(settings):
@@ -362,5 +395,6 @@ def test_choices_of_many_requests_are_those_alone(ahead):
     decisions = [Decision(sampler, proposal, ahead) for sampler, proposal, _ in together]
     found = decide_all(decisions, mx.concatenate([logits for *_, logits in together]))
     assert found.tolist() == alone.tolist()
-    keys = [sampler.group(proposal, ahead) for sampler, proposal, _ in together]
-    assert [keys.index(key) for key in keys] == [0, 1, 2, 0, 1, 5, 6, 0, 2], "one operation each"
+    keys = [sampler.group for sampler, *_ in together]
+    first = [0, 1, 2, 0, 1, 5, 1, 0, 2, *[2, 2, 2, 2, 2, 14][: 6 * (not ahead)]]
+    assert [keys.index(key) for key in keys] == first, "one operation each"
