@@ -31,6 +31,7 @@ CONTEXT_SIZE = 20  # mlx-lm's
 LARGEST_TREE = 1024  # rows; a verify's mask has a place for every pair of them
 MAX_F32 = 3e38  # a little below the largest f32
 SEED_BITS = 32
+MAX_SEED = 2**SEED_BITS - 1
 NONE = "none", "off"  # texts that mean None
 
 
@@ -185,9 +186,7 @@ class RequestSettings:
     )
     top_k: int = setting(0, "Only the K likeliest; 0 for all.", int, 0, math.inf, "K")
     min_p: float = setting(0.0, "Only tokens over P x the top one.", float, 0, 1, "P")
-    seed: int | None = setting(
-        None, "The same seed gives the same text.", int, 0, 2**SEED_BITS - 1, "N"
-    )
+    seed: int | None = setting(None, "The same seed gives the same text.", int, 0, MAX_SEED, "N")
     logit_bias: Mapping[int, float] | None = setting(
         *(None, "Token ids, and the numbers added to their logits."),
         form=_bias,
@@ -197,17 +196,11 @@ class RequestSettings:
         *(1.0, "Over 1 avoids the last 20 tokens.", float, 1e-20, 1e20, "P"),
         aliases=("repeat_penalty",),
     )
-    repetition_context_size: int = setting(
-        CONTEXT_SIZE, "Tokens that the repetition penalty looks at.", *_SIZE
-    )
+    repetition_context_size: int = setting(CONTEXT_SIZE, "Tokens that it looks at.", *_SIZE)
     presence_penalty: float = setting(0.0, "Over 0 avoids the last 20 tokens.", *_PENALTY)
-    presence_context_size: int = setting(
-        CONTEXT_SIZE, "Tokens that the presence penalty looks at.", *_SIZE
-    )
+    presence_context_size: int = setting(CONTEXT_SIZE, "Tokens that it looks at.", *_SIZE)
     frequency_penalty: float = setting(0.0, "The same, more for frequent ones.", *_PENALTY)
-    frequency_context_size: int = setting(
-        CONTEXT_SIZE, "Tokens that the frequency penalty looks at.", *_SIZE
-    )
+    frequency_context_size: int = setting(CONTEXT_SIZE, "Tokens that it looks at.", *_SIZE)
     logits_processors: Sequence[LogitsProcessor] = setting(
         *((), "Further processors, called in this order after the penalties."),
         form=_list_of(callable),
@@ -227,14 +220,11 @@ class RequestSettings:
     )
     stop_applies: Callable[[int, str], int] | None = setting(
         None,
-        "(token, text) -> whether stop strings count in the text that a token adds, or in how many "
-        "of its last characters; in a thought in none. Called once per token. None: everywhere.",
+        "(token, text) -> in how many of the last characters that it adds stop strings count.",
         form=lambda value: value if callable(value) else None,
         allowed="a function",
     )
-    continues: bool = setting(
-        False, "Whether the text continues the prompt, so that a leading space is kept.", bool
-    )
+    continues: bool = setting(False, "Whether a leading space of the text is kept.", bool)
     think: bool | None = setting(
         *(None, "Think before the answer, or answer at once.", bool),
         options=("--think/--no-think",),
@@ -262,11 +252,10 @@ class RequestSettings:
         "Quantize the KV cache, if the model allows it.",
         *(int, math.inf, -math.inf, "4|8", (8, 4)),
     )
-    salt: str = setting("", "Only requests of the same salt share entries of a prefix store.", str)
+    salt: str = setting("", "Only requests of one salt share a prefix store's entries.", str)
     branches: Sequence[int] | None = setting(
         None,
-        "Positions in a prompt of token ids where other prompts are likely to diverge, for the "
-        "prefix store. None finds those of chat messages.",
+        "Where other prompts diverge, for the prefix store. None finds it in chat messages.",
         form=_list_of(_is_token),
         allowed="positions in the prompt",
     )

@@ -37,14 +37,8 @@ class TokenizersError(Exception):
 
 
 # Encoding a text, or making text of token ids: tokenizers' own, transformers' and mlx-lm's.
-TOKENIZER_ERRORS = (
-    AttributeError,
-    LookupError,
-    OverflowError,
-    TypeError,
-    ValueError,
-    TokenizersError,
-)
+_COMMON = AttributeError, LookupError, OverflowError, TypeError, ValueError
+TOKENIZER_ERRORS = (*_COMMON, TokenizersError)
 
 
 @dataclass(frozen=True)
