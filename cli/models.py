@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
-from dflash_mlx.loading.folder import NO, WHETHER, YES, fits, looks_quantized
+from dflash_mlx.loading.checks import NO, WHETHER, YES, fits, looks_quantized
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.loading.quantization import Quantization

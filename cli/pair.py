@@ -12,7 +12,7 @@ import typer
 
 import dflash_mlx
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
-from dflash_mlx.loading.folder import fits_here, looks_quantized
+from dflash_mlx.loading.checks import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
 from dflash_mlx.loading.registry import (
     EMBEDDED,

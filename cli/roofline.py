@@ -9,7 +9,7 @@ from rich.table import Table
 
 import dflash_mlx
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.loading.folder import fits_here
+from dflash_mlx.loading.checks import fits_here
 from dflash_mlx.loading.hub import Hub, find
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import pair_of

@@ -1,14 +1,10 @@
-"""A model's folder, read once and without MLX: what its files say before a weight is read.
-
-Also whether weights of a size fit the memory that models may take.
-"""
+"""A model's folder, read once and without MLX: what its files say before a weight is read."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -17,14 +13,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from ..errors import (
-    ConfigError,
-    ModelNotFoundError,
-    NotEnoughMemoryError,
-    SettingsError,
-    WeightsError,
-)
-from ..machine.facts import GB, memory_bytes, usable_bytes
+from ..errors import ConfigError, ModelNotFoundError, SettingsError, WeightsError
 from ..validation import MAX_JSON_BYTES, ErrorWrapper, brief, check_file, is_integer, read_json
 from .quantization import Quantization, is_fp8, is_quantized
 
@@ -33,11 +22,6 @@ MOST_LAYERS = 4096  # mlx-lm builds every layer before it compares the weights w
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _FLOATS = ("F32", "F16", "BF16", "F8_E4M3")
 _BITS = re.compile(r"\d+")  # in the name of a dtype
-YES, NO = "yes", "no"
-ON_MAC = sys.platform == "darwin"
-WHETHER = f"fits this {'Mac' if ON_MAC else 'machine'}"
-# Names of quantized conversions: Qwen3-8B-4bit, gpt-oss-20b-MXFP4-Q8.
-_QUANTIZED = re.compile(r"-(\d[_-]?bits?|q\d|mxfp\d|nvfp4|fp8|awq|dwq)\b")
 # Files that mlx-lm and transformers open by themselves.
 _READ_BY_OTHERS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
@@ -242,52 +226,3 @@ def memory_needed(
         else:
             total += count * (float_bytes or max(2, tensor.width))
     return math.ceil(total)
-
-
-def check_memory(name: str, needed: int, in_4_bits: int | None = None) -> None:
-    """Raise `NotEnoughMemoryError` unless weights fit into the memory that models may take.
-
-    Args:
-        name: the model, for the message.
-        needed: bytes of the weights.
-        in_4_bits: their bytes if they were quantized to 4 bits; None where they cannot be.
-    """
-    limit, remedy = usable_bytes(), "choose a smaller model or one in fewer bits"
-    if needed <= limit:
-        return
-    if in_4_bits is not None:
-        even = "" if in_4_bits <= limit else "even "
-        remedy = f"{even}quantized to 4 bits they would take {in_4_bits / GB:.1f} GB"
-    has = "this machine has" if limit == memory_bytes() else "this Mac's GPU may use"
-    raise NotEnoughMemoryError(
-        f"{name}: the weights take {needed / GB:.1f} GB, {has} {limit / GB:.1f} GB; {remedy}."
-    )
-
-
-def fits(size: float, quantized: bool = False, mac: bool = ON_MAC) -> str:
-    """Whether a target fits: "yes", "no", or the option it needs, as "with --target-bits 8".
-
-    The limit is the one that loading enforces. On a CPU, unquantized weights compute in f32.
-
-    Args:
-        size: bytes of the weights as stored.
-        quantized: whether they are quantized already; otherwise they take two bytes each.
-        mac: whether they run on a Mac.
-    """
-    limit = usable_bytes()
-    if size * (1 if quantized or mac else 2) <= limit:
-        return YES
-    for bits in () if quantized else (8, 4):
-        if Quantization(bits, 64).bytes_of(1) * size / 2 <= limit:
-            return f"with --target-bits {bits}"
-    return NO
-
-
-def fits_here(size: float, quantized: bool = False) -> str:
-    """Whether a target of this many bytes fits this machine, for a message."""
-    return f"{WHETHER}: {fits(size, quantized)}"
-
-
-def looks_quantized(name: str) -> bool:
-    """Whether a model's name says that it is quantized; its config.json is not here yet."""
-    return _QUANTIZED.search(name.lower()) is not None

@@ -216,6 +216,8 @@ def find_target(
     Raises `ConfigError` or `NotEnoughMemoryError` for one that cannot run, and as `find`.
     """
     folder = find(name, hub)
+    if folder.remote is None:
+        folder.config  # noqa: B018 (a damaged file is named before a drafter is looked for)
     if not folder.is_preview:
         return folder, None
     model = model_of(name, folder.config)

@@ -27,8 +27,9 @@ from ..targets import Target
 from ..targets.internals import classes_of
 from ..threads import evaluate
 from ..validation import ErrorWrapper, brief, read_json
+from .checks import check_memory
 from .computed import bounded, complete, spelled_for, words_of
-from .folder import Folder, StoredTensor, check_memory, read_header
+from .folder import Folder, StoredTensor, read_header
 from .hub import Hub
 from .quantization import Quantization
 from .reading import (

@@ -100,7 +100,7 @@ def test_models():
 
 
 def test_models_that_fit_come_first_by_family(monkeypatch):
-    monkeypatch.setattr("dflash_mlx.loading.folder.usable_bytes", lambda: 24 * 10**9)
+    monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 24 * 10**9)
     shown = in_process("models")
     names = [line.split()[0] for line in shown.stdout.splitlines()[3:]]
     families = [name.rpartition("/")[2].partition("-")[0].lower() for name in names]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dflash_mlx.cli import models
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import announce
-from dflash_mlx.loading.folder import fits
+from dflash_mlx.loading.checks import fits
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import PACKAGES
 
@@ -118,5 +118,5 @@ def test_names_that_are_none(server, monkeypatch, tmp_path):
     ],
 )
 def test_what_fits_24_gigabytes(size, quantized, mac, said, monkeypatch):
-    monkeypatch.setattr("dflash_mlx.loading.folder.usable_bytes", lambda: 24 * GB)
+    monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 24 * GB)
     assert fits(size, quantized, mac=mac) == said

@@ -192,7 +192,7 @@ def test_too_little_memory_is_found_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = one(tmp_path)
-    monkeypatch.setattr("dflash_mlx.loading.folder.usable_bytes", lambda: 1000)
+    monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 1000)
     with pytest.raises(NotEnoughMemoryError):
         converted(path, unpacked=True)
     assert not [*tmp_path.glob("cache/gguf/*.part")]

@@ -7,7 +7,8 @@ import pytest
 from tinymodels import save_drafter, save_target
 
 from dflash_mlx.errors import NotEnoughMemoryError
-from dflash_mlx.loading.folder import Folder, check_memory, fits
+from dflash_mlx.loading.checks import check_memory, fits
+from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.machine.facts import memory_bytes

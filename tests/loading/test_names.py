@@ -6,8 +6,9 @@ import os
 import pytest
 from program import run, start
 
-from dflash_mlx.errors import ConfigError, ModelNotFoundError
+from dflash_mlx.errors import ConfigError, ModelNotFoundError, WeightsError
 from dflash_mlx.loading.folder import Folder
+from dflash_mlx.loading.load import load
 from dflash_mlx.loading.registry import (
     known_names,
     local_path,
@@ -66,7 +67,7 @@ def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path)
 
 def test_gguf_files_where_other_programs_keep_them(tmp_path):
     """LM Studio has a folder with one file, maybe in parts or with a projector; Ollama a blob."""
-    blob, other, folder = tmp_path / "sha256-0123", tmp_path / "model", tmp_path / "Qwen3-GGUF"
+    blob, other, folder = tmp_path / "sha256-0123", tmp_path / "model", tmp_path / "Qwen3-8B-GGUF"
     folder.mkdir()
     blob.write_bytes(b"GGUF")
     other.touch()
@@ -77,6 +78,8 @@ def test_gguf_files_where_other_programs_keep_them(tmp_path):
         (folder / name).write_bytes(b"GGUF")
     for path, file in ((blob, blob), (folder, folder / names[0])):
         assert local_path(str(path)) == file
+    with pytest.raises(WeightsError, match="00001-of-00002.gguf: a GGUF file with a broken"):
+        load(str(folder))  # before a drafter is looked for
     (folder / "a-Q8_0.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelNotFoundError, match=r"several GGUF files.*Q4_0.gguf.*Q8_0.gguf"):
         local_path(str(folder))

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import MissingDependencyError, OutputError, WeightsError
 from ...machine.facts import cache_folder
 from ...machine.saving import save_arrays
-from ..folder import INDEX, Folder, check_memory
+from ..checks import check_memory
+from ..folder import INDEX, Folder
 from ..registry import parts_of
 
 if TYPE_CHECKING:
