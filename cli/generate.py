@@ -127,7 +127,7 @@ def generate(
     elif output is not None and not json:
         write_file(output, result.text + newline)
     if compare and pair.drafter is not None and result.tokens:
-        if warning := busy():
+        if not json and (warning := busy()):
             note(warning)
         with waiting("Decoding plainly, to compare"):
             _compare(untaught)

@@ -73,5 +73,5 @@ def test_no_colors(tmp_path):
     terminal.type("/set top_k 0.5")  # an error, which has a color elsewhere
     terminal.type(SUM)
     seen = terminal.leave()
-    assert "error: top_k must be a number" in seen and "cut off" in seen
+    assert "error: top_k must be a whole number" in seen and "cut off" in seen
     assert not re.search(r"\x1b\[[\d;]*\b[34][0-7]m", terminal.shown)
