@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +101,7 @@ class BatchScheduler:
     def preempt(self) -> None:
         """Free the caches of the youngest running request; it waits, and continues later."""
         entry = self._running[-1]
-        if self._released(entry):
+        if self._succeeds(entry, entry.request.release_caches):
             self._remove(entry)
             self._waiting.appendleft(entry)
 
@@ -128,12 +129,8 @@ class BatchScheduler:
             entry.job.put(request.empty_event())
             self._end(entry)
             return
-        with ErrorCapture() as captured:
-            request.resume()
-            entry.has_read = False
+        if self._succeeds(entry, request.resume):
             self._prefilling.append(entry)
-        if captured.error is not None:
-            self._end(entry, captured.error)
 
     def _prefill(self) -> None:
         """Read prompts in turn, up to this step's number of tokens, and their ends together."""
@@ -177,14 +174,14 @@ class BatchScheduler:
 
     def _restart_alone(self, entry: _Entry) -> None:
         """Rebuild the caches after an error in a shared forward, and read and step alone."""
-        entry.alone = True
-        if self._released(entry):
+        entry.alone, entry.has_read = True, False
+        if self._succeeds(entry, entry.request.release_caches):
             self._start(entry)
 
-    def _released(self, entry: _Entry) -> bool:
-        """Give a request's caches back; whether it can go on. An error ends it."""
+    def _succeeds(self, entry: _Entry, work: Callable[[], object]) -> bool:
+        """Do a request's own work; whether it can go on. An error ends it."""
         with ErrorCapture() as captured:
-            entry.request.release_caches()
+            work()
         if captured.error is not None:
             self._end(entry, captured.error)
         return captured.error is None
