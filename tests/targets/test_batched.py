@@ -137,7 +137,7 @@ def test_layers_share_what_their_attention_looks_up(monkeypatch):
     """Once for each request, of which there are many, not for each layer."""
     target, asked = tiny_target("qwen3"), []
     target.wiring = Wiring(Kernels(lambda **_: None), {}, exact=False, layers=frozenset())
-    monkeypatch.setattr(attention, "_rows", lambda wiring, *of: asked.append(of) or ())
+    monkeypatch.setattr(attention, "attention_rows", lambda *of: asked.append(of) or ())
     verifier, sessions = BatchVerifier(target), [target.start((), 8) for _ in range(12)]
     for length, session in enumerate(sessions, start=1):
         list(session.prefill(random_prompt(length, length)))
