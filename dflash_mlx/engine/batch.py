@@ -142,7 +142,8 @@ class SharedBatch:
         if not steps:
             return []
         tokens = steps[0].choices
-        if [step.first for step in steps if step.choices is tokens] != [*range(tokens.size)]:
+        in_order = [step.choices is tokens and step.first == at for at, step in enumerate(steps)]
+        if len(steps) != tokens.size or not all(in_order):
             rows = [step.choices[step.first : step.first + 1] for step in steps]
             tokens = mx.concatenate(rows)
         return self._verify(_without_errors(items), tokens)

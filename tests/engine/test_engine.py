@@ -223,6 +223,30 @@ def test_a_forward_that_breaks_of_many_only_fails_nobody(crowd):
     assert [job.result().tokens for job in jobs] == crowd.alone and together.broken == 3
 
 
+def test_a_request_that_joins_pipelined_steps_breaks_no_forward(crowd):
+    """A new request's step has a forward of its own; the next pipelined one is for all of them."""
+    rows: list[tuple[int, int]] = []
+
+    class Counting(SharedBatch):
+        def verify(self, turns, tokens=None):
+            logits, taps = super().verify(turns, tokens)
+            rows.append((len(turns), len(logits)))
+            return logits, taps
+
+    played = Played(crowd.target, None, Counting(crowd.target, None))
+    plain = [at for at, (_, ways) in enumerate(crowd.requests) if "presence_penalty" not in ways]
+    jobs = []
+    for at in plain:
+        prompt, ways = crowd.requests[at]
+        jobs.append(played.submit(prompt, **ways))
+        for _ in range(4):
+            played.scheduler.step()
+    assert not any(job.done for job in jobs)
+    assert rows[-1] == (len(plain), len(plain))
+    played.run()
+    assert [job.result().tokens for job in jobs] == [crowd.alone[at] for at in plain]
+
+
 def test_prompts_end_in_one_forward(crowd):
     """Also a long one's end; one that breaks off costs nobody anything."""
     ends: list[int] = []
