@@ -12,7 +12,7 @@ from dflash_mlx.errors import DataError, DFlashError, SettingsError
 from dflash_mlx.settings import SETTINGS
 from dflash_mlx.validation import is_message, read_json
 
-from .options import STEPS, TRUNCATION
+from .options import STEPS
 from .output import counted, error_line, note, write_file
 from .pair import template_variables
 
@@ -96,7 +96,7 @@ def _set(chat: Chat, text: str) -> None:
         raise SettingsError(f"There is no setting {name!r}. The settings: {', '.join(NUMBERS)}.")
     if value:
         chat.change({name: SETTINGS[name].parse(name, value.strip())})
-        if name in TRUNCATION and not chat.settings["temperature"]:
+        if SETTINGS[name].samples and not chat.settings["temperature"]:
             note(f"{name} has no effect at temperature 0.")
     for each in [name] if name else NUMBERS:
         note(f"{each:18} {chat.settings[each]}")

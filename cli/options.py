@@ -23,7 +23,6 @@ KEPT_BITS = 16  # of --draft-bits: as they are
 MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the panels that --help shows
 AUTO = "auto"  # of --tree-budget
 STEPS = ("block_size", "tree_budget", "kv_bits")  # settings of a whole conversation
-TRUNCATION = ("top_p", "top_k", "min_p", "seed")  # without effect at temperature 0
 # Real models to name instead of the embedded one, in 4 bits: 2.3 GB and 17 GB.
 SMALL, CODER = (f"mlx-community/Qwen3-{name}-4bit" for name in ("4B", "Coder-30B-A3B-Instruct"))
 
@@ -202,7 +201,8 @@ def with_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def note_without_effect(settings: Mapping[str, Any]) -> None:
     """Say which options change nothing at temperature 0."""
-    useless = [name for name in TRUNCATION if settings[name] != SETTINGS[name].default]
+    samples = {name: one.default for name, one in SETTINGS.items() if one.samples}
+    useless = [name for name, default in samples.items() if settings[name] != default]
     if useless and not settings["temperature"]:
         note(f"{', '.join(map(spelled, useless))} has no effect at temperature 0.")
 

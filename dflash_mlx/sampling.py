@@ -28,7 +28,7 @@ from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .penalties import PENALTIES, add_bias, penalize, window
 from .proposal import Proposal
-from .settings import SEED_BITS, RequestSettings
+from .settings import SEED_BITS, SETTINGS, RequestSettings
 from .validation import brief
 
 # Scores [L, V] of the next tokens, and the factor of the logits in them. A chain takes the best; a
@@ -113,7 +113,8 @@ class Sampler:
         self._constraints = ConstraintSet(constraints) if constraints else None
         edits = bool(settings.logit_bias) or not self.can_pipeline
         self._plain = not edits and settings.temperature == 0
-        truncation = settings.temperature, settings.top_p, settings.min_p, float(settings.top_k)
+        names = ["temperature", *(name for name, one in SETTINGS.items() if one.samples)]
+        truncation = [getattr(settings, name) for name in names if name != "seed"]
         self.group = edits, *(truncation if settings.temperature > 0 else ())
         self._position = len(prompt)  # of the next token
         self._history = mx.array(list(prompt), mx.int32) if processors else None

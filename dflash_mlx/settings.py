@@ -50,6 +50,7 @@ class Setting:
         metavar: of the option; without one and without `options` there is no option.
         options: names of the option, if its own is not the only one.
         aliases: what others call it: hidden options, and fields of HTTP APIs.
+        samples: whether it changes nothing at temperature 0.
     """
 
     default: Any
@@ -63,6 +64,7 @@ class Setting:
     allowed: str = ""
     options: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    samples: bool = False
 
     def check(self, name: str, value: Any) -> Any:
         """The value as Python's own (it may be numpy's). Raises `SettingsError`."""
@@ -183,10 +185,17 @@ class RequestSettings:
     top_p: float = setting(
         *(1.0, "Only tokens within probability P.", float, 5e-324, 1, "P"),
         allowed="above 0 and at most 1",
+        samples=True,
     )
-    top_k: int = setting(0, "Only the K likeliest; 0 for all.", int, 0, math.inf, "K")
-    min_p: float = setting(0.0, "Only tokens over P x the top one.", float, 0, 1, "P")
-    seed: int | None = setting(None, "The same seed gives the same text.", int, 0, MAX_SEED, "N")
+    top_k: int = setting(
+        *(0, "Only the K likeliest; 0 for all.", int, 0, math.inf, "K"), samples=True
+    )
+    min_p: float = setting(
+        *(0.0, "Only tokens over P x the top one.", float, 0, 1, "P"), samples=True
+    )
+    seed: int | None = setting(
+        *(None, "The same seed gives the same text.", int, 0, MAX_SEED, "N"), samples=True
+    )
     logit_bias: Mapping[int, float] | None = setting(
         *(None, "Token ids, and the numbers added to their logits."),
         form=_bias,
@@ -281,4 +290,6 @@ class RequestSettings:
                 )
 
 
-SETTINGS: Final = {one.name: one.metadata["setting"] for one in fields(RequestSettings)}
+SETTINGS: Final[dict[str, Setting]] = {
+    one.name: one.metadata["setting"] for one in fields(RequestSettings)
+}

@@ -23,6 +23,7 @@ from typer.main import get_command
 
 from dflash_mlx.bench.macs import BITS, KnownModel, known_models
 from dflash_mlx.cli.app import app
+from dflash_mlx.cli.chat_commands import COMMANDS
 from dflash_mlx.errors import ConfigError
 from dflash_mlx.machine.chips import chip_named
 from dflash_mlx.machine.facts import working_set
@@ -72,6 +73,12 @@ def generated(name: str, command: Any) -> str:
     ]
     lines += ["", *(f"    {example}" for example in command.epilog.split("\n")[1:]), ""]
     lines += ["| | | default |", "|---|---|---|", *map(_row, command.params), ""]
+    if name == "chat":
+        lines += ["| in a chat | |", "|---|---|"]
+        for name, one in COMMANDS.items():
+            usage = f"{name} {one.argument}".strip().replace("|", r"\|")
+            lines.append(f"| `{usage}` | {one.help} |")
+        lines.append("")
     return "\n".join([*lines, MARK])
 
 

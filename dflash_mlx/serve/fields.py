@@ -15,10 +15,6 @@ from .request import Tool, instead_of
 
 MAX_STOPS, MAX_BIASES, MAX_TOP_LOGPROBS = 16, 16384, 20
 SEEDS: Final = 2**SEED_BITS
-_SAMPLED: Final = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ModelName = Annotated[str, Field(max_length=512)]
@@ -48,7 +44,8 @@ def sampled(name: str, least: float | None = None, most: float | None = None) ->
 
 def sampling_settings(body: Body, stop: Sequence[str] | None, **more: Any) -> dict[str, Any]:
     """The engine's settings that a request names, with `more` of them that are not None."""
-    values = {name: getattr(body, name, None) for name in _SAMPLED} | more
+    names = [name for name in SETTINGS if name in SamplingOptions.model_fields]
+    values = {name: getattr(body, name, None) for name in names} | more
     values["stop"] = [text for text in stop or () if text] or None
     found = {name: value for name, value in values.items() if value is not None}
     if "top_k" in found:
