@@ -42,7 +42,7 @@ def chat(
     if system is not None:
         check_text(system, "The system message")
     messages = [] if resume is None else read_conversation(resume.expanduser())
-    options.note_without_effect(settings)
+    typed_settings = dict(settings)
     model: LocalModel | ServedModel
     if server is not None:
         model = ServedModel(server, None if names.model == EMBEDDED else names.model, api_key)
@@ -53,6 +53,7 @@ def chat(
         if pair.drafter is not None:
             note_training(pair, names, settings)
         settings |= publishers(pair, options.given(context))
+    options.note_without_effect(typed_settings | {"temperature": settings["temperature"]})
     conversation = Chat(model, settings, messages, verbose)
     if system is not None:
         conversation.set_system(system)

@@ -15,14 +15,15 @@ from .options import AUTO, Weights, given
 THINKING = ("think", "reasoning_effort")
 DRAFTING = ("block_size", "tree_budget", "no_policy", "draft_bits", "draft_window", "compare")
 WEIGHTS = [field.name for field in fields(Weights)]
-OPENAI = ("draft", "block_size", "tree_budget", "hosts", *THINKING, *WEIGHTS)
+OPENAI = ("draft", "adapter", "block_size", "tree_budget", "hosts", *THINKING, *WEIGHTS)
+SERVER = ("draft", "adapter", "no_draft", "verbose", "kv_bits", *WEIGHTS, *DRAFTING)
 ANY = object()
 EXCLUDED = {  # an option as it is typed -> its parameter and value, and what has no effect beside
     "--no-draft": ("no_draft", True, ("draft", *DRAFTING)),
     "--draft none": ("draft", NONE, DRAFTING),
     "--draft lookup": ("draft", LOOKUP, ("tree_budget", "draft_bits", "draft_window")),
     "--tree-budget auto": ("tree_budget", AUTO, ("block_size", "no_policy")),
-    "--server": ("server", ANY, ("draft", "no_draft", "verbose", "kv_bits", *WEIGHTS, *DRAFTING)),
+    "--server": ("server", ANY, SERVER),
     "--no-think": ("think", False, ("reasoning_effort",)),
     "--no-chat-template": ("raw", True, ("system", *THINKING)),
     "--no-auth": ("no_auth", True, ("api_key", "api_key_file")),
@@ -56,8 +57,9 @@ def check_combinations(context: typer.Context) -> None:
 
 
 def _refuse(context: typer.Context, reason: str, names: tuple[str, ...]) -> None:
-    """Raise `SettingsError` with the reason if one of these options was given, and not off."""
+    """Raise `SettingsError` with the reason if one of these options was given, and not none."""
     for parameter in context.command.params:
         if parameter.name in given(context).intersection(names):
-            if context.params[parameter.name] not in (False, None):
-                raise SettingsError(f"{parameter.opts[0]} {reason}.")
+            if (value := context.params[parameter.name]) is not None:
+                typed = parameter.opts if value else parameter.secondary_opts or parameter.opts
+                raise SettingsError(f"{typed[0]} {reason}.")

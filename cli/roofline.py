@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ACCEPTANCE = 4.0  # tokens per step, assumed where none are published
 
+NAME_CHIP = "give --chip, such as 'M4 Max'"
 PREDICTED = "What is predicted"  # the panel that --help shows
 MEASURED = "Acceptance length at 16 rows, as 'bench' reports. Default: the published one, else 4."
 
@@ -39,7 +40,7 @@ def roofline(
     json: bool = options.JSON,
 ) -> None:
     """Predict how long steps of 1 to 16 rows take on a chip, and the best possible speedup."""
-    where = _chip(chip)
+    where = _chip(chip, f"{NAME_CHIP}, and a --model of 100 MB or more, such as Qwen/Qwen3-8B")
     pair = pair_of(model)
     published = pair.acceptance if pair else None
     tokens = acceptance if acceptance is not None else published or ACCEPTANCE
@@ -76,7 +77,7 @@ def show_models(name: str, chip: str | None, memory: int | None, json: bool) -> 
         chip, memory: of the Mac, in GiB; None for this machine's.
         json: print JSON.
     """
-    where = _chip(chip)
+    where = _chip(chip, NAME_CHIP)
     limit = usable_bytes() if memory is None else working_set(memory * 2**30)
     with waiting("Predicting"):
         from dflash_mlx.bench.macs import CONTEXT, known_models
@@ -101,17 +102,14 @@ def show_models(name: str, chip: str | None, memory: int | None, json: bool) -> 
     note("drafted: at best, and only where an acceptance length is published.")
 
 
-def _chip(name: str | None) -> Chip:
-    """The named chip, or this machine's. Raises `SettingsError` for an unknown name."""
+def _chip(name: str | None, advice: str) -> Chip:
+    """The named chip, or this machine's. Raises `SettingsError` for one that is not known."""
     with waiting("Starting MLX"):
         _ = dflash_mlx.Target  # raises `MissingDependencyError` without MLX
         import mlx.core as mx
     here = str(mx.device_info().get("device_name", "unknown"))
     if name is None and find_chip(here) is None:
-        raise SettingsError(
-            f"No step can be predicted on {here}: give --chip, such as 'M4 Max', and a --model "
-            "of 100 MB or more, such as Qwen/Qwen3-8B."
-        )
+        raise SettingsError(f"No step can be predicted on {here}: {advice}.")
     return chip_named(name or here)
 
 

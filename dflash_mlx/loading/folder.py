@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from ..errors import ConfigError, ModelNotFoundError, SettingsError, WeightsError
+from ..settings import RequestSettings
 from ..validation import MAX_JSON_BYTES, ErrorWrapper, brief, check_file, is_integer, read_json
 from .quantization import Quantization, is_fp8, is_quantized
 
@@ -166,8 +167,6 @@ class Folder:
         Empty if there is no such file, or it has the model decode greedily. A file that cannot be
         used is a warning.
         """
-        from ..settings import RequestSettings  # starts MLX
-
         path = self.path / "generation_config.json"
         if not path.is_file():
             return {}

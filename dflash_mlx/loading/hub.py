@@ -222,11 +222,12 @@ def find(name: str, hub: Hub, part: Part = "target") -> Folder:
     Raises the errors of `local_path` and `Hub.find`.
     """
     path = local_path(name, part)
-    if path is None or path.is_dir():
-        return hub.find(name) if path is None else Folder(path, name)
+    folder = hub.find(name) if path is None else Folder(path, name)
+    if not folder.path.is_file():
+        return folder
     from .gguf.convert import GGUFFile
 
-    return GGUFFile(path, name)
+    return GGUFFile(folder.path, name)
 
 
 def _gguf_files(quantization: str) -> list[str]:

@@ -103,11 +103,11 @@ def load(
     if adapter is not None and cluster is not None:
         raise SettingsError("adapter needs one machine: fuse it into the weights (mlx_lm.fuse).")
     machines = 1 if cluster is None else cluster.size
+    tuned = None if adapter is None else find_adapter(adapter, hub)  # before larger downloads
     folder, source = _find_pair(name, wanted, hub, quantization, machines)
     source.check_settings(draft_bits, draft_window)
     if cluster is not None and source.kind == ASSISTANT:
         raise SettingsError(f"{draft} reads keys of the target's layers: that needs one machine.")
-    tuned = None if adapter is None else find_adapter(adapter, hub)
     if draft_bits is None and not on_cpu():
         draft_quantization = source.quantization_beside(quantization)
     reserved += memory_needed(source.tensors, draft_quantization, float_bytes())

@@ -131,10 +131,12 @@ class ResponseFormat(Body):
     json_schema: ResponseFormat | None = None
 
     def answer_schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None for free text."""
+        """The JSON schema of the answer; None for free text. Raises `RequestError`."""
         if self.type == "text":
             return None
         default = {"type": "object"} if self.type == "json_object" else {}
+        if self.json_schema is None and self.schema_ is None and not default:
+            raise RequestError("The format json_schema needs a schema.")
         return (self.json_schema or self).schema_ or default
 
 
@@ -239,12 +241,17 @@ ToolChoiceField = Literal["none", "auto", "required", "any"] | ToolSelection
 
 
 def read_tool_choice(choice: ToolChoiceField | None, parallel: bool | None) -> dict[str, Any]:
-    """The choice among tools, as `GenerationRequest` takes it. A named tool is called once."""
+    """The choice among tools, as `GenerationRequest` takes it. A named tool is called once.
+
+    Raises `RequestError` for a tool without a name.
+    """
     mode: Any = "required" if choice == "any" else choice or "auto"
     names, parallel = None, parallel is not False
     if isinstance(choice, ToolSelection):
         some = choice.allowed_tools or choice
         if some.tools is None:
+            if not choice.own_name:
+                raise RequestError("The tool has no name.", param="tool_choice")
             mode, names, parallel = "required", frozenset({choice.own_name}), False
         else:
             mode, names = some.mode, frozenset(tool.own_name for tool in some.tools)

@@ -153,6 +153,8 @@ class MessagesBody(Body):
         """The internal request. Raises `RequestError`."""
         choice = self.tool_choice or AnthropicToolChoice()
         output = self.output_config or OutputConfig()
+        if choice.type == "tool" and not choice.name:
+            raise RequestError("The tool has no name.", param="tool_choice")
         allowed = frozenset({choice.name or ""}) if choice.type == "tool" else None
         thinks = (self.thinking or ThinkingConfig()).type != "disabled"
         form = self.output_format or output.format

@@ -132,13 +132,13 @@ class Models:
         Raises `RequestError`: 404 as `find`, 500 or 503 if the model cannot be loaded.
         """
         model = self.find(name)
-        if self.draining:
-            raise shutting_down()
         async with model.lock:
             if model.handler is None and not await self._load(model):
                 async with self._room:
                     while not await self._load(model):
                         await self._make_room()
+            if self.draining:  # it may begin while a model loads
+                raise shutting_down()
             assert model.handler is not None
             model.used = self._clock()
             return model, model.handler
@@ -166,6 +166,8 @@ class Models:
 
     async def _load(self, model: OfferedModel) -> bool:
         """Load a model; whether it fits beside the loaded ones. Raises `RequestError`."""
+        if self.draining:
+            raise shutting_down()
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._thread, _open, model)

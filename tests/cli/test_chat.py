@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from importlib.resources import files
 from itertools import islice
 
 import pytest
@@ -32,6 +34,16 @@ def test_a_pipe():
     assert answers[0] == "So 47 + 38 = 85." and answers[1] == "So 12 - 5 = 7."
     assert answers[-1] == "So 30 + 1 = 31.", "a line of a pipe is never a command"
     assert done.stderr.count("new, ") == 4 and "new, 0 cached" in done.stderr
+
+
+def test_settings_have_effect_at_the_publishers_temperature(tmp_path):
+    """The temperature counts that the answer has, not the one on the command line."""
+    folder = shutil.copytree(files("dflash_mlx") / "tiny" / "target", tmp_path / "m")
+    published = {"do_sample": True, "temperature": 0.7}
+    (folder / "generation_config.json").write_text(json.dumps(published))
+    asked = "chat", "-n", "2", "--top-p", "0.5", "-m", folder
+    assert "no effect" not in run(*asked, stdin="Hi").stderr
+    assert "--top-p has no effect" in run(*asked, "-t", "0", stdin="Hi").stderr
 
 
 def test_a_pipe_has_the_librarys_own_text(pair):

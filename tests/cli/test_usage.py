@@ -64,6 +64,7 @@ def invoke(*arguments):
         ("--nope", "No such option: --nope."),
         ("roofline --chip M9", "Unknown chip 'M9': choose one of"),
         pytest.param("roofline", "No step can be predicted on", marks=ON_LINUX),
+        pytest.param("models --memory 48", "No step can be predicted on", marks=ON_LINUX),
         (
             "serve --host 0.0.0.0",
             "--host 0.0.0.0 lets other machines in: give --api-key, or",
@@ -121,6 +122,10 @@ def test_a_wrong_value_fails_before_anything_is_loaded(command, options):
         ("generate hi --tree-budget auto", "--block-size 4", "--tree-budget auto"),
         ("bench --tree-budget auto", "--block-size 4", "--tree-budget auto"),
         ("generate hi --no-chat-template", "--system x", "--no-chat-template"),
+        ("generate hi --no-chat-template", "--no-think", "--no-chat-template"),
+        ("bench --openai http://localhost:1", "--no-think", "--openai"),
+        ("bench --openai http://localhost:1", "--adapter x", "--openai"),
+        ("chat --server http://localhost:1", "--adapter x", "--server"),
         ("chat --server http://localhost:1", "--draft tiny", "--server"),
         ("chat --server http://localhost:1", "--target-bits 4", "--server"),
         ("chat --server http://localhost:1", "--kv-bits 4", "--server"),

@@ -18,6 +18,7 @@ import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.drafter.protocol import drafts_trees
 from dflash_mlx.errors import DFlashError
+from dflash_mlx.loading.hub import Hub
 from dflash_mlx.prefix.blocks import fingerprint
 
 KINDS = {"qwen3": "dora", "qwen3_moe": "lora", "qwen3_5": "full", "deepseek_v3": "lora"}
@@ -134,3 +135,9 @@ def test_adapters_that_do_not_fit(saved: Any, tmp_path: Path) -> None:
         with pytest.raises(DFlashError, match=said) as caught:
             dm.load_target(str(folder), adapter=str(path))
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_an_adapter_that_is_not_there_is_missed_before_a_model_is_downloaded() -> None:
+    nowhere = Hub("http://127.0.0.1:1")
+    with pytest.raises(DFlashError, match="No adapter './nowhere'"):
+        dm.load("no-such/model", "none", adapter="./nowhere", hub=nowhere)

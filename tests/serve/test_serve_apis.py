@@ -93,6 +93,8 @@ def test_a_stream_adds_up_to_the_whole_answer(api, truncated, thinking):
         (MESSAGES, {"messages": [IMAGE]}, "image"),
         (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "built into"),
         (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "no tool 'f'"),
+        (MESSAGES, {"tool_choice": {"type": "tool"}}, "has no name"),
+        (MESSAGES, {"output_format": {"type": "json_schema"}}, "needs a schema"),
         (MESSAGES, {"temperature": 1.5}, "temperature"),
         (GENERATE, {"suffix": "x"}, "suffix"),
         (GENERATE, {"context": [1]}, "context"),

@@ -153,6 +153,19 @@ async def test_models_do_not_wait_for_each_others_loading():
     assert text == "Hello world"  # what was said is there, the model is not
 
 
+async def test_a_model_that_loads_while_the_server_stops_answers_nobody():
+    shelf, opened = Shelf("a"), threading.Event()
+    plain = shelf.models.offered[0].load
+    shelf.models.offered[0].load = lambda bytes: opened.wait(30) and plain(bytes)
+    loading = asyncio.create_task(shelf.start("a"))
+    while not shelf.models.offered[0].lock.locked():
+        await asyncio.sleep(0)
+    shelf.models.drain()
+    opened.set()
+    with pytest.raises(RequestError, match="shutting down"):
+        await loading
+
+
 async def test_a_model_waits_only_for_the_one_whose_memory_it_takes():
     shelf = Shelf("a", "b", "c", room=2)
     shelf.clock.seconds = 1
