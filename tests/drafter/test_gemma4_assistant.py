@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from threading import Event, Thread
 from typing import Any
 
 import mlx.core as mx
@@ -225,6 +226,30 @@ def test_a_mistake_would_change_the_drafts(mistake):
     found = list(steps(target, assistant, 5))
     wrong = [oracles(target, assistant, {}, text, **mistake)[0] for text, *_ in found]
     assert wrong != [drafts for _, drafts, _ in found]
+
+
+def test_a_draft_waits_for_a_forward_of_another_thread():
+    """Until its end, the target's layers have the classes of a batch."""
+    target, assistant = pair("gemma4_dense")
+    prompt, began, goes_on = random_prompt(40, 2), Event(), Event()
+    sessions = [assistant.start(target), assistant.start(target)]
+    for _, taps in target.start(assistant.tap_layers).prefill(prompt[:-1]):
+        for each in sessions:
+            done = each.position
+            each.extend(taps, tokens=prompt[done : done + taps.shape[1]])
+    expected = sessions[0].draft(prompt[-1], 6).tokens.tolist()
+
+    def forward():
+        with target.rotating.installed():
+            began.set()
+            goes_on.wait(0.2)
+
+    other = Thread(target=forward)
+    other.start()
+    began.wait()
+    assert sessions[1].draft(prompt[-1], 6).tokens.tolist() == expected
+    goes_on.set()
+    other.join()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
