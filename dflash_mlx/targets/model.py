@@ -134,6 +134,7 @@ class TargetModel:
                 return self.model(ids, cache=cache), taps.take(ids.shape[1])
             finally:
                 self.reading = ()  # keeps no request's caches alive
+                taps.clear()  # nor the arrays of a forward that failed
 
     def prepare(self, tap_layers: tuple[int, ...]) -> None:
         """Make what `forward` needs to tap these layers, with the lock held.

@@ -15,7 +15,7 @@ EMBEDDING = -1  # as an index
 
 
 class TapRecorder:
-    """Records the outputs of some layers of one model, for one request.
+    """Records the outputs of some layers of one model, in one forward after another.
 
     Args:
         layers: the model's decoder layers in the order in which they run.
@@ -43,8 +43,8 @@ class TapRecorder:
         """The last forward's outputs, concatenated: [N, rows, K*D]; [1, rows, 0] if K = 0."""
         if not self._taps:
             return mx.zeros((1, rows, 0))
-        runs, self._runs = self._runs, {}
-        hidden = []
+        runs, hidden = self._runs, []
+        self.clear()
         for layer, run, embedded in self._taps:
             x, result = runs[layer][run]
             # Gemma 4 adds the keys and values that later layers share.
@@ -53,6 +53,10 @@ class TapRecorder:
                 x = x[:, :, 0] if embedded else _sum_of_streams(*result[:2])
             hidden.append(x)
         return mx.concatenate(hidden, axis=-1)
+
+    def clear(self) -> None:
+        """Forget what was recorded and not taken."""
+        self._runs = {}
 
     def _record(self, layer: int, x: Any, result: Any) -> None:
         self._runs.setdefault(layer, []).append((x, result))

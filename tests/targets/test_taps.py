@@ -47,6 +47,22 @@ def test_they_are_the_layers_outputs_in_the_order_asked(family, bits, layers):
     assert mx.array_equal(logits, model.model(TOKENS))
 
 
+def test_a_forward_that_fails_leaves_no_outputs():
+    model = target()
+    session = model.start((0, 2))
+
+    class Broken(type(model.parts.norm)):
+        def __call__(self, x):
+            raise RuntimeError("the device was lost")
+
+    model.parts.norm.__class__ = Broken
+    with pytest.raises(RuntimeError, match="lost"):
+        session.verify(Proposal([5, 9]))
+    model.parts.norm.__class__ = nn.RMSNorm
+    _, recorder = model._tapped[0, 2]
+    assert not recorder._runs
+
+
 def test_the_model_is_touched_during_a_forward_only():
     model, other = random_model(model_config("qwen3")), random_model(model_config("qwen3"))
     _, overrides = tapped(model.model.layers, [1])
