@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .conversation import Conversation as Conversation
     from .drafter.config import DraftConfig as DraftConfig
-    from .drafter.network import DFlash as DFlash
+    from .drafter.dflash import DFlash as DFlash
     from .engine.engine import Engine as Engine
     from .engine.job import Job as Job
     from .errors import DFlashError as DFlashError
@@ -52,7 +52,7 @@ __version__ = "0.1.0"
 _MODULES = {
     ".conversation": "Conversation",
     ".drafter.config": "DraftConfig",
-    ".drafter.network": "DFlash",
+    ".drafter.dflash": "DFlash",
     ".engine.engine": "Engine",
     ".engine.job": "Job",
     ".errors": "DFlashError MissingDependencyError",

@@ -19,8 +19,8 @@ import mlx.core as mx
 
 from ..proposal import Proposal
 from .candidates import Slots
+from .dflash import DFlash
 from .layers import Attention, append_rows
-from .network import DFlash
 from .protocol import DraftSession, SupportsTrees
 from .session import FeatureSession, plant_all, propose_all
 from .tree import DraftTree

@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from .candidates import CandidateTokens, Slots, likeliest
 from .config import DraftConfig
-from .network import DFlash
+from .dflash import DFlash
 
 
 class MarkovHead(nn.Module):

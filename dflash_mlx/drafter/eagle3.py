@@ -19,8 +19,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from .config import DraftConfig
+from .dflash import DFlash
 from .layers import Attention, DraftLayer
-from .network import DFlash
 from .stepwise import StepwiseDrafter
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ ADAPTER = "hidden_dim_adapter.proj.weight"
 
 # By kind: the module and the class of its network.
 NETWORKS = {
-    DFLASH: ("network", "DFlash"),
+    DFLASH: ("dflash", "DFlash"),
     DFLASH2: ("dflash2", "DFlash2"),
     DSPARK: ("dspark", "DSpark"),
     EAGLE3: ("eagle3", "Eagle3"),

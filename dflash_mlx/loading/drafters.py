@@ -13,11 +13,11 @@ import numpy as np
 from mlx_lm.utils import dequantize_model
 
 from ..drafter.config import DraftConfig
+from ..drafter.dflash import DFlash
+from ..drafter.draft_model import DraftModel
 from ..drafter.gemma4_assistant import Gemma4Assistant
 from ..drafter.lookup import CombinedDrafter, LookupDrafter
-from ..drafter.model import DraftModel
 from ..drafter.mtp import MTPHead
-from ..drafter.network import DFlash
 from ..drafter.networks import (
     ASSISTANTS,
     EAGLE3,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..drafter.network import DFlash
+from ..drafter.dflash import DFlash
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError
 from ..targets import Target

@@ -21,8 +21,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..drafter.draft_model import DraftModel
 from ..drafter.lookup import CombinedDrafter
-from ..drafter.model import DraftModel
 from ..drafter.protocol import Drafter, SupportsSharing
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, strip_prefix

@@ -23,7 +23,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..drafter.config import DraftConfig
-from ..drafter.network import DFlash
+from ..drafter.dflash import DFlash
 from ..drafter.networks import EAGLE3, LILICORR, network_for
 from ..errors import SettingsError
 from ..targets import Target

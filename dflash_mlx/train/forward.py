@@ -13,8 +13,8 @@ from functools import partial
 
 import mlx.core as mx
 
+from ..drafter.dflash import DFlash
 from ..drafter.layers import Attention
-from ..drafter.network import DFlash
 
 Masks = tuple[mx.array, mx.array]
 

@@ -14,9 +14,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ..drafter.dflash import DFlash
 from ..drafter.dflash2 import CandidateSelector, DFlash2
 from ..drafter.dspark import DSpark, MarkovHead
-from ..drafter.network import DFlash
 from ..targets import Target
 from .dataset import Sample
 from .features import BOUND

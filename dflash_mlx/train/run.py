@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..drafter.config import DraftConfig
-from ..drafter.network import DFlash
+from ..drafter.dflash import DFlash
 from ..drafter.networks import DFLASH
 from ..errors import OutputError, SettingsError
 from ..targets import Target

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.drafter.dflash import DFlash
 from dflash_mlx.loop import generate
 from dflash_mlx.targets import Target
 

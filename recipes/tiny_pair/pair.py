@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_lm.utils import load_tokenizer
 
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.drafter.dflash import DFlash
 from dflash_mlx.loading.load import load_drafter, load_target
 from dflash_mlx.targets import Target
 from dflash_mlx.train.dataset import BatchStream, Sample, encode_chat

@@ -9,9 +9,9 @@ import tinymodels
 from tinymodels import greedy
 
 import dflash_mlx as dm
-from dflash_mlx.drafter import model as draft_model
+from dflash_mlx.drafter import draft_model
+from dflash_mlx.drafter.draft_model import DraftModel
 from dflash_mlx.drafter.lookup import CombinedDrafter
-from dflash_mlx.drafter.model import DraftModel
 from dflash_mlx.errors import IncompatibleDrafterError, SettingsError
 from dflash_mlx.loading.load import load
 from dflash_mlx.loop import generate

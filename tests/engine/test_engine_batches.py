@@ -15,8 +15,8 @@ from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
 from dflash_mlx.bench.datasets import embedded_prompts
+from dflash_mlx.drafter.dflash import DFlash
 from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
-from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.engine.allocation import FLOOR, LEAD, RowAllocator
 from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.policy.budget import ALLOWANCE, CREDIT

@@ -20,8 +20,8 @@ from test_engine_batches import Allocator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import dflash_mlx as dm
+from dflash_mlx.drafter.draft_model import DraftModel
 from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
-from dflash_mlx.drafter.model import DraftModel
 from dflash_mlx.drafter.protocol import cache_bytes, drafts_trees
 from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.errors import SettingsError

@@ -29,8 +29,8 @@ from families import dspark_for, eagle3_for, random_model, target_of
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
+from dflash_mlx.drafter.draft_model import DraftModel
 from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
-from dflash_mlx.drafter.model import DraftModel
 from dflash_mlx.engine.allocation import RowAllocator
 from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.engine.job import Job

@@ -19,7 +19,7 @@ from mlx_lm.utils import _get_classes
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.drafter.dflash import DFlash
 from dflash_mlx.drafter.networks import network_for
 from dflash_mlx.targets import Target
 

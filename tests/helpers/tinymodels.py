@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.drafter.dflash import DFlash
 from dflash_mlx.drafter.networks import network_for
 from dflash_mlx.loading.load import load_target
 from dflash_mlx.targets import Target

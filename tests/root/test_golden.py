@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dflash_mlx.drafter.candidates import Slots
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.network import DFlash
+from dflash_mlx.drafter.dflash import DFlash
 from dflash_mlx.drafter.session import FeatureSession
 from dflash_mlx.sampling import Sampler
 

@@ -6,8 +6,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.dflash import DFlash
 from dflash_mlx.drafter.dflash2 import DFlash2
-from dflash_mlx.drafter.network import DFlash
 from dflash_mlx.train.drafter import new_drafter
 from dflash_mlx.train.forward import draft_hidden
 from dflash_mlx.train.losses import selector_loss, slot_weights
