@@ -361,7 +361,10 @@ def _edited(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
             own: list[np.ndarray | None] = [None] * len(under)
             if one.sampler._constraints is not None:
                 with one.guard:
-                    own = one.sampler._constraints.masks(tokens, under)
+                    found = one.sampler._constraints.masks(tokens, under)
+                    if any(mask is not None and mask.shape != logits.shape[1:] for mask in found):
+                        raise SettingsError("A constraint must return masks of the vocabulary.")
+                    own = found
             masks += own
         logits = masked(logits, masks)
     return logits

@@ -7,6 +7,7 @@ import weakref
 from functools import partial
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from crowd import Played
 from families import random_prompt
@@ -194,3 +195,30 @@ def test_no_request_is_lost_that_cannot_give_its_caches_back(monkeypatch):
     assert len(jobs[0].result().tokens) == 9
     with pytest.raises(RuntimeError, match="ours"):
         jobs[1].result()
+
+
+def test_a_mask_of_another_vocabulary_ends_its_own_request_alone():
+    class Constraint:
+        def __init__(self, size):
+            self.size = size
+
+        def follows(self, answer, tokens):
+            return len(tokens)
+
+        def allowed(self, answer):
+            return np.ones(self.size, bool)
+
+        def __call__(self, tokens, logits):
+            return logits
+
+    played = Played(target(), None, SharedBatch(target(), None))
+    sizes = played.pair[0].vocab_size, played.pair[0].vocab_size - 1
+    good, bad = (
+        played.submit(PROMPT, max_tokens=9, logits_processors=partial(list, [Constraint(size)]))
+        for size in sizes
+    )
+    played.scheduler.step()
+    with pytest.raises(SettingsError, match="masks of the vocabulary"):
+        bad.result()
+    played.run()
+    assert good.result().tokens == dm.generate(target(), None, PROMPT, max_tokens=9).tokens
