@@ -46,7 +46,7 @@ def penalize(histories: Sequence[History], logits: mx.array) -> mx.array:
         known, first = np.arange(first, first + len(text)), first + len(text)
         rows += [(settings, np.concatenate([known, first + np.array(path, int)])) for path in paths]
         first += len(drafts)
-    # Shorter windows end with a token that is none: its logits are one more column.
+    # Shorter windows are padded with the token V, whose logits are one more column.
     every = mx.concatenate([*tokens, mx.array([logits.shape[-1]], mx.int32)])
     logits = mx.pad(logits, [(0, 0), (0, 1)])
     for kind in active:

@@ -112,7 +112,7 @@ class Engine(AbstractContextManager["Engine", None]):
 
     @property
     def load(self) -> EngineLoad:
-        """What the engine has to do, and keeps."""
+        """Current load: running and waiting jobs, and bytes of cached prefixes."""
         waiting = len(self._submitted) + self._scheduler.waiting
         return EngineLoad(
             len(self._scheduler.jobs) - self._scheduler.waiting,
