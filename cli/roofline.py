@@ -82,8 +82,10 @@ def show_models(name: str, chip: str | None, memory: int | None, json: bool) -> 
     with waiting("Predicting"):
         from dflash_mlx.bench.macs import CONTEXT, known_models
 
-        fitting = [one.predict(where) for one in known_models() if one.memory <= limit]
-    found = [one for one in fitting if name.lower() in one["target"].lower()]
+        named = [one for one in known_models() if name.lower() in one.pair.targets[0].lower()]
+        if not named:
+            raise SettingsError(f"{name}: no shapes of such a model are known; leave it out.")
+        found = [one.predict(where) for one in named if one.memory <= limit]
     found.sort(key=lambda one: -one["plain"])
     if json:
         content: dict[str, Any] = {"prediction": True, "chip": asdict(where), "bytes": limit}

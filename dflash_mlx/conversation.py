@@ -36,6 +36,7 @@ class Conversation:
     Raises `SettingsError` for a prefix cache of another pair, or an argument of a wrong type.
 
     Attributes:
+        target, kv_bits, prefix: as given.
         caches: of the last request; the methods are the loop's.
     """
 
@@ -49,6 +50,7 @@ class Conversation:
         salt: str = "",
     ) -> None:
         self.caches = Caches(target, drafter, kv_bits, prefix, salt)
+        self.target, self.kv_bits, self.prefix = target, kv_bits, prefix
         self._opening = threading.Lock()
         self._request: weakref.ref[SupportsEnded] | None = None  # the last one
 

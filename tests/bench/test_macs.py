@@ -64,6 +64,8 @@ def test_the_working_set_is_what_macos_recommends():
 
 
 def test_the_command(models):
+    wrong = run("models", "NoSuch", "--chip", "M4")
+    assert wrong.returncode == 2 and "NoSuch: no shapes of such a model" in wrong.stderr
     done = run("models", "--chip", "m4pro", "--memory", "24", "--json")
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
