@@ -204,7 +204,7 @@ def test_a_forward_that_breaks_fails_only_whom_it_must(crowd):
         return any(text[: len(bad)] == bad and len(text) > len(bad) + 8 for text in texts)
 
     together = Breaking(crowd.target, of_the_bad)
-    played = Played(crowd.target, crowd.knowing(0.8), together)
+    played = Played(crowd.target, crowd.knowing(0.8), together, breaks=True)
     jobs = submit_all(played, crowd)
     played.run()
     with pytest.raises(RuntimeError, match="device was lost"):
@@ -217,7 +217,7 @@ def test_a_forward_that_breaks_of_many_only_fails_nobody(crowd):
     """As one does for which there is not enough memory."""
     breaks = iter([False] * 3 + [True] * 3 + [False] * 10**4)
     together = Breaking(crowd.target, lambda texts: len(texts) > 1 and next(breaks))
-    played = Played(crowd.target, crowd.knowing(0.8), together)
+    played = Played(crowd.target, crowd.knowing(0.8), together, breaks=True)
     jobs = submit_all(played, crowd)
     played.run()
     assert [job.result().tokens for job in jobs] == crowd.alone and together.broken == 3
@@ -262,7 +262,7 @@ def test_prompts_end_in_one_forward(crowd):
     long = prompt_of(3 * 64 + 5, 9), {"max_tokens": 9}
     for each in (crowd, Crowd(crowd.target, [*crowd.requests, long])):
         ends.clear()
-        played = Played(each.target, each.knowing(0.8), Reading(each.target, None))
+        played = Played(each.target, each.knowing(0.8), Reading(each.target, None), breaks=True)
         jobs = submit_all(played, each)
         played.run()
         assert [job.result().tokens for job in jobs] == each.alone
