@@ -35,7 +35,7 @@ def run_command(chat: Chat, line: str) -> bool:
 
     A message that begins with a space is never a command, and neither is "/usr/bin/env: what?".
     """
-    if line.rstrip() in ("exit", "quit"):
+    if line.rstrip() in ("exit", "quit", "/exit"):
         line = "/quit"
     found = COMMAND.fullmatch(line.rstrip())
     if found is None:
@@ -90,7 +90,7 @@ def _system(chat: Chat, text: str) -> None:
 
 
 def _set(chat: Chat, text: str) -> None:
-    name, _, value = text.replace("=", " ", 1).partition(" ")
+    name, _, value = re.sub(r"(?<=[a-z])-", "_", text).replace("=", " ", 1).partition(" ")
     name = next((one for one in NUMBERS if name in SETTINGS[one].aliases), name)
     if name and name not in NUMBERS:
         raise SettingsError(f"There is no setting {name!r}. The settings: {', '.join(NUMBERS)}.")

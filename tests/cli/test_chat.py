@@ -121,7 +121,7 @@ def test_what_only_looks_like_a_command_is_sent(chat, line):
     assert roles(chat) == ["user", "assistant"] and not chat.leaving
 
 
-@pytest.mark.parametrize("line", ["exit", "quit ", "/quit"])
+@pytest.mark.parametrize("line", ["exit", "quit ", "/quit", "/exit"])
 def test_leaving(chat, line):
     say(chat, line)
     assert chat.leaving and not chat.messages
@@ -130,6 +130,7 @@ def test_leaving(chat, line):
 def test_settings_are_shown_and_changed(chat, capsys):
     assert "temperature        0.0" in told(chat, capsys, "/set")
     assert told(chat, capsys, "/set temp 0.8") == "temperature        0.8\n"
+    assert told(chat, capsys, "/set max-tokens 5") == "max_tokens         5\n"
     say(chat, "/set seed 3", "/set seed none")
     assert chat.settings["seed"] not in (3, None), "a fresh one is drawn"
     assert chat.settings["seed"] is not None, "sampling needs one"
