@@ -219,8 +219,7 @@ class AnswerParser:
             self.state = NORMAL
 
     def _read_marker(self, found: re.Match[str], kind: str) -> list[Part]:
-        start, end, marker = found.start(), found.end(), found[0]
-        before = self._pending[:start]
+        end, marker, before = found.end(), found[0], self._pending[: found.start()]
         if self.state == TOOL:
             return self._end_call(found, kind)
         if (kind == _STRAY and (before.strip() or not self._after_marker)) or (

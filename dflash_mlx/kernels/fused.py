@@ -70,19 +70,18 @@ class FusedProjections(threading.local):
 
     def __init__(self, product: Callable[[mx.array], Sequence[mx.array]]) -> None:
         self._product = product
-        self._waiting: list[Any] = []  # an input, how many results nobody asked for, and those
+        # An input, and the results for it that nobody asked for yet, by place.
+        self._waiting: tuple[mx.array | None, dict[int, mx.array]] = None, {}
 
     def __call__(self, place: int, x: mx.array) -> mx.array:
-        """The product of layer `place`, counted from 2."""
-        waiting = self._waiting
-        if not waiting or waiting[0] is not x or waiting[place] is None:
-            results = self._product(x)
-            self._waiting = waiting = [x, len(results), *results]
-        y: mx.array = waiting[place]
-        waiting[place] = None
-        waiting[1] -= 1
-        if not waiting[1]:
-            self._waiting = []
+        """The product of layer `place`."""
+        given, results = self._waiting
+        if given is not x or place not in results:
+            results = dict(enumerate(self._product(x)))
+            self._waiting = x, results
+        y = results.pop(place)
+        if not results:
+            self._waiting = None, {}
         return y
 
 
@@ -127,7 +126,7 @@ def fuse(model: nn.Module) -> None:
             if len(layers) > 1:
                 product = Product.of([layer._product for layer in layers], False)
                 fused = FusedProjections(product)
-                for place, layer in enumerate(layers, start=2):
+                for place, layer in enumerate(layers):
                     layer._fused = partial(fused, place)
 
 
