@@ -14,15 +14,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .drafter.protocol import Drafter, DraftSession, SupportsResume, check_pair, start_session
-from .errors import SettingsError
+from .drafter.protocol import Drafter, DraftSession, SupportsResume, start_session
 from .prefix.blocks import BlockKeys
 from .prefix.cache import PrefixCache
 from .sampling import Sampler
 from .targets import Target, TargetSession
-from .targets.caches import check_kv_bits
 from .targets.session import LAST_STEP, PREFILL_STEP, PromptPiece
-from .validation import brief, check_type
 
 MAX_PENDING = 2 * PREFILL_STEP  # tokens whose features may wait until after the first token
 MAX_CHECKPOINTS = 8  # each keeps the windows and states of target and drafter
@@ -44,7 +41,7 @@ class Caches:
             and their tokens are added to it.
         salt: only caches with the same salt share its entries.
 
-    Raises `SettingsError` for a prefix cache of another pair, or an argument of a wrong type.
+    Raises `SettingsError` for a prefix cache of another pair; its callers have checked the types.
 
     Attributes:
         target, drafter, kv_bits, prefix: as given.
@@ -65,11 +62,6 @@ class Caches:
         prefix: PrefixCache | None = None,
         salt: str = "",
     ) -> None:
-        check_pair(target, drafter)
-        check_type("prefix", prefix, PrefixCache, "dm.PrefixStore(target, drafter, memory=...)")
-        check_kv_bits(kv_bits)
-        if not isinstance(salt, str):
-            raise SettingsError(f"salt must be text, not {brief(salt)}.")
         if prefix is not None:
             prefix.check(target, drafter)
         self.target, self.drafter, self.kv_bits = target, drafter, kv_bits

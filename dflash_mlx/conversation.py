@@ -7,10 +7,12 @@ import weakref
 from typing import Protocol
 
 from .caches import Caches
-from .drafter.protocol import Drafter
+from .drafter.protocol import Drafter, check_pair
 from .errors import SettingsError
 from .prefix.cache import PrefixCache
 from .targets import Target
+from .targets.caches import check_kv_bits
+from .validation import brief, check_type
 
 
 class SupportsEnded(Protocol):
@@ -49,6 +51,11 @@ class Conversation:
         prefix: PrefixCache | None = None,
         salt: str = "",
     ) -> None:
+        check_pair(target, drafter)
+        check_type("prefix", prefix, PrefixCache, "dm.PrefixStore(target, drafter, memory=...)")
+        check_kv_bits(kv_bits)
+        if not isinstance(salt, str):
+            raise SettingsError(f"salt must be text, not {brief(salt)}.")
         self.caches = Caches(target, drafter, kv_bits, prefix, salt)
         self.target, self.kv_bits, self.prefix = target, kv_bits, prefix
         self._opening = threading.Lock()

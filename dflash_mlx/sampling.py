@@ -131,7 +131,7 @@ class Sampler:
 
         Returns the choices [N] int32.
         """
-        return decide_all([Decision(self, proposal, ahead)], logits)
+        return _decide_group([Decision(self, proposal, ahead)], logits)
 
     def noise_key(self, ahead: int) -> tuple[int, int]:
         """The seed, and the position of the token after `ahead` more: the key of its noise."""

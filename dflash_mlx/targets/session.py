@@ -139,9 +139,12 @@ class TargetSession:
         # A plain step's token that is on the device comes from a step that still runs.
         early = len(proposal) > 1 or not isinstance(proposal.tokens, mx.array)
         logits, taps = self._verify(proposal.array(self._target.vocab_size), early)
-        rows = [one for one in self.rollbacks if isinstance(one, RowRollback)]
-        if self.tree is not None and rows and not any(one.made_masks for one in rows):
-            raise UnsupportedTreeError("The target makes masks of its own: draft chains for it.")
+        if self.tree is not None:
+            rows = [one for one in self.rollbacks if isinstance(one, RowRollback)]
+            if rows and not any(one.made_masks for one in rows):
+                raise UnsupportedTreeError(
+                    "The target makes masks of its own: draft chains for it."
+                )
         return logits[0], taps
 
     def _verify(self, ids: mx.array, early: bool = False) -> tuple[mx.array, mx.array]:
