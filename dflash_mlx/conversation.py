@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Protocol
 
 from .caches import Caches
 from .drafter.protocol import Drafter, check_pair
 from .errors import SettingsError
 from .prefix.cache import PrefixCache
+from .request import Request
 from .targets import Target
 from .targets.caches import check_kv_bits
 from .validation import brief, check_type
-
-
-class SupportsEnded(Protocol):
-    """The request that uses a conversation."""
-
-    ended: bool
 
 
 class Conversation:
@@ -59,7 +53,7 @@ class Conversation:
         self.caches = Caches(target, drafter, kv_bits, prefix, salt)
         self.target, self.kv_bits, self.prefix = target, kv_bits, prefix
         self._opening = threading.Lock()
-        self._request: weakref.ref[SupportsEnded] | None = None  # the last one
+        self._request: weakref.ref[Request] | None = None  # the last one
 
     @property
     def ids(self) -> list[int]:
@@ -78,7 +72,7 @@ class Conversation:
                 "a new one."
             )
 
-    def open(self, request: SupportsEnded) -> None:
+    def open(self, request: Request) -> None:
         """Reserve the caches for a request. Raises `SettingsError` while another uses them."""
         with self._opening:
             last = None if self._request is None else self._request()

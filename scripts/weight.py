@@ -27,22 +27,22 @@ MAX_TOKENS = 77
 # The most lines that each room may have now, and the goal. The first number only goes down, towards
 # the second. Who needs more room in one place makes it in the same change.
 CAPS = {
-    "root": (3_520, 2_900),
+    "root": (3_513, 2_900),
     "answers": (1_300, 1_150),
     "bench": (1_320, 1_150),
     "cli": (4_581, 3_500),
     "cluster": (1_615, 1_500),
     "drafter": (3_740, 3_450),
-    "engine": (1_177, 1_100),
+    "engine": (1_176, 1_100),
     "kernels": (2_440, 2_100),
     "loading": (4_012, 3_050),
     "machine": (450, 450),
     "policy": (697, 684),
     "prefix": (880, 800),
     "serve": (4_410, 3_850),
-    "targets": (4_055, 3_800),
+    "targets": (4_052, 3_800),
     "train": (2_145, 2_000),
-    "package": (36_320, 31_500),
+    "package": (36_313, 31_500),
     "tests": (31_600, 25_500),
     "docs": (2_430, 2_430),
 }

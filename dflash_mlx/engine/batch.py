@@ -84,7 +84,7 @@ class SharedBatch:
         """Take the step of `loop.step` with many requests: one forward, and one wait.
 
         An error in one request's own part becomes its `item.error`, and the others go on. An error
-        in a forward is raised here: then no cache of these requests can be trusted.
+        in a forward, or in what is computed for all, is raised here.
 
         Args:
             items: one new item per request; their events and errors are set.
@@ -96,6 +96,9 @@ class SharedBatch:
         new = [item for item in _without_errors(items) if item.request.started is None]
         if new:
             self.propose(new)
+        for item in _without_errors(new):
+            with item:
+                item.target_session.check(item.proposal)
         if drafting := _without_errors(new):
             drafts = [item.proposal.tokens for item in drafting]
             mx.async_eval([one for one in drafts if isinstance(one, mx.array)])

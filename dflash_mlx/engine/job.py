@@ -52,10 +52,6 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         state = error or (repr(self._finish_reason) if self._finish_reason else "running")
         return f"Job({state}, {len(self._tokens)} tokens)"
 
-    def __iter__(self) -> Job:
-        """This job."""
-        return self
-
     def __next__(self) -> Event:
         """The next event. Raises the request's error after the events before it.
 
@@ -67,10 +63,6 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         if event is None:
             raise StopIteration
         return event
-
-    def __aiter__(self) -> Job:
-        """This job."""
-        return self
 
     async def __anext__(self) -> Event:
         """The next event; other tasks of the event loop run meanwhile."""

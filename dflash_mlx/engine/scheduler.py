@@ -6,9 +6,8 @@ A step drops cancelled requests, admits waiting ones that fit into memory, reads
 prompt, and decodes one token or more of every running text (`SharedBatch.step`). So a long prompt
 delays the other texts by one chunk at a time. Requests that come or go copy, pad or move no cache.
 
-An error in one request's own part ends that request. After an error in a shared forward no cache of
-the batch can be trusted: each request then rebuilds its caches and has its next step alone, where
-the request that caused the error fails by itself.
+An error in one request's own part ends that request, an error in a forward all requests in it. Only
+if memory ran out in a shared one, each of them rebuilds its caches and has its next step alone.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import NotEnoughMemoryError
 from ..events import Event
 from ..request import Request
 from ..targets.session import LAST_STEP, PREFILL_STEP, PromptPiece
@@ -37,7 +37,7 @@ class _Entry:
     request: Request
     number: int  # in the order of submission
     has_read: bool = False  # whether the prompt is in its caches
-    alone: bool = False  # whether its next step must be alone, after an error in a shared forward
+    alone: bool = False  # whether its next step is alone, because memory ran out in a shared one
 
 
 class BatchScheduler:
@@ -101,7 +101,7 @@ class BatchScheduler:
     def preempt(self) -> None:
         """Free the caches of the youngest running request; it waits, and continues later."""
         entry = self._running[-1]
-        if self._succeeds(entry, entry.request.release_caches):
+        if self._goes_on(entry, entry.request.release_caches):
             self._remove(entry)
             self._waiting.appendleft(entry)
 
@@ -129,7 +129,7 @@ class BatchScheduler:
             entry.job.put(request.empty_event())
             self._end(entry)
             return
-        if self._succeeds(entry, request.resume):
+        if self._goes_on(entry, request.resume):
             self._prefilling.append(entry)
 
     def _prefill(self) -> None:
@@ -158,33 +158,39 @@ class BatchScheduler:
         read = dict(zip(shared, results, strict=False))
         for entry, piece in ends.items():
             if entry in shared and captured.error is not None:
-                self._restart_alone(entry)
+                self._leave_forward(entry, captured.error, len(shared))
             else:
                 entry.has_read = self._read(entry, piece, read.get(entry))
 
     def _read(self, entry: _Entry, piece: PromptPiece, result: Any = None) -> bool:
-        """Read a piece of a prompt; whether the request goes on. An error ends it."""
-        with ErrorCapture() as captured:
+        """Read a piece of a prompt; whether the request goes on."""
+
+        def read() -> None:
             if event := entry.request.read(piece, result):
                 entry.job.put(event)
-        if captured.error is not None or entry.request.finished:
-            self._end(entry, captured.error)
-            return False
-        return True
 
-    def _restart_alone(self, entry: _Entry) -> None:
-        """Rebuild the caches after an error in a shared forward, and read and step alone."""
+        return self._goes_on(entry, read)
+
+    def _leave_forward(self, entry: _Entry, error: BaseException, requests: int) -> None:
+        """Leave a forward of so many requests that failed: no cache in it can be trusted.
+
+        If memory ran out with several, this one rebuilds its caches, and reads and steps alone.
+        """
+        if requests == 1 or not isinstance(error, NotEnoughMemoryError):
+            self._end(entry, error)
+            return
         entry.alone, entry.has_read = True, False
-        if self._succeeds(entry, entry.request.release_caches):
+        if self._goes_on(entry, entry.request.release_caches):
             self._start(entry)
 
-    def _succeeds(self, entry: _Entry, work: Callable[[], object]) -> bool:
-        """Do a request's own work; whether it can go on. An error ends it."""
+    def _goes_on(self, entry: _Entry, work: Callable[[], object]) -> bool:
+        """Do a request's own work; whether it goes on. An error ends it."""
         with ErrorCapture() as captured:
             work()
-        if captured.error is not None:
+        ends = captured.error is not None or entry.request.finished
+        if ends:
             self._end(entry, captured.error)
-        return captured.error is None
+        return not ends
 
     def _prefill_budget(self) -> int:
         """Tokens of prompts that this step may read."""
@@ -210,10 +216,8 @@ class BatchScheduler:
                 entry.job.put(item.event)
             if entry.request.finished or item.error is not None:
                 self._end(entry, item.error)
-            elif forward.error is not None and len(items) == 1:
-                self._end(entry, forward.error)
-            elif forward.error is not None:  # no cache of the forward can be trusted
-                self._restart_alone(entry)
+            elif forward.error is not None:
+                self._leave_forward(entry, forward.error, len(items))
 
     def _end(self, entry: _Entry, error: BaseException | None = None) -> None:
         """End a job, and free its caches."""

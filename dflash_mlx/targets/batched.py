@@ -25,12 +25,7 @@ from ..memory import compute
 from ..proposal import Proposal
 from . import caches, mla
 from .attention import attention_function, calls_attention
-from .batched_rows import (
-    BatchedCache,
-    BatchRows,
-    OneRequestCache,
-    PerRequest,
-)
+from .batched_rows import BatchedCache, BatchRows, OneRequestCache, PerRequest
 from .caches import kind_of
 from .internals import (
     ATTENTION,

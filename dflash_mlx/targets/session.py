@@ -154,17 +154,21 @@ class TargetSession:
         of = ids[None], self.cache, self.tap_layers
         return target.forward(*of, *sets, reading=[self], starts_early=early)
 
-    def plan(self, proposal: Proposal) -> None:
-        """Set the next verify's proposal. Raises as `verify` does, before anything has changed."""
+    def check(self, proposal: Proposal) -> None:
+        """Raise what `verify` raises for a proposal that the target cannot read."""
         if self._max_rows is not None and len(proposal) > self._max_rows:
             raise SettingsError(
                 f"exact: at most {self._max_rows} rows are verified at once; load the model with "
                 'kernels="off" (--kernels off) for more.'
             )
-        self.proposal, self.tree = proposal, None
         if not proposal.is_chain:
             self._target.check_trees()
-            self.tree = Tree(proposal)
+
+    def plan(self, proposal: Proposal) -> None:
+        """Set the next verify's proposal. Raises as `check` does, before anything has changed."""
+        self.check(proposal)
+        self.proposal, self.tree = proposal, None if proposal.is_chain else Tree(proposal)
+        if not proposal.is_chain:
             self.leave_slot()  # and it has none from now on
 
     def begin(self) -> None:

@@ -20,7 +20,13 @@ import dflash_mlx as dm
 from dflash_mlx.drafter.protocol import cache_bytes
 from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.engine.memory import MemoryBudget
-from dflash_mlx.errors import EngineError, NotEnoughMemoryError, ProposalError, SettingsError
+from dflash_mlx.errors import (
+    EngineError,
+    NotEnoughMemoryError,
+    ProposalError,
+    SettingsError,
+    UnsupportedTreeError,
+)
 from dflash_mlx.generation import GenerationSettings, make_request
 
 LENGTH = 24
@@ -138,37 +144,45 @@ def nan(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits * mx.nan
 
 
-class Wider:
-    """Proposes more rows than it is asked for, where the text is this prompt's."""
+TOO_WIDE, BRANCHES = prompt_of(9, 77), prompt_of(9, 78)
 
-    def __init__(self, drafter: Any, prompt: list[int]) -> None:
-        self.drafter, self.prompt, self.tap_layers = drafter, prompt, drafter.tap_layers
+
+class Wrong:
+    """Proposes more rows than it is asked for after one prompt, and a tree after another."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter, self.tap_layers = drafter, drafter.tap_layers
 
     def start(self, target, sampler):
         session = self.drafter.start(target, sampler)
         propose = session.propose
 
-        def wider(anchor: int, width: int) -> dm.Proposal:
-            mine = session.tokens[: len(self.prompt)] == self.prompt
-            return dm.Proposal([anchor] * (width + 1)) if mine else propose(anchor, width)
+        def wrong(anchor: int, width: int) -> dm.Proposal:
+            begins = session.tokens[: len(TOO_WIDE)]
+            if begins == TOO_WIDE:
+                return dm.Proposal([anchor] * (width + 1))
+            is_tree = begins == BRANCHES and width > 2
+            return dm.Proposal([anchor, 1, 2], (-1, 0, 0)) if is_tree else propose(anchor, width)
 
-        session.propose = wider
+        session.propose = wrong
         return session
 
 
-def test_an_error_of_one_job_is_its_own(crowd):
+def test_an_error_of_one_job_is_its_own(crowd, monkeypatch):
     """In every step of its own: drafting, choosing, and what is read."""
+    monkeypatch.setattr(crowd.target, "why_no_trees", "states")
     broken = [
         ({"logits_processors": [failing_processor(9)]}, ZeroDivisionError),
         ({"logits_processors": [nan]}, SettingsError),
-        ({"prompt": prompt_of(9, 77)}, ProposalError),
+        ({"prompt": TOO_WIDE}, ProposalError),
+        ({"prompt": BRANCHES}, UnsupportedTreeError),
     ]
-    drafter = Wider(crowd.knowing(0.8), prompt_of(9, 77))
+    drafter = Wrong(crowd.knowing(0.8))
     drafter.drafter.texts += [
-        [*prompt_of(9, 77), 1],
+        *([*prompt, 1] for prompt in (TOO_WIDE, BRANCHES)),
         *([1, 2, 3, 4, 5, 6, *[n] * 30] for n in range(192)),
     ]
-    with dm.Engine(crowd.target, SharedBatch and drafter) as engine:
+    with dm.Engine(crowd.target, drafter) as engine:
         jobs = submit_all(engine, crowd)
         failing = []
         for settings, kind in broken:
@@ -185,42 +199,59 @@ def test_an_error_of_one_job_is_its_own(crowd):
 class Breaking(SharedBatch):
     """A forward that breaks off, its caches half written, whenever `fails` says so of its turns."""
 
-    def __init__(self, target: dm.Target, fails: Callable[[list[list[int]]], bool]) -> None:
+    def __init__(
+        self, target: dm.Target, error: Exception, fails: Callable[[list[list[int]]], bool]
+    ) -> None:
         super().__init__(target, None)
-        self.fails, self.broken = fails, 0
+        self.error, self.fails, self.broken = error, fails, 0
 
     def verify(self, turns, tokens=None):
         answers = super().verify(turns, tokens)
         if self.fails([turn.request.caches.draft_session.tokens for turn in turns]):
             self.broken += 1
-            raise RuntimeError("the device was lost")
+            raise self.error
         return answers
 
 
-def test_a_forward_that_breaks_fails_only_whom_it_must(crowd):
+NO_MEMORY = NotEnoughMemoryError("The device has no memory left.")
+
+
+def play_broken(
+    crowd: Crowd, error: Exception, fails: Callable[[list[list[int]]], bool]
+) -> tuple[list[dm.Job], Breaking]:
+    together = Breaking(crowd.target, error, fails)
+    played = Played(crowd.target, crowd.knowing(0.8), together)
+    jobs = submit_all(played, crowd)
+    played.run()
+    return jobs, together
+
+
+def test_a_forward_without_memory_fails_only_whom_it_must(crowd):
     bad = crowd.requests[2][0]
 
     def of_the_bad(texts: list[list[int]]) -> bool:
         return any(text[: len(bad)] == bad and len(text) > len(bad) + 8 for text in texts)
 
-    together = Breaking(crowd.target, of_the_bad)
-    played = Played(crowd.target, crowd.knowing(0.8), together, breaks=True)
-    jobs = submit_all(played, crowd)
-    played.run()
-    with pytest.raises(RuntimeError, match="device was lost"):
+    jobs, together = play_broken(crowd, NO_MEMORY, of_the_bad)
+    with pytest.raises(NotEnoughMemoryError, match="no memory left"):
         jobs.pop(2).result()
     assert [job.result().tokens for job in jobs] == [*crowd.alone[:2], *crowd.alone[3:]]
     assert together.broken == 2  # with the others, and alone
 
 
-def test_a_forward_that_breaks_of_many_only_fails_nobody(crowd):
-    """As one does for which there is not enough memory."""
+def test_a_forward_of_many_without_memory_fails_nobody(crowd):
     breaks = iter([False] * 3 + [True] * 3 + [False] * 10**4)
-    together = Breaking(crowd.target, lambda texts: len(texts) > 1 and next(breaks))
-    played = Played(crowd.target, crowd.knowing(0.8), together, breaks=True)
-    jobs = submit_all(played, crowd)
-    played.run()
+    jobs, together = play_broken(crowd, NO_MEMORY, lambda texts: len(texts) > 1 and next(breaks))
     assert [job.result().tokens for job in jobs] == crowd.alone and together.broken == 3
+
+
+def test_a_forward_that_breaks_ends_all_in_it(crowd):
+    """Nobody guesses whose fault it is, and a bug of ours is not hidden by a second try."""
+    breaks = iter([False, True])
+    jobs, _ = play_broken(crowd, RuntimeError("the device was lost"), lambda texts: next(breaks))
+    for job in jobs:
+        with pytest.raises(RuntimeError, match="device was lost"):
+            job.result()
 
 
 def test_a_request_that_joins_pipelined_steps_breaks_no_forward(crowd):
@@ -248,7 +279,7 @@ def test_a_request_that_joins_pipelined_steps_breaks_no_forward(crowd):
 
 
 def test_prompts_end_in_one_forward(crowd):
-    """Also a long one's end; one that breaks off costs nobody anything."""
+    """Also a long one's end; one without memory costs nobody anything."""
     ends: list[int] = []
 
     class Reading(SharedBatch):
@@ -256,13 +287,13 @@ def test_prompts_end_in_one_forward(crowd):
             ends.append(len(together))
             read = super().read(together)
             if len(together) == 7:
-                raise RuntimeError("the device was lost")
+                raise NO_MEMORY
             return read
 
     long = prompt_of(3 * 64 + 5, 9), {"max_tokens": 9}
     for each in (crowd, Crowd(crowd.target, [*crowd.requests, long])):
         ends.clear()
-        played = Played(each.target, each.knowing(0.8), Reading(each.target, None), breaks=True)
+        played = Played(each.target, each.knowing(0.8), Reading(each.target, None))
         jobs = submit_all(played, each)
         played.run()
         assert [job.result().tokens for job in jobs] == each.alone

@@ -9,6 +9,7 @@ from serving import client, frames, make_handler, models_of, running
 
 import dflash_mlx as dm
 from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.errors import NotEnoughMemoryError
 from dflash_mlx.serve.app import Endpoints
 from dflash_mlx.serve.request import GenerationRequest
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Faulty(SharedBatch):
-    """A device that raises in each forward that has rows of a prompt of `blamed` tokens or more.
+    """A device without memory for a forward that has rows of a prompt of `blamed` tokens or more.
 
     In its `stuck`th forward it waits until it is freed.
     """
@@ -29,7 +30,7 @@ class Faulty(SharedBatch):
     def verify(self, turns, tokens=None):
         self.count += 1
         if any(turn.request.stats.prompt_tokens >= self.blamed for turn in turns):
-            raise RuntimeError("[metal] boom")
+            raise NotEnoughMemoryError("boom")
         if self.count == self.stuck:
             self.waiting.set()
             assert self.freed.wait(60)
@@ -102,7 +103,7 @@ def test_a_prefilled_answer_is_continued(pair):
     assert answer["message"]["content"].startswith(begun + " by digit")
 
 
-def test_a_failing_forward_ends_one_answer_only(pair):
+def test_a_forward_without_memory_ends_one_answer_only(pair):
     """Whichever shares a round with the one to blame reads its text again, and goes on."""
 
     async def ask(blamed):
@@ -120,7 +121,7 @@ def test_a_failing_forward_ends_one_answer_only(pair):
         right, found = (json.loads(answers[at][1])["choices"] for answers in (sound, faulty))
         assert faulty[at][0] == 200 and found == right
     (status, text), (_, stream) = faulty[1], faulty[3]
-    assert status == 500 and "boom" in json.loads(text)["error"]["message"]
+    assert status == 400 and "boom" in json.loads(text)["error"]["message"]
     assert "boom" in stream and "[DONE]" not in stream
 
 
