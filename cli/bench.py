@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +27,6 @@ from dflash_mlx.bench.datasets import (
 )
 from dflash_mlx.bench.results import (
     PLAIN,
-    PromptRuns,
     check_folder,
     describe_difference,
     drafting_methods,
@@ -122,10 +123,14 @@ def bench(
     else:
         network = replace(names, draft=names.draft or known_drafter(names.model))
         # Whole blocks: what the drafter is worth, without the policy's choice of draft length.
-        settings, member = {"block_size": block_size}, cluster_member(context)
-        pair = open_pair(network, weights, settings=settings, member=member)
-        template = template_variables(pair.target, thinking)
-        content = _measure_pair(pair, chosen, setup, template)
+        opening: dict[str, Any] = {"settings": {"block_size": block_size}}
+        opening["member"] = cluster_member(context)
+        content = _measure_pair(open_pair(network, weights, **opening), chosen, setup)
+        if names.adapter is not None and opening["member"] is None:
+            gc.collect()  # the tuned target makes room
+            untuned = open_pair(replace(network, adapter=None), weights, **opening)
+            found = _measure_pair(untuned, chosen, setup | {"repeats": 1, "tree_budget": None})
+            content["untuned_acceptance_length"] = _acceptance(found)
     if json:
         output.print_json(content)
     else:
@@ -188,29 +193,31 @@ def _prompts(
 
 
 def _measure_pair(
-    pair: Pair,
-    prompts: list[BenchPrompt],
-    setup: Mapping[str, Any],
-    template: Mapping[str, Any] | None = None,
+    pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Measure plain decoding, drafting and mlx-lm. Returns the content of bench.json."""
     from dflash_mlx.bench.measure import measure_all
 
     names = ("max_tokens", "temperature", "seed") if setup["temperature"] else ("max_tokens",)
-    measured = measure_all(
-        pair.target,
-        pair.drafter,
-        prompts,
-        setup["repeats"],
-        {name: setup[name] for name in names},
-        template,
-        drafting={"block_size": pair.block_size},
-        trees=_tree_settings(pair, setup["tree_budget"]),
-        with_mlx_lm=pair.member is None,
-    )
+    settings = {name: setup[name] for name in names}
+    further: dict[str, Any] = {
+        "template": template_variables(pair.target, setup),
+        "drafting": {"block_size": pair.block_size},
+        "trees": _tree_settings(pair, setup["tree_budget"]),
+        "with_mlx_lm": pair.member is None,
+    }
+    methods = 2 + further["with_mlx_lm"] + (further["trees"] is not None)
+    with _bar(prompts, setup["repeats"], methods) as ran:
+        models = pair.target, pair.drafter
+        done = [*measure_all(*models, prompts, setup["repeats"], settings, ran=ran, **further)]
     about = {"model": pair.target.name, "title": pair.title, "block_size": pair.rows}
-    done = _with_bar(measured, prompts)
     return run_content({**about, **setup, "machine": machine(pair.blas)}, done)
+
+
+def _acceptance(content: Mapping[str, Any]) -> float:
+    """Tokens per drafted step of a whole run."""
+    methods = content["overall"]["methods"]
+    return float(methods[drafting_methods(methods)[0]]["acceptance_length"] or 0)
 
 
 def _tree_settings(pair: Pair, budget: int | str | None) -> dict[str, Any] | None:
@@ -230,7 +237,8 @@ def _measure_server(
 ) -> dict[str, Any]:
     """Measure a server from outside. Returns the content of bench.json. Raises `ServerError`."""
     settings = (setup["repeats"], setup["max_tokens"], setup["temperature"], setup["seed"] or 0)
-    done = _with_bar(server.measure_server(client, prompts, *settings), prompts)
+    with _bar(prompts, setup["repeats"]) as ran:
+        done = [*server.measure_server(client, prompts, *settings, ran)]
     title = f"{client.model} · {client.url}"
     about = {"model": client.model, "title": title, "block_size": None}
     return run_content({**about, **setup, "machine": computer()}, done)
@@ -273,13 +281,15 @@ def _milliseconds(seconds: float | None) -> str:
     return output.NOTHING if seconds is None else f"{1e3 * seconds:,.0f} ms"
 
 
-def _with_bar(measured: Iterable[PromptRuns], prompts: list[BenchPrompt]) -> list[PromptRuns]:
-    """Collect all results, with a progress bar if stderr is a terminal."""
-    console = output.stderr()
-    hidden = not console.is_terminal
-    turns = sum(1 + len(prompt.then) for prompt in prompts)
-    bar = track(measured, "measuring", turns, console=console, transient=True, disable=hidden)
-    return list(bar)
+@contextmanager
+def _bar(
+    prompts: list[BenchPrompt], repeats: int, methods: int = 1
+) -> Iterator[Callable[[], object]]:
+    """A bar on a terminal's stderr, moved by each run: of every turn and method, and to warm up."""
+    turns, console = sum(1 + len(prompt.then) for prompt in prompts), output.stderr()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("measuring", total=methods * (1 + turns * repeats))
+        yield lambda: bar.advance(task)
 
 
 def _show(content: Mapping[str, Any]) -> None:
@@ -295,6 +305,9 @@ def _show(content: Mapping[str, Any]) -> None:
     output.note(f"{content['title']}; medians of {runs} per prompt, then quartiles of all")
     if any(method["speedup"] for name, method in overall["methods"].items() if name != PLAIN):
         output.note("x: the median over pairs of runs of one turn, not a ratio of the columns")
+    if untuned := content.get("untuned_acceptance_length"):
+        tuned = f"{_acceptance(content):.2f} tokens per step with the adapter"
+        output.note(f"{tuned}, {untuned:.2f} without it: the same drafter and prompts")
     if content["block_size"]:
         output.note(
             "In whole blocks; generate chooses lengths, and adds lookup to a known drafter."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from .chat_conversation import Chat, LocalModel, ServedModel
 from .generate import check_text
 from .options import DECODING, MODEL, option
 from .output import counted, note
-from .pair import Pair, note_toy, note_training, open_pair, published
+from .pair import note_toy, open_pair, published
 
 SAVED = "Continue a conversation saved with /save."
 HINT = "/help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves."
@@ -50,9 +50,7 @@ def chat(
         pair = open_pair(names, weights, drafting, settings)
         model = LocalModel(pair)
         note_toy(names, context)
-        if pair.drafter is not None:
-            note_training(pair, names, settings)
-        settings |= publishers(pair, options.given(context))
+        settings |= published(pair.target, options.given(context))
     options.note_without_effect(typed_settings | {"temperature": settings["temperature"]})
     conversation = Chat(model, settings, messages, verbose)
     if system is not None:
@@ -64,15 +62,6 @@ def chat(
             conversation.ask(line)
         if conversation.leaving:
             break
-
-
-def publishers(pair: Pair, chosen: Collection[str]) -> dict[str, Any]:
-    """As `published`, and says so."""
-    defaults = published(pair, chosen)
-    if defaults:
-        shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
-        note(f"{shown}: the publisher's defaults. /set changes them.")
-    return defaults
 
 
 def _piped_lines(_: Chat) -> Iterator[str]:

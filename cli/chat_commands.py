@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from dflash_mlx.errors import DataError, DFlashError, SettingsError
 from dflash_mlx.settings import SETTINGS
 from dflash_mlx.validation import is_message, read_json
 
-from .options import STEPS
+from .options import STEPS, note_without_effect
 from .output import counted, error_line, note, write_file
 from .pair import template_variables
 
@@ -23,6 +24,8 @@ COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 ROLES = ("system", "user", "assistant")
 THINKING = ("on", "off", *SETTINGS["reasoning_effort"].choices)
 NONE = "none"  # removes the system message
+OTHERS = dict.fromkeys(("exit", "quit", "/exit", "/bye"), "/quit")  # names of other programs
+OTHERS |= dict.fromkeys(("/reset", "/new"), "/clear")
 NUMBERS = [
     name
     for name, one in SETTINGS.items()
@@ -35,20 +38,24 @@ def run_command(chat: Chat, line: str) -> bool:
 
     A message that begins with a space is never a command, and neither is "/usr/bin/env: what?".
     """
-    if line.rstrip() in ("exit", "quit", "/exit"):
-        line = "/quit"
-    found = COMMAND.fullmatch(line.rstrip())
+    found = COMMAND.fullmatch(OTHERS.get(line.rstrip(), line.rstrip()))
     if found is None:
         return False
     name, argument = found[1], (found[2] or "").strip()
     if name not in COMMANDS:
-        note(f"There is no {name}: /help lists the commands. (A space before it sends it.)")
+        hint = _nearest(name, [*COMMANDS]) or "/help lists the commands."
+        note(f"There is no {name}. {hint} (A space before it sends it.)")
         return True
     try:
         COMMANDS[name].run(chat, argument)
     except DFlashError as error:
         error_line(str(error))
     return True
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """A question with the known name that is most like this one; empty without any."""
+    return "".join(f"Did you mean {one}?" for one in get_close_matches(name, known, n=1))
 
 
 def _help(chat: Chat, _: str) -> None:
@@ -74,7 +81,7 @@ def _retry(chat: Chat, _: str) -> None:
     if chat.last_question is None:
         note("There is no question yet.")
         return
-    if not chat.settings["temperature"]:
+    if not chat.settings["temperature"] and not chat.stopped:
         note("The temperature is 0, so the answer is the same: /set temperature 0.8 changes that.")
     if chat.settings["seed"] is not None:
         chat.settings["seed"] = (chat.settings["seed"] + 1) % 2**32
@@ -93,11 +100,12 @@ def _set(chat: Chat, text: str) -> None:
     name, _, value = re.sub(r"(?<=[a-z])-", "_", text).replace("=", " ", 1).partition(" ")
     name = next((one for one in NUMBERS if name in SETTINGS[one].aliases), name)
     if name and name not in NUMBERS:
-        raise SettingsError(f"There is no setting {name!r}. The settings: {', '.join(NUMBERS)}.")
+        hint = _nearest(name, NUMBERS) or f"The settings: {', '.join(NUMBERS)}."
+        raise SettingsError(f"There is no setting {name!r}. {hint}")
     if value:
-        chat.change({name: SETTINGS[name].parse(name, value.strip())})
-        if SETTINGS[name].samples and not chat.settings["temperature"]:
-            note(f"{name} has no effect at temperature 0.")
+        changed = {name: SETTINGS[name].parse(name, value.strip())}
+        chat.change(changed)
+        note_without_effect({**changed, "temperature": chat.settings["temperature"]}, str)
     for each in [name] if name else NUMBERS:
         note(f"{each:18} {chat.settings[each]}")
 
@@ -110,6 +118,8 @@ def _think(chat: Chat, text: str) -> None:
         chat.change({"think": text != "off", "reasoning_effort": effort})
         if chat.model.pair is not None:  # warns of what the template does not know
             template_variables(chat.model.pair.target, chat.settings)
+        else:
+            note("The server is told; its model may have no such switch.")
     shown = {None: "as the model does by itself", True: "on", False: "off"}[
         chat.settings.get("think")
     ]

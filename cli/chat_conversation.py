@@ -103,6 +103,7 @@ class Chat:
     Attributes:
         interactive: whether a person types; a pipe gets only the answers on stdout.
         leaving: set by /quit.
+        stopped: whether Ctrl-C ended the last answer.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Chat:
         self.settings: dict[str, Any] = {}
         self.change(settings)
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.leaving = self._streams = self._stopped = False
+        self.leaving = self.stopped = self._streams = False
 
     def ask(self, text: str) -> None:
         """Answer a message."""
@@ -137,7 +138,7 @@ class Chat:
                 for piece in chain(first, pieces):
                     writer.write(piece.parts)
                     content += piece.content
-                    if self._stopped:
+                    if self.stopped:
                         break
         except DFlashError as error:
             if not self.interactive:
@@ -149,11 +150,13 @@ class Chat:
         except KeyboardInterrupt:
             if not self.interactive:
                 raise
-            self._stopped = True
+            self.stopped = True
         writer.end()
         if piece is not None:
             self.messages = [*messages, {"role": "assistant", "content": content}]
             self._report(piece)
+        elif self.stopped:
+            note("Stopped before the answer; the message is not kept.")
 
     @contextmanager
     def _ctrl_c_stops(self) -> Iterator[None]:
@@ -163,11 +166,11 @@ class Chat:
         """
 
         def stop(*_: object) -> None:
-            if self._stopped or not self._streams:
+            if self.stopped or not self._streams:
                 raise KeyboardInterrupt
-            self._stopped = True
+            self.stopped = True
 
-        self._streams = self._stopped = False
+        self._streams = self.stopped = False
         before = signal.signal(signal.SIGINT, stop) if self.interactive else None
         try:
             yield
@@ -191,7 +194,7 @@ class Chat:
         parts = [counted(stats.output_tokens, "token")]
         if piece.thoughts is not None and piece.thoughts.tokens:
             parts[0] += f" ({piece.thoughts.tokens} in thoughts)"
-        if stats.decode_seconds:
+        if stats.decode_seconds and stats.output_tokens > MIN_STEPS:
             parts.append(f"{rate(stats.tokens_per_second)} tok/s")
         if pair and stats.rounds >= MIN_STEPS and (plain := pair.plain_speed()):
             speedup = times(stats.tokens_per_second / plain, stats.acceptance_length)
@@ -199,7 +202,7 @@ class Chat:
             parts.append(f"~{speedup} plain{doubtful}")
         if pair and pair.drafter is not None and stats.rounds:
             parts.append(f"{stats.acceptance_length:.1f} tokens per step")
-        if self._stopped:
+        if self.stopped:
             parts.append("stopped")
         elif piece.finish_reason == "length":
             limit = pair.limit_reached(stats) if pair else "cut off by --max-tokens"

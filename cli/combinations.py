@@ -33,6 +33,7 @@ EXCLUDED = {  # an option as it is typed -> its parameter and value, and what ha
     "--protocol": ("protocol", ANY, ("prompts", "repeats")),
     "--chip": ("chip", ANY, ("everything", "inspect")),
     "--memory": ("memory", ANY, ("everything", "inspect")),
+    "--warm-start": ("warm_start", ANY, ("kind", "block_size", "layers", "causal")),
     "--prompts": ("prompts", ANY, ("suite", "data")),
 }
 NEEDED = (  # the parameters of which one must be given, and the options that need it

@@ -12,8 +12,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from dflash_mlx.machine.facts import cache_folder, installed
 
 NAMES = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
 SIZES = None, 100, 200, 400  # of both; None is MLX's own
@@ -64,15 +65,10 @@ def _tokens_per_second(options: list[str], size: int | None) -> float:
     return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
 
 
-def _identity() -> list[str]:
+def _identity() -> list[str | None]:
     """What the choice depends on, without MLX."""
-    try:
-        return [platform.mac_ver()[0], version("mlx")]
-    except PackageNotFoundError:
-        return []
+    return [platform.mac_ver()[0], installed("mlx")]
 
 
 def _file() -> Path:
-    from dflash_mlx.machine.facts import cache_folder
-
     return cache_folder("kernels") / "command-buffers.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,13 @@ from dflash_mlx.errors import (
     UnsupportedTreeError,
     error_of_import,
 )
+from dflash_mlx.settings import SETTINGS
 
 from .output import error_line, note
 
 FAILED, USAGE = 1, 2
+# Settings that the library names in another way than the command line.
+LONG_NAMES = re.compile(rf"\b({'|'.join(name for name in SETTINGS if '_' in name)})\b")
 WRONG_USAGE = (SettingsError, PromptError, UnsupportedTreeError)
 UsageError: Any = typer.BadParameter.__base__  # of arguments; Typer exports no more of it
 EXPECTED = {  # by the kind of a validation error of pydantic's
@@ -47,7 +51,10 @@ def one_line_errors() -> Iterator[None]:
         error_line(usage_message(error))
         raise typer.Exit(USAGE) from error
     except DFlashError as error:
-        error_line(str(error))
+        from .options import spelled
+
+        named = LONG_NAMES.sub(lambda found: spelled(found[0]), str(error))
+        error_line(named if isinstance(error, SettingsError) else str(error))
         raise typer.Exit(USAGE if isinstance(error, WRONG_USAGE) else FAILED) from error
     except ValueError as error:
         if (known := error_of_import(error)) is None:
@@ -77,6 +84,8 @@ def usage_message(error: Any) -> str:
             message = message.replace("Value error, ", "")
             message = f"{name} must be {expected}, not {found['input']}" if expected else message
     if "unexpected extra argument" in message:
-        message = f"{message}: put quotes around a text of several words"
+        chats = error.ctx.info_name == "chat"
+        advice = "put quotes around a text of several words"
+        message += f": {'type it when the chat has begun' if chats else advice}"
     help = f" See '{error.ctx.command_path} --help'." if error.ctx else ""
     return f"{message.removesuffix('.')}{'' if message.endswith('?') else '.'}{help}"

@@ -31,19 +31,17 @@ from .output import (
     check_writable,
     counted,
     note,
-    print_json,
     speeds,
     stderr,
     times,
     waiting,
-    write_file,
+    write_result,
 )
 from .pair import (
     Pair,
     explain,
     note_sampling,
     note_toy,
-    note_training,
     open_pair,
     steps_by_rows,
     template_variables,
@@ -103,10 +101,9 @@ def generate(
         check_writable(output)
     encoded = cache(lambda target: _encode(target, asked, settings))  # a long one once
     member = cluster_member(context)
-    pair = open_pair(names, weights, drafting, settings, compare, member, encoded)
-    if pair.drafter is not None and not raw:
-        note_training(pair, names, settings)
     options.note_without_effect(settings)
+    opening = without_template(settings) if raw else settings
+    pair = open_pair(names, weights, drafting, opening, compare, member, encoded)
     settings = options.with_seed(settings)
     if schema is not None:
         from dflash_mlx.structured import JsonSchema
@@ -122,25 +119,22 @@ def generate(
     result = _stream(comparison, thoughts, shown=output is None and not json)
     comparison.runs[comparison.chain] = [result]
     newline = "\n" if result.text and not result.text.endswith("\n") else ""
-    if output is None and not json:
-        print(newline, end="", flush=True)
-    elif output is not None and not json:
-        write_file(output, result.text + newline)
+    if not json:
+        write_result(output, newline if output is None else result.text + newline)
     if compare and pair.drafter is not None and result.tokens:
         if not json and (warning := busy()):
             note(warning)
-        with waiting("Decoding plainly, to compare"):
+        tokens = counted(result.stats.output_tokens, "token")
+        with waiting(f"Decoding {tokens} plainly, to compare"):
             _compare(untaught)
-    if json and output is not None:
-        write_file(output, f"{as_text(_as_json(pair, comparison, result, thoughts))}\n")
-    elif json:
-        print_json(_as_json(pair, comparison, result, thoughts))
+    if json:
+        write_result(output, f"{as_text(_as_json(pair, comparison, result, thoughts))}\n")
     else:
         stderr().print(_summary(pair, comparison, result, thoughts))
         for line in _stats_as_lines(result.stats) if stats else ():
             note(line)
         note_toy(names, context)
-        note_sampling(pair, options.given(context))
+        note_sampling(pair.target, options.given(context))
     if verbose:
         explain(pair, result.stats, settings["temperature"])
     if schema is not None and result.finish_reason == "length":
@@ -295,30 +289,25 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
     if STDIN in sources and not stdin_ends:
         raise SettingsError("mlx.launch never ends stdin: give a text or a --file.")
     parts = [] if prompt in (None, STDIN) else [check_text(str(prompt))]
-    for source in sources:
-        parts.append(_decoded(_content(source), "stdin" if source == STDIN else source))
+    parts += [check_text(_read(one), "stdin" if one == STDIN else one) for one in sources]
     if STDIN not in sources and stdin_ends and not sys.stdin.isatty():
-        piped = _content(STDIN)
+        piped = _read(STDIN)
         if piped.strip() and parts and sys.stderr.isatty():
             note(f"With {counted(len(piped.splitlines()), 'line')} of standard input.")
         if piped.strip() or not parts:
-            parts.append(_decoded(piped, "The piped text"))
+            parts.append(check_text(piped, "The piped text"))
     if not parts:
         raise PromptError("There is no prompt: give some text, or pipe it in.")
     return parts[0] if len(parts) == 1 else "\n\n".join(part.strip("\n") for part in parts)
 
 
-def _content(file: str) -> bytes:
+def _read(file: str) -> str:
+    """A file's text without its last newline, as in a shell's $(...)."""
     try:
-        return sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
+        content = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
     except OSError as error:
         raise DataError(f"{file}: cannot be read ({error.strerror}).") from error
-
-
-def _decoded(content: bytes, name: str) -> str:
-    """The text without its last newline, as in a shell's $(...). Raises `PromptError`."""
-    text = content.decode(UTF8, "surrogateescape")
-    return check_text(text, name).removesuffix("\n").removesuffix("\r")
+    return content.decode(UTF8, "surrogateescape").removesuffix("\n").removesuffix("\r")
 
 
 def check_text(text: str, name: str = "The prompt") -> str:

@@ -69,8 +69,7 @@ def runs_elsewhere(
             context.meta[CLUSTER] = cluster
             context.call_on_close(cluster.close)
             return False
-        settings = weights.settings | {"kernels": weights.kernels}
-        cluster.follow(names.model, weights.target_bits, **settings)
+        cluster.follow(names.model, weights.target_bits, **weights.settings)
     except DFlashError as error:
         if cluster is not None and cluster.interrupted:  # rank 0 was interrupted, too, and left
             raise KeyboardInterrupt from error

@@ -2,8 +2,15 @@
 
 import gc
 import io
+import os
+import signal
 import sys
 import warnings
+from types import FrameType
+
+INTERRUPTED = 130  # the exit code of shells
+IMPORTING = "<frozen importlib._bootstrap>"  # the file of frames that import
+CLEAN = "\r\x1b[K\x1b[?25h"  # clears a line that says what is waited for, and shows the cursor
 
 
 def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
@@ -14,11 +21,26 @@ def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
     return f"\r\x1b[K{message}\n" if sys.stderr.isatty() else f"{message}\n"
 
 
+def _interrupt(_: int, frame: FrameType | None) -> None:
+    """On Ctrl-C raise `KeyboardInterrupt`; while modules are imported, end the process at once.
+
+    Libraries lose an exception there, print it, or abort.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename == IMPORTING:
+            os.write(2, CLEAN.encode() if sys.stderr.isatty() else b"")
+            os._exit(INTERRUPTED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
 def main() -> None:
     """Run the command line and exit: 0, 1 (error), 2 (usage) or 130 (Ctrl-C).
 
     A failure that a person can act on is one line on stderr; see `app.Program`.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell ignores it
+        signal.signal(signal.SIGINT, _interrupt)
     gc.set_threshold(100_000)  # imports make many objects and hardly any garbage
     warnings.formatwarning = _format_warning
     warnings.filterwarnings("ignore", "dflash-mlx: no drafter is known")  # a note says so
@@ -34,4 +56,4 @@ def main() -> None:
 
         app(prog_name="dflash-mlx")
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)

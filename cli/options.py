@@ -22,6 +22,7 @@ from .output import note
 KEPT_BITS = 16  # of --draft-bits: as they are
 MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the panels that --help shows
 AUTO = "auto"  # of --tree-budget
+HOT = 2  # the highest temperature that the APIs of others allow
 STEPS = ("block_size", "tree_budget", "kv_bits")  # settings of a whole conversation
 # Real models to name instead of the embedded one, in 4 bits: 2.3 GB and 17 GB.
 SMALL, CODER = (f"mlx-community/Qwen3-{name}-4bit" for name in ("4B", "Coder-30B-A3B-Instruct"))
@@ -175,11 +176,8 @@ class Weights:
     @property
     def settings(self) -> dict[str, Any]:
         """Of `dflash_mlx.load`, without the bits of the two models."""
-        return {
-            "mode": self.quant_mode,
-            "group_size": self.group_size,
-            "hub": Hub(offline=self.offline),
-        }
+        quantization = {"mode": self.quant_mode, "group_size": self.group_size}
+        return {**quantization, "hub": Hub(offline=self.offline), "kernels": self.kernels}
 
 
 @dataclass(frozen=True)
@@ -199,18 +197,27 @@ def with_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
     return dict(settings)
 
 
-def note_without_effect(settings: Mapping[str, Any]) -> None:
-    """Say which options change nothing at temperature 0."""
-    samples = {name: one.default for name, one in SETTINGS.items() if one.samples}
-    useless = [name for name, default in samples.items() if settings[name] != default]
+def note_without_effect(settings: Mapping[str, Any], shown: Callable[[str], str] = spelled) -> None:
+    """Say which settings change nothing at temperature 0, and that a high one makes noise."""
+    samples = [name for name, value in settings.items() if SETTINGS[name].samples]
+    useless = [name for name in samples if settings[name] != SETTINGS[name].default]
     if useless and not settings["temperature"]:
-        note(f"{', '.join(map(spelled, useless))} has no effect at temperature 0.")
+        note(f"{', '.join(map(shown, useless))} has no effect at temperature 0.")
+    if settings["temperature"] > HOT:
+        note(f"At temperature {settings['temperature']:g} any token may come: 0.2 to 1 is usual.")
 
 
 def given(context: typer.Context) -> set[str]:
     """The parameters that were given on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
+def typed(context: typer.Context) -> list[str]:
+    """The options that were given, for another command that has them, too."""
+    chosen = [one for one in context.command.params if one.name in given(context)]
+    values = [(one.opts[0], context.params[str(one.name)]) for one in chosen]
+    return [name if value is True else f"{name}={value}" for name, value in values]
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -145,6 +145,14 @@ def check_writable(path: Path) -> None:
         raise OutputError.because(path, error) from error
 
 
+def write_result(path: Path | None, text: str) -> None:
+    """Write a text to a file as `write_file`, or to stdout if it is None."""
+    if path is not None:
+        write_file(path, text)
+    else:
+        print(text, end="", flush=True)
+
+
 def write_file(path: Path, text: str) -> None:
     """Write a whole file, or leave what was there. Raises `OutputError`.
 

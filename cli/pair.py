@@ -142,8 +142,7 @@ def open_pair(
 
     before = mx.get_active_memory()
     target_bits, draft_bits = weights.target_bits, weights.draft_bits
-    loading = weights.settings | {"kernels": weights.kernels}
-    loading |= {"reserved": reserved, "adapter": names.adapter}
+    loading = weights.settings | {"reserved": reserved, "adapter": names.adapter}
     loading |= {} if member is None else {"cluster": member}
     drafter: Drafter | None = None
     with waiting(f"Loading {names.model}", spinner=False):  # downloads and conversions have bars
@@ -168,6 +167,8 @@ def open_pair(
 
         with waiting("Warming up"):
             warm_up(target, drafter, pair.block_size)
+    if drafter is not None and "think" in (settings or {}):
+        note_training(target, names, settings or {})
     return pair
 
 
@@ -183,18 +184,17 @@ def without_template(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: settings[name] for name in settings if name not in ("think", "reasoning_effort")}
 
 
-def note_training(pair: Pair, names: Names, settings: Mapping[str, Any]) -> None:
+def note_training(target: Target, names: Names, settings: Mapping[str, Any]) -> None:
     """Say if the drafter was trained on answers that think and these do not, or the reverse."""
     from dflash_mlx.prompt import thinks
 
     drafter = (names.draft or known_drafter(names.model) or "").removesuffix(WITH_LOOKUP)
-    facts, target = known_facts(drafter), pair.target
-    trained = None if facts is None else facts.thinking
-    now = (
-        None if trained is None else thinks(target.tokenizer, template_variables(target, settings))
-    )
-    if now is not None and now != trained:
-        kind, option = ("with", "--think") if trained else ("without", "--no-think")
+    facts = known_facts(drafter)
+    if facts is None or facts.thinking is None:
+        return
+    now = thinks(target.tokenizer, template_variables(target, settings))
+    if now is not None and now != facts.thinking:
+        kind, option = ("with", "--think") if facts.thinking else ("without", "--no-think")
         note(f"{drafter} was trained on answers {kind} thoughts: {option} may be faster.")
 
 
@@ -204,17 +204,19 @@ def note_toy(names: Names, context: typer.Context) -> None:
         note(TOY)
 
 
-def published(pair: Pair, chosen: Collection[str]) -> dict[str, Any]:
-    """The publisher's sampling settings, without those that were chosen."""
-    found = pair.target.sampling_defaults.items()
-    return {name: value for name, value in found if name not in chosen}
+def published(target: Target, chosen: Collection[str]) -> dict[str, Any]:
+    """The publisher's sampling settings without those that were chosen; says what they are."""
+    found = {k: v for k, v in target.sampling_defaults.items() if k not in chosen}
+    if found:
+        note(f"Sampling as published: {', '.join(f'{k} {v:g}' for k, v in found.items())}.")
+    return found
 
 
-def note_sampling(pair: Pair, chosen: Collection[str]) -> None:
+def note_sampling(target: Target, chosen: Collection[str]) -> None:
     """Say how the publisher samples, where nothing was chosen and decoding is greedy."""
-    defaults = published(pair, chosen)
-    if defaults.get("temperature"):
-        options = " ".join(f"{spelled(name)} {value}" for name, value in defaults.items())
+    found = {spelled(k): v for k, v in target.sampling_defaults.items() if k not in chosen}
+    if found.get("--temperature"):
+        options = " ".join(f"{name} {value:g}" for name, value in found.items())
         note(f"Decoding is greedy. The model's publisher recommends {options}.")
 
 

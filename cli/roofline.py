@@ -119,12 +119,7 @@ def _table(steps: list[StepPrediction]) -> Table:
     table = make_table("rows", "tokens", "ms", "speedup", "tok/s", padding=1)
     best = max(step.speedup for step in steps)
     for step in steps:
-        table.add_row(
-            f"{step.rows}",
-            f"{step.tokens:.2f}",
-            f"{step.milliseconds:.2f}",
-            f"{step.speedup:.2f}x",
-            f"{step.tokens_per_second:,.0f}",
-            style="bold green" if step.speedup == best else "",
-        )
+        figures = f"{step.tokens:.2f}", f"{step.milliseconds:.2f}", f"{step.speedup:.2f}x"
+        style = "bold green" if step.speedup == best else ""
+        table.add_row(f"{step.rows}", *figures, f"{step.tokens_per_second:,.0f}", style=style)
     return table

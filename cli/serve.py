@@ -28,15 +28,7 @@ from . import options
 from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
 from .options import MODEL, flag, given, option
 from .output import note
-from .pair import (
-    TOY,
-    Pair,
-    note_training,
-    open_pair,
-    published,
-    template_variables,
-    without_template,
-)
+from .pair import TOY, Pair, open_pair, published, template_variables, without_template
 
 if TYPE_CHECKING:
     from dflash_mlx import PrefixStore
@@ -135,8 +127,8 @@ def serve(
         inherited_socket(context) or listening() as socket,  # a taken port fails first
         _serving(socket, auth, load) as (server, metrics, over),
     ):
-        member, chosen = cluster_member(context), given(context)
-        loader = ModelLoader(weights, drafting, settings, chosen, load, metrics, member)
+        member = cluster_member(context)
+        loader = ModelLoader(weights, drafting, settings, given(context), load, metrics, member)
         pair, handler = loader.open(every[0], warm=True)
         models = _start(server, every, loader, handler, auth)
         if member is not None:
@@ -146,13 +138,8 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C stops)")
         note("Open it in a browser to chat.")
-        used = [f"{name} {value:g}" for name, value in published(pair, chosen).items()]
-        if used:
-            note(f"Default sampling is the publisher's: {', '.join(used)}.")
         if not model:
             note(TOY)
-        elif pair.drafter is not None:
-            note_training(pair, every[0], settings)
         with signals_to(partial(_end, server, over, load.drain_seconds)):
             over.result()
             for handler in models.handlers:
@@ -195,7 +182,7 @@ class ModelLoader:
         )
         from dflash_mlx.serve.handler import RequestHandler
 
-        settings = without_template(self.settings) | published(pair, self.chosen)
+        settings = without_template(self.settings) | published(pair.target, self.chosen)
         settings["tree_budget"] = self.settings["tree_budget"] if pair.policy is None else None
         settings["chat_template_kwargs"] = template_variables(pair.target, self.settings)
         load = self.load

@@ -6,25 +6,19 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 import dflash_mlx
-from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.train.recipe import Recipe
 
 from . import options
-from .options import OUTPUT, flag, given, option, spelled
+from .options import OUTPUT, flag, option
 from .output import note, waiting
 
 if TYPE_CHECKING:
     from dflash_mlx import DFlash
 
-SHAPE = ("kind", "block_size", "layers", "causal")
-
 
 def train(
-    context: typer.Context,
     *,
     model: str = options.MODEL_NAME,
     adapter: str | None = options.ADAPTER,
@@ -39,9 +33,6 @@ def train(
 ) -> None:
     """Train a drafter for a model. If interrupted, the same command resumes."""
     warm_start, hub = choices["warm_start"], Hub(offline=offline)
-    shape = next((name for name in SHAPE if name in given(context)), None)
-    if warm_start is not None and shape is not None:
-        raise SettingsError(f"{spelled(shape)} cannot be combined with --warm-start.")
     blas = dflash_mlx.use_fast_blas(stock=stock_blas, flush_denormals=True)
     recipe = Recipe(**choices)
     with waiting(f"Loading {model}", spinner=False):

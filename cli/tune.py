@@ -6,6 +6,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.table import Table
 
 import dflash_mlx
@@ -26,6 +27,7 @@ SECONDS, REPEATS = 60.0, 5  # of timing kernels; loading takes 3 and 2
 
 
 def tune(
+    context: typer.Context,
     *,
     names: options.Names,
     weights: options.Weights,
@@ -36,18 +38,22 @@ def tune(
     warning = busy()
     # Only on macOS, because elsewhere there is no Metal, and the BLAS has to come before MLX.
     kernels = _time_kernels(names, weights) if sys.platform == "darwin" else None
-    buffers = _time_buffers(names, weights) if kernels is not None else {}
+    buffers = dict[int | None, float]()
+    if kernels is not None:
+        with waiting("Timing MLX's command buffers in processes of their own"):
+            buffers = find_fastest(options.typed(context))
     pair = open_pair(names, weights)  # with the kernels that have just won
     with waiting("Timing steps of each length"):
         steps = {rows: _milliseconds(pair, rows, kv_bits) for rows in ROWS if rows <= pair.rows}
     if json:
         content: dict[str, Any] = {"model": pair.target.name, "milliseconds": steps}
         timed = None if kernels is None else [asdict(row) for row in kernels]
-        print_json(content | {"kernels": timed, "command_buffers": buffers})
+        sizes = {str(size or "default"): speed for size, speed in buffers.items()}
+        print_json(content | {"kernels": timed, "command_buffers": sizes})
         return
     if kernels is not None:
         stdout().print(_kernel_table(kernels), "")
-        found = ", ".join(f"{size} {rate(speed)}" for size, speed in buffers.items())
+        found = ", ".join(f"{size or 'default'} {rate(one)}" for size, one in buffers.items())
         note(f"Tokens a second by launches per command buffer: {found}; the fastest is used")
     table = make_table("rows of a step", *(f"{rows}" for rows in steps))
     table.add_row("milliseconds", *(f"{taken:,.2f}" for taken in steps.values()))
@@ -76,21 +82,6 @@ def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing
         target = load_target(names.model, weights.target_bits, **settings)
     with waiting("Timing MLX's kernels and ours in turns"):
         return time_kernels(target, Kernels(), Stopwatch(SECONDS, REPEATS))[1]
-
-
-def _time_buffers(names: options.Names, weights: options.Weights) -> dict[str, float]:
-    """Tokens a second by the size of MLX's command buffers; what wins is kept."""
-    given = {
-        "--model": names.model,
-        "--draft": names.draft,
-        "--target-bits": weights.target_bits,
-        "--draft-bits": weights.draft_bits,
-        "--group-size": weights.group_size,
-    }
-    named = [f"{option}={value}" for option, value in given.items() if value is not None]
-    with waiting("Timing MLX's command buffers in processes of their own"):
-        speeds = find_fastest([*named, f"--quant-mode={weights.quant_mode}"])
-    return {"default" if size is None else str(size): speed for size, speed in speeds.items()}
 
 
 def _kernel_table(timings: list[Timing]) -> Table:

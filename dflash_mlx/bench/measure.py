@@ -8,7 +8,7 @@ baseline of our own would inflate every speedup.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -45,6 +45,7 @@ class Comparison:
         trees: the same of runs that draft trees; None leaves them out.
         with_mlx_lm: whether mlx-lm takes part. It cannot for a target on several machines.
         runs: the results so far, by method.
+        ran: called after each run.
     """
 
     target: Target
@@ -55,6 +56,7 @@ class Comparison:
     trees: Mapping[str, Any] | None = None
     with_mlx_lm: bool = True
     runs: dict[str, list[Result]] = field(default_factory=dict)
+    ran: Callable[[], object] = lambda: None
 
     @property
     def chain(self) -> str:
@@ -73,6 +75,7 @@ class Comparison:
         """Decode once with each method, in the opposite order of the last turn."""
         for method in reversed(methods) if len(self.runs.get(PLAIN, ())) % 2 else methods:
             self.runs.setdefault(method, []).append(self._run(method))
+            self.ran()
 
     def run_all(self) -> None:
         """Decode once with every method."""

@@ -200,14 +200,11 @@ def _protocol_figures(answers: Sequence[PromptRuns]) -> dict[str, Any]:
         if name == method:
             lengths = [stats.acceptance_length for stats in runs if stats.rounds]
 
-    def over(baseline: str) -> float | None:
-        known = baseline in seconds and method in seconds
-        return seconds[baseline] / seconds[method] if known else None
-
+    over = {name: took / seconds[method] for name, took in seconds.items() if method in seconds}
     return {
         "answers": len(answers),
-        "speedup": over(PLAIN),
-        "over_mlx_lm": over(MLX_LM),
+        "speedup": over.get(PLAIN),
+        "over_mlx_lm": over.get(MLX_LM),
         "acceptance_length": fmean(lengths) if lengths else None,
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -69,8 +69,7 @@ class ServerClient:
     ) -> tuple[Result, list[float]]:
         """Stream one answer: the result without token ids, and the seconds between its pieces.
 
-        Decoding time runs from the first piece of text to the last and counts all tokens but the
-        first, like our own loop. Below `LEAST_SECONDS` it is 0, not measured. Raises `ServerError`.
+        Decoding time counts all tokens but the first, like our own loop. Raises `ServerError`.
         """
         settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
         if temperature:  # mlx-lm's server does not batch requests that have a seed
@@ -84,8 +83,6 @@ class ServerClient:
             if reason == "stop":
                 finish_reason = "stop"
         stats.output_tokens = stats.output_tokens or len(text)
-        if stats.decode_seconds < LEAST_SECONDS:
-            stats.decode_seconds = 0.0
         gaps = [later - earlier for earlier, later in pairwise(times)]
         return Result("".join(text), [], finish_reason, stats), gaps
 
@@ -94,7 +91,8 @@ class ServerClient:
     ) -> Generator[tuple[str, str, str | None]]:
         """Stream one answer: reasoning, text and finish reason of each piece, counted in `stats`.
 
-        Closing the generator ends the request. Raises `ServerError`.
+        Decoding time runs from the first piece to the last; below `LEAST_SECONDS` it is 0, not
+        measured. Closing the generator ends the request. Raises `ServerError`.
         """
         start, first = time.perf_counter(), 0.0
         with closing(self.chunks(messages, **settings)) as chunks:
@@ -111,7 +109,8 @@ class ServerClient:
                     if reasoning or content:
                         first = first or now
                         stats.prefill_seconds = stats.first_token_seconds = first - start
-                        stats.decode_seconds = now - first
+                        took = now - first
+                        stats.decode_seconds = took if took >= LEAST_SECONDS else 0.0
                     yield reasoning, content, choice.get("finish_reason")
 
     def chunks(
@@ -134,17 +133,22 @@ def measure_server(
     max_tokens: int,
     temperature: float,
     seed: int,
+    ran: Callable[[], object] = lambda: None,
 ) -> Iterator[PromptRuns]:
     """Ask every prompt `repeats` times, each conversation to its end, after one warm-up request.
 
-    Raises `ServerError`.
+    Calls `ran` after each. Raises `ServerError`.
     """
-    client.ask(prompts[0].messages, min(8, max_tokens), temperature, seed)
+
+    def answer(prompt: BenchPrompt, length: int = max_tokens) -> Result:
+        result, _ = client.ask(prompt.messages, length, temperature, seed)
+        ran()
+        return result
 
     def ask(prompt: BenchPrompt) -> PromptRuns:
-        each = (client.ask(prompt.messages, max_tokens, temperature, seed) for _ in range(repeats))
-        return PromptRuns(prompt, {SERVER: [result for result, _ in each]})
+        return PromptRuns(prompt, {SERVER: [answer(prompt) for _ in range(repeats)]})
 
+    answer(prompts[0], min(8, max_tokens))
     yield from ask_all(prompts, ask)
 
 
@@ -162,13 +166,11 @@ def measure_concurrency(
     percentiles of the seconds to the first text and between pieces of text. Raises `ServerError`.
     """
     count = max(len(prompts), REQUESTS_PER_CLIENT * clients)
-
-    def ask(prompt: BenchPrompt) -> tuple[Result, list[float]]:
-        return client.ask(prompt.messages, max_tokens, temperature, seed)
-
+    asked = [one.messages for one in islice(cycle(prompts), count)]
+    settings = max_tokens, temperature, seed
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as threads:
-        answers = list(threads.map(ask, islice(cycle(prompts), count)))
+        answers = list(threads.map(lambda messages: client.ask(messages, *settings), asked))
     seconds = time.perf_counter() - start
     stats = [result.stats for result, _ in answers]
     tokens = sum(one.output_tokens for one in stats)
@@ -222,7 +224,7 @@ def _open(url: str, body: dict[str, Any] | None = None, key: str | None = None) 
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     try:
-        response: HTTPResponse = open_url(Request(url, data, headers), TIMEOUT)
+        return open_url(Request(url, data, headers), TIMEOUT)
     except HTTPError as error:
         with error:
             message = _error_message(error.read(4000).decode(errors="replace"))
@@ -230,7 +232,6 @@ def _open(url: str, body: dict[str, Any] | None = None, key: str | None = None) 
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ServerError(f"{url}: cannot be reached ({reason}).") from error
-    return response
 
 
 def _error_message(text: str) -> str:

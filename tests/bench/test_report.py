@@ -126,3 +126,24 @@ def test_what_is_no_run_is_named(content, tmp_path):
     with pytest.raises(DataError, match="bench.json: "):
         read_run(tmp_path)
     assert "bench.json" in one_line_error(run("report", tmp_path))
+
+
+def test_what_an_adapter_costs_is_told(monkeypatch, tmp_path):
+    """The drafter was made for the model without it: both acceptance lengths are measured."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "what is 37 + 48?"}))
+    opened = []
+
+    def open_pair(names, *_, **__):
+        opened.append(names.adapter)
+        return Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
+
+    monkeypatch.setattr("dflash_mlx.cli.bench.open_pair", open_pair)
+    out = tmp_path / "out"
+    asked = "--prompts", prompts, "-n", "12", "--repeats", "2", "--adapter", "mine", "--out", out
+    done = run("bench", *asked)
+    assert done.returncode == 0 and opened == ["mine", None], done.stderr
+    content = json.loads((out / "bench.json").read_text())
+    jsonschema.validate(content, SCHEMA)
+    assert content["untuned_acceptance_length"] >= 1
+    assert "tokens per step with the adapter, " in done.stderr

@@ -11,10 +11,9 @@ import tinymodels
 from program import run
 
 from dflash_mlx.cli.answer import DIM, NORMAL, Writer
-from dflash_mlx.cli.chat import publishers
 from dflash_mlx.cli.chat_commands import run_command
 from dflash_mlx.cli.chat_conversation import Chat, LocalModel
-from dflash_mlx.cli.pair import Pair
+from dflash_mlx.cli.pair import Pair, published
 from dflash_mlx.errors import WeightsError
 from dflash_mlx.loop import generate, stream_generate
 from dflash_mlx.machine.blas import BlasInfo
@@ -70,11 +69,11 @@ def chat() -> Chat:
 def test_the_publishers_sampling_is_the_default(capsys):
     pair = Pair(tinymodels.target(), None, None, BlasInfo("", None, ""))
     pair.target.sampling_defaults = {"temperature": 0.6, "top_p": 0.95}
-    assert publishers(pair, {"temperature", "top_k"}) == {"top_p": 0.95}
+    assert published(pair.target, {"temperature", "top_k"}) == {"top_p": 0.95}
     chat = Chat(LocalModel(pair), DEFAULTS | {"max_tokens": 4}, [])
-    chat.change(publishers(pair, ()))
+    chat.change(published(pair.target, ()))
     assert chat.settings["temperature"] == 0.6 and chat.settings["seed"] is not None
-    assert "temperature 0.6, top_p 0.95: the publisher's defaults" in capsys.readouterr().err
+    assert "Sampling as published: temperature 0.6, top_p 0.95." in capsys.readouterr().err
 
 
 def say(chat, *lines):
@@ -149,6 +148,31 @@ def test_a_bad_setting_is_one_line_and_changes_nothing(chat, capsys, wrong):
     heard = told(chat, capsys, f"/set {wrong}")
     assert heard.startswith("error: ") and heard.count("\n") == 1
     assert chat.settings == before
+
+
+def test_a_misspelt_name_gets_the_nearest(chat, capsys):
+    assert "Did you mean /clear?" in told(chat, capsys, "/cleer")
+    assert "/help lists" in told(chat, capsys, "/xyzzy")
+    assert "Did you mean temperature?" in told(chat, capsys, "/set temprature 1")
+    say(chat, "hi", "/reset")
+    assert chat.messages == [] and not chat.leaving
+
+
+def test_a_temperature_of_noise_is_told(chat, capsys):
+    assert "0.2 to 1 is usual" in told(chat, capsys, "/set temperature 7")
+    assert "usual" not in told(chat, capsys, "/set temperature 1")
+    assert "top_p has no effect at temperature 0" in told(
+        chat, capsys, "/set temperature 0", "/set top_p 0.5"
+    )
+
+
+def test_ctrl_c_while_a_prompt_is_read_is_told(chat, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("dflash_mlx.stream_generate", interrupted)
+    assert "Stopped before the answer" in told(chat, capsys, "hi") and not chat.messages
 
 
 def test_retry_takes_another_seed(chat):

@@ -80,7 +80,7 @@ def test_what_is_fastest_is_set_before_mlx_starts(monkeypatch, tmp_path):
     apply_fastest(here)
     assert here == dict.fromkeys(command_buffers.NAMES, "200")
     with monkeypatch.context() as patch:
-        patch.setattr(command_buffers, "version", lambda package: "another")
+        patch.setattr(command_buffers, "installed", lambda package: "another")
         here.clear()
         apply_fastest(here)
         assert not here

@@ -2,13 +2,14 @@
 
 import importlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from program import start
+from program import hear_ctrl_c, start
 
 import dflash_mlx
 import dflash_mlx.errors
@@ -58,3 +59,14 @@ def test_a_warning_is_one_line_of_ours(tmp_path):
     assert done.returncode == 0 and "warn" not in done.stderr
     (told,) = (line for line in done.stderr.splitlines() if "another target's" in line)
     assert told.startswith("dflash-mlx: the drafter may be another target's: its num_target_layers")
+
+
+def test_ctrl_c_in_an_import_ends_the_program_quietly(tmp_path):
+    """Libraries lose an exception in the middle of an import, or print it."""
+    package = tmp_path / "mlx_lm"
+    package.mkdir()
+    lost = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nfinally:\n    0 / 0\n"
+    (package / "__init__.py").write_text(lost)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = start("generate", "hi", env=environment, preexec_fn=hear_ctrl_c)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from program import run
@@ -81,9 +80,9 @@ def test_a_benchmark_asks_as_the_template_says(switching):
 def test_a_drafter_of_the_other_kind_is_named(switching, monkeypatch, capsys):
     facts = KnownDrafter("x/y", thinking=True)
     monkeypatch.setattr(pair_module, "known_facts", lambda name: facts if name == "x/y" else None)
-    pair, names = SimpleNamespace(target=switching), Names("somebody/model", "x/y+lookup")
+    names = Names("somebody/model", "x/y+lookup")
     for think in (False, True):
-        pair_module.note_training(pair, names, {"think": think, "reasoning_effort": None})
+        pair_module.note_training(switching, names, {"think": think, "reasoning_effort": None})
     assert capsys.readouterr().err.count("with thoughts: --think may be faster") == 1
 
 
