@@ -1,6 +1,7 @@
 """A run's files: what is in them, that a folder gets all or none, and runs beside each other."""
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -128,22 +129,10 @@ def test_what_is_no_run_is_named(content, tmp_path):
     assert "bench.json" in one_line_error(run("report", tmp_path))
 
 
-def test_what_an_adapter_costs_is_told(monkeypatch, tmp_path):
-    """The drafter was made for the model without it: both acceptance lengths are measured."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "what is 37 + 48?"}))
-    opened = []
-
-    def open_pair(names, *_, **__):
-        opened.append(names.adapter)
-        return Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
-
-    monkeypatch.setattr("dflash_mlx.cli.bench.open_pair", open_pair)
-    out = tmp_path / "out"
-    asked = "--prompts", prompts, "-n", "12", "--repeats", "2", "--adapter", "mine", "--out", out
-    done = run("bench", *asked)
-    assert done.returncode == 0 and opened == ["mine", None], done.stderr
-    content = json.loads((out / "bench.json").read_text())
-    jsonschema.validate(content, SCHEMA)
-    assert content["untuned_acceptance_length"] >= 1
-    assert "tokens per step with the adapter, " in done.stderr
+def test_what_an_adapter_costs_is_told(tiny, tmp_path):
+    """Of the model without it, the drafter's acceptance length is measured, too."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "what is 37 + 48?"}')
+    asked = "--prompts", tmp_path / "prompts.jsonl", "-n", "12", "--adapter", "mine"
+    done = run("bench", *asked, "--out", tmp_path / "out")
+    assert re.search(r"[\d.]+ tokens per step with the adapter, [\d.]+ without", done.stderr)
+    jsonschema.validate(read_run(tmp_path / "out"), SCHEMA)

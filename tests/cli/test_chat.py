@@ -5,6 +5,7 @@ import re
 import shutil
 from importlib.resources import files
 from itertools import islice
+from unittest.mock import Mock
 
 import pytest
 import tinymodels
@@ -150,29 +151,21 @@ def test_a_bad_setting_is_one_line_and_changes_nothing(chat, capsys, wrong):
     assert chat.settings == before
 
 
-def test_a_misspelt_name_gets_the_nearest(chat, capsys):
-    assert "Did you mean /clear?" in told(chat, capsys, "/cleer")
-    assert "/help lists" in told(chat, capsys, "/xyzzy")
-    assert "Did you mean temperature?" in told(chat, capsys, "/set temprature 1")
-    say(chat, "hi", "/reset")
-    assert chat.messages == [] and not chat.leaving
-
-
-def test_a_temperature_of_noise_is_told(chat, capsys):
-    assert "0.2 to 1 is usual" in told(chat, capsys, "/set temperature 7")
-    assert "usual" not in told(chat, capsys, "/set temperature 1")
-    assert "top_p has no effect at temperature 0" in told(
-        chat, capsys, "/set temperature 0", "/set top_p 0.5"
-    )
-
-
-def test_ctrl_c_while_a_prompt_is_read_is_told(chat, capsys, monkeypatch):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-        yield
-
-    monkeypatch.setattr("dflash_mlx.stream_generate", interrupted)
-    assert "Stopped before the answer" in told(chat, capsys, "hi") and not chat.messages
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("/cleer", "Did you mean /clear?"),
+        ("/xyzzy", "/help lists"),
+        ("/reset", "The conversation is cleared"),
+        ("/set temprature 1", "Did you mean temperature?"),
+        ("/set temperature 7", "0.2 to 1 is usual"),
+        ("/set top_p 0.5", "top_p has no effect at temperature 0"),
+        ("hi", "Stopped before the answer"),
+    ],
+)
+def test_hints(chat, capsys, monkeypatch, line, hint):
+    monkeypatch.setattr("dflash_mlx.stream_generate", Mock(side_effect=KeyboardInterrupt))
+    assert hint in told(chat, capsys, line) and not chat.messages
 
 
 def test_retry_takes_another_seed(chat):

@@ -88,14 +88,10 @@ def test_stopping_stops_the_server(chat_with):
 
 
 def test_a_limit_is_reported(chat_with, capsys):
-    chat_with(ScriptedServer({"content": "a"}, reason="length")).ask("hi")
-    assert "cut off by --max-tokens" in capsys.readouterr().err
-
-
-def test_few_tokens_at_once_have_no_speed(chat_with, capsys):
-    """They come in one read: its time is not the model's."""
-    chat = chat_with(ScriptedServer({"content": "a"}, {"content": "b"}))
+    chat = chat_with(ScriptedServer({"content": "a"}, {"content": "b"}, reason="length"))
     chat.ask("hi")
-    assert "8 tokens" in (told := capsys.readouterr().err) and "tok/s" not in told
+    told = capsys.readouterr().err
+    assert "8 tokens" in told and "cut off by --max-tokens" in told
+    assert "tok/s" not in told, "they came in one read"
     run_command(chat, "/think on")
     assert "may have no such switch" in capsys.readouterr().err

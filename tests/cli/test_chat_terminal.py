@@ -66,12 +66,3 @@ def test_paste_completion_settings_editor_and_a_history_of_two_sessions(tmp_path
     seen = second.leave()
     assert "5 messages so far." in seen and "5 messages loaded." in seen
     assert ">>> What is 6 plus 7? " in seen and "8 tokens" in seen
-
-
-def test_no_colors(tmp_path):
-    terminal = Terminal(tmp_path, 60, *QUICK, "20", NO_COLOR="1")
-    terminal.type("/set top_k 0.5")  # an error, which has a color elsewhere
-    terminal.type(SUM)
-    seen = terminal.leave()
-    assert "error: top_k must be a whole number" in seen and "cut off" in seen
-    assert not re.search(r"\x1b\[[\d;]*\b[34][0-7]m", terminal.shown)

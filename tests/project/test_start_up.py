@@ -63,10 +63,8 @@ def test_a_warning_is_one_line_of_ours(tmp_path):
 
 def test_ctrl_c_in_an_import_ends_the_program_quietly(tmp_path):
     """Libraries lose an exception in the middle of an import, or print it."""
-    package = tmp_path / "mlx_lm"
-    package.mkdir()
-    lost = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nfinally:\n    0 / 0\n"
-    (package / "__init__.py").write_text(lost)
+    lost = "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nfinally:\n    0 / 0"
+    (tmp_path / "mlx_lm.py").write_text(lost)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = start("generate", "hi", env=environment, preexec_fn=hear_ctrl_c)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
