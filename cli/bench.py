@@ -154,11 +154,8 @@ def report(
 
 
 def _numbers(text: str | None) -> list[int]:
-    try:
-        numbers = [int(number) for number in text.split(",")] if text else []
-    except ValueError:
-        numbers = [0]
-    if any(number < 1 for number in numbers):
+    numbers = [int(one) if one.isdecimal() else 0 for one in text.split(",")] if text else []
+    if not all(numbers):
         raise SettingsError(f"--concurrency must be positive numbers, like 1,8, not {text!r}.")
     return numbers
 

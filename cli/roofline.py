@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ACCEPTANCE = 4.0  # tokens per step, assumed where none are published
 
-NAME_CHIP = "give --chip, such as 'M4 Max'"
+NAME_CHIP = "name a Mac's chip, as --chip 'M4 Max'"
 PREDICTED = "What is predicted"  # the panel that --help shows
 MEASURED = "Acceptance length at 16 rows, as 'bench' reports. Default: the published one, else 4."
 

@@ -126,30 +126,21 @@ class OutputConfig(Body):
     format: ResponseFormat | None = None
 
 
-class MessagesBody(Body):
-    """POST /v1/messages"""
+class CountBody(Body):
+    """POST /v1/messages/count_tokens"""
 
-    unsupported = {
-        **dict.fromkeys(("compaction", "container", "thread")),
-        "mcp_servers": [],
-    }
+    unsupported = {**dict.fromkeys(("compaction", "container", "thread")), "mcp_servers": []}
 
     model: ModelName = "default"
     messages: Annotated[ListOf[AnthropicMessage], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)]
     system: str | ListOf[ContentBlock] | None = None
     tools: ListOf[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: ResponseFormat | None = None
-    stream: bool | None = None
-    temperature: float | None = sampled("temperature", most=1)
-    top_p: float | None = sampled("top_p")
-    top_k: int | None = sampled("top_k")
-    stop_sequences: Stops | None = None
 
-    def generation_request(self) -> GenerationRequest:
+    def generation_request(self, **settings: Any) -> GenerationRequest:
         """The internal request. Raises `RequestError`."""
         choice = self.tool_choice or AnthropicToolChoice()
         output = self.output_config or OutputConfig()
@@ -158,14 +149,12 @@ class MessagesBody(Body):
         allowed = frozenset({choice.name or ""}) if choice.type == "tool" else None
         thinks = (self.thinking or ThinkingConfig()).type != "disabled"
         form = self.output_format or output.format
-        messages = self._system_messages()
-        for message in self.messages:
-            messages += message.for_template()
+        messages = sum((one.for_template() for one in self.messages), self._system_messages())
         last = messages[-1]
         return GenerationRequest(
             self.model,
             messages,
-            sampling_settings(self, self.stop_sequences, max_tokens=self.max_tokens),
+            settings,
             [tool.tool() for tool in self.tools or ()],
             _TOOL_CHOICES[choice.type],
             allowed,
@@ -185,10 +174,20 @@ class MessagesBody(Body):
         return [{"role": "system", "content": text}] if text else []
 
 
-class CountBody(MessagesBody):
-    """POST /v1/messages/count_tokens"""
+class MessagesBody(CountBody):
+    """POST /v1/messages"""
 
-    max_tokens: int | None = None  # type: ignore[assignment]
+    max_tokens: Annotated[int, Field(ge=1)]
+    stream: bool | None = None
+    temperature: float | None = sampled("temperature", most=1)
+    top_p: float | None = sampled("top_p")
+    top_k: int | None = sampled("top_k")
+    stop_sequences: Stops | None = None
+
+    def generation_request(self, **more: Any) -> GenerationRequest:
+        """The internal request with its sampling. Raises `RequestError`."""
+        found = sampling_settings(self, self.stop_sequences, max_tokens=self.max_tokens, **more)
+        return super().generation_request(**found)
 
 
 class MessagesResponse(ItemsResponse):

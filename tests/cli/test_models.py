@@ -46,6 +46,9 @@ def test_a_pair_comes_and_goes(server):
     assert ": yes" in pulled.stderr and downloaded() == [TARGET, DRAFTER]
     asked = [path for _, path, _ in server.requests]
     assert asked.count(f"/api/models/{TARGET}") == 1  # for the sizes of its files
+    server.repositories["mlx-community/Qwen3-8B-4bit"] = server.repositories[TARGET]
+    shown = program("models", "Qwen3-8B").stdout
+    assert "download mlx-community/Qwen3-8B-4bit, 0.7 MB" in shown and f"{DRAFTER}, 0." in shown
     listed = program("list").stdout.splitlines()
     assert len(listed) == 3 and listed[1].split() == [TARGET, "0.7", "MB", "yes"]
     removed = program("rm", TARGET)

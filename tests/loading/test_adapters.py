@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("family", KINDS)
 def test_text_is_mlx_lms_own_with_the_adapter(saved: Any, family: str) -> None:
-    """Whatever drafts, in chains and trees, alone and eight at once, greedy and sampled."""
+    """In chains and trees, alone, with kept caches and nine at once, greedy and sampled."""
     folder, adapter = saved(family)
     reference, _ = load_model(folder)
     reference.set_dtype(mx.float32)
@@ -64,28 +65,22 @@ def test_text_is_mlx_lms_own_with_the_adapter(saved: Any, family: str) -> None:
     target, head = dm.load(str(folder), named, adapter=str(adapter))
     ways = [(prompt, {"max_tokens": LENGTH}) for prompt in PROMPTS[:4]]
     ways += [(prompt, {"max_tokens": LENGTH} | SAMPLED) for prompt in PROMPTS[4:]]
+    ways += [(PROMPTS[0] + tuned[0] + PROMPTS[1], {"max_tokens": LENGTH})]  # a next turn
     texts = tuned + [dm.generate(target, None, prompt, **way).tokens for prompt, way in ways[4:]]
     network = random_drafter(vocab_size=256, num_target_layers=4, target_layer_ids=[0, 3])
     for drafter in filter(None, (network, LookupDrafter(), head)):
         for rows in (None, 8) if drafts_trees(drafter) and target.supports_trees else (None,):
             drafts = {"block_size": 6, "tree_budget": rows}
-            for one in (0, 4):
+            store = dm.PrefixStore(target, drafter, memory=2**24, chunk=8)
+            keeps = {}, {"prefix": store}, {"conversation": dm.Conversation(target, drafter)}
+            for kept, one in product(keeps, (0, 0, 8, 4, 4)):
                 prompt, way = ways[one]
-                alone = dm.generate(target, drafter, prompt, **way, **drafts)
+                alone = dm.generate(target, drafter, prompt, **way, **drafts, **kept)
                 assert alone.tokens == texts[one]
                 assert alone.stats.drafted_tokens > 0 or isinstance(drafter, LookupDrafter)
             with dm.Engine(target, drafter) as engine:
                 jobs = [engine.submit(prompt, **way, **drafts) for prompt, way in ways]
                 assert [job.result().tokens for job in jobs] == texts
-    store, talk = (
-        dm.PrefixStore(target, network, memory=2**24, chunk=8),
-        dm.Conversation(target, network),
-    )
-    for prompt in (PROMPTS[0], PROMPTS[0], PROMPTS[0] + tuned[0] + PROMPTS[1]):
-        text = dm.generate(target, None, prompt, max_tokens=LENGTH).tokens
-        for kept in ({"prefix": store}, {"conversation": talk}):
-            found = dm.generate(target, network, prompt, max_tokens=LENGTH, **kept)
-            assert found.tokens == text
 
 
 def test_prefixes_on_the_disk_know_the_adapter(saved: Any, tmp_path: Path) -> None:
