@@ -20,7 +20,6 @@ NAMES = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
 SIZES = None, 100, 200, 400  # of both; None is MLX's own
 GAIN, REPEATS, TOKENS = 1.02, 2, 64
 PROMPT = "Count from 1 to 40."
-START = "from dflash_mlx.cli.main import main; main()"
 
 
 def apply_fastest(environment: Mapping[str, str] = os.environ) -> None:
@@ -58,7 +57,7 @@ def _tokens_per_second(options: list[str], size: int | None) -> float:
     if size is not None:
         environment |= dict.fromkeys(NAMES, str(size))
     arguments = ["generate", *options, "--json", "--max-tokens", str(TOKENS), PROMPT]
-    command = [sys.executable, "-c", START, *arguments]
+    command = [sys.executable, "-m", "dflash_mlx", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         return 0.0

@@ -210,14 +210,10 @@ def report(model: str | None, file: Path = FILE) -> bool:
     with waiting("Sampling memory"):
         content["memory"] = sample_memory(model or "tiny")
     file.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    failures, slower = (
-        content["failures"],
-        [key for key, (mlx, ours) in timed.items() if ours > mlx],
-    )
-    note(
-        f"{checked} calls checked, {left} not reached, {len(failures)} wrong"
-        f"{': ' * bool(failures)}{', '.join(failures)}"
-    )
+    failures = content["failures"]
+    slower = [key for key, (mlx, ours) in timed.items() if ours > mlx]
+    wrong = f"{len(failures)} wrong{': ' * bool(failures)}{', '.join(failures)}"
+    note(f"{checked} calls checked, {left} not reached, {wrong}")
     note(f"Slower than MLX's: {', '.join(slower) or 'none of those timed'}")
     note(f"Please send {file} to {WHERE}.")
     return not failures

@@ -225,24 +225,20 @@ def _server(
     url: str, port: int, key: str, names: options.Names
 ) -> Iterator[tuple[str, int | None]]:
     """Model and context of the server at this address, or of one that ends with the agent."""
-    with waiting(f"Waiting for the server at {url}"):
-        end = time.monotonic() + LONGEST_WAIT
-        while (served := _served(url, key, names.model)) == LOADING:
-            if time.monotonic() > end:
-                raise ServerError(f"{url} still answers {LOADING}: give another --port.")
-            time.sleep(PAUSE)
-    if isinstance(served, tuple):
-        yield served
-        return
     command = [sys.executable, "-m", "dflash_mlx", "serve", "--port", str(port)]
     command += ["--model", names.model, *(["--draft", names.draft] if names.draft else [])]
+    server, end = None, time.monotonic() + LONGEST_WAIT
     with tempfile.TemporaryFile() as log:
-        # Its own session, so that Ctrl-C reaches only the agent.
-        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
-            with waiting(f"Starting a server for {names.model}"):
+            with waiting(f"Waiting for a server of {names.model} at {url}"):
                 while not isinstance(served := _served(url, key, names.model), tuple):
-                    if server.poll() is not None:
+                    if server is None and served is None:
+                        # Its own session, so that Ctrl-C reaches only the agent.
+                        own: Any = {"stdout": log, "stderr": log, "start_new_session": True}
+                        server = subprocess.Popen(command, **own)
+                    elif server is None and time.monotonic() > end:
+                        raise ServerError(f"{url} still answers {LOADING}: give another --port.")
+                    elif server is not None and server.poll() is not None:
                         log.seek(0)
                         told = log.read().decode(errors="replace").strip().splitlines()
                         last = told[-1].removeprefix("error: ") if told else "The server ended."
@@ -250,8 +246,9 @@ def _server(
                     time.sleep(PAUSE)
             yield served
         finally:
-            server.terminate()
-            server.wait()
+            if server is not None:
+                server.terminate()
+                server.wait()
 
 
 def _served(url: str, key: str, wanted: str) -> tuple[str, int | None] | int | None:

@@ -70,7 +70,10 @@ def models(
         note(f"{name} comes with its drafter: {whence}.")
         return
     if not named and name not in PACKAGED:
-        raise ModelNotFoundError(f"No model {name!r} has a known drafter.{suggestion(name)}")
+        raise ModelNotFoundError(
+            f"No model {name!r} has a known drafter.{suggestion(name)} A model drafts without one, "
+            "too: with its MTP head, from its own text, or with a smaller model (--draft NAME)."
+        )
     if json:
         rows = [_as_json(pair, copies) for pair in named]
         print_json({"embedded": EMBEDDED, "pairs": rows})
@@ -79,8 +82,8 @@ def models(
     _print_models(sorted(shown, key=_order), copies, hub if name else None)
     if len(shown) < len(named):
         note(f"{len(named) - len(shown)} more do not fit or have no known size: --all.")
-    note("GB of memory: from parameters. Conversions are known by name, such as Qwen3-8B-4bit.")
-    note("'dflash-mlx models NAME' shows a model's files and drafters; --draft chooses one.")
+    note("GB: from parameters. Conversions are known by name, such as Qwen3-8B-4bit.")
+    note("'dflash-mlx models NAME' shows files and drafters; --draft chooses one.")
 
 
 def pull(
@@ -154,22 +157,23 @@ def _order(pair: KnownPair) -> tuple[bool, str, float]:
 
 def _print_models(shown: list[KnownPair], copies: dict[str, int], asked: Hub | None) -> None:
     """A line for each target: its sizes, whether it fits, and what of it is downloaded."""
-    width = max((len(pair.targets[0]) for pair in shown), default=len("GB of memory"))
+    names = [pair.targets[0] if asked else Path(pair.targets[0]).name for pair in shown]
+    width = max(map(len, ("GB of memory", *names)))
 
     def row(name: str, cells: Iterable[str], status: str, style: str = "") -> None:
-        line = f"{name:{width}}{''.join(f'{cell:>9}' for cell in cells)}  {status}"
+        line = f"{name:{width}}{''.join(f'{cell:>7}' for cell in cells)}  {status}"
         stdout().print(Text(line, style), soft_wrap=True)
 
     row("GB of memory", (f"{bits}-bit" for bits in WIDTHS), WHETHER, "bold")
     if asked is None:
         for name, origin in (EMBEDDED, "built in"), ("smollm2", "installed by make real"):
             row(name, ("", "", NOTHING), f"{YES}, {origin}")
-    for pair in shown:
+    for pair, name in zip(shown, names, strict=True):
         sizes = map(pair.gigabytes, WIDTHS)
-        own = {name: size for name, size in copies.items() if pair.matches(name)}
-        here = f", downloaded {sized(sum(own.values()))}" if own else ""
+        own = [size for copy, size in copies.items() if pair.matches(copy)]
+        here = f", downloaded {sized(sum(own))}" * bool(own)
         status = f"{pair.unsupported or _fits(pair) or NOTHING}{here}"
-        row(pair.targets[0], (NOTHING if one is None else f"{one:.1f}" for one in sizes), status)
+        row(name, (NOTHING if one is None else f"{one:.1f}" for one in sizes), status)
         for line in _details(pair, copies, asked) if asked else ():
             stdout().print(Text(f"  {line}", "dim"), soft_wrap=True)
 

@@ -137,9 +137,7 @@ def serve(
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C stops)")
-        note("Open it in a browser to chat.")
-        if not model:
-            note(TOY)
+        note("Open it in a browser to chat." + f" {TOY}" * (not model))
         with signals_to(partial(_end, server, over, load.drain_seconds)):
             over.result()
             for handler in models.handlers:
