@@ -50,8 +50,6 @@ EMBEDDED_SUITE = "embedded"
 SUITE_LIMIT = 10  # prompts of a hub suite, unless --limit says otherwise
 PROTOCOL = "zlab"  # the one that --protocol knows
 SEED = 0  # of sampling, so that every run makes the same texts
-
-
 SUITE = f"{EMBEDDED_SUITE} (default), {', '.join(SUITES)}. Repeatable."
 FILE = 'JSONL of {"prompt" or "messages", "category", "answer"} instead.'
 LIMIT = f"Prompts per category. Default: {SUITE_LIMIT} for hub suites."
@@ -129,7 +127,8 @@ def bench(
         if names.adapter is not None and opening["member"] is None:
             gc.collect()  # the tuned target makes room
             untuned = open_pair(replace(network, adapter=None), weights, **opening)
-            found = _measure_pair(untuned, chosen, setup | {"repeats": 1, "tree_budget": None})
+            once = setup | {"repeats": 1, "tree_budget": None}
+            found = _measure_pair(untuned, chosen, once, with_mlx_lm=False)
             content["untuned_acceptance_length"] = _acceptance(found)
     if json:
         output.print_json(content)
@@ -190,7 +189,7 @@ def _prompts(
 
 
 def _measure_pair(
-    pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any]
+    pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any], with_mlx_lm: bool = True
 ) -> dict[str, Any]:
     """Measure plain decoding, drafting and mlx-lm. Returns the content of bench.json."""
     from dflash_mlx.bench.measure import measure_all
@@ -201,7 +200,7 @@ def _measure_pair(
         "template": template_variables(pair.target, setup),
         "drafting": {"block_size": pair.block_size},
         "trees": _tree_settings(pair, setup["tree_budget"]),
-        "with_mlx_lm": pair.member is None,
+        "with_mlx_lm": with_mlx_lm and pair.member is None,
     }
     methods = 2 + further["with_mlx_lm"] + (further["trees"] is not None)
     with _bar(prompts, setup["repeats"], methods) as ran:

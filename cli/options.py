@@ -15,7 +15,7 @@ import typer
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, MTP, NONE, PACKAGED, pairs
-from dflash_mlx.settings import SEED_BITS, SETTINGS, Setting
+from dflash_mlx.settings import SEED_BITS, SETTINGS, RequestSettings, Setting
 
 from .output import note
 
@@ -76,17 +76,18 @@ def setting(
     return _declared(one.default if default is None else default, info, kind)
 
 
-def settings(*names: str, without: tuple[str, ...] = (), **defaults: Any) -> Any:
-    """The options of settings, all if none is named, which a command gets as a dict."""
-    chosen = names or [name for name, one in SETTINGS.items() if one.metavar or one.options]
-    return {name: setting(name, defaults.get(name)) for name in chosen if name not in without}
-
-
-def settings_of(kind: Any, panel: str) -> Any:
-    """The options of a dataclass of settings, which a command gets as a dict."""
-    table = {one.name: one.metadata["setting"] for one in fields(kind)}
-    shown = [name for name, one in table.items() if one.metavar or one.options]
-    return {name: setting(name, panel=panel, table=table) for name in shown}
+def settings(
+    *names: str,
+    without: tuple[str, ...] = (),
+    of: Any = RequestSettings,
+    panel: str = DECODING,
+    **defaults: Any,
+) -> Any:
+    """The options of a dataclass's settings, all if none is named, for a command as a dict."""
+    table = {one.name: one.metadata["setting"] for one in fields(of)}
+    shown = names or [name for name, one in table.items() if one.metavar or one.options]
+    chosen = [name for name in shown if name not in without]
+    return {one: setting(one, defaults.get(one), panel=panel, table=table) for one in chosen}
 
 
 def _declared(default: Any, info: Any, kind: Any = None) -> Any:

@@ -43,8 +43,6 @@ SERVER = "Server"  # the panel that --help shows
 MODELS = "Folder, GGUF, hub name, smollm2 or tiny. Repeatable."
 CACHES, PREFIXES = 0.8, 0.25  # of what the weights leave; caches include prefixes
 LAST_SECONDS: Final = 2.0  # for clients to hear that the machines lost each other
-
-
 PORT = option(8000, SERVER, "PORT", "Port; 0 takes a free one.", "--port", "-p", min=0, max=65535)
 
 

@@ -28,7 +28,7 @@ def train(
     out: Path = option(
         ..., OUTPUT, "DIR", "Folder for the drafter, and to resume from.", parser=options.named
     ),
-    choices: dict[str, Any] = options.settings_of(Recipe, "Training"),
+    choices: dict[str, Any] = options.settings(of=Recipe, panel="Training"),
     json: bool = flag("--json", OUTPUT, "Print JSON lines and nothing else."),
 ) -> None:
     """Train a drafter for a model. If interrupted, the same command resumes."""
