@@ -184,7 +184,7 @@ def _details(pair: KnownPair, copies: dict[str, int], hub: Hub) -> Iterator[str]
     sizes = dict[str, str]()
     with suppress(DownloadError, ModelNotFoundError):  # without the hub, without sizes
         for name in (pair.download, *(one.drafter for one in drafters[:1])):
-            sizes[name] = f", {sized(hub.remote_bytes(name))}"
+            sizes[name] = f", {sized(copies.get(name) or hub.remote_bytes(name))}"
     yield f"download {pair.download}{sizes.get(pair.download, '')}"
     yield from (f"also {name}" for name in pair.targets[1:])
     for at, one in enumerate(drafters):

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rich.bar import Bar
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -19,7 +20,6 @@ from dflash_mlx.errors import OutputError
 
 BAR_WIDTH = 28
 CLEAR_LINE = "\r\x1b[K"  # of a terminal
-BESIDE_BAR = 7  # columns of the spaces between cells and of the frame
 NOTHING = "-"  # an empty cell
 MIN_STEPS = 3  # the speed of fewer steps says little
 NOISE = 1.05  # of a measured speedup
@@ -120,16 +120,12 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
         rows: name, tokens per second, and a remark such as the speedup.
     """
     fastest = max((speed for _, speed, _ in rows), default=0.0)
-    cells = [(len(name), len(rate(speed)), len(remark)) for name, speed, remark in rows]
-    longest = sum(map(max, zip(*cells, strict=True))) + len(" tok/s")
-    width = min(BAR_WIDTH, max(4, stderr().width - BESIDE_BAR - longest))
-    figure = Column(justify="right", no_wrap=True)
+    bars, figure = Column(min_width=4, max_width=BAR_WIDTH), Column(justify="right", no_wrap=True)
     remarks = Column(style="bold green", no_wrap=True)
     name = Column(no_wrap=True, overflow="fold")  # never shortened for an empty remark
-    table = Table.grid(name, Column(width=width), figure, remarks, padding=(0, 1))
+    table = Table.grid(name, bars, figure, remarks, padding=(0, 1))
     for label, speed, remark in rows:
-        length = round(width * speed / fastest) if fastest else 0
-        bar = Text("━" * length, "green" if speed == fastest else "blue")
+        bar = Bar(fastest or 1, 0, speed, color="green" if speed == fastest else "blue")
         table.add_row(label, bar, f"{rate(speed)} tok/s", remark)
     return table
 
