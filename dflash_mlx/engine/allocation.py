@@ -8,144 +8,112 @@ that brings the most tokens per second. It may be none: then the batch decodes p
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ..policy.budget import CREDIT, Budget
 from ..policy.draft_policy import DraftPolicy
-from ..policy.planner import GAIN, DraftCandidate, plain_steps_after
-from ..policy.step_costs import PARTS, StepCosts
-from ..request import Request
+from ..policy.planner import GAIN, PROBE_ROWS, DraftCandidate, plain_steps_after
+from ..policy.step_costs import LENGTHS
 
-FLOOR = 0.9  # of plain batching's speed, for every request,
-MEMORY = 0.95  # where gains of earlier steps count as well, so much less a step later
-LEAD = 0.4  # that a request starts with, in tokens
+READ = 160  # features that a network may read first for the price of a row, spread over time
+FLOOR = 0.7  # of plain batching's speed that is expected of every request
 
 
 class RowAllocator:
     """Decides how many rows of each request a shared step verifies.
 
-    Costs are learnt from shared steps, for each number of requests up to a factor of two. A step's
-    cost goes by its total rows, in parts of a row per request.
-
     Args:
-        policy: of the pair.
+        policy: of the pair, whose costs shared steps use and correct.
         clock: in seconds.
     """
 
     def __init__(self, policy: DraftPolicy, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._policy, self._clock, self._budget = policy, clock, Budget()
-        self._leads: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
-        self._costs: dict[int, StepCosts] = {}
+        self._policy, self._clock = policy, clock
         self._plain_left = self._in_vain = 0  # see `AdaptivePlanner`
         self._started: float | None = None  # the time of `allocate`; None for a pipelined step
         self._ended = 0.0
-        self._rows, self._cost = 1, 1.0  # of the step, in the table of costs
+        self._kind, self._further, self._cost = "chain", 0, 1.0  # rows beside the plain ones
+        self._timed = True  # whether its time tells what such a step costs
 
     @property
     def can_pipeline(self) -> bool:
         """Whether more plain steps are decided."""
         return self._plain_left > 1
 
-    def allocate(
-        self, requests: Sequence[Request], candidates: Sequence[DraftCandidate]
-    ) -> list[int]:
+    def allocate(self, candidates: Sequence[DraftCandidate]) -> list[int]:
         """Rows of each request, the anchor included.
 
         Args:
-            requests: that share the step.
-            candidates: what each of them could have verified.
+            candidates: what each of the requests that share the step could have verified.
         """
         self._started = self._clock()
-        count, costs = len(requests), self._costs_of(len(requests))
+        count, costs = len(candidates), self._policy.costs
         rows = [1 + len(one.path_probs) if one.required else 1 for one in candidates]
-        required = sum(rows) - count
-        owners, probs = _ranked(candidates)
-        chosen = 0
-        if len(probs) and self._plain_left == 0 and not costs.needs_plain_step:
-            chosen = self._best(requests, costs, owners, probs, required)
-            self._in_vain = 0 if chosen + required else self._in_vain + 1
+        networks = any(one.propose is None for one in candidates if one.path_probs)
+        self._kind, required = "chain" if networks else "lookup", sum(rows) - count
+        chosen = list[int]()
+        if self._plain_left == 0 and not costs.needs_plain_step(count):
+            chosen = self._best(candidates, required)
+            self._in_vain = 0 if required + len(chosen) else self._in_vain + 1
             self._plain_left = plain_steps_after(self._in_vain)
-        for owner in owners[:chosen].tolist():
+        for owner in chosen:
             rows[owner] += 1
-        table = costs.table("chain")
-        self._rows = 1 + int(_places(table, required + chosen, count))
-        self._cost = table[self._rows - 1]
+        self._further = required + len(chosen)
+        self._cost = costs.cost(self._kind, count + self._further, count)
+        unread = sum(one.unread for one, own in zip(candidates, rows, strict=True) if own > 1)
+        self._timed = unread <= sum(rows)
         return rows
 
-    def observe(self, tokens: Sequence[tuple[Request, int]], pipelined: bool) -> None:
-        """Take in how many tokens a step brought each request.
+    def observe(self, tokens: Sequence[int], pipelined: bool) -> None:
+        """Take in a step.
 
         Args:
-            tokens: of each request.
+            tokens: that it brought each request.
             pipelined: whether the next step has started already.
         """
         now, started = self._clock(), self._started
         was_pipelined, self._started = started is None, None
         if was_pipelined:
-            started, self._rows, self._cost = self._ended, 1, 1.0
+            started, self._further, self._cost, self._timed = self._ended, 0, 1.0, True
         self._ended = now
         if not tokens or started is None:
             return
         # A step that only starts or only ends a pipeline takes two forwards, or part of one.
-        seconds = now - started if pipelined == was_pipelined else None
-        if self._rows == 1:
+        seconds = now - started if pipelined == was_pipelined and self._timed else None
+        count = len(tokens)
+        if not self._further:
             self._plain_left = max(0, self._plain_left - 1)
-        self._costs_of(len(tokens)).observe("chain", self._rows, seconds)
-        for request, brought in tokens:
-            lead = self._leads.get(request, LEAD) + brought - FLOOR * self._cost
-            self._leads[request] = MEMORY * lead if lead > 0 else lead
-        mean = sum(brought for _, brought in tokens) / len(tokens)
-        self._budget.record(self._cost, mean)
-        self._policy.count(self._rows > 1, mean, self._cost)
+        self._policy.costs.observe(self._kind, count + self._further, seconds, count)
+        self._policy.count(self._further > 0, sum(tokens) / count, self._cost)
 
-    def _best(
-        self,
-        requests: Sequence[Request],
-        costs: StepCosts,
-        owners: np.ndarray,
-        probs: np.ndarray,
-        required: int,
-    ) -> int:
-        """How many of the ranked rows bring the most tokens per second."""
-        count = len(requests)
-        table = costs.table("chain")
-        cost = np.array(table)[_places(table, required + np.arange(len(probs) + 1), count)]
-        tokens = 1 + np.concatenate([[0.0], probs.cumsum()]) / count
-        most = np.minimum(self._budget.max_cost, self._max_fair_cost(requests, owners, probs))
-        speed = np.where(cost <= most, tokens / cost, 0.0)
-        best = int(speed.argmax())
-        if tokens[best] * cost[0] > GAIN * tokens[0] * cost[best]:
+    def _best(self, candidates: Sequence[DraftCandidate], required: int) -> list[int]:
+        """Whose rows bring the most tokens per second beside the required ones, a number each."""
+        owners, probs = _ranked(candidates)
+        if not len(probs):
+            return []
+        costs, count, least = self._policy.costs, len(candidates), len(candidates) + required
+        totals = LENGTHS[bisect_right(LENGTHS, least) : bisect_left(LENGTHS, least + len(probs))]
+        unread = np.array([one.unread for one in candidates])
+        found: list[tuple[float, float, list[int]]] = []  # tokens per cost, expected loss, owners
+        for total in (*totals, least + len(probs)):
+            own = owners[: total - least]
+            brought = 1 + np.bincount(own, probs[: total - least], count)
+            reads = int(unread[brought > 1].sum() / READ)
+            cost, mean = costs.cost(self._kind, total + reads, count), float(brought.mean())
+            if brought.min() >= FLOOR * cost:
+                found.append((mean / cost, cost - mean, own.tolist()))
+        speed, _, best = max(found, default=(0.0, 0.0, []))
+        if speed * costs.cost(self._kind, least, count) > GAIN:
             return best
-        probe = min(len(probs), count)
-        is_time = cost[probe] <= most[probe] and self._policy.should_probe(float(cost[probe]))
-        return probe if is_time else 0
-
-    def _max_fair_cost(
-        self, requests: Sequence[Request], owners: np.ndarray, probs: np.ndarray
-    ) -> np.ndarray:
-        """The cost [n + 1] of a step with 0 to n ranked rows that leaves no request behind.
-
-        None may be expected to fall below `FLOOR` of plain batching, but for its lead. And no step
-        may cost it more than its credit, should all its drafts be wrong.
-        """
-        leads = np.array([self._leads.get(request, LEAD) for request in requests])
-        brought = np.zeros((len(probs) + 1, len(requests)))
-        brought[np.arange(1, len(probs) + 1), owners] = probs
-        expected = 1 + brought.cumsum(axis=0)
-        bearable = np.minimum(np.maximum(0, leads) + expected, 1 + leads + CREDIT)
-        least: np.ndarray = bearable.min(axis=1) / FLOOR
-        return least
-
-    def _costs_of(self, requests: int) -> StepCosts:
-        """Costs of steps of about so many requests, by the rows of a request."""
-        requests = max(2, requests)  # one that others have left with an error
-        at = requests.bit_length()
-        if at not in self._costs:
-            self._costs[at] = StepCosts(self._policy.block_size, requests, self._policy.slot_cost)
-        return self._costs[at]
+        # Of what may be tried, the best of these or one request's draft, the one that loses least.
+        one = min(owners.tolist(), key=unread.__getitem__)
+        rates = probs[owners == one][:PROBE_ROWS]
+        cost = costs.cost(self._kind, least + len(rates), count)
+        found.append((0.0, cost - 1 - rates.sum() / count, [one] * len(rates)))
+        _, loss, best = min(found, key=lambda each: each[1])
+        return best if self._policy.should_probe(1 + loss) else []
 
 
 def _ranked(candidates: Sequence[DraftCandidate]) -> tuple[np.ndarray, np.ndarray]:
@@ -155,9 +123,3 @@ def _ranked(candidates: Sequence[DraftCandidate]) -> tuple[np.ndarray, np.ndarra
     probs = np.array([one for each in optional for one in each])
     order = np.argsort(-probs, kind="stable")  # a request's rows stay in their order
     return owners[order], probs[order]
-
-
-def _places(table: Sequence[float], further: np.ndarray | int, requests: int) -> np.ndarray:
-    """The places in a table of costs of steps with so many further rows in all."""
-    parts = np.ceil(PARTS * np.asarray(further) / requests)
-    return np.minimum(parts, len(table) - 1).astype(int)

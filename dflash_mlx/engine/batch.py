@@ -128,8 +128,7 @@ class SharedBatch:
         if self._allocator is not None and len(new or items) > 1:
             events = [(item.request, item.event) for item in new or items if item.event is not None]
             pipelined = any(request.started is not None for request, _ in events)
-            tokens = [(request, len(event.tokens)) for request, event in events]
-            self._allocator.observe(tokens, pipelined)
+            self._allocator.observe([len(event.tokens) for _, event in events], pipelined)
 
     def _start_next(self, items: Sequence[BatchItem], steps: Sequence[Step]) -> list[mx.array]:
         """Build a plain step of all, while the device computes these; what is to be computed.
@@ -178,7 +177,7 @@ class SharedBatch:
         candidates: list[Any] = [item.candidate for item in items]
         rows = [1 + len(candidate.path_probs) for candidate in candidates]
         if self._allocator is not None and items:
-            rows = self._allocator.allocate([item.request for item in items], candidates)
+            rows = self._allocator.allocate(candidates)
         chains = []
         for item, candidate, count in zip(items, candidates, rows, strict=True):
             with item:

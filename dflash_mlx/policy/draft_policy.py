@@ -49,7 +49,7 @@ class DraftPolicy:
         self, block_size: int, trees: bool = False, slot_cost: float | None = None
     ) -> None:
         self.block_size, self.slot_cost = block_size, slot_cost
-        self.costs = StepCosts(block_size, slot=slot_cost)
+        self.costs = StepCosts(slot_cost)
         self.trees = TreeRecord() if trees else None
         self._learnt: dict[float, tuple[AcceptanceEstimates, DraftSharpness]] = {}
         self._plain_tokens, self._pause = 0.0, FIRST_PAUSE
@@ -107,17 +107,16 @@ class DraftPolicy:
         Without estimates where none were learned at about this temperature: lookup keeps its own.
         """
         estimates, _ = self.learnt(temperature)
-        costs, tokens = self.costs.table("chain"), [*accumulate(estimates.path_probs, initial=1.0)]
-        plain = self.costs.plain_seconds
+        tokens, plain = [*accumulate(estimates.path_probs, initial=1.0)], self.costs.plain_seconds
         timed = "was not timed yet" if plain is None else f"takes {1e3 * plain:.2f} ms"
         shown = f"a plain step {timed}"
         if estimates.path_probs == AcceptanceEstimates(self.block_size - 1).path_probs:
             return [f"{shown}; no acceptance rates were learned here (lookup keeps its own)"]
+        pairs = [(rows, self.costs.cost("chain", rows)) for rows in SHOWN if rows <= len(tokens)]
         return [shown] + [
-            f"{rows} rows: {costs[rows - 1]:.2f} x plain, {tokens[rows - 1]:.2f} tokens: "
-            f"{tokens[rows - 1] / costs[rows - 1]:.2f} x the speed"
-            for rows in SHOWN
-            if rows <= self.block_size
+            f"{rows} rows: {cost:.2f} x plain, {tokens[rows - 1]:.2f} tokens: "
+            f"{tokens[rows - 1] / cost:.2f} x the speed"
+            for rows, cost in pairs
         ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 from operator import mul
 
@@ -10,6 +10,7 @@ FIRST = 0.8  # prior rate of slot 1,
 LATER = 0.9  # and of each later slot if those before it are right
 PRIOR_WEIGHT = 2.0  # drafts that the priors count for
 NEIGHBOUR_WEIGHT = 4.0  # drafts that a slot's rate counts for in the estimate of the next slot
+OWN_WEIGHT = 8.0  # drafts of one request that the rates of all count for
 MEMORY = 0.98  # weight of a draft relative to the next one: about the last 50 count
 PLAIN_MEMORY = 0.998  # the same per plain step, so that drafting is tried again some day
 
@@ -21,12 +22,14 @@ class AcceptanceEstimates:
         slots: of the longest draft.
 
     Attributes:
+        rates: [slots].
         path_probs: [slots], how likely each drafted row is accepted: the products of the rates.
     """
 
     def __init__(self, slots: int) -> None:
         self._tried = [0.0] * slots
         self._right = [0.0] * slots
+        self.rates: list[float] = []
         self.path_probs: list[float] = []
         self._estimate()
 
@@ -45,15 +48,21 @@ class AcceptanceEstimates:
             self._right[0] *= PLAIN_MEMORY
             self._estimate()
 
+    def seen_by(self, all_requests: AcceptanceEstimates) -> list[float]:
+        """The `path_probs` of one request, whose rates begin as those of all requests."""
+        pairs = zip(self._tried, self._right, all_requests.rates, strict=True)
+        rates = ((right + OWN_WEIGHT * rate) / (tried + OWN_WEIGHT) for tried, right, rate in pairs)
+        return path_probabilities(rates)
+
     def _estimate(self) -> None:
         """Shrink each slot's own rate towards the slot before it."""
         prior, weight, rates = FIRST, PRIOR_WEIGHT, list[float]()
         for slot, (tried, right) in enumerate(zip(self._tried, self._right, strict=True)):
             rates.append((right + weight * prior) / (tried + weight))
             prior, weight = (rates[-1], NEIGHBOUR_WEIGHT) if slot else (LATER, PRIOR_WEIGHT)
-        self.path_probs = path_probabilities(rates)
+        self.rates, self.path_probs = rates, path_probabilities(rates)
 
 
-def path_probabilities(rates: Sequence[float]) -> list[float]:
+def path_probabilities(rates: Iterable[float]) -> list[float]:
     """How likely each row of a chain is accepted, given the rate of each slot."""
     return list(accumulate(rates, mul))

@@ -16,7 +16,7 @@ from ..proposal import Proposal
 from ..sampling import DraftSharpness
 from .budget import Budget, expected_loss
 from .draft_policy import DraftPolicy
-from .estimates import path_probabilities
+from .estimates import AcceptanceEstimates, path_probabilities
 from .step_costs import LENGTHS, MOST_ROWS
 
 if TYPE_CHECKING:
@@ -38,11 +38,13 @@ class DraftCandidate:
         propose: makes the proposal of so many rows, the anchor included; None for a chain that is
             yet to be drafted by the request's network, together with those of others.
         required: whether all rows have to be verified, whatever they cost.
+        unread: features that the network reads before it drafts.
     """
 
     path_probs: Sequence[float]
     propose: Callable[[int], Proposal] | None = None
     required: bool = False
+    unread: int = 0
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class AdaptivePlanner(Planner):
     def __init__(self, policy: DraftPolicy, temperature: float = 0.0) -> None:
         self._estimates, sharpness = policy.learnt(temperature)
         super().__init__(sharpness=sharpness)
+        self._own = AcceptanceEstimates(policy.block_size - 1)  # of this request alone
         self._policy, self._costs, self._trees = policy, policy.costs, policy.trees
         self._by_slot = policy.slot_cost is not None  # a longer draft costs more, used or not
         self._budget, self._tree = Budget(), None
@@ -141,7 +144,7 @@ class AdaptivePlanner(Planner):
     def propose(self, session: DraftSession, anchor: int, width: int) -> Proposal:
         """The chain, tree or lookup draft that promises the most tokens per second."""
         self._kind, self._tree, self._unread = "chain", None, 0
-        if self._costs.needs_plain_step:
+        if self._costs.needs_plain_step():
             return Proposal([anchor])
         width = min(width, self._policy.block_size)
         network, length = session.network, 1
@@ -174,7 +177,7 @@ class AdaptivePlanner(Planner):
         """The draft of which more is expected."""
         self._kind, self._tree, self._plain_left = "chain", None, 0
         width = min(width, self._policy.block_size)
-        network, probs = session.network, self._estimates.path_probs[: width - 1]
+        network, probs = session.network, self._own.seen_by(self._estimates)[: width - 1]
         found = path_probabilities(session.lookup_rates(anchor, width))
         if network is None or sum(found) > sum(probs):
             self._kind = "lookup"
@@ -183,7 +186,7 @@ class AdaptivePlanner(Planner):
         if trees and isinstance(network, SupportsTrees):
             self._kind = "tree"
             return TreeCandidate(network, MOST_ROWS, width, self._ready)
-        return DraftCandidate(probs)
+        return DraftCandidate(probs, unread=network.pending_features)
 
     def observe(
         self, proposal: Proposal, tokens: Sequence[int], seconds: float | None, shared: bool
@@ -191,15 +194,17 @@ class AdaptivePlanner(Planner):
         """Learn how often drafts are right and what steps take, and book what it cost."""
         rows, accepted = len(proposal), len(tokens) - 1
         if rows == 1:
-            self._estimates.fade()
+            if not shared:  # in which many requests would fade them, and probes come anyway
+                self._estimates.fade()
             self._plain_left = max(0, self._plain_left - 1)
         elif self._kind == "chain":
-            self._estimates.learn(rows - 1, accepted)
+            for estimates in (self._estimates, self._own):
+                estimates.learn(rows - 1, accepted)
         elif self._tree is not None:
             self._learn_from_tree(self._tree, tokens)
         if shared:
             return
-        cost = self._costs.table(self._kind)[rows - 1]
+        cost = self._costs.cost(self._kind, rows)
         self._costs.observe(self._kind, rows, seconds if self._unread <= MOST_UNREAD else None)
         self._budget.record(cost, len(tokens))
         self._policy.count(rows > 1 and self._kind != "lookup", len(tokens), cost)
@@ -212,7 +217,7 @@ class AdaptivePlanner(Planner):
         best, _ = self._best("chain", self._estimates.path_probs, rows)
         probe, budget = min(PROBE_ROWS, self._policy.block_size), self._budget
         if best == 1 < probe <= width:
-            cost = self._costs.table("chain")[probe - 1]
+            cost = self._costs.cost("chain", probe)
             if cost <= budget.max_cost and self._policy.should_probe(cost):
                 return probe
         return best
@@ -224,10 +229,9 @@ class AdaptivePlanner(Planner):
 
         It is 1 if none is faster than `speed` and within the budget.
         """
-        costs, tokens = self._costs.table(kind), [*accumulate(probs, initial=1.0)]
-        best, budget = 1, self._budget
+        tokens, best, budget = [*accumulate(probs, initial=1.0)], 1, self._budget
         for count in rows:
-            cost = costs[count - 1]
+            cost = self._costs.cost(kind, count)
             if tokens[count - 1] <= speed * cost or cost > budget.max_cost:
                 continue
             if cost <= budget.free_cost or expected_loss(probs, cost) <= budget.max_expected_loss:
@@ -237,7 +241,7 @@ class AdaptivePlanner(Planner):
     def _speed(self, length: int) -> float:
         """Tokens per plain step's time that are expected of a chain."""
         tokens = 1 + sum(self._estimates.path_probs[: length - 1])
-        return tokens / self._costs.table("chain")[length - 1]
+        return tokens / self._costs.cost("chain", length)
 
     def _propose_tree(self, session: SupportsTrees, anchor: int, width: int) -> Proposal:
         """The part of a tree that promises the most tokens per second."""

@@ -85,20 +85,16 @@ def fixed_cost(length: int, machine: Machine, text: Sequence[int]) -> float:
 class GivenCosts(StepCosts):
     """Costs that no step changes: real steps of made-up models take other times."""
 
-    def __init__(self, longest: int, row: float, draft: float, tree: float | None = None) -> None:
-        super().__init__(longest)
+    def __init__(self, row: float, draft: float, tree: float | None = None) -> None:
+        super().__init__()
         tree = row if tree is None else tree
-        self._tables = {
-            "chain": [1.0, *(1 + draft + row * more for more in range(1, longest))],
-            "lookup": [1 + row * more for more in range(longest)],
-            "tree": [1.0, *(1 + draft + tree * more for more in range(1, 64))],
-        }
+        self._lines = {"chain": (draft, row), "lookup": (0.0, row), "tree": (draft, tree)}
 
-    def table(self, kind: str) -> list[float]:
-        return self._tables[kind]
+    def cost(self, kind: str, rows: int, requests: int = 1) -> float:
+        draft, row = self._lines[kind]
+        return 1 + draft + row * (rows / requests - 1) if rows > requests else 1.0
 
-    @property
-    def needs_plain_step(self) -> bool:
+    def needs_plain_step(self, requests: int = 1) -> bool:
         return False
 
 
@@ -107,5 +103,5 @@ def policy_with_costs(
 ) -> DraftPolicy:
     """A policy for which a further row, of a chain or tree, and a draft have these costs."""
     policy = DraftPolicy(longest, trees)
-    policy.costs = GivenCosts(longest, row, draft, tree)
+    policy.costs = GivenCosts(row, draft, tree)
     return policy

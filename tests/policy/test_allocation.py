@@ -1,74 +1,105 @@
-"""Rows of a batch on simulated machines: what they bring, and that drafting never costs a batch."""
+"""Rows of a batch on simulated machines, beside plain decoding and constant draft lengths."""
 
 import random
 
 import pytest
-from simulated import LONGEST
+from simulated import LONGEST, Session
 
-from dflash_mlx.engine.allocation import RowAllocator
+from dflash_mlx.engine.allocation import FLOOR, RowAllocator
 from dflash_mlx.policy.draft_policy import DraftPolicy
-from dflash_mlx.policy.estimates import AcceptanceEstimates
-from dflash_mlx.policy.planner import DraftCandidate
+from dflash_mlx.policy.planner import AdaptivePlanner
+from dflash_mlx.proposal import Proposal
 
-TOKENS = 300
+PROMPT, READ = 60, 0.1  # features that a request's first draft reads; what one costs, in rows
+# What a row costs, in a plain step of one request, and a draft.
+MACHINES = {"the embedded pair": (0.08, 0.3), "dear rows": (0.15, 0.6), "dear drafts": (0.08, 1.2)}
 
 
 class Text:
     """A request, and how often its drafts are right."""
 
-    def __init__(self, rate: float) -> None:
-        self.rate, self.tokens, self.estimates = rate, 0.0, AcceptanceEstimates(LONGEST - 1)
+    def __init__(self, policy: DraftPolicy, rate: float) -> None:
+        self.rate, self.tokens = rate, 0
+        self.planner, self.session = AdaptivePlanner(policy), Session()
+        self.session.pending_features = PROMPT
+
+    def step(self, rows: int, luck: random.Random) -> int:
+        """Take a step; the tokens that it brings."""
+        right = 0
+        while right < rows - 1 and luck.random() < self.rate:
+            right += 1
+        self.planner.observe(Proposal([0] * rows), [0] * (right + 1), None, shared=True)
+        self.session.pending_features *= rows == 1
+        self.session.pending_features += right + 1
+        self.tokens += right + 1
+        return right + 1
 
 
-def play(rates: list[float], draft: float, row: float) -> tuple[float, float]:
-    """Tokens per plain step and request of a batch, and those of the best fixed draft length.
+class Crowd:
+    """Many requests on a machine.
 
     Args:
+        machine: of `MACHINES`.
         rates: how often each request's drafts are right.
-        draft, row: what a drafted step costs, and a further row of every request, in plain steps.
     """
 
-    def cost(rows: float) -> float:
-        return 1 + (rows > 0) * draft + row * rows
+    def __init__(self, machine: str, rates: list[float]) -> None:
+        (self.row, self.draft), self.rates = MACHINES[machine], rates
 
-    seconds, luck, texts = [0.0], random.Random(0), [Text(rate) for rate in rates]
-    count = len(texts)
-    allocator = RowAllocator(DraftPolicy(LONGEST), lambda: seconds[0])
-    while (tokens := sum(text.tokens for text in texts)) < TOKENS * count:
-        candidates = [DraftCandidate(text.estimates.path_probs) for text in texts]
-        drafted = [rows - 1 for rows in allocator.allocate(texts, candidates)]
-        seconds[0] += cost(sum(drafted) / count) * luck.gauss(1, 0.02)
-        brought = []
-        for text, rows in zip(texts, drafted, strict=True):
-            right = 0
-            while right < rows and luck.random() < text.rate:
-                right += 1
-            text.estimates.learn(rows, right) if rows else text.estimates.fade()
-            text.tokens += right + 1
-            brought.append((text, right + 1))
-        allocator.observe(brought, pipelined=False)
-    fixed = [
-        sum(rate**slot for rate in rates for slot in range(length + 1)) / cost(length) / count
-        for length in (0, 1, 3, 7, 15)
-    ]
-    return tokens / seconds[0] / count, max(fixed)
+    def cost(self, rows: int, unread: float = 0.0) -> float:
+        """Of a step of so many rows in all, in plain steps of one request."""
+        drafts = self.draft if rows > len(self.rates) else 0.0
+        return 1 + drafts + self.row * (rows - 1 + READ * unread)
+
+    def best(self, tokens: int) -> float:
+        """Tokens per cost of the better of plain decoding and the best constant draft length."""
+        count, found = len(self.rates), [len(self.rates) / self.cost(len(self.rates))]
+        for length in (1, 3, 7, 15):
+            brought = sum(rate**slot for rate in self.rates for slot in range(length + 1))
+            steps = tokens * count / brought
+            unread = count * PROMPT / steps + brought
+            found.append(brought / self.cost(count * (length + 1), unread))
+        return max(found)
+
+    def play(self, policy: DraftPolicy, tokens: int, seed: int = 0) -> tuple[float, list[float]]:
+        """Tokens per cost of all, and those of each request while it ran beside all others."""
+        seconds, luck = [0.0], random.Random(seed)
+        texts = [Text(policy, rate) for rate in self.rates]
+        allocator = RowAllocator(policy, lambda: seconds[0])
+        while sum(text.tokens for text in texts) < tokens * len(texts):
+            candidates = [text.planner.candidate(text.session, 0, LONGEST) for text in texts]
+            rows = allocator.allocate(candidates)
+            drafting = [text for text, own in zip(texts, rows, strict=True) if own > 1]
+            unread = sum(text.session.pending_features for text in drafting)
+            seconds[0] += self.cost(sum(rows), unread) * luck.gauss(1, 0.03)
+            brought = [text.step(own, luck) for text, own in zip(texts, rows, strict=True)]
+            allocator.observe(brought, pipelined=False)
+        each = [text.tokens / seconds[0] for text in texts]
+        return sum(each), each
 
 
-@pytest.mark.parametrize("requests", [2, 8, 32, 64])
-@pytest.mark.parametrize("rate", [0.0, 0.4, 0.7, 0.9])
-@pytest.mark.parametrize("draft, row", [(0.3, 0.05), (0.3, 0.5), (0.8, 0.3), (0.6, 0.8)])
-def test_a_batch_is_hardly_slower_than_plain(requests, rate, draft, row):
-    """It drafted on, at 0.84 of plain, as a few rows of all seemed to cost no draft."""
-    speed, _ = play([rate] * requests, draft, row)
-    assert speed > (0.93 if requests == 2 else 0.97)
-
-
-@pytest.mark.parametrize("requests, least", [(2, 0.85), (8, 0.6)])
-def test_a_batch_drafts_where_it_pays(requests, least):
-    speed, best = play([0.9] * requests, draft=0.3, row=0.05)
-    assert speed > least * best
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_batch_is_as_fast_as_the_better_of_plain_and_the_best_constant(machine):
+    """It drafted on at 0.84 of plain, as a few rows of all requests seemed to cost no draft."""
+    cold, warm = [], []
+    for requests in (2, 8, 32):
+        for rate in (0.0, 0.5, 0.8, 0.97):
+            crowd, policy = Crowd(machine, [rate] * requests), DraftPolicy(LONGEST)
+            first, *later = (crowd.play(policy, 300, seed)[0] for seed in range(3))
+            cold.append(first / crowd.best(300))
+            warm.append(sum(later) / 2 / crowd.best(300))
+    assert min(cold) > 0.82 and sum(cold) / len(cold) > 0.95
+    assert min(warm) > 0.92 and sum(warm) / len(warm) > 0.97
 
 
 def test_rows_go_to_the_requests_whose_drafts_are_right():
-    speed, best = play([0.95] * 2 + [0.0] * 6, draft=0.1, row=0.2)
-    assert speed > 1.02 * best
+    crowd, policy = Crowd("the embedded pair", [0.95, 0.95, 0.7, 0.7]), DraftPolicy(LONGEST)
+    crowd.play(policy, 300)
+    assert crowd.play(policy, 300, 1)[0] > 0.95 * crowd.best(300)
+
+
+def test_no_request_is_left_far_behind():
+    """One whose drafts are wrong, beside others whose drafts are right."""
+    crowd = Crowd("the embedded pair", [0.97, 0.97, 0.97, 0.0])
+    _, each = crowd.play(DraftPolicy(LONGEST), 1000)
+    assert each[-1] > FLOOR / crowd.cost(4)

@@ -145,28 +145,28 @@ def test_a_busy_start_does_not_keep_an_answer_plain():
 
 def test_a_length_that_always_runs_is_compared_with_plain_steps():
     """No length locks itself in: plain steps are timed now and then, and its own cost is seen."""
-    costs = StepCosts(LONGEST)
+    costs = StepCosts()
     learnt(costs, [(1, 1.0), (16, 1.0)])
-    assert costs.table("chain")[15] < 1.1
+    assert costs.cost("chain", 16) < 1.1
     for _ in range(300):
-        rows = 1 if costs.needs_plain_step else 16
+        rows = 1 if costs.needs_plain_step() else 16
         costs.observe("chain", rows, 1.0 if rows == 1 else 4.0)
-    assert costs.table("chain")[15] == pytest.approx(4.0, rel=0.15)
-    costs = StepCosts(LONGEST)  # at the start the first plain step comes early
+    assert costs.cost("chain", 16) == pytest.approx(4.0, rel=0.15)
+    costs = StepCosts()  # at the start the first plain step comes early
     for _ in range(4):
-        rows = 1 if costs.needs_plain_step else 16
+        rows = 1 if costs.needs_plain_step() else 16
         costs.observe("chain", rows, 1.0 if rows == 1 else 8.0)
-    assert costs.table("chain")[15] > 5
+    assert costs.cost("chain", 16) > 5
 
 
 def test_old_comparisons_are_forgotten():
-    costs = StepCosts(LONGEST)
-    typical = costs.table("chain")
+    costs = StepCosts()
+    typical = [costs.cost("chain", rows) for rows in range(1, 17)]
     learnt(costs, [(1, 1.0), (4, 4.0)])
-    assert costs.table("chain")[3] > 2 * typical[3]
+    assert costs.cost("chain", 4) > 2 * typical[3]
     for _ in range(FORGOTTEN + STALE):
         costs.observe("chain", 1, 1.0)
-    assert costs.table("chain") == pytest.approx(typical)
+    assert [costs.cost("chain", rows) for rows in range(1, 17)] == pytest.approx(typical)
 
 
 def test_estimates_follow_what_was_right():
