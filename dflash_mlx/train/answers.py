@@ -216,18 +216,8 @@ def _whole_chunks(path: Path, prompts: Sequence[Ids], chunk: int) -> list[Answer
 
 
 def read_answers(path: Path) -> list[Answer]:
-    """The answers of a file written by `answer_all`, without an incomplete last line.
-
-    Raises `DataError` for a line of another form.
-    """
-    answers = []
-    for number, row in enumerate(whole_lines(path), 1):
-        match row:
-            case {"prompt": [*prompt], "answer": [*answer], "ended": bool(ended)}:
-                answers.append(Answer(tuple(prompt), tuple(answer), ended))
-            case _:
-                raise DataError(f"{path}:{number}: not an answer that this program wrote.")
-    return answers
+    """The answers of a file written by `answer_all`, without an incomplete last line."""
+    return [Answer(tuple(a["prompt"]), tuple(a["answer"]), a["ended"]) for a in whole_lines(path)]
 
 
 def append(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -240,15 +230,9 @@ def append(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def whole_lines(path: Path) -> list[Any]:
-    """The JSON lines of a file, none if it does not exist; cuts an incomplete last line off.
-
-    Raises `DataError`.
-    """
+    """The JSON lines of a file, none if it does not exist; cuts an incomplete last line off."""
     if not path.exists():
         return []
-    try:
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)
-        return [json.loads(line) for line in content.split(b"\n")[:-1]]
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: it is damaged ({error}); delete it and start again.") from error
+    content = path.read_bytes()
+    os.truncate(path, content.rfind(b"\n") + 1)
+    return [json.loads(line) for line in content.split(b"\n")[:-1]]

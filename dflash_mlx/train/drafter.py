@@ -12,7 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,10 +28,10 @@ from ..drafter.networks import EAGLE3, LILICORR, network_for
 from ..errors import SettingsError
 from ..targets import Target
 from .dataset import Arrays, BatchStream, Sample, bucket_length, group
-from .features import features, tap_scales
+from .features import Features, KeptFeatures, features, tap_scales
 from .fit import Loss, Parameters, Progress, Validation, fit, make_optimizer
 from .forward import draft_hidden
-from .losses import LossWeights, SlotLoss, VocabularySubset, answer_vocabulary, slot_weights
+from .losses import LossWeights, SlotLoss, slot_weights
 
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's decays of slot weights, by block size
 CROSS_ENTROPY = LossWeights()  # the paper's loss
@@ -49,7 +49,6 @@ class DrafterSettings:
         anchors: blocks per sequence.
         learning_rate, optimizer: the peak rate of "adamw" or "muon".
         loss_weights: weights of the losses.
-        answer_vocabulary: restrict the loss to tokens that occur in answers of the first epoch.
         seed: seeds the initial weights, the order of the data and the anchors.
         every: see `fit`.
     """
@@ -60,7 +59,6 @@ class DrafterSettings:
     learning_rate: float = 6e-4
     optimizer: str = "adamw"
     loss_weights: LossWeights = CROSS_ENTROPY
-    answer_vocabulary: bool = False
     seed: int = 0
     every: int = 200
 
@@ -94,9 +92,10 @@ class AnchorCollator:
     """Makes batches for `draft_loss`: sequences with `count` anchors each."""
 
     count: int
+    kept: KeptFeatures | None = None
 
     def __call__(self, samples: list[Sample], rng: Random) -> Arrays:
-        """Token ids [N, S], anchors [N, A] and the ends [N, A] of their answers.
+        """Token ids [N, S], anchors [N, A], the ends [N, A] of their answers, kept features.
 
         The first anchor of a sequence is the first token of an answer with a token to draft, if
         there is one. Sequences with too few tokens repeat the first anchor with end 0 (no weight).
@@ -113,7 +112,8 @@ class AnchorCollator:
             chosen = [first, *rng.sample(others, min(self.count - 1, len(others)))]
             chosen += [(first[0], 0)] * (self.count - len(chosen))
             anchors[:, row] = np.array(chosen).T
-        return mx.array(ids), mx.array(anchors[0]), mx.array(anchors[1])
+        kept = self.kept(samples, length) if self.kept else ()
+        return mx.array(ids), mx.array(anchors[0]), mx.array(anchors[1]), *kept
 
 
 def draft_loss(
@@ -121,7 +121,7 @@ def draft_loss(
     target: Target,
     gamma: float,
     loss_weights: LossWeights = CROSS_ENTROPY,
-    subset: VocabularySubset | None = None,
+    tokens: mx.array | None = None,
     scales: mx.array | None = None,
 ) -> Loss:
     """The drafter's loss and acceptance length tau on a batch of `AnchorCollator`.
@@ -132,43 +132,42 @@ def draft_loss(
     Args:
         gamma: decay of the slot weights.
         loss_weights: weights of the losses.
-        subset: the tokens that the loss is restricted to; None is the whole vocabulary.
+        tokens: the tokens that the loss is restricted to; None is the whole vocabulary.
         scales: divisors of the taps [K*D], see `tap_scales`; None is 1.
 
     Returns:
-        A function of (parameters, ids [N, S], anchors [N, A], ends [N, A]).
+        A function of (parameters, ids [N, S], anchors [N, A], ends [N, A], *kept features).
     """
     config = drafter.config
-    cost = SlotLoss(drafter, target, loss_weights, subset)
+    cost = SlotLoss(drafter, target, loss_weights, tokens)
 
     def loss(
-        parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array
+        parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array, *kept: mx.array
     ) -> tuple[mx.array, mx.array]:
         """The loss and tau of a batch, both scalars."""
         drafter.update(parameters)
         (n, a), block = anchors.shape, config.block_size
-        found = features(target, ids, config.target_layer_ids)
+        found = Features(*kept) if kept else features(target, ids, config.target_layer_ids)
         masks = mx.full((n, a, block - 1), config.mask_token_id, dtype=ids.dtype)
-        tokens = mx.take_along_axis(ids, anchors, axis=1)[..., None]
-        blocks = mx.concatenate([tokens, masks], axis=-1).reshape(n * a, block)
+        first = mx.take_along_axis(ids, anchors, axis=1)[..., None]
+        blocks = mx.concatenate([first, masks], axis=-1).reshape(n * a, block)
         embeddings = drafter.embed(blocks, target)
         taps = found.taps.astype(mx.float32)
         taps = taps if scales is None else taps / scales
         hidden = draft_hidden(drafter, embeddings.astype(mx.float32), taps, anchors)
-        first = config.first_row  # 1 if the anchor's row predicts nothing
-        hidden = hidden[:, first:].flatten(0, 1)
+        hidden = hidden[:, config.first_row :].flatten(0, 1)
 
-        slots = anchors[..., None] + mx.arange(1, block + 1 - first)
+        slots = anchors[..., None] + mx.arange(1, config.drafts + 1)
         inside = slots < ends[..., None]
         flat = mx.minimum(slots, ids.shape[1] - 1).reshape(n, -1)
         text = mx.take_along_axis(ids, flat, axis=1).reshape(slots.shape)
         labels = mx.take_along_axis(found.choices, flat - 1, axis=1).reshape(slots.shape)
         weights = slot_weights(labels, text, inside, gamma)
         # Slots after a disagreement have no weight, so the true predecessor is the text's token.
-        before = mx.concatenate([tokens, text[..., :-1]], axis=-1)
+        before = mx.concatenate([first, text[..., :-1]], axis=-1)
         heads = [
             mx.take_along_axis(array, (flat - 1)[..., None], axis=1).flatten(0, 1)
-            for array in (found.tops, found.shares)
+            for array in (found.tops, found.shares.astype(mx.float32))
         ]
         columns = [array.reshape(-1) for array in (labels, before, weights)]
         value, chosen = cost(hidden, *columns, *heads)
@@ -190,6 +189,7 @@ def train_drafter(
     checkpoint: Path | None = None,
     progress: Progress = lambda report: None,
     start: DFlash | None = None,
+    kept: Path | None = None,
 ) -> DFlash:
     """Train a drafter for a frozen target.
 
@@ -200,23 +200,35 @@ def train_drafter(
         checkpoint: a file to save to, and to resume from if it exists.
         start: the drafter whose weights it starts from; None is new ones, whose fusion weights are
             scaled by `tap_scales`.
+        kept: a folder for `KeptFeatures`; None computes features anew in every step.
 
     Raises `IncompatibleDrafterError`, `SettingsError`, `WeightsError` (another checkpoint),
     `OutputError`.
     """
     parts = {} if start is None else dict(tree_flatten(start.parameters()))
+    if config.draft_vocab_size < config.vocab_size and "lm_head.weight" not in parts:
+        common = common_tokens(samples(0), config.draft_vocab_size)
+        parts |= head_parts(target, common)
+        if (after := "markov_head.markov_w2.weight") in parts:
+            parts[after] = parts[after][common]
     drafter = new_drafter(config, settings.seed, parts)
     drafter.load_weights([*parts.items()], strict=False)
     drafter.set_dtype(mx.float32)  # 16 bits are too few for small steps
     drafter.check_fits(target)
     check_trainable(config)
-    collate = AnchorCollator(settings.anchors)
+    if "lm_head" in drafter:
+        drafter.freeze(recurse=False, keys=["d2t"])
+        drafter.lm_head.freeze()
+    store = None if kept is None else KeptFeatures(target, config.target_layer_ids, kept)
+    collate = AnchorCollator(settings.anchors, store)
     gamma = GAMMAS.get(config.block_size, config.block_size / 2)
-    subset = _loss_subset(drafter, target, settings, samples(0))
-    scales = tap_scales(target, config.target_layer_ids, samples(0))
+    # The loss knows the tokens that can be drafted, or those of the first epoch's answers.
+    own = "lm_head" in drafter or ("embed_tokens" in drafter and config.tie_word_embeddings)
+    tokens = drafter.token_ids() if own else common_tokens(samples(0))
+    scales = tap_scales(target, config.target_layer_ids, samples(0), store)
     if start is not None:
         drafter.fc.weight = mx.contiguous(drafter.fc.weight * scales)
-    loss = draft_loss(drafter, target, gamma, settings.loss_weights, subset, scales)
+    loss = draft_loss(drafter, target, gamma, settings.loss_weights, tokens, scales)
     parameters = fit(
         loss,
         drafter.trainable_parameters(),
@@ -233,15 +245,6 @@ def train_drafter(
     return drafter
 
 
-def _loss_subset(
-    drafter: DFlash, target: Target, settings: DrafterSettings, samples: Sequence[Sample]
-) -> VocabularySubset | None:
-    """The tokens of the loss; a drafter with a head of its own is trained on the vocabulary."""
-    own = "lm_head" in drafter or ("embed_tokens" in drafter and drafter.config.tie_word_embeddings)
-    restricted = settings.answer_vocabulary and not own
-    return answer_vocabulary(samples, target.vocab_size) if restricted else None
-
-
 def check_trainable(config: DraftConfig) -> None:
     """Raise `SettingsError` for published parts that the training forward lacks."""
     parts = {
@@ -250,28 +253,25 @@ def check_trainable(config: DraftConfig) -> None:
         "a recurrent Markov head": config.markov_head_type == "rnn",
         "a width adapter": config.target_hidden_size != config.hidden_size,
         "attention sinks": any(config.sinks),
-        "a head of fewer tokens": config.draft_vocab_size != config.vocab_size,
     }
     if found := next((name for name, there in parts.items() if there), None):
         raise SettingsError(f"A drafter with {found} cannot be trained further here.")
 
 
-def with_common_tokens(
-    drafter: DFlash, target: Target, samples: Sequence[Sample], count: int
-) -> DFlash:
-    """The drafter with a head of its own, of the target's rows of the answers' commonest tokens.
+def common_tokens(samples: Sequence[Sample], count: int | None = None) -> mx.array:
+    """The ids of the tokens that the answers have most often, in order; None is all they have."""
+    spans = (sample.tokens[a:b] for sample in samples for a, b in sample.answers)
+    common = Counter(token for span in spans for token in span).most_common(count)
+    return mx.array(sorted(token for token, _ in common))
+
+
+def head_parts(target: Target, tokens: mx.array) -> dict[str, mx.array]:
+    """The parameters of a head of its own that drafts these tokens, in order: the target's rows.
 
     The target's head has a row for every token, and in a small model with a large vocabulary most
     of the weights.
     """
-    spans = (sample.tokens[a:b] for sample in samples for a, b in sample.answers)
-    common = Counter(token for span in spans for token in span).most_common(count)
-    tokens = mx.array(sorted(token for token, _ in common))
-    weights = dict(tree_flatten(drafter.parameters()))
-    weights |= {"lm_head.weight": target.head_rows(tokens), "d2t": tokens - mx.arange(len(tokens))}
-    reduced = DFlash(replace(drafter.config, draft_vocab_size=len(tokens)), weights)
-    reduced.load_weights([*weights.items()])
-    return reduced
+    return {"lm_head.weight": target.head_rows(tokens), "d2t": tokens - mx.arange(len(tokens))}
 
 
 def held_out_metrics(

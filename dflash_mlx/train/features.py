@@ -12,11 +12,15 @@ training, and the scales are folded into the fusion weights at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..machine.saving import save_arrays
 from ..targets import Target
 from .dataset import Sample
 
@@ -72,11 +76,57 @@ def _head(logits: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
     return logits.argmax(axis=-1), tops, shares
 
 
-def tap_scales(target: Target, layers: Sequence[int], samples: Sequence[Sample]) -> mx.array:
+class KeptFeatures:
+    """Features of samples, computed once and kept in a folder: a file for each sample.
+
+    A large target's forward takes most of a step, and every epoch has the same samples. Taps are
+    stored in bf16, as most targets compute them.
+    """
+
+    def __init__(self, target: Target, layers: Sequence[int], folder: Path) -> None:
+        self._target, self._layers, self._folder = target, layers, folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __call__(self, samples: Sequence[Sample], length: int) -> Features:
+        """Features of samples [N, length], zeros after a sample's end. Raises `OutputError`."""
+        found = [self._load(sample) for sample in samples]
+        return Features(*(_padded(arrays, length) for arrays in zip(*found, strict=True)))
+
+    def _load(self, sample: Sample) -> Features:
+        path = self._path(sample)
+        if not path.exists():
+            new = features(self._target, mx.array([sample.tokens]), self._layers)
+            self.save(sample, Features(*(array[0] for array in new)))
+        return Features(**mx.load(str(path)))  # type: ignore[arg-type]
+
+    def save(self, sample: Sample, found: Features) -> None:
+        """Keep the features [S, ...] of a sample. Raises `OutputError`."""
+        taps, shares = found.taps.astype(mx.bfloat16), found.shares.astype(mx.float16)
+        stored = found._replace(taps=taps, shares=shares)
+        save_arrays(self._path(sample), stored._asdict(), {})
+
+    def _path(self, sample: Sample) -> Path:
+        name = sha256(np.array(sample.tokens, np.int32).tobytes()).hexdigest()
+        return self._folder / f"{name[:32]}.safetensors"
+
+
+def _padded(arrays: Sequence[mx.array], length: int) -> mx.array:
+    """Arrays [S, ...] of different lengths as one [N, length, ...]."""
+    rest = [(0, 0)] * (arrays[0].ndim - 1)
+    return mx.stack([mx.pad(array, [(0, length - len(array)), *rest]) for array in arrays])
+
+
+def tap_scales(
+    target: Target,
+    layers: Sequence[int],
+    samples: Sequence[Sample],
+    kept: KeptFeatures | None = None,
+) -> mx.array:
     """The root mean square [K*D] of each tapped value over some samples."""
     sums, count = mx.zeros(()), 0
     for sample in samples[:SCALE_SAMPLES]:
-        taps = features(target, mx.array([sample.tokens]), layers).taps
+        tokens = mx.array([sample.tokens])
+        taps = (kept([sample], tokens.size) if kept else features(target, tokens, layers)).taps
         start = min(FIRST, len(sample.tokens) - 1)
         taps = taps[0, start:].astype(mx.float32)
         sums, count = sums + mx.square(taps).sum(axis=0), count + len(taps)

@@ -223,6 +223,5 @@ def restore(
     resumed = tree("parameters", parameters)
     optimizer.state = tree("optimizer", optimizer.state)
     state = TrainingState(**json.loads(metadata["state"]))
-    state.position = (state.position[0], state.position[1])
     best = tree("best", parameters) if state.best_loss < float("inf") else resumed
     return resumed, best, state

@@ -6,19 +6,17 @@ gradient of each part is computed together with its value, like in fused cross-e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..drafter.dflash import DFlash
 from ..drafter.dflash2 import CandidateSelector, DFlash2
 from ..drafter.dspark import DSpark, MarkovHead
 from ..targets import Target
-from .dataset import Sample
 from .features import BOUND
 
 # (trained parameters, hidden states [C, D], *more arrays of C rows) -> (summed loss, drafts [C])
@@ -123,40 +121,14 @@ def slot_weights(choices: mx.array, tokens: mx.array, inside: mx.array, gamma: f
     return inside * reached * mx.exp(-mx.arange(agrees.shape[-1]) / gamma)
 
 
-@dataclass(frozen=True)
-class VocabularySubset:
-    """The tokens that a loss is restricted to, so that tokens that never occur cost nothing.
-
-    Attributes:
-        tokens: their ids [V'].
-        places: the index of each id of the whole vocabulary in `tokens` [V], -1 if absent.
-    """
-
-    tokens: mx.array
-    places: mx.array
-
-    @classmethod
-    def of(cls, tokens: mx.array, vocab_size: int) -> VocabularySubset:
-        """The subset of a vocabulary with these distinct ids."""
-        chosen = np.array(tokens).astype(np.int32)
-        places = np.full(vocab_size, -1, np.int32)
-        places[chosen] = np.arange(len(chosen))
-        return cls(mx.array(chosen), mx.array(places))
-
-
-def answer_vocabulary(samples: Iterable[Sample], vocab_size: int) -> VocabularySubset:
-    """The tokens that occur in the samples' answers: the only possible labels."""
-    spans = (sample.tokens[a:b] for sample in samples for a, b in sample.answers)
-    return VocabularySubset.of(mx.array(sorted(set().union(*spans))), vocab_size)
-
-
 class SlotLoss:
     """The summed loss of slots, and the token drafted in each.
 
     Args:
         drafter, target: the pair. The drafter's own head is trained, the target's is not.
         loss_weights: weights of the losses.
-        subset: the tokens that the loss is restricted to; None is the whole vocabulary.
+        tokens: the only tokens that the loss knows [V'], so that the others cost nothing; None is
+            the whole vocabulary.
     """
 
     def __init__(
@@ -164,14 +136,16 @@ class SlotLoss:
         drafter: DFlash,
         target: Target,
         loss_weights: LossWeights,
-        subset: VocabularySubset | None,
+        tokens: mx.array | None,
     ) -> None:
-        self._drafter, self._target, self._mix, self._subset = drafter, target, loss_weights, subset
-        self._rows: mx.array | None = None  # of the head, with a subset
+        self._drafter, self._target, self._mix, self._tokens = drafter, target, loss_weights, tokens
         self._width = drafter.config.vocab_size
-        if subset is not None:
-            self._rows = target.head_rows(subset.tokens).astype(mx.float32)
-            self._width = len(subset.tokens)
+        if tokens is not None:
+            reduced = drafter.token_ids() is not None
+            rows = drafter.lm_head.weight if reduced else target.head_rows(tokens)
+            self._rows, self._width = rows.astype(mx.float32), len(tokens)
+            self._places = mx.full((drafter.config.vocab_size,), -1)  # -1: not known
+            self._places[tokens] = mx.arange(len(tokens))
         has_markov = isinstance(drafter, DSpark)
         self._markov = drafter.markov_head if has_markov else None
         self._selector = drafter.candidate_selector if isinstance(drafter, DFlash2) else None
@@ -200,30 +174,29 @@ class SlotLoss:
         shares: mx.array,
     ) -> tuple[mx.array, mx.array]:
         """Loss and drafts of some slots; `trained` are the weights of the drafter's own head."""
-        subset, head = self._subset, self._selector or self._markov
+        known, head = self._tokens, self._selector or self._markov
         if head is not None:
             head.update(trained)
         logits = self._logits(hidden)
         if self._markov is not None:
             logits = logits + self._after(self._markov, hidden, before)
-        if subset is not None:
-            labels, tops = subset.places[labels], subset.places[tops]
+        if known is not None:
+            labels, tops = self._places[labels], self._places[tops]
             weights, shares = weights * (labels >= 0), shares * (tops >= 0)
             labels, tops = mx.maximum(labels, 0), mx.maximum(tops, 0)
         loss = self._mix.of(logits, labels, tops, shares)
         chosen = mx.argmax(mx.stop_gradient(logits), axis=-1)
         if self._selector is not None:
-            ids = None if subset is None else subset.tokens
-            extra, chosen = selector_loss(self._selector, hidden, logits, before, labels, ids)
+            extra, chosen = selector_loss(self._selector, hidden, logits, before, labels, known)
             loss = loss + extra
-        if subset is not None:
-            chosen = subset.tokens[chosen]
+        if known is not None:
+            chosen = known[chosen]
         return (loss * weights).sum(), chosen
 
     def _logits(self, hidden: mx.array) -> mx.array:
-        """Logits over the subset, [M, V'] in f32."""
+        """Logits of the known tokens, [M, V'] in f32."""
         config = self._drafter.config
-        if self._rows is None:
+        if self._tokens is None:
             # The head computes in the target's own precision.
             hidden = hidden.astype(self._target.embed(mx.zeros((1, 1), mx.int32)).dtype)
             return self._drafter.logits(hidden[None], self._target)[0].astype(mx.float32)
@@ -236,8 +209,8 @@ class SlotLoss:
         """What the Markov head adds to the logits, given the previous tokens, [M, V']."""
         inner, _ = markov.inner(hidden, before, mx.zeros((len(hidden), markov.rank)))
         after = markov.markov_w2.weight
-        if self._subset is not None:
-            after = after[self._subset.tokens]
+        if self._tokens is not None and len(after) > len(self._tokens):
+            after = after[self._tokens]
         return self._drafter.config.logit_scale * (inner @ after.T)
 
 

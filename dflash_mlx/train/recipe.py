@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, DataError, OutputError, SettingsError
+from ..errors import DataError, OutputError, SettingsError
 from ..settings import SEED_BITS, check_fields, described, instance_of, setting
 from ..validation import MAX_INT32, read_json
 from .initial import KINDS
@@ -88,6 +88,10 @@ class Recipe:
         *(float, 1e-30, 1e30, "R"),
         allowed="above 0",
     )
+    keep_features: bool = setting(
+        *(False, "Keep the model's hidden states on disk: steps do not compute them again.", bool),
+        options=("--keep-features",),
+    )
     optimizer: str = setting("adamw", "adamw or muon.", str, metavar="NAME", choices=tuple(RATES))
     held_out: int = setting(32, "Samples for evaluation.", int, 1, MAX_INT32)
     seed: int = setting(0, "Seed of everything random.", int, 0, 2**SEED_BITS - 1, "N")
@@ -123,10 +127,7 @@ def claim_folder(work: Path, target: Target, recipe: Recipe) -> None:
     # A run that failed at its data leaves only its recipe.
     made = {file.name for file in work.iterdir() if file.stem != path.stem}
     if path.exists() and made:
-        try:
-            then = read_json(path)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: damaged; delete {work} to start again.") from error
+        then = read_json(path)
         bound = OF_ANSWERS if made <= {"turns.jsonl", "answers.jsonl"} else now.keys() | then.keys()
         differing = sorted(k for k in bound if now.get(k) != then.get(k))
         if differing:

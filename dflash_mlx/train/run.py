@@ -15,7 +15,6 @@ from typing import Any
 
 from ..drafter.config import DraftConfig
 from ..drafter.dflash import DFlash
-from ..drafter.networks import DFLASH
 from ..errors import OutputError, SettingsError
 from ..targets import Target
 from .answers import AnswerProgress, AnswerSettings, collect_samples, split
@@ -23,9 +22,9 @@ from .dataset import Sample, bucket_length
 from .drafter import (
     DrafterSettings,
     check_trainable,
+    common_tokens,
     save_drafter,
     train_drafter,
-    with_common_tokens,
 )
 from .fit import StepReport
 from .initial import draft_config, mask_token
@@ -106,9 +105,11 @@ def train(
         turns = write_turns(target, recipe.synthesize, path, shape, recipe.seed, listen)
     samples = collect_samples(target, work, recipe, turns, listen)
     held_out, training = split(samples, recipe)
-    raw = _shape(target, recipe, samples, warm)
+    raw = _shape(target, recipe, training, warm)
     config = DraftConfig.from_dict(raw)
-    settings = _settings(recipe, recipe.steps or _steps_of_epochs(recipe, training))
+    tokens = sum(bucket_length(len(sample.tokens)) for sample in training)
+    in_epochs = max(1, round(EPOCHS * tokens / (2 * recipe.tokens)))
+    settings = _settings(recipe, recipe.steps or in_epochs)
     needed = memory_needed(target, config, settings, [len(s.tokens) for s in samples])
     check_memory(needed, settings)
     start = None if warm is None else warm[0]
@@ -134,10 +135,8 @@ def train(
         work / "checkpoint.safetensors",
         listen,
         start,
+        work / "features" if recipe.keep_features else None,
     )
-    if recipe.draft_vocab is not None:
-        drafter = with_common_tokens(drafter, target, samples, recipe.draft_vocab)
-        raw |= {"draft_vocab_size": drafter.config.draft_vocab_size, "tie_word_embeddings": False}
     try:
         save_drafter(drafter, raw, out)
         lines = "".join(json.dumps(held_out_record(target, s)) + "\n" for s in held_out)
@@ -156,9 +155,8 @@ def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> Non
     config = DraftConfig.from_dict(_shape(target, recipe, (), warm))
     config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     check_trainable(config)
-    own = warm is not None and ("lm_head" in warm[0] or "embed_tokens" in warm[0])
-    if recipe.draft_vocab is not None and (config.kind != DFLASH or own):
-        raise SettingsError("--draft-vocab is for --kind dflash, without a head of its own.")
+    if recipe.draft_vocab and (config.kind == "dflash2" or (warm and "lm_head" in warm[0])):
+        raise SettingsError("--draft-vocab is not for dflash2 or a drafter with its own head.")
     # The longest possible samples need the least memory. A file's lengths are still unknown.
     longest = recipe.turn_tokens + recipe.max_tokens if recipe.synthesize else recipe.tokens
     settings = _settings(recipe, 1)
@@ -188,18 +186,15 @@ def _shape(
         raw = draft_config(
             target, recipe.kind, recipe.block_size, mask, recipe.layers, recipe.causal
         )
+    if recipe.draft_vocab is not None and samples:
+        count = len(common_tokens(samples, recipe.draft_vocab))
+        raw |= {"draft_vocab_size": count, "tie_word_embeddings": False}
     if recipe.bits is not None:
         raw["quantization"] = {
             "group_size": 64 if target.hidden_size % 64 == 0 else 32,
             "bits": recipe.bits,
         }
     return raw
-
-
-def _steps_of_epochs(recipe: Recipe, training: Sequence[Sample]) -> int:
-    """The steps of `EPOCHS` epochs."""
-    tokens = sum(bucket_length(len(sample.tokens)) for sample in training)
-    return max(1, round(EPOCHS * tokens / (2 * recipe.tokens)))
 
 
 def _settings(recipe: Recipe, steps: int) -> DrafterSettings:
@@ -211,7 +206,6 @@ def _settings(recipe: Recipe, steps: int) -> DrafterSettings:
         learning_rate=recipe.learning_rate,
         optimizer=recipe.optimizer,
         loss_weights=LossWeights(cross_entropy=0.5, kl=0.5),
-        answer_vocabulary=True,
         seed=recipe.seed,
         every=max(1, min(50, steps // 10)),
     )

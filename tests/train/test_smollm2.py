@@ -4,7 +4,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 import mlx.core as mx
 import pytest
+import tinymodels
 from mlx.utils import tree_flatten
+from smollm2 import answers
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
@@ -13,6 +15,7 @@ from dflash_mlx.errors import IncompatibleDrafterError
 from dflash_mlx.loading.hub import Hub, find
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loading.registry import PACKAGED
+from dflash_mlx.train.features import features
 
 MB = 1e6
 HIDDEN, VOCABULARY, LAYERS = 576, 49_152, 30  # of SmolLM2-135M
@@ -64,3 +67,26 @@ def test_the_real_model_finds_it_and_keeps_its_own_text():
     drafted = dm.generate(target, drafter, asked, max_tokens=32)
     assert drafted.tokens == plain.tokens
     assert drafted.stats.rounds < len(plain.tokens) - 1  # some of them were drafted
+
+
+def test_the_recipe_keeps_the_features_of_what_plain_decoding_writes(monkeypatch):
+    """Every fourth answer is sampled; a seed's answers are the same again."""
+    monkeypatch.setattr(answers, "ROWS", 4)
+    monkeypatch.setattr(answers, "REFILL", 2)
+    target, layers = tinymodels.target("llama"), (0, 2)
+    prompts = [[5, 9, 4 + i, *range(6, 7 + i % 3)] for i in range(9)]
+    runs = []
+    for _ in range(2):
+        mx.random.seed(3)
+        writer = answers.Writer(target, layers, mx.arange(target.vocab_size))
+        runs.append(writer.answer(prompts, 12))
+    assert [row.tokens for row in runs[0]] == [row.tokens for row in runs[1]]
+    for prompt, row in zip(prompts, runs[0], strict=True):
+        assert row.tokens[: row.start] == prompt and 1 <= len(row.answer.answer) <= 12
+        if not row.sampled:
+            assert row.tokens[row.start :] == tinymodels.greedy(target, prompt, 12)
+        own, known = row.features(), slice(row.start - 1, len(row.tokens) - 1)
+        whole = features(target, mx.array([row.tokens]), layers)
+        assert mx.allclose(own.taps[:-1], whole.taps[0, :-1], rtol=0.01, atol=0.01)
+        assert mx.array_equal(own.choices[known], whole.choices[0, known])
+        assert mx.allclose(own.shares.sum(axis=-1)[known], mx.array(1.0), atol=1e-3)

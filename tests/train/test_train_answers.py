@@ -20,7 +20,6 @@ from dflash_mlx.train.answers import (
     append,
     collect_samples,
     complete,
-    read_answers,
 )
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.synthesize import turn_start, user_header, write_turns
@@ -102,16 +101,6 @@ def test_what_is_there_is_not_answered_again(tmp_path, target, prompts):
         answer_all(target, prompts[::-1], path, SMALL)
 
 
-def test_lines_of_something_else_are_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"prompt": [1], "answer": "two"}\n')
-    with pytest.raises(DataError, match="a.jsonl:1"):
-        read_answers(tmp_path / "a.jsonl")
-    (tmp_path / "b.jsonl").write_text('{"prompt\n')
-    with pytest.raises(DataError, match="damaged"):
-        read_answers(tmp_path / "b.jsonl")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk_is_one_line():
     with pytest.raises(OutputError, match="the disk is full") as caught:
         append(Path("/dev/full"), iter([{"a": 1}]))

@@ -23,6 +23,7 @@ from dflash_mlx.train.dataset import BatchStream, Sample
 from dflash_mlx.train.drafter import (
     AnchorCollator,
     DrafterSettings,
+    common_tokens,
     draft_loss,
     new_drafter,
     save_drafter,
@@ -254,5 +255,7 @@ def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(
     assert mx.abs(columns - columns.mean()).max() < 0.5 * columns.mean()
     # What is returned reads the taps themselves, and is worth what the validation said.
     arrays = AnchorCollator(settings.anchors)(loud_samples[:1], Random(settings.seed))
-    loss = draft_loss(drafter, loud, loud_config.block_size / 2)(drafter.parameters(), *arrays)[0]
+    known = common_tokens(loud_samples)
+    loss = draft_loss(drafter, loud, loud_config.block_size / 2, tokens=known)
+    loss = loss(drafter.parameters(), *arrays)[0]
     assert float(loss) == pytest.approx(seen[-1].held_out_loss, rel=1e-3)

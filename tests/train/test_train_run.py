@@ -26,7 +26,7 @@ from dflash_mlx.loop import generate
 from dflash_mlx.targets import Target
 from dflash_mlx.train import answers, memory
 from dflash_mlx.train.answers import AnswerProgress
-from dflash_mlx.train.drafter import DrafterSettings, new_drafter
+from dflash_mlx.train.drafter import DrafterSettings, head_parts, new_drafter
 from dflash_mlx.train.fit import StepReport
 from dflash_mlx.train.initial import draft_config, mask_token, tap_layers
 from dflash_mlx.train.recipe import Recipe
@@ -53,7 +53,7 @@ def recipe(data: Path, **more: Any) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens"), [("dflash", None), ("dflash", 3), ("dflash2", None), ("dspark", None)]
+    ("kind", "tokens"), [("dflash", None), ("dflash", 3), ("dflash2", None), ("dspark", 3)]
 )
 def test_a_drafter_comes_out_that_drafts(tmp_path, target, data, kind, tokens):
     seen = []
@@ -113,9 +113,18 @@ def test_the_command_trains_and_writes_a_card(tmp_path, data):
     assert "tokens per step" in card and f"--model {model} --adapter {adapter} --draft" in card
 
 
-def test_only_a_drafter_with_the_targets_head_drafts_fewer_tokens(tmp_path, target, data):
-    with pytest.raises(SettingsError, match="--draft-vocab is for"):
-        train(target, tmp_path / "out", recipe(data, kind="dspark", draft_vocab=3))
+def test_a_drafter_with_a_head_of_its_own_keeps_it(tmp_path, target, data):
+    raw = draft_config(target, "dspark", 4, 1) | {"draft_vocab_size": 8}
+    warm = new_drafter(DraftConfig.from_dict(raw), seed=1)
+    for chosen, given in (
+        (recipe(data, draft_vocab=3), (warm, raw)),
+        (
+            recipe(data, draft_vocab=3, kind="dflash2"),
+            None,
+        ),
+    ):
+        with pytest.raises(SettingsError, match="--draft-vocab is not for"):
+            train(target, tmp_path / "out", chosen, given)
 
 
 def test_another_recipe_does_not_go_on(tmp_path, target, data):
@@ -154,6 +163,36 @@ def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path, target):
     done = train(target, out, recipe(path, keep_answers=True))
     assert done.plan.samples + done.plan.held_out == 8
     assert not (out / "work" / "answers.jsonl").exists()
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_drafter_with_a_head_of_fewer_tokens_learns_on(tmp_path, target, data, kind):
+    """Its own tokens are drafted: labels, Markov head and drafts are in their numbers."""
+    tokens = mx.array([3, 5, 7, 8, 9, 11, 14, 20])
+    raw = draft_config(target, kind, 4, 1) | {"draft_vocab_size": len(tokens)}
+    warm = new_drafter(DraftConfig.from_dict(raw), seed=1)
+    head = head_parts(target, tokens)
+    warm.load_weights([*head.items()], strict=False)
+    seen: list[Any] = []
+    chosen = recipe(data, steps=30, learning_rate=0.01, keep_answers=False)
+    done = train(target, tmp_path / "out", chosen, (warm, raw), seen.append)
+    losses = [event.loss for event in seen if isinstance(event, StepReport)]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert mx.array_equal(done.drafter.token_ids(), tokens)
+    assert mx.allclose(done.drafter.lm_head.weight, head["lm_head.weight"])
+    assert load_drafter(str(tmp_path / "out")).token_ids().tolist() == tokens.tolist()
+
+
+def test_kept_features_teach_the_same(tmp_path, target, data):
+    """Each is computed once, and a run that begins again finds it."""
+    losses = []
+    for kept in (False, True, True):
+        seen: list[Any] = []
+        train(target, tmp_path / f"{kept}", recipe(data, keep_features=kept), listen=seen.append)
+        losses.append([event.loss for event in seen if isinstance(event, StepReport)])
+        (tmp_path / f"{kept}" / "work" / "checkpoint.safetensors").unlink(missing_ok=True)
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert losses[1] == losses[2]
 
 
 def test_it_starts_from_a_published_drafter(tmp_path, target, data):

@@ -1,0 +1,172 @@
+"""Write the target's answers, and keep the hidden states of the forwards that wrote them.
+
+The trainer would compute them again, for as much time as writing took. mlx-lm's batch generator
+does not hand them out; so this is a small one, for models whose layers all have plain KV caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import BatchKVCache
+
+from dflash_mlx.targets import Target
+from dflash_mlx.train.answers import Answer
+from dflash_mlx.train.features import TOP, Features
+
+ROWS, REFILL = 64, 8  # answers written together; as many prompts are read together
+TEMPERATURE, TOP_P = 0.2, 0.9  # as published with the model
+SAMPLED = 4  # one answer in so many is sampled, the others are greedy
+REPEATED = 32  # an answer ends when so many tokens were said just before
+
+
+@dataclass
+class Row:
+    """A conversation that is answered: its token ids, and the features after each of them."""
+
+    number: int
+    tokens: list[int]
+    start: int  # of the answer
+    sampled: bool
+    limit: int  # tokens of the answer
+    taps: list[np.ndarray] = field(default_factory=list)  # [n, K*D] each, as bf16 bits
+    choices: list[int] = field(default_factory=list)  # of the answer
+    tops: list[np.ndarray] = field(default_factory=list)  # [T]
+    shares: list[np.ndarray] = field(default_factory=list)  # [T]
+
+    @property
+    def answer(self) -> Answer:
+        """Prompt and answer."""
+        return Answer(tuple(self.tokens[: self.start]), tuple(self.tokens[self.start :]), True)
+
+    def features(self) -> Features:
+        """The features of all tokens: choices from the answer on, and nothing after the last."""
+        before, after = [(self.start - 1, 1)], [(0, 1)]
+        taps = mx.array(np.concatenate(self.taps)).view(mx.bfloat16)
+        return Features(
+            mx.pad(taps, [*after, (0, 0)]),
+            mx.pad(mx.array(self.choices), before),
+            mx.pad(mx.array(np.stack(self.tops).astype(np.int32)), [*before, (0, 0)]),
+            mx.pad(mx.array(np.stack(self.shares)), [*before, (0, 0)]),
+        )
+
+    def ended(self, stops: Sequence[int]) -> bool:
+        """Whether the answer is over, or repeats itself."""
+        length = len(self.tokens) - self.start
+        if self.tokens[-1] in stops or length >= self.limit:
+            return True
+        tail = self.tokens[-REPEATED:]
+        return length > 2 * REPEATED and any(
+            self.tokens[-REPEATED - shift : -shift] == tail for shift in range(1, REPEATED + 1)
+        )
+
+
+class Writer:
+    """Answers prompts, and keeps features.
+
+    Args:
+        target: the model.
+        layers: the layers to tap.
+        likely: the tokens that the drafter can draft [V']; the likeliest ones are of these.
+    """
+
+    def __init__(self, target: Target, layers: Sequence[int], likely: mx.array) -> None:
+        self._target, self._layers, self._likely = target, layers, likely
+        self._rows: list[Row] = []
+        self._cache: list[BatchKVCache] = []
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        on_step: Callable[[int, int], None] = lambda done, tokens: None,
+    ) -> list[Row]:
+        """Answer all prompts, the longest first. `on_step` hears of answers done and of tokens."""
+        longest = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        waiting = [
+            Row(i, list(prompts[i]), len(prompts[i]), i % SAMPLED == SAMPLED - 1, max_tokens)
+            for i in longest
+        ]
+        stops, done, tokens = self._target.tokenizer.eos_token_ids, [], 0
+        while waiting or self._rows:
+            over = [row.ended(stops) for row in self._rows]
+            free = ROWS - len(self._rows) + sum(over)
+            # Caches are copied when rows go, so some wait for the others.
+            if sum(over) and (free >= REFILL or all(over)):
+                done += [row for row, end in zip(self._rows, over, strict=True) if end]
+                self._keep([i for i, end in enumerate(over) if not end])
+            while waiting and len(self._rows) <= ROWS - REFILL:
+                new, waiting = waiting[:REFILL], waiting[REFILL:]
+                self._read(new)
+            if self._rows:
+                tokens += len(self._rows)
+                last = mx.array([[row.tokens[-1]] for row in self._rows])
+                self._write(self._rows, last, self._cache, stops)
+            on_step(len(done), tokens)
+        return sorted(done, key=lambda row: row.number)
+
+    def _keep(self, rows: list[int]) -> None:
+        self._rows = [self._rows[i] for i in rows]
+        if not rows:
+            self._cache = []
+        for cache in self._cache:
+            cache.filter(mx.array(rows))
+
+    def _read(self, rows: list[Row]) -> None:
+        """Read prompts, write their answers' first tokens, and let them join the others."""
+        longest = max(len(row.tokens) for row in rows)
+        padding = [longest - len(row.tokens) for row in rows]
+        cache = [BatchKVCache(padding) for _ in range(self._target.num_layers)]
+        padded = [[0] * pad + row.tokens for pad, row in zip(padding, rows, strict=True)]
+        self._write(rows, mx.array(padded), cache, ())
+        if self._cache:
+            for own, other in zip(self._cache, cache, strict=True):
+                own.extend(other)
+            mx.eval([own.state[:2] for own in self._cache])
+        else:
+            self._cache = cache
+        self._rows = self._rows + rows
+
+    def _write(
+        self, rows: list[Row], tokens: mx.array, cache: list[BatchKVCache], stops: Sequence[int]
+    ) -> None:
+        """One forward of all rows [N, S], and the next token of those that have not ended."""
+        logits, taps = self._target.features(tokens, self._layers, cache)
+        logits = logits[:, -1]
+        likely = logits[:, self._likely]
+        places = mx.argpartition(-likely, TOP - 1, axis=-1)[:, :TOP]
+        tops = self._likely[places]
+        shares = mx.softmax(mx.take_along_axis(likely, places, axis=-1), axis=-1)
+        choices = logits.argmax(axis=-1)
+        drawn = [i for i, row in enumerate(rows) if row.sampled]
+        said = sampled(logits[mx.array(drawn)]) if drawn else choices[:0]
+        taps = taps.astype(mx.bfloat16).view(mx.uint16)
+        mx.eval(taps, tops, shares, choices, said)
+        taken = np.array(taps), np.array(tops), np.array(shares)
+        chosen: list[Any] = choices.tolist()  # type: ignore[assignment]
+        spoken = dict(zip(drawn, np.array(said).tolist(), strict=True))
+        for i, row in enumerate(rows):
+            if stops and row.ended(stops):
+                continue
+            known = sum(map(len, row.taps))
+            row.taps.append(taken[0][i, known - len(row.tokens) :].copy())
+            row.choices.append(chosen[i])
+            row.tops.append(taken[1][i])
+            row.shares.append(taken[2][i])
+            row.tokens.append(spoken.get(i, chosen[i]))
+
+
+def sampled(logits: mx.array) -> mx.array:
+    """Tokens drawn from logits [N, V] at the published temperature and top-p."""
+    tops = mx.argpartition(-logits, TOP - 1, axis=-1)[:, :TOP]
+    scaled = mx.take_along_axis(logits, tops, axis=-1) / TEMPERATURE
+    order = mx.argsort(-scaled, axis=-1)
+    scaled, tops = (mx.take_along_axis(a, order, axis=-1) for a in (scaled, tops))
+    shares = mx.softmax(scaled, axis=-1)
+    before = mx.cumsum(shares, axis=-1) - shares
+    drawn = mx.random.categorical(mx.where(before < TOP_P, scaled, -mx.inf))
+    return mx.take_along_axis(tops, drawn[:, None], axis=-1)[:, 0]
