@@ -16,7 +16,6 @@ from tinymodels import LINES
 
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.errors import SettingsError, WeightsError
-from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
 from dflash_mlx.targets import Target
 from dflash_mlx.train.dataset import BatchStream, Sample
@@ -26,7 +25,6 @@ from dflash_mlx.train.drafter import (
     common_tokens,
     draft_loss,
     new_drafter,
-    save_drafter,
     train_drafter,
 )
 from dflash_mlx.train.features import FIRST, features, tap_scales
@@ -180,19 +178,6 @@ def test_the_reported_tau_is_that_of_the_loop(target, config):
     tau = draft_loss(drafter, target, 2.0)(drafter.parameters(), *arrays)[1]
     result = generate(target, drafter, list(sample.tokens[:3]), max_tokens=20)
     assert float(tau) == 1 + result.stats.accepted_per_round[0]
-
-
-def test_a_drafter_can_be_stored_in_six_bits(tmp_path):
-    raw = RAW_DRAFTER | {"intermediate_size": 64}
-    drafter = new_drafter(DraftConfig.from_dict(raw), seed=0)
-    few = raw | {"quantization": {"group_size": 32, "bits": 6}}
-    for name, config in (("plain", raw), ("six", few)):
-        save_drafter(drafter, config, tmp_path / name)
-    plain, six = ((tmp_path / n / "model.safetensors").stat().st_size for n in ("plain", "six"))
-    assert six < 0.6 * plain
-    loaded = flat(load_drafter(str(tmp_path / "six")).parameters())
-    for name, array in flat(drafter.parameters()).items():
-        assert np.allclose(array, loaded[name], atol=0.05), name
 
 
 # Taps of very different sizes

@@ -26,7 +26,7 @@ from dflash_mlx.loop import generate
 from dflash_mlx.targets import Target
 from dflash_mlx.train import answers, memory
 from dflash_mlx.train.answers import AnswerProgress
-from dflash_mlx.train.drafter import DrafterSettings, head_parts, new_drafter
+from dflash_mlx.train.drafter import head_parts, new_drafter
 from dflash_mlx.train.fit import StepReport
 from dflash_mlx.train.initial import draft_config, mask_token, tap_layers
 from dflash_mlx.train.recipe import Recipe
@@ -113,20 +113,6 @@ def test_the_command_trains_and_writes_a_card(tmp_path, data):
     assert "tokens per step" in card and f"--model {model} --adapter {adapter} --draft" in card
 
 
-def test_a_drafter_with_a_head_of_its_own_keeps_it(tmp_path, target, data):
-    raw = draft_config(target, "dspark", 4, 1) | {"draft_vocab_size": 8}
-    warm = new_drafter(DraftConfig.from_dict(raw), seed=1)
-    for chosen, given in (
-        (recipe(data, draft_vocab=3), (warm, raw)),
-        (
-            recipe(data, draft_vocab=3, kind="dflash2"),
-            None,
-        ),
-    ):
-        with pytest.raises(SettingsError, match="--draft-vocab is not for"):
-            train(target, tmp_path / "out", chosen, given)
-
-
 def test_another_recipe_does_not_go_on(tmp_path, target, data):
     train(target, tmp_path / "out", recipe(data))
     with pytest.raises(SettingsError, match=r"other settings \(anchors, steps\): use"):
@@ -181,6 +167,8 @@ def test_a_drafter_with_a_head_of_fewer_tokens_learns_on(tmp_path, target, data,
     assert mx.array_equal(done.drafter.token_ids(), tokens)
     assert mx.allclose(done.drafter.lm_head.weight, head["lm_head.weight"])
     assert load_drafter(str(tmp_path / "out")).token_ids().tolist() == tokens.tolist()
+    with pytest.raises(SettingsError, match="--draft-vocab is not for"):
+        train(target, tmp_path / "other", recipe(data, draft_vocab=3), (warm, raw))
 
 
 def test_kept_features_teach_the_same(tmp_path, target, data):
@@ -323,14 +311,3 @@ def test_answers_too_short_for_the_memory_stay_for_another_training(
     train(target, out, replace(large, tokens=64))
     with pytest.raises(SettingsError, match=r"other settings \(tokens\)"):  # there are steps now
         train(target, out, large)
-
-
-def test_short_samples_take_more(target):
-    """A batch has as many of them as fill it, and each has all its anchors."""
-    config = DraftConfig.from_dict(draft_config(target, "dflash", 8, 1))
-    settings = DrafterSettings(steps=1, tokens=1024, anchors=64)
-    short, long, mixed = (
-        memory.memory_needed(target, config, settings, lengths) - 2 * memory.BOUND
-        for lengths in ([48], [1024], [1024, 48, 500])
-    )
-    assert short == mixed and short > 4 * long
