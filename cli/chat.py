@@ -11,7 +11,7 @@ import typer
 
 from dflash_mlx.errors import PromptError
 from dflash_mlx.loading.registry import EMBEDDED
-from dflash_mlx.validation import UTF8
+from dflash_mlx.validation import UTF8, ErrorWrapper
 
 from . import options
 from .chat_commands import read_conversation, run_command
@@ -66,11 +66,10 @@ def chat(
 
 def _piped_lines(_: Chat) -> Iterator[str]:
     """The lines of stdin."""
-    try:
-        while line := sys.stdin.buffer.readline().decode(UTF8):
-            yield line.rstrip("\n")
-    except UnicodeError as error:
-        raise PromptError("The input is not UTF-8 text.") from error
+    while line := sys.stdin.buffer.readline():
+        with ErrorWrapper(PromptError, "The input is not UTF-8 text", (UnicodeError,)):
+            text = line.decode(UTF8)
+        yield text.rstrip("\n")
 
 
 def _typed_lines(chat: Chat) -> Iterator[str]:

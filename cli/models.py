@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
@@ -25,10 +26,11 @@ from dflash_mlx.loading.registry import (
     KnownPair,
     known_drafter,
     local_path,
+    packaged,
     pairs,
     suggestion,
 )
-from dflash_mlx.machine.facts import GB, cache_folder
+from dflash_mlx.machine.facts import GB, bytes_in, cache_folder
 
 from . import options
 from .options import MODEL, OUTPUT, argument, flag, option
@@ -141,11 +143,15 @@ def rm(*, name: str = argument(..., REPOSITORY, autocompletion=_downloaded)) -> 
     if name == EMBEDDED:
         raise ModelNotFoundError(f"{name} is part of dflash-mlx and cannot be deleted.")
     if name in PACKAGES:
-        package, _ = PACKAGES[name]
-        raise ModelNotFoundError(
-            f"{name} is a Python package: pip uninstall {package}. Its unpacked weights are in "
-            f"{cache_folder('gguf')}; delete them, too."
-        )
+        from dflash_mlx.loading.gguf.convert import content_name
+
+        package, folder = PACKAGES[name][0], cache_folder("gguf")
+        unpacked = [*folder.glob(f"{content_name(packaged(name))}*")]
+        freed = sum(map(bytes_in, unpacked))
+        for one in filter(Path.is_dir, unpacked):
+            shutil.rmtree(one)
+        note(f"Deleted what {name} unpacked: {sized(freed)} freed. pip uninstall {package}")
+        return
     note(f"Deleted {name}: {sized(Hub().remove(name))} freed.")
 
 

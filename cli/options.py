@@ -76,17 +76,10 @@ def setting(
     return _declared(one.default if default is None else default, info, kind)
 
 
-def settings(
-    *names: str,
-    without: tuple[str, ...] = (),
-    of: Any = RequestSettings,
-    panel: str = DECODING,
-    **defaults: Any,
-) -> Any:
+def settings(*names: str, of: Any = RequestSettings, panel: str = DECODING, **defaults: Any) -> Any:
     """The options of a dataclass's settings, all if none is named, for a command as a dict."""
     table = {one.name: one.metadata["setting"] for one in fields(of)}
-    shown = names or [name for name, one in table.items() if one.metavar or one.options]
-    chosen = [name for name in shown if name not in without]
+    chosen = names or [name for name, one in table.items() if one.metavar or one.options]
     return {one: setting(one, defaults.get(one), panel=panel, table=table) for one in chosen}
 
 

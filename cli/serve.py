@@ -23,6 +23,7 @@ from dflash_mlx.loading.hub import Hub, find
 from dflash_mlx.loading.registry import LOOKUP, NONE, local_path, short
 from dflash_mlx.machine.facts import usable_bytes
 from dflash_mlx.machine.signals import signals_to
+from dflash_mlx.validation import ErrorWrapper
 
 from . import options
 from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
@@ -43,6 +44,8 @@ SERVER = "Server"  # the panel that --help shows
 MODELS = "Folder, GGUF, hub name, smollm2 or tiny. Repeatable."
 CACHES, PREFIXES = 0.8, 0.25  # of what the weights leave; caches include prefixes
 LAST_SECONDS: Final = 2.0  # for clients to hear that the machines lost each other
+DEFAULTS = options.settings(max_tokens=4096)
+del DEFAULTS["stop"]  # a request's own
 PORT = option(8000, SERVER, "PORT", "Port; 0 takes a free one.", "--port", "-p", min=0, max=65535)
 
 
@@ -99,7 +102,7 @@ def serve(
     weights: options.Weights,
     access: Access,
     load: Load,
-    settings: dict[str, Any] = options.settings(without=("stop",), max_tokens=4096),
+    settings: dict[str, Any] = DEFAULTS,
     machines: Machines,
     verbose: bool = flag("--verbose", SERVER, "Log a line for every request."),
 ) -> None:
@@ -328,13 +331,9 @@ def _keys(access: Access) -> frozenset[str]:
     keys = set(access.api_key or ())
     if access.api_key_file is not None:
         path = access.api_key_file.expanduser()
-        try:
-            lines = map(str.strip, path.read_text().splitlines())
-            found = {line for line in lines if line and not line.startswith("#")}
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "not UTF-8 text"
-            raise OutputError(f"{path}: the keys cannot be read ({why}).") from error
-        keys |= found or {""}
+        with ErrorWrapper(OutputError, f"{path}: the keys cannot be read", (OSError, UnicodeError)):
+            lines = list(map(str.strip, path.read_text("utf-8").splitlines()))
+        keys |= {line for line in lines if line and not line.startswith("#")} or {""}
     if "" in keys:
         raise SettingsError("An API key is empty: give a key, or a file with one in each line.")
     return frozenset(keys)

