@@ -8,10 +8,9 @@ memory is sampled over a long answer. One file holds it all.
 from __future__ import annotations
 
 import json
-import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -22,14 +21,10 @@ from mlx_lm.models import gpt_oss, qwen3, qwen3_5, qwen3_moe
 
 import dflash_mlx
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.block_attention import HEAD_DIMS, AttentionCall, TreeMask
-from dflash_mlx.kernels.choose import has_tensor_units, is_large
-from dflash_mlx.kernels.delta_replay import Tape
 from dflash_mlx.kernels.launch import KernelFactory
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.kernels.selfcheck import UnprovenError
-from dflash_mlx.kernels.verify_matmul import COUNTS
-from dflash_mlx.kernels.weights import AffineWeights, Weights
+from dflash_mlx.kernels.weights import AffineWeights
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.wiring import check_rows, time_kernels
 from dflash_mlx.machine.blas import use_fast_blas
@@ -43,7 +38,6 @@ FILE = Path("dflash-mlx-kernels.json")
 WHERE = "the project's issues (template 'Results from a Mac')"
 SECONDS, TUNING = 200.0, 30.0  # of checking instances; of timing a model
 TOKENS, SAMPLE = 2000, 100  # of the long answer; how often memory is read
-NODES, TREE = 12, [(node - 1) // 2 if node else -1 for node in range(12)]
 # N and K of 4-bit layers of Qwen3-8B, Qwen3.5-9B, Qwen3.6-27B and gpt-oss-20b.
 SHAPES = ((4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288), (17408, 5120), (2880, 4096))
 SMALL = dict(
@@ -68,57 +62,13 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def instances(kernels: Kernels) -> Iterator[Callable[[], Any]]:
-    """Small calls of every kernel, in every form that a model may have it, the commonest first."""
-    for dtype in (mx.bfloat16, mx.float16, mx.float32):
-        for depth, columns in ((256, 32), (1024, 64)):  # a whole K, and one that is split
-            for w in _weights(dtype, kernels.tensor_units, columns, depth):
-                x = mx.ones((9, depth), dtype)
-                yield partial(kernels.product, x, w, w, gated=True)
-                yield from (partial(kernels.product, x, *[w] * n) for n in (1, *COUNTS))
-        for w in _weights(dtype, False, 2, 33, 256):
-            x, experts = mx.ones((1, 256), dtype), mx.array([[0, 1]])
-            yield partial(kernels.experts, x, w, experts=experts)
-            yield partial(kernels.experts, x, w, w, gated=True, experts=experts)
-        for dim, rows in product(HEAD_DIMS, (3, 40)):
-            keys: Any = mx.ones((1, 2, 80, dim), dtype)
-            queries = mx.ones((1, 4, rows, dim), dtype)
-            tree = TreeMask(40 + mx.arange(rows), mx.tri(rows).astype(mx.bool_))
-            stored = [keys]
-            for bits, group in product((8, 4), (g for g in (32, 64) if dim % g == 0)):
-                parts = mx.quantize(keys, group_size=group, bits=bits)
-                stored.append(AffineWeights(*parts, bits, group))
-            for each, of in product(stored, (None, tree)):
-                yield partial(kernels.attention, AttentionCall(queries, each, each, 0.1, tree=of))
-            sinks = mx.ones(4, dtype)
-            yield partial(kernels.attention, AttentionCall(queries, keys, keys, 0.1, sinks=sinks))
-        for dim in (64, 128, 256):
-            keys, gates = mx.ones((1, NODES, 2, dim), dtype), mx.ones((1, NODES, 4))
-            tape = keys, mx.ones((1, NODES, 4, 32), dtype), gates, gates.astype(dtype)
-            state = mx.zeros((1, 4, 32, dim))
-            for parents in (None, TREE):
-                yield partial(kernels.delta.verify, keys, Tape(*tape, state), parents)
-            yield partial(kernels.delta.replay, Tape(*tape, state), mx.arange(NODES), NODES)
-
-
-def _weights(dtype: mx.Dtype, tensor_units: bool, *shape: int) -> Iterator[Weights]:
-    """Random weights in every form that models have."""
-    values = mx.random.normal(shape, key=mx.random.key(0)).astype(dtype)
-    for bits, group in product((4, 8), (64, 32, 128)):
-        parts = mx.quantize(values, group_size=group, bits=bits)
-        yield AffineWeights(*parts, bits, group)
-        if tensor_units and bits == 4 and dtype == mx.bfloat16:
-            yield AffineWeights(*parts, bits, group, True)
-    yield values
-
-
 def check_instances(kernels: Kernels, seconds: float) -> tuple[int, int]:
     """Check every instance while there is time: how many were, and how many are left.
 
     What fails is in `kernels.proofs.broken` afterwards.
     """
     kernels.proofs.proven, start = set(), time.perf_counter()
-    calls, checked = list(instances(kernels)), 0
+    calls, checked = list(kernels.instances()), 0
     for call in calls:
         if time.perf_counter() - start > seconds:
             break
@@ -191,10 +141,9 @@ def report(model: str | None, file: Path = FILE) -> bool:
             "them with their references, or time them. Nothing was checked."
         )
         return False
-    start, device = time.perf_counter(), mx.device_info()
-    units = has_tensor_units(device, platform.mac_ver()[0])
-    kernels = Kernels(mx.fast.metal_kernel, is_large(str(device["device_name"])), units)
-    content: dict[str, Any] = {"machine": machine(use_fast_blas()), "tensor units": units}
+    start, kernels = time.perf_counter(), Kernels(mx.fast.metal_kernel)
+    content: dict[str, Any] = {"machine": machine(use_fast_blas())}
+    content["tensor units"] = kernels.tensor_units
     with warnings.catch_warnings(), waiting("Compiling and checking every kernel"):
         warnings.simplefilter("ignore")
         checked, left = check_instances(kernels, SECONDS)

@@ -121,7 +121,7 @@ def target_of(config: dict[str, Any], layers: int, factory: Either | None) -> Ta
     model = model_of(config, CONFIGS, Quantization.of(4))
     model.update(tree_map(lambda array: mx.zeros(array.shape, array.dtype), model.parameters()))
     # As where every product and attention of this many rows was chosen to be ours.
-    wiring = factory and wire(model, config, Kernels(factory, large=True), {}, exact=True)
+    wiring = factory and wire(model, config, Kernels(factory), {}, exact=True)
     tokenizer = type("Tokenizer", (), {"eos_token_ids": (), "has_chat_template": False})()
     return Target(model, tokenizer, config, "host", wiring)
 

@@ -14,7 +14,6 @@ Known ones:
 - `AffineWeights::fetch`: a scale of columns past the end, which are stored nowhere.
 - `BlockAttention`: a chunk more; no row sees a key of it. In its check: another scale, or a tree
   elsewhere; both use it.
-- `DeltaRule.replay`: a check of one row; it shows less.
 - `VerifyMatmul._check`: rows per token for rows per expert, and the reverse; one kernel reads both.
 - `QueryRows::begin`: ones in rows that are stored nowhere.
 - `SlotArray.add`: `>=` for `>`; an array that is full to the last slot is copied once more.
@@ -49,15 +48,15 @@ COVERED = {
     "verify_matmul weights",
     "test_kernel_moe": "gated matmul_tile matrix_rows verify_matmul_moe weights",
     "test_kernel_block_attention": "block_attention fragment matrix_rows",
-    "test_kernel_delta_replay": "delta_replay",
+    "test_kernel_delta_rule": "delta_rule",
     "test_kernel_tensor": "tensor_tile verify_matmul_tensor choose autotune modules weights",
-    "test_kernel_layers test_kernel_wiring": "attention fused modules shapes",
-    "test_kernel_selfcheck": "attention block_attention delta_replay fused modules selfcheck "
+    "test_kernel_layers": "attention fused modules shapes",
+    "test_kernel_selfcheck": "attention block_attention delta_rule fused modules selfcheck "
     "shapes verify_matmul wiring",
     "test_choose test_roofline": "choose costs shapes",
     "test_autotune": "autotune choose shapes wiring",
     "test_kernel_source": "source launch",
-    "test_kernel_models": "attention",
+    "test_kernel_models": "attention modules",
     "test_batched test_many_requests": "batched_rows kv_slots",
     "test_tree_attention test_tree_families": "rollbacks tree_attention",
 }

@@ -4,16 +4,15 @@
     xcrun -sdk macosx metal -std=metal3.2 -Werror -c build/metal/block_attention.metal -o /dev/null
 
 Compiled by itself a source shows what its templates look like, not what becomes of them. These
-files, one for each text that kernels share, hold the functions that MLX writes around the kernels;
-tests/helpers/kernel_calls.py says how they are found.
+files, one for each text that kernels share, hold the functions that MLX writes around what
+`Kernels.instances` calls.
 """
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
-from kernel_calls import every_call
-from kernel_models import base_name
+from kernel_models import base_name, every_call
 
 # What the kernels use of MLX's own prelude to a custom kernel.
 PRELUDE = """#include <metal_stdlib>

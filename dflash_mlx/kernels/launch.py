@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from .source import metal_source
 # function of inputs, grid, threadgroup, output_shapes and output_dtypes.
 KernelFactory = Callable[..., Any]
 Constant = mx.Dtype | int | bool
+Calls = Iterator[Callable[[], Any]]
 Prepared = TypeVar("Prepared")
 
 METAL_TYPES = {mx.float16: "half", mx.bfloat16: "bfloat", mx.float32: "float"}
@@ -81,6 +82,16 @@ class Launcher:
         self._made: dict[str, Any] = {}
         self._known: dict[Hashable, Any] = {}
 
+    def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
+        """Small calls of it in every form that a model may have, the commonest first.
+
+        Args:
+            dtype: of rows.
+            stored: of weights and gates; no calls where it takes no such pair.
+            tensor_units: whether products may run on them.
+        """
+        raise NotImplementedError
+
     def _launch(
         self,
         kernel: Kernel,
@@ -116,7 +127,7 @@ class Launcher:
         self,
         key: Hashable,
         prepare: Callable[[], Prepared],
-        check: Callable[[Prepared], KernelCheck],
+        check: Callable[[], KernelCheck],
     ) -> Prepared:
         """What a call of this form runs on, after a check of its first call.
 
@@ -126,7 +137,7 @@ class Launcher:
         prepared = self._known.get(key)
         if prepared is None:
             prepared = prepare()
-            self._proofs.require(check(prepared))
+            self._proofs.require(check())
             self._known[key] = prepared
         return prepared
 

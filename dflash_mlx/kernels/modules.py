@@ -11,6 +11,7 @@ import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -27,25 +28,24 @@ from .choose import (
     is_large,
     tensor_key,
 )
-from .delta_replay import DeltaRule
+from .delta_rule import DeltaRule
 from .fused import Ours, fuse, launches, of_experts
-from .launch import KernelFactory
+from .launch import Calls, KernelFactory, Launcher
 from .selfcheck import Proofs, UnprovenError
 from .shapes import Matrix, matrices
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, Product, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
-from .weights import aligned, fits_tensor_units, weights_of
+from .weights import FLOATS, aligned, fits_tensor_units, weights_of
 
 EXACT_ROWS = MOST_NODES  # the most rows of a verify that goes through our kernels alone
 EXACT = frozenset(range(1, EXACT_ROWS + 1))
 
 
 class Kernels:
-    """The compiled kernels that a model's layers share.
+    """The compiled kernels that a model's layers share; the one list of what kernels there are.
 
     Args:
         metal_kernel: compiles Metal sources; the tests have one that runs them on the CPU.
-        large: whether the chip is a Max or an Ultra; None asks the device.
         tensor_units: whether products may run on them; None asks the device where Metal compiles.
 
     Attributes:
@@ -56,22 +56,31 @@ class Kernels:
     def __init__(
         self,
         metal_kernel: KernelFactory = mx.fast.metal_kernel,
-        large: bool | None = None,
         tensor_units: bool | None = None,
     ) -> None:
         device = mx.device_info()
-        if large is None:
-            large = is_large(str(device.get("device_name", "")))
         self.on_device = metal_kernel is mx.fast.metal_kernel
         if tensor_units is None:
             tensor_units = self.on_device and has_tensor_units(device, platform.mac_ver()[0])
         self.tensor_units = tensor_units
+        large = is_large(str(device.get("device_name", "")))
         enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
         self.proofs = Proofs()
         self.product = VerifyMatmul(metal_kernel, enough, self.proofs)
         self.experts = VerifyMatmulMoe(metal_kernel, enough, self.proofs)
         self.attention = BlockAttention(metal_kernel, self.proofs)
         self.delta = DeltaRule(metal_kernel, self.proofs)
+
+    def instances(self) -> Calls:
+        """Small calls of every kernel, in every form that a model may have it, as they are common.
+
+        Weights and gates may have another dtype than rows, which are float32 then.
+        """
+        mixed = [(mx.float32, dtype) for dtype in FLOATS if dtype != mx.float32]
+        pairs = [*zip(FLOATS, FLOATS, strict=True), *mixed]
+        launchers = [one for one in vars(self).values() if isinstance(one, Launcher)]
+        for (dtype, stored), one in product(pairs, launchers):
+            yield from one.instances(dtype, stored, self.tensor_units)
 
 
 @dataclass(frozen=True)

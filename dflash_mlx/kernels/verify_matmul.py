@@ -18,13 +18,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from .launch import FEWEST, Kernel, KernelFactory, Launch, Launcher, dtype_name
+from .launch import FEWEST, Calls, Kernel, KernelFactory, Launch, Launcher, dtype_name
 from .selfcheck import KernelCheck, Noise, Proofs
 from .weights import (
     Weights,
     check_products,
     columns_of,
     dequantized,
+    every_form,
     form,
     input_names,
     inputs,
@@ -125,19 +126,14 @@ class Product:
         if prepared is None:
             prepared = self._kernels.prepared(x, self.weights, self._gated, experts)
             self._known[key] = prepared
-        return run(prepared, x, arrays)
-
-
-def run(prepared: Prepared, x: mx.array, arrays: Sequence[mx.array]) -> list[mx.array]:
-    """The product of x and the arrays of some weights."""
-    dtype, multiply, merge = prepared
-    if dtype is not None:
-        x = x.astype(dtype)
-    results = multiply([x, *arrays])
-    if merge is None:
-        return results
-    add, sizes = merge
-    return add([*results, sizes])
+        dtype, multiply, merge = prepared
+        if dtype is not None:
+            x = x.astype(dtype)
+        results = multiply([x, *arrays])
+        if merge is None:
+            return results
+        add, sizes = merge
+        return add([*results, sizes])
 
 
 class VerifyMatmul(Launcher):
@@ -175,6 +171,14 @@ class VerifyMatmul(Launcher):
         """
         return Product(self, weights, gated)(x, experts)
 
+    def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
+        """See `Launcher.instances`: with a whole K, and with one that is split."""
+        for columns, depth in ((32, 256), (64, 1024)):
+            for w in every_form(stored, tensor_units, columns, depth):
+                x = mx.ones((9, depth), dtype)
+                yield partial(self, x, w, w, gated=True)
+                yield from (partial(self, x, *[w] * count) for count in (1, *COUNTS))
+
     def prepared(
         self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: mx.array | None
     ) -> Prepared:
@@ -186,7 +190,7 @@ class VerifyMatmul(Launcher):
         return self._checked(key, partial(self._prepare, *given), partial(self._check, *given))
 
     def _check(
-        self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: Any, prepared: Prepared
+        self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: Any
     ) -> KernelCheck:
         """The check of a launch with other rows of the same shape, by a few columns of each w."""
         noise, shape = Noise(x.dtype), x.shape
@@ -202,11 +206,12 @@ class VerifyMatmul(Launcher):
         rows = noise(*shape)
         columns = [_columns(w.shape[-2]) for w in weights]
 
+        kernel = type(self)(self._metal_kernel, self._enough)  # which checks nothing
+
         def ours() -> list[mx.array]:
-            arrays = [array for w in weights for array in inputs(w)]
-            routing = [] if experts is None else self.routing(experts)
-            results = zip(run(prepared, rows, arrays + routing), columns, weights, strict=False)
-            return [y[..., of] if y.shape[-1] == w.shape[-2] else y for y, of, w in results]
+            results = kernel(rows, *weights, gated=gated, experts=experts)
+            parts = zip(results, columns, weights, strict=False)
+            return [y[..., of] if y.shape[-1] == w.shape[-2] else y for y, of, w in parts]
 
         def reference() -> list[mx.array]:
             of = [dequantized(columns_of(*each)) for each in zip(weights, columns, strict=True)]

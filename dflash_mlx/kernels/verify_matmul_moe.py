@@ -7,18 +7,20 @@ The stock gathered product runs row by row and reads an expert's weights once pe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from .launch import Kernel, in_device_memory
+from .launch import Calls, Kernel, in_device_memory
 from .verify_matmul import START, THREADS, TILE_COLUMNS, Prepared, VerifyMatmul
 from .weights import (
     AffineWeights,
     Weights,
     check_products,
     dequantized,
+    every_form,
     form,
     input_names,
     matrix,
@@ -64,6 +66,13 @@ class VerifyMatmulMoe(VerifyMatmul):
     """
 
     _last: tuple[mx.array | None, list[mx.array]] = None, []  # experts, and what was made of them
+
+    def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
+        """See `Launcher.instances`."""
+        x, experts = mx.ones((1, 256), dtype), mx.array([[0, 1]])
+        for w in every_form(stored, False, 2, 33, 256):
+            yield partial(self, x, w, experts=experts)
+            yield partial(self, x, w, w, gated=True, experts=experts)
 
     def routing(self, experts: mx.array) -> list[mx.array]:
         """What sorts the experts, and the experts, flat; the products of one unit share them."""

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +17,8 @@ import numpy as np
 from ..errors import KernelError
 from .launch import FEWEST, Constant, dtype_name, in_device_memory
 
-FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+FLOATS = (mx.bfloat16, mx.float16, mx.float32)  # the commonest first, here and below
+BITS, GROUPS = (4, 8), (64, 32, 128)
 TENSOR_ALIGNMENT = 128  # bytes between rows of a 4-bit tensor, and of its first row
 
 
@@ -41,7 +43,7 @@ class AffineWeights:
 
     def __post_init__(self) -> None:
         """Check the fields. Raises `KernelError`."""
-        if self.bits not in (4, 8) or self.group_size not in (32, 64, 128):
+        if self.bits not in BITS or self.group_size not in GROUPS:
             raise KernelError(
                 "Affine weights have 4 or 8 bits and groups of 32, 64 or 128, not "
                 f"{self.bits} bits and groups of {self.group_size}."
@@ -75,6 +77,17 @@ class AffineWeights:
 
 
 Weights = AffineWeights | mx.array
+
+
+def every_form(dtype: mx.Dtype, tensor_units: bool, *shape: int) -> Iterator[Weights]:
+    """Random weights [..., N, K] of a dtype in every form that models have, plain ones last."""
+    values = mx.random.normal(shape, key=mx.random.key(0)).astype(dtype)
+    for bits, group in product(BITS, (group for group in GROUPS if shape[-1] % group == 0)):
+        w = AffineWeights(*mx.quantize(values, group, bits), bits, group)
+        yield w
+        if tensor_units and fits_tensor_units(w):
+            yield replace(w, tensor_units=True)
+    yield values
 
 
 def weights_of(layer: Any) -> Weights | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels.delta_replay import Tape
+from ..kernels.delta_rule import Tape
 from .internals import (
     GATED_DELTA,
     MAMBA2,
@@ -204,9 +204,7 @@ class GatedDelta(Recurrence):
     ) -> mx.array | None:
         """See `Recurrence`."""
         if self.kernels is not None:
-            _, tape = self._tape(convolved, gates, state)
-            rows = mx.arange(convolved.shape[1])
-            return self.kernels.delta.replay(tape, rows, rows.size)
+            return self.kernels.delta.verify(*self._tape(convolved, gates, state))[1]
         mixer, (_, keys, values) = self.mixer, self._heads(convolved)
         if state is not None and mx.default_device() == mx.Device(mx.cpu):
             return _replay_steps(state, keys, values, *self._decay(*gates))

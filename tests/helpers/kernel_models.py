@@ -1,11 +1,14 @@
-"""Random models in half precision whose verify runs on our kernels, and what counts launches."""
+"""Random models whose verify runs on our kernels, what counts launches, and what records them."""
 
 import copy
 import re
+from collections.abc import Callable
+from typing import Any
 
 import families
 import mlx.core as mx
 from kernel_check import kernel_factory
+from metal_host.wrapper import Wrapper, wrap
 
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.loading.quantization import Quantization
@@ -71,7 +74,7 @@ def chosen_target(family: str, factory) -> Target:
     """Such a model in float32, where ours won from 4 rows on."""
     target = float_target(family)
     rows = {key: frozenset(range(4, max(of) + 1)) for key, of in candidates(target).items()}
-    target.wiring = wire(target.model, target.config, Kernels(factory, large=False), rows)
+    target.wiring = wire(target.model, target.config, Kernels(factory), rows)
     return target
 
 
@@ -79,3 +82,46 @@ def float_target(family: str) -> Target:
     """The same model on MLX's kernels alone."""
     model = half_precision(family, None, mx.float32)
     return Target(model, families.Letters(), families.CONFIGS[family], family)
+
+
+class Recorder:
+    """A factory whose kernels compute zeros and keep the Metal that MLX would compile.
+
+    Attributes:
+        wrappers: of all calls, once each, by their text.
+        launches: of every call the name, the grid, the threadgroup and the shapes of its outputs.
+    """
+
+    def __init__(self) -> None:
+        self.wrappers: dict[str, Wrapper] = {}
+        self.launches: list[tuple[str, tuple[int, ...], tuple[int, ...], list[Any]]] = []
+
+    def __call__(
+        self,
+        name: str,
+        input_names: list[str],
+        output_names: list[str],
+        source: str,
+        header: str = "",
+        **_: Any,
+    ) -> Callable[..., list[mx.array]]:
+        def call(
+            inputs, output_shapes, output_dtypes, grid=(), threadgroup=(), **_
+        ) -> list[mx.array]:
+            self.launches.append((name, grid, threadgroup, [tuple(s) for s in output_shapes]))
+            arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
+            outputs = list(zip(output_names, output_dtypes, strict=True))
+            named = list(zip(input_names, arrays, strict=True))
+            wrapper = wrap(name, named, outputs, header, source)
+            self.wrappers[wrapper.text] = wrapper
+            return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
+
+        return call
+
+
+def every_call() -> Recorder:
+    """The calls of `Kernels.instances`, on tensor units too."""
+    recorder = Recorder()
+    for call in Kernels(recorder, tensor_units=True).instances():
+        call()
+    return recorder

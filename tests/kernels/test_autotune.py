@@ -5,8 +5,7 @@ from functools import partial
 import families
 import mlx.core as mx
 import pytest
-from kernel_calls import Recorder
-from kernel_models import Launches, half_precision
+from kernel_models import Launches, Recorder, half_precision
 
 import dflash_mlx as dm
 from dflash_mlx.kernels import choose

@@ -6,17 +6,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_calls import Recorder
 from kernel_check import (
     DTYPES,
     float64,
     kernel_factory,
     on_gpu_or_emulator,
+    random_tree,
     relative_error,
     same_bits,
     within_rounding,
 )
-from kernel_trees import random_tree
+from kernel_models import Recorder
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from dflash_mlx.errors import KernelError

@@ -7,16 +7,18 @@ import families
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from kernel_check import kernel_factory, on_gpu_or_emulator, relative_error
-from kernel_models import Launches, half_precision
+from kernel_check import kernel_factory, on_gpu_or_emulator, relative_error, same_bits
+from kernel_models import Launches, half_precision, quick_factory
+from mlx.utils import tree_flatten
 from mlx_lm.models import switch_layers
 from mlx_lm.models.gpt_oss import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from dflash_mlx.kernels.choose import NONE, tensor_key
-from dflash_mlx.kernels.fused import UNITS, shared_inputs
+from dflash_mlx.kernels.fused import UNITS, VerifySwitchGLU, shared_inputs
 from dflash_mlx.kernels.modules import (
     EXACT_ROWS,
+    SWAPS,
     Kernels,
     VerifyConv1d,
     can_swap,
@@ -191,3 +193,58 @@ def test_what_shares_a_launch_is_chosen_together():
     # The head, of 256 tokens, has the form of the queries.
     layers = sum(len(of) for group in groups for of in group.values())
     assert layers == len(list(matrices(model, {})))
+
+
+def test_a_swapped_layer_keeps_its_weights_and_their_names():
+    model, config = half_precision("qwen3_moe"), families.CONFIGS["qwen3_moe"]
+    before = dict(tree_flatten(model.parameters()))
+    layers = dict(model.named_modules())
+    wiring = wire(model, config, Kernels(quick_factory()), {}, exact=True)
+    after = dict(tree_flatten(model.parameters()))
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    swapped = {path: module for path, module in model.named_modules() if path in wiring.layers}
+    assert all(layers[path] is module for path, module in swapped.items())
+    assert {type(module) for module in swapped.values()} <= set(SWAPS.values())
+    assert VerifySwitchGLU in map(type, model.modules())
+    # And no class was touched: a new layer is a stock one.
+    assert type(nn.Linear(8, 8)) is nn.Linear and type(half_precision("qwen3").lm_head) in SWAPS
+
+
+def test_a_gated_unit_is_fused_only_as_a_whole():
+    """Not with a part that is left to MLX."""
+    config = families.CONFIGS["qwen3"]
+    model, kernels, four = half_precision("qwen3"), Kernels(quick_factory()), frozenset({4})
+    shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
+    wire(model, config, kernels, {shape[128]: four})
+    assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
+    assert type(model.layers[0].mlp) not in UNITS.values()
+
+
+@pytest.mark.parametrize(
+    ("groups", "biases", "shared"),
+    [
+        ((32, 32), (False, False), True),
+        ((32, 64), (False, False), False),
+        ((32, 32), (True, False), False),
+        ((32, 32), (False, True), False),
+    ],
+)
+def test_gate_and_up_of_other_kinds_share_no_launch(groups, biases, shared):
+    model = half_precision("qwen3")
+    unit = model.layers[0].mlp
+    unit.gate_proj, unit.up_proj = (
+        nn.QuantizedLinear(64, 128, bias, group, 4)
+        for bias, group in zip(biases, groups, strict=True)
+    )
+    wire(model, families.CONFIGS["qwen3"], Kernels(quick_factory()), {}, exact=True)
+    assert (type(unit) in UNITS.values()) == shared
+
+
+def test_a_convolution_in_one_order_is_the_stock_one():
+    x = mx.random.normal((1, 12, 8), key=mx.random.key(0))
+    layer = nn.Conv1d(8, 8, 4, groups=8)
+    layer.bias = mx.random.normal((8,), key=mx.random.key(1))
+    stock = layer(x)
+    layer.__class__, layer._rows = VerifyConv1d, range(1, 65)
+    assert mx.allclose(layer(x), stock, atol=1e-6)
+    assert same_bits(layer(x)[:, 4:5], layer(x[:, 4:8]))

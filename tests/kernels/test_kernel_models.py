@@ -4,24 +4,31 @@ Half precision, in 4 and in 8 bits, where stock kernels of a GPU round a row dif
 The emulator runs unchecked here: other tests look at what it finds, this one at what comes out.
 """
 
-from functools import cache
+from functools import cache, partial
 from random import Random
 
 import families
 import mlx.core as mx
 import pytest
+import tinymodels
 from kernel_check import on_gpu_or_emulator
-from kernel_models import Launches, chosen_target, exact_target, float_target, quick_factory
+from kernel_models import HEAD, Launches, chosen_target, exact_target, float_target, quick_factory
 from oracle import Oracle, TreeOracle, random_tree
 
 import dflash_mlx as dm
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
+from dflash_mlx.loading import wiring
+from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
+from dflash_mlx.targets.autotune import candidates
 
 pytestmark = on_gpu_or_emulator
 
 TOKENS, BLOCK = 10, 12
 PROMPT = families.random_prompt(41, seed=1)  # longer than the sliding windows
+SHORT = PROMPT[:9]
 FAMILIES = ("qwen3", "qwen3_5", "qwen3_moe", "gpt_oss")
 FORMATS = {"4-bit bf16": (4, mx.bfloat16), "8-bit fp16": (8, mx.float16)}
 every_model = pytest.mark.parametrize(
@@ -101,3 +108,98 @@ def test_windows_do_not_make_a_tree_of_a_chain():
     kinds.clear()
     session.verify(Proposal([7] * 6, (-1, 0, 0, 1, 2, 4)))
     assert set(kinds) == {True}
+
+
+def test_quantized_keys_and_values():
+    target = exact_target("qwen3", quick_factory())
+    plain = dm.generate(target, None, SHORT, max_tokens=12, kv_bits=8).tokens
+    oracle = Oracle(SHORT, plain, target.vocab_size, 0.7)
+    drafted = dm.generate(target, oracle, SHORT, max_tokens=12, block_size=8, kv_bits=8)
+    assert drafted.tokens == plain
+
+
+def test_a_kernel_whose_rows_depend_on_each_other_would_be_noticed():
+    """One that gives bfloat16 with 3 bits less whenever there is more than one row."""
+
+    def coarse(name, call, results):
+        x = call["inputs"][0]
+        if not name.startswith("verify_matmul") or x.size == x.shape[-1]:
+            return results
+        return [(y.view(mx.uint16) & 0xFFF8).view(y.dtype) for y in results]
+
+    target = exact_target("qwen3", Launches(change=coarse))
+    plain = dm.generate(target, None, SHORT, max_tokens=24).tokens
+    oracle = Oracle(SHORT, plain, target.vocab_size, 1.0)
+    with pytest.raises(AssertionError, match="the anchor is not the token"):
+        dm.generate(target, oracle, SHORT, max_tokens=24, block_size=16)
+
+
+def test_many_rows_are_left_to_stock_layers():
+    launches = Launches()
+    target = exact_target("qwen3", launches)
+    launches.counts.clear()  # of the forward that shows where the parts are
+    session = target.start()
+    next(session.prefill(families.random_prompt(130, seed=1)))  # 66 tokens; the last 64 are ours
+    assert session.position == 66
+    assert launches.counts == {"verify_matmul_affine": 1}  # the head, of one row
+    session.verify(Proposal([1]))
+    assert launches.counts
+    with pytest.raises(SettingsError, match="at most 64 rows"):
+        session.verify(Proposal([1] * 65))
+
+
+def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
+    """On a machine where every product was measured to be free, with heads of the right size."""
+    for head_dim, exact in ((HEAD, True), (HEAD // 2, False)):
+        folder = tinymodels.save_target(tmp_path / str(head_dim), head_dim=head_dim)
+        load = partial(
+            dm.load_target, str(folder), bits=8, group_size=32, metal_kernel=quick_factory()
+        )
+        unmeasured = load()
+        assert not unmeasured.wiring.exact
+        plain = load(kernels="off")
+        free = candidates(plain)
+        with monkeypatch.context() as patch:
+            patch.setattr(wiring, "read_choices", lambda forms, free=free: free)
+            target = load()
+        assert target.wiring.exact == exact
+        target.start().verify(Proposal([7, 9]))
+
+
+def test_without_metal_nothing_changes(tmp_path):
+    if mx.metal.is_available():
+        pytest.skip("this machine has Metal")
+    folder = str(tinymodels.save_target(tmp_path, "qwen3_moe"))
+    target = dm.load_target(folder, bits=4)
+    assert target.wiring is None
+    assert not {type(module) for module in target.model.modules()} & set(SWAPS.values())
+    with pytest.raises(SettingsError, match="needs Metal"):
+        dm.load_target(folder, kernels="exact")
+
+
+def test_what_cannot_be_exact_is_refused():
+    kernels = Kernels(quick_factory())
+
+    def refusal(model, family):
+        with pytest.raises(SettingsError, match="leave it out") as caught:
+            config = families.CONFIGS[family]
+            wiring = wire(model, config, kernels, {}, exact=True)
+            Target(model, families.Letters(), config, family, wiring)
+        return str(caught.value)
+
+    model = families.random_model("qwen3", head_dim=HEAD)
+    Quantization(4, 32, "mxfp4").apply(model)
+    assert "mxfp4" in refusal(model, "qwen3")
+    kimi = families.random_model("kimi_k25")
+    assert "MoEGate" in refusal(kimi, "kimi_k25")
+    assert not {type(module) for module in kimi.modules()} & set(SWAPS.values())
+    assert "Attention" in refusal(families.random_model("qwen3"), "qwen3")  # heads of 32
+    sharing = families.random_model("gemma4_E4B-like", head_dim=HEAD)
+    assert "Attention" in refusal(sharing, "gemma4_E4B-like")
+
+
+@pytest.mark.parametrize("loader", [dm.load, dm.load_target, dm.load_drafter])
+@pytest.mark.parametrize("kernels", [5, "yes", True])
+def test_what_runs_no_kernels_is_refused(loader, kernels):
+    with pytest.raises(SettingsError, match='kernels must be "auto", "off"'):
+        loader("tiny", kernels=kernels)

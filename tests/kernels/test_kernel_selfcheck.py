@@ -6,9 +6,8 @@ import families
 import mlx.core as mx
 import pytest
 import tinymodels
-from kernel_calls import Recorder
 from kernel_check import on_gpu_or_emulator
-from kernel_models import Launches, half_precision, quick_factory
+from kernel_models import Launches, Recorder, half_precision, quick_factory
 from program import run
 
 import dflash_mlx as dm

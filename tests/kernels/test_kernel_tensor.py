@@ -11,7 +11,6 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_calls import Recorder
 from kernel_check import (
     check_products,
     check_rows,
@@ -19,7 +18,7 @@ from kernel_check import (
     on_gpu_or_emulator,
     random_weights,
 )
-from kernel_models import Launches, half_precision
+from kernel_models import Launches, Recorder, half_precision
 from oracle import Oracle
 
 import dflash_mlx as dm

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from kernel_calls import Recorder, every_call
-from kernel_models import base_name
-from metal_host import CompilationError, strict, syntax
+from kernel_models import Recorder, base_name, every_call
+from metal_host import CompilationError, strict
 from metal_host.wrapper import Wrapper
 
 from dflash_mlx.kernels.source import metal_source
@@ -44,7 +43,7 @@ def test_every_kernel_is_asked_for(calls):
     used = {word for wrapper in calls.wrappers.values() for word in WORD.findall(wrapper.header)}
     texts = [metal_source(path.name) for path in METAL.glob("*.metal")]
     assert used >= {word for text in texts for word in WORD.findall(text)}
-    assert len(calls.wrappers) > 500
+    assert len(calls.wrappers) > 300
 
 
 # Characters that MLX writes and hashes for a launch; before a kernel got only what it uses, the
@@ -65,7 +64,7 @@ def test_every_kernel_compiles_with_every_constant(calls):
 
 
 def test_no_generic_address_space_and_no_loop_left_rolled(typical):
-    assert syntax.faults(typical) == []
+    assert strict.faults(typical) == set()
 
 
 def test_loops_are_unrolled_whole():
@@ -137,16 +136,17 @@ def kernel(changes: Iterable[tuple[str, str]] = ()) -> Wrapper:
 
 
 def test_nothing_is_found_in_the_kernel_itself():
-    assert syntax.faults([kernel()]) == []
+    assert strict.faults([kernel()]) == set()
 
 
-# What Metal takes for itself: a name that the kernel uses, and one that it must not be given.
+# What Metal takes for itself: keywords, and types of its library.
 KEYWORDS = """
     vertex fragment kernel device constant thread threadgroup threadgroup_imageblock ray_data
     object_data sampler texture texture1d texture2d texture2d_array texture3d texturecube
     texture_buffer depth2d depthcube imageblock coherent patch_control_point interpolant
     acceleration_structure intersector visible_function_table command_buffer half bfloat double
     float bool int new delete virtual throw goto asm register thread_local typeid
+    uint float4 atomic vec size_t simdgroup_matrix mem_flags
 """.split()
 
 
@@ -155,13 +155,6 @@ def test_a_keyword_as_an_identifier_is_refused(word):
     planted = kernel([("const int next =", f"const int {word} ="), ("[next]", f"[{word}]")])
     with pytest.raises(CompilationError):
         strict.check_strictly([planted])
-
-
-@pytest.mark.parametrize("word", ["uint", "float4", "atomic", "vec", "size_t", "metal"])
-def test_a_type_of_the_library_as_an_identifier_is_found(word):
-    planted = kernel([("const int next =", f"const int {word} ="), ("[next]", f"[{word}]")])
-    (fault,) = syntax.faults([planted])
-    assert f"{word} is a type of Metal's" in fault
 
 
 STORE = "inline thread float* store(thread Piece& piece) { return piece.values; }\n"
@@ -224,45 +217,47 @@ UNROLL = '_Pragma("clang loop unroll(full)")\n'
 FOUND = {
     "a generic `this` that does no harm": (
         (("float at(int i) const thread", "float at(int i) const"),),
-        "at has a generic `this`",
+        "4Rows2at",
     ),
     "a pointer without an address space": (
-        (("float at(int i)", f"{FIRST}float at(int i)"),),
-        "p has no address space",
+        (
+            ("float at(int i)", f"{FIRST}float at(int i)"),
+            ("= sums[0] +", "= Rows::first(piece.values) +"),
+        ),
+        "4Rows5first",
     ),
     "a loop over an array that is not unrolled": (
         ((UNROLL + "    for (int i", "    for (int i"),),
-        "values in registers by an index that is not unrolled",
+        "getelementptr",
     ),
     "a loop over a vector that is not unrolled": (
         ((UNROLL + "  for (int j", "  for (int j"),),
-        "sums in registers by an index that is not unrolled",
+        "element <4 x float>",
     ),
     "an index that a thread decides": (
         (("= sums[0] +", "= sums[lane % 4] +"),),
-        "sums in registers by an index that is not unrolled",
+        "extractelement <4 x float>",
     ),
     "an index that some callers know and another does not": (
         (
             ("float at(int i)", f"{PICK}float at(int i)"),
             ("= sums[0] + rows.at(i);", "= rows.pick(2) + rows.pick(i);"),
         ),
-        "values in registers by an index that is not unrolled",
+        "getelementptr",
     ),
     "an unrolled loop whose length is not known": (
         (("j < 4; j++", "j < int(lane); j++"),),
-        "an unrolled loop whose length is not known",
+        "element <4 x float>",
     ),
 }
 
 
 @pytest.mark.parametrize(("changes", "message"), FOUND.values(), ids=FOUND.keys())
 def test_what_costs_registers_or_address_spaces_is_found(changes, message):
-    faults = syntax.faults([kernel(changes)])
+    faults = strict.faults([kernel(changes)])
     assert any(message in fault for fault in faults), faults
 
 
 def test_a_fault_names_its_line():
-    (fault,) = syntax.faults([kernel([("float at(int i) const thread", "float at(int i) const")])])
-    where, line, _ = fault.split(":", 2)
-    assert where == "header" and "float at" in HEADER.splitlines()[int(line) - 1]
+    (fault,) = strict.faults([kernel([("float at(int i) const thread", "float at(int i) const")])])
+    assert "float at" in HEADER.splitlines()[int(fault.split(":")[0]) - 1]

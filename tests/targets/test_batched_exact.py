@@ -9,9 +9,8 @@ import mlx.core as mx
 import pytest
 from batches import by_proposal, states_are_same, tiny_target
 from families import random_prompt
-from kernel_check import on_gpu_or_emulator
+from kernel_check import on_gpu_or_emulator, random_parents
 from kernel_models import Launches, exact_target
-from kernel_trees import random_parents
 
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets.batched import BatchVerifier

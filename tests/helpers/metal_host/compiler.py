@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +25,7 @@ _COMMON = (
     "-fno-strict-aliasing",
     "-ffp-contract=off",  # what is one operation in the source is one operation
     "-w",
+    "-fexcess-precision=16",  # half is rounded after every operation, also between two of them
 )
 # Of these sanitizers only the calls that they put into the code are used: runtime/checks.cpp.
 _CHECKED = (
@@ -35,66 +35,25 @@ _CHECKED = (
     "-fno-tree-vectorize",
     "-fno-tree-slp-vectorize",
     "-fsanitize=thread,shift,integer-divide-by-zero",
+    "-fsanitize=bounds-strict",  # also of an array that ends a struct, which C lets reach further
+    *("--param", "tsan-instrument-func-entry-exit=0"),  # no calls as functions begin
 )
-_OLDEST_GCC, _OLDEST_CLANG = 12, 17  # with `_Float16` in C++; with arithmetic on `__bf16`
-_CLANG = ("clang++", *(f"clang++-{version}" for version in range(25, _OLDEST_CLANG - 1, -1)))
+_OLDEST = 12  # with `_Float16` in C++
 
 
 class CompilationError(RuntimeError):
     """The compiler refuses the kernel; its messages, whose lines are those of header and body."""
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """A C++ compiler: its path, and the first line of what `--version` says."""
-
-    path: str
-    version: str
-
-    @property
-    def is_clang(self) -> bool:
-        return "clang" in self.version
-
-    @property
-    def exact_half(self) -> tuple[str, ...]:
-        """Options: half is rounded after every operation, also between two of them."""
-        if self.is_clang:
-            return ("-Xclang", "-ffloat16-excess-precision=none")
-        return ("-fexcess-precision=16",)
-
-    @property
-    def checked(self) -> tuple[str, ...]:
-        """Options: checked indices that do not end the process, no calls as functions begin.
-
-        Also of an array that is the last of a struct, which C lets reach further.
-        """
-        if self.is_clang:
-            bounds = ("-fsanitize=array-bounds", "-fstrict-flex-arrays=3")
-            return (*bounds, "-mllvm", "-tsan-instrument-func-entry-exit=0")
-        return ("-fsanitize=bounds-strict", "--param", "tsan-instrument-func-entry-exit=0")
-
-
 @cache
-def _found(name: str) -> Compiler | None:
-    """The compiler of this name, if there is one that is new enough."""
-    path = shutil.which(name)
-    if path is None:
+def find_compiler() -> tuple[str, str] | None:
+    """The path of g++, which MLX needs too, and its version; None where kernels cannot run."""
+    path, machine = shutil.which("g++"), (platform.system(), platform.machine())
+    if path is None or machine not in (("Linux", "x86_64"), ("Linux", "aarch64")):
         return None
-    said = [
-        subprocess.run([path, option], capture_output=True, text=True, check=True).stdout
-        for option in ("--version", "-dumpversion")
-    ]
-    found = Compiler(path, said[0].splitlines()[0])
-    oldest = _OLDEST_CLANG if found.is_clang else _OLDEST_GCC
-    return found if int(said[1].split(".")[0]) >= oldest else None
-
-
-def compilers() -> list[Compiler]:
-    """The compilers that kernels can run with, the first by default; none where not on Linux."""
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
-        return []
-    clang = next(filter(None, map(_found, _CLANG)), None)
-    return list(filter(None, [_found("g++"), clang]))
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    version = said.splitlines()[0]
+    return (path, version) if int(version.split()[-1].split(".")[0]) >= _OLDEST else None
 
 
 def _run(command: Sequence[str], text: str | None = None) -> None:
@@ -114,16 +73,16 @@ def _digest(*folders: str) -> str:
 
 
 class Build:
-    """Compiles for one mode, keeping everything in `CACHE`. No compiler: the first there is."""
+    """Compiles for one mode, keeping everything in `CACHE`."""
 
-    def __init__(self, checked: bool = True, compiler: Compiler | None = None):
-        compiler = compiler or next(iter(compilers()), None)
-        if compiler is None:
-            raise CompilationError("there is no C++ compiler here: install g++ or clang")
+    def __init__(self, checked: bool = True):
+        found = find_compiler()
+        if found is None:
+            raise CompilationError(f"Metal is emulated with g++ {_OLDEST} or later, on Linux.")
+        path, self._version = found
         self.checked = checked
-        self.compiler = compiler
         self._folder = CACHE.resolve()
-        self._base = (compiler.path, *_COMMON, *compiler.exact_half, _INCLUDE)
+        self._base = (path, *_COMMON, _INCLUDE)
 
     def _library(
         self, kind: str, source: str, included: str, options: Sequence[str], linked: Sequence[str]
@@ -137,7 +96,7 @@ class Build:
         # A runtime is found by name: a kernel of a copied cache would load that of the original by
         # its path, a second one beside the copied one, which runs the launch.
         named = "-Wl,-soname"
-        key = "\0".join([self.compiler.version, *command, *linked, named, included, source])
+        key = "\0".join([self._version, *command, *linked, named, included, source])
         key = key.replace(str(HERE), "").replace(str(self._folder), "")  # a copy has the same
         path = self._folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
         if not path.exists():
@@ -146,7 +105,7 @@ class Build:
                 compiled, library = (str(Path(unfinished, f"{kind}.{x}")) for x in ("o", "so"))
                 _run([*command, "-c", "-x", "c++", "-", "-o", compiled], text=source)
                 # Without the options, or a sanitizer of the compiler's own would be linked.
-                link = [self.compiler.path, "-shared", compiled, f"{named},{path.name}"]
+                link = [self._base[0], "-shared", compiled, f"{named},{path.name}"]
                 _run([*link, *linked, "-o", library])
                 os.replace(library, path)  # whole or not at all, whoever else is compiling it
         return path
@@ -161,7 +120,7 @@ class Build:
 
     def kernel(self, source: str) -> Path:
         """A kernel, linked to the runtime."""
-        mode = (*_CHECKED, *self.compiler.checked) if self.checked else ("-O1",)
+        mode = _CHECKED if self.checked else ("-O1",)
         linked = [str(self.runtime), "-nostdlib", "-lm"]  # without the rest it links twice as fast
         return self._library("kernel", source, _digest("include"), mode, linked)
 

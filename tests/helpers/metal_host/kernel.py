@@ -7,10 +7,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from metal_host.compiler import Build, Compiler
-from metal_host.glue import program
+from metal_host.compiler import Build
 from metal_host.launch import Memory, launch
-from metal_host.wrapper import Wrapper, wrap
+from metal_host.wrapper import Wrapper, program, wrap
 
 _MOST_THREADS = 1024  # of a threadgroup
 _STORAGE = {mx.bfloat16: mx.uint16}  # numpy has no bfloat16
@@ -48,7 +47,6 @@ class EmulatedKernel:
 
     checked:   find races, accesses out of bounds, uninitialised reads and the rest of what
                runtime/checks.cpp knows; a finding raises CheckError
-    compiler:  one of `compilers()`
 
     A source is compiled for each set of dtypes that it is called with.
     Arithmetic is IEEE's, as with MLX's default, the math mode "safe".
@@ -64,7 +62,6 @@ class EmulatedKernel:
         ensure_row_contiguous: bool = True,
         *,
         checked: bool = True,
-        compiler: Compiler | None = None,
     ):
         (header + source).encode("ascii")  # MLX passes the text on as ASCII
         self.name = name
@@ -73,7 +70,7 @@ class EmulatedKernel:
         self.source = source
         self.header = header
         self.ensure_row_contiguous = ensure_row_contiguous
-        self.build = Build(checked, compiler)
+        self.build = Build(checked)
         self._libraries: dict[str, Path] = {}
 
     def wrapper(

@@ -18,6 +18,18 @@
 #define NAN __builtin_nanf("")
 #define bfloat __bf16
 
+// Anything of type T: kernels are read, not run.
+template <class T>
+T metal_host_any();
+
+// The front end turns `threadgroup T name[n];` into METAL_HOST_SHARED(name, (T), ([n])).
+#define METAL_HOST_UNWRAP(...) __VA_ARGS__
+#define METAL_HOST_SHARED(name, type, size)                             \
+  typedef METAL_HOST_UNWRAP type name##_shared METAL_HOST_UNWRAP size; \
+  threadgroup name##_shared& name = metal_host_any<threadgroup name##_shared&>()
+
+namespace metal {
+
 typedef unsigned char uchar;
 typedef unsigned short ushort;
 typedef unsigned int uint;
@@ -35,18 +47,6 @@ typedef ulong uint64_t;
 // What MLX's own prelude to a custom kernel names.
 typedef half float16_t;
 typedef bfloat bfloat16_t;
-
-// Anything of type T: kernels are read, not run.
-template <class T>
-T metal_host_any();
-
-// The front end turns `threadgroup T name[n];` into METAL_HOST_SHARED(name, (T), ([n])).
-#define METAL_HOST_UNWRAP(...) __VA_ARGS__
-#define METAL_HOST_SHARED(name, type, size)                             \
-  typedef METAL_HOST_UNWRAP type name##_shared METAL_HOST_UNWRAP size; \
-  threadgroup name##_shared& name = metal_host_any<threadgroup name##_shared&>()
-
-namespace metal {
 
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));

@@ -11,19 +11,19 @@ from kernel_check import (
     float64,
     kernel_factory,
     on_gpu_or_emulator,
+    path,
+    random_parents,
     relative_error,
     same_bits,
     within_rounding,
 )
-from kernel_trees import path, random_parents
 from mlx_lm.models.gated_delta import gated_delta_ops
 
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.delta_replay import (
+from dflash_mlx.kernels.delta_rule import (
     MOST_NODES,
     DeltaRule,
     Tape,
-    delta_replay_reference,
     delta_verify_reference,
     visits,
 )
@@ -124,11 +124,7 @@ def test_kernel_and_reference_are_the_delta_rule(dtype, rows, heads, dims, tree,
     found, following = delta_verify_reference(queries.astype(mx.float32), exact, parents)
     assert relative_error(found, mx.array(outputs, mx.float32)) < TOLERANCES[mx.float32]
     assert (following is None) == tree
-    kept = path(parents, rows - 1) if parents else list(range(rows))
-    for replay, of in [(delta_replay_reference, exact), (kernel.replay, tape)]:
-        for count in {1, len(kept) // 2, len(kept)} - {0}:
-            following = replay(of, mx.array(kept), mx.array(count))
-            assert is_state(following, states[kept[count - 1]])
+    assert tree or is_state(following, states[-1])
 
 
 def test_the_reference_is_the_rule_of_mlx_lm():
@@ -138,7 +134,7 @@ def test_the_reference_is_the_rule_of_mlx_lm():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_whatever_shares_the_call_and_replayed(dtype, kernel):
+def test_a_row_has_the_same_bits_whatever_shares_the_call(dtype, kernel):
     queries, tape = draft(dtype, 16, (2, 4), (128, 6))
     outputs, following = kernel.verify(queries, tape)
     state = tape.state
@@ -148,7 +144,6 @@ def test_a_row_has_the_same_bits_whatever_shares_the_call_and_replayed(dtype, ke
         assert same_bits(y, outputs[:, first])
         alone, state = kernel.verify(queries[:, one], taken(tape, one, state))
         assert same_bits(alone, outputs[:, one])
-        assert same_bits(kernel.replay(tape, mx.arange(16), row + 1), state)
     assert same_bits(state, following)
 
 
@@ -157,10 +152,8 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(kernel):
     outputs, _ = kernel.verify(queries, tape, parents)
     for node in (0, 1, 13, 27, 39):
         rows = mx.array(path(parents, node))
-        chain, state = kernel.verify(mx.take(queries, rows, axis=1), taken(tape, rows))
+        chain, _ = kernel.verify(mx.take(queries, rows, axis=1), taken(tape, rows))
         assert same_bits(chain[:, -1], outputs[:, node])
-        padded = mx.pad(rows, (0, 3))  # what an accept walk on the device hands over
-        assert same_bits(kernel.replay(tape, padded, mx.array(rows.size)), state)
 
 
 @given(st.lists(st.floats(0, 1, exclude_max=True), max_size=63))
@@ -223,22 +216,11 @@ def test_what_does_not_fit_is_refused(kernel):
             for name, of in (("values", mx.float32), ("decay", mx.float16), ("state", mx.float16))
         ),
     ]
-    shapes = (((1, 2), (288, 4)), ((2, 3), (32, 4)))
-    wrong = [tape._replace(**change) for change in changes]
-    for each in wrong + [draft(mx.float16, 3, *shape)[1] for shape in shapes]:
-        for replay in (kernel.replay, delta_replay_reference):
-            with pytest.raises(KernelError, match="delta rule has no kernel"):
-                replay(each, mx.arange(3), 1)
+    calls = [(queries, tape._replace(**change)) for change in changes]
+    calls += [draft(mx.float16, 3, *of) for of in (((1, 2), (288, 4)), ((2, 3), (32, 4)))]
+    calls += [(queries[:, :2], tape), (queries.astype(mx.float32), tape), (queries, tape, [-1, 0])]
     for verify in (kernel.verify, delta_verify_reference):
-        with pytest.raises(KernelError, match="queries .* and keys .* differ"):
-            verify(queries[:, :2], tape)
-        with pytest.raises(KernelError, match="2 parents for 3 rows"):
-            verify(queries, tape, [-1, 0])
-
-
-@pytest.mark.parametrize("rows", [33, MOST_NODES])
-def test_the_replay_of_a_whole_draft(kernel, rows):
-    """As after a long lookup draft in exact decoding: every row is kept."""
-    queries, tape = draft(mx.float32, rows, (1, 2), (32, 4), decay=(0.9, 1.0))
-    following = kernel.replay(tape, mx.arange(rows), rows)
-    assert is_state(following, rule(queries, tape)[2][-1])
+        verify(queries, tape, [-1, 0, 1])  # nor where it is that of an earlier call but for parents
+        for call in calls:
+            with pytest.raises(KernelError, match="delta rule has no kernel for queries"):
+                verify(*call)

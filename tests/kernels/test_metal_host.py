@@ -1,4 +1,4 @@
-"""The bugs that Metal kernels have, planted one at a time: the emulator names each of them."""
+"""The emulator: it names each of the bugs that Metal kernels have, and rounds as Metal does."""
 
 import shutil
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import metal_host
 import mlx.core as mx
+import numpy as np
 import pytest
 from metal_host import CheckError, EmulatedKernel, compiler, samples
 
@@ -63,7 +64,6 @@ BUGS = {
         f"if (thread_index_in_simdgroup < 16) {LAST_PRODUCT}",
         "divergent-matrix",
     ),
-    # Beyond the fourteen:
     "a SIMD-group barrier for some lanes": (
         LAST_PRODUCT,
         f"{LAST_PRODUCT} if (t % 32 < 16) simdgroup_barrier(mem_flags::mem_threadgroup);",
@@ -130,11 +130,10 @@ def test_bug_is_found(correct, wrong, kind):
     assert kind in kinds(caught), caught.value
 
 
-@pytest.mark.parametrize("compiler", metal_host.compilers(), ids=lambda each: each.version[:12])
-def test_a_variable_never_set_is_not_zero(compiler):
+def test_a_variable_never_set_is_not_zero():
     """A thread's own memory is not checked, but what is wrong there shows in the result."""
-    (right,) = sample().run(compiler=compiler)
-    (wrong,) = planted("> low(0), high(0);", "> low, high(0);").run(compiler=compiler)
+    (right,) = sample().run()
+    (wrong,) = planted("> low(0), high(0);", "> low, high(0);").run()
     assert mx.array_equal(wrong[8:], right[8:])
     assert not mx.isfinite(wrong[:8]).any().item()
 
@@ -150,28 +149,57 @@ def test_finding_names_the_line():
     assert source == "body" and wrong in lines[int(line) - 1]
 
 
+def run(body: str, *inputs: mx.array, threads: int = 64, dtype: mx.Dtype = mx.float32):
+    """What `body` leaves in `out` [threads]; its inputs are a, b and c, and `t` is its thread."""
+    source = f"const uint t = thread_position_in_grid.x;\n{body}"
+    kernel = EmulatedKernel("body", list("abc"[: len(inputs)]), ["out"], source)
+    size = dict(grid=(threads, 1, 1), threadgroup=(threads, 1, 1))
+    (out,) = kernel(inputs=inputs, output_shapes=[(threads,)], output_dtypes=[dtype], **size)
+    return out
+
+
 @pytest.mark.parametrize("threads", [1, 64])
 def test_too_much_private_memory_is_found(threads):
     """And the next launch finds every thread's stack in order again."""
     body = """
-      const uint t = thread_position_in_grid.x;
       float own[SIZE];
       for (uint i = 0; i < SIZE; i++) own[(i * 7 + t) % SIZE] = i;
       threadgroup_barrier(mem_flags::mem_none);
       out[t] = own[t];
     """
-
-    def kernel(size, **call):
-        source = f"constexpr int SIZE = {size};\n{body}"
-        return EmulatedKernel("private", [], ["out"], source)(**call)
-
-    call = dict(output_shapes=[(threads,)], output_dtypes=[mx.float32], inputs=[])
-    call |= dict(grid=(threads, 1, 1), threadgroup=(threads, 1, 1))
     with pytest.raises(CheckError) as caught:
-        kernel(10_000, **call)
+        run(body.replace("SIZE", "10000"), threads=threads)
     assert kinds(caught) & {"stack-overflow", "thread-memory", "out-of-bounds"}, caught.value
-    (result,) = kernel(100, **call)
-    assert result[0].item() == 0
+    assert run(body.replace("SIZE", "100"), threads=threads)[0].item() == 0
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_and_bfloat_round_after_every_operation(dtype):
+    """Including the intermediate ones: half(half(a * b) + c), as Metal has no wider half."""
+    a, b, c = (mx.random.normal((64,), key=mx.random.key(i)).astype(dtype) for i in range(3))
+    wide = (a.astype(mx.float32) * b.astype(mx.float32)).astype(dtype).astype(mx.float32)
+    expected = (wide + c.astype(mx.float32)).astype(dtype)
+    assert mx.array_equal(run("out[t] = a[t] * b[t] + c[t];", a, b, c, dtype=dtype), expected)
+
+
+def test_bfloat_rounds_to_even_and_keeps_infinities():
+    ties = [1 + 2**-8, 1 + 3 * 2**-8, 3.4e38, -np.inf, 1e-40, 0.1]
+    given = mx.array(np.resize(np.array(ties, np.float32), 64))
+    got = run("out[t] = bfloat(a[t]);", given, dtype=mx.bfloat16)
+    assert mx.array_equal(got, given.astype(mx.bfloat16))
+
+
+def test_simdgroup_barrier_orders_its_own_lanes_only():
+    body = """
+      threadgroup float shared[64];
+      shared[t] = a[t];
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+      out[t] = shared[t ^ {}];
+    """
+    a = mx.arange(64, dtype=mx.float32)
+    assert run(body.format(1), a).tolist() == [t ^ 1 for t in range(64)]
+    with pytest.raises(CheckError, match="race"):
+        run(body.format(32), a)
 
 
 RUN_A_COPY = """
@@ -180,8 +208,8 @@ from pathlib import Path
 from metal_host import compiler
 compiler.CACHE = Path(sys.argv[1])
 sys.path.append(sys.argv[2])
-import test_metal_host_bugs
-test_metal_host_bugs.sample().run(checked=False)
+import test_metal_host
+test_metal_host.sample().run(checked=False)
 """
 
 
@@ -192,3 +220,43 @@ def test_a_copied_cache_has_a_runtime_of_its_own(tmp_path):
         shutil.copy(library, tmp_path)
     command = [sys.executable, "-c", RUN_A_COPY, str(tmp_path), str(Path(__file__).parent)]
     subprocess.run(command, cwd=Path(__file__).parents[1] / "helpers", check=True)
+
+
+ONE_THREAD = dict(grid=(1, 1, 1), threadgroup=(1, 1, 1))
+EVERY_ATTRIBUTE = """
+  out[0] = a[0] + a_shape[0] + a_ndim + b_strides[1] + thread_position_in_grid.x
+    + thread_index_in_simdgroup + threadgroups_per_grid.y + threads_per_grid.z
+    + simdgroups_per_threadgroup + thread_index_in_threadgroup;
+"""
+SAMPLES = {
+    "header": samples.matmul(mx.zeros((16, 256), mx.float16), mx.zeros((64, 256), mx.float16)),
+    "every attribute, small inputs": samples.Sample(
+        dict(
+            name="attributes",
+            input_names=["a", "b", "scalar"],
+            output_names=["out", "second"],
+            source=EVERY_ATTRIBUTE,
+        ),
+        dict(output_shapes=[(1,), (2, 2)], output_dtypes=[mx.float32, mx.uint8]) | ONE_THREAD,
+        [mx.zeros((7,), mx.int32), mx.zeros((3, 4), mx.float16), mx.array(1.5)],
+    ),
+    "few inputs": samples.Sample(
+        dict(name="plain", input_names=["a"], output_names=["b"], source="b[0] = a[0];"),
+        dict(output_shapes=[(1,)], output_dtypes=[mx.int64]) | ONE_THREAD,
+        [mx.zeros((9,), mx.uint64)],
+    ),
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
+def test_wrapper_is_the_text_of_mlx(sample, tmp_path, capfd):
+    """Letter for letter. Without Metal MLX cannot run a kernel, but it can export one."""
+    kernel, call = mx.fast.metal_kernel(**sample.constructor), sample.call
+
+    def function(*inputs):
+        return kernel(inputs=list(inputs), verbose=True, **call)
+
+    mx.export_function(str(tmp_path / "kernel.mlxfn"), function, *sample.inputs)
+    printed = capfd.readouterr().out.split("```\n")[1]
+    ours = EmulatedKernel(**sample.constructor).wrapper(sample.inputs, call["output_dtypes"])
+    assert ours.text.rstrip("\n") == printed.rstrip("\n")

@@ -1,5 +1,5 @@
-// The gated delta rule over the rows of one draft: its output at every row (the verify), and the
-// state after the rows that were kept (the replay).
+// The gated delta rule over the rows of one draft: its output at every row, and the state after a
+// chain. The rows that were kept of a draft are a chain.
 //
 // A state is a matrix [Dv, Dk] per head, and its Dv rows never meet. A SIMD-group takes four of
 // them, eight lanes a row: fewer lanes a row mean fewer steps to add up over the lanes, which take
@@ -133,17 +133,6 @@ inline void verify_tree(DeltaInputs<T, Beta, DK> in, const device T* queries,
     const float read = current.dot(query);
     if (part == 0) out[(node * in.heads + head) * in.value_dim + d] = T(read);
   }
-}
-
-// The replay: the state after the first `count` of the rows listed in `kept`.
-template <typename T, typename Beta, int DK>
-inline void replay(DeltaInputs<T, Beta, DK> in, const device float* state, const device int* kept,
-    int count, device float* next, int head, int d, int part) {
-  SpreadRow<DK> current;
-  const int at = (head * in.value_dim + d) * DK;
-  current.load(state + at, part);
-  for (int i = 0; i < count; i++) in.step(current, kept[i], head, d, part);
-  current.store(next + at, part);
 }
 
 }  // namespace dflash

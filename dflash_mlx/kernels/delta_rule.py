@@ -1,0 +1,239 @@
+"""The gated delta rule over a draft.
+
+A recurrent layer's state is megabytes, its inputs are kilobytes a row. So a verify writes no state
+per row; the commit runs the recurrence again over the kept rows, a chain. In a tree every node
+steps from its parent's state. `metal/delta_rule.metal` explains why a row's bits depend on its path
+only.
+
+The rule is that of Gated DeltaNet (arXiv 2412.06464), as in mlx-lm's `gated_delta_update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ..errors import KernelError
+from .launch import Calls, Constant, Kernel, Launch, Launcher, dtype_name, in_device_memory
+from .selfcheck import KernelCheck, Noise
+from .weights import FLOATS
+
+MOST_NODES = 64
+_ROWS = 4  # state rows of a SIMD-group
+_SIMDGROUPS = 4  # of a threadgroup for a chain; one for a tree, whose waiting states take memory
+
+_INPUTS = """
+  const dflash::DeltaInputs<T, B, DK> in{keys, values, decay, beta, HK, HV, DV};
+  const int lane = thread_index_in_simdgroup, part = lane % dflash::kRowLanes;
+  const int head = thread_position_in_grid.z;
+  const int d = thread_position_in_grid.y * dflash::kRowsOfSimdgroup + lane / dflash::kRowLanes;
+  if (d >= DV) return;
+"""
+_CHAIN = _INPUTS + "dflash::verify_chain(in, queries, state, rows, out, next, head, d, part);\n"
+_TREE = f"""
+  threadgroup float slots[dflash::kRowsOfSimdgroup * SLOTS * DK];
+  {_INPUTS}
+  threadgroup float* own = slots + lane / dflash::kRowLanes * SLOTS * DK;
+  dflash::verify_tree(in, queries, state, visits, nodes, out, own, head, d, part);
+"""
+
+
+class Tape(NamedTuple):
+    """The recurrence's inputs in a draft's rows, and the state before the first.
+
+    Attributes:
+        keys: [1, N, Hk, Dk], normalized, N <= 64; Dk <= 256.
+        values: [1, N, Hv, Dv] of the same dtype; Hv is a multiple of Hk.
+        decay: [1, N, Hv] float32, what a state keeps of itself.
+        beta: [1, N, Hv], how much of what is missing is added.
+        state: [1, Hv, Dv, Dk] float32.
+    """
+
+    keys: mx.array
+    values: mx.array
+    decay: mx.array
+    beta: mx.array
+    state: mx.array
+
+
+def _kernel(tree: bool) -> Kernel:
+    body, name = (_TREE, "tree") if tree else (_CHAIN, "chain")
+    rows, outputs = (["visits", "nodes"], ["out"]) if tree else (["rows"], ["out", "next"])
+    inputs = [*Tape._fields, "queries", *rows]
+    return Kernel(f"delta_verify_{name}", "delta_rule.metal", inputs, outputs, body)
+
+
+class DeltaRule(Launcher):
+    """The rule over the rows of a draft."""
+
+    def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
+        """See `Launcher.instances`: keys that lanes share evenly or not, trees of every depth."""
+        for dim, rows in ((128, 12), (64, 3), (256, 63), (100, 31), (1, 1)):
+            gates, state = mx.ones((1, rows, 4)), mx.zeros((1, 4, 30, dim))
+            keys, values = mx.ones((1, rows, 2, dim), dtype), mx.ones((1, rows, 4, 30), dtype)
+            tape = Tape(keys, values, gates, gates.astype(stored), state)
+            yield partial(self.verify, keys, tape)
+            yield partial(self.verify, keys, tape, _binary(rows))
+
+    def verify(
+        self, queries: mx.array, tape: Tape, parents: Sequence[int] | None = None
+    ) -> tuple[mx.array, mx.array | None]:
+        """The outputs of a draft's rows, and the state after a chain.
+
+        Args:
+            queries: as the keys.
+            tape: the other inputs.
+            parents: [N] each node's row, -1 for the root, parents first; None for a chain.
+
+        Returns:
+            The outputs [1, N, Hv, Dv] in the values' dtype, and the state [1, Hv, Dv, Dk] after the
+            last row of a chain; a tree has none.
+
+        Raises:
+            KernelError: shapes or dtypes that do not fit, or that the kernel does not take.
+        """
+        order = [] if parents is None else visits(parents)
+        slots = max((1 + own for _, _, own in order), default=0)
+        key = len(order), slots, *((x.shape, x.dtype) for x in (queries, *tape))
+        prepare = partial(self._prepare, queries, tape, parents, max(slots, bool(order)))
+        launch = self._checked(key, prepare, lambda: self._check(tape, parents))
+        waiting = [in_device_memory(mx.array(order, mx.int32))] if order else []
+        given = [*map(in_device_memory, (*tape, queries)), *waiting, mx.array(tape.keys.shape[1])]
+        out, *following = launch(given)
+        return out, following[0] if following else None
+
+    def _prepare(
+        self, queries: mx.array, tape: Tape, parents: Sequence[int] | None, slots: int
+    ) -> Launch:
+        """A launch, four state rows per SIMD-group."""
+        check(queries, tape, parents)
+        (key_heads, key_dim), (heads, value_dim) = tape.keys.shape[2:], tape.values.shape[2:]
+        constants: dict[str, Constant] = {"T": queries.dtype, "B": tape.beta.dtype, "DK": key_dim}
+        constants |= {"HK": key_heads, "HV": heads, "DV": value_dim}
+        outputs = [(tape.values.shape, queries.dtype)]
+        if parents is None:
+            outputs.append((tape.state.shape, mx.float32))
+        else:
+            constants["SLOTS"] = slots
+        grid = 32, -(-value_dim // _ROWS), heads  # MLX ends a threadgroup where the grid ends
+        group = 32, _SIMDGROUPS if parents is None else 1, 1
+        return self._launch(_kernel(parents is not None), constants, grid, group, outputs)
+
+    def _check(self, like: Tape, parents: Sequence[int] | None) -> KernelCheck:
+        """The check of a rule with random inputs of these shapes."""
+        noise, gates = Noise(like.keys.dtype), like.decay.shape
+        (_, rows, key_heads, key_dim), (heads, value_dim) = like.keys.shape, like.values.shape[2:]
+        queries, keys = (noise(*like.keys.shape) * key_dim**-0.5 for _ in range(2))
+        beta, state = noise.gates(*gates).astype(like.beta.dtype), noise(*like.state.shape)
+        tape = Tape(keys, noise(*like.values.shape), noise.gates(*gates), beta, state)
+        tape = tape._replace(state=state.astype(mx.float32))
+        exact = Tape(*(x.astype(mx.float32) for x in tape))
+        key = f"the delta rule of {heads}/{key_heads} heads of {value_dim}x{key_dim} in "
+        key += f"{dtype_name(keys)} and {dtype_name(beta)}, a "
+        key += f"{'chain' if parents is None else 'tree'} of {rows} rows"
+        tree = None if parents is None else _binary(rows)
+        rule = DeltaRule(self._metal_kernel).verify  # which checks nothing
+
+        def arrays(rule: Callable[..., Any], *given: Any) -> list[mx.array]:
+            return [x for x in rule(*given, tree) if x is not None]
+
+        return KernelCheck(
+            key,
+            partial(arrays, rule, queries, tape),
+            partial(arrays, delta_verify_reference, queries.astype(mx.float32), exact),
+        )
+
+
+def delta_verify_reference(
+    queries: mx.array, tape: Tape, parents: Sequence[int] | None = None
+) -> tuple[mx.array, mx.array | None]:
+    """What `DeltaRule.verify` computes, in plain MLX."""
+    check(queries, tape, parents)
+    repeats = tape.values.shape[2] // tape.keys.shape[2]
+    states: list[mx.array] = []
+    outputs = []
+    for row, parent in enumerate(range(-1, queries.shape[1] - 1) if parents is None else parents):
+        states.append(_step(tape.state if parent < 0 else states[parent], tape, row))
+        query = mx.repeat(queries[:, row].astype(mx.float32), repeats, axis=1)[..., None, :]
+        outputs.append((states[-1] * query).sum(axis=-1))
+    y = mx.stack(outputs, axis=1).astype(tape.values.dtype)
+    return y, states[-1] if parents is None else None
+
+
+def _step(state: mx.array, tape: Tape, row: mx.array | int) -> mx.array:
+    """The state [1, Hv, Dv, Dk] after a row."""
+    key, value, decay, beta = (x[:, row] for x in tape[:4])
+    key = mx.repeat(key.astype(mx.float32), value.shape[1] // key.shape[1], axis=1)[..., None, :]
+    state = state * decay[..., None, None]
+    missing = (value - (state * key).sum(axis=-1)) * beta[..., None]
+    return state + key * missing[..., None]
+
+
+def _binary(nodes: int) -> list[int]:
+    """The parents of a binary tree, row by row."""
+    return [(node - 1) // 2 if node else -1 for node in range(nodes)]
+
+
+def visits(parents: Sequence[int]) -> list[list[int]]:
+    """The order in which to visit a tree, and the slots for the states of its branching nodes.
+
+    A parent comes first, then its subtrees, the one that needs most slots last: by then the
+    parent's slot is free. A tree that needs k slots has at least 2^(k+1) - 1 nodes (Sethi and
+    Ullman's register allocation).
+
+    Args:
+        parents: [N] each node's row, -1 for the root, parents first.
+
+    Returns:
+        [N, 3]: a node, the slot with its parent's state (-1: its parent is the node before), and
+        the slot to leave its own state in (-1: none).
+    """
+    children: list[list[int]] = [[] for _ in parents]
+    needs = [0] * len(parents)
+    for node in reversed(range(len(parents))):
+        children[node].sort(key=needs.__getitem__)
+        below = [needs[child] for child in children[node]]
+        needs[node] = max([below[-1], below[-2] + 1] if len(below) > 1 else below, default=0)
+        if node:
+            children[parents[node]].append(node)
+    order, waiting = [], [(0, -1, 0)]  # a node, its parent's slot, the first slot that is free
+    while waiting:
+        node, slot, free = waiting.pop()
+        several = len(children[node]) > 1
+        order.append([node, slot, free if several else -1])
+        for i, child in reversed(list(enumerate(children[node]))):
+            # The first follows its parent directly; the last needs nothing kept for another.
+            last = i == len(children[node]) - 1
+            waiting.append((child, free if i else -1, free if last else free + 1))
+    return order
+
+
+def check(queries: mx.array, tape: Tape, parents: Sequence[int] | None = None) -> None:
+    """Raise `KernelError` for inputs that break the rules of `Tape` and `DeltaRule.verify`."""
+    keys, values, decay, beta, state = tape
+    fits = keys.ndim == values.ndim == 4 and keys.shape[:2] == values.shape[:2]
+    if fits:
+        (batch, rows, key_heads, key_dim), (heads, value_dim) = keys.shape, values.shape[2:]
+        fits = (
+            batch == 1
+            and 1 <= rows <= MOST_NODES
+            and heads % key_heads == 0
+            and key_dim <= 256
+            and queries.shape == keys.shape
+            and queries.dtype == keys.dtype == values.dtype
+            and {keys.dtype, beta.dtype} <= set(FLOATS)
+            and decay.shape == beta.shape == (1, rows, heads)
+            and state.shape == (1, heads, value_dim, key_dim)
+            and decay.dtype == state.dtype == mx.float32
+            and (parents is None or len(parents) == rows)
+        )
+    if not fits:
+        shapes = ", ".join(
+            f"{name} {x.shape} in {dtype_name(x)}"
+            for name, x in zip(("queries", *Tape._fields), (queries, *tape), strict=True)
+        )
+        of = "" if parents is None else f" and {len(parents)} parents"
+        raise KernelError(f"The delta rule has no kernel for {shapes}{of}.")
