@@ -46,22 +46,17 @@ class Folder:
     """A model's folder. Each file is read once, when it is first asked about.
 
     Args:
-        path: the folder; of a GGUF file that is not converted yet, the file.
+        path: the folder.
         name: the model, as it was named.
-        remote: gives the bytes of its weights on the hub, if the folder has only its config.json
-            and index.
     """
 
-    def __init__(
-        self, path: Path, name: str | None = None, remote: Callable[[], int] | None = None
-    ) -> None:
-        self.path, self.name, self.remote = path, name or str(path), remote
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path, self.name = path, name or str(path)
         self._headers: dict[Path, dict[str, StoredTensor]] = {}
 
-    @property
-    def is_preview(self) -> bool:
-        """Whether it has the config.json of a model whose weights are not downloaded yet."""
-        return self.remote is not None and self.path.is_dir()
+    def converted(self, unpacked: bool) -> Folder:
+        """A folder of safetensors; `unpacked` as for a GGUF file."""
+        return self
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -152,13 +147,7 @@ class Folder:
         self, quantization: Quantization | None = None, float_bytes: int | None = None
     ) -> int:
         """Bytes that the weights take once loaded, as `memory_needed` counts them."""
-        if self.remote is None:
-            return memory_needed(self.tensors.values(), quantization, float_bytes)
-        dtype = "U8" if self.is_quantized else "F8_E4M3" if is_fp8(self.config) else "BF16"
-        columns = 128  # any group size divides them
-        rows = self.remote() // (columns * (2 if dtype == "BF16" else 1))
-        whole = StoredTensor("", self.path, dtype, (rows, columns))
-        return memory_needed([whole], quantization, float_bytes)
+        return memory_needed(self.tensors.values(), quantization, float_bytes)
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
@@ -185,6 +174,30 @@ class Folder:
             warnings.warn(f"dflash-mlx: {path} is not used: {error}", stacklevel=2)
             return {}
         return found
+
+
+class Preview(Folder):
+    """A model on the hub, of which the config.json and index are here; of a GGUF file, no folder.
+
+    Args:
+        remote: gives the bytes of its weights.
+    """
+
+    def __init__(self, path: Path, name: str, remote: Callable[[], int]) -> None:
+        super().__init__(path, name)
+        self._remote = remote
+
+    def memory(
+        self, quantization: Quantization | None = None, float_bytes: int | None = None
+    ) -> int:
+        """As `Folder.memory`, by the size of the files."""
+        size = self._remote()
+        if self.is_quantized:
+            return size
+        weights = size // (1 if is_fp8(self.config) else 2)
+        if quantization is not None:
+            return math.ceil(quantization.bytes_of(weights))
+        return weights * (float_bytes or 2)
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:

@@ -23,8 +23,8 @@ from huggingface_hub.utils import filter_repo_objects, get_session
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
 from ..validation import error_text
 from .download import FAILURES, download, explained
-from .folder import INDEX, Folder
-from .registry import Part, hub_gguf, local_path, parts_of
+from .folder import INDEX, Folder, Preview
+from .registry import Part, hub_gguf, local_path
 
 # What mlx-lm reads of a repository.
 WEIGHTS = ["*.safetensors"]
@@ -72,19 +72,16 @@ class Hub:
         return time.perf_counter() - start
 
     def find(self, name: str) -> Folder:
-        """A repository's folder on this disk, or one with its config.json and index alone.
-
-        Of a GGUF file (owner/name:Q4_K_M) nothing is asked. Raises as `fetch`.
-        """
+        """A repository on this disk, else its `Preview`. Raises as `fetch`."""
         copy = self.copy(name)
         if copy is not None or self.offline:
             return copy or self.fetch(name)
-        if hub_gguf(name) is not None:
-            return Folder(Path(name), name, partial(self.remote_bytes, name))
+        if hub_gguf(name) is not None:  # nothing is asked
+            return Preview(Path(name), name, partial(self.remote_bytes, name))
         folder = self._snapshot(name, ["config.json", INDEX])
         if not (folder / "config.json").is_file() and self._gguf_types(name):
             raise self._no_gguf(name)
-        return Folder(folder, name, partial(self.remote_bytes, name, ["model*.safetensors"]))
+        return Preview(folder, name, partial(self.remote_bytes, name, ["model*.safetensors"]))
 
     def fetch(self, name: str, weights: Sequence[str] = WEIGHTS, update: bool = False) -> Folder:
         """The folder of a repository (owner/name), downloaded unless it is there already.
@@ -111,13 +108,13 @@ class Hub:
         found = [file for file in found if not file.name.startswith("mmproj")]  # of images
         if not found:
             raise self._no_gguf(*gguf)
-        return Folder(min(found, key=lambda file: (len(file.name), file.name)), name)
+        return _gguf_file(min(found, key=lambda file: (len(file.name), file.name)), name)
 
     def copy(self, name: str) -> Folder | None:
         """The complete copy of a repository or GGUF file on this disk; None without one."""
         try:
             folder = Hub(self.endpoint, self.cache, offline=True).fetch(name)
-            _ = parts_of(folder.path) if folder.path.is_file() else folder.files
+            _ = folder.files
         except (DownloadError, ModelNotFoundError, WeightsError):
             return None
         return folder
@@ -128,21 +125,14 @@ class Hub:
         Raises the errors of `fetch`.
         """
         with explained(name, self.endpoint, self.offline):
-            return Path(
-                hf_hub_download(
-                    *(name, file),
-                    repo_type="dataset",
-                    endpoint=self.endpoint,
-                    cache_dir=self.cache,
-                    local_files_only=self.offline,
-                )
-            )
+            where = self._where | {"local_files_only": self.offline}
+            return Path(hf_hub_download(name, file, repo_type="dataset", **where))
 
     def downloaded(self, name: str) -> int | None:
         """Bytes of a repository's copy on this disk, None without a complete one."""
         if (copy := self.copy(name)) is None:
             return None
-        files = parts_of(copy.path) if copy.path.is_file() else copy.path.rglob("*")
+        files = [*copy.path.rglob("*")] or copy.files  # below a folder, or of a GGUF file
         return sum(file.stat().st_size for file in files if file.is_file())
 
     def copies(self) -> dict[str, int]:
@@ -152,8 +142,7 @@ class Hub:
         except CacheNotFound:
             return {}
         names = sorted(repo.repo_id for repo in cached if repo.repo_type == "model")
-        sizes = {name: self.downloaded(name) for name in names}
-        return {name: size for name, size in sizes.items() if size is not None}
+        return {name: size for name in names if (size := self.downloaded(name)) is not None}
 
     def remote_bytes(self, name: str, wanted: Sequence[str] = WANTED) -> int:
         """Bytes of a repository's files that `fetch` would bring. Raises as `fetch`."""
@@ -180,6 +169,10 @@ class Hub:
                 return strategy.expected_freed_size
         raise ModelNotFoundError(f"{name} is not downloaded; 'dflash-mlx list' shows what is.")
 
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"endpoint": self.endpoint, "cache_dir": str(self.folder)}
+
     def _sizes(self, name: str) -> dict[str, int]:
         """A repository's files and their bytes, asked for once. Raises as `fetch`."""
         if name not in self._listed:
@@ -204,8 +197,7 @@ class Hub:
 
     def _snapshot(self, name: str, wanted: list[str]) -> Path:
         """A repository's folder with the files that are wanted."""
-        where: dict[str, Any] = {"endpoint": self.endpoint, "cache_dir": str(self.folder)}
-        settings = where | {"repo_id": name, "allow_patterns": wanted}
+        settings = self._where | {"repo_id": name, "allow_patterns": wanted}
         if self.offline:
             with explained(name, self.endpoint, self.offline):
                 return Path(snapshot_download(**settings, local_files_only=True))
@@ -222,12 +214,15 @@ def find(name: str, hub: Hub, part: Part = "target") -> Folder:
     Raises the errors of `local_path` and `Hub.find`.
     """
     path = local_path(name, part)
-    folder = hub.find(name) if path is None else Folder(path, name)
-    if not folder.path.is_file():
-        return folder
-    from .gguf.convert import GGUFFile
+    if path is None:
+        return hub.find(name)
+    return _gguf_file(path, name) if path.is_file() else Folder(path, name)
 
-    return GGUFFile(folder.path, name)
+
+def _gguf_file(path: Path, name: str) -> Folder:
+    from .gguf.convert import GGUFFile  # starts MLX
+
+    return GGUFFile(path, name)
 
 
 def _gguf_files(quantization: str) -> list[str]:

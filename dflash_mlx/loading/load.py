@@ -17,7 +17,7 @@ from ..targets import Target
 from ..validation import brief, check_integer
 from .computed import model_of
 from .drafters import ASSISTANT, NETWORK, DraftSource, check_drafter, open_drafter
-from .folder import Folder, memory_needed
+from .folder import Folder, Preview, memory_needed
 from .hub import Hub, find
 from .mtp import head_shards, head_tensors
 from .quantization import Quantization
@@ -216,13 +216,13 @@ def find_target(
     Raises `ConfigError` or `NotEnoughMemoryError` for one that cannot run, and as `find`.
     """
     folder = find(name, hub)
-    if folder.remote is None:
-        folder.config  # noqa: B018 (a damaged file is named before a drafter is looked for)
-    if not folder.is_preview:
-        return folder, None
-    model = model_of(name, folder.config)
-    check_weights(folder, quantization, machines=machines)
-    return folder, model
+    if not isinstance(folder, Preview):
+        _ = folder.config  # a damaged file is named before a drafter is looked for
+    elif folder.path.is_dir():
+        model = model_of(name, folder.config)
+        check_weights(folder, quantization, machines=machines)
+        return folder, model
+    return folder, None
 
 
 def find_drafter(name: str, hub: Hub, model: nn.Module | None = None) -> Folder:
@@ -231,7 +231,7 @@ def find_drafter(name: str, hub: Hub, model: nn.Module | None = None) -> Folder:
     if facts is not None and facts.refused is not None and not local_path(name, "drafter"):
         raise ConfigError(f"{name} is known not to load: {facts.refused}.")
     folder = find(name, hub, "drafter")
-    if folder.is_preview:
+    if isinstance(folder, Preview) and folder.path.is_dir():
         check_drafter(folder, model)
     return folder
 
@@ -241,14 +241,10 @@ def complete(folder: Folder, hub: Hub, target: Folder | None = None) -> Folder:
 
     If it has a head for `target`, only the head's files are downloaded.
     """
-    if folder.remote is not None:
-        shards = head_shards(folder, target.config) if target and folder.is_preview else ()
+    if isinstance(folder, Preview):
+        shards = head_shards(folder, target.config) if target else ()
         folder = hub.fetch(folder.name, [*shards]) if shards else hub.fetch(folder.name)
-    if not folder.path.is_file():
-        return folder
-    from .gguf.convert import converted
-
-    return Folder(converted(folder.path, unpacked=on_cpu()), folder.name)
+    return folder.converted(unpacked=on_cpu())
 
 
 def _quantizations(

@@ -4,12 +4,13 @@ import functools
 import importlib
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from families import CONFIGS
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
@@ -204,3 +205,17 @@ def save_adapter(folder: Path, model: Path, kind: str, rank: int = 4, scale: flo
     mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def refusal(
+    error: type[Exception] | tuple[type[Exception], ...],
+    call: Callable[..., Any],
+    *arguments: Any,
+    **options: Any,
+) -> str:
+    """The one line of the error that a call must raise; paths are given as text."""
+    with pytest.raises(error) as caught:
+        call(*(str(one) if isinstance(one, Path) else one for one in arguments), **options)
+    message = str(caught.value)
+    assert message.isprintable() and 0 < len(message) < 600
+    return message

@@ -67,7 +67,7 @@ def test_rope_keys_of_gguf_files_are_computed_or_refused(
     write(tmp_path / "a.gguf", metadata | more, tensors, {})
     latent = kind == "deepseek2"  # its factor is in the attention's scale
     try:
-        folder = converted(tmp_path / "a.gguf", True, tmp_path / "cache")
+        folder = converted(tmp_path / "a.gguf", True)
         ropes = dict(read_target(Folder(folder))[0].named_modules())
     except ConfigError as error:
         assert "rope" in str(error) and "\n" not in str(error)
@@ -107,7 +107,7 @@ def test_keys_of_gguf_files_say_what_is_computed(
     kind = metadata["general.architecture"]
     write(tmp_path / "a.gguf", metadata | {f"{kind}.{key}": value}, tensors, {})
     with pytest.raises(ConfigError, match=f"{kind}.{key} is "):
-        converted(tmp_path / "a.gguf", True, tmp_path / "cache")
+        converted(tmp_path / "a.gguf", True)
 
 
 SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -5,66 +5,154 @@ import os
 
 import mlx.core as mx
 import pytest
-from tinymodels import save_drafter, save_target
+from tinymodels import refusal, save_drafter, save_target
 
-from dflash_mlx.errors import (
-    ConfigError,
-    DFlashError,
-    ModelNotFoundError,
-    SettingsError,
-    WeightsError,
-)
-from dflash_mlx.loading.load import load_drafter, load_target
+from dflash_mlx.errors import ConfigError, DFlashError, ModelNotFoundError, SettingsError
+from dflash_mlx.errors import WeightsError as Weights
+from dflash_mlx.loading import folder as folders
+from dflash_mlx.loading.folder import Folder, read_header
+from dflash_mlx.loading.load import load, load_drafter, load_target
 from dflash_mlx.loading.target import damaged_weights
 
-
-@pytest.fixture
-def folder(tmp_path):
-    """A target's folder to damage."""
-    return save_target(tmp_path / "target")
+WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture
-def drafter(tmp_path):
-    """A drafter's folder to damage."""
-    return save_drafter(tmp_path / "drafter")
+def fields(file="config.json", **changed):
+    """Damage: replace fields of a JSON file; those set to `...` are removed."""
+
+    def damage(folder):
+        content = json.loads((folder / file).read_text()) | changed
+        content = {name: value for name, value in content.items() if value is not ...}
+        (folder / file).write_text(json.dumps(content))
+
+    return damage
 
 
-def refusal(folder, error: type[DFlashError] = ConfigError, loader=load_target) -> str:
-    """The one line of the error that loading raises."""
-    with pytest.raises(error) as caught:
-        loader(str(folder))
-    message = str(caught.value)
-    assert message.isprintable() and len(message) < 600
-    return message
+def tensors(**changed):
+    """Damage: replace tensors; those set to `...` are removed."""
+
+    def damage(folder):
+        stored = dict(mx.load(str(folder / WEIGHTS)))
+        mx.eval(stored)
+        stored |= {name.replace("__", "."): value for name, value in changed.items()}
+        kept = {name: value for name, value in stored.items() if value is not ...}
+        mx.save_safetensors(str(folder / WEIGHTS), kept)
+
+    return damage
 
 
-def rewrite(path, **fields) -> None:
-    """Replace fields of a JSON file; those set to `...` are removed."""
-    content = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({name: v for name, v in content.items() if v is not ...}))
+def content(file, text):
+    """Damage: another content of a file, or a part of its own; none without a text."""
+
+    def damage(folder):
+        if isinstance(text, slice):
+            (folder / file).write_bytes((folder / file).read_bytes()[text])
+        elif text is None:
+            (folder / file).unlink()
+        else:
+            (folder / file).write_bytes(text)
+
+    return damage
 
 
-def change_weights(folder, change) -> None:
-    """Store the weights that `change` leaves in a dictionary of tensors."""
-    path = str(folder / "model.safetensors")
-    weights = dict(mx.load(path))
-    mx.eval(weights)
-    change(weights)
-    mx.save_safetensors(path, weights)
+def header(**changed):
+    """Damage: a safetensors file of one tensor whose header says something else."""
+    tensor = {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]} | changed
+    text = json.dumps({"a": tensor}).encode()
+    return content(WEIGHTS, len(text).to_bytes(8, "little") + text + bytes(32))
+
+
+CANNOT, TRUNCATED = "config.json: mlx-lm cannot load it", f"{WEIGHTS}: truncated, or not a safeten"
+LAYERS, TOKENIZER = "config.json: num_hidden_layers must be", "the tokenizer cannot be read"
+INDEX, UNFIT = "model.safetensors.index.json", "the weights do not fit the config"
+# What is broken of a target, the error, and a part of its message.
+DAMAGE = {
+    "no config": (content("config.json", None), ModelNotFoundError, "no config.json"),
+    "no tokenizer": (content("tokenizer.json", None), ModelNotFoundError, "no tokenizer.json"),
+    "no weights": (content(WEIGHTS, None), Weights, f"no {WEIGHTS}"),
+    "half a config": (content("config.json", b"{"), ConfigError, "config.json: not valid JSON"),
+    "an unknown model": (fields(model_type="unheard_of"), ConfigError, CANNOT),
+    "no model's name": (fields(model_type=...), ConfigError, CANNOT),
+    "no hidden size": (fields(hidden_size=...), ConfigError, CANNOT),
+    "no heads": (fields(num_attention_heads=0), ConfigError, CANNOT),
+    "a rotation": (
+        fields(rope_scaling={"rope_type": "spiral", "factor": 2.0}),
+        ConfigError,
+        CANNOT,
+    ),
+    "code": (fields(model_file="evil.py"), ConfigError, CANNOT),
+    "2^31 layers": (fields(num_hidden_layers=2**31), ConfigError, LAYERS),
+    "0 layers": (fields(num_hidden_layers=0), ConfigError, LAYERS),
+    "many layers": (fields(num_hidden_layers="many"), ConfigError, LAYERS),
+    "no file": (content(WEIGHTS, slice(0)), Weights, TRUNCATED),
+    "a header's length": (content(WEIGHTS, slice(8)), Weights, TRUNCATED),
+    "all but a byte": (content(WEIGHTS, slice(-1)), Weights, TRUNCATED),
+    "all but 200 bytes": (content(WEIGHTS, slice(-200)), Weights, TRUNCATED),
+    "a portal's page": (content(WEIGHTS, b"<!DOCTYPE html>" * 40), Weights, TRUNCATED),
+    "a pointer": (content(WEIGHTS, b"version https://git-lfs.github.com"), Weights, TRUNCATED),
+    "another dtype": (header(dtype="F99"), Weights, TRUNCATED),
+    "a huge shape": (header(shape=[2**40, 2**40]), Weights, TRUNCATED),
+    "a negative offset": (header(data_offsets=[0, -4]), Weights, TRUNCATED),
+    "half an index": (content(INDEX, b"{"), Weights, INDEX),
+    "an index of nothing": (content(INDEX, b'{"weight_map": 5}'), Weights, INDEX),
+    "a tensor less": (tensors(model__norm__weight=...), ConfigError, "model.norm.weight"),
+    "a tensor more": (tensors(model__extra__weight=mx.ones(3)), ConfigError, "model.extra.weight"),
+    "another shape": (tensors(model__norm__weight=mx.ones(65)), ConfigError, "model.norm.weight"),
+    "not a number": (
+        tensors(model__norm__weight=mx.full(64, mx.nan)),
+        Weights,
+        "NaN or infinite weights in model.norm.weight, 1 tensors in all",
+    ),
+    "a tokenizer's model": (
+        fields("tokenizer.json", model={"type": "Nothing"}),
+        ConfigError,
+        TOKENIZER,
+    ),
+    "its decoder": (fields("tokenizer.json", decoder=[]), ConfigError, TOKENIZER),
+    "its class": (fields("tokenizer_config.json", tokenizer_class=5), ConfigError, TOKENIZER),
+    "its parser": (fields("tokenizer_config.json", tool_parser_type="no"), ConfigError, TOKENIZER),
+}
+DRAFTERS = {
+    "layers": (fields(num_hidden_layers=3), Weights, UNFIT),
+    "heads": (fields(head_dim=32), Weights, UNFIT),
+    "taps": (fields(target_layer_ids=[1]), Weights, UNFIT),
+    "a later version": (fields(architectures=["DFlash3DraftModel"]), ConfigError, "architectures"),
+    "no config": (content("config.json", None), ModelNotFoundError, "no config.json"),
+}
+
+
+@pytest.mark.parametrize(("damage", "error", "words"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_target(damage, error, words, tmp_path):
+    folder = save_target(tmp_path)
+    damage(folder)
+    assert words in refusal(error, load_target, folder)
+
+
+@pytest.mark.parametrize(("damage", "error", "words"), DRAFTERS.values(), ids=DRAFTERS)
+def test_a_damaged_drafter(damage, error, words, tmp_path):
+    folder = save_drafter(tmp_path)
+    damage(folder)
+    assert words in refusal(error, load_drafter, folder)
+
+
+def test_a_model_that_does_not_run_is_refused_when_it_is_loaded(tmp_path):
+    """More experts for each token than there are: only a forward fails."""
+    folder = save_target(tmp_path / "moe", "qwen3_moe")
+    fields(num_experts_per_tok=100)(folder)
+    assert "does not run" in refusal(ConfigError, load_target, folder)
 
 
 @pytest.mark.parametrize("name", ["line\nbreak", "\x1b[31m", "ñ 中文"])
 def test_a_folder_of_any_name_loads(name, tmp_path):
     folder = save_target(tmp_path / name)
     assert load_target(str(folder)).num_layers == 3
-    (folder / "config.json").write_text("{")
-    assert "not valid JSON" in refusal(folder)
+    content("config.json", b"{")(folder)
+    assert "not valid JSON" in refusal(ConfigError, load_target, folder)
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "\0", "~nobody-at-all/x", ""])
 def test_names_that_the_system_refuses(name):
-    refusal(name, ModelNotFoundError)
+    refusal(ModelNotFoundError, load_target, name)
 
 
 @pytest.mark.parametrize("name", [None, 5])
@@ -73,9 +161,10 @@ def test_names_of_another_type(name):
         load_target(name)
 
 
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "chat_template.jinja"])
+@pytest.mark.parametrize("file", ["config.json", WEIGHTS, "chat_template.jinja"])
 @pytest.mark.parametrize("kind", ["pipe", "dangling", "folder", "endless"])
-def test_what_is_no_file_is_refused_and_not_waited_for(file, kind, folder):
+def test_what_is_no_file_is_refused_and_not_waited_for(file, kind, tmp_path):
+    folder = save_target(tmp_path)
     path = folder / file
     path.unlink(missing_ok=True)
     if kind == "pipe":
@@ -84,105 +173,31 @@ def test_what_is_no_file_is_refused_and_not_waited_for(file, kind, folder):
         path.mkdir()
     else:
         path.symlink_to({"dangling": "nowhere", "endless": "/dev/zero"}[kind])
-    said = refusal(folder, DFlashError)
+    said = refusal(DFlashError, load_target, folder)
     assert str(path) in said or f"no {file} in it" in said
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_missing_file_is_named(name, folder):
-    (folder / name).unlink()
-    assert f"no {name}" in refusal(folder, DFlashError)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"model_type": "unheard_of"},
-        {"model_type": ...},
-        {"hidden_size": ...},
-        {"num_attention_heads": 0},
-        {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}},
-        {"model_file": "evil.py"},
-    ],
-    ids=str,
-)
-def test_a_config_that_mlx_lm_refuses(fields, folder):
-    rewrite(folder / "config.json", **fields)
-    assert "mlx-lm cannot load it" in refusal(folder)
-
-
-@pytest.mark.parametrize("layers", [2**31, 0, "many"])
-def test_a_number_of_layers_that_no_model_has(layers, folder):
-    rewrite(folder / "config.json", num_hidden_layers=layers)
-    assert "config.json: num_hidden_layers must be" in refusal(folder)
-
-
-def test_a_model_that_does_not_run_is_refused_when_it_is_loaded(tmp_path):
-    """More experts for each token than there are: only a forward fails."""
-    folder = save_target(tmp_path / "moe", "qwen3_moe")
-    rewrite(folder / "config.json", num_experts_per_tok=100)
-    assert "does not run" in refusal(folder)
-
-
-def test_weights_that_make_nan_are_refused(folder):
-    change_weights(
-        folder, lambda weights: weights.update({"model.norm.weight": mx.full(64, mx.nan)})
-    )
-    message = refusal(folder, WeightsError)
-    assert "NaN or infinite weights in model.norm.weight, 1 tensors in all" in message
-
-
 @pytest.mark.parametrize("number", [mx.nan, mx.inf])
-def test_one_damaged_number_is_found_where_a_short_text_does_not_meet_it(number, folder):
+def test_one_damaged_number_is_found_where_a_short_text_does_not_meet_it(number, tmp_path):
     """`dflash-mlx doctor --model` reads every weight; loading does not."""
-
-    def change(weights):
-        weights["model.embed_tokens.weight"][77, 5] = number
-
-    change_weights(folder, change)
+    folder, name = save_target(tmp_path), "model.embed_tokens.weight"
+    weights = mx.load(str(folder / WEIGHTS))[name]
+    weights[77, 5] = number
+    tensors(**{name: weights})(folder)
     said = damaged_weights(load_target(str(folder)).model)
-    assert "weights in model.embed_tokens.weight, 1 tensors in all" in said
+    assert f"weights in {name}, 1 tensors in all" in said
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda weights: weights.pop("model.norm.weight"),
-        lambda weights: weights.update({"model.extra.weight": mx.ones((3,))}),
-        lambda weights: weights.update({"model.norm.weight": mx.ones((65,))}),
-    ],
-    ids=["missing", "extra", "shape"],
-)
-def test_weights_that_do_not_fit_the_config(change, folder):
-    change_weights(folder, change)
-    refusal(folder, (WeightsError, ConfigError))
+def test_a_pair_is_loaded_with_one_look_at_each_header(tmp_path, monkeypatch):
+    seen = []
 
+    def read_once(file):
+        seen.append(file)
+        return read_header(file)
 
-@pytest.mark.parametrize(
-    ("file", "fields"),
-    [
-        ("tokenizer.json", {"model": {"type": "Nothing"}}),
-        ("tokenizer.json", {"decoder": []}),
-        ("tokenizer_config.json", {"tokenizer_class": 5}),
-        ("tokenizer_config.json", {"tool_parser_type": "nothing"}),
-    ],
-    ids=str,
-)
-def test_broken_tokenizers(file, fields, folder):
-    rewrite(folder / file, **fields)
-    assert "the tokenizer cannot be read" in refusal(folder)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"num_hidden_layers": 3}, {"head_dim": 32}, {"target_layer_ids": [1]}], ids=str
-)
-def test_a_drafter_whose_weights_do_not_fit_its_config(fields, drafter):
-    rewrite(drafter / "config.json", **fields)
-    assert "do not fit" in refusal(drafter, WeightsError, load_drafter)
-
-
-def test_a_drafter_without_config_or_of_a_later_version(drafter):
-    rewrite(drafter / "config.json", architectures=["DFlash3DraftModel"])
-    assert "architectures" in refusal(drafter, ConfigError, load_drafter)
-    (drafter / "config.json").unlink()
-    assert "config.json" in refusal(drafter, ModelNotFoundError, load_drafter)
+    monkeypatch.setattr(folders, "read_header", read_once)
+    pair = save_target(tmp_path / "target"), save_drafter(tmp_path / "drafter")
+    assert Folder(pair[0]).files == [pair[0] / WEIGHTS]
+    seen.clear()
+    load(*pair)
+    assert sorted(seen) == sorted(folder / WEIGHTS for folder in pair)

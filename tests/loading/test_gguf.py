@@ -37,11 +37,6 @@ IDS = mx.array([tokenizer().encode(LINES[1])])
 READABLE = [kind.name for kind in GGMLQuantizationType if is_readable(kind)]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "cache_folder", lambda part: tmp_path / "cache" / part)
-
-
 def one(tmp_path: Path, kind: str = "F32", **more: Any) -> tuple[Path, Arrays]:
     """A Llama whose matrices have one type, and what its tensors mean."""
     metadata, tensors, _ = gguf_of("llama")

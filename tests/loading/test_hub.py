@@ -9,7 +9,7 @@ import pytest
 from hubserver import HubServer
 from mlx.utils import tree_flatten
 from mtp_heads import save_pair
-from tinymodels import save_drafter, save_target
+from tinymodels import refusal, save_drafter, save_target
 
 from dflash_mlx.errors import (
     ConfigError,
@@ -20,7 +20,6 @@ from dflash_mlx.errors import (
     WeightsError,
 )
 from dflash_mlx.loading.download import answer
-from dflash_mlx.loading.gguf import convert
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loop import generate
@@ -45,7 +44,7 @@ def hub(server, tmp_path):
     """A client with an empty cache, and a server that remembers nothing."""
     server.requests.clear()
     server.sizes.clear()
-    return Hub(server.url, tmp_path / "cache")
+    return Hub(server.url, tmp_path / "hub")
 
 
 @pytest.fixture
@@ -54,15 +53,6 @@ def unreachable(hub):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return Hub(f"http://127.0.0.1:{free.getsockname()[1]}", hub.cache)
-
-
-def refusal(error, hub, name) -> str:
-    """The one line of the error that fetching must raise."""
-    with pytest.raises(error) as caught:
-        hub.fetch(name)
-    message = str(caught.value)
-    assert name in message and "\n" not in message and len(message) < 300
-    return message
 
 
 def test_a_pair_is_fetched_by_the_targets_name(hub, server):
@@ -109,12 +99,12 @@ def test_only_what_is_needed_is_fetched_and_only_once(hub, server):
 
 
 def test_a_repository_that_is_not_there(hub):
-    message = refusal(ModelNotFoundError, hub, "somebody/nothing")
+    message = refusal(ModelNotFoundError, hub.fetch, "somebody/nothing")
     assert "no such repository" in message
 
 
 def test_a_gated_repository(hub):
-    message = refusal(DownloadError, hub, "meta-llama/Llama-3.1-8B-Instruct")
+    message = refusal(DownloadError, hub.fetch, "meta-llama/Llama-3.1-8B-Instruct")
     assert "gated" in message and "hf auth login" in message
 
 
@@ -129,7 +119,7 @@ def test_a_disk_that_fills_up_on_the_way(monkeypatch):
 
 
 def test_no_network_and_no_copy(unreachable):
-    message = refusal(DownloadError, unreachable, TARGET)
+    message = refusal(DownloadError, unreachable.fetch, TARGET)
     assert "cannot be reached" in message and "not downloaded" in message
     with pytest.raises(DownloadError, match="no answer from"):
         unreachable.remote_bytes(TARGET)
@@ -142,12 +132,12 @@ def test_no_network_and_a_copy(hub, unreachable):
 
 def test_no_network_and_half_a_copy(hub, unreachable):
     (hub.fetch(TARGET).path / "model.safetensors").unlink()
-    assert "not completely" in refusal(DownloadError, unreachable, TARGET)
+    assert "not completely" in refusal(DownloadError, unreachable.fetch, TARGET)
 
 
 def test_offline_mode_asks_nobody(hub, server):
     offline = Hub(hub.endpoint, hub.cache, offline=True)
-    assert "offline" in refusal(DownloadError, offline, TARGET)
+    assert "offline" in refusal(DownloadError, offline.fetch, TARGET)
     folder = hub.fetch(TARGET).path
     server.requests.clear()
     assert offline.fetch(TARGET).path == folder
@@ -171,8 +161,7 @@ def test_what_is_downloaded_and_its_size(hub, server):
 
 
 @pytest.mark.parametrize("name", ["hf.co/a/b:q8_0", "a/b:Q8_0", "a/b-GGUF"])
-def test_a_gguf_file_is_fetched_alone(hub, server, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(convert, "cache_folder", lambda part: tmp_path / part)
+def test_a_gguf_file_is_fetched_alone(hub, server, tmp_path, name):
     for repository in ("a/b", "a/b-GGUF"):
         server.repositories[repository] = tmp_path
     files = ("b.Q8_0.gguf", "b.Q4_K_M-00001-of-00002.gguf", "b.Q4_K_M-00002-of-00002.gguf")
@@ -200,7 +189,7 @@ def test_copies_on_the_disk(hub):
 
 @pytest.mark.parametrize("name", ["some body/model", "a/b..c"])
 def test_names_no_repository_can_have(hub, name):
-    refusal(ModelNotFoundError, hub, name)
+    refusal(ModelNotFoundError, hub.fetch, name)
 
 
 @pytest.fixture

@@ -6,15 +6,14 @@ elsewhere they keep their bits where MLX has such weights, and are unpacked to 1
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from huggingface_hub.utils import WeakFileLock
 
 from ...errors import MissingDependencyError, OutputError, WeightsError
 from ...machine.facts import cache_folder
@@ -30,24 +29,23 @@ FORMAT = 4  # of the folders; a higher number converts every file again
 BEGINNING, SAMPLE, SAMPLES = 2**20, 2**12, 256  # bytes, bytes, and samples of a file
 
 
-def converted(path: Path, unpacked: bool, cache: Path | None = None) -> Path:
+def converted(path: Path, unpacked: bool) -> Path:
     """The folder of a GGUF file, converted now unless a file of this content was before.
 
     Args:
         path: the file, or one of the parts it is split into.
         unpacked: float32 weights instead of the file's own bits.
-        cache: where folders are kept; None is this machine's cache folder.
 
     Raises:
         WeightsError, ConfigError: a file that is damaged or not supported.
         NotEnoughMemoryError: the weights would not fit into this machine.
         OutputError: no room in the cache, or no permission.
     """
-    cache = cache or cache_folder("gguf")
+    cache = cache_folder("gguf")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         folder = cache / f"{content_name(path)}-{FORMAT}{'-f32' if unpacked else ''}"
-        with _lock(folder):
+        with WeakFileLock(folder.with_name(f"{folder.name}.lock")):  # one process at a time
             if not _is_complete(folder):
                 _convert(path, unpacked, folder)
     except OSError as error:
@@ -56,15 +54,21 @@ def converted(path: Path, unpacked: bool, cache: Path | None = None) -> Path:
 
 
 class GGUFFile(Folder):
-    """A file that is not converted yet."""
+    """A GGUF file that is not converted yet, or the first of its parts."""
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config.json if the weights keep their bits; reads the header alone.
-
-        Raises `WeightsError`, `ConfigError`.
-        """
+        """The config.json if the weights keep their bits. Raises `WeightsError`, `ConfigError`."""
         return _conversion(self.path, unpacked=False).config
+
+    @cached_property
+    def files(self) -> list[Path]:
+        """The parts that it is split into. Raises `WeightsError` unless all are here."""
+        return parts_of(self.path)
+
+    def converted(self, unpacked: bool) -> Folder:
+        """See `Folder`: float32 weights instead of the file's own bits. Raises as `converted`."""
+        return Folder(converted(self.path, unpacked), self.name)
 
 
 def _conversion(path: Path, unpacked: bool) -> Conversion:
@@ -100,14 +104,6 @@ def _is_complete(folder: Path) -> bool:
     except (OSError, WeightsError):
         return False
     return all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Let one process at a time convert into a folder."""
-    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(path: Path, unpacked: bool, folder: Path) -> None:

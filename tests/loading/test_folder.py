@@ -1,14 +1,15 @@
-"""What safetensors headers say: whole or not, and whether the weights fit the machine."""
+"""What a folder's files say: whether the weights fit the machine, and how to sample."""
 
 import json
+import warnings
 
 import mlx.core as mx
 import pytest
-from tinymodels import save_drafter, save_target
+from tinymodels import refusal, save_drafter, save_target
 
 from dflash_mlx.errors import NotEnoughMemoryError
 from dflash_mlx.loading.checks import check_memory, fits
-from dflash_mlx.loading.folder import Folder
+from dflash_mlx.loading.folder import Folder, Preview
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.machine.facts import memory_bytes
@@ -24,14 +25,6 @@ def claim(folder, gigabytes: float) -> None:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + size)
-
-
-def refusal(loader, *arguments, **options) -> str:
-    with pytest.raises(NotEnoughMemoryError) as caught:
-        loader(*map(str, arguments), **options)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_the_headers_tell_the_memory(tmp_path):
@@ -51,12 +44,30 @@ def test_the_headers_tell_the_memory(tmp_path):
     assert folder.memory(Quantization(4, 64)) == quantized
 
 
+@pytest.mark.parametrize(
+    ("config", "own", "in_4_bits", "floats"),
+    [
+        ({}, 2048, 576, 4096),
+        ({"quantization": {"bits": 4}}, 2048, 2048, 2048),
+        ({"quantization_config": {"quant_method": "fp8"}}, 4096, 1152, 8192),
+    ],
+)
+def test_the_size_of_files_tells_the_memory_before_they_are_here(
+    config, own, in_4_bits, floats, tmp_path
+):
+    """16 bits a weight, 8 bits that become 16, or as they are."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    preview = Preview(tmp_path, "a model", lambda: 2048)
+    assert preview.memory() == own and preview.memory(Quantization(4, 64)) == in_4_bits
+    assert preview.memory(float_bytes=4) == floats
+
+
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path):
     """The file is a hole of many gigabytes: reading it would take minutes, or the machine."""
     folder = save_target(tmp_path)
     memory = memory_bytes() / 1e9
     claim(folder, memory * 20)
-    message = refusal(load_target, folder)
+    message = refusal(NotEnoughMemoryError, load_target, folder)
     assert str(folder) in message and f"this machine has {memory:.1f} GB" in message
     assert "even quantized to 4 bits they would take" in message
 
@@ -65,8 +76,10 @@ def test_what_would_fit_is_said(tmp_path):
     folder = save_target(tmp_path)
     memory = memory_bytes() / 1e9
     claim(folder, memory * 2.5)  # in 8 bits 1.3 times the memory, in 4 bits 0.7 times
-    assert "; quantized to 4 bits they would take" in refusal(load_target, folder)
-    assert "quantized to 4 bits" in refusal(load_target, folder, bits=8)
+    assert "; quantized to 4 bits they would take" in refusal(
+        NotEnoughMemoryError, load_target, folder
+    )
+    assert "quantized to 4 bits" in refusal(NotEnoughMemoryError, load_target, folder, bits=8)
 
 
 def test_nothing_smaller_is_promised_of_a_quantized_model(tmp_path):
@@ -75,7 +88,7 @@ def test_nothing_smaller_is_promised_of_a_quantized_model(tmp_path):
     config["quantization"] = {"bits": 4, "group_size": 64}
     (folder / "config.json").write_text(json.dumps(config))
     claim(folder, memory_bytes() / 1e9 * 2)
-    assert "choose a smaller model" in refusal(load_target, folder)
+    assert "choose a smaller model" in refusal(NotEnoughMemoryError, load_target, folder)
 
 
 def test_a_pair_has_to_fit_together(tmp_path):
@@ -84,7 +97,7 @@ def test_a_pair_has_to_fit_together(tmp_path):
     width = 2 if mx.default_device() == mx.Device(mx.cpu) else 1  # the CPU computes in f32
     claim(target, memory * 0.6 / width)
     claim(drafter, memory * 0.6 / width)
-    refusal(load, target, draft=str(drafter))
+    refusal(NotEnoughMemoryError, load, target, draft=str(drafter))
 
 
 @pytest.mark.parametrize(("size", "says"), [(10.7, "yes"), (12.5, "no")])
@@ -98,3 +111,35 @@ def test_what_fits_is_what_the_gpu_may_use(monkeypatch, size, says):
     if says == "no":
         with pytest.raises(NotEnoughMemoryError, match=r"this Mac's GPU may use 11.4 GB"):
             check_memory("a model", int(size * 1e9))
+
+
+# The publisher's sampling settings, as generation_config.json files have them.
+FILES = [
+    (None, {}),
+    ({"eos_token_id": 2}, {}),
+    (
+        {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95},  # Qwen3's
+        {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    ),
+    ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}),
+    ({"do_sample": True}, {"temperature": 1.0}),  # gpt-oss's
+    ({"do_sample": False, "temperature": 0.7}, {}),
+    ({"do_sample": True, "temperature": None, "top_k": -1}, {"temperature": 1.0, "top_k": 0}),
+    ({"repetition_penalty": 1.05, "top_p": 0.8}, {"repetition_penalty": 1.05}),
+]
+
+
+@pytest.mark.parametrize(("content", "found"), FILES)
+def test_what_a_file_means(content, found, tmp_path):
+    if content is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Folder(tmp_path).sampling_defaults == found
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"do_sample": true, "top_p": "x"}'])
+def test_a_file_that_cannot_be_used_is_a_warning(text, tmp_path):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.warns(UserWarning, match=r"generation_config.json is not used"):
+        assert Folder(tmp_path).sampling_defaults == {}
