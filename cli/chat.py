@@ -74,15 +74,15 @@ def _piped_lines(_: Chat) -> Iterator[str]:
 
 def _typed_lines(chat: Chat) -> Iterator[str]:
     """The messages of a person, until they leave."""
-    from .chat_input import LineReader
+    from .chat_input import line_reader
 
-    reader = LineReader()
+    read = line_reader()
     note(f"{chat.model.title}\n{HINT}")
     if chat.messages:
         note(f"{counted(len(chat.messages), 'message')} so far.")
     while True:
         try:
-            yield reader.read()
+            yield read()
         except EOFError:
             return
         except KeyboardInterrupt:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import get_app
@@ -42,25 +42,23 @@ class CommandCompleter(Completer):
             yield from completer.get_completions(Document(argument if space else name), event)
 
 
-class LineReader:
-    """Reads what a person types; Ctrl-X Ctrl-E edits it in $VISUAL or $EDITOR."""
+def line_reader() -> Callable[[], str]:
+    """A function that reads a person's message; Ctrl-X Ctrl-E edits it in $VISUAL or $EDITOR.
 
-    def __init__(self) -> None:
-        # Pasted text is one message, because the terminal marks it. Completions go below the line,
-        # where a menu would not fit narrow terminals.
-        self._session: PromptSession[str] = PromptSession(
-            history=_open_history(),
-            completer=CommandCompleter(),
-            complete_style=CompleteStyle.READLINE_LIKE,
-            complete_while_typing=False,
-            enable_open_in_editor=True,
-            multiline=Condition(lambda: is_unfinished(get_app().current_buffer.text)),
-            prompt_continuation="... ",
-        )
-
-    def read(self) -> str:
-        """A message. Raises `EOFError` for Ctrl-D and `KeyboardInterrupt` for Ctrl-C."""
-        return joined(self._session.prompt(">>> "))
+    It raises `EOFError` for Ctrl-D and `KeyboardInterrupt` for Ctrl-C.
+    """
+    # Pasted text is one message, because the terminal marks it. Completions go below the line,
+    # where a menu would not fit narrow terminals.
+    session: PromptSession[str] = PromptSession(
+        history=_open_history(),
+        completer=CommandCompleter(),
+        complete_style=CompleteStyle.READLINE_LIKE,
+        complete_while_typing=False,
+        enable_open_in_editor=True,
+        multiline=Condition(lambda: is_unfinished(get_app().current_buffer.text)),
+        prompt_continuation="... ",
+    )
+    return lambda: joined(session.prompt(">>> "))
 
 
 def is_unfinished(text: str) -> bool:

@@ -33,7 +33,7 @@ class Scores:
     prompts: int
     identical: int  # answers equal to those of plain decoding
     tokens_per_round: float  # acceptance length over all prompts
-    speedup: float  # over plain decoding, all prompts together
+    speedup: float  # over plain decoding, the median prompt's
 
     @property
     def shown_speedup(self) -> str:
@@ -43,27 +43,21 @@ class Scores:
 
 def measure_held_out(target: Target, out: Path) -> Scores:
     """Answer the prompts of held_out.jsonl plainly and with the stored drafter."""
+    from dflash_mlx.bench.datasets import BenchPrompt
     from dflash_mlx.bench.measure import Comparison, warm_up
-    from dflash_mlx.bench.results import PLAIN
+    from dflash_mlx.bench.results import PLAIN, PromptRuns, summary
 
     drafter = dflash_mlx.load_drafter(str(out))
     warm_up(target, drafter)
     lines = (out / "held_out.jsonl").read_text(encoding="utf-8").split("\n")
-    prompts = [json.loads(line)["ids"] for line in lines if line][:MEASURED]
     runs = []
-    for ids in prompts:
-        runs.append(Comparison(target, drafter, ids, {"max_tokens": MAX_TOKENS}))
-        runs[-1].run(PLAIN, runs[-1].chain)
-    plain, drafted = ([r.runs[way][0].stats for r in runs] for way in (PLAIN, runs[0].chain))
-    tokens = sum(stats.round_tokens for stats in drafted)
-    rounds = sum(stats.rounds for stats in drafted)
-    seconds = [sum(stats.decode_seconds for stats in way) for way in (plain, drafted)]
-    return Scores(
-        prompts=len(runs),
-        identical=sum(run.first_difference is None for run in runs),
-        tokens_per_round=tokens / max(rounds, 1),
-        speedup=seconds[0] / max(seconds[1], 1e-9),
-    )
+    for line in list(filter(None, lines))[:MEASURED]:
+        one = Comparison(target, drafter, json.loads(line)["ids"], {"max_tokens": MAX_TOKENS})
+        one.run(PLAIN, one.chain)
+        runs.append(PromptRuns(BenchPrompt("held out", ()), one.runs, one.differences()))
+    found = summary("held out", runs)["methods"][one.chain]
+    length, speedup = found["acceptance_length"] or 1.0, found["speedup"]["median"]
+    return Scores(len(runs), found["identical"], length, speedup)
 
 
 def write_card(

@@ -114,8 +114,8 @@ def run_content(setup: Mapping[str, Any], measured: Sequence[PromptRuns]) -> dic
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         **setup,
         "protocol_figures": protocol if setup.get("protocol") else None,
-        "overall": _summary("all", measured),
-        "categories": [_summary(*group) for group in groups.items()],
+        "overall": summary("all", measured),
+        "categories": [summary(*group) for group in groups.items()],
         "differences": [
             {"category": one.prompt.category, "prompt": one.prompt.question, "method": name}
             | asdict(difference)
@@ -145,7 +145,7 @@ def _prompt(one: PromptRuns) -> dict[str, Any]:
     }
 
 
-def _summary(category: str, measured: Sequence[PromptRuns]) -> dict[str, Any]:
+def summary(category: str, measured: Sequence[PromptRuns]) -> dict[str, Any]:
     """The figures of some prompts, by method. Tokens are those of one run of each prompt."""
     stats = [one.main.stats for one in measured]
     answers = [(one.main.text, one.prompt.answer) for one in measured]
