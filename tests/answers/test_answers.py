@@ -1,6 +1,5 @@
 """Answers of every family split into text, reasoning and calls."""
 
-import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -54,10 +53,9 @@ def test_the_closing_marker_is_left_out(family):
     assert read(form_of(family), SCHEMAS, after, truncated=True) == [CALL]
 
 
-@pytest.mark.parametrize("family", WRITERS)
+# The calls of Llama 3 are JSON, as answers may be.
+@pytest.mark.parametrize("family", [one for one in WRITERS if one != "llama3"])
 def test_tools_that_were_not_offered(family):
-    if family == "llama3":
-        pytest.skip("its calls are JSON, as answers may be")
     good, other = written(family, *CALL), written(family, "other", {"a": "b"})
     if family == "mistral":
         other = "[TOOL_CALLS]" + WRITERS[family]("other", {"a": "b"})
@@ -122,9 +120,8 @@ def test_json_as_other_servers_read_it(family):
         return read(form, {"f": {}}, KNOWN[family].start + inside + KNOWN[family].end)
 
     assert calls('{"x": "one\ntwo\tthree"}') == [("f", {"x": "one\ntwo\tthree"})]
-    assert calls('{"y": [1, NaN, -Infinity, 1e999, 3.5]}') == [
-        ("f", {"y": [1, "NaN", "-Infinity", "1e999", 3.5]})
-    ]
+    numbers = [1, "NaN", "-Infinity", "1e999", 3.5]
+    assert calls('{"y": [1, NaN, -Infinity, 1e999, 3.5]}') == [("f", {"y": numbers})]
     assert calls("null") == calls('""') == [("f", {})]
     assert calls('{"a": "\\ud83d\\ude00 \\ud83d"}') == [("f", {"a": "😀 \ufffd"})]
     assert calls('"{\\"a\\": 1}"') == [("f", {"a": 1})]
@@ -140,16 +137,10 @@ def test_arguments_by_other_names_and_without_any():
         "glm47": '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
     }.items():
         assert read(form_of(family), {"f": {}}, text) == [("f", {"a": 1})]
-    assert read(form_of("kimi_k2"), {"f": {}}, written("kimi_k2", "f", {}).replace("{}", "")) == [
-        ("f", {})
-    ]
-    for wrong in (
-        '{"name": "f", "input": {"a": 1}}',
-        '{"arguments": {}}',
-        "[]",
-        '{"name": {}}',
-        "",
-    ):
+    text = written("kimi_k2", "f", {}).replace("{}", "")
+    assert read(form_of("kimi_k2"), {"f": {}}, text) == [("f", {})]
+    named = '{"name": "f", "input": {"a": 1}}'
+    for wrong in (named, '{"arguments": {}}', "[]", '{"name": {}}', ""):
         text = f"Hm <tool_call>{wrong}</tool_call> so"
         assert read(form_of("json_tools"), {"f": {}}, text) == [Text(text)]
 
@@ -160,10 +151,8 @@ def test_calls_beside_what_is_none(family):
     known, call = KNOWN[family], written(family, "f", {"a": "b"})
     if family not in ("mistral", "llama3", "harmony"):
         broken = f"{known.start}broken {{ {known.end}"
-        assert read(form_of(family), {"f": {}}, broken + call) == [
-            Text(broken),
-            ("f", {"a": "b"}),
-        ]
+        found = read(form_of(family), {"f": {}}, broken + call)
+        assert found == [Text(broken), ("f", {"a": "b"})]
     if family in ("mistral", "llama3", "nemotron", "kimi_k2", "pythonic", "qwen3_coder"):
         inside = f"{known.start}{WRITERS[family]('f', {'a': 'b'})} So much. {known.end}"
         found = read(form_of(family), {"f": {}}, inside)
@@ -185,35 +174,24 @@ def test_names_as_agents_use_them(family, name):
 
 def test_gemma_takes_the_keys_of_agents():
     text = '<|tool_call>call:fs:read{\n -n:true, a.b: 1,\n$ref:<|"|>x, }<|"|>,o:{file-path:a.py}}'
-    assert read(form_of("gemma4"), {"fs:read": {}}, text + "<tool_call|>") == [
-        ("fs:read", {"-n": True, "a.b": 1, "$ref": "x, }", "o": {"file-path": "a.py"}})
-    ]
-
-
-def test_values_of_qwen_may_have_its_tags():
-    value = "<parameter=x>\n1\n</parameter>\n<parameter=y>\n2\n</parameter>\n</function>"
-    arguments = {"text": f"{value}\n{value}", "path": "a.md"}
-    text = written("qwen3_coder", "f", arguments)
-    assert read(form_of("qwen3_coder"), {"f": {}}, text) == [("f", arguments)]
+    found = {"-n": True, "a.b": 1, "$ref": "x, }", "o": {"file-path": "a.py"}}
+    assert read(form_of("gemma4"), {"fs:read": {}}, text + "<tool_call|>") == [("fs:read", found)]
 
 
 def test_strings_of_lfm_may_have_their_quotes():
     """Its template writes strings in quotes, and escapes nothing."""
     text = "<|tool_call_start|>[f(a='it's \n\"x\", y', b={'c': ['d'e', 1]})]<|tool_call_end|>"
-    assert read(form_of("pythonic"), {"f": {}}, text) == [
-        ("f", {"a": 'it\'s \n"x", y', "b": {"c": ["d'e", 1]}})
-    ]
+    found = {"a": 'it\'s \n"x", y', "b": {"c": ["d'e", 1]}}
+    assert read(form_of("pythonic"), {"f": {}}, text) == [("f", found)]
 
 
 def test_several_calls_in_a_block():
     for family in ("qwen3_coder", "kimi_k2", "minimax_m2", "deepseek_v4", "muse_spark", "gemma4"):
         both = "".join(WRITERS[family]("now", {"path": one}) for one in ("old", "new"))
         text = KNOWN[family].start + both + KNOWN[family].end
-        assert read(form_of(family), SCHEMAS, text) == [
-            ("now", {"path": one}) for one in ("old", "new")
-        ]
-        one = read(form_of(family), SCHEMAS, text, parallel=False)
-        assert one == [("now", {"path": "old"})]
+        old, new = (("now", {"path": one}) for one in ("old", "new"))
+        assert read(form_of(family), SCHEMAS, text) == [old, new]
+        assert read(form_of(family), SCHEMAS, text, parallel=False) == [old]
 
 
 PIECES = st.sampled_from(
@@ -251,10 +229,9 @@ def test_nothing_is_lost_and_step_borders_change_nothing(family, pieces, width):
 
 
 def test_parsers_of_mlx_lm_read_the_other_families():
-    longcat = importlib.import_module("mlx_lm.tool_parsers.longcat")
     text = "<longcat_tool_call>f\n<longcat_arg_key>a</longcat_arg_key><longcat_arg_value>1"
     text += "</longcat_arg_value>\n</longcat_tool_call>"
-    form = AnswerFormat.of(make_target(longcat).tokenizer)
+    form = AnswerFormat.of(make_target("longcat").tokenizer)
     assert read(form, {"f": {}}, text) == [("f", {"a": 1})]
 
 
@@ -276,15 +253,11 @@ def test_families_are_told_by_their_templates(mark, family):
 
 def test_every_parser_of_mlx_lm_is_known():
     for name in ("json_tools", "qwen3_coder", "glm47", "laguna", "mistral", "kimi_k2", "gemma4"):
-        parser = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-        form = AnswerFormat.of(make_target(parser).tokenizer)
-        assert (
-            form.template_has_tools and form.family is KNOWN[name if name != "laguna" else "glm47"]
-        )
-        assert (form.family.start, form.family.end) == (
-            parser.tool_call_start,
-            parser.tool_call_end,
-        )
+        tokenizer = make_target(name).tokenizer
+        form = AnswerFormat.of(tokenizer)
+        family = KNOWN[name if name != "laguna" else "glm47"]
+        assert form.template_has_tools and form.family is family
+        assert (family.start, family.end) == (tokenizer.tool_call_start, tokenizer.tool_call_end)
 
 
 @pytest.mark.parametrize("family", WRITERS)

@@ -7,12 +7,7 @@ import tinymodels
 from oracle import Oracle
 
 from dflash_mlx.bench.datasets import BenchPrompt, read_prompts
-from dflash_mlx.bench.measure import (
-    Comparison,
-    measure_all,
-    next_logits,
-    run_mlx_lm,
-)
+from dflash_mlx.bench.measure import Comparison, measure_all, next_logits, run_mlx_lm
 from dflash_mlx.bench.results import Difference, PromptRuns, run_content
 from dflash_mlx.errors import DataError
 from dflash_mlx.events import Result, Stats
@@ -35,6 +30,11 @@ def compared(plain: list[Result], drafted: list[Result]) -> Comparison:
     return Comparison(tinymodels.target(), None, PROMPT, runs={"plain": plain, "drafted": drafted})
 
 
+WRONG = [[], {}, {"prompt": ""}, {"prompt": 3}, {"prompt": "a", "messages": []}, {"messages": []}]
+WRONG += [{"messages": [{"role": "user"}]}, {"messages": ["hi"]}]
+WRONG += [{"prompt": "a", "category": 1}, {"prompt": "a", "answer": 1}]
+
+
 def test_prompts_of_a_file(tmp_path):
     chat = [{"role": "user", "content": "a\u2028b"}]
     rows = [{"prompt": "hi"}, {"messages": chat, "category": "chat", "answer": "yo"}]
@@ -47,28 +47,12 @@ def test_prompts_of_a_file(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "{",
-        "[]",
-        "{}",
-        '{"prompt": ""}',
-        '{"prompt": 3}',
-        '{"prompt": "a", "messages": []}',
-        '{"messages": []}',
-        '{"messages": [{"role": "user"}]}',
-        '{"messages": ["hi"]}',
-        '{"prompt": "a", "category": 1}',
-        '{"prompt": "a", "answer": 1}',
-    ],
-)
+@pytest.mark.parametrize("line", ["{", *map(json.dumps, WRONG)])
 def test_a_bad_line_is_named(line, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine"}\n' + line)
-    with pytest.raises(DataError, match="prompts.jsonl, line 2: ") as error:
+    with pytest.raises(DataError, match="^[^\n]*prompts.jsonl, line 2: [^\n]*$"):
         read_prompts(file)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe", b"\n\n"])
@@ -83,8 +67,8 @@ def test_a_bad_file_is_named(content, tmp_path):
 @pytest.mark.parametrize("p", [0, 0.5, 1])
 def test_drafted_runs_are_compared_with_plain_and_mlx_lm(p):
     target = tinymodels.target()
-    answer = tinymodels.greedy(target, PROMPT, 40)
-    comparison = Comparison(target, None, PROMPT, {"max_tokens": 40}, {"block_size": 8})
+    answer = tinymodels.greedy(target, PROMPT, 24)
+    comparison = Comparison(target, None, PROMPT, {"max_tokens": 24}, {"block_size": 8})
     for _ in range(3):
         comparison.drafter = Oracle(PROMPT, answer, target.vocab_size, p)
         comparison.run("plain", "Oracle")
@@ -161,10 +145,10 @@ def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
     pair = tinymodels.target(), tinymodels.random_drafter()
     policy = Watched(8, trees=of == "trees")
     unknown = sum(DraftPolicy(8).learnt(0.0)[0].path_probs)
-    list(measure_all(*pair, [ASKED, ASKED], 3, {"max_tokens": 24}, **{of: {"policy": policy}}))
-    _warm_up, *first = knew[:4]
-    assert first == [unknown] * 3
-    assert knew[4] < unknown and knew[4:] == [knew[4]] * 3  # the first prompt has taught it, once
+    list(measure_all(*pair, [ASKED, ASKED], 2, {"max_tokens": 16}, **{of: {"policy": policy}}))
+    _warm_up, *first = knew[:3]
+    assert first == [unknown] * 2
+    assert knew[3] < unknown and knew[3:] == [knew[3]] * 2  # the first prompt has taught it, once
 
 
 def test_sampled_runs_are_plain_decodings_own():
@@ -211,12 +195,5 @@ def test_rows_sum_up_their_prompts():
     assert drafted["speedup"] == dict.fromkeys(("low", "median", "high"), 3.0)
     assert whole["output_tokens"] == 18 and drafted["identical"] == 2
     [difference] = content["differences"]
-    assert difference == {
-        "category": "sums",
-        "prompt": "what is 37 + 48?",
-        "method": "DFlash",
-        "token": 5,
-        "plain": 1,
-        "other": 2,
-        "logit_gap": 0.25,
-    }
+    asked = {"category": "sums", "prompt": "what is 37 + 48?", "method": "DFlash"}
+    assert difference == asked | {"token": 5, "plain": 1, "other": 2, "logit_gap": 0.25}

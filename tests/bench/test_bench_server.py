@@ -1,14 +1,12 @@
 """Measuring an OpenAI-compatible server: a small one on the loopback, well-behaved and not."""
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import jsonschema
 import pytest
 from program import run
+from webserver import web_server
 
 from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.bench.server import ServerClient, measure_concurrency, measure_server
@@ -35,48 +33,27 @@ class ChatServer:
         self.ending, self.status, self.asked = b"data: [DONE]\n\n", 200, []
         self.models = {"data": [{"id": "some-model"}]}
 
-    @contextmanager
-    def running(self):
-        """Serve while the block runs, on a free port."""
-        handler = type("Handler", (_Handler,), {"chat": self})
-        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            self.url = f"http://127.0.0.1:{server.server_address[1]}"
-            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-            yield self
-            server.shutdown()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    chat: ChatServer
-
-    def log_message(self, *arguments) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self.reply(200 if self.path == "/v1/models" else 404, json.dumps(self.chat.models).encode())
-
-    def do_POST(self) -> None:
-        size = int(self.headers["Content-Length"])
-        self.chat.asked.append(json.loads(self.rfile.read(size)))
-        if self.chat.status != 200 or self.path != "/v1/chat/completions":
-            return self.reply(self.chat.status, b'{"error": "too\n busy"}')
-        parts = [{"choices": [{"delta": delta}]} for delta in self.chat.deltas]
+    def answer(self, request):
+        """What `web_server` sends."""
+        if request.command == "GET":
+            found = json.dumps(self.models).encode()
+            return 200 if request.path == "/v1/models" else 404, [found], {}
+        self.asked.append(json.loads(request.body))
+        if self.status != 200 or request.path != "/v1/chat/completions":
+            return self.status, [b'{"error": "too\n busy"}'], {}
+        parts = [{"choices": [{"delta": delta}]} for delta in self.deltas]
         parts.append({"choices": [{"delta": {}, "finish_reason": "stop"}]})
-        if self.chat.usage is not None:
-            parts.append({"choices": [], "usage": self.chat.usage})
+        if self.usage is not None:
+            parts.append({"choices": [], "usage": self.usage})
         lines = b"".join(b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts)
-        return self.reply(200, b": a comment\n\n" + lines + self.chat.ending)
-
-    def reply(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body)
+        return 200, [b": a comment\n\n" + lines + self.ending], {}
 
 
 @pytest.fixture
 def chat():
-    with ChatServer().running() as server:
-        yield server
+    chat = ChatServer()
+    with web_server(chat.answer) as chat.url:
+        yield chat
 
 
 def test_an_answer_and_its_times(chat):

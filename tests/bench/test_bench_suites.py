@@ -11,25 +11,19 @@ import pytest
 from hubserver import HubServer
 from program import run
 
-from dflash_mlx.bench.datasets import LONG_TASKS, SUITES, suite_prompts
+from dflash_mlx.bench.datasets import LONG_TASKS, SUITES, local_files, suite_prompts
 from dflash_mlx.errors import DataError, DownloadError, MissingDependencyError, ModelNotFoundError
 from dflash_mlx.loading.hub import Hub
 
 PROBLEM = {"problem": "Find {x}.", "answer": "3", "solution": "..."}
-ROWS = {  # two rows of each, with the columns that the data sets' pages list
-    "gsm8k": [{"question": "How many?", "answer": "...#### 3"}] * 2,
-    "math500": [PROBLEM | {"subject": "Algebra", "level": 2, "unique_id": "a/1"}] * 2,
-    "humaneval": [
-        {"task_id": "HumanEval/0", "prompt": "def f():\n", "canonical_solution": "", "test": ""}
-    ]
-    * 2,
-    "mbpp": [{"task_id": 2, "prompt": "Write f.", "code": "", "test_list": ["assert f()"]}] * 2,
-    "mt-bench": [
-        {"prompt": ["Write.", "Again."], "prompt_id": 1, "category": "writing", "reference": []}
-    ]
-    * 2,
-    "aime24": [PROBLEM | {"id": 60, "url": "", "year": "2024"}] * 2,
-    "aime25": [{"problem_idx": 1, "problem": "Find {x}.", "answer": 3, "problem_type": []}] * 2,
+ROWS = {  # with the columns that the data sets' pages list: one row, or two that differ
+    "gsm8k": {"question": "How many?", "answer": "...#### 3"},
+    "math500": PROBLEM | {"subject": "Algebra", "level": 2, "unique_id": "a/1"},
+    "humaneval": {"task_id": "0", "prompt": "def f():\n", "canonical_solution": "", "test": ""},
+    "mbpp": {"task_id": 2, "prompt": "Write f.", "code": "", "test_list": ["assert f()"]},
+    "mt-bench": {"prompt": ["Write.", "Again."], "prompt_id": 1, "category": "writing"},
+    "aime24": PROBLEM | {"id": 60, "url": "", "year": "2024"},
+    "aime25": {"problem_idx": 1, "problem": "Find {x}.", "answer": 3, "problem_type": []},
     "alpaca": [
         {"instruction": "Sort.", "input": "3 1", "output": "1 3", "text": ""},
         {"instruction": "Say hi.", "input": "", "output": "hi", "text": ""},
@@ -38,14 +32,15 @@ ROWS = {  # two rows of each, with the columns that the data sets' pages list
         {"question_content": "Add.", "starter_code": "", "platform": "atcoder"},
         {"question_content": "Add.", "starter_code": "def add():", "platform": "leetcode"},
     ],
-    "lbpp": [{"task_id": "lbpp/0", "instruction": "Write g.", "completion": ""}] * 2,
-    "swe-bench": [{"instance_id": "a__b-1", "problem_statement": "It {fails}.", "patch": ""}] * 2,
-    "arena-hard-v2": [{"uid": "1", "category": "hard_prompt", "prompt": "Plan it."}] * 2,
-    "longbench": [{"input": "Who?", "context": "A long text.", "answers": ["he"], "length": 9}] * 2,
+    "lbpp": {"task_id": "lbpp/0", "instruction": "Write g.", "completion": ""},
+    "swe-bench": {"instance_id": "a__b-1", "problem_statement": "It {fails}.", "patch": ""},
+    "arena-hard-v2": {"uid": "1", "category": "hard_prompt", "prompt": "Plan it."},
+    "longbench": {"input": "Who?", "context": "A long text.", "answers": ["he"], "length": 9},
 }
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 FIRST = {  # what the user says first
-    "gsm8k": "How many?\nPlease reason step by step, and put your final answer within \\boxed{}.",
-    "math500": "Find {x}.\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    "gsm8k": "How many?" + BOXED,
+    **dict.fromkeys(("math500", "aime24", "aime25"), "Find {x}." + BOXED),
     "humaneval": "Write a solution to the following problem and make sure that it passes the "
     "tests:\n```python\ndef f():\n\n```",
     "mbpp": "Write f.",
@@ -61,7 +56,6 @@ FIRST = {  # what the user says first
     "alpaca": "Sort.\n\nInput:\n3 1",
     "longbench": "A long text.\n\nWho?",
 }
-FIRST |= {"aime24": FIRST["math500"], "aime25": FIRST["math500"]}
 
 
 def write(name: str, file: Path, rows: list[dict]) -> None:
@@ -99,7 +93,8 @@ def serve(server: HubServer, name: str, folder: Path, rows: list[dict]) -> None:
 @pytest.mark.parametrize("name", SUITES)  # each has rows here
 def test_a_suite_is_downloaded_once_and_asked(name, local, tmp_path):
     server, hub = local
-    serve(server, name, tmp_path / "repository", ROWS[name])
+    rows = ROWS[name] if isinstance(ROWS[name], list) else [ROWS[name]] * 2
+    serve(server, name, tmp_path / "repository", rows)
     prompts = suite_prompts(name, hub)
     assert {prompt.category for prompt in prompts} == {name}
     files = SUITES[name].files  # a row in each but the first
@@ -149,3 +144,37 @@ def test_without_pyarrow_it_is_said_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MissingDependencyError, match=r'pip install -e ".\[bench\]"'):
         SUITES["gsm8k"].prompts("gsm8k", tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("suite", "file", "row"),
+    [
+        ("gsm8k", "gsm8k_test.jsonl", {"question": "How\u2028many?"}),
+        ("mt-bench", "mt_bench.jsonl", {"turns": ["How\u2028many?", "And now?"]}),
+        ("mbpp", "mbpp.jsonl", {"text": "How\u2028many?", "task_id": 2}),
+        ("math500", "test.jsonl", {"problem": "How\u2028many?"}),
+        ("arena-hard-v2", "arena-hard-v2.jsonl", {"prompt": "How\u2028many?"}),
+    ],
+)
+def test_suites_are_read_from_a_folder(tmp_path, suite, file, row):
+    # A line separator inside of a text is no end of a line.
+    line = json.dumps(row, ensure_ascii=False)
+    (tmp_path / file).write_text(f"{line}\n\n{line}\n", encoding="utf-8")
+    found = suite_prompts(suite, Hub(offline=True), tmp_path)
+    assert len(found) == 2 and found[0].question.startswith("How\u2028many?")
+    assert found[0].then == (("And now?",) if suite == "mt-bench" else ())
+
+
+def test_published_files_go_first_and_missing_ones_are_named(tmp_path):
+    with pytest.raises(DataError, match="neither test.jsonl nor livecodebench.jsonl"):
+        local_files("livecodebench", tmp_path)
+    for name in ("livecodebench.jsonl", "test.jsonl", "test3.jsonl"):
+        (tmp_path / name).write_text("{}")
+    found = [path.name for path in local_files("livecodebench", tmp_path)]
+    assert found == ["test.jsonl", "test3.jsonl"]
+
+
+def test_a_column_of_neither_name_is_named(tmp_path):
+    (tmp_path / "mbpp.jsonl").write_text('{"question": "?"}')
+    with pytest.raises(DataError, match="'prompt' or 'text'"):
+        suite_prompts("mbpp", Hub(offline=True), tmp_path)

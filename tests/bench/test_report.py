@@ -1,17 +1,27 @@
-"""A run's files: what is in them, that a folder gets all or none, and runs beside each other."""
+"""A run's files, runs beside each other, and measuring as a paper does."""
 
 import json
 import re
 from pathlib import Path
+from random import Random
 
 import jsonschema
 import pytest
 import tinymodels
 from program import run
 
-from dflash_mlx.bench.results import describe_difference, read_run
+from dflash_mlx.bench.datasets import BenchPrompt, choose_protocol_prompts
+from dflash_mlx.bench.results import (
+    MLX_LM,
+    PLAIN,
+    PromptRuns,
+    describe_difference,
+    read_run,
+    run_content,
+)
 from dflash_mlx.cli.pair import Pair
 from dflash_mlx.errors import DataError
+from dflash_mlx.events import Result, Stats
 from dflash_mlx.machine.blas import BlasInfo
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "bench.schema.json").read_text())
@@ -136,3 +146,57 @@ def test_what_an_adapter_costs_is_told(tiny, tmp_path):
     done = run("bench", *asked, "--out", tmp_path / "out")
     assert re.search(r"[\d.]+ tokens per step with the adapter, [\d.]+ without", done.stderr)
     jsonschema.validate(read_run(tmp_path / "out"), SCHEMA)
+
+
+def prompt(number: int, category: str = "a") -> BenchPrompt:
+    return BenchPrompt(category, ({"role": "user", "content": str(number)},))
+
+
+def answer(tokens: int, seconds: float, rounds: int) -> Result:
+    stats = Stats(output_tokens=tokens and 1 + tokens, decode_seconds=seconds, rounds=rounds)
+    return Result("", [0] * tokens, "length", stats)
+
+
+def figures(measured):
+    return run_content({"protocol": "zlab"}, measured)["protocol_figures"]
+
+
+def test_few_prompts_keep_their_order_and_many_are_drawn_as_z_lab_draws():
+    few = [prompt(i) for i in range(128)]
+    assert choose_protocol_prompts(few) == few
+    many = [prompt(i) for i in range(300)]
+    order = list(range(300))
+    Random(42).shuffle(order)
+    assert [int(p.question) for p in choose_protocol_prompts(many)] == order[:128]
+    assert many == [prompt(i) for i in range(300)]
+
+
+def test_means_are_those_of_answers_however_long_they_are():
+    measured = [
+        PromptRuns(prompt(0), {PLAIN: [answer(10, 1.0, 10)], "DFlash": [answer(10, 0.2, 2)]}),
+        PromptRuns(prompt(1), {PLAIN: [answer(90, 3.0, 90)], "DFlash": [answer(90, 3.0, 45)]}),
+    ]
+    found = figures(measured)["a"]
+    plain, drafted = (0.1 + 1 / 30) / 2, (0.02 + 1 / 30) / 2
+    assert found["speedup"] == pytest.approx(plain / drafted)
+    assert found["acceptance_length"] == pytest.approx((5 + 2) / 2)
+    assert found["answers"] == 2 and found["over_mlx_lm"] is None
+    slower = {MLX_LM: [answer(10, 2.0, 10)], "DFlash": [answer(10, 0.5, 4)]}
+    [found] = figures([PromptRuns(prompt(2, "b"), slower)]).values()
+    assert found["over_mlx_lm"] == pytest.approx(4) and found["speedup"] is None
+    nothing = {PLAIN: [answer(0, 0, 0)], "DFlash": [answer(0, 0, 0)]}
+    found = figures([PromptRuns(prompt(0), nothing)])["a"]
+    assert found["speedup"] is None and found["acceptance_length"] is None
+
+
+def test_the_command_measures_by_a_protocol(tmp_path):
+    rows = [json.dumps({"question": f"What is {i} plus 4?"}) for i in range(3)]
+    (tmp_path / "gsm8k.jsonl").write_text("\n".join(rows))
+    options = ["bench", "--suite", "gsm8k", "--data", tmp_path, "--protocol", "zlab"]
+    done = run(*options, "--limit", "2", "-n", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    found = content["protocol_figures"]["gsm8k"]
+    assert content["max_tokens"] == 8 and content["repeats"] == 1 and found["answers"] == 2
+    assert found["acceptance_length"] >= 1 and found["speedup"] > 0
+    assert run("bench", "--suite", "gsm8k", "--data", tmp_path / "no").returncode == 1

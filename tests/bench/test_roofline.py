@@ -1,4 +1,4 @@
-"""The predicted rounds: the published table, the counted bytes, and the command."""
+"""What is predicted: steps, against what others timed, and which models fit a Mac."""
 
 import itertools
 import json
@@ -13,20 +13,17 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 from program import run
 
-from dflash_mlx.bench import roofline
-from dflash_mlx.bench.roofline import (
-    Shapes,
-    model_of,
-    predict_steps,
-    shapes_of,
-    slot_probability,
-)
+from dflash_mlx.bench import macs, roofline
+from dflash_mlx.bench.macs import known_models
+from dflash_mlx.bench.roofline import Shapes, model_of, predict_steps, shapes_of, slot_probability
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.costs import stock_seconds, tile_seconds
 from dflash_mlx.kernels.shapes import Matrix
 from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.quantization import Quantization
+from dflash_mlx.loading.registry import pairs
 from dflash_mlx.machine.chips import chip_named, find_chip
+from dflash_mlx.machine.facts import working_set
 
 # T16/T1 of a 9B dense target, from the public bandwidths and estimated peaks: with a tile of 16
 # rows in 4 and 8 bits, with MLX's tile of 32 rows in 4 and 8 bits.
@@ -55,12 +52,12 @@ def dense(bits: int) -> Shapes:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_table_of_a_9b_target(name):
-    chip = chip_named(name)
-    predicted = []
-    for seconds in (tile_seconds, stock_seconds):
-        for bits in (4, 8):
-            matrix = dense(bits).matrices[0]
-            predicted.append(seconds(chip, matrix, 16) / stock_seconds(chip, matrix, 1))
+    chip, four, eight = chip_named(name), dense(4).matrices[0], dense(8).matrices[0]
+    predicted = [
+        seconds(chip, matrix, 16) / stock_seconds(chip, matrix, 1)
+        for seconds in (tile_seconds, stock_seconds)
+        for matrix in (four, eight)
+    ]
     assert predicted == pytest.approx(PUBLISHED[name], rel=0.04)
     # The upper bound is the acceptance length 6 over T16/T1, with the kernels that run there.
     runs = predicted[2 if name.startswith("M5") else 0]
@@ -93,9 +90,8 @@ def test_products_that_others_timed_on_macs(product):
 
 def test_acceptance_at_every_width():
     for acceptance in (1, 2.5, 6, 15.9, 16):
-        assert sum(slot_probability(acceptance) ** slot for slot in range(16)) == pytest.approx(
-            acceptance
-        )
+        kept = sum(slot_probability(acceptance) ** slot for slot in range(16))
+        assert kept == pytest.approx(acceptance)
     tokens = [one.tokens for one in predict_steps(dense(4), chip_named("M4"), 6)]
     assert tokens == sorted(tokens) and tokens[0] == 1 and tokens[-1] == pytest.approx(6)
     with pytest.raises(SettingsError, match="between 1 and 16"):
@@ -113,12 +109,9 @@ def test_every_byte_of_a_model_is_counted(family, bits):
         quantization.apply(model)
     shapes = shapes_of(model, config, context=0)
     counted = sum(matrix.size * max(1, matrix.experts) for matrix in shapes.matrices)
-    read = [
-        value.nbytes
-        for path, value in tree_flatten(model.parameters())
-        if "embed_tokens" not in path
-    ]
-    assert counted + shapes.other == sum(read) and counted > shapes.other > 0
+    weights = tree_flatten(model.parameters())
+    read = sum(value.nbytes for path, value in weights if "embed_tokens" not in path)
+    assert counted + shapes.other == read and counted > shapes.other > 0
     for matrix in shapes.matrices:  # scales and biases are a small part
         assert 1 <= 8 * matrix.size / (matrix.columns * matrix.depth * matrix.bits) < 1.5
     # A model that is only a config has the same shapes, without a weight being computed.
@@ -237,3 +230,72 @@ def test_what_the_command_cannot_use_is_one_line(tmp_path):
         done = run("roofline", "--chip", "M4", "--acceptance", "4", *arguments)
         assert done.returncode == code and done.stderr.startswith("error: "), done.stderr
         assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {(one.pair.targets[0], one.bits): one for one in known_models()}
+
+
+@pytest.mark.parametrize("name", [name for name, of in CONFIGS.items() if isinstance(of, dict)])
+def test_shapes_have_as_many_parameters_as_the_name_says(name):
+    [billions] = [one.billions for one in pairs() if one.targets[0].endswith(f"/{name}")]
+    model = model_of(CONFIGS[name], Path("configs.json"), None)
+    count = sum(weight.size for _, weight in tree_flatten(model.parameters()))
+    assert count / 1e9 == pytest.approx(billions, rel=0.06)
+
+
+# Qwen3.8-27B on an M4 Pro, as mlx-dspark measured it
+@pytest.mark.parametrize("bits, plain", [(4, 14.7), (8, 8.2)])
+def test_a_speed_that_others_measured(models, bits, plain):
+    chip, known = chip_named("M4 Pro"), models["Qwen/Qwen3-8B", bits]
+    found = models["Qwen/Qwen3.8-27B", bits].predict(chip)
+    assert found["plain"] == pytest.approx(plain, rel=0.05) and found["drafted"] is None
+    assert 1 < found["step_cost"] < 3  # they had 2.1 to 4.2 times the speed
+    row = known.predict(chip)
+    drafted = row["plain"] * known.pair.acceptance / row["step_cost"]
+    assert row["drafted"] == pytest.approx(drafted)
+
+
+def test_sizes_are_those_of_the_files(models):
+    """As the hub shows them; beside them a drafter and 16,000 tokens of keys and values."""
+    for name, bits, files in (
+        ("openai/gpt-oss-20b", 4, 12.1),
+        ("Qwen/Qwen3-8B", 4, 4.6),
+        ("Qwen/Qwen3-30B-A3B", 4, 17.2),
+    ):
+        model = models[name, bits]
+        weights = model.memory - model.drafter
+        weights -= macs.CONTEXT / macs.READ * model.shapes.context
+        assert weights / 1e9 == pytest.approx(files, rel=0.1)
+    assert ("openai/gpt-oss-20b", 8) not in models  # it is quantized already
+
+
+def test_the_working_set_is_what_macos_recommends():
+    for memory, usable in ((8, 5.3), (16, 10.7), (32, 21.3), (64, 48)):
+        assert working_set(memory * GIB) / GIB == pytest.approx(usable, abs=0.05)
+
+
+def test_the_command_about_macs(models, monkeypatch):
+    monkeypatch.setattr(macs, "known_models", models.values)  # takes seconds
+    wrong = run("models", "NoSuch", "--chip", "M4")
+    assert wrong.returncode == 2 and "NoSuch: no shapes of such a model" in wrong.stderr
+    done = run("models", "--chip", "m4pro", "--memory", "24", "--json")
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    assert content["prediction"] is True and content["bytes"] == 16 * GIB
+    shown = {(row["target"], row["bits"]): row["gigabytes"] for row in content["models"]}
+    assert shown == {
+        key: pytest.approx(one.memory / 1e9)
+        for key, one in models.items()
+        if one.memory <= working_set(24 * GIB)
+    }
+    speeds = [row["plain"] for row in content["models"]]
+    assert speeds == sorted(speeds, reverse=True) and len(speeds) > 5
+    told = run("models", "27B", "--chip", "M2", "--memory", "8")
+    assert "None of them fits" in told.stdout and "not measurements" in told.stderr
+    assert run("models", "--memory", "48").returncode == 2  # this machine has no known chip
+    assert run("models", "--chip", "M4", "--all").returncode == 2

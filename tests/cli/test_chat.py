@@ -11,6 +11,7 @@ import pytest
 import tinymodels
 from program import run
 
+from dflash_mlx.cli import chat_input
 from dflash_mlx.cli.answer import DIM, NORMAL, Writer
 from dflash_mlx.cli.chat_commands import run_command
 from dflash_mlx.cli.chat_conversation import Chat, LocalModel
@@ -115,16 +116,13 @@ def test_the_system_message_is_shown_set_and_removed(chat, capsys):
     assert roles(chat) == ["user", "assistant"]
 
 
-@pytest.mark.parametrize("line", [" /undo", "/etc/hosts holds what?", "/* a comment */", " exit"])
-def test_what_only_looks_like_a_command_is_sent(chat, line):
-    say(chat, line)
-    assert roles(chat) == ["user", "assistant"] and not chat.leaving
-
-
 @pytest.mark.parametrize("line", ["exit", "quit ", "/quit", "/exit"])
 def test_leaving(chat, line):
+    """What only looks like a command is sent."""
+    say(chat, " /undo", "/etc/hosts holds what?", "/* a comment */", " exit")
+    assert roles(chat) == ["user", "assistant"] * 4 and not chat.leaving
     say(chat, line)
-    assert chat.leaving and not chat.messages
+    assert chat.leaving and len(chat.messages) == 8
 
 
 def test_settings_are_shown_and_changed(chat, capsys):
@@ -244,8 +242,6 @@ def test_the_line_about_an_answer(capsys):
 
 
 def test_a_history_is_its_persons_alone(tmp_path, monkeypatch, capsys):
-    from dflash_mlx.cli import chat_input
-
     monkeypatch.setattr(chat_input, "cache_folder", lambda part: tmp_path / part)
     chat_input._open_history().append_string("one\nmore")
     assert [*chat_input._open_history().load_history_strings()] == ["one\nmore"]
@@ -268,26 +264,13 @@ def test_a_history_is_its_persons_alone(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_messages_of_several_lines(typed, unfinished, message):
-    from dflash_mlx.cli.chat_input import is_unfinished, joined
-
-    assert is_unfinished(typed) == unfinished
-    assert message is None or joined(typed) == message
+    assert chat_input.is_unfinished(typed) == unfinished
+    assert message is None or chat_input.joined(typed) == message
 
 
-def on_terminal(monkeypatch, capsys, *parts):
-    """What a terminal gets."""
+def test_reasoning_is_dimmed_and_no_answer_controls_the_terminal(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     writer = Writer()
-    writer.write([*parts])
+    writer.write([("hm", True), ("a\r\nb\x1b[2Jx\x07", False)])
     writer.end()
-    return capsys.readouterr().out
-
-
-def test_an_answer_does_not_control_the_terminal(monkeypatch, capsys):
-    shown = on_terminal(monkeypatch, capsys, ("a\r\nb\x1b[2Jx\x07", False))
-    assert shown == "a\nb\ufffd[2Jx\ufffd\n"
-
-
-def test_reasoning_is_dimmed(monkeypatch, capsys):
-    shown = on_terminal(monkeypatch, capsys, ("hm", True), ("yes", False))
-    assert shown == f"{DIM}hm{NORMAL}\nyes\n"
+    assert capsys.readouterr().out == f"{DIM}hm{NORMAL}\na\nb\ufffd[2Jx\ufffd\n"

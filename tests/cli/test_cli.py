@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 import tinymodels
 from program import HERE, PROGRAM, hear_ctrl_c, run, start
-from typer.testing import CliRunner
 
-from dflash_mlx.cli.app import app
+import dflash_mlx as dm
+from dflash_mlx.cli.options import note_without_effect
+from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
+from dflash_mlx.errors import ModelNotFoundError, SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loop import generate
+from dflash_mlx.settings import SETTINGS
 
 NO_MLX = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
@@ -30,15 +33,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate 
 
 def popen(command: list[str]) -> subprocess.Popen[bytes]:
     """A run to interfere with; it hears Ctrl-C even where the tests do not."""
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
-        cwd=HERE,
-        preexec_fn=hear_ctrl_c,
-    )
+    streams = {"stdin": subprocess.DEVNULL, **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)}
+    return subprocess.Popen(command, cwd=HERE, preexec_fn=hear_ctrl_c, **streams)
 
 
 @pytest.fixture
@@ -47,18 +43,6 @@ def background_job():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-def in_process(*arguments: str, stdin: str | bytes = ""):
-    """A run without a new process, for what ends before MLX is needed."""
-    return CliRunner().invoke(app, list(arguments), input=stdin, prog_name="dflash-mlx")
-
-
-def one_line_error(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
-    """The message of a run that failed as it should."""
-    assert done.returncode == code and not done.stdout, done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
 
 
 @pytest.fixture(scope="session")
@@ -83,15 +67,15 @@ def test_version():
 
     libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm"))
     shown = f"dflash-mlx {dflash_mlx.__version__} ({libraries})\n"
-    assert in_process("--version").output == shown
+    assert run("--version").stdout == shown
     command = [sys.executable, "-m", "dflash_mlx", "--version"]
     assert subprocess.run(command, capture_output=True, text=True, cwd=HERE).stdout == shown
 
 
 def test_models():
-    listed = json.loads(in_process("models", "--json").stdout)
+    listed = json.loads(run("models", "--json").stdout)
     assert listed["embedded"] == "tiny" and all(one["targets"] for one in listed["pairs"])
-    shown = in_process("models", "--all").stdout
+    shown = run("models", "--all").stdout
     assert all(Path(one["targets"][0]).name in shown for one in listed["pairs"])
     sizes = {one["targets"][0]: one["gigabytes"] for one in listed["pairs"]}
     assert sizes["Qwen/Qwen3-8B"] == {"4": 4.5, "8": 8.5, "16": 16}
@@ -104,29 +88,29 @@ def test_models():
 def test_models_that_fit_come_first_by_family(monkeypatch):
     monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 24 * 10**9)
     monkeypatch.setattr("dflash_mlx.cli.models.Hub", partial(Hub, "http://127.0.0.1:1"))
-    shown = in_process("models")
+    shown = run("models")
     names = [line.split()[0] for line in shown.stdout.splitlines()[3:]]
     families = [name.rpartition("/")[2].partition("-")[0].lower() for name in names]
     assert families == sorted(families) and " no" not in shown.stdout
     assert "more do not fit" in shown.stderr
-    everything = [line.split()[0] for line in in_process("models", "--all").stdout.splitlines()[3:]]
+    everything = [line.split()[0] for line in run("models", "--all").stdout.splitlines()[3:]]
     assert everything[: len(names)] == names and len(everything) > len(names)
-    one = in_process("models", "qwen3-coder-next").stdout
+    one = run("models", "qwen3-coder-next").stdout
     assert one.splitlines()[1].startswith("Qwen/Qwen3-Coder-Next") and "  drafter z-lab/" in one
-    assert "Did you mean" in in_process("models", "qwen3-7b").stderr
-    assert "z-lab/Qwen3-8B-DFlash-b16" in in_process("models", "x/Qwen3-8B-4bit").stdout
+    assert "Did you mean" in run("models", "qwen3-7b").stderr
+    assert "z-lab/Qwen3-8B-DFlash-b16" in run("models", "x/Qwen3-8B-4bit").stdout
     for name in ("tiny", "smollm2"):
-        assert f"{name} comes with its drafter" in in_process("models", name).stderr
+        assert f"{name} comes with its drafter" in run("models", name).stderr
 
 
 def test_models_says_what_is_downloaded(monkeypatch):
     copies = {"mlx-community/Qwen3-8B-4bit": 4_612_000_000, "z-lab/Qwen3-8B-DFlash-b16": 10**9}
     monkeypatch.setattr("dflash_mlx.loading.hub.Hub.copies", lambda _: copies)
-    assert in_process("models").stdout.count(", downloaded 4.6 GB") == 1
-    shown = in_process("models", "Qwen3-8B").stdout
+    assert run("models").stdout.count(", downloaded 4.6 GB") == 1
+    shown = run("models", "Qwen3-8B").stdout
     assert "downloaded: mlx-community/Qwen3-8B-4bit, 4.6 GB" in shown
     assert "downloaded: z-lab/Qwen3-8B-DFlash-b16, 1.0 GB" in shown
-    listed = json.loads(in_process("models", "--json").stdout)["pairs"]
+    listed = json.loads(run("models", "--json").stdout)["pairs"]
     [row] = [row for row in listed if row["downloaded"]]
     assert row["drafter_bytes"] == 10**9
     assert row["downloaded"] == {"mlx-community/Qwen3-8B-4bit": 4_612_000_000}
@@ -137,10 +121,9 @@ def test_inspecting_a_drafter(pair):
     shown = run("models", "--inspect", folder)
     assert shown.returncode == 0
     assert re.search(r"^block_size +16 +block_size *$", shown.stdout, re.MULTILINE)
-    assert re.search(
-        r"^head +the target's +no tensor lm_head.weight *$", shown.stdout, re.MULTILINE
-    )
-    printed = in_process("models", "--json", "--inspect", f"{folder}/config.json").stdout
+    head = r"^head +the target's +no tensor lm_head.weight *$"
+    assert re.search(head, shown.stdout, re.MULTILINE)
+    printed = run("models", "--json", "--inspect", f"{folder}/config.json").stdout
     found = {decision["field"]: decision for decision in json.loads(printed)["decisions"]}
     assert found["target_layer_ids"]["value"] == [0, 2]
     assert found["target_layer_ids"]["source"].endswith("target_layer_ids")
@@ -187,44 +170,42 @@ def test_the_stock_blas_can_be_kept(pair):
     assert (content["blas"], content["block_size"]) == ("stock", 5)
 
 
-def broken(kind: str, folder: Path, pair: list[str]) -> list[str]:
-    """Options and a prompt that cannot work."""
-    target, drafter = pair[1], pair[3]
-    if kind == "unknown model":
-        return ["hi", "--model", "no/where", "--draft", drafter]
-    if kind == "prompt too long":
-        return ["x" * 9000, *pair]
-    if kind == "drafter of another target":
-        other = tinymodels.save_drafter(folder / "other", hidden_size=32, num_attention_heads=2)
-        return ["hi", "--model", target, "--draft", str(other)]
-    copy = shutil.copytree(target, folder / "copy")
-    weights = copy / "model.safetensors"
-    if kind == "no weights":
-        weights.unlink()
-    elif kind == "truncated weights":
-        os.truncate(weights, weights.stat().st_size // 2)
-    elif kind == "no config":
-        (copy / "config.json").unlink()
-    elif kind == "no chat template":
-        (copy / "chat_template.jinja").unlink()
-    return ["hi", "--model", str(copy), "--draft", drafter]
+def change(name, edit):
+    """What makes a copy of the target and changes one of its files."""
+
+    def broken(folder: Path, target: str, drafter: str) -> list[str]:
+        copy = shutil.copytree(target, folder / "copy")
+        edit(copy / name)
+        return ["hi", "--model", str(copy), "--draft", drafter]
+
+    return broken
+
+
+def for_another(folder: Path, target: str, drafter: str) -> list[str]:
+    other = tinymodels.save_drafter(folder / "other", hidden_size=32, num_attention_heads=2)
+    return ["hi", "--model", target, "--draft", str(other)]
+
+
+def half(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
 
 
 @pytest.mark.parametrize(
-    "kind, message",
+    "broken, code, message",
     [
-        ("unknown model", "no/where"),
-        ("no weights", "model.safetensors"),
-        ("truncated weights", "truncated"),
-        ("no config", "config.json"),
-        ("drafter of another target", "hidden_size"),
-        ("prompt too long", "8191"),
-        ("no chat template", "--no-chat-template"),
+        (lambda _, target, drafter: ["hi", "-m", "no/where", "--draft", drafter], 1, "no/where"),
+        (lambda _, target, drafter: ["x" * 9000, "-m", target, "-d", drafter], 2, "8191"),
+        (for_another, 1, "hidden_size"),
+        (change("model.safetensors", Path.unlink), 1, "model.safetensors"),
+        (change("model.safetensors", half), 1, "truncated"),
+        (change("config.json", Path.unlink), 1, "config.json"),
+        (change("chat_template.jinja", Path.unlink), 2, "--no-chat-template"),
     ],
 )
-def test_errors_are_one_line(kind, message, pair, tmp_path):
-    code = 2 if kind in ("prompt too long", "no chat template") else 1
-    assert message in one_line_error(run("generate", *broken(kind, tmp_path, pair)), code)
+def test_errors_are_one_line(broken, code, message, pair, tmp_path):
+    done = run("generate", *broken(tmp_path, pair[1], pair[3]))
+    assert done.returncode == code and not done.stdout and message in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_a_reader_that_leaves_early_is_no_error(pair):
@@ -263,3 +244,109 @@ def test_ctrl_c(moment, pair, background_job):
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         assert process.stderr.read() == b"" and process.wait(60) == 130
+
+
+SAMPLED = ["-t", "1.0", "--top-p", "0.9", "--seed", "7"]
+
+
+def test_a_seed_is_the_librarys_own_text(pair):
+    messages = [{"role": "user", "content": QUESTION}]
+    settings = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "max_tokens": 16}
+    expected = generate(tinymodels.target(), None, messages, **settings)
+    asked = ["generate", QUESTION, "-n", "16", "--json", "--compare", *SAMPLED]
+    content = json.loads(run(*asked, *pair).stdout)
+    assert (content["tokens"], content["seed"]) == (expected.tokens, 7)
+    assert content["identical"] is True
+
+
+def test_without_a_seed_one_is_drawn_and_told(pair):
+    asked = ["generate", QUESTION, "-n", "4", "-t", "1.0", "--json", "--compare", "--verbose"]
+    done = run(*asked, *pair)
+    content = json.loads(done.stdout)
+    assert content["identical"] is True and f"seed: {content['seed']}" in done.stderr
+
+
+def test_the_policy_can_be_switched_off_and_leaves_the_text_alone(pair):
+    options = ["-n", "17", "--json", "--verbose", *pair]
+    chosen = run("generate", QUESTION, *options)
+    blocks = run("generate", QUESTION, *options, "--no-policy")
+    pinned = run("generate", QUESTION, *options, "--block-size", "16")
+    assert "a plain step takes" in chosen.stderr
+    assert "a plain step takes" not in blocks.stderr + pinned.stderr
+    chosen, blocks, pinned = (json.loads(done.stdout) for done in (chosen, blocks, pinned))
+    assert chosen["steps"] == chosen["rounds"]
+    assert chosen["tokens_per_step"] == chosen["tokens_per_round"]
+    assert chosen["tokens"] == blocks["tokens"] == pinned["tokens"]
+    assert blocks["widths"] == pinned["widths"] and "16" in blocks["widths"]
+
+
+def test_what_has_no_effect_at_temperature_0_is_said(capsys):
+    defaults = {name: one.default for name, one in SETTINGS.items()}
+    for quiet in ({"temperature": 0.5, "seed": 7, "top_p": 0.9}, {}, {"repetition_penalty": 1.1}):
+        note_without_effect(defaults | quiet)
+        assert not capsys.readouterr().err
+    note_without_effect(defaults | {"seed": 7, "top_p": 0.9})
+    assert "--top-p, --seed has no effect" in capsys.readouterr().err
+
+
+def test_only_where_no_model_was_named_is_the_toy_called_one():
+    assert "tiny is a toy" in run("generate", "hi", "-n", "1").stderr
+    assert "toy" not in run("generate", "hi", "-n", "1", "--model", "tiny").stderr
+
+
+def test_draft_lengths_are_explained_by_the_run_alone():
+    """Lookup keeps its own estimates, so the policy has none to show."""
+    drafted = run("generate", QUESTION, "--verbose").stderr
+    lookup = run("generate", QUESTION, "--verbose", "--draft", "lookup").stderr
+    assert "\n8 rows: " in drafted and "\n8 rows: " not in lookup
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tinymodels.save_target(tmp_path_factory.mktemp("some") / "model")
+
+
+def test_a_model_without_a_known_drafter_is_drafted_by_lookup_and_says_so(folder):
+    asked = "user: user: user: what is 37 + 48?"
+    options = ["-n", "40", "--json", "--no-policy", "--compare"]
+    done = run("generate", asked, "--model", folder, *options)
+    content = json.loads(done.stdout)
+    assert content["identical"] and max(map(int, content["widths"])) > 1
+    [said] = [line for line in done.stderr.splitlines() if "lookup" in line]
+    assert "No drafter is known" in said
+
+
+def test_the_library_knows_the_same_names(folder):
+    name = str(folder)
+    with pytest.warns(UserWarning, match="no drafter is known for .*, so its text is drafted by"):
+        assert isinstance(dm.load(name)[1], LookupDrafter)
+    assert isinstance(dm.load(name, draft="lookup")[1], LookupDrafter)
+    assert dm.load(name, draft="none")[1] is None
+    for draft in (None, "+lookup", "tiny+lookup", "tiny-dflash2+lookup"):
+        assert isinstance(dm.load("tiny", draft=draft)[1], CombinedDrafter)
+    assert not isinstance(dm.load("tiny", draft="tiny")[1], CombinedDrafter)
+    with pytest.raises(ModelNotFoundError, match="No model ''"):
+        dm.load("tiny", draft="")
+
+
+def test_names_that_say_nothing_are_refused(folder):
+    with pytest.raises(SettingsError, match="name a network before"):
+        dm.load(str(folder), draft="lookup+lookup")
+    with pytest.raises(SettingsError, match="draft_bits means nothing to lookup"):
+        dm.load(str(folder), draft="lookup", draft_bits=4)
+    with pytest.raises(ModelNotFoundError, match="owner/name"):
+        dm.load("a-mistyped-name")
+
+
+def test_whatever_is_wrong_with_a_drafter_it_is_said_what_drafts_without_one(folder, tmp_path):
+    """A name that is none, what is no drafter, one known not to load, one of another target."""
+    refused = "Hikari07jp/DSpark-Gemma-4-31B-draft"
+    for name, draft in (
+        ("tiny", "a-mistyped-name"),
+        ("tiny", str(folder)),
+        ("tiny", refused),
+        (str(folder), "tiny-dflash2"),
+    ):
+        with pytest.raises(dm.DFlashError) as caught:
+            dm.load(name, draft=draft)
+        assert "--draft lookup" in str(caught.value) and "--draft none" in str(caught.value)

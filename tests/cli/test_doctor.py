@@ -2,16 +2,15 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
-import threading
 from collections import namedtuple
 
 import mlx.core as mx
 import pytest
 from program import HERE, start
 from typer.testing import CliRunner
+from webserver import web_server
 
 import dflash_mlx
 from dflash_mlx.cli import doctor
@@ -86,22 +85,11 @@ def test_little_disk(checks, monkeypatch):
     assert said["disk"]["detail"].startswith("1 GB free")
 
 
-def refuse_one(server: socket.socket) -> None:
-    """Answer one request, though not kindly: that the hub is there is all that counts."""
-    connection, _ = server.accept()
-    with connection:
-        connection.recv(4096)
-        connection.sendall(b"HTTP/1.1 405 No\r\nContent-Length: 0\r\n\r\n")
-
-
 @pytest.mark.parametrize("answers", [True, False])
 def test_the_hub(answers, checks, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        local = Hub(endpoint=f"http://127.0.0.1:{server.getsockname()[1]}")
-        if answers:
-            threading.Thread(target=refuse_one, args=(server,), daemon=True).start()
-        else:
-            server.close()
+    """That it is there is all that counts, though it does not answer kindly."""
+    with web_server(lambda _: (405, [], {})) as url:
+        local = Hub(endpoint=url if answers else "http://127.0.0.1:9")
         monkeypatch.setattr(doctor, "Hub", lambda offline: local)
         code, said = checks()
     assert code == 0 and said["hub"]["status"] == ("ok" if answers else "warn")

@@ -3,14 +3,14 @@
 import json
 import socket
 import sys
-import threading
 import tomllib
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from urllib.request import Request
 
 import pytest
 from typer.testing import CliRunner
+from webserver import web_server
 
 from dflash_mlx.bench.server import open_url
 from dflash_mlx.cli.app import app
@@ -44,12 +44,17 @@ def run(*arguments, **environment):
 
 @pytest.fixture
 def server():
-    """A server of ours; `asked` are the paths of its requests."""
-    with HTTPServer(("127.0.0.1", 0), Loading) as server:
-        server.asked, server.length, server.statuses = [], None, iter(())
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
-        server.shutdown()
+    """A server of ours that answers with its `statuses`, then 200; `asked` are the paths."""
+    found = SimpleNamespace(asked=[], length=None, statuses=iter(()))
+
+    def answer(request):
+        found.asked.append(request.path)
+        models = [{"id": "m", "context_length": found.length}, {"id": "unloaded"}]
+        return next(found.statuses, 200), [json.dumps({"data": models}).encode()], {}
+
+    with web_server(answer) as found.url:
+        found.port = found.url.rpartition(":")[2]
+        yield found
 
 
 def install(folder, name, script="#!/bin/sh\nexit 7\n"):
@@ -125,23 +130,6 @@ def test_a_server_that_does_not_start_says_why(tmp_path):
     assert code == 1 and f"{port} cannot be used" in told
 
 
-class Loading(BaseHTTPRequestHandler):
-    """Answers with the server's `statuses`, then 200."""
-
-    def do_GET(self):
-        self.server.asked.append(self.path)
-        status = next(self.server.statuses, 200)
-        models = [{"id": "m", "context_length": self.server.length}, {"id": "unloaded"}]
-        content = json.dumps({"data": models}).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.mark.parametrize(
     ("length", "model"), [(None, "m"), (32_768, "m"), (2048, "m"), (2048, "unloaded")]
 )
@@ -150,7 +138,7 @@ def test_a_server_that_loads_is_waited_for(length, model, tmp_path, monkeypatch,
     monkeypatch.setattr("dflash_mlx.cli.launch.PAUSE", 0)
     install(tmp_path, "codex")
     server.length, server.statuses = length, iter([503])
-    options = ["--port", str(server.server_port), "--model", model]
+    options = ["--port", server.port, "--model", model]
     code, told = run("launch", "codex", *options, PATH=str(tmp_path))
     assert server.asked == ["/v1/models", "/v1/models"]
     refused = (length, model) == (2048, "m")
@@ -162,7 +150,7 @@ def test_a_server_that_never_loads_is_not_waited_for_without_end(tmp_path, monke
     monkeypatch.setattr("dflash_mlx.cli.launch.PAUSE", 0)
     install(tmp_path, "codex")
     server.statuses = iter([503] * 1000)
-    code, told = run("launch", "codex", "--port", str(server.server_port), PATH=str(tmp_path))
+    code, told = run("launch", "codex", "--port", server.port, PATH=str(tmp_path))
     assert code == 1 and "still answers 503: give another --port" in told
 
 
@@ -193,10 +181,9 @@ def test_claude_stays_on_this_machine(file, settings, shell, tmp_path, monkeypat
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text(json.dumps({"env": settings}))
     shell |= {"HOME": str(tmp_path / "home"), "REPORT": str(tmp_path / "report")}
-    port = str(server.server_port)
-    code, told = run("launch", "claude", "--port", port, PATH=str(tmp_path), **shell)
+    code, told = run("launch", "claude", "--port", server.port, PATH=str(tmp_path), **shell)
     url, clouds, models, direct = json.loads((tmp_path / "report").read_text())
-    assert code == 0 and (url, clouds, models) == (f"http://127.0.0.1:{port}", [], ["m"])
+    assert code == 0 and (url, clouds, models) == (server.url, [], ["m"])
     assert "127.0.0.1" in direct and ("no_proxy" not in shell or "corp" in direct)
 
 
@@ -219,7 +206,7 @@ def test_what_would_win_over_launch_is_refused(
     install(tmp_path, agent)
     (tmp_path / file).write_text(content)
     folders = dict.fromkeys(("HOME", "CLAUDE_CONFIG_DIR", "CODEX_HOME"), str(tmp_path))
-    command = ("launch", agent, "--port", str(server.server_port), "--", *arguments)
+    command = ("launch", agent, "--port", server.port, "--", *arguments)
     code, told = run(*command, PATH=str(tmp_path), **folders)
     assert code == (7 if word == "" else 2)
     assert (str(tmp_path / file) if word is None else word) in told
@@ -238,7 +225,7 @@ def test_what_would_win_over_launch_is_refused(
 )
 def test_this_machine_is_asked_without_a_proxy(host, direct, monkeypatch, server):
     for name in PROXIES:
-        monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv(name, server.url)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     try:

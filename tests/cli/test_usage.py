@@ -1,10 +1,13 @@
 """What is asked wrongly on the command line: exit code 2, and a message that names the option."""
 
 import shlex
+import socket
 import sys
 
 import pytest
 from program import run
+
+from dflash_mlx.errors import MissingDependencyError
 
 ON_LINUX = pytest.mark.skipif(sys.platform == "darwin", reason="this machine's chip is known")
 
@@ -19,10 +22,7 @@ def invoke(*arguments):
         ("generate hi -n many", "--max-tokens must be a whole number from 0 on, not 'many'."),
         ("generate hi -n -1", "--max-tokens must be a whole number from 0 on,"),
         ("generate hi -b 0", "--block-size must be a whole number from 1 to"),
-        (
-            "generate hi -t hot",
-            "--temperature must be 0 (greedy) or from 1e-20 to",
-        ),
+        ("generate hi -t hot", "--temperature must be 0 (greedy) or from 1e-20 to"),
         ("serve --port 70000", "--port must be at most 65535, not 70000."),
         ("bench -t -1", "--temperature must be 0 (greedy) or from 1e-20 to 1e20, not -1.0."),
         ("generate hi -t inf", "--temperature must be 0 (greedy) or from"),
@@ -50,25 +50,16 @@ def invoke(*arguments):
             "--temperature must be 0 (greedy) or from 1e-20 to 1e20, not -1.0.",
         ),
         ("generate hi --top-k=-1", "--top-k must be a whole number from 0 on,"),
-        (
-            "generate -p hi --max-new-tokens=-1",
-            "--max-tokens must be a whole number from 0 on,",
-        ),
+        ("generate -p hi --max-new-tokens=-1", "--max-tokens must be a whole number from 0 on,"),
         ("generate --prompt=hi --draft-model none --tree-budget 8", "--tree-budget cannot be"),
-        (
-            "generate hi --no-thinking --reasoning-effort low",
-            "--reasoning-effort cannot",
-        ),
+        ("generate hi --no-thinking --reasoning-effort low", "--reasoning-effort cannot"),
         ("genrate hi", "No such command 'genrate'. Did you mean 'generate'? See"),
         ("chat --maxtokens 3", "No such option: --maxtokens (Possible options: --kernels, --max-"),
         ("--nope", "No such option: --nope."),
         ("roofline --chip M9", "Unknown chip 'M9': choose one of"),
         pytest.param("roofline", "No step can be predicted on", marks=ON_LINUX),
         pytest.param("models --memory 48", "No step can be predicted on", marks=ON_LINUX),
-        (
-            "serve --host 0.0.0.0",
-            "--host 0.0.0.0 lets other machines in: give --api-key, or",
-        ),
+        ("serve --host 0.0.0.0", "--host 0.0.0.0 lets other machines in: give --api-key, or"),
         ("serve --api-key ''", "An API key is empty"),
         ("serve --port 0 --no-draft --top-p 0", "--top-p must be above 0"),
         ("generate hi --json-schema 5", "--json-schema takes a JSON schema, such as"),
@@ -84,6 +75,9 @@ def test_what_is_wrong_is_one_line_in_words_for_people(arguments, message):
     assert done.stderr.startswith(f"error: {message}"), done.stderr
 
 
+SOME = "train --out x --synthesize 2"
+
+
 @pytest.mark.parametrize(
     ("command", "options"),
     [
@@ -91,11 +85,9 @@ def test_what_is_wrong_is_one_line_in_words_for_people(arguments, message):
         ("tune", "--kv-bits 5"),
         ("generate hi", "--target-bits 3"),
         ("roofline --chip M4 --acceptance 3", "--target-bits 3"),
-        ("train --out x --synthesize 2", "--target-bits 3"),
         ("generate hi", "--draft-bits 5"),
         ("generate hi --target-bits 4", "--quant-mode nope"),
-        ("train --out x --synthesize 2", "--kind nope"),
-        ("train --out x --synthesize 2", "--store-bits 5"),
+        *((SOME, option) for option in ("--target-bits 3", "--kind nope", "--store-bits 5")),
     ],
 )
 def test_a_wrong_value_fails_before_anything_is_loaded(command, options):
@@ -104,54 +96,72 @@ def test_a_wrong_value_fails_before_anything_is_loaded(command, options):
     assert options.split()[1] in done.stderr and "Value error" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "other"),
-    [
-        ("generate hi --no-draft", "--draft tiny", "--no-draft"),
-        ("generate hi --no-draft", "--block-size 4", "--no-draft"),
-        ("chat --no-draft", "--no-policy", "--no-draft"),
-        ("serve --no-draft", "--draft-bits 4", "--no-draft"),
-        ("serve --no-draft", "--tree-budget 8", "--no-draft"),
-        ("generate hi --no-draft", "--compare", "--no-draft"),
-        ("generate hi --draft none", "--block-size 4", "--draft none"),
-        ("generate hi -d none", "--compare", "--draft none"),
-        ("bench --draft lookup", "--tree-budget 8", "--draft lookup"),
-        ("generate hi --draft lookup", "--draft-bits 4", "--draft lookup"),
-        ("generate hi", "--quant-mode mxfp4", "--target-bits"),
-        ("tune", "--group-size 32", "--target-bits"),
-        ("generate hi --tree-budget auto", "--block-size 4", "--tree-budget auto"),
-        ("bench --tree-budget auto", "--block-size 4", "--tree-budget auto"),
-        ("generate hi --no-chat-template", "--system x", "--no-chat-template"),
-        ("generate hi --no-chat-template", "--no-think", "--no-chat-template"),
-        ("bench --openai http://localhost:1", "--no-think", "--openai"),
-        ("bench --openai http://localhost:1", "--adapter x", "--openai"),
-        ("chat --server http://localhost:1", "--adapter x", "--server"),
-        ("chat --server http://localhost:1", "--draft tiny", "--server"),
-        ("chat --server http://localhost:1", "--target-bits 4", "--server"),
-        ("chat --server http://localhost:1", "--kv-bits 4", "--server"),
-        ("chat", "--api-key k", "--server"),
-        ("serve --prefix-cache 0", "--cache-dir x", "--prefix-cache"),
-        ("serve --no-auth", "--api-key k", "--no-auth"),
-        ("generate hi", "--pipeline", "--hosts"),
-        ("generate hi", "--stall-seconds 5", "--hosts"),
-        ("bench --openai http://localhost:1", "--draft tiny", "--openai"),
-        ("bench --openai http://localhost:1", "--target-bits 4", "--openai"),
-        ("bench", "--concurrency 2", "--openai"),
-        ("bench --openai http://localhost:1 --concurrency 2", "--out x", "--concurrency"),
-        ("bench --protocol zlab", "--prompts x", "--protocol"),
-        ("bench --protocol zlab", "--repeats 3", "--protocol"),
-        ("bench --prompts x", "--suite gsm8k", "--prompts"),
-        ("bench --prompts x", "--data x", "--prompts"),
-        ("bench", "--data x", "--suite"),
-    ],
-)
-def test_an_option_without_effect_is_refused(command, option, other):
-    done = invoke(*command.split(), *option.split())
-    assert done.returncode == 2 and not done.stdout, done.stderr
-    assert f"error: {option.split()[0]} " in done.stderr and other in done.stderr
+SERVED = "http://localhost:1"
+WITHOUT_EFFECT = {  # a command, and beside which option of its which others are refused
+    "generate hi --no-draft": ("--no-draft", "--draft tiny, --block-size 4, --compare"),
+    "chat --no-draft": ("--no-draft", "--no-policy"),
+    "serve --no-draft": ("--no-draft", "--draft-bits 4, --tree-budget 8"),
+    "generate hi -d none": ("--draft none", "--block-size 4, --compare"),
+    "bench --draft lookup": ("--draft lookup", "--tree-budget 8, --draft-bits 4"),
+    "generate hi": ("--target-bits", "--quant-mode mxfp4, --group-size 32"),
+    "tune": ("--target-bits", "--group-size 32"),
+    "generate hi --tree-budget auto": ("--tree-budget auto", "--block-size 4"),
+    "bench --tree-budget auto": ("--tree-budget auto", "--block-size 4"),
+    "generate hi --no-chat-template": ("--no-chat-template", "--system x, --no-think"),
+    f"bench --openai {SERVED}": ("--openai", "--no-think, --adapter x, --draft tiny"),
+    f"bench --openai {SERVED} -n 9": ("--openai", "--target-bits 4"),
+    f"chat --server {SERVED}": ("--server", "--adapter x, --draft tiny, --target-bits 4"),
+    f"chat --server {SERVED} -n 9": ("--server", "--kv-bits 4"),
+    "chat": ("--server", "--api-key k"),
+    "serve --prefix-cache 0": ("--prefix-cache", "--cache-dir x"),
+    "serve --no-auth": ("--no-auth", "--api-key k"),
+    "generate hi -n 9": ("--hosts", "--pipeline, --stall-seconds 5"),
+    "bench": ("--openai", "--concurrency 2"),
+    f"bench --openai {SERVED} --concurrency 2": ("--concurrency", "--out x"),
+    "bench --protocol zlab": ("--protocol", "--prompts x, --repeats 3"),
+    "bench --prompts x": ("--prompts", "--suite gsm8k, --data x"),
+    "bench -n 9": ("--suite", "--data x"),
+}
+
+
+@pytest.mark.parametrize("command", WITHOUT_EFFECT)
+def test_an_option_without_effect_is_refused(command):
+    other, options = WITHOUT_EFFECT[command]
+    for option in options.split(", "):
+        done = invoke(*command.split(), *option.split())
+        assert done.returncode == 2 and not done.stdout, done.stderr
+        assert f"error: {option.split()[0]} " in done.stderr and other in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--block-size", "--tree-budget"])
 def test_more_rows_than_there_can_be(option, pair):
     done = invoke("generate", "hi", "-n", "2", "--no-policy", option, 100_000, *pair)
     assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "word"),
+    [
+        ("--api-key-file none", 1, "cannot be read"),
+        ("--api-key-file blank", 2, "empty"),
+        ("--host 192.0.2.1 --no-auth", 1, "give a --host of this machine's"),
+        ("--port PORT", 1, "PORT cannot be used"),  # told before the weights are read
+    ],
+)
+def test_what_a_server_cannot_use_is_one_line(options, code, word, tmp_path):
+    (tmp_path / "blank").write_text("\n \n# no key yet\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        options, word = (text.replace("PORT", port) for text in (options, word))
+        options = options.replace("file ", f"file {tmp_path}/")
+        done = invoke("serve", "--model", "no such model", *options.split())
+    assert done.returncode == code and word in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_server_without_its_extra_says_what_to_install(monkeypatch):
+    for name in [one for one in sys.modules if one.startswith("dflash_mlx.serve")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    done = invoke("serve", "--port", "0", "--model", "no such model")
+    assert done.returncode == 1
+    assert str(MissingDependencyError.of("", "serve")).strip(": ") in done.stderr

@@ -1,11 +1,16 @@
 """Two ranks on this machine: the texts of one, and what they tell each other."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from clusters import find, run_ranks
 from families import FAMILIES, random_model
 
 from dflash_mlx.cluster.channel import WORDS, Channel
@@ -28,10 +33,46 @@ def test_what_is_told_is_heard(length):
     assert channel.receive() == told and not sent
 
 
+def addresses(count):
+    """Addresses that nobody listens on now, one for each rank, as MLX's ring wants them."""
+    with ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [[f"127.0.0.1:{one.getsockname()[1]}"] for one in taken]
+
+
+def run_ranks(size, folder, *parts, seconds=240):
+    """Run cluster_rank.py as all ranks; the objects that rank 0 prints.
+
+    Its standard error is kept, and that of another rank which fails first.
+    """
+    hosts = folder / "ring.json"
+    hosts.write_text(json.dumps(addresses(size)))
+    command = [sys.executable, Path(__file__).parents[1] / "helpers" / "cluster_rank.py", *parts]
+    ring = {**os.environ, "MLX_HOSTFILE": str(hosts)}
+    with (folder / "said").open("w+") as said, (folder / "out").open("w+") as out:
+        ranks = [
+            subprocess.Popen(command, env=ring | {"MLX_RANK": str(rank)}, stdout=out, stderr=said)
+            for rank in range(size)
+        ]
+        try:  # a rank that fails ends rank 0, which waits for it, by its watchdog
+            codes = [rank.wait(seconds) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert codes == [0] * size, (folder / "said").read_text()
+    lines = (folder / "out").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def find(found, **wanted):
+    """The one object with these values."""
+    (one,) = (each for each in found if wanted.items() <= each.items())
+    return one
+
+
 # What two ranks play: the embedded pair; families by heads, recurrences, whose head is sliced, and
 # latents, which all ranks hold; one by layers, which cannot be split by heads; and stages.
-PLAYED = "pair turns together two sums=16 -- families --quick qwen3_5 kimi_k25"
-PLAYED += " --pipeline qwen3_next -- stages"
+PLAYED = "--quick pair heads=qwen3_5 heads=kimi_k25 layers=qwen3_next stages"
 
 
 @pytest.fixture(scope="module")
@@ -57,45 +98,25 @@ def test_prefixes_are_kept_and_let_go_by_all(played):
     assert found["reused"] == [0, 0, 73, 0] and found["cancelled"] == "cancelled"
 
 
-def test_drafting_divides_the_sums(played):
-    """Each forward has as many: two a layer, and the message."""
-    found = find(played, what="collectives")
-    for way in ("plain", "drafted"):
-        made = found[way]
-        assert made["tokens"] == found["tokens"]
-        assert made["sums"] == (made["rounds"] + made["requests"]) * found["plain"]["a forward"]
-    assert found["drafted"]["sums"] < found["plain"]["sums"] / 2
-
-
 def all_is_well(found, size=2):
     assert found["ranks"] == size and len(found["texts"]) >= 3
     assert all(found["texts"].values()), json.dumps(found["texts"])
     assert found["sums"] == found["messages"] == found["forwards"], "one message a forward"
 
 
-@pytest.mark.parametrize(("family", "shared"), [("qwen3_5", False), ("kimi_k25", True)])
-def test_families_over_ranks(played, family, shared):
-    """Latents are of no head, so every rank has the same bits; keys and values are each its own."""
+@pytest.mark.parametrize("family", ["qwen3_5", "kimi_k25", "qwen3_next"])
+def test_families_over_ranks(played, family):
+    """A layer of a pipeline is computed by one rank as by one machine: all bits are the same."""
     found = find(played, family=family)
     all_is_well(found)
-    assert found["taps off by"] < 1e-4
-    assert found["caches"]["as held"] and found["caches"]["arrays"] >= 4
-    assert found["caches"]["shared"] == shared * found["caches"]["arrays"]
-
-
-def test_a_pipeline_over_ranks(played):
-    """Each layer is computed by one rank as by one machine, so that all bits are the same."""
-    found = find(played, family="qwen3_next")
-    all_is_well(found)
-    assert found["taps off by"] == 0 and found["caches"]
+    assert float(found["taps off by"]) <= (0 if family == "qwen3_next" else 1e-4)
 
 
 def test_stages_that_cannot_do_the_same(played):
     """Rank 0 has attention alone, which can be cut anywhere; a recurrence elsewhere cannot."""
-    found = {one["what"]: one for one in played if "spread" in one}
-    assert found and all(one["own"] == one["spread"] for one in found.values())
-    assert found["can be cut"]["own"] == [False]
-    assert sum(map(bool, found["reused"]["own"])) == 4
+    found = find(played, what="stages")
+    assert found["own"] == found["spread"] and found["own"]["can be cut"] == [False]
+    assert sum(map(bool, found["own"]["reused"])) == 4
 
 
 def test_taps_are_carried_of_those_who_have_some():
@@ -119,21 +140,11 @@ def test_taps_are_carried_of_those_who_have_some():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_over_ranks(family, size, by, tmp_path):
     """Waiting ranks keep a core busy, so four of them take minutes on two cores."""
-    options = ["families", *(["--pipeline"] if by == "layers" else []), family]
-    [found] = run_ranks(size, tmp_path, *options, seconds=1800)
+    [found] = run_ranks(size, tmp_path, f"{by}={family}", seconds=1800)
     if "refused" in found:
         pytest.skip(found["refused"])
     all_is_well(found, size)
-    caches = found["caches"] if by == "layers" else found["caches"]["as held"]
-    assert caches and found["taps off by"] < 1e-4
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_pair_over_ranks(size, tmp_path):
-    parts = ("pair", "texts", "turns", "together", "sums=256")
-    found = run_ranks(size, tmp_path, *parts, seconds=1800)
-    assert len(found) == 7 and all(all(one["equal"]) for one in found if "equal" in one)
+    assert float(found["taps off by"]) < 1e-4
 
 
 GROUP = SimpleNamespace(rank=lambda: 0, size=lambda: 2)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -41,23 +41,14 @@ def two_free_ports():
 def launched(*arguments):
     """Two ranks of a command, in a process group of their own; none of them is left behind."""
     ring = ["--backend", "ring", "--starting-port", str(two_free_ports()), "-n", "2", "--"]
-    pipe = subprocess.PIPE
-    ranks = subprocess.Popen(
-        [LAUNCH, *ring, *PROGRAM, *arguments],
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        cwd=HERE,
-        start_new_session=True,
-    )
+    options = {"text": True, "cwd": HERE, "start_new_session": True}
+    options |= dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    ranks = subprocess.Popen([LAUNCH, *ring, *PROGRAM, *arguments], **options)
     try:
         yield ranks
     finally:
-        try:
+        with suppress(ProcessLookupError):  # as it should be
             os.killpg(ranks.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # as it should be
         ranks.communicate()
 
 
@@ -77,9 +68,8 @@ def test_a_server_answers_and_ctrl_c_ends_it():
         line = next(line for line in ranks.stderr if "http://" in line)
         url = re.search(r"http://\S+", line)[0]
         body = json.dumps({"prompt": QUESTION, "max_tokens": 2}).encode()
-        asked = urllib.request.Request(
-            f"{url}/v1/completions", body, {"Content-Type": "application/json"}
-        )
+        headers = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{url}/v1/completions", body, headers)
         with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
             assert json.load(answer)["choices"][0]["text"]
         os.killpg(ranks.pid, signal.SIGINT)

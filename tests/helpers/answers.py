@@ -2,16 +2,13 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dflash_mlx.answers.families import FAMILIES, AnswerFormat
 from dflash_mlx.answers.parser import AnswerParser, ToolCall, merge_texts
 
 KNOWN = {family.name: family for family in FAMILIES}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else _json(value)
 
 
 def _json(value: Any) -> str:
@@ -28,69 +25,69 @@ def _gemma(value: Any) -> str:
     return _json(value)
 
 
-def _tags(head: str, key: str, tail: str) -> Callable[[str, dict[str, Any]], str]:
-    def write(name: str, arguments: dict[str, Any]) -> str:
-        values = (
-            key.replace("KEY", one)
-            .replace("TEXT", "true" if isinstance(value, str) else "false")
-            .replace("VALUE", _text(value))
-            for one, value in arguments.items()
-        )
-        return head.replace("NAME", name) + "".join(values) + tail
-
-    return write
-
-
-def _object(key: str) -> Callable[[str, dict[str, Any]], str]:
-    return lambda name, arguments: f'{{"name": "{name}", "{key}": {_json(arguments)}}}'
-
-
-# The text of one call between the markers of the family.
-WRITERS: dict[str, Callable[[str, dict[str, Any]], str]] = {
-    "json_tools": lambda name, arguments: f"\n{_object('arguments')(name, arguments)}\n",
-    "llama3": _object("parameters"),
-    "nemotron": lambda name, arguments: f"[{_object('arguments')(name, arguments)}]",
-    "mistral": lambda name, arguments: f"{name}[ARGS]{_json(arguments)}",
-    "kimi_k2": lambda name, arguments: (
-        f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{_json(arguments)}"
-        "<|tool_call_end|>"
-    ),
-    "deepseek_v3": lambda name, arguments: (
-        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{_json(arguments)}\n```"
-        "<｜tool▁call▁end｜>"
-    ),
-    "deepseek_v31": lambda name, arguments: (
-        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_json(arguments)}<｜tool▁call▁end｜>"
-    ),
-    "deepseek_v32": _tags(
+# What is between a family's markers: a call with its arguments in JSON ...
+CALLS = {
+    "json_tools": '\n{"name": "NAME", "arguments": JSON}\n',
+    "llama3": '{"name": "NAME", "parameters": JSON}',
+    "nemotron": '[{"name": "NAME", "arguments": JSON}]',
+    "mistral": "NAME[ARGS]JSON",
+    "kimi_k2": "<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>JSON"
+    "<|tool_call_end|>",
+    "deepseek_v3": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nJSON\n```"
+    "<｜tool▁call▁end｜>",
+    "deepseek_v31": "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>JSON<｜tool▁call▁end｜>",
+    "harmony": "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>JSON<|call|>",
+}
+JSON = [family for family in CALLS if family != "harmony"]
+# ... or its head, each argument and its tail.
+TAGS = {
+    "deepseek_v32": (
         '\n<｜DSML｜invoke name="NAME">\n',
         '<｜DSML｜parameter name="KEY" string="TEXT">VALUE</｜DSML｜parameter>\n',
         "</｜DSML｜invoke>\n",
     ),
-    "qwen3_coder": _tags(
-        "\n<function=NAME>\n", "<parameter=KEY>\nVALUE\n</parameter>\n", "</function>\n"
+    "qwen3_coder": (
+        "\n<function=NAME>\n",
+        "<parameter=KEY>\nVALUE\n</parameter>\n",
+        "</function>\n",
     ),
-    "glm47": _tags("NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n", ""),
-    "minimax_m2": _tags(
-        '\n<invoke name="NAME">\n', '<parameter name="KEY">VALUE</parameter>\n', "</invoke>\n"
+    "glm47": ("NAME\n", "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n", ""),
+    "minimax_m2": (
+        '\n<invoke name="NAME">\n',
+        '<parameter name="KEY">VALUE</parameter>\n',
+        "</invoke>\n",
     ),
-    "muse_spark": _tags(
+    "muse_spark": (
         '\n<atem:invoke name="NAME">\n',
         '<atem:parameter name="KEY">VALUE</atem:parameter>\n',
         "</atem:invoke>\n",
     ),
-    "gemma4": lambda name, arguments: f"call:{name}{_gemma(arguments)}",
-    "pythonic": lambda name, arguments: (
-        "[" + name + "(" + ", ".join(f"{key}={_json(one)}" for key, one in arguments.items()) + ")]"
-    ),
-    "harmony": lambda name, arguments: (
-        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{_json(arguments)}"
-        "<|call|>"
-    ),
 }
-WRITERS["deepseek_v4"] = WRITERS["deepseek_v32"]
-TAGGED = ["qwen3_coder", "glm47", "minimax_m2", "muse_spark", "deepseek_v32", "deepseek_v4"]
-JSON = ["json_tools", "llama3", "nemotron", "mistral", "kimi_k2", "deepseek_v3", "deepseek_v31"]
+TAGS["deepseek_v4"] = TAGS["deepseek_v32"]
+
+
+def _write(family: str, name: str, arguments: dict[str, Any]) -> str:
+    if family in CALLS:
+        return CALLS[family].replace("NAME", name).replace("JSON", _json(arguments))
+    if family == "gemma4":
+        return f"call:{name}{_gemma(arguments)}"
+    if family == "pythonic":
+        return f"[{name}({', '.join(f'{key}={_json(one)}' for key, one in arguments.items())})]"
+    head, key, tail = TAGS[family]
+    values = (
+        key.replace("KEY", one)
+        .replace("TEXT", "true" if isinstance(value, str) else "false")
+        .replace("VALUE", value if isinstance(value, str) else _json(value))
+        for one, value in arguments.items()
+    )
+    return head.replace("NAME", name) + "".join(values) + tail
+
+
+# The text of one call between the markers of the family.
+WRITERS: dict[str, Callable[[str, dict[str, Any]], str]] = {
+    family: partial(_write, family) for family in (*CALLS, *TAGS, "gemma4", "pythonic")
+}
+TAGGED = [*TAGS]
 
 
 def form_of(family: str, thought: tuple[str, str] = ("<think>", "</think>")) -> AnswerFormat:

@@ -1,23 +1,277 @@
-"""A rank that plays one part after the other, so that it starts once.
+"""A rank that plays with the others, and compares with one machine, for test_cluster.py.
 
-MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_rank.py pair turns -- stages
+    MLX_RANK=0 MLX_HOSTFILE=ring.json python cluster_rank.py --quick pair heads=llama stages
+
+Its parts follow each other, so that it starts once. Rank 0 prints JSON objects, a line each.
 """
 
+from __future__ import annotations
+
+import json
 import sys
-from itertools import groupby
+from collections.abc import Sequence
+from typing import Any
 
-import cluster_families
-import cluster_pair
-import cluster_stages
+import mlx.core as mx
+import numpy as np
+from crowd import Crowd, Knowing, KnowingSession, Played
+from families import CONFIGS, Letters, random_model, random_prompt, target_of
 
-PARTS = {
-    "pair": cluster_pair.main,
-    "families": cluster_families.main,
-    "stages": cluster_stages.main,
-}
+import dflash_mlx as dm
+from dflash_mlx.cluster.cluster import Cluster
+from dflash_mlx.cluster.target import LeaderPrefixCache
+from dflash_mlx.drafter.lookup import LookupDrafter
+from dflash_mlx.engine.batch import BatchItem, SharedBatch
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.targets import Target
+from dflash_mlx.targets.taps import EMBEDDING, gathered
+
+STALL = 40.0  # seconds for a rank to answer: the machine may be busy with other tests
+
+
+def tell(**found: Any) -> None:
+    print(json.dumps(found, default=str), flush=True)
+
+
+QUESTION = "Let us add 47 and 38 digit by digit.\nOnes:"
+LONG = [{"role": "user", "content": "Count. " * 20 + "What is 3 plus 4?"}]
+CHUNK = 32  # tokens of what is kept of a prompt
+TREE = 20
+
+
+def pair() -> None:
+    """The embedded pair: a tree, a chain with a seed, a conversation, and requests together."""
+    cluster = Cluster(STALL)
+    if cluster.rank:
+        cluster.follow("tiny")
+        return
+    target, drafter = dm.load("tiny", "tiny", cluster=cluster)
+    whole = dm.load("tiny")
+
+    def same(*questions: Any, conversation: Any = None, **settings: Any) -> dict[str, Any]:
+        """The same requests on both; what the last one took."""
+        equal = []
+        for question in questions:
+            alone, messages = dm.generate(*whole, question, **settings), cluster.leader.messages
+            shared = settings | {"conversation": conversation}
+            found = dm.generate(target, drafter, question, **shared)
+            equal.append(found.tokens == alone.tokens)
+        told = cluster.leader.messages - messages
+        return {"equal": equal, "rounds": found.stats.rounds, "messages": told}
+
+    for settings in ({"tree_budget": TREE}, {"temperature": 0.8, "seed": 7}):
+        tell(what="text", **same(QUESTION, max_tokens=16, **settings))
+    turns = QUESTION, QUESTION + " 5 and", QUESTION + " 6"  # goes on, and goes back
+    goes_on = dm.Conversation(target, drafter)
+    tell(what="turns", **same(*turns, conversation=goes_on, max_tokens=3))
+    tell(what="together", **together(target, drafter, whole))
+    cluster.close()
+
+
+def together(target: Any, drafter: Any, whole: Any) -> dict[str, Any]:
+    """Requests of an engine, one that is cancelled, and two that begin as one of them did."""
+    requests: list[tuple[Any, dict[str, Any]]] = [
+        (LONG, {"temperature": 0.8, "seed": 1}),
+        (QUESTION, {"tree_budget": TREE}),
+        (LONG, {}),
+        (LONG, {"temperature": 0.8, "seed": 1}),
+    ]
+    alone = [dm.generate(*whole, asked, max_tokens=4, **more) for asked, more in requests]
+    store = LeaderPrefixCache(target, drafter, memory=2**26, chunk=CHUNK)
+    with dm.Engine(target, drafter, prefix=store) as engine:
+
+        def submit(number: int) -> Any:
+            asked, more = requests[number]
+            return engine.submit(asked, max_tokens=4, **more)
+
+        jobs = [submit(0), submit(1)]
+        gone = engine.submit(QUESTION, max_tokens=200, block_size=2)
+        next(gone)
+        gone.cancel()
+        found = [job.result() for job in jobs]
+        found.append(submit(2).result())
+        store.clear()
+        found.append(submit(3).result())
+        cancelled = gone.result().finish_reason
+    return {
+        "equal": [one.tokens == other.tokens for one, other in zip(found, alone, strict=True)],
+        "reused": [one.stats.reused_tokens for one in found],
+        "cancelled": cancelled,
+    }
+
+
+WINDOWED = 40  # tokens of a prompt, more than the windows of the families
+PROMPTS = [random_prompt(WINDOWED, 0), random_prompt(9, 1), random_prompt(20, 2)]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "max_tokens": 8},
+    {"temperature": 0.8, "seed": 3, "max_tokens": 8},
+    {"temperature": 0.8, "seed": 4, "max_tokens": 8},
+]
+# What the number of ranks has to divide. Where Qwen3.5 has fewer key heads, mlx-lm repeats them.
+HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads", "o_groups")
+KEY_HEADS = "num_key_value_heads"
+REPEATED = ("qwen3_5", "qwen3_5_moe")
+
+
+class Rounds(SharedBatch):
+    """Counts the steps of an engine."""
+
+    count = 0
+
+    def verify(
+        self, turns: Sequence[BatchItem], tokens: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        self.count += 1
+        return super().verify(turns, tokens)
+
+
+def widened(family: str, size: int) -> dict[str, int]:
+    """A family's numbers of heads, times what makes so many ranks divide them."""
+    config = CONFIGS[family]
+    shape = config.get("text_config", config)
+    names = HEADS if family in REPEATED else (*HEADS, KEY_HEADS)
+    heads = {name: shape[name] for name in names if shape.get(name)}
+    times = next(n for n in range(1, size + 1) if not any(x * n % size for x in heads.values()))
+    return {name: count * times for name, count in heads.items()}
+
+
+def play(family: str, by: str, quick: bool) -> None:
+    """A tiny model of a family; or, quickly, a chain and a tree alone, and trees together.
+
+    The taps of each step are computed from the caches of all ranks, so the same taps are the same
+    caches.
+    """
+    cluster = Cluster(STALL, pipeline=by == "layers")
+    wider = {} if by == "layers" else widened(family, cluster.size)
+    model = random_model(family, **wider)
+    try:
+        cluster.shard(family, model)
+    except SettingsError as error:
+        if cluster.rank == 0:
+            tell(family=family, refused=str(error))
+        return
+    mx.eval(model.parameters())
+    target = cluster.open(model, Letters(), CONFIGS[family], family)
+    if cluster.rank:
+        cluster.work(target)
+        return
+    leader, channel, forwards, texts = cluster.leader, cluster.channel, 0, {}
+    with leader._lock:  # no heartbeat is on its way
+        messages, sums = leader.messages, channel.sums - leader.heartbeats
+    own = target_of(random_model(family, **wider), family)
+    crowd = Crowd(own, list(zip(PROMPTS, SETTINGS, strict=True)))
+    for at, shape in enumerate(("chain", "tree")[: 1 + target.supports_trees]):
+        for number in (at,) if quick else (0, 1):
+            prompt, settings = crowd.requests[number]
+            drafter = drafter_of(crowd, shape)
+            result = dm.generate(target, drafter, prompt, **settings)
+            texts[f"{shape} {number}"] = result.tokens == crowd.alone[number]
+            forwards += 1 + result.stats.rounds
+        if not quick or shape == "tree":
+            batch = Rounds(target, None)
+            texts[f"{shape}, three"] = three(target, crowd, drafter_of(crowd, shape), batch)
+            forwards += 4 + batch.count
+    cluster.close()  # with a last message
+    alone = drafter_of(crowd, shape)
+    dm.generate(own, alone, prompt, **settings)
+    off = [abs(one - other).max() for one, other in zip(drafter.heard, alone.heard, strict=True)]
+    tell(
+        **{"family": family, "ranks": cluster.size, "texts": texts, "taps off by": max(off)},
+        **{"forwards": forwards, "messages": leader.messages - messages},
+        sums=channel.sums - leader.heartbeats - 1 - sums,
+    )
+
+
+class Listening(Knowing):
+    """Keeps what its sessions are told of the target's layers."""
+
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self.heard: list[np.ndarray] = []
+
+    def start(self, target: Any, sampler: Any) -> KnowingSession:
+        session = super().start(target, sampler)
+        extend = session.extend
+
+        def listen(taps: mx.array, kept: Any = None, tokens: Sequence[int] = ()) -> None:
+            self.heard.append(np.array(taps if kept is None else gathered(taps, kept)))
+            extend(taps, kept, tokens)
+
+        session.extend = listen  # type: ignore[method-assign]
+        return session
+
+
+def drafter_of(crowd: Crowd, shape: str) -> Listening:
+    layers = crowd.target.num_layers
+    drafter = crowd.knowing(0.8, (EMBEDDING, layers // 2, layers - 1), Listening)
+    drafter.branches = shape == "tree"
+    return drafter
+
+
+def three(target: dm.Target, crowd: Crowd, drafter: Knowing, batch: SharedBatch) -> bool:
+    """Three requests that join one after the other, and a fourth that is cancelled on its way."""
+    played = Played(target, drafter, batch)
+    jobs = []
+    for prompt, settings in crowd.requests:
+        jobs.append(played.submit(prompt, block_size=6, **settings))
+        played.scheduler.step()
+        if len(jobs) == 2:
+            gone = played.submit(crowd.requests[0][0], block_size=2, **crowd.requests[0][1])
+            played.scheduler.step()
+            gone.cancelled = True
+    played.run()
+    cut = gone.result()
+    whole = [job.result().tokens for job in jobs] == crowd.alone
+    begun = crowd.alone[0][: len(cut.tokens)] == cut.tokens
+    return whole and begun and cut.finish_reason == "cancelled"
+
+
+MIXED = "qwen3_next"
+OF = Letters(), CONFIGS[MIXED], MIXED
+PROMPT = random_prompt(80, 0)  # more than the last forward of a prefill reads
+STORED = [PROMPT, [*PROMPT, *random_prompt(5, 1)], PROMPT[:70] + random_prompt(9, 2)]
+
+
+def mixed_model() -> Any:
+    return random_model(MIXED, num_hidden_layers=2, full_attention_interval=2)
+
+
+def turns_and_prefixes(target: Target, store: type[dm.PrefixStore]) -> dict[str, list[Any]]:
+    """Turns of a chat that goes on and goes back, and requests that begin alike."""
+    drafter = LookupDrafter()
+    of = {"max_tokens": 6, "conversation": dm.Conversation(target, drafter)}
+    turns = [dm.generate(target, drafter, prompt, **of) for prompt in STORED]
+    of = {"max_tokens": 6, "prefix": store(target, None, memory=2**26, chunk=16)}
+    begun = [dm.generate(target, None, prompt, **of) for prompt in STORED]
+    return {
+        "tokens": [one.tokens for one in [*turns, *begun]],
+        "reused": [one.stats.reused_tokens for one in [*turns, *begun]],
+        "can be cut": [target.start().can_trim],
+    }
+
+
+def stages() -> None:
+    """A pipeline whose rank 0 has attention alone, and the other one a recurrence alone.
+
+    So what one of them can do with its caches, the other one cannot.
+    """
+    cluster, stage = Cluster(STALL, pipeline=True), mixed_model()
+    cluster.shard(MIXED, stage)
+    mx.eval(stage.parameters())
+    target = cluster.open(stage, *OF)
+    if cluster.rank:
+        cluster.work(target)
+        return
+    spread = turns_and_prefixes(target, LeaderPrefixCache)
+    own = turns_and_prefixes(Target(mixed_model(), *OF), dm.PrefixStore)
+    tell(what="stages", spread=spread, own=own)
+    cluster.close()
+
 
 if __name__ == "__main__":
-    for between, part in groupby(sys.argv[1:], "--".__eq__):
-        if not between:
-            name, *arguments = part
-            PARTS[name](arguments)
+    for part in sys.argv[1:]:
+        name, _, family = part.partition("=")
+        if family:
+            play(family, name, "--quick" in sys.argv)
+        elif name in ("pair", "stages"):
+            {"pair": pair, "stages": stages}[name]()

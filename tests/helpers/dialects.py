@@ -10,12 +10,11 @@ SCHEMA = {
     "properties": {"path": {"type": "string"}, "text": {"type": "string"}},
     "required": ["path"],
 }
-
-
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
 )
 OLLAMA, GENERATE = "/api/chat", "/api/generate"
+HI = [{"role": "user", "content": "Hi"}]
 
 
 def user(content: Any, **more: Any) -> dict[str, Any]:
@@ -26,9 +25,19 @@ def user(content: Any, **more: Any) -> dict[str, Any]:
 def ask(path: str, *items: Any, **more: Any) -> dict[str, Any]:
     """A request of the API at this path, with these messages or items, or with "Hi"."""
     name = {COMPLETIONS: "prompt", GENERATE: "prompt", RESPONSES: "input"}.get(path, "messages")
-    prompt: Any = [*items] or ([user("Hi")] if name == "messages" else "Hi")
+    prompt: Any = [*items] or (HI if name == "messages" else "Hi")
     limit = {"max_tokens": 9} if path == MESSAGES else {}
     return {"model": "m", name: prompt, **limit, **more}
+
+
+def joined(*parts: dict[str, Any]) -> dict[str, Any]:
+    """A message of the model that came in parts."""
+    message: dict[str, Any] = {"role": "assistant"}
+    for part in parts:
+        for key, value in part.items():
+            if key != "role":
+                message[key] = message[key] + value if key in message else value
+    return message
 
 
 class Said(NamedTuple):
@@ -44,41 +53,31 @@ class Said(NamedTuple):
 class Chat:
     """OpenAI's chat completions."""
 
-    path = "/v1/chat/completions"
-    limit = "max_tokens"
+    path = CHAT
 
-    def __init__(self) -> None:
-        self.items: list[Any] = []
+    def __init__(self, *questions: str) -> None:
+        self.items: list[Any] = [user(one) for one in questions]
 
     def body(self, **more: Any) -> dict[str, Any]:
         """A request of this conversation, with a tool."""
-        function = {"name": "write", "parameters": SCHEMA}
-        tools = [{"type": "function", "function": function}]
-        return {"model": "m", "messages": self.items, "tools": tools, **more}
+        tool = {"type": "function", "function": {"name": "write", "parameters": SCHEMA}}
+        return {"model": "m", "messages": self.items, "tools": [tool], **more}
 
     def ask(self, server: Any, streamed: bool = False, **more: Any) -> Said:
         """An answer, which becomes a part of the conversation."""
-        if streamed and "chat/" in self.path:
+        if streamed and self.path == CHAT:
             more["stream_options"] = {"include_usage": True}
         answer = server.post(self.path, json=self.body(stream=streamed, **more))
         assert answer.status_code == 200, answer.text
         return self.read(self.streamed(answer.text) if streamed else answer.json())
 
-    def user(self, text: Any) -> None:
-        """A message of the user."""
-        self.items.append({"role": "user", "content": text})
-
     def streamed(self, text: str) -> Any:
         """The whole answer that a stream is."""
-        message: dict[str, Any] = {"role": "assistant", "content": ""}
         *chunks, last = frames(text)
-        for chunk in chunks:
-            [choice] = chunk["choices"]
-            assert chunk["usage"] is None
-            for key, value in choice["delta"].items():
-                if key != "role":
-                    message[key] = message[key] + value if key in message else value
-        return last | {"choices": [choice | {"message": message}]}
+        assert all(chunk["usage"] is None for chunk in chunks)
+        choices = [choice for chunk in chunks for choice in chunk["choices"]]
+        message = joined({"content": ""}, *(one["delta"] for one in choices))
+        return last | {"choices": [choices[-1] | {"message": message}]}
 
     def read(self, got: Any) -> Said:
         """An answer, which becomes a part of the conversation."""
@@ -104,7 +103,7 @@ class Chat:
 class Messages(Chat):
     """Anthropic's messages."""
 
-    path = "/v1/messages"
+    path = MESSAGES
 
     def body(self, **more: Any) -> dict[str, Any]:
         tools = [{"name": "write", "input_schema": SCHEMA}]
@@ -156,8 +155,7 @@ class Messages(Chat):
 class Responses(Chat):
     """OpenAI's responses."""
 
-    path = "/v1/responses"
-    limit = "max_output_tokens"
+    path = RESPONSES
 
     def body(self, **more: Any) -> dict[str, Any]:
         tool = {"type": "function", "name": "write", "parameters": SCHEMA}
@@ -195,17 +193,12 @@ class Responses(Chat):
 class Ollama(Chat):
     """Ollama's chat."""
 
-    path = "/api/chat"
+    path = OLLAMA
 
     def streamed(self, text: str) -> Any:
         *pieces, last = map(json.loads, text.splitlines())
-        message: dict[str, Any] = {}
-        for piece in pieces:
-            assert not piece["done"]
-            for key, value in piece["message"].items():
-                if key != "role":
-                    message[key] = message[key] + value if key in message else value
-        return last | {"message": {"role": "assistant"} | message}
+        assert not any(piece["done"] for piece in pieces)
+        return last | {"message": joined(*(piece["message"] for piece in pieces))}
 
     def read(self, got: Any) -> Said:
         message = got["message"]

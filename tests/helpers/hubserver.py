@@ -3,19 +3,25 @@
 import hashlib
 import json
 import threading
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
+
+from webserver import web_server
 
 PART = 100_000  # bytes
 
 
 def commit_of(name: str) -> str:
     """The one revision of a repository; no two of them share it."""
-    return hashlib.sha1(name.encode()).hexdigest()
+    return _hash(name.encode())
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
 
 
 class HubServer:
@@ -40,97 +46,51 @@ class HubServer:
 
     def fetched(self) -> dict[str, int]:
         """How often the content of each file was asked for."""
-        counts: dict[str, int] = defaultdict(int)
-        for method, path, _ in self.requests:
-            if method == "GET" and "/resolve/" in path:
-                counts[path.rpartition("/")[2]] += 1
-        return counts
+        asked = [path for method, path, _ in self.requests if method == "GET"]
+        return Counter(path.rpartition("/")[2] for path in asked if "/resolve/" in path)
 
     @contextmanager
     def running(self) -> Iterator["HubServer"]:
         """Serve while the block runs, on a free port."""
-        handler = type("Handler", (_Handler,), {"hub": self})
-        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            self.url = f"http://127.0.0.1:{server.server_address[1]}"
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-            thread.start()
+        with web_server(self.answer) as self.url:
             try:
                 yield self
             finally:
                 self.hold.set()
-                server.shutdown()
-                thread.join()
 
-
-class _Handler(BaseHTTPRequestHandler):
-    hub: HubServer
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *arguments) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        path = urlsplit(self.path).path
-        self.hub.requests.append((self.command, path, self.headers.get("Range")))
+    def answer(self, request: Any) -> tuple[int, Iterable[bytes], dict[str, Any]]:
+        """What `web_server` sends."""
+        path = urlsplit(request.path).path
+        self.requests.append((request.command, path, request.headers.get("Range")))
         parts = path.removeprefix("/api/models").removeprefix("/datasets").strip("/").split("/")
-        name = "/".join(parts[:2])
-        if name in self.hub.gated:
-            self.refuse(403, "GatedRepo")
-        elif name not in self.hub.repositories:
-            self.refuse(404, "RepoNotFound")
-        elif not path.startswith("/api/"):
-            self.send_file(name, "/".join(parts[4:]))  # name/resolve/commit
-        elif "tree" in parts:
-            self.send_json([self.entry(file) for file in self.files(name)])
-        else:
-            files = [{"rfilename": file.name, "size": self.size(file)} for file in self.files(name)]
-            self.send_json({"id": name, "modelId": name, "sha": commit_of(name), "siblings": files})
+        name, api = "/".join(parts[:2]), path.startswith("/api/")
+        file = self.repositories.get(name, Path()) / "/".join(parts[4:])  # name/resolve/commit
+        refused = None
+        if name in self.gated:
+            refused = 403, "GatedRepo"
+        elif name not in self.repositories:
+            refused = 404, "RepoNotFound"
+        elif not api and not file.is_file():
+            refused = 404, "EntryNotFound"
+        if refused is not None:
+            status, code = refused
+            return status, [], {"X-Error-Code": code, "X-Error-Message": code}
+        if not api:
+            content = file.read_bytes()
+            headers = {"ETag": f'"{_hash(content)}"', "X-Repo-Commit": commit_of(name)}
+            return 200, self._parts(content), headers | {"Content-Length": len(content)}
+        files = sorted(one for one in self.repositories[name].iterdir() if one.is_file())
+        sizes = [(one, self.sizes.get(one.name, one.stat().st_size)) for one in files]
+        found: Any = [
+            {"type": "file", "path": one.name, "size": size, "oid": _hash(one.read_bytes())}
+            for one, size in sizes
+        ]
+        if "tree" not in parts:
+            names = [{"rfilename": one.name, "size": size} for one, size in sizes]
+            found = {"id": name, "modelId": name, "sha": commit_of(name), "siblings": names}
+        return 200, [json.dumps(found).encode()], {"Content-Type": "application/json"}
 
-    def files(self, name: str) -> list[Path]:
-        return sorted(file for file in self.hub.repositories[name].iterdir() if file.is_file())
-
-    def size(self, file: Path) -> int:
-        return self.hub.sizes.get(file.name, file.stat().st_size)
-
-    def entry(self, file: Path) -> dict:
-        oid = hashlib.sha1(file.read_bytes()).hexdigest()
-        return {"type": "file", "path": file.name, "size": self.size(file), "oid": oid}
-
-    def refuse(self, status: int, code: str) -> None:
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def send_json(self, content) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def send_file(self, name: str, inside: str) -> None:
-        file = self.hub.repositories[name] / inside
-        if not file.is_file():
-            return self.refuse(404, "EntryNotFound")
-        content = file.read_bytes()
-        self.send_response(200)
-        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-        self.send_header("X-Repo-Commit", commit_of(name))
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command == "HEAD":
-            return None
-        self.wfile.write(content[:PART])
-        self.hub.hold.wait()
-        with suppress(OSError):  # nobody waits for the rest
-            self.wfile.write(content[PART:])
-        return None
+    def _parts(self, content: bytes) -> Iterator[bytes]:
+        yield content[:PART]
+        self.hold.wait()
+        yield content[PART:]

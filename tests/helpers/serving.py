@@ -35,7 +35,7 @@ CHATML = (
 
 
 def make_target(
-    parser: Any = None,
+    family: str | None = None,
     template: str = CHATML,
     thinking: str | None = None,
     context: int = 2**20,
@@ -44,30 +44,28 @@ def make_target(
     """The embedded tokenizer as a target, with a family's call syntax.
 
     Args:
-        parser: a module of mlx_lm.tool_parsers, or the name of a family.
+        family: of ours, or a module of mlx_lm.tool_parsers.
         template: the chat template.
         thinking: text after the generation prompt.
         added: tokens to add to the vocabulary.
     """
-    if isinstance(parser, str):
-        family = next(one for one in FAMILIES if one.name == parser)
-        template = f"{{# {family.template_words} #}}{template}"
-        ours = family.template_words or parser == "harmony"
-        parser = None if ours else import_module(f"mlx_lm.tool_parsers.{parser}")
-    folder = f"{dflash_mlx.__path__[0]}/tiny/target"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    if thinking is not None:
-        tokenizer.add_tokens(["<think>", "</think>"])
-        template += "{% if add_generation_prompt %}" + thinking + "{% endif %}"
-    tokenizer.add_tokens([*added])
-    tokenizer.chat_template = template
     markers = {}
-    if parser is not None:
+    words = {one.name: one.template_words for one in FAMILIES}.get(family, ())
+    if words:
+        template = f"{{# {words} #}}{template}"
+    elif family not in (None, "harmony"):
+        parser = import_module(f"mlx_lm.tool_parsers.{family}")
         markers = {
             "tool_call_start": parser.tool_call_start,
             "tool_call_end": parser.tool_call_end,
             "tool_parser": parser.parse_tool_call,
         }
+    tokenizer = AutoTokenizer.from_pretrained(f"{dflash_mlx.__path__[0]}/tiny/target")
+    if thinking is not None:
+        tokenizer.add_tokens(["<think>", "</think>"])
+        template += "{% if add_generation_prompt %}" + thinking + "{% endif %}"
+    tokenizer.add_tokens([*added])
+    tokenizer.chat_template = template
     wrapper = TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, [2], **markers)
     return SimpleNamespace(
         tokenizer=wrapper,

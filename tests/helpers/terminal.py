@@ -31,26 +31,20 @@ class Terminal:
 
     Args:
         home: the folder of its person, where the history lies.
-        columns, rows: how large it is.
+        columns: how wide it is; nothing scrolls away.
         arguments: options of the command.
         environment: in addition to our own.
     """
 
     def __init__(
-        self,
-        home: Path,
-        columns: int,
-        *arguments: str,
-        rows: int = HIGH,
-        command: str = "chat",
-        **environment: str,
+        self, home: Path, columns: int, *arguments: str, command: str = "chat", **environment: str
     ) -> None:
         self.shown = ""
-        self.screen = Screen(columns, rows)
+        self.screen = Screen(columns, HIGH)
         self.stream = pyte.Stream(self.screen)
         own = {name: value for name, value in os.environ.items() if name not in SIZE}
         own |= {"TERM": "xterm-256color", "HOME": str(home), **environment}
-        options = {"dimensions": (rows, columns), "encoding": "utf-8", "timeout": 60, "cwd": HERE}
+        options = {"dimensions": (HIGH, columns), "encoding": "utf-8", "timeout": 60, "cwd": HERE}
         self.program = pexpect.spawn(
             PROGRAM[0],
             [*PROGRAM[1:], command, *arguments],
@@ -74,11 +68,6 @@ class Terminal:
         """Type a line once the program asks for one."""
         self.program.expect_exact(READY)
         self.program.send(text + "\r" * enter)
-
-    def resize(self, columns: int, rows: int) -> None:
-        """Drag the window's corner: what is right of a narrower one is cut off."""
-        self.program.setwinsize(rows, columns)
-        self.screen.resize(rows, columns)
 
     @property
     def lines(self) -> list[str]:

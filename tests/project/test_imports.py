@@ -14,18 +14,8 @@ PACKAGE = ROOT / "dflash_mlx"
 # From the bottom up. A module may import the levels below its own, and its own package.
 LEVELS = [
     {"errors"},
-    {
-        "constraints",
-        "distributions",
-        "machine",
-        "metal",
-        "threads",
-        "smollm2",
-        "template_worker",
-        "tiny",
-        "validation",
-        "worker",
-    },
+    {*"constraints distributions machine metal smollm2 template_worker threads tiny".split()}
+    | {"validation", "worker"},
     {"chat_template", "events", "kernels", "memory", "settings"},
     {"penalties", "proposal"},
     {"accept", "sampling"},

@@ -4,7 +4,9 @@ import asyncio
 import json
 import threading
 
+import httpx2
 import pytest
+from dialects import CHAT, COMPLETIONS, MESSAGES, OLLAMA, ask, user
 from serving import client, frames, make_handler, models_of, running
 
 import dflash_mlx as dm
@@ -49,16 +51,11 @@ def engine_of(pair, **faults):
 
 
 async def said(server, question, **more):
-    """The status and the objects of an answer."""
-    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 24, **more}
-    content = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-    head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-    writer.write(head.encode() + content)
-    told, _, text = (await reader.read()).decode().partition("\r\n\r\n")
-    writer.close()
-    return int(told.split()[1]), text
+    """The status and the text of an answer."""
+    body = ask(CHAT, user(question), max_tokens=24, **more)
+    async with httpx2.AsyncClient(timeout=60) as web:
+        answer = await web.post(f"http://127.0.0.1:{server.port}{CHAT}", json=body)
+    return answer.status_code, answer.text
 
 
 @pytest.mark.parametrize(
@@ -66,10 +63,10 @@ async def said(server, question, **more):
     [("Hello there", 3), ("Ones: 7 +", 1), ("Ones: 7 +", 2), ("Let us add 4", 4)],
 )
 def test_completions_keep_the_first_space(pair, prompt, tokens):
-    body = {"prompt": prompt, "max_tokens": tokens}
+    body = ask(COMPLETIONS, prompt=prompt, max_tokens=tokens)
     with engine_of(pair) as engine, client(engine) as server:
-        [told] = server.post("/v1/completions", json=body | {"logprobs": 0}).json()["choices"]
-        chunks = frames(server.post("/v1/completions", json=body | {"stream": True}).text)
+        [told] = server.post(COMPLETIONS, json=body | {"logprobs": 0}).json()["choices"]
+        chunks = frames(server.post(COMPLETIONS, json=body | {"stream": True}).text)
     offsets, parts = told["logprobs"]["text_offset"], told["logprobs"]["tokens"]
     assert told["text"] == "".join(parts)
     assert [told["text"][at:] for at in offsets] == ["".join(parts[n:]) for n in range(tokens)]
@@ -77,12 +74,11 @@ def test_completions_keep_the_first_space(pair, prompt, tokens):
 
 
 def test_ollamas_api_answers_as_openais(pair):
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    more = {"logprobs": True, "top_logprobs": 2}
     with engine_of(pair) as engine, client(engine) as server:
-        more = {"max_tokens": 9, "logprobs": True, "top_logprobs": 2}
-        theirs = server.post("/v1/chat/completions", json=body | more).json()["choices"][0]
+        theirs = server.post(CHAT, json=ask(CHAT, max_tokens=9, **more)).json()["choices"][0]
         more |= {"options": {"num_predict": 9}, "stream": False}
-        ours = server.post("/api/chat", json=body | more).json()
+        ours = server.post(OLLAMA, json=ask(OLLAMA, **more)).json()
     assert ours["message"]["content"] == theirs["message"]["content"]
     assert ours["logprobs"] == theirs["logprobs"]["content"] and ours["done_reason"] == "length"
     assert ours["eval_count"] == 9 and 0 < ours["eval_duration"] < ours["total_duration"]
@@ -90,15 +86,15 @@ def test_ollamas_api_answers_as_openais(pair):
 
 def test_a_prefilled_answer_is_continued(pair):
     question, begun = "What is 47 plus 38?", "Let us add 47 and 38 digit"
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": begun}]
+    turns = user(question), {"role": "assistant", "content": begun}
     with engine_of(pair) as engine, client(engine) as server:
-        asked = {"model": "m", "max_tokens": 4, "messages": turns}
-        [told] = server.post("/v1/messages", json=asked).json()["content"]
+        asked = ask(MESSAGES, *turns, max_tokens=4)
+        [told] = server.post(MESSAGES, json=asked).json()["content"]
         more = asked | {"continue_final_message": True}
-        [same] = server.post("/v1/chat/completions", json=more).json()["choices"]
+        [same] = server.post(CHAT, json=more).json()["choices"]
         assert same["message"]["content"] == told["text"]
-        whole = {"max_tokens": 60, "messages": turns[:1]}
-        answer = server.post("/v1/chat/completions", json=whole).json()["choices"][0]
+        whole = ask(CHAT, turns[0], max_tokens=60)
+        answer = server.post(CHAT, json=whole).json()["choices"][0]
     assert (begun + told["text"]).startswith("Let us add 47 and 38 digit by digit")
     assert answer["message"]["content"].startswith(begun + " by digit")
 
@@ -106,7 +102,7 @@ def test_a_prefilled_answer_is_continued(pair):
 def test_a_forward_without_memory_ends_one_answer_only(pair):
     """Whichever shares a round with the one to blame reads its text again, and goes on."""
 
-    async def ask(blamed):
+    async def answers_of(blamed):
         with engine_of(pair, blamed=blamed) as engine:
             async with running(engine) as server:
                 long = "What is 37 plus 48? " * 8
@@ -116,7 +112,7 @@ def test_a_forward_without_memory_ends_one_answer_only(pair):
                 assert not server.handler.busy
                 return answers
 
-    sound, faulty = asyncio.run(ask(10**9)), asyncio.run(ask(60))
+    sound, faulty = asyncio.run(answers_of(10**9)), asyncio.run(answers_of(60))
     for at in (0, 2):
         right, found = (json.loads(answers[at][1])["choices"] for answers in (sound, faulty))
         assert faulty[at][0] == 200 and found == right

@@ -1,4 +1,4 @@
-"""Every field of the APIs' newest schemas is used, refused, or ignored for a stated reason.
+"""Every field of the APIs: what it means, what it may be, and why another one is ignored.
 
 tests/data/api_fields.json has the names of the fields that openai 3.57, anthropic 2.14 and ollama
 0.6.3 know, those in a field behind a dot.
@@ -10,8 +10,7 @@ from pathlib import Path
 
 import make_docs
 import pytest
-from dialects import CHAT, COMPLETIONS, GENERATE, MESSAGES, OLLAMA, RESPONSES, ask, user
-from mlx_lm.tool_parsers import json_tools
+from dialects import CHAT, COMPLETIONS, GENERATE, HI, MESSAGES, OLLAMA, RESPONSES, ask, user
 from serving import FakeEngine, client, make_target, post
 
 APIS = json.loads((Path(__file__).parents[1] / "data" / "api_fields.json").read_text())
@@ -19,14 +18,20 @@ IGNORED = {
     name for names in tomllib.loads(make_docs.IGNORED.read_text()).values() for name in names
 }
 BODIES = {body.__doc__.split(" and ")[0]: body for body in make_docs.BODIES}
-REQUEST = {"model": "fake", "prompt": "Hi", "input": "Hi", "messages": [user("Hi")]}
-REQUEST["max_tokens"] = 9
+REQUEST = {"model": "fake", "prompt": "Hi", "input": "Hi", "messages": HI, "max_tokens": 9}
 ABSENT = "absent"
 
 
-def request(api):
-    table = make_docs.support(BODIES[api], depth=1)
-    return {name: value for name, value in REQUEST.items() if table.get(name, "yes") != "refused"}
+@pytest.fixture(scope="module")
+def target():
+    return make_target("json_tools")
+
+
+def told(engine, path, more, **defaults):
+    """The response to a request with these fields, which is an answer."""
+    answer = post(engine, path, ask(path) | more, defaults=defaults)
+    assert answer.status_code == 200, answer.text
+    return answer
 
 
 REPEAT = {"repeat_penalty": 1.5, "repeat_last_n": -1}
@@ -39,9 +44,9 @@ MEANT |= {"repetition_penalty": 1.5, "repetition_context_size": 30}
 @pytest.mark.parametrize(
     ("path", "sent", "meant"),
     [
-        (CHAT, {"max_completion_tokens": 5, "top_p": 0.9, "stop": "x"}, {"stop": ["x"]}),
         (CHAT, {"max_completion_tokens": 5, "top_p": 0.9}, {"max_tokens": 5, "top_p": 0.9}),
         (CHAT, {"seed": -1, "temp": 0.2}, {"seed": None, "temperature": 0.2}),
+        (CHAT, {"stop": "x"}, {"stop": ["x"]}),
         (CHAT, {"seed": 2**32 + 4, "top_k": -1}, {"seed": 4, "top_k": 0}),
         (CHAT, {"logit_bias": {"17": 3}}, {"logit_bias": {17: 3.0}}),
         (CHAT, REPEAT, {"repetition_penalty": 1.5, "repetition_context_size": 2**31 - 1}),
@@ -63,44 +68,256 @@ MEANT |= {"repetition_penalty": 1.5, "repetition_context_size": 30}
         (OLLAMA, {"options": OPTIONS | {"repeat_penalty": 1}}, {"repetition_context_size": ABSENT}),
     ],
 )
-def test_what_fields_mean_to_the_engine(target, path, sent, meant):
-    engine = FakeEngine(target)
-    answer = post(engine, path, ask(path, **sent), defaults={"max_tokens": 7, "temperature": 0.1})
-    assert answer.status_code == 200, answer.text
+def test_what_fields_mean_to_the_engine(engine, path, sent, meant):
+    told(engine, path, sent, max_tokens=7, temperature=0.1)
     [(_, settings)] = engine.submitted
     assert {name: settings.get(name, ABSENT) for name in meant} == meant
 
 
 def test_answers_of_one_request_have_seeds_of_their_own(engine):
-    post(engine, CHAT, ask(CHAT, n=2, seed=2**32 - 1))
+    told(engine, CHAT, {"n": 2, "seed": 2**32 - 1})
     assert [settings["seed"] for _, settings in engine.submitted] == [2**32 - 1, 0]
 
 
-@pytest.fixture(scope="module")
-def server():
-    with client(FakeEngine(make_target(json_tools))) as found:
-        yield found
+IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+NAMED = {"type": "function", "name": "f", "function": {"name": "f"}}
 
 
 @pytest.mark.parametrize(
-    ("api", "field"), [(api, field) for api, fields in APIS.items() for field in fields]
+    ("path", "wrong", "param"),
+    [
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [IMAGE]}, None),
+        (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        (CHAT, {"n": 9}, "n"),
+        (CHAT, {"structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
+        (CHAT, {"modalities": ["audio"]}, "modalities"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"stop": ["a"] * 17}, "stop"),
+        (CHAT, {"temperature": -1}, "temperature"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"chat_template_kwargs": {"chat_template": "{{ x }}"}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": [10**6]}, "prompt"),
+        (COMPLETIONS, {"prompt": [["a"]]}, "prompt.0.0"),
+        (COMPLETIONS, {"prompt": ["One"] * 33}, "prompt"),
+        (COMPLETIONS, {"prompt": [[65]] * 33}, "prompt"),
+        (COMPLETIONS, {"logprobs": 6}, "logprobs"),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        (RESPONSES, {"input": []}, "input"),
+        (RESPONSES, {"input": [{"type": "weird"}]}, "input"),
+        (RESPONSES, {"input": [IMAGE]}, None),
+        (RESPONSES, {"tools": [{"type": "function"}]}, "tools"),
+        (RESPONSES, {"tool_choice": NAMED}, "tool_choice"),
+        (MESSAGES, {"max_tokens": 0}, "max_tokens"),
+        (MESSAGES, {"max_tokens": None}, "max_tokens"),
+        (MESSAGES, {"messages": [IMAGE]}, "image"),
+        (MESSAGES, {"tools": [{"type": "web_search_20250305", "name": "w"}]}, "built into"),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "f"}}, "no tool 'f'"),
+        (MESSAGES, {"tool_choice": {"type": "tool"}}, "has no name"),
+        (MESSAGES, {"output_format": {"type": "json_schema"}}, "needs a schema"),
+        (MESSAGES, {"temperature": 1.5}, "temperature"),
+        (GENERATE, {"suffix": "x"}, "suffix"),
+        (GENERATE, {"context": [1]}, "context"),
+        (GENERATE, {"template": "{{ .Prompt }}"}, "template"),
+        (GENERATE, {"raw": True, "system": "s"}, "raw"),
+        (OLLAMA, {"options": {"mirostat": 2}}, "mirostat"),
+        (OLLAMA, {"messages": [HI[0] | {"images": ["iVBORw0KGgo="]}]}, "image"),
+        (OLLAMA, {"format": "yaml"}, "'json', or a JSON schema"),
+        (OLLAMA, {"options": []}, "options: Input should be an object"),
+        (OLLAMA, {"model": None}, "model"),
+    ],
 )
-def test_a_field_is_used_refused_or_ignored_for_a_reason(api, field):
-    table = make_docs.support(BODIES[api], depth=3)
-    parts = field.split(".")
-    covered = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
-    refused = any(table.get(name) == "refused" for name in covered)
-    assert field in table or refused or covered & IGNORED
+def test_what_cannot_be_done_is_refused_in_the_form_of_the_api(engine, path, wrong, param):
+    answer = post(engine, path, ask(path, **wrong))
+    content = answer.json()
+    assert answer.status_code == 400 and not engine.submitted
+    if path.startswith("/api/"):
+        assert list(content) == ["error"] and param in content["error"]
+        return
+    error = content["error"]
+    assert error["type"] == "invalid_request_error" and error["message"]
+    if path == MESSAGES:
+        assert content["type"] == "error" and param in error["message"]
+        assert content["request_id"] == answer.headers["request-id"]
+    else:
+        assert error["param"] is param is None or error["param"].startswith(param)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES])
+def test_clients_recognize_a_prompt_that_is_too_long(path):
+    text = "word " * 50
+    with client(FakeEngine(make_target(context=20))) as server:
+        answer = server.post(path, json=ask(path, text if path == COMPLETIONS else user(text)))
+        assert server.get("/v1/models").json()["data"][0]["context_length"] == 20
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    if path == MESSAGES:
+        assert error["message"].startswith("prompt is too long: ")
+        assert error["message"].endswith(" tokens > 19 maximum")
+    else:
+        assert error["code"] == "context_length_exceeded"
+        assert "maximum context length is 20 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (RESPONSES, {"text": {"verbosity": "low"}}),
+        (CHAT, {"min_tokens": 0, "ignore_eos": False, "typical_p": 1.0, "stop_token_ids": []}),
+        (CHAT, {"response_format": {"type": "text"}, "guided_json": None, "top_logprobs": 0}),
+    ],
+)
+def test_hints_and_settings_that_change_nothing(engine, path, more):
+    assert "x-dflash-ignored" not in told(engine, path, more).headers
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FORM = {"type": "json_schema", "schema": SCHEMA}
+NESTED = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {"guided_json": SCHEMA}),
+        (CHAT, {"guided_json": json.dumps(SCHEMA)}),
+        (COMPLETIONS, {"guided_json": SCHEMA}),
+        (CHAT, {"structured_outputs": {"json": SCHEMA}}),
+        (CHAT, {"json_schema": SCHEMA}),
+        (CHAT, {"response_format": {"type": "json_object", "schema": SCHEMA}}),
+        (CHAT, {"response_format": FORM}),
+        (COMPLETIONS, {"response_format": NESTED}),
+        (MESSAGES, {"output_format": FORM}),
+        (MESSAGES, {"output_config": {"format": FORM}}),
+        (OLLAMA, {"format": SCHEMA}),
+        (GENERATE, {"format": SCHEMA}),
+    ],
+)
+def test_a_schema_by_any_name_binds_the_answer(engine, path, more):
+    told(engine, path, more)
+    (grammar,) = engine.submitted[0][1]["logits_processors"]
+    encode = engine.target.tokenizer.encode
+    right, wrong = (encode(text, add_special_tokens=False) for text in ('{"a": 1', '{"b": 1'))
+    assert grammar.follows([], right) == len(right) and grammar.follows([], wrong) < len(wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {"reasoning": {"effort": "none"}}),
+        (CHAT, {"reasoning": {"enabled": False}}),
+        (CHAT, {"reasoning_effort": "none"}),
+        (CHAT, {"thinking": {"type": "disabled"}}),
+        (CHAT, {"enable_thinking": False}),
+        (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (CHAT, {"chat_template_kwargs": {"thinking": False}}),
+        (RESPONSES, {"reasoning": {"effort": "none"}}),
+        (MESSAGES, {"thinking": {"type": "disabled"}}),
+        (OLLAMA, {"think": False, "stream": False}),
+    ],
+)
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking", "other"])
+def test_thinking_is_off_by_any_name(path, more, switch):
+    """Clients and templates have a name each; a model that thinks all the same is said to."""
+    template = f"{{% if {switch} is false %}}calm{{% endif %}}{{{{ messages[0].content }}}}"
+    engine = FakeEngine(make_target(template=template, thinking=""))
+    answer = told(engine, path, more, chat_template_kwargs={switch: True})
+    known = switch != "other"
+    assert engine.prompt() == "calm" * known + "Hi"
+    assert answer.headers.get("x-dflash-ignored") == (None if known else "thinking")
+
+
+@pytest.mark.parametrize(("think", "shown"), [(False, "off"), (True, "on"), ("low", "onlow")])
+def test_how_much_a_model_thinks(think, shown):
+    template = "{{ 'off' if enable_thinking is false else 'on' }}{{ reasoning_effort }}"
+    engine = FakeEngine(make_target(template=template + "{{ messages[0].content }}"))
+    told(engine, OLLAMA, {"think": think})
+    assert engine.prompt() == shown + "Hi"
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (OLLAMA, {"think": True}),
+        (MESSAGES, {"thinking": {"type": "enabled"}, "max_tokens": 3}),
+        (CHAT, {"reasoning_effort": "low"}),
+    ],
+)
+def test_a_header_says_that_the_model_does_not_think(engine, path, more):
+    assert told(engine, path, more).headers["x-dflash-ignored"] == "thinking"
+    thinks = FakeEngine(make_target("json_tools", thinking="<think>\n"))
+    assert told(thinks, path, more).headers.get("x-dflash-ignored") != "thinking"
+    assert "x-dflash-ignored" not in told(engine, OLLAMA, {"think": False}).headers
+
+
+FUNCTION = {"name": "f", "parameters": SCHEMA}
+JSON_OBJECT = {"type": "json_object"}
+FORCED = {  # beside a format, as instructor sends it
+    CHAT: {"tools": [{"type": "function", "function": FUNCTION}], "response_format": JSON_OBJECT},
+    RESPONSES: {"tools": [{"type": "function", **FUNCTION}], "text": {"format": JSON_OBJECT}},
+}
+
+
+@pytest.mark.parametrize("path", FORCED)
+@pytest.mark.parametrize("choice", ["required", "any", NAMED])
+def test_a_forced_call_beside_a_format(engine, path, choice):
+    told(engine, path, FORCED[path] | {"tool_choice": choice})
+    (grammar,) = engine.submitted[0][1]["logits_processors"]
+    call = engine.target.tokenizer.encode("<tool_call>", add_special_tokens=False)
+    assert grammar.follows([], call) == len(call)
+
+
+@pytest.mark.parametrize(
+    ("schema", "ignored"),
+    [
+        ({"type": "string", "format": "path"}, "path"),
+        ({"type": "string", "format": "password"}, "password"),
+        ({"type": "string", "format": "two\r\nlines: é"}, r"two\r\nlines: \xe9"),
+        ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"type": "string", "format": "date"}, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_header_names_what_a_grammar_cannot_hold(engine, schema, ignored, stream):
+    form = {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": schema}}}}
+    answer = told(engine, CHAT, {"response_format": form, "stream": stream})
+    found = answer.headers.get("x-dflash-ignored")
+    assert found is None if ignored is None else ignored in found
+
+
+def test_a_header_names_tools_that_are_left_out(engine):
+    tools = [{"type": "web_search"}, {"type": "function", "name": "f"}, {"type": "mcp"}]
+    answer = told(engine, RESPONSES, {"tools": tools})
+    assert answer.headers["x-dflash-ignored"] == "tool web_search; tool mcp"
+    assert '"name": "f"' in engine.prompt()
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_fields_do_as_the_table_says(server, api):
+def test_every_field_is_used_refused_or_ignored_for_a_reason(api):
+    table = make_docs.support(BODIES[api], depth=3)
+    for field in APIS[api]:
+        parts = field.split(".")
+        covered = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+        refused = any(table.get(name) == "refused" for name in covered)
+        assert field in table or refused or covered & IGNORED, field
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_fields_do_as_the_table_says(engine, api):
     path, table = api.split()[1], make_docs.support(BODIES[api], depth=1)
-    for name, text in table.items():
-        if text.startswith(("refused", "only")):
-            answer = server.post(path, json=request(api) | {name: "x"})
-            assert answer.status_code == 400 and name in answer.text, name
-            assert not text.startswith("refused") or f"{name}: is not supported" in answer.text
+    request = {name: value for name, value in REQUEST.items() if table.get(name) != "refused"}
     ignored = {name: {"a": 1} for name in IGNORED - set(table) if "." not in name}
-    answer = server.post(path, json=request(api) | ignored)
+    with client(engine) as server:
+        for name, text in table.items():
+            if text.startswith(("refused", "only")):
+                answer = server.post(path, json=request | {name: "x"})
+                assert answer.status_code == 400 and name in answer.text, name
+                assert not text.startswith("refused") or f"{name}: is not supported" in answer.text
+        answer = server.post(path, json=request | ignored)
     assert answer.status_code == 200, answer.text

@@ -1,61 +1,50 @@
-"""Anthropic's messages over a fake engine."""
+"""Anthropic's messages and Ollama's API over a fake engine."""
 
 import json
 from pathlib import Path
 
 import pytest
-from dialects import MESSAGES, ask
+from dialects import GENERATE, HI, MESSAGES, OLLAMA, ask, user
+from packaging.version import Version
 from serving import FakeEngine, client, make_target, post
 
 from dflash_mlx.events import Event
 
-PATH = MESSAGES
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
-
-
-def stored(name):
-    return json.loads((REQUESTS / f"{name}.json").read_text())
 
 
 def test_the_stop_sequence_is_reported(target):
     engine = FakeEngine(target, ["one", " two three"], reason="length")
-    with client(engine) as server:
-        assert server.post(PATH, json=ask(PATH)).json()["stop_reason"] == "max_tokens"
-    engine = FakeEngine(target, ["one"])
+    assert post(engine, MESSAGES, ask(MESSAGES)).json()["stop_reason"] == "max_tokens"
     # What the text stream cut away is in the tokens still.
     tokens = target.tokenizer.encode("one two", add_special_tokens=False)
     engine._events = lambda stats: iter([Event("one", tokens, 0, 0, "stop", stats)])
-    answer = post(engine, PATH, ask(PATH, stop_sequences=["x", " two"])).json()
+    answer = post(engine, MESSAGES, ask(MESSAGES, stop_sequences=["x", " two"])).json()
     assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] == " two"
-    assert engine.submitted[0][1]["stop"] == ["x", " two"]
+    assert engine.submitted[-1][1]["stop"] == ["x", " two"]
 
 
-def test_count_tokens_equals_usage(target):
-    engine = FakeEngine(target)
-    body = ask(PATH, system="Be brief.")
-    with client(engine) as server:
-        asked = body | {"max_tokens": None, "top_p": "not read"}
-        counted = server.post(f"{PATH}/count_tokens", json=asked).json()
-        read = server.post(PATH, json=body).json()["usage"]["input_tokens"]
+def test_count_tokens_equals_usage(engine):
+    body = ask(MESSAGES, system="Be brief.")
+    asked = body | {"max_tokens": None, "top_p": "not read"}
+    counted = post(engine, f"{MESSAGES}/count_tokens", asked).json()
+    read = post(engine, MESSAGES, body).json()["usage"]["input_tokens"]
     assert counted == {"input_tokens": read}
 
 
-def test_two_sessions_of_claude_code_share_their_beginning(target):
-    engine = FakeEngine(target)
-    prompts = []
+def test_two_sessions_of_claude_code_share_their_beginning(engine):
     with client(engine) as server:
         assert server.head("/").status_code == 200
         for name in ("claude_code_messages", "claude_code_messages_second_session"):
-            request = stored(name)
+            request = json.loads((REQUESTS / f"{name}.json").read_text())
             answer = server.post(request["path"], json=request["body"], headers=request["headers"])
             assert answer.status_code == 200, answer.text
-            prompts.append(engine.submitted[-1][0])
             assert "billing" not in engine.prompt()
-    first, second = prompts
+    first, second = (prompt for prompt, _ in engine.submitted)
     same = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    tail = target.tokenizer.decode(first[same:])
+    whole, tail = map(engine.target.tokenizer.decode, (first, first[same:]))
     # Tools and system prompt are shared; what follows begins with the user's words.
-    assert "hello" in tail and tail.count("word") < target.tokenizer.decode(first).count("word") / 3
+    assert "hello" in tail and tail.count("word") < whole.count("word") / 3
 
 
 REFUSES = (
@@ -75,31 +64,88 @@ DROPS = (
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TURNS = [user("One"), {"role": "system", "content": "Two"}, user("Three")]
 
 
 @pytest.mark.parametrize("template", [REFUSES, ALTERNATES, DROPS])
 def test_a_system_message_in_the_middle_is_merged(template):
-    target = make_target(template=template)
-    engine = FakeEngine(target)
-    turns = [
-        {"role": "user", "content": "One"},
-        {"role": "system", "content": "Two"},
-        {"role": "user", "content": "Three"},
-    ]
-    answer = post(engine, PATH, ask(PATH, messages=turns, system="Zero"))
+    engine = FakeEngine(make_target(template=template))
+    answer = post(engine, MESSAGES, ask(MESSAGES, *TURNS, system="Zero"))
     assert answer.status_code == 200, answer.text
-    prompt = engine.prompt()
-    assert sorted(["Zero", "One", "Two", "Three"], key=prompt.index) == [
-        "Zero",
-        "One",
-        "Two",
-        "Three",
-    ]
-    assert prompt.count("<|im_start|>system") <= 1
+    places = [engine.prompt().index(word) for word in ("Zero", "One", "Two", "Three")]
+    assert places == sorted(places)
+    assert engine.prompt().count("<|im_start|>system") <= 1
 
 
-def test_a_system_message_in_the_middle_stays_if_the_template_takes_it(target):
-    engine = FakeEngine(target)
-    turns = [{"role": "user", "content": "One"}, {"role": "system", "content": "Two"}]
-    post(engine, PATH, ask(PATH, messages=turns))
+def test_a_system_message_in_the_middle_stays_if_the_template_takes_it(engine):
+    post(engine, MESSAGES, ask(MESSAGES, *TURNS[:2]))
     assert "user\nOne<|im_end|>\n<|im_start|>system\nTwo<|im_end|>" in engine.prompt()
+
+
+@pytest.fixture
+def thinking():
+    return FakeEngine(make_target("json_tools", thinking="<think>\n"), ["Hm</think>", "Yes", "."])
+
+
+def lines(answer):
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def test_ollamas_generated_stream_adds_up_to_the_whole_answer(thinking):
+    """Ollama streams unless it is told not to."""
+    *pieces, end = lines(post(thinking, GENERATE, ask(GENERATE)))
+    whole = post(thinking, GENERATE, ask(GENERATE, stream=False)).json()
+    assert not any(one["done"] for one in pieces) and end["done"] and whole["done"]
+    for name, text in (("thinking", "Hm"), ("response", "Yes.")):
+        assert whole[name] == "".join(one.get(name, "") for one in pieces) == text
+    for last in (end, whole):
+        assert last["model"] == "fake" and last["done_reason"] == "stop"
+        assert last["eval_count"] > 3 and last["total_duration"] > last["load_duration"] > 0
+        assert {"prompt_eval_duration", "eval_duration", "created_at"} <= set(last)
+
+
+def test_ollamas_result_of_a_tool_by_its_name(thinking):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+    tool = {"type": "function", "function": {"name": "f"}}
+    result = {"role": "tool", "tool_name": "f", "content": "42"}
+    post(thinking, OLLAMA, ask(OLLAMA, *HI, call, result, tools=[tool]))
+    assert '[f {"a": 1}]' in thinking.prompt() and "tool\n42" in thinking.prompt()
+
+
+def test_ollamas_raw_prompt_is_continued(thinking):
+    pieces = lines(post(thinking, GENERATE, ask(GENERATE, raw=True)))
+    assert "".join(one["response"] for one in pieces) == "Hm</think>Yes."
+    assert thinking.prompt().endswith("Hi") and len(thinking.submitted[0][0]) < 9
+    post(thinking, GENERATE, ask(GENERATE, system="Be brief."))
+    assert "system\nBe brief." in thinking.prompt()
+
+
+def test_a_request_without_a_prompt_loads_the_model(engine):
+    for path, prompt in ((OLLAMA, {"messages": []}), (GENERATE, {"prompt": ""})):
+        answer = post(engine, path, {"model": "m", **prompt}).json()
+        assert answer["done"] and answer["done_reason"] == "load"
+    assert not engine.submitted
+
+
+def test_lists_of_models(thinking):
+    """What Ollama's, LM Studio's and llama.cpp's clients look for."""
+    length = thinking.target.context_length
+    with client(thinking) as server:
+        for path in ("/api/tags", "/api/ps"):
+            [model] = server.get(path).json()["models"]
+            assert model["name"] == model["model"] == "fake" and model["size"] == 2 * 4 * 4
+            assert model["details"]["quantization_level"] == "4-bit"
+        told = server.post("/api/show", json={"model": "fake"}).json()
+        assert server.post("/api/show", json={"name": "fake"}).json() == told
+        assert server.post("/api/show", json={}).status_code == 400
+        assert told["capabilities"] == ["completion", "tools", "thinking"]
+        assert told["model_info"]["llama.context_length"] == length
+        version = Version(server.get("/api/version").json()["version"])
+        assert version >= Version("0.6.4")  # VS Code asks for it
+        [listed] = server.get("/v1/models").json()["data"]
+        assert (listed["state"], listed["max_context_length"]) == ("loaded", length)
+        assert server.post("/api/pull", json={"model": "m"}).status_code == 404
+        for path in ("/api/embed", "/v1/embeddings"):
+            answer = server.post(path, json={})
+            assert answer.status_code == 404 and "makes no embeddings" in answer.text

@@ -6,7 +6,7 @@ import threading
 
 import mlx.core as mx
 import pytest
-from serving import FakeEngine, make_target, models_of
+from serving import FakeEngine, make_target
 from starlette.testclient import TestClient
 from tinymodels import target as tiny_target
 
@@ -92,14 +92,6 @@ def test_names_of_models(tmp_path):
         assert states == ["loaded", "loaded"] and shelf.loads == ["b", "a"]
         told = server.post("/api/generate", json={"model": "a", "keep_alive": 0}).json()
         assert told["done_reason"] == "unload" and shelf.loaded() == ["b"]
-
-
-def test_one_model_answers_under_any_name():
-    handler = RequestHandler(make_target(), FakeEngine(make_target()), {}, 64, Metrics())
-    models = models_of(handler, "it")
-    with TestClient(make_app(models, Auth(), Metrics()), "http://127.0.0.1:8000") as server:
-        said = server.post(CHAT, json={"model": "gpt", "messages": HI}).json()
-        assert said["model"] == "it" and server.get("/v1/models/gpt").json()["id"] == "it"
 
 
 async def test_idle_models_are_unloaded_and_busy_ones_are_not():

@@ -3,18 +3,15 @@
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated
 
 import anthropic
 import openai
 import pytest
-from demands import QUESTION, Demands
-from pydantic import BaseModel, Field
+from demands import QUESTION, cases, check
+from program import run
 
 LONG = [{"role": "user", "content": "x " * 4000}]
 OPTIONS = ("--no-policy", "--stock-blas", "--port", "0", "--block-size", "8")
@@ -26,28 +23,13 @@ class Process:
     def __init__(self, *options: str) -> None:
         command = [sys.executable, "-m", "dflash_mlx", "serve", *OPTIONS, *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.before = ""
+        said = ""
         for line in self.process.stderr:
-            self.before += line
-            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-                self.port = int(found[1])
+            said += line
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                self.url = found[0]
                 return
-        raise AssertionError(self.before)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def get(self, path: str) -> tuple[int, str]:
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
-            return answer.status, answer.read().decode()
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
-
-    def end(self, sent: int = signal.SIGTERM) -> int:
-        self.process.send_signal(sent)
-        return self.ended()
+        raise AssertionError(said)
 
     def ended(self) -> int:
         self.last = self.process.stderr.read()
@@ -63,7 +45,8 @@ def server(request, tmp_path_factory):
         hosts = ("--hosts", str(file))
     process = Process("--concurrency", "8", "--queue", "8", *hosts)
     yield process
-    assert process.end() == 0
+    process.process.terminate()
+    assert process.ended() == 0
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +62,10 @@ def claude(server):
 def test_openai_chat(chat):
     story = [{"role": "user", "content": "Tell me of a turtle and of the sea."}]
     settings = {"model": "m", "messages": story, "max_tokens": 80, "seed": 3, "temperature": 1}
-    whole = chat.chat.completions.create(**settings, n=2, logprobs=True, top_logprobs=2)
-    with chat.chat.completions.stream(
-        **settings, n=2, logprobs=True, top_logprobs=2, stream_options={"include_usage": True}
-    ) as stream:
+    settings |= {"n": 2, "logprobs": True, "top_logprobs": 2}
+    whole = chat.chat.completions.create(**settings)
+    usage = {"stream_options": {"include_usage": True}}
+    with chat.chat.completions.stream(**settings, **usage) as stream:
         streamed = stream.until_done().get_final_completion()
     for one, other in zip(whole.choices, streamed.choices, strict=True):
         assert one.message.content == other.message.content != ""
@@ -105,13 +88,6 @@ def test_openai_completions_and_models(chat):
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
     assert len(whole.choices[0].logprobs.tokens) == 12
     assert chat.models.list().data[0].id == "tiny" == chat.models.retrieve("tiny").id
-
-
-class Sum(BaseModel):
-    """What an answer is parsed to."""
-
-    right: bool
-    digits: Annotated[list[int], Field(max_length=2)]
 
 
 def test_openai_responses(chat):
@@ -137,16 +113,11 @@ def test_openai_responses(chat):
 )
 def test_schemas_and_forced_calls_validate(chat, claude, seeds, step):
     """At concurrency 8; all of them with `pytest -m matrix tests/serve/test_serve_process.py`."""
-    cases = Demands(chat, claude).cases(seeds)[::step]
-    assert len(cases) == (200 if step == 1 else 6)
+    asked = cases(seeds)[::step]
+    assert len(asked) == (200 if step == 1 else 6)
     with ThreadPoolExecutor(8) as threads:
-        for asked in [threads.submit(case) for case in cases]:
-            asked.result(600)
-
-
-def test_openai_parses_answers(chat):
-    answer = chat.chat.completions.parse(model="m", messages=QUESTION, response_format=Sum)
-    assert isinstance(answer.choices[0].message.parsed, Sum)
+        for one in [threads.submit(check, chat, claude, *case) for case in asked]:
+            one.result(600)
 
 
 def test_anthropic_messages(claude):
@@ -195,16 +166,11 @@ def test_sdk_errors(chat, claude):
 
 
 def test_the_chat_command_as_a_client(server, chat):
-    done = subprocess.run(
-        [sys.executable, "-m", "dflash_mlx", "chat", "--server", server.url, "-n", "20"],
-        input="What is 37 plus 48?\nAnd 2 plus 3?\n",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    lines = "What is 37 plus 48?\nAnd 2 plus 3?\n"
+    done = run("chat", "--server", server.url, "-n", "20", stdin=lines)
     asked = chat.chat.completions.create(model="m", messages=QUESTION, max_tokens=20)
     assert done.stdout.startswith(asked.choices[0].message.content)
-    assert "20 tokens" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 0 and "20 tokens" in done.stderr
 
 
 def test_sigterm_finishes_answers(server, chat):
@@ -218,5 +184,5 @@ def test_sigterm_finishes_answers(server, chat):
     assert last.choices[0].finish_reason in ("stop", "length")
     assert server.ended() == 0
     assert "30 s" in server.last
-    with pytest.raises(ConnectionError):
-        server.connect()
+    with pytest.raises(openai.APIConnectionError):
+        chat.models.list()

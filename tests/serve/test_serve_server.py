@@ -3,22 +3,26 @@
 import asyncio
 import json
 import threading
+from contextlib import asynccontextmanager
 
 import pytest
-from serving import FakeEngine, running
+from dialects import CHAT, MESSAGES, RESPONSES, ask
+from serving import FakeEngine, frames, make_handler, post, running
 
-from dflash_mlx.errors import ServerError
+from dflash_mlx.prompt import branch_points
 from dflash_mlx.serve import server as server_module
-from dflash_mlx.serve.server import listen
+from dflash_mlx.serve import sse
+from dflash_mlx.serve.chat import ChatResponse
+from dflash_mlx.serve.messages import MessagesResponse
+from dflash_mlx.serve.request import GenerationRequest
 
 pytestmark = pytest.mark.anyio
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
-def post(path="/v1/chat/completions", **more):
-    body = {"messages": [{"role": "user", "content": "Hi"}], **more}
-    content = json.dumps(body).encode()
+def request(path=CHAT, **more):
+    content = json.dumps(ask(path, **more)).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
@@ -36,111 +40,146 @@ async def until(condition):
             await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def begins(server, content):
+    """The first line of a response, whose client leaves then."""
+    reader, writer = await connect(server, content)
+    async with asyncio.timeout(20):
+        line = await reader.readline()
+    writer.close()
+    return line.decode()
+
+
+@pytest.fixture
+def endless(target):
+    """An engine whose answers never end."""
+    return FakeEngine(target, ["Hello"], reason=None)
+
+
+@asynccontextmanager
+async def answering(engine, **more):
+    """A server, and the two ends of a connection whose answer is on its way."""
+    async with running(engine, **more) as server:
+        reader, writer = await connect(server, request(stream=True))
+        await until(lambda: server.handler.busy)
+        yield server, reader
+        writer.close()
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_frees_its_slot(target, path, stream):
-    engine = FakeEngine(target, ["Hello"], reason=None)
-    async with running(engine) as server:
-        more = {"input": "Hi"} if path == "/v1/responses" else {"max_tokens": 9}
-        _, writer = await connect(server, post(path, stream=stream, **more))
+async def test_a_client_that_leaves_frees_its_slot(endless, path, stream):
+    async with running(endless) as server:
+        _, writer = await connect(server, request(path, stream=stream))
         await until(lambda: server.handler.busy)
         writer.close()
         await until(lambda: not server.handler.busy)
-        assert engine.jobs[0].cancelled
+        assert endless.jobs[0].cancelled
 
 
-async def test_more_answers_than_the_limit_get_503(target, monkeypatch):
+async def test_more_answers_than_the_limit_get_503(endless, monkeypatch):
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 3)
 
-    async with running(FakeEngine(target, ["Hello"], reason=None)) as server:
-        busy = [await connect(server, post(stream=True)) for _ in range(3)]
+    async with running(endless) as server:
+        busy = [await connect(server, request(stream=True)) for _ in range(3)]
         await until(lambda: len(server.server_state.tasks) == 3)
-        reader, writer = await connect(server, post(stream=True))
-        assert (await reader.readline()).startswith(b"HTTP/1.1 503")
-        for _, one in [*busy, (reader, writer)]:
-            one.close()
+        assert (await begins(server, request(stream=True))).startswith("HTTP/1.1 503")
+        for _, writer in busy:
+            writer.close()
         await until(lambda: not server.server_state.connections)
-        reader, writer = await connect(server, HEALTH)
-        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        writer.close()
+        assert (await begins(server, HEALTH)).startswith("HTTP/1.1 200")
 
 
-async def test_headers_are_bounded(target):
-    async with running(FakeEngine(target)) as server:
-        reader, writer = await connect(server, b"GET / HTTP/1.1\r\nX: " + b"y" * 2**17)
-        assert b" 400 " in await reader.readline()
-        writer.close()
-        reader, writer = await connect(server, post(x="y" * 2**17))  # a body may be longer
-        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
-        writer.close()
+async def test_headers_are_bounded(engine):
+    async with running(engine) as server:
+        assert " 400 " in await begins(server, b"GET / HTTP/1.1\r\nX: " + b"y" * 2**17)
+        assert " 200 " in await begins(server, request(x="y" * 2**17))  # a body may be longer
 
 
-async def test_a_request_that_starts_slowly_does_not_block_others(target):
-    class Slow(FakeEngine):
-        def submit(self, prompt, **settings):
-            begun.set()
-            assert go_on.wait(20)
-            return super().submit(prompt, **settings)
+async def test_a_request_that_starts_slowly_does_not_block_others(engine, monkeypatch):
+    begun, go_on, submit = threading.Event(), threading.Event(), engine.submit
 
-    begun, go_on = threading.Event(), threading.Event()
+    def slowly(*of, **settings):
+        begun.set()
+        assert go_on.wait(20)
+        return submit(*of, **settings)
 
-    async with running(Slow(target)) as server:
-        reader, writer = await connect(server, post())
+    monkeypatch.setattr(engine, "submit", slowly)
+    async with running(engine) as server:
+        reader, writer = await connect(server, request())
         await until(begun.is_set)
-        other, health = await connect(server, HEALTH)
-        async with asyncio.timeout(20):
-            assert (await other.readline()).startswith(b"HTTP/1.1 200")
+        assert " 200 " in await begins(server, HEALTH)
         go_on.set()
-        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert b" 200 " in await reader.readline()
         writer.close()
-        health.close()
 
 
-async def test_a_server_that_stops_gives_answers_time_and_then_says_why(target):
-    async with running(FakeEngine(target, ["Hello"], reason=None)) as server:
-        reader, writer = await connect(server, post(stream=True))
-        await until(lambda: server.handler.busy)
+async def test_a_server_that_stops_gives_answers_time_and_then_says_why(endless):
+    async with answering(endless) as (server, reader):
         server.stop()
         text = (await reader.read()).decode()
         assert "Hello" in text and "shutting down" in text
         await server.task
-        writer.close()
         with pytest.raises(OSError):
             await connect(server)
 
 
-async def test_a_second_stop_ends_at_once(target):
-    engine = FakeEngine(target, ["Hello"], reason=None)
-    async with running(engine, drain_seconds=600) as server:
-        _, writer = await connect(server, post(stream=True))
-        await until(lambda: server.handler.busy)
+async def test_a_second_stop_ends_at_once(endless):
+    async with answering(endless, drain_seconds=600) as (server, _):
         server.stop()
         server.stop()
         async with asyncio.timeout(20):
             await server.task
-        assert engine.jobs[0].cancelled
-        writer.close()
+        assert endless.jobs[0].cancelled
 
 
-def test_a_port_that_is_taken_or_a_host_of_another_machine():
-    with listen("127.0.0.1", 0) as taken:
-        taken.listen()
-        with pytest.raises(ServerError, match="--port"):
-            listen("127.0.0.1", taken.getsockname()[1])
-    for host in ("192.0.2.1", "no such host"):
-        with pytest.raises(ServerError, match="--host"):
-            listen(host, 0)
-
-
-async def test_while_the_model_loads_the_server_says_so(target):
-    async with running(FakeEngine(target), loaded=False) as server:
-        heads = {}
-        for path in ("/health", "/ready", "/", "/v1/models", "/v1/messages"):
-            request = post(path) if path.endswith("messages") else HEALTH
-            request = request.replace(b"/health", path.encode())
-            reader, writer = await connect(server, request)
-            heads[path] = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+async def test_while_the_model_loads_the_server_says_so(engine):
+    async with running(engine, loaded=False) as server:
+        assert " 200 " in await begins(server, HEALTH)
+        for path in ("/ready", "/", "/v1/models", MESSAGES):
+            asked = request(path) if path == MESSAGES else HEALTH.replace(b"/health", path.encode())
+            reader, writer = await connect(server, asked)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             writer.close()
-        assert " 200 " in heads.pop("/health")
-        for head in heads.values():
             assert " 503 " in head and "retry-after: 2" in head
+
+
+STEPS = ["Hel", "lo", " wor", "ld"]
+
+
+@pytest.mark.parametrize(
+    ("respond", "more", "others"),
+    [(ChatResponse, True, 2), (MessagesResponse, "r", 0)],  # the role, and the usage with the end
+    ids=["chat", "messages"],
+)
+async def test_a_step_is_one_piece(target, respond, more, others):
+    stream = await make_handler(FakeEngine(target, STEPS)).start([GenerationRequest("m", "Hi")])
+    found = [piece async for piece in respond(stream, more).frames()]
+    assert len(found) == len(STEPS) + others
+    ids = {one["id"] for one in frames(b"".join(found).decode()) if "id" in one}
+    assert len(ids) == (respond is ChatResponse)
+
+
+async def test_a_client_that_stops_reading_is_left(engine, monkeypatch):
+    """Its answer had ended for the engine before, and holds none of its slots."""
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    async def send(message):
+        if message.get("body"):
+            await asyncio.Event().wait()
+
+    handler = make_handler(engine)
+    monkeypatch.setattr(sse, "WRITE_SECONDS", 0.01)
+    response = ChatResponse(await handler.start([GenerationRequest("m", "Hi")]), False)
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    stream = asyncio.create_task(sse.EventStream(response)(scope, receive, send))
+    await handler.idle.wait()
+    await stream
+
+
+def test_the_branches_of_a_chat_reach_the_engine(engine):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    post(engine, CHAT, {"messages": chat})
+    prompt, _ = engine.submitted[0]
+    assert engine.branches == branch_points(engine.target, chat, prompt, {}) != []

@@ -1,0 +1,265 @@
+"""OpenAI's chat completions, completions and responses over a fake engine."""
+
+import json
+
+import pytest
+from dialects import CHAT, COMPLETIONS, HI, RESPONSES, ask, user
+from serving import FakeEngine, client, frames, make_target, post
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from dflash_mlx.errors import DFlashError, NotEnoughMemoryError, PromptError, SettingsError
+from dflash_mlx.serve.auth import Auth
+from dflash_mlx.serve.errors import RequestError
+from dflash_mlx.serve.logprobs import token_bytes
+from dflash_mlx.serve.response_store import ResponseStore
+
+
+def accumulated(chunks):
+    """The text of each answer of a stream, and why they ended."""
+    texts, reasons = {}, set()
+    for choice in [one for chunk in chunks for one in chunk["choices"]]:
+        text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        texts[choice["index"]] = texts.get(choice["index"], "") + text
+        reasons.add(choice["finish_reason"])
+    return texts, reasons
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_the_usage_of_several_answers(target, usage):
+    """The last chunk has it where the client wants it, and all others say that they have none."""
+    options = {"n": 3, "stream": True, "stream_options": {"include_usage": usage}}
+    with client(FakeEngine(target, cached=3)) as server:
+        whole = server.post(CHAT, json=ask(CHAT, n=3)).json()
+        chunks = frames(server.post(CHAT, json=ask(CHAT, **options)).text)
+    assert [one["message"]["content"] for one in whole["choices"]] == ["Hello world"] * 3
+    assert accumulated(chunks) == (dict.fromkeys(range(3), "Hello world"), {None, "stop"})
+    assert [one.get("usage") for one in chunks if one["choices"]] == [None] * (len(chunks) - usage)
+    assert not usage or chunks[-1]["usage"] == whole["usage"]
+    tokens = whole["usage"]["completion_tokens"]
+    details = whole["usage"]["completion_tokens_details"]
+    drafted = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+    assert tokens % 3 == 0 and tokens == drafted
+    assert whole["usage"]["total_tokens"] == tokens + whole["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (DFlashError("The engine has stopped."), "The engine has stopped."),
+        (RuntimeError("boom"), "The answer could not be finished (RuntimeError: boom)."),
+    ],
+)
+def test_an_engine_error(target, error, told, caplog):
+    with client(FakeEngine(target, ["Hello"], error=error)) as server:
+        answer = server.post(CHAT, json=ask(CHAT))
+        last = frames(server.post(CHAT, json=ask(CHAT, stream=True)).text)[-1]
+        metrics = server.get("/metrics").text
+    assert answer.status_code == 500 and answer.json() == last
+    assert last["error"]["message"] == told
+    assert "dflash_open_answers 0.0" in metrics and "dflash_request_failure_total 2.0" in metrics
+    # With its cause, whatever is asked for; that a stream's status was 200 tells nobody.
+    logged = [one for one in caplog.records if one.levelname == "ERROR"]
+    assert len(logged) == 2 and all(told in one.getMessage() for one in logged)
+    traced = isinstance(error, RuntimeError)  # ours says all there is to say
+    assert all(bool(one.exc_info) is traced for one in logged)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(SettingsError, 400), (PromptError, 400), (NotEnoughMemoryError, 400), (KeyError, 500)],
+)
+def test_a_request_that_the_engine_refuses_frees_its_slots(engine, monkeypatch, error, status):
+    def refuses(prompt, submit=engine.submit, **settings):
+        if engine.submitted:
+            raise error("No.")
+        return submit(prompt, **settings)
+
+    monkeypatch.setattr(engine, "submit", refuses)
+    with client(engine, capacity=2) as server:
+        answer = server.post(CHAT, json=ask(CHAT, n=2))
+        metrics = server.get("/metrics").text
+    assert answer.status_code == status and engine.jobs[0].cancelled
+    assert "dflash_open_answers 0.0" in metrics
+    assert status == 500 or answer.json()["error"]["message"] == "No."
+    assert status == 500 or "dflash_request_failure_total 0.0" in metrics
+
+
+def test_more_answers_than_the_capacity_are_400(engine):
+    three = ask(COMPLETIONS, prompt=["One", "Two", "Three"])
+    with client(engine, capacity=2) as server:
+        for path, body in ((CHAT, ask(CHAT, n=3)), (COMPLETIONS, three)):
+            never = server.post(path, json=body)
+            assert never.status_code == 400 and "not 3" in never.json()["error"]["message"]
+        for _ in range(2):  # the slots come back
+            assert server.post(CHAT, json=ask(CHAT, n=2)).status_code == 200
+
+
+def test_log_probabilities_have_the_spaces_of_sentencepiece():
+    pieces = ["Hello", "\u2581world", "\u2581", "\ufffd", "<0xE2>"]
+    vocabulary = BPE({piece: at for at, piece in enumerate(pieces)}, [], byte_fallback=True)
+    tokenizer = Tokenizer(vocabulary)
+    strip = decoders.Strip(" ", 1, 0)
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    tokenizer.decoder = decoders.Sequence(parts)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    bytes_ = [token_bytes(fast, token) for token in range(len(pieces))]
+    assert bytes_ == [b"Hello", b" world", b" ", "\ufffd".encode(), b"\xe2"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("One two", ["One two"]),
+        (["One", "Two"], ["One", "Two"]),
+        ([65, 66, 67], [[65, 66, 67]]),
+        ([[65], [66, 67]], [[65], [66, 67]]),
+    ],
+)
+def test_all_kinds_of_prompts(engine, prompt, prompts):
+    body = ask(COMPLETIONS, prompt=prompt, n=2)
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    with client(engine) as server:
+        answer = server.post(COMPLETIONS, json=body).json()
+        chunks = frames(server.post(COMPLETIONS, json=body | more).text)
+    encode = engine.target.tokenizer.encode
+    ids = [one if isinstance(one, list) else encode(one) for one in prompts]
+    asked = [prompt for prompt, _ in engine.submitted]
+    assert asked == [one for one in ids for _ in range(2)] * 2
+    texts = dict.fromkeys(range(2 * len(ids)), "Hello world")
+    assert {one["index"]: one["text"] for one in answer["choices"]} == texts
+    assert accumulated(chunks) == (texts, {None, "stop"})
+    assert chunks[-1]["usage"] == answer["usage"]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_one_refused_prompt_cancels_the_others(engine):
+    with client(engine) as server:
+        answer = server.post(COMPLETIONS, json=ask(COMPLETIONS, prompt=["One", ""]))
+        metrics = server.get("/metrics").text
+    assert answer.status_code == 400 and engine.jobs[0].cancelled
+    assert "dflash_open_answers 0.0" in metrics
+
+
+def test_a_completion_is_the_text_as_it_is():
+    steps = ["<think>", "Hm</think>", "So."]
+    with client(FakeEngine(make_target(thinking=""), steps)) as server:
+        answer = server.post(COMPLETIONS, json=ask(COMPLETIONS)).json()
+        chunks = frames(server.post(COMPLETIONS, json=ask(COMPLETIONS, stream=True)).text)
+    assert answer["choices"][0]["text"] == "".join(steps)
+    assert [one["choices"][0]["text"] for one in chunks] == steps
+
+
+def tool(name, **more):
+    return {"type": "function", "name": name, "parameters": {"type": "object"}, **more}
+
+
+@pytest.fixture(scope="module")
+def thinking():
+    return make_target("json_tools", thinking="<think>\n")
+
+
+def responded(engine, *items, **more):
+    """A response, which is the same streamed."""
+    body = ask(RESPONSES, *items, **more)
+    whole = post(engine, RESPONSES, body).json()
+    events = frames(post(engine, RESPONSES, body | {"stream": True}).text)
+    assert [one["sequence_number"] for one in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.completed"
+    last = events[-1]["response"]
+    assert [one["type"] for one in last["output"]] == [one["type"] for one in whole["output"]]
+    return last, events
+
+
+def test_reasoning_text_and_calls_also_of_namespaces_and_unknown_tools(thinking):
+    said = ["Hm", ".\n</think>", "\n\nYes", ".<tool_call>\n", '{"name": "sp__f", "arguments"']
+    said += [': {"a": 1}}\n</tool_call><tool_call>{"name": "other", "arguments": {}}</tool_call>']
+    engine = FakeEngine(thinking, said, cached=4)
+    space = {"type": "namespace", "name": "sp", "tools": [tool("f")]}
+    answer, _ = responded(engine, tools=[space, {"type": "web_search"}, tool("g")])
+    thought, text, call, other = answer["output"]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert text["content"][0]["text"] == "Yes."
+    assert (call["namespace"], call["name"], call["arguments"]) == ("sp", "f", '{"a": 1}')
+    assert (other["type"], other["name"], other["arguments"]) == ("function_call", "other", "{}")
+    assert answer["status"] == "completed" and "web_search" not in engine.prompt()
+    reasoning = len(thinking.tokenizer.encode("Hm.", add_special_tokens=False))
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == reasoning
+
+
+PATCH = '*** Begin Patch\n+\t<b>&</b> "x"\n*** End Patch\n'
+
+
+def test_a_custom_tool_is_called_with_text(thinking):
+    """Codex's apply_patch: the model reads a function with one argument."""
+    call = json.dumps({"name": "apply_patch", "arguments": {"input": PATCH}})
+    engine = FakeEngine(thinking, ["</think><tool_call>\n", call, "\n</tool_call>"])
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: hunk+"}
+    custom = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": grammar}
+    answer, events = responded(engine, tools=[custom])
+    assert all(one in engine.prompt() for one in ("apply_patch", "Edits.", "start: hunk+"))
+    [item] = answer["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", PATCH)
+    kind = "response.custom_tool_call_input"
+    assert [one["delta"] for one in events if one["type"] == f"{kind}.delta"] == [PATCH]
+    assert [one["input"] for one in events if one["type"] == f"{kind}.done"] == [PATCH]
+    result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done!"}
+    responded(engine, *HI, item, result)
+    assert "Done!" in engine.prompt() and json.dumps(PATCH)[1:-1] in engine.prompt()
+
+
+def test_a_response_is_continued_by_its_id(thinking):
+    engine = FakeEngine(thinking, ["Hm</think>First."])
+    with client(engine) as server:
+
+        def get(path, *items, **more):
+            return server.post(f"{RESPONSES}{path}", json=ask(RESPONSES, *items, **more))
+
+        first = get("", instructions="Be brief.").json()
+        stream = get("", user("More"), previous_response_id=first["id"], stream=True)
+        prompt, last = engine.prompt(), frames(stream.text)[-1]["response"]
+        assert last["previous_response_id"] == first["id"] and last["store"]
+        assert prompt.index("user\nHi") < prompt.index("First.") < prompt.index("user\nMore")
+        assert "Be brief." not in prompt  # instructions are of one response
+        assert server.get(f"{RESPONSES}/{first['id']}").json() == first
+        asked = user("So?"), last["id"]
+        told = get("/input_tokens", asked[0], previous_response_id=asked[1]).json()
+        read = get("", asked[0], previous_response_id=asked[1]).json()["usage"]["input_tokens"]
+        assert told == {"object": "response.input_tokens", "input_tokens": read}
+        assert engine.prompt().count("First.") == 2
+        # An item by its id, as the AI SDK sends it.
+        for kind in ({"type": "item_reference"}, {}):
+            get("", kind | {"id": last["output"][1]["id"]}, user("So?"))
+            assert engine.prompt().count("First.") == 1 and "More" not in engine.prompt()
+        assert server.delete(f"{RESPONSES}/{first['id']}").json()["deleted"]
+        assert server.get(f"{RESPONSES}/{first['id']}").status_code == 404
+        assert get("", asked[0], previous_response_id=asked[1]).status_code == 200  # the last one
+
+
+def test_a_response_that_is_not_stored_or_another_users_is_not_found(engine):
+    mine, theirs = ({"Authorization": f"Bearer {key}"} for key in "ab")
+    with client(engine, auth=Auth(keys=frozenset("ab"))) as server:
+
+        def get(headers, **more):
+            return server.post(RESPONSES, json=ask(RESPONSES, **more), headers=headers)
+
+        kept, left = (get(mine, store=store).json()["id"] for store in (None, False))
+        for id, user, status in ((kept, mine, 200), (kept, theirs, 400), (left, mine, 400)):
+            again = get(user, previous_response_id=id)
+            assert again.status_code == status, again.text
+        assert again.json()["error"]["code"] == "previous_response_not_found"
+
+
+def test_the_least_recently_used_response_is_dropped():
+    def add(name):
+        output = [{"type": "message", "id": f"{name} 1", "content": "y" * 200}]
+        store.add("", [], {"id": name, "output": output})
+
+    store = ResponseStore(1400)
+    add("a"), add("b")
+    store.get("", "a")
+    add("c")
+    assert store.get("", "a") and store.get("", "c")
+    with pytest.raises(RequestError):
+        store.get("", "b")
