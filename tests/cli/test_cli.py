@@ -63,10 +63,8 @@ def test_help_and_models_do_without_mlx():
 
 
 def test_version():
-    import dflash_mlx
-
     libraries = ", ".join(f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm"))
-    shown = f"dflash-mlx {dflash_mlx.__version__} ({libraries})\n"
+    shown = f"dflash-mlx {dm.__version__} ({libraries})\n"
     assert run("--version").stdout == shown
     command = [sys.executable, "-m", "dflash_mlx", "--version"]
     assert subprocess.run(command, capture_output=True, text=True, cwd=HERE).stdout == shown
