@@ -122,9 +122,9 @@ def bench(
         network = replace(names, draft=names.draft or known_drafter(names.model))
         # Whole blocks: what the drafter is worth, without the policy's choice of draft length.
         opening: dict[str, Any] = {"settings": {"block_size": block_size}}
-        opening["member"] = cluster_member(context)
+        opening["member"] = cluster_member(context)  # of which none has an adapter
         content = _measure_pair(open_pair(network, weights, **opening), chosen, setup)
-        if names.adapter is not None and opening["member"] is None:
+        if names.adapter is not None:
             gc.collect()  # the tuned target makes room
             untuned = open_pair(replace(network, adapter=None), weights, **opening)
             once = setup | {"repeats": 1, "tree_budget": None}

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from enum import StrEnum
 from glob import glob
 from pathlib import Path
@@ -29,7 +30,7 @@ import typer
 
 from dflash_mlx.bench.server import open_url
 from dflash_mlx.errors import ServerError, SettingsError
-from dflash_mlx.loading.registry import EMBEDDED
+from dflash_mlx.loading.registry import EMBEDDED, short
 from dflash_mlx.machine.signals import signals_to
 
 from . import options
@@ -125,8 +126,9 @@ def launch(
                 f"{model} has a context of {context:,} tokens, and agents begin with "
                 f"{LEAST_CONTEXT:,}: choose another --model, such as {CODER}."
             )
-        if names.model not in (EMBEDDED, model):
-            note(f"{url} already serves {model}, not {names.model}: another --port starts anew.")
+        wanted = short(names.adapter or names.model)
+        if wanted not in (EMBEDDED, model):
+            note(f"{url} already serves {model}, not {wanted}: another --port starts anew.")
         command, environment = agent_command(agent, program, url, model, api_key, context)
         note(f"{agent.value}: {model} at {url}")
         with signals_to(_leave_ctrl_c):
@@ -226,12 +228,13 @@ def _server(
 ) -> Iterator[tuple[str, int | None]]:
     """Model and context of the server at this address, or of one that ends with the agent."""
     command = [sys.executable, "-m", "dflash_mlx", "serve", "--port", str(port)]
-    command += ["--model", names.model, *(["--draft", names.draft] if names.draft else [])]
+    command += [f"--{name}={value}" for name, value in asdict(names).items() if value]
+    wanted = short(names.adapter or names.model)  # what `serve` calls it
     server, end = None, time.monotonic() + LONGEST_WAIT
     with tempfile.TemporaryFile() as log:
         try:
-            with waiting(f"Waiting for a server of {names.model} at {url}"):
-                while not isinstance(served := _served(url, key, names.model), tuple):
+            with waiting(f"Waiting for a server of {wanted} at {url}"):
+                while not isinstance(served := _served(url, key, wanted), tuple):
                     if server is None and served is None:
                         # Its own session, so that Ctrl-C reaches only the agent.
                         own: Any = {"stdout": log, "stderr": log, "start_new_session": True}

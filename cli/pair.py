@@ -134,23 +134,18 @@ def open_pair(
         announce(draft or known_drafter(names.model), hub, drafter=True)
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
-        load, load_target = dflash_mlx.load, dflash_mlx.load_target
+        load = dflash_mlx.load
         import mlx.core as mx
 
         from dflash_mlx.drafter.lookup import LookupDrafter
         from dflash_mlx.machine import wired
 
     before = mx.get_active_memory()
-    target_bits, draft_bits = weights.target_bits, weights.draft_bits
-    loading = weights.settings | {"reserved": reserved, "adapter": names.adapter}
-    loading |= {} if member is None else {"cluster": member}
-    drafter: Drafter | None = None
+    bits = weights.target_bits, weights.draft_bits
+    loading = weights.settings | {"adapter": names.adapter, "cluster": member}
+    loading |= {"draft_window": weights.draft_window, "reserved": reserved}
     with waiting(f"Loading {names.model}", spinner=False):  # downloads and conversions have bars
-        if draft == NONE:
-            target = load_target(names.model, target_bits, **loading)
-        else:
-            loading["draft_window"] = weights.draft_window
-            target, drafter = load(names.model, draft, target_bits, draft_bits, **loading)
+        target, drafter = load(names.model, draft, *bits, **loading)
     if wire and member is None:
         wired.wire(mx.get_active_memory() - before)
     if names.draft is None and isinstance(drafter, LookupDrafter):

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 from urllib.request import Request
 
 import pytest
@@ -14,7 +15,8 @@ from webserver import web_server
 
 from dflash_mlx.bench.server import open_url
 from dflash_mlx.cli.app import app
-from dflash_mlx.cli.launch import Agent, agent_command
+from dflash_mlx.cli.launch import Agent, _server, agent_command
+from dflash_mlx.cli.options import Names
 from dflash_mlx.errors import ServerError
 
 URL = "http://127.0.0.1:8000"
@@ -233,3 +235,13 @@ def test_this_machine_is_asked_without_a_proxy(host, direct, monkeypatch, server
     except OSError:
         assert direct  # nothing listens there
     assert (server.asked == [f"http://{host}:9/"]) != direct
+
+
+def test_its_server_has_the_drafter_and_the_adapter(monkeypatch):
+    commands, served = [], iter([None, ("mine", None)])
+    start = Mock(side_effect=lambda command, **_: commands.append(command) or Mock())
+    monkeypatch.setattr("dflash_mlx.cli.launch.subprocess.Popen", start)
+    monkeypatch.setattr("dflash_mlx.cli.launch._served", lambda url, key, wanted: next(served))
+    with _server("http://there", 1, "key", Names("m", "lookup", "./mine")) as (model, _):
+        assert model == "mine"
+    assert commands[0][-3:] == ["--model=m", "--draft=lookup", "--adapter=./mine"]
