@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,11 +98,11 @@ def generate(
     output = None if str(output) == STDIN else output
     if output is not None:
         check_writable(output)
-    encoded = cache(lambda target: _encode(target, asked, settings))  # a long one once
     member = cluster_member(context)
     options.note_without_effect(settings)
     opening = without_template(settings) if raw else settings
-    pair = open_pair(names, weights, drafting, opening, compare, member, encoded)
+    pair = open_pair(names, weights, drafting, opening, compare, member)
+    ids = _encode(pair.target, asked, settings)
     settings = options.with_seed(settings)
     if schema is not None:
         from dflash_mlx.structured import JsonSchema
@@ -111,7 +110,6 @@ def generate(
         settings["logits_processors"] = [JsonSchema(pair.target, schema)]
     from dflash_mlx.bench.measure import Comparison
 
-    ids = encoded(pair.target)
     both = {name: settings[name] for name in settings.keys() - pair.drafting.keys()}
     comparison = Comparison(pair.target, pair.drafter, ids, without_template(both), pair.drafting)
     untaught = comparison.untaught() if compare else comparison

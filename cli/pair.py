@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +109,6 @@ def open_pair(
     settings: Mapping[str, Any] | None = None,
     warm: bool = True,
     member: Cluster | None = None,
-    check: Callable[[Target], object] | None = None,
     reserved: int = 0,
     wire: bool = True,
 ) -> Pair:
@@ -119,11 +118,10 @@ def open_pair(
         settings: of requests; a policy needs to know them.
         warm: whether to run a few steps first, so that MLX compiles before anything is timed.
         member: this machine among several that share the target.
-        check: refuses a target before the steps of `warm`.
         reserved: bytes of memory that the weights leave to others.
         wire: whether a Mac keeps the weights in memory; never one of several machines.
 
-    Raises the errors of `dflash_mlx.load` and of `check`, and `MissingDependencyError`.
+    Raises the errors of `dflash_mlx.load` and `MissingDependencyError`.
     """
     draft = NONE if drafting.no_draft else names.draft
     steps = {name: (settings or {}).get(name) for name in STEPS}
@@ -150,8 +148,6 @@ def open_pair(
         wired.wire(mx.get_active_memory() - before)
     if names.draft is None and isinstance(drafter, LookupDrafter):
         note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")
-    if check is not None:
-        check(target)
     budget, policy = steps["tree_budget"], None
     whole_blocks = drafting.no_policy or steps["block_size"] or isinstance(budget, int)
     if drafter is not None and not whole_blocks:
