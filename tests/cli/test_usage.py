@@ -145,6 +145,7 @@ def test_more_rows_than_there_can_be(option, pair):
         ("--api-key-file none", 1, "cannot be read"),
         ("--api-key-file blank", 2, "empty"),
         ("--host 192.0.2.1 --no-auth", 1, "give a --host of this machine's"),
+        ("--host 'no such host' --no-auth", 1, "--host no such host: "),
         ("--port PORT", 1, "PORT cannot be used"),  # told before the weights are read
     ],
 )
@@ -154,7 +155,7 @@ def test_what_a_server_cannot_use_is_one_line(options, code, word, tmp_path):
         port = str(taken.getsockname()[1])
         options, word = (text.replace("PORT", port) for text in (options, word))
         options = options.replace("file ", f"file {tmp_path}/")
-        done = invoke("serve", "--model", "no such model", *options.split())
+        done = invoke("serve", "--model", "no such model", *shlex.split(options))
     assert done.returncode == code and word in done.stderr and done.stderr.count("\n") == 1
 
 

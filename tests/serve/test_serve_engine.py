@@ -131,8 +131,9 @@ async def test_health_reports_a_device_that_hangs(pair):
         device = engine._scheduler._batch
         await asyncio.to_thread(device.waiting.wait, 60)
         stream.close()
-        while (answer := await endpoints.health(None)).status_code == 200:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            while (answer := await endpoints.health(None)).status_code == 200:
+                await asyncio.sleep(0.01)
         assert b"stalled" in answer.body and not handler.busy
         seconds = handler.seconds_since_step
         another = await handler.start([GenerationRequest("m", "What", {"max_tokens": 2})])
