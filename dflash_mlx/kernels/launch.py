@@ -116,7 +116,7 @@ class Launcher:
                 input_names=list(kernel.inputs),
                 output_names=list(kernel.outputs),
                 source=declared + kernel.body,
-                header=metal_source(kernel.file, kernel.body),
+                header=metal_source(kernel.file),
                 ensure_row_contiguous=kernel.copies,
             )
         shapes, dtypes = zip(*outputs, strict=True)

@@ -19,7 +19,7 @@ from dflash_mlx.bench.roofline import Shapes, model_of, predict_steps, shapes_of
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.costs import stock_seconds, tile_seconds
 from dflash_mlx.kernels.shapes import Matrix
-from dflash_mlx.loading.gguf.convert import converted
+from dflash_mlx.loading.gguf import convert
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import pairs
 from dflash_mlx.machine.chips import chip_named, find_chip
@@ -174,14 +174,15 @@ def test_the_command(tmp_path, any_size):
     assert "\n4 tokens per step of 16 rows (assumed: --acceptance)." in shown.stderr
 
 
-def test_a_gguf_file_is_predicted_by_its_header(tmp_path, any_size):
+def test_a_gguf_file_is_predicted_by_its_header(tmp_path, any_size, monkeypatch):
     """In its own bits, as it is on Metal; nothing is converted for it."""
+    monkeypatch.setattr(convert, "cache_folder", lambda part: tmp_path / part)
     metadata, tensors, _ = gguf_of("llama")
     path = tmp_path / "model.gguf"
     write(path, metadata, tensors, dict.fromkeys(tensors, "Q8_0"))
     done = run("roofline", "--model", path, "--chip", "M4", "--acceptance", "4", "--json")
     assert done.returncode == 0, done.stderr
-    read = load_model(converted(path, unpacked=False, cache=tmp_path))[0].parameters()
+    read = load_model(convert.converted(path, unpacked=False))[0].parameters()
     stored = sum(value.nbytes for _, value in tree_flatten(read))  # its few vectors in float32
     assert json.loads(done.stdout)["weights_bytes"] == pytest.approx(stored, rel=0.01)
 

@@ -9,8 +9,9 @@ from kernel_models import Launches, Recorder, half_precision
 
 import dflash_mlx as dm
 from dflash_mlx.kernels import choose
-from dflash_mlx.kernels.choose import ROWS, read_choices
+from dflash_mlx.kernels.choose import ROWS, read_choices, tensor_key
 from dflash_mlx.kernels.modules import SWAPS, Kernels
+from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.loading import wiring
 from dflash_mlx.loading.wiring import wire_drafter, wire_target
 from dflash_mlx.targets import autotune as module
@@ -21,19 +22,15 @@ class Clock(Launches):
     """A clock that launches of ours move, which compute nothing.
 
     Args:
-        products, attention, far: seconds a launch; `far` for attention over 40 keys and more.
+        taken: the seconds of a launch, by its name and call.
     """
 
-    def __init__(self, products: float, attention: float, far: float | None = None) -> None:
+    def __init__(self, taken) -> None:
         super().__init__(Recorder(), self.pass_time)
-        self.now, self.products, self.attention, self.far = 0.0, products, attention, far
+        self.now, self.taken = 0.0, taken
 
     def pass_time(self, name, call, results):
-        taken = self.products
-        if name.startswith("block_attention_bfloat"):
-            deep = self.far is not None and call["inputs"][1].shape[2] >= 40
-            taken = self.far if deep else self.attention
-        self.now += taken * ("merge" not in name)
+        self.now += self.taken(name, call)
         return results
 
 
@@ -62,13 +59,24 @@ def small(monkeypatch, tmp_path):
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
 
 
-def timed(products, attention, far=None, seconds=1e6, step=1.0, layers=2):
+def started(taken, seconds=1e6, step=1.0, **changes):
     """A target, a clock, and a stopwatch with it."""
-    config = families.CONFIGS["qwen3"] | {"num_hidden_layers": layers}
-    model = half_precision("qwen3", num_hidden_layers=layers)
-    target = dm.Target(model, families.Letters(), config, "qwen3")
-    clock = Clock(products, attention, far)
+    config = families.CONFIGS["qwen3"] | changes
+    target = dm.Target(half_precision("qwen3", **changes), families.Letters(), config, "qwen3")
+    clock = Clock(taken)
     return target, clock, Counted(clock, seconds, step)
+
+
+def timed(products, attention, far=None, *settings, layers=2):
+    """The same, with the seconds of a launch; `far` for attention over 40 keys and more."""
+
+    def taken(name, call):
+        if not name.startswith("block_attention"):
+            return products
+        deep = far is not None and "merge" not in name and call["inputs"][1].shape[2] >= 40
+        return 0.0 if "merge" in name else far if deep else attention
+
+    return started(taken, *settings, num_hidden_layers=layers)
 
 
 @pytest.mark.parametrize(
@@ -170,3 +178,23 @@ def test_a_model_is_timed_once(monkeypatch):
     again, *_ = timed(0.0, 0.0)
     assert wire_target(again, Kernels(clock), None, stopwatch).wiring.exact, "free at every row"
     assert stopwatch.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("on", "off", "used", "wins"),
+    [
+        (-0.05, -0.04, True, True),
+        (-0.04, -0.05, False, True),
+        (-0.05, 0.05, True, True),
+        (0.04, 0.05, True, False),
+        (-0.05, -0.04, None, True),  # a chip without them is not asked
+    ],
+)
+def test_the_stopwatch_decides_between_tensor_units_and_tiles(on, off, used, wins):
+    """And between the faster of them and MLX."""
+    sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    target, clock, stopwatch = started(lambda name, _: on if "tensor" in name else off, **sizes)
+    rows, _ = autotune(target, Kernels(clock, tensor_units=used is not None), stopwatch)
+    keys = {matrix.key for _, _, matrix in matrices(target.model, target.config)}
+    assert {tensor_key(key) in rows for key in keys} == {bool(used)}
+    assert {bool(rows[key]) for key in keys} == {wins}

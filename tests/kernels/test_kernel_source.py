@@ -29,43 +29,9 @@ def test_includes_are_inlined_once(folder):
     assert text == "#include <metal_stdlib>\nint a;\nint b;\nint kernel;\n"
 
 
-DEFINITIONS = """
-namespace dflash {
-using namespace metal;
-enum : int { kUsed = 1, kOther = 2 };
-constexpr constant float kUnused = 1.0f;
-template <typename T>
-struct Rows {
-  T value;
-  int at() { return helper(value); }
-};
-typedef Rows<int> Unused;
-inline int other(Rows<int> rows) { return 0; }
-template <int N>
-inline int helper(int x) {
-  return x + kUsed;
-}
-}
-"""
-
-
-def test_a_kernel_gets_the_definitions_that_it_uses(folder):
-    """Of what it uses, too; names within another word are other names."""
-    (folder / "kernel.metal").write_text("#include <metal_stdlib>\n" + DEFINITIONS)
-    used = ("enum : int{kUsed=1,kOther=2};", "struct Rows{", "inline int helper(int x){")
-    text = source.metal_source("kernel.metal", "Rows<float> mine; others();")
-    assert all(part in text for part in used)
-    assert not any(part in text for part in ("kUnused", "typedef", "other("))
-    assert text.startswith("#include <metal_stdlib>\nnamespace dflash{\n") and text[-2:] == "}\n"
-    assert source.metal_source("kernel.metal", "") == (
-        "#include <metal_stdlib>\nnamespace dflash{\nusing namespace metal;\n}\n"
-    )
-    assert "inline int other(Rows<int>rows){return 0;}" in source.metal_source("kernel.metal")
-
-
 def test_comments_and_indentation_stay_in_the_file(folder):
     (folder / "kernel.metal").write_text("// why\n\nint f() {\n  return 1;  // one\n}\n")
-    assert source.metal_source("kernel.metal") == "int f(){\nreturn 1;\n}\n"
+    assert source.metal_source("kernel.metal") == "int f() {\nreturn 1;\n}\n"
 
 
 def test_a_character_outside_ascii_is_refused(folder):

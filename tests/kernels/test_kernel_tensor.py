@@ -23,15 +23,14 @@ from oracle import Oracle
 
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.choose import has_tensor_units, tensor_key
+from dflash_mlx.kernels.choose import has_tensor_units
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.weights import aligned
 from dflash_mlx.loading import wiring
 from dflash_mlx.loading.wiring import begin_checks, wire_target
-from dflash_mlx.targets import autotune as module
-from dflash_mlx.targets.autotune import Stopwatch, autotune, candidates
+from dflash_mlx.targets.autotune import candidates
 
 UNITS = mx.metal.is_available() and has_tensor_units(mx.device_info(), platform.mac_ver()[0])
 pytestmark = [
@@ -131,56 +130,6 @@ def target():
     """A model whose matrices fit tensor units."""
     config = families.CONFIGS["qwen3"] | CHANGES
     return dm.Target(half_precision("qwen3", **CHANGES), families.Letters(), config, "qwen3")
-
-
-class Timed(Launches):
-    """Launches that compute nothing and take seconds on a clock of their own, also below zero.
-
-    on, off: seconds on tensor units and off them; asking the clock takes one, as all of MLX's.
-    """
-
-    def __init__(self, on: float, off: float) -> None:
-        super().__init__(Recorder(), self.pass_time)
-        self.on, self.off, self.now = on, off, 0.0
-
-    def pass_time(self, name, call, results):
-        self.now += self.on if "tensor" in name else self.off
-        return results
-
-    def clock(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def choices(monkeypatch, on, off, units):
-    """What is chosen for a model's products, and their keys."""
-    monkeypatch.setattr(module, "DEPTHS", (20, 40))
-    of, factory = target(), Timed(on, off)
-    watch = Stopwatch(1e9, 1, factory.clock)
-    rows, _ = autotune(of, Kernels(factory, tensor_units=units), watch)
-    keys = {matrix.key for _, _, matrix in matrices(of.model, of.config)}
-    return rows, keys
-
-
-@pytest.mark.parametrize(
-    ("on", "off", "used", "wins"),
-    [
-        (-0.05, -0.04, True, True),
-        (-0.04, -0.05, False, True),
-        (-0.05, 0.05, True, True),
-        (0.04, 0.05, True, False),
-    ],
-)
-def test_the_stopwatch_decides_between_tensor_units_and_tiles(monkeypatch, on, off, used, wins):
-    """And between the faster of them and MLX."""
-    rows, keys = choices(monkeypatch, on, off, units=True)
-    assert {tensor_key(key) in rows for key in keys} == {used}
-    assert {bool(rows[key]) for key in keys} == {wins}
-
-
-def test_other_chips_are_not_asked(monkeypatch):
-    rows, keys = choices(monkeypatch, -0.05, -0.04, units=False)
-    assert keys <= set(rows) and not any("tensor" in name for name in rows)
 
 
 def test_a_kernel_that_fails_on_tensor_units_still_runs_without():

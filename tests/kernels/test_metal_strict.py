@@ -17,7 +17,6 @@ from metal_host.wrapper import Wrapper
 
 from dflash_mlx.kernels.source import metal_source
 
-WORD = re.compile(r"\w+")
 METAL = Path(__file__).parents[2] / "metal"
 STRUCT = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.MULTILINE | re.DOTALL)
 MATRIX_MEMBER = re.compile(r"^  (?:Fragment|Operand|simdgroup_\w+(?:<.*>)?) \w+(?:\[.*\])*;", re.M)
@@ -39,24 +38,9 @@ def typical(calls) -> list[Wrapper]:
 
 
 def test_every_kernel_is_asked_for(calls):
-    """Every definition is part of what some kernel compiles."""
-    used = {word for wrapper in calls.wrappers.values() for word in WORD.findall(wrapper.header)}
-    texts = [metal_source(path.name) for path in METAL.glob("*.metal")]
-    assert used >= {word for text in texts for word in WORD.findall(text)}
-    assert len(calls.wrappers) > 300
-
-
-# Characters that MLX writes and hashes for a launch; before a kernel got only what it uses, the
-# longest had 19,127, and those of merges 2,000 to 12,000.
-LONGEST = {"merge_splits": 1_800, "block_attention_merge": 1_800, "delta": 4_200}
-LONGEST |= {"block_attention": 12_600, "verify_matmul_tensor": 16_000, "verify_matmul": 12_400}
-
-
-def test_the_text_of_a_launch_is_short(calls):
-    for wrapper in calls.wrappers.values():
-        name = wrapper.name.removeprefix("custom_kernel_")
-        most = next(most for start, most in LONGEST.items() if name.startswith(start))
-        assert len(wrapper.text) <= most, name
+    files = {metal_source(path.name) for path in METAL.glob("*.metal")}
+    assert {wrapper.header for wrapper in calls.wrappers.values()} == files
+    assert len(calls.wrappers) > 800
 
 
 def test_every_kernel_compiles_with_every_constant(calls):
@@ -196,11 +180,11 @@ def test_what_metal_refuses_is_refused(changes):
 
 
 TENSORS = {
-    "operands in float": ("tensor<device T,Extents", "tensor<device float,Extents"),
+    "operands in float": ("tensor<device T, Extents", "tensor<device float, Extents"),
     "words instead of bytes": ("(device uchar*)columns.w.words", "columns.w.words"),
-    "k of no whole 32": ("width,GROUP,false", "width,GROUP - 16,false"),
-    "8 rows by 8 columns": ("(kTileRows,width,GROUP", "(8,8,GROUP"),
-    "a result that is not named": ("run(x_step,codes,sums)", "run(x_step,codes,{})"),
+    "k of no whole 32": ("width, GROUP, false", "width, GROUP - 16, false"),
+    "8 rows by 8 columns": ("(kTileRows, width, GROUP", "(8, 8, GROUP"),
+    "a result that is not named": ("run(x_step, codes, sums)", "run(x_step, codes, {})"),
 }
 
 
@@ -228,6 +212,10 @@ FOUND = {
     ),
     "a loop over an array that is not unrolled": (
         ((UNROLL + "    for (int i", "    for (int i"),),
+        "getelementptr",
+    ),
+    "a loop that fills an array": (
+        (("Piece piece;", "Piece piece; for (int i = 0; i < 4; i++) piece.values[i] = 0;"),),
         "getelementptr",
     ),
     "a loop over a vector that is not unrolled": (

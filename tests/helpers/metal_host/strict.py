@@ -36,7 +36,9 @@ _INDEXED = re.compile(
     r"((?:getelementptr .*, ptr %|extractelement|insertelement).*), i\d+ %\w+(?:, !dbg (!\d+))?$",
     re.M,
 )
-_INLINED = ("-O1", "-mllvm", "-inline-threshold=1000000")
+# No loop is unrolled, or made a call that fills memory, but where a pragma says so.
+_INLINED = "-O1 -fno-unroll-loops -mllvm -inline-threshold=1000000".split()
+_INLINED += ["-mllvm", "-disable-loop-idiom-all"]
 
 # Types of Metal's that C++ would let a kernel use as a name; textures and the like are poisoned
 # where the preprocessor reads (include/host/reserved.h).
