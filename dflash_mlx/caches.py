@@ -40,6 +40,7 @@ class Caches:
         prefix: a prefix cache of the pair. Caches that cannot go on with a prompt start from it,
             and their tokens are added to it.
         salt: only caches with the same salt share its entries.
+        kept: whether they go on after their request, as a conversation's do.
 
     Raises `SettingsError` for a prefix cache of another pair; its callers have checked the types.
 
@@ -61,11 +62,12 @@ class Caches:
         kv_bits: int | None = None,
         prefix: PrefixCache | None = None,
         salt: str = "",
+        kept: bool = False,
     ) -> None:
         if prefix is not None:
             prefix.check(target, drafter)
         self.target, self.drafter, self.kv_bits = target, drafter, kv_bits
-        self.prefix, self._salt = prefix, salt
+        self.prefix, self._salt, self._kept = prefix, salt, kept
         self._started = False
         self._forget()
 
@@ -195,9 +197,11 @@ class Caches:
             sessions = self.target_session, self.draft_session
             self.prefix.insert(*sessions, self._keys, self.ids, checkpoint)
 
-    def leave_batch(self) -> None:
-        """Take the target's caches out of a batch, after which any thread may use them."""
-        if self._started:
+    def end_request(self) -> None:
+        """Leave a batch's slots. Caches that are kept can go on in any thread then."""
+        if not self._kept:
+            self.drop()
+        elif self._started:
             self.target_session.leave_slot()
 
     def feed_drafter(self, tokens: Sequence[int], taps: mx.array, kept: Sequence[int]) -> None:

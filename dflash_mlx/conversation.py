@@ -50,7 +50,7 @@ class Conversation:
         check_kv_bits(kv_bits)
         if not isinstance(salt, str):
             raise SettingsError(f"salt must be text, not {brief(salt)}.")
-        self.caches = Caches(target, drafter, kv_bits, prefix, salt)
+        self.caches = Caches(target, drafter, kv_bits, prefix, salt, kept=True)
         self.target, self.kv_bits, self.prefix = target, kv_bits, prefix
         self._opening = threading.Lock()
         self._request: weakref.ref[Request] | None = None  # the last one

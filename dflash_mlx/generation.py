@@ -95,8 +95,7 @@ def make_request(
     ids = encode_prompt(target, prompt, template)
     kv_bits, conversation = settings.kv_bits, settings.conversation
     if conversation is None:
-        prefix, salt = settings.prefix, settings.salt
-        caches = Caches(target, drafter, kv_bits, prefix, salt)
+        caches = Caches(target, drafter, kv_bits, settings.prefix, settings.salt)
     else:
         conversation.check(target, drafter, kv_bits)
         caches = conversation.caches
@@ -107,13 +106,8 @@ def make_request(
     if settings.continues:
         skip_text_start(detokenizer, tokenizer)
     max_tokens = min(settings.max_tokens, target.context_length - len(ids))
-    text = TextStream(
-        detokenizer,
-        tokenizer.eos_token_ids,
-        settings.stop or (),
-        max_tokens,
-        settings.stop_applies,
-    )
+    ends, stop, applies = tokenizer.eos_token_ids, settings.stop or (), settings.stop_applies
+    text = TextStream(detokenizer, ends, stop, max_tokens, applies)
     stats = Stats(prompt_tokens=len(ids), block_size=block_size, seed=sampler.seed)
     branches = settings.branches
     if branches is None and caches.prefix is not None:

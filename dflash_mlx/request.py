@@ -174,7 +174,7 @@ class Request:
         try:
             self._store()
         finally:
-            self.caches.leave_batch()
+            self.caches.end_request()
             self.ended = True
 
     def _store(self) -> None:

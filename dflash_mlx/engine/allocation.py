@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..policy.draft_policy import DraftPolicy
-from ..policy.planner import GAIN, PROBE_ROWS, DraftCandidate, plain_steps_after
+from ..policy.planner import PROBE_ROWS, DraftCandidate, plain_steps_after
 from ..policy.step_costs import LENGTHS
 
-READ = 160  # features that a network may read first for the price of a row, spread over time
+GAIN = 1.05  # over plain batching: texts that draft end one by one, so batches are smaller
+READ = 10  # features that a network may read first for the price of a row,
+HORIZON = 64  # which is spread over so many tokens of a text
 FLOOR = 0.7  # of plain batching's speed that is expected of every request
 
 
@@ -35,7 +37,7 @@ class RowAllocator:
         self._started: float | None = None  # the time of `allocate`; None for a pipelined step
         self._ended = 0.0
         self._kind, self._further, self._cost = "chain", 0, 1.0  # rows beside the plain ones
-        self._timed = True  # whether its time tells what such a step costs
+        self._timed, self._count = True, 0  # whether its time tells its cost; of the last requests
 
     @property
     def can_pipeline(self) -> bool:
@@ -67,12 +69,7 @@ class RowAllocator:
         return rows
 
     def observe(self, tokens: Sequence[int], pipelined: bool) -> None:
-        """Take in a step.
-
-        Args:
-            tokens: that it brought each request.
-            pipelined: whether the next step has started already.
-        """
+        """Take in the tokens a step brought each request; `pipelined` if the next has begun."""
         now, started = self._clock(), self._started
         was_pipelined, self._started = started is None, None
         if was_pipelined:
@@ -80,9 +77,11 @@ class RowAllocator:
         self._ended = now
         if not tokens or started is None:
             return
-        # A step that only starts or only ends a pipeline takes two forwards, or part of one.
-        seconds = now - started if pipelined == was_pipelined and self._timed else None
-        count = len(tokens)
+        # A step that only starts or only ends a pipeline takes two forwards, or part of one. And
+        # where requests come or go, their caches move.
+        count, before = len(tokens), self._count
+        self._timed &= pipelined == was_pipelined and count == before
+        seconds, self._count = now - started if self._timed else None, count
         if not self._further:
             self._plain_left = max(0, self._plain_left - 1)
         self._policy.costs.observe(self._kind, count + self._further, seconds, count)
@@ -100,17 +99,18 @@ class RowAllocator:
         for total in (*totals, least + len(probs)):
             own = owners[: total - least]
             brought = 1 + np.bincount(own, probs[: total - least], count)
-            reads = int(unread[brought > 1].sum() / READ)
-            cost, mean = costs.cost(self._kind, total + reads, count), float(brought.mean())
+            mean, reads = float(brought.mean()), unread[brought > 1].sum() / READ
+            cost = costs.cost(self._kind, total + int(reads * mean / HORIZON), count)
             if brought.min() >= FLOOR * cost:
-                found.append((mean / cost, cost - mean, own.tolist()))
+                loss = costs.cost(self._kind, total + int(reads), count) - mean
+                found.append((mean / cost, loss, own.tolist()))
         speed, _, best = max(found, default=(0.0, 0.0, []))
         if speed * costs.cost(self._kind, least, count) > GAIN:
             return best
         # Of what may be tried, the best of these or one request's draft, the one that loses least.
         one = min(owners.tolist(), key=unread.__getitem__)
         rates = probs[owners == one][:PROBE_ROWS]
-        cost = costs.cost(self._kind, least + len(rates), count)
+        cost = costs.cost(self._kind, least + len(rates) + int(unread[one] / READ), count)
         found.append((0.0, cost - 1 - rates.sum() / count, [one] * len(rates)))
         _, loss, best = min(found, key=lambda each: each[1])
         return best if self._policy.should_probe(1 + loss) else []
