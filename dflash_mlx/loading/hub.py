@@ -24,6 +24,7 @@ from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsErro
 from ..validation import error_text
 from .download import FAILURES, download, explained
 from .folder import INDEX, Folder, Preview
+from .gguf.convert import GGUFFile
 from .registry import Part, hub_gguf, local_path
 
 # What mlx-lm reads of a repository.
@@ -108,7 +109,7 @@ class Hub:
         found = [file for file in found if not file.name.startswith("mmproj")]  # of images
         if not found:
             raise self._no_gguf(*gguf)
-        return _gguf_file(min(found, key=lambda file: (len(file.name), file.name)), name)
+        return GGUFFile(min(found, key=lambda file: (len(file.name), file.name)), name)
 
     def copy(self, name: str) -> Folder | None:
         """The complete copy of a repository or GGUF file on this disk; None without one."""
@@ -216,13 +217,7 @@ def find(name: str, hub: Hub, part: Part = "target") -> Folder:
     path = local_path(name, part)
     if path is None:
         return hub.find(name)
-    return _gguf_file(path, name) if path.is_file() else Folder(path, name)
-
-
-def _gguf_file(path: Path, name: str) -> Folder:
-    from .gguf.convert import GGUFFile  # starts MLX
-
-    return GGUFFile(path, name)
+    return GGUFFile(path, name) if path.is_file() else Folder(path, name)
 
 
 def _gguf_files(quantization: str) -> list[str]:

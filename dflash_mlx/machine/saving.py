@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-import mlx.core as mx
+from typing import TYPE_CHECKING
 
 from ..errors import OutputError
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 
 def save_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
@@ -15,6 +17,8 @@ def save_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[st
 
     Raises `OutputError`.
     """
+    import mlx.core as mx  # not before a model is looked for: `use_fast_blas` comes first
+
     part = path.with_name("unfinished.safetensors")
     try:
         mx.save_safetensors(str(part), dict(arrays), metadata=dict(metadata))

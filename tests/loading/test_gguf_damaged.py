@@ -88,6 +88,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     metadata, tensors, _ = gguf_of("llama")
     path = tmp_path_factory.mktemp("gguf") / "whole.gguf"
     write(path, metadata, tensors, dict.fromkeys(tensors, "Q8_0"))
+    assert judge(path)
     return path.read_bytes()
 
 
@@ -95,11 +96,6 @@ def judge(path: Path) -> Any:
     """Everything that is read before MLX sees the file."""
     found = Conversion([path], unpacked=True)
     return build(path, found.header.metadata)
-
-
-def test_the_whole_file_is_fine(tmp_path: Path, whole: bytes) -> None:
-    (tmp_path / "a.gguf").write_bytes(whole)
-    assert judge(tmp_path / "a.gguf")
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -51,20 +51,17 @@ def folder(tmp_path):
     return save_target(tmp_path / "target")
 
 
-def test_a_pair_of_folders(pair):
+def test_a_pair_of_folders(pair, monkeypatch):
     target, drafter = load(pair[0], draft=pair[1])  # paths, as pathlib has them
     assert target.name == str(pair[0])
+    monkeypatch.setenv("HOME", str(pair[0].parent))
+    assert load_target("~/target").num_layers == 3
     assert (target.num_layers, target.hidden_size) == (3, 64)
     assert target.vocab_size == drafter.config.vocab_size == len(tokenizer())
     assert drafter.tap_layers == (0, 2)
     plain = random_model(model_config("qwen3"))
     assert mx.allclose(target.model(TOKENS), plain(TOKENS), rtol=1e-4, atol=1e-4)
     assert generate(target, drafter, [5, 6], max_tokens=5).tokens
-
-
-def test_a_home_folder(pair, monkeypatch):
-    monkeypatch.setenv("HOME", str(pair[0].parent))
-    assert load_target("~/target").num_layers == 3
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
@@ -147,9 +144,6 @@ def test_every_eos_token_of_the_configs_ends_the_text(where, folder):
     assert load_target(str(folder)).tokenizer.eos_token_ids == {7, 9, own}
 
 
-# Names
-
-
 @pytest.mark.parametrize("name", ["nothing-here", "/nothing/here", "~/nothing", "a/b/c"])
 @pytest.mark.parametrize("loader", [load, load_drafter])
 def test_unknown_names(name, loader):
@@ -178,9 +172,6 @@ def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path):
 
     _, drafter = load(str(folder), hub=OtherHub())
     assert {*asked} == {"z-lab/Qwen3-8B-DFlash-b16"} and drafter.network.config.block_size == 16
-
-
-# Settings
 
 
 @pytest.mark.parametrize("bits", [0, 3, 16, "4", 4.0, True])
