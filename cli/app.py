@@ -27,11 +27,7 @@ COMMANDS = {  # name -> the module beside this one with its function, and two ex
     "bench": ("bench.bench", "--limit 1", "--model MODEL --suite gsm8k --out results/gsm8k"),
     "tune": ("tune.tune", "", "--model MODEL"),
     "report": ("bench.report", "results/gsm8k", "results/my-mac results/another-mac"),
-    "roofline": (
-        "roofline.roofline",
-        "--model Qwen/Qwen3-8B",
-        "--model Qwen/Qwen3-8B --chip 'M4 Max'",
-    ),
+    "roofline": ("roofline.roofline", "--model Qwen/Qwen3-8B", "--model MODEL --chip 'M4 Max'"),
     "train": (
         "train.train",
         "--synthesize 32 --steps 8 --anchors 8 --out my-drafter",

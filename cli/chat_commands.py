@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 ROLES = ("system", "user", "assistant")
 THINKING = ("on", "off", *SETTINGS["reasoning_effort"].choices)
+FILE = "FILE"  # what a command needs
 NONE = "none"  # removes the system message
 OTHERS = dict.fromkeys(("exit", "quit", "/exit", "/bye"), "/quit")  # names of other programs
 OTHERS |= dict.fromkeys(("/reset", "/new"), "/clear")
@@ -47,6 +48,8 @@ def run_command(chat: Chat, line: str) -> bool:
         note(f"There is no {name}. {hint} (A space before it sends it.)")
         return True
     try:
+        if COMMANDS[name].argument == FILE and not argument:
+            raise SettingsError(f"{name} needs a file name.")
         COMMANDS[name].run(chat, argument)
     except DFlashError as error:
         error_line(str(error))
@@ -127,7 +130,7 @@ def _think(chat: Chat, text: str) -> None:
 
 
 def _save(chat: Chat, name: str) -> None:
-    path = _path("/save", name)
+    path = Path(name).expanduser()
     if path.is_file():
         saved = read_conversation(path)
         if saved != chat.messages[: len(saved)]:
@@ -138,7 +141,7 @@ def _save(chat: Chat, name: str) -> None:
 
 
 def _load(chat: Chat, name: str) -> None:
-    chat.messages = read_conversation(_path("/load", name))
+    chat.messages = read_conversation(Path(name).expanduser())
     note(f"{counted(len(chat.messages), 'message')} loaded.")
 
 
@@ -149,12 +152,6 @@ def read_conversation(path: Path) -> Messages:
     if not valid or any(message["role"] not in ROLES for message in messages):
         raise DataError(f"{path} is not a saved conversation: it has no list of messages.")
     return messages
-
-
-def _path(command: str, name: str) -> Path:
-    if not name:
-        raise SettingsError(f"{command} needs a file name.")
-    return Path(name).expanduser()
 
 
 def _quit(chat: Chat, _: str) -> None:
@@ -177,7 +174,7 @@ COMMANDS: dict[str, Command] = {
     "/system": Command("[TEXT]", "show or set the system message; 'none' removes it", _system),
     "/set": Command("[NAME VALUE]", "show or change settings: /set temperature 0.8", _set),
     "/think": Command("[on|off|HOW]", "think first or not; HOW: low, medium or high", _think),
-    "/save": Command("FILE", "save the conversation", _save),
-    "/load": Command("FILE", "continue a saved conversation", _load),
+    "/save": Command(FILE, "save the conversation", _save),
+    "/load": Command(FILE, "continue a saved conversation", _load),
     "/quit": Command("", "leave, like Ctrl-D", _quit),
 }

@@ -127,7 +127,6 @@ DRAFT = option(
     autocompletion=drafters_beginning,
 )
 ADAPTER = option(None, MODEL, "PATH", "LoRA of mlx_lm.lora: folder or hub name.")
-NO_DRAFT = flag("--no-draft", MODEL, "Decode without a drafter.")
 TARGET_BITS = option(None, MODEL, "4|8", "Quantize the model's weights on load.")
 OFFLINE = flag("--offline", MODEL, "Use only what is already downloaded.")
 STOCK_BLAS = flag("--stock-blas", MODEL, "On Linux, keep MLX's own slow BLAS.")
@@ -178,7 +177,7 @@ class Weights:
 class Drafting:
     """What drafts, and how much."""
 
-    no_draft: bool = NO_DRAFT
+    no_draft: bool = flag("--no-draft", MODEL, "Decode without a drafter.")
     no_policy: bool = flag(
         "--no-policy", DECODING, "Draft whole blocks, even where that is slower."
     )
