@@ -15,6 +15,7 @@ from rich.text import Text
 
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
 from dflash_mlx.loading.checks import NO, WHETHER, YES, fits, looks_quantized
+from dflash_mlx.loading.gguf.convert import content_name
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.loading.quantization import Quantization
@@ -143,8 +144,6 @@ def rm(*, name: str = argument(..., REPOSITORY, autocompletion=_downloaded)) -> 
     if name == EMBEDDED:
         raise ModelNotFoundError(f"{name} is part of dflash-mlx and cannot be deleted.")
     if name in PACKAGES:
-        from dflash_mlx.loading.gguf.convert import content_name
-
         package, folder = PACKAGES[name][0], cache_folder("gguf")
         unpacked = [*folder.glob(f"{content_name(packaged(name))}*")]
         freed = sum(map(bytes_in, unpacked))

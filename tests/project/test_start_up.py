@@ -22,7 +22,7 @@ HEAVY = {
     "dflash_mlx.cli.chat": "another command",
     "dflash_mlx.cli.serve": "another command",
     "dflash_mlx.kernels.modules": "kernels, which need Metal",
-    "dflash_mlx.loading.gguf.convert": "files of another kind",
+    "dflash_mlx.loading.gguf.conversion": "files of another kind",
     "mlx_lm.server": "serving",
     "fastapi": "serving",
     "datasets": "training data",
