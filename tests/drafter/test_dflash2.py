@@ -160,24 +160,6 @@ def test_the_selector_walks_like_the_slow_one(top):
         assert drafts(drafter, hidden, seed, target) == expected
 
 
-def test_drafting_never_waits_for_the_device():
-    """Evaluating anything while a function is traced is an error, so tracing is the proof."""
-    config = raw_config()
-    drafter = build(config)
-    target = make_target(config)
-    mx.eval(drafter.parameters())
-
-    taps = mx.random.normal((1, 9, 64))
-
-    def propose():
-        session = drafter.start(target, None)
-        session.extend(taps)  # what is known before the round is computed at once
-        return lambda anchor: session.propose(11, 6).tokens
-
-    traced, run = mx.compile(propose()), propose()
-    assert traced(mx.array(11)).tolist() == run(mx.array(11)).tolist()
-
-
 @pytest.mark.parametrize("vocabulary", [40, 512 * 5, 512 * 7, 512 * 7 + 1, 9000])
 def test_top_candidates_are_the_highest(vocabulary):
     mx.random.seed(vocabulary)

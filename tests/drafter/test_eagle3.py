@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
+from numpy_layers import attend, rms, rotate, sigmoid
 
 from dflash_mlx.drafter.session import FeatureSession
 from dflash_mlx.loading.drafters import read_drafter
@@ -26,18 +27,6 @@ from dflash_mlx.sampling import Sampler
 
 F = np.float32
 SHAPES = json.loads((Path(__file__).parents[1] / "data" / "eagle3_heads.json").read_text())
-
-
-def rms(x, weight, eps):
-    return (x / np.sqrt((x * x).mean(-1, keepdims=True) + F(eps)) * weight).astype(F)
-
-
-def rotate(x, positions, inv_freq):
-    """x [S, H, d], by halves."""
-    angle = np.asarray(positions, F)[:, None] * inv_freq[None]
-    cos, sin = (np.concatenate([f(angle)] * 2, -1)[:, None].astype(F) for f in (np.cos, np.sin))
-    half = x.shape[-1] // 2
-    return x * cos + np.concatenate([-x[..., half:], x[..., :half]], -1) * sin
 
 
 class Oracle:
@@ -82,21 +71,15 @@ class Oracle:
         first = len(keys)
         keys, values = np.concatenate([keys, k]), np.concatenate([values, v])
         self.cache[layer] = (keys, values)
-        group = self.heads // self.kv
-        scores = np.einsum("shd,thd->hst", q, np.repeat(keys, group, 1)) / np.sqrt(F(self.dim))
         row, col = np.arange(len(x))[:, None] + first, np.arange(len(keys))[None]
         seen = (col <= row) & ((row - col < self.window) if self.window else True)
-        scores = np.where(seen[None], scores, -np.inf)
-        scores = np.exp(scores - scores.max(-1, keepdims=True))
-        scores = scores / scores.sum(-1, keepdims=True)
-        out = np.einsum("hst,thd->shd", scores, np.repeat(values, group, 1))
-        return self.linear(out.reshape(len(x), -1), p + "o_proj")
+        out = attend(q, keys, values, seen, self.dim**-0.5)
+        return self.linear(out, p + "o_proj")
 
     def mlp(self, x, layer):
         p = f"layers.{layer}.mlp."
         gate = self.linear(x, p + "gate_proj")
-        gate = gate / (1 + np.exp(-gate))
-        return self.linear(gate * self.linear(x, p + "up_proj"), p + "down_proj")
+        return self.linear(gate * sigmoid(gate) * self.linear(x, p + "up_proj"), p + "down_proj")
 
     def rows(self, features, tokens):
         """Features [S, D] and the tokens [S] after them -> hidden, before the final norm."""

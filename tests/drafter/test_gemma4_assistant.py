@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: keys are the target's own, drafts are made as in published code."""
+"""Gemma 4's assistants, which read the target's keys, and drafters with its layers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,19 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from families import check_drafted_text, random_model, random_prompt, target_of
-from mlx.utils import tree_flatten, tree_map
+from families import family_target, random_prompt
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma4_text
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
+from numpy_layers import attend, rms, rotate
+from pairs import ASSISTANT, DSPARK, GEMMA4, ORDERED, gemma4
+from pairs import assistant as pair
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.gemma4_assistant import Gemma4Assistant
 from dflash_mlx.errors import IncompatibleDrafterError, WeightsError
-from dflash_mlx.loading.drafters import DraftSource, open_drafter
+from dflash_mlx.loading.drafters import DraftSource, drop_copies, open_drafter
 from dflash_mlx.loading.folder import Folder
 
 # Gemma 4's assistant in numpy, written from public code by somebody who had not seen this package.
@@ -35,31 +41,8 @@ ROPE = {  # transformers' defaults: theta, and the share of the pairs that turn
 }
 
 
-def rms(x, weight, eps):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=F) + F(eps)) * weight
-
-
 def gelu(x):
     return F(0.5) * x * (F(1) + np.tanh(F(np.sqrt(2 / np.pi)) * (x + F(0.044715) * x**3)))
-
-
-def rotate(x, position, theta, share):  # x [heads, dim]
-    half = x.shape[-1] // 2
-    turned = int(share * half)
-    angle = np.zeros(half)
-    angle[:turned] = position * theta ** (-np.arange(turned) / half)
-    cos, sin, a, b = np.cos(angle).astype(F), np.sin(angle).astype(F), x[:, :half], x[:, half:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def attend(queries, keys, values):
-    """Queries [heads, dim] over keys and values [KV, S, dim], unscaled."""
-    group, out = len(queries) // len(keys), []
-    for head, query in enumerate(queries):
-        scores = keys[head // group] @ query
-        weights = np.exp(scores - scores.max())
-        out.append(weights / weights.sum() @ values[head // group])
-    return np.concatenate(out)
 
 
 class Oracle:
@@ -84,10 +67,16 @@ class Oracle:
         keys, values = shared[kind]
         if kind == "sliding_attention":
             keys, values = (each[:, -self.text["sliding_window"] :] for each in (keys, values))
-        heads = self.text["num_attention_heads"]
+        heads, (theta, share) = self.text["num_attention_heads"], ROPE[kind]
         queries = self.w[f"{name}self_attn.q_proj.weight"] @ self.norm(f"{name}input_layernorm", x)
-        queries = self.norm(f"{name}self_attn.q_norm", queries.reshape(heads, -1))
-        out = attend(rotate(queries, position, *ROPE[kind]), keys, values)
+        queries = self.norm(f"{name}self_attn.q_norm", queries.reshape(1, heads, -1))
+        half = queries.shape[-1] // 2
+        frequencies = np.where(
+            np.arange(half) < share * half, theta ** (-np.arange(half) / half), 0
+        )
+        queries = rotate(queries, [position], frequencies)
+        keys, values = (each.transpose(1, 0, 2) for each in (keys, values))
+        out = attend(queries, keys, values, True, 1.0)[0]
         out = self.w[f"{name}self_attn.o_proj.weight"] @ out
         x = x + self.norm(f"{name}post_attention_layernorm", out)
         out = self.norm(f"{name}pre_feedforward_layernorm", x)
@@ -128,41 +117,6 @@ class Oracle:
             rows.append(self.logits(x))
             drafts.append(int(rows[-1].argmax()))
         return drafts[1:], np.stack(rows)
-
-
-TEXT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "head_dim": 32,
-    "global_head_dim": 64,
-    "vocab_size": 256,
-    "sliding_window": 32,
-    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-}
-CONFIG = {
-    "model_type": "gemma4_assistant",
-    "backbone_hidden_size": 64,
-    "text_config": TEXT,
-    "num_centroids": 16,
-    "centroid_intermediate_top_k": 4,
-}
-ORDERED = {"use_ordered_embeddings": True}
-
-
-def pair(family, **changes):
-    target = target_of(random_model(family), family)
-    mx.random.seed(5)
-    assistant = Gemma4Assistant(CONFIG | changes, target)
-    noisy = tree_map(lambda w: w + 0.1 * mx.random.normal(w.shape), assistant.parameters())
-    for layer in noisy["model"]["layers"]:  # attention that does not magnify rounding
-        layer["self_attn"]["q_norm"]["weight"] *= 0.3
-    if changes:
-        order = mx.random.permutation(mx.arange(256))
-        noisy["masked_embedding"]["token_ordering"] = order
-    assistant.update(noisy)
-    return target, assistant
 
 
 def read(target, tokens):
@@ -207,13 +161,13 @@ def oracles(target, assistant, changes, text, shift=0, **mistake):
     table = np.array(target.model.language_model.model.embed_tokens.weight)
     hidden, kept = read(target, text[:-1])
     shared = {kind: [np.array(x[0]) for x in rows] for kind, rows in kept.items()}
-    author = Oracle(weights, CONFIG | changes, table, **mistake)
+    author = Oracle(weights, ASSISTANT | changes, table, **mistake)
     return author.draft(text[-1], np.array(hidden[0, 0]), shared, 5, len(text) - 2 + shift)
 
 
-@pytest.mark.parametrize(("family", "changes"), PAIRS)
-def test_logits_are_the_oracles(family, changes):
-    target, assistant = pair(family, **changes)
+@pytest.mark.parametrize(("name", "changes"), PAIRS)
+def test_logits_are_the_oracles(name, changes):
+    target, assistant = pair(name, **changes)
     for text, drafts, logits in steps(target, assistant, 5):
         found, expected = oracles(target, assistant, changes, text)
         assert drafts == found and logits.dtype == np.float32
@@ -252,19 +206,9 @@ def test_a_draft_waits_for_a_forward_of_another_thread():
     other.join()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("family", "changes"), PAIRS)
-def test_text_is_plain_text_alone_and_among_others(family, changes, temperature):
-    target, assistant = pair(family, **changes)
-    settings = {"max_tokens": 6, "temperature": temperature}
-    settings |= {"seed": 0} if temperature else {}
-    prompts = [random_prompt(30 + 3 * number, number) for number in range(3)]
-    check_drafted_text(target, assistant, prompts, **settings)
-
-
 def test_files_are_read_by_their_published_names(tmp_path):
     target, assistant = pair("gemma4_dense", **ORDERED)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | ORDERED))
+    (tmp_path / "config.json").write_text(json.dumps(ASSISTANT | ORDERED))
     weights = dict(tree_flatten(assistant.parameters()))
     assert "model.layers.3.self_attn.q_proj.weight" in weights
     assert "masked_embedding.token_ordering" in weights
@@ -278,6 +222,40 @@ def test_files_are_read_by_their_published_names(tmp_path):
     source = DraftSource.of("assistant", Folder(tmp_path), target.config)
     with pytest.raises(WeightsError, match="post_projection.weight is missing"):
         open_drafter(source, target, None, None)
-    other = target_of(random_model("qwen3"), "qwen3")
     with pytest.raises(IncompatibleDrafterError, match="no Gemma 4"):
-        Gemma4Assistant(CONFIG, other)
+        Gemma4Assistant(ASSISTANT, family_target("qwen3"))
+
+
+# Drafters with Gemma 4's layers
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_layer_is_the_targets_full_attention_layer(shared):
+    _, drafter = gemma4(**DSPARK, attention_k_eq_v=shared)
+    ours, config = (
+        drafter.layers[1],
+        {**GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+    )
+    arguments = gemma4_text.ModelArgs.from_dict(config | {"attention_k_eq_v": shared})
+    theirs = gemma4_text.DecoderLayer(arguments, 1)
+    theirs.load_weights(tree_flatten(ours.parameters()), strict=False)
+    assert {n for n, _ in tree_flatten(theirs.parameters())} <= {
+        n for n, _ in tree_flatten(ours.parameters())
+    }
+    x = mx.random.normal((1, 9, 64))
+    expected = theirs(x, mask=create_attention_mask(x, None), cache=KVCache())[0]
+    attention = ours.self_attn
+    attention.causal = True
+    found = ours(
+        x, lambda h: attention.attend(attention.queries(h, 0), *attention.keys_values(h, 0))
+    )
+    assert mx.abs(found - expected).max() < 1e-5
+
+
+def test_copies_of_the_targets_scaled_embedding_are_dropped():
+    target, drafter = gemma4(**DSPARK)
+    ids = mx.arange(256)[None]
+    drafter.embed_tokens.weight = target.embed(ids)[0] / target.hidden_size**0.5
+    before = drafter.embed(ids, target)
+    assert "embedding" in drop_copies(drafter, target)
+    assert mx.allclose(before, drafter.embed(ids, target), rtol=1e-4)

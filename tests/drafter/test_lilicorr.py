@@ -1,47 +1,18 @@
-"""LiLiCorr: its head against NVIDIA's own reference scores, its text against plain text."""
+"""LiLiCorr: its head against NVIDIA's own reference scores, and what its drafts read."""
 
 import json
 
 import mlx.core as mx
 import numpy as np
-import pytest
-from families import check_drafted_text, random_model, random_prompt, target_of
 from mlx.utils import tree_flatten, tree_unflatten
+from pairs import CONVOLVED, LILICORR, lilicorr, lilicorr_config
 
 from dflash_mlx.drafter.batch import BlockDraft, draft_batch
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.lilicorr import LatticeHead
-from dflash_mlx.drafter.networks import network_for
 from dflash_mlx.loading.drafters import read_drafter
 from dflash_mlx.loading.folder import Folder
 
-HEAD = {
-    "candidate_topk": 3,
-    "hidden_size": 8,
-    "num_layers": 2,
-    "num_heads": 2,
-    "mlp_ratio": 2.0,
-    "factor_dim": 8,
-    "vector_eps": 1e-4,
-    "logit_scale": 8.0,
-}
-CONFIG = {
-    "architectures": ["LiLiCorrDraftModel"],
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "intermediate_size": 32,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 16,
-    "rms_norm_eps": 1e-5,
-    "dflash_config": {
-        "block_size": 4,
-        "mask_token_id": 1,
-        "target_layer_ids": [0, 2],
-        **{f"lilicorr_{name}": value for name, value in HEAD.items()},
-    },
-}
 # Names in TensorRT-LLM's test, which draws each parameter from its own name -> published names.
 NAMED = {"feature_norm.": "feature_mlp.0.", "feature_mlp.up_proj.": "feature_mlp.1."}
 NAMED |= {"feature_mlp.down_proj.": "feature_mlp.3."}
@@ -63,7 +34,7 @@ PAIRS = [
 
 
 def test_the_heads_scores_are_the_frozen_ones_of_nvidias_reference():
-    config = DraftConfig.from_dict(CONFIG)
+    config = DraftConfig.from_dict(LILICORR)
     head, weights = LatticeHead(config), []
     for name, value in tree_flatten(head.parameters()):
         theirs = name
@@ -82,38 +53,20 @@ def test_the_heads_scores_are_the_frozen_ones_of_nvidias_reference():
     assert np.abs(found[1:] - np.array(PAIRS)).max() < 2e-5
 
 
-def drafter_for(target, **changes):
-    raw = CONFIG | {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    raw["dflash_config"] = CONFIG["dflash_config"] | changes
-    config = DraftConfig.from_dict(raw)
-    mx.random.seed(4)
-    drafter = network_for(config)(config)
-    noise = [
-        (n, w + 0.3 * mx.random.normal(w.shape)) for n, w in tree_flatten(drafter.parameters())
-    ]
-    drafter.update(tree_unflatten(noise))
-    return raw, drafter
-
-
-@pytest.mark.parametrize("changes", [{}, {"conv_kernel_size": 2, "conv_group_size": 8}])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_text_is_plain_text_in_chains_trees_and_batches(temperature, changes, tmp_path):
-    target = target_of(random_model("qwen3"), "qwen3")
-    raw, drafter = drafter_for(target, **changes)
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    weights = {f"model.{name}": value for name, value in tree_flatten(drafter.parameters())}
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
-    drafter = read_drafter(Folder(tmp_path))
-    settings = {"max_tokens": 8, "temperature": temperature}
-    settings |= {"seed": 0} if temperature else {}
-    prompts = [random_prompt(9 + number, number) for number in range(3)]
-    check_drafted_text(target, drafter, prompts, **settings)
+def test_files_are_read_by_their_published_names(tmp_path):
+    target, drafter = lilicorr(**CONVOLVED)
+    (tmp_path / "config.json").write_text(json.dumps(lilicorr_config(target, **CONVOLVED)))
+    weights = dict(tree_flatten(drafter.parameters()))
+    stored = {f"model.{name}": value for name, value in weights.items()}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), stored)
+    found = dict(tree_flatten(read_drafter(Folder(tmp_path)).parameters()))
+    assert found.keys() == weights.keys()
+    assert all(mx.array_equal(found[name], value) for name, value in weights.items())
 
 
 def test_drafts_read_the_newest_feature_also_when_none_waits():
     """In one pass with others, and after everything was read for a prefix cache."""
-    target = target_of(random_model("qwen3"), "qwen3")
-    _, drafter = drafter_for(target)
+    target, drafter = lilicorr()
     taps = mx.random.normal((2, 1, 6, 2 * target.hidden_size))
     drafts = []
     for read in (False, True):

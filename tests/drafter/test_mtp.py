@@ -1,21 +1,18 @@
-"""MTP heads: read from checkpoints by their published names, drafts as an oracle's, same text."""
+"""MTP heads: read from checkpoints by their published names, drafts as an oracle's."""
 
-import functools
 import json
 import random
-import tempfile
 from pathlib import Path
 
 import mlx.core as mx
 import mtp_oracle
 import numpy as np
 import pytest
-from families import check_drafted_text
 from mlx.utils import tree_flatten
-from mtp_heads import HEADS, INDEXED, config_of, head_weights, save_pair, shapes_of
+from mtp_heads import HEADS, config_of, head_weights, save_pair, shapes_of
+from pairs import mtp as pair
 from tinymodels import greedy
 
-import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.mtp import LAYOUTS
 from dflash_mlx.errors import ConfigError, SettingsError, WeightsError
@@ -29,14 +26,6 @@ from dflash_mlx.sampling import Sampler
 PROMPT = [5, 9, 2, 40, 41, 7, 100, 3]
 SLOTS = 5
 KNOWN = [family for family in HEADS if family != "nemotron_h"]  # to the oracle
-
-
-@functools.cache
-def pair(family: str):
-    """A target and its head, through the door users take."""
-    with tempfile.TemporaryDirectory() as folder:
-        target, draft = save_pair(Path(folder), family)
-        return load(str(target), draft=draft)
 
 
 def oracle_of(family: str) -> mtp_oracle.Head:
@@ -99,42 +88,6 @@ def test_drafts_are_the_oracles(family, monkeypatch) -> None:
             expected = oracle.draft(features, after, width - 1)
             assert np.abs(np.concatenate(seen) - expected).max() < 1e-4
             assert drafts == expected.argmax(-1).tolist()
-
-
-FEW = [("qwen3_5", 0.0, None), ("glm4_moe", 0.8, 6), ("nemotron_h", 0.8, None)]
-SETTINGS = ((0.0, None), (0.8, None), (0.8, 6))
-ALL = [(family, *of) for family in (*HEADS, *INDEXED) for of in SETTINGS]
-
-
-@pytest.mark.parametrize(
-    ("family", "temperature", "tree"),
-    [*FEW, *(pytest.param(*of, marks=pytest.mark.matrix) for of in ALL if of not in FEW)],
-)
-def test_the_text_is_the_targets(family, temperature, tree) -> None:
-    """Alone, and eight requests in one forward."""
-    target, drafter = pair(family)
-    ways = {"temperature": temperature, "seed": 3, "max_tokens": 20}
-    prompts = [[number, *PROMPT[number:]] for number in range(8)]
-    check_drafted_text(target, drafter, prompts, [tree], block_size=4, **ways)
-
-
-def test_a_conversation_goes_on_and_lookup_joins() -> None:
-    target, drafter = pair("glm4_moe")
-    conversation = dm.Conversation(target, drafter)
-    first = generate(target, drafter, PROMPT, max_tokens=9, conversation=conversation)
-    prompt = [*PROMPT, *first.tokens, 8, 7]
-    again = generate(target, drafter, prompt, max_tokens=9, conversation=conversation)
-    assert again.stats.reused_tokens > len(PROMPT) and again.tokens == greedy(target, prompt, 9)
-
-
-def test_prompts_of_any_length_go_through_the_prefix_cache() -> None:
-    """After 17 tokens a checkpoint lies behind the first, for which the head's cache has no row."""
-    target, drafter = pair("glm4_moe")
-    for length in (1, 2, 3, 16, 17, 18, 19, 25, 33):
-        store, prompt = dm.PrefixStore(target, drafter, memory=2**26, chunk=8), PROMPT * 5
-        for _ in range(2):
-            found = generate(target, drafter, prompt[:length], max_tokens=5, prefix=store)
-            assert found.tokens == greedy(target, prompt[:length], 5)
 
 
 def test_a_target_with_a_head_needs_no_other_drafter(tmp_path) -> None:

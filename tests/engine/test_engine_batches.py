@@ -1,14 +1,13 @@
 """Shared steps: rows by likelihood and cost, no request left behind, one wait per step."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from crowd import Crowd, Played
-from families import random_prompt
+from crowd import Played
+from families import small_prompt
 from simulated import GivenCosts, policy_with_costs
 from tinymodels import random_drafter
 from tinymodels import target as tiny_target
@@ -26,10 +25,6 @@ MANY = 32
 OF_NUMPY = ("array", "asarray", "ascontiguousarray")  # which read what they are given
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
-    return [token % 192 for token in random_prompt(length, seed)]
-
-
 def test_a_round_of_many_waits_for_the_device_once(monkeypatch):
     """Everything that makes the host wait is counted, whoever calls it."""
     waits = []
@@ -45,7 +40,7 @@ def test_a_round_of_many_waits_for_the_device_once(monkeypatch):
     played = Played(tiny_target(), random_drafter(), SharedBatch(tiny_target(), None))
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 2}, {"presence_penalty": 0.3}]
     for number in range(9):
-        played.submit(prompt_of(5 + number, number), max_tokens=60, **ways[number % len(ways)])
+        played.submit(small_prompt(5 + number, number), max_tokens=60, **ways[number % len(ways)])
     while len(played.scheduler._running) < 9 or played.scheduler._prefilling:
         played.scheduler.step()
     for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__array__"):
@@ -151,40 +146,6 @@ def test_costs_of_shared_steps_are_learnt():
     assert max(rows[:10]) > 3 and sum(count > 3 for count in rows[-50:]) < 10
 
 
-class Counted(SharedBatch):
-    """Rounds whose drafting broke off are counted."""
-
-    broken = 0
-
-    def propose(self, turns):
-        self.broken += 1
-        super().propose(turns)
-        self.broken -= 1
-
-
-def no_longer(tokens: mx.array, logits: mx.array) -> mx.array:
-    if len(tokens) > 14:
-        raise ZeroDivisionError("the grammar is broken")
-    return logits
-
-
-@pytest.mark.parametrize("settings", [{}, {"tree_budget": 6}])
-def test_an_error_in_drafting_is_its_request_s_own(settings):
-    """Of a processor that the network's logits are shown to, in a pass over the blocks of all."""
-    model, drafter = tiny_target(), random_drafter()
-    together = Counted(model, None)
-    played = Played(model, drafter, together)
-    prompts = [prompt_of(5 + number, number) for number in range(3)]
-    bad = played.submit(prompt_of(9, 9), logits_processors=lambda: [no_longer], **settings)
-    jobs = [played.submit(prompt, max_tokens=20, **settings) for prompt in prompts]
-    played.run()
-    with pytest.raises(ZeroDivisionError):
-        bad.result()
-    assert together.broken == 0, "nobody else had to read anything again"
-    for job, prompt in zip(jobs, prompts, strict=True):
-        assert job.result().tokens == dm.generate(model, None, prompt, max_tokens=20).tokens
-
-
 def drafted_for_three(pair: Any, alone: Any, drafter: Any, policy: Any) -> list[dm.Job]:
     """Jobs whose texts are those alone."""
     played = Played(pair[0], drafter, SharedBatch(pair[0], Allocator(0.01)))
@@ -193,11 +154,6 @@ def drafted_for_three(pair: Any, alone: Any, drafter: Any, policy: Any) -> list[
     for job, (_, result) in zip(jobs, alone, strict=False):
         assert job.result().tokens == result.tokens
     return jobs
-
-
-def test_a_lookup_drafts_for_many(pair, alone):
-    for policy in (None, POLICIES["chains"](0.01)):
-        drafted_for_three(pair, alone, LookupDrafter(), policy)
 
 
 @pytest.mark.parametrize("name", [None, *POLICIES])
@@ -209,33 +165,3 @@ def test_a_network_beside_a_lookup_drafts_for_many(pair, alone, name, monkeypatc
     jobs = drafted_for_three(pair, alone, CombinedDrafter(pair[1]), policy)
     rounds = [job.stats.rounds for job in jobs]
     assert 0 < len(passes) <= max(rounds) + 1 < sum(rounds)
-
-
-def test_a_grammar_among_other_requests(pair, alone):
-    pytest.importorskip("llguidance")
-    from dflash_mlx.structured import JsonSchema
-
-    schema = {
-        "type": "object",
-        "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 999}},
-        "required": ["sum"],
-        "additionalProperties": False,
-        "x-guidance": {"whitespace_flexible": False},
-    }
-    requests = [
-        ([1, 2, 3], {"max_tokens": 30, "logits_processors": lambda: [JsonSchema(pair[0], schema)]}),
-        ([4, 5], {"max_tokens": 12, "temperature": 0.9, "seed": 1}),
-        ([6, 7, 8, 9], {"max_tokens": 12}),
-    ]
-    crowd = Crowd(pair[0], requests)
-    for drafter in (pair[1], crowd.knowing(0.7)):
-        played = Played(pair[0], drafter, SharedBatch(pair[0], None))
-        jobs = [played.submit(prompt, block_size=3, **settings) for prompt, settings in requests]
-        for _ in range(2):
-            played.scheduler.step()
-        assert 0 < jobs[0].stats.output_tokens < len(crowd.alone[0])
-        while played.scheduler._running:  # the grammar's is half way through
-            played.scheduler.preempt()
-        played.run()
-        assert [job.result().tokens for job in jobs] == crowd.alone
-        assert 0 <= json.loads(jobs[0].result().text)["sum"] <= 999

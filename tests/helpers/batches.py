@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
-from families import random_model, random_prompt, target_of
+from families import random_prompt
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 from oracle import random_tree
@@ -21,10 +21,6 @@ from dflash_mlx.targets.batched import BatchVerifier
 EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
 TOLERANCE = 5e-5
 PROMPTS = (1, 45, 20, 33, 31, 3, 12, 32)  # windows of the families are 32 rows
-
-
-def tiny_target(family: str, **changes) -> Target:
-    return target_of(random_model(family, **changes), family)
 
 
 def same(found: mx.array, expected: mx.array) -> bool:

@@ -1,9 +1,11 @@
-"""A target and a drafter whose next token depends on the last one alone: every probability known.
+"""Targets without a model: one whose next token depends on the last alone, one with a given text.
 
-They take the place of models where a test counts thousands of samples.
+Bigrams take the place of models where a test counts thousands of samples: every probability is
+known.
 """
 
 import copy
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -62,6 +64,38 @@ class BigramTarget(MadeUpTarget):
     def verify(self, proposal):
         tokens = mx.array(proposal.tokens)
         return self.table[tokens], mx.zeros((1, len(proposal), 0))
+
+
+class Scripted(MadeUpTarget):
+    """Its greedy text after `prompt` is `answer`; what it says after anything else does not count.
+
+    It stands for a model that copies what it was shown, which no small enough model does.
+    """
+
+    num_layers, hidden_size = 4, 8
+    can_pipeline = False  # it reads its rows on the host
+
+    def __init__(self, prompt: Sequence[int], answer: Sequence[int], vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.text = [*prompt, *answer]
+        self.rows: list[int] = []  # of each forward
+
+    def read(self, tokens, last):
+        self.position += len(tokens)
+        logits = np.zeros((1, self.vocab_size), np.float32)
+        logits[0, self.text[self.position]] = 20.0
+        return mx.array(logits), mx.zeros((1, len(tokens), 0))
+
+    def verify(self, proposal):
+        tokens = np.array(proposal.tokens).tolist()
+        logits = np.zeros((len(tokens), self.vocab_size), np.float32)
+        for row, path in enumerate(proposal.paths()):
+            at = self.position + len(path) + 1
+            right = [tokens[node] for node in path] == self.text[self.position + 1 : at]
+            next_token = self.text[at] if right and at < len(self.text) else 0
+            logits[row, next_token] = 20.0
+        self.rows.append(len(tokens))
+        return mx.array(logits), mx.zeros((1, len(tokens), 0))
 
 
 class BigramDrafter:

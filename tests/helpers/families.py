@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import _get_classes
 
-import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash import DFlash
 from dflash_mlx.drafter.networks import network_for
@@ -95,6 +93,11 @@ def target_of(model: Any, family: str) -> Target:
     return Target(model, Letters(), copy.deepcopy(CONFIGS[family]), name=family)
 
 
+def family_target(family: str, seed: int = 0, **changes: Any) -> Target:
+    """The `Target` of a family's random model."""
+    return target_of(random_model(family, seed, **changes), family)
+
+
 def dspark_for(target: Target) -> DFlash:
     """A random DSpark over a target, with half of its tokens; row 0 drafts, or row 1.
 
@@ -145,6 +148,11 @@ def random_prompt(length: int, seed: int) -> list[int]:
     return [random.Random(seed * 7919 + i).randrange(256) for i in range(length)]
 
 
+def small_prompt(length: int, seed: int) -> list[int]:
+    """Token ids of a prompt that every tiny vocabulary has."""
+    return [token % 192 for token in random_prompt(length, seed)]
+
+
 def plain_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
     """What mlx-lm's own one-token loop generates greedily."""
     steps = generate_step(mx.array(prompt), model, max_tokens=count)
@@ -164,30 +172,3 @@ def truth(family: str, seed: int) -> tuple[Target, list[int], list[int]]:
         if len(set(answer)) > VARIED:
             return target_of(model, family), prompt, answer
     raise AssertionError(f"{family}: every text repeats itself; scale its weights in random_model")
-
-
-def check_drafted_text(
-    target: Target,
-    drafter: Any,
-    prompts: list[list[int]],
-    trees: Sequence[int | None] = (None, 8),
-    block_size: int | None = None,
-    **ways: Any,
-) -> list[list[int]]:
-    """Drafted text is plain text, of the first request alone and of all in one forward.
-
-    Args:
-        trees: their rows, one after the other; None is a chain. Left out where a target reads none.
-        ways: settings of both sides.
-
-    Returns the plain texts.
-    """
-    plain = [dm.generate(target, None, prompt, **ways).tokens for prompt in prompts]
-    for tree in dict.fromkeys(trees if target.supports_trees else [None]):
-        drafted = ways | {"block_size": block_size, "tree_budget": tree}
-        alone = dm.generate(target, drafter, prompts[0], **drafted)
-        assert alone.tokens == plain[0] and alone.stats.drafted_tokens > 0
-        with dm.Engine(target, drafter) as engine:
-            jobs = [engine.submit(prompt, **drafted) for prompt in prompts]
-            assert [job.result().tokens for job in jobs] == plain
-    return plain

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy_layers import attend, rms, rotate, sigmoid, softmax
 
 F = np.float32
 # By family: prefix, norms of embedding and feature, the joining matrix, the layer, the final norm.
@@ -21,30 +22,8 @@ NAMES = {
 }
 
 
-def rms(x, weight, eps):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True, dtype=F) + F(eps)) * weight
-
-
-def sigmoid(x):
-    return F(1) / (F(1) + np.exp(-x))
-
-
-def softmax(x):
-    x = np.exp(x - x.max(-1, keepdims=True))
-    return x / x.sum(-1, keepdims=True)
-
-
-def rotate(x, positions, dims, theta, pairs):
-    """The first `dims` of x [T, H, d], by halves or, as in DeepSeek, in pairs."""
-    half = dims // 2
-    angle = np.asarray(positions, F)[:, None, None] * F(theta) ** (-np.arange(half, dtype=F) / half)
-    cos, sin, out = np.cos(angle), np.sin(angle), x.copy()
-    first, second = (
-        (slice(0, dims, 2), slice(1, dims, 2)) if pairs else (slice(half), slice(half, dims))
-    )
-    a, b = x[..., first], x[..., second]
-    out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
-    return out
+def frequencies(dims: int, theta: float) -> Any:
+    return F(theta) ** (-np.arange(dims // 2, dtype=F) / (dims // 2))
 
 
 class Head:
@@ -104,12 +83,8 @@ class Head:
         self.keys.extend(k)
         self.values.extend(v)
         keys, values = np.stack(self.keys), np.stack(self.values)
-        groups = q.shape[1] // keys.shape[1]
-        keys, values = keys.repeat(groups, 1), values.repeat(groups, 1)
-        scores = np.einsum("thd,shd->hts", q, keys) * F(q.shape[-1] ** -0.5)
         visible = np.arange(len(keys))[None] <= np.arange(start, start + len(q))[:, None]
-        weights = softmax(np.where(visible[None], scores, F(-np.inf)))
-        return np.einsum("hts,shd->thd", weights, values).reshape(len(q), -1)
+        return attend(q, keys, values, visible, F(q.shape[-1] ** -0.5))
 
     def attention(self, x: Any, positions: Any) -> Any:
         c, p, heads = self.c, f"{self.layer}self_attn.", self.c["num_attention_heads"]
@@ -123,7 +98,7 @@ class Head:
         if f"{p}q_norm.weight" in self.w:
             q, k = self.norm(q, f"{p}q_norm"), self.norm(k, f"{p}k_norm")
         dims = int(size * rope.get("partial_rotary_factor", 1))
-        q, k = (rotate(t, positions, dims, rope["rope_theta"], False) for t in (q, k))
+        q, k = (rotate(t, positions, frequencies(dims, rope["rope_theta"])) for t in (q, k))
         out = self.attend(q, k, v)
         return self.linear(
             out if gate is None else out * sigmoid(gate.reshape(out.shape)), f"{p}o_proj"
@@ -139,7 +114,7 @@ class Head:
         latent = rms(latent, self.w[f"{p}kv_a_layernorm.weight"], 1e-6)
         both = self.linear(latent, f"{p}kv_b_proj").reshape(len(x), heads, -1)
         k, v = np.split(both, [nope], axis=-1)
-        turns = positions, c["qk_rope_head_dim"], c["rope_theta"], True
+        turns = positions, frequencies(c["qk_rope_head_dim"], c["rope_theta"]), True
         q_turned, k_turned = (rotate(t, *turns) for t in (q[..., nope:], turned[:, None]))
         q = np.concatenate([q[..., :nope], q_turned], -1)
         k = np.concatenate([k, k_turned.repeat(heads, 1)], -1)

@@ -9,9 +9,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from dflash_mlx.drafter.protocol import SupportsResume
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.targets.taps import gathered
 
 
 class Oracle:
@@ -65,28 +63,6 @@ class Oracle:
         return (self.text[position] + (0 if good else wrong)) % self.vocab_size
 
 
-class ResumingOracle(Oracle, SupportsResume):
-    """An oracle that goes on with another request, as the package's own drafters do."""
-
-    def extend(self, taps: mx.array, kept=None, tokens=()) -> None:
-        super().extend(taps if kept is None else gathered(taps, kept))
-
-    @property
-    def position(self) -> int:
-        return sum(taps.shape[1] for taps in self.taps)
-
-    def resume(self, sampler) -> None:
-        self.resumed = True
-
-    def trim_to(self, position: int) -> None:
-        self.taps = [taps[:, :1] for taps in self.taps for _ in range(taps.shape[1])][:position]
-
-    def checkpoint(self) -> int:
-        return self.position
-
-    rewind = trim_to
-
-
 class Proposes:
     """A drafter that proposes what a test says, whatever it is asked."""
 
@@ -128,31 +104,3 @@ def separate_paths(target, text: Sequence[int], proposal: Proposal) -> mx.array:
         logits, _ = session.verify(Proposal([proposal.tokens[row] for row in path]))
         rows |= dict(zip(path, logits, strict=True))
     return mx.stack([rows[row] for row in range(len(proposal))])
-
-
-class TreeOracle(Oracle):
-    """Drafts trees: at each depth the right token is among the siblings with probability `p`.
-
-    Its place among them varies, and the tree goes on below it (below any of them, when it is not
-    there). A wrong sibling gets a child, too: the token that would be right on the other branch.
-    """
-
-    siblings = 3
-
-    def propose(self, anchor: int, width: int) -> Proposal:
-        at = sum(taps.shape[1] for taps in self.taps)
-        assert anchor == self.text[at], "the anchor is not the token that was committed last"
-        self.widths.append(width)
-        tokens, parents, end = [anchor], [-1], 0
-        while len(tokens) + self.siblings < width:
-            at += 1
-            level = [self._token(at, self.random.random() < self.p)]
-            level += [self._token(at, False) for _ in range(self.siblings - 1)]
-            self.random.shuffle(level)
-            good = self.text[at] if at < len(self.text) else None
-            best = level.index(good) if good in level else 0
-            first = len(tokens)
-            tokens += [*level, self._token(at + 1, True)]
-            parents += [end] * self.siblings + [first + (best + 1) % self.siblings]
-            end = first + best
-        return Proposal(tokens, tuple(parents))

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+from numpy_layers import attend, rms, rotate, sigmoid
 
 
 def forward(config: dict, weights: dict, taps: np.ndarray, block: np.ndarray) -> np.ndarray:
@@ -20,7 +21,7 @@ def forward(config: dict, weights: dict, taps: np.ndarray, block: np.ndarray) ->
         each = np.split(taps, len(config["target_layer_ids"]), axis=-1)
         adapter = weights["hidden_dim_adapter.proj.weight"]
         taps = np.concatenate([tap @ adapter.T for tap in each], axis=-1)
-    context = rms_norm(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    context = rms(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     x = block.astype(np.float64)
     for layer in range(config["num_hidden_layers"]):
         own = {
@@ -28,18 +29,18 @@ def forward(config: dict, weights: dict, taps: np.ndarray, block: np.ndarray) ->
             for name, value in weights.items()
             if name.startswith(f"layers.{layer}.")
         }
-        normed = rms_norm(x, own["input_layernorm.weight"], eps)
+        normed = rms(x, own["input_layernorm.weight"], eps)
         seen = visible(start, len(block), config["windows"][layer], config["causal"][layer])
         kernels = conv_kernels(config, own, "attention_conv", normed)
         attended = attention(config, own, convolve(normed, kernels, 0), context, seen)
         x = x + convolve(attended, kernels, 1)
-        normed = rms_norm(x, own["post_attention_layernorm.weight"], eps)
+        normed = rms(x, own["post_attention_layernorm.weight"], eps)
         kernels = conv_kernels(config, own, "mlp_conv", normed)
         rows = convolve(normed, kernels, 0)
         gate, up = rows @ own["mlp.gate_proj.weight"].T, rows @ own["mlp.up_proj.weight"].T
-        out = (gate / (1 + np.exp(-gate)) * up) @ own["mlp.down_proj.weight"].T
+        out = (gate * sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
         x = x + convolve(out, kernels, 1)
-    return rms_norm(x, weights["norm.weight"], eps)
+    return rms(x, weights["norm.weight"], eps)
 
 
 def conv_kernels(config: dict, weights: dict, name: str, rows: np.ndarray) -> np.ndarray | None:
@@ -114,11 +115,11 @@ def markov_walk(
         inner = e
         if "markov_head.gate_proj.weight" in named:
             gate = affine(named, "markov_head.gate_proj", np.concatenate([h, e]))
-            inner = logistic(gate) * e
+            inner = sigmoid(gate) * e
         if "markov_head.joint_proj.weight" in named:
             joint = affine(named, "markov_head.joint_proj", np.concatenate([state, e, h]))
             gate, candidate, out = np.split(joint, 3)
-            state = logistic(gate) * state + (1 - logistic(gate)) * np.tanh(candidate)
+            state = sigmoid(gate) * state + (1 - sigmoid(gate)) * np.tanh(candidate)
             inner = np.tanh(out)
         corrected.append(base + config["logit_scale"] * (w2 @ inner))
         scores = corrected[-1] if noise is None else corrected[-1] / temperature + noise[row]
@@ -130,10 +131,6 @@ def markov_walk(
 
 def affine(weights: dict, name: str, x: np.ndarray) -> np.ndarray:
     return weights[f"{name}.weight"] @ x + weights[f"{name}.bias"]
-
-
-def logistic(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
 
 
 def visible(start: int, block: int, window: int | None, causal: bool) -> np.ndarray:
@@ -160,50 +157,25 @@ def attention(
     start = len(context)
     eps = config["rms_norm_eps"]
     queries, keys = project(weights, "q_proj", x, heads), project(weights, "k_proj", rows, kv_heads)
-    queries = rms_norm(queries, weights["self_attn.q_norm.weight"], eps)
-    keys = rms_norm(keys, weights["self_attn.k_norm.weight"], eps)
+    queries = rms(queries, weights["self_attn.q_norm.weight"], eps)
+    keys = rms(keys, weights["self_attn.k_norm.weight"], eps)
     values = project(weights, "v_proj", rows, kv_heads)
-    queries, keys = rope(config, queries, start), rope(config, keys, 0)
-    out = np.empty_like(queries)
-    for head in range(heads):
-        shared = head // (heads // kv_heads)
-        scores = queries[head] @ keys[shared].T / math.sqrt(config["head_dim"])
-        scores = np.exp(np.where(seen, scores, -np.inf))
-        total = scores.sum(axis=1, keepdims=True)
-        if "self_attn.attention_sink_bias" in weights:  # one more column, whose value is 0
-            total = total + np.exp(weights["self_attn.attention_sink_bias"][head])
-        out[head] = scores / total @ values[shared]
-    out = out.transpose(1, 0, 2).reshape(len(x), -1)
+    frequencies, magnitude = rope_frequencies(config)
+    turn = frequencies, not config.get("rope_neox", True), magnitude
+    queries = rotate(queries, np.arange(start, start + len(x)), *turn)
+    keys = rotate(keys, np.arange(len(rows)), *turn)
+    sinks = weights.get("self_attn.attention_sink_bias")
+    out = attend(queries, keys, values, seen, config["head_dim"] ** -0.5, sinks)
     return linear(weights, "o_proj", out)
 
 
 def project(weights: dict, name: str, x: np.ndarray, heads: int) -> np.ndarray:
-    return linear(weights, name, x).reshape(len(x), heads, -1).transpose(1, 0, 2)
+    return linear(weights, name, x).reshape(len(x), heads, -1)
 
 
 def linear(weights: dict, name: str, x: np.ndarray) -> np.ndarray:
     out = x @ weights[f"self_attn.{name}.weight"].T
     return out + weights.get(f"self_attn.{name}.bias", 0.0)
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
-
-
-def rope(config: dict, x: np.ndarray, start: int) -> np.ndarray:
-    """Rotate x [H, L, head_dim], whose rows stand at positions start, start + 1, ..."""
-    frequencies, magnitude = rope_frequencies(config)
-    angles = np.outer(np.arange(start, start + x.shape[1]), frequencies)
-    cos, sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
-    if not config.get("rope_neox", True):
-        out = np.empty_like(x)
-        for pair in range(x.shape[-1] // 2):
-            even, odd = x[..., 2 * pair], x[..., 2 * pair + 1]
-            out[..., 2 * pair] = even * cos[:, pair] - odd * sin[:, pair]
-            out[..., 2 * pair + 1] = odd * cos[:, pair] + even * sin[:, pair]
-        return out
-    left, right = np.split(x, 2, axis=-1)
-    return np.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
 
 
 def rope_frequencies(config: dict) -> tuple[np.ndarray, float]:

@@ -79,28 +79,6 @@ def test_trees_of_a_drafter_that_has_none_are_refused_when_asked_for():
         decode(policy=DraftPolicy(BLOCK), tree_budget="auto")
 
 
-@pytest.mark.parametrize("budget", [1, -1, 8.0, True, "many", 1025, 10**30])
-def test_a_budget_that_no_tree_can_have_is_refused_at_once(budget):
-    """A million rows would want a mask of a million times a million places."""
-    with pytest.raises(SettingsError, match="tree_budget must be .* 2 to 1,024 or auto"):
-        decode(tree_budget=budget)
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3, 7])
-def test_max_tokens_ends_the_text_inside_a_tree(limit):
-    assert decode(max_tokens=limit, tree_budget=64).tokens == decode(None, max_tokens=limit).tokens
-
-
-def test_a_stop_token_ends_the_text_inside_a_path():
-    plain = decode(None).tokens
-    ending = plain[10]
-    expected = plain[: plain.index(ending) + 1]
-    target = BigramTarget(TABLE)
-    target.tokenizer.eos_token_ids = (ending,)
-    result = generate(target, DRAFTER, PROMPT, max_tokens=TOKENS, tree_budget=64, block_size=BLOCK)
-    assert result.tokens == expected and result.finish_reason == "stop"
-
-
 def test_a_target_that_reads_no_trees_refuses_them_or_is_given_chains():
     class Chains(BigramTarget):
         supports_trees = False

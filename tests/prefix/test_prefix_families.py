@@ -2,9 +2,8 @@
 
 import mlx.core as mx
 import pytest
-from families import FAMILIES, random_model, target_of
+from families import FAMILIES, family_target, small_prompt
 from oracle import Oracle
-from test_conversation import ResumingOracle, small_prompt
 from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
@@ -53,7 +52,7 @@ def check_bits(target, store, ids, held, kv_bits=None):
 )
 def test_a_hit_is_a_miss_that_was_not_read(family, kv_bits):
     """Second turns, greedy and sampled; another prompt that parts inside; a repeated one."""
-    target = target_of(random_model(family), family)
+    target = family_target(family)
     store = dm.PrefixStore(target, None, memory=GIB, chunk=SMALL)
     settings = {"kv_bits": kv_bits}
 
@@ -80,7 +79,7 @@ def test_a_hit_is_a_miss_that_was_not_read(family, kv_bits):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_chunks_of_the_real_size(family):
     """At most 512 tokens beyond what is new, after a long answer and after one that was undone."""
-    target = target_of(random_model(family), family)
+    target = family_target(family)
     prompt = small_prompt(2 * CHUNK + 100, seed=1)
     answer = small_prompt(CHUNK + 50, seed=2)  # what it drafts is taken: no text is decoded
     store = dm.PrefixStore(target, None, memory=GIB)
@@ -164,9 +163,8 @@ def drafts(target, drafter, text):
 def test_a_foreign_drafter_that_cannot_be_stored_reads_everything_again():
     target, prompt = tiny_target(), small_prompt(40, seed=7)
     answer = dm.generate(target, None, prompt, max_tokens=10).tokens
-    for kind in (Oracle, ResumingOracle):
-        for _ in range(2):
-            oracle = kind(prompt, answer, target.vocab_size, 0.5)
-            store = dm.PrefixStore(target, oracle, memory=GIB, chunk=SMALL)
-            result = dm.generate(target, oracle, prompt, max_tokens=10, prefix=store)
-            assert result.tokens == answer and result.stats.reused_tokens == 0
+    for _ in range(2):
+        oracle = Oracle(prompt, answer, target.vocab_size, 0.5)
+        store = dm.PrefixStore(target, oracle, memory=GIB, chunk=SMALL)
+        result = dm.generate(target, oracle, prompt, max_tokens=10, prefix=store)
+        assert result.tokens == answer and result.stats.reused_tokens == 0

@@ -1,24 +1,18 @@
 """A conversation keeps its caches: every turn reads only what is new, and its text is the same."""
 
-import numpy as np
 import pytest
-from families import FAMILIES, random_model, random_prompt, target_of
-from oracle import Oracle, ResumingOracle
-from tinymodels import random_drafter
+from crowd import Knowing
+from families import FAMILIES, family_target, small_prompt
+from oracle import Oracle
+from tinymodels import ending_at, random_drafter
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.targets.session import LAST_STEP
 
 ANSWER = 12
 WINDOW = 16
-
-
-def small_prompt(length, seed):
-    """Token ids that every tiny vocabulary has."""
-    return [token % 192 for token in random_prompt(length, seed)]
 
 
 def turn(target, drafter, prompt, conversation=None, **settings):
@@ -35,23 +29,23 @@ PLAIN = ("qwen3", "gpt_oss", "gemma4_dense", "qwen3_5", "deepseek_v41")
     ("family", "p"), [*((name, 0.7) for name in FAMILIES), *((name, None) for name in PLAIN)]
 )
 def test_a_turn_reads_only_its_own_tokens(family, p):
-    """On every family, past the end of every window; the last turn goes back into the one before.
+    """On every family, past the end of every window; the last turns go back, one into the first.
 
     The last token of an answer is new to the next turn: no forward has read it yet.
     """
-    target = target_of(random_model(family), family)
-    drafter = None if p is None else ResumingOracle([], [], target.vocab_size, p)
+    target = family_target(family)
+    drafter = None if p is None else Knowing([], target.vocab_size, p)
     kept, read = dm.Conversation(target, drafter), []
     prompt = small_prompt(30, seed=1)
-    for number in range(4):
+    for number in range(5):
         plain = turn(target, None, prompt)
         if drafter is not None:
-            drafter.text = [*prompt, *plain.tokens]
+            drafter.texts.append([*prompt, *plain.tokens])
         result = turn(target, drafter, prompt, kept, block_size=6)
         assert result.tokens == plain.tokens
         assert kept.ids == [*prompt, *plain.tokens][:-1]
         read.append(len(prompt) - result.stats.reused_tokens)
-        begun = prompt[:-3] if number == 2 else [*prompt, *plain.tokens]
+        begun = {2: prompt[:-3], 3: prompt[:20]}.get(number, [*prompt, *plain.tokens])
         prompt = [*begun, *small_prompt(9, seed=2 + number)]
     assert read[:3] == [30, 10, 10]
     assert read[3] < len(prompt) / 2
@@ -59,7 +53,13 @@ def test_a_turn_reads_only_its_own_tokens(family, p):
 
 @pytest.mark.parametrize(
     ("family", "window"),
-    [("qwen3", WINDOW), ("gpt_oss", None), ("gpt_oss", WINDOW), ("qwen3_next", None)],
+    [
+        ("qwen3", None),
+        ("qwen3", WINDOW),
+        ("gpt_oss", None),
+        ("gpt_oss", WINDOW),
+        ("qwen3_next", None),
+    ],
 )
 def test_asking_again_reads_the_end_of_the_prompt_only(family, window):
     """A long first prompt, a short second one and a long third; then with another end, too."""
@@ -94,25 +94,15 @@ def test_drafters_go_on_as_if_they_had_read_it_all(window, trees):
         prompt = [*(prompt[:-2] if number == 1 else whole), *small_prompt(5, seed=number)]
 
 
-def test_an_answer_that_ends_early_leaves_nothing_behind_its_end():
-    target = tiny_target()
-    prompt = small_prompt(10, seed=4)
+def test_an_answer_that_ends_in_a_block_leaves_nothing_behind_its_end():
+    target, prompt = tiny_target(), small_prompt(10, seed=4)
     answer = turn(target, None, prompt).tokens
-    oracle = ResumingOracle(prompt, answer, target.vocab_size)
-    kept = dm.Conversation(target, oracle)
-    result = dm.generate(target, oracle, prompt, max_tokens=7, block_size=16, conversation=kept)
-    assert result.tokens == answer[:7] and kept.ids == [*prompt, *answer[:6]]
-
-
-def test_a_stopped_answer_is_gone_on_with():
-    target = tiny_target()
-    kept, prompt = dm.Conversation(target, None), small_prompt(10, seed=5)
-    events = dm.stream_generate(target, None, prompt, max_tokens=ANSWER, conversation=kept)
-    tokens = [next(events).tokens[0] for _ in range(5)]
-    events.close()
-    again = [*prompt, *tokens, 7]
-    assert turn(target, None, again, kept).stats.reused_tokens == len(prompt) + 5
-    assert turn(target, None, again, kept).tokens == turn(target, None, again).tokens
+    end = next(at for at in range(4, 9) if answer[at] not in answer[:at])
+    ending = ending_at(target, answer[end])
+    oracle = Knowing([[*prompt, *answer]], target.vocab_size, 1.0)
+    kept = dm.Conversation(ending, oracle)
+    assert turn(ending, oracle, prompt, kept, block_size=16).tokens == answer[: end + 1]
+    assert kept.ids == [*prompt, *answer[:end]]
 
 
 def test_caches_of_an_interrupted_forward_are_not_trusted():
@@ -146,20 +136,3 @@ def test_another_pair_is_refused():
     ):
         with pytest.raises(SettingsError, match=told):
             dm.generate(*pair[:2], [1, 2], conversation=kept, kv_bits=pair[2])
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"target": "tiny"}, "^target must be such as"),
-        ({"drafter": LookupDrafter}, "^drafter must be None or "),  # its class
-        ({"prefix": "folder"}, "^prefix must be None or "),
-        ({"kv_bits": 3}, "must be 8 or 4"),
-        ({"kv_bits": np.array([8, 4])}, "must be 8 or 4"),
-        ({"salt": b"me"}, "^salt must be text"),
-    ],
-    ids=str,
-)
-def test_what_no_conversation_can_be_of_is_refused_at_once(settings, told):
-    with pytest.raises(SettingsError, match=told):
-        dm.Conversation(**{"target": tiny_target(), "drafter": None} | settings)

@@ -2,13 +2,11 @@
 
 import mlx.core as mx
 import pytest
-from golden import FOLDERS, GOLDEN, Golden, corrected
+from golden import FOLDERS, Golden, corrected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.drafter.candidates import Slots
-from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.dflash import DFlash
 from dflash_mlx.drafter.session import FeatureSession
 from dflash_mlx.sampling import Sampler
 
@@ -91,21 +89,3 @@ def test_with_noise_the_walk_is_the_golden_one(golden):
         seen += 1
     # The first three folders, which are older, have no such cases.
     assert seen == (0 if golden.rounds == 6 else 2)
-
-
-def golden_config() -> DraftConfig:
-    return DraftConfig.from_file(GOLDEN / "dflash_full" / "config.json")
-
-
-@pytest.mark.parametrize("offsets", [[3, 11], [0, 0]])
-def test_offsets_per_batch_row(offsets):
-    """The trainer's batches: each row of the batch starts at a position of its own."""
-    attention = DFlash(golden_config()).layers[0].self_attn
-    x = mx.random.normal((2, 5, 64))
-    queries = attention.queries(x, mx.array(offsets))
-    keys, values = attention.keys_values(x, mx.array(offsets))
-    for row, offset in enumerate(offsets):
-        alone = x[row : row + 1]
-        assert mx.allclose(queries[row : row + 1], attention.queries(alone, offset), atol=1e-5)
-        for ours, one in zip((keys, values), attention.keys_values(alone, offset), strict=True):
-            assert mx.allclose(ours[row : row + 1], one, atol=1e-5)

@@ -1,17 +1,13 @@
 """Drafts from the text itself: the index, what is learnt of its matches, the text that comes."""
 
 import mlx.core as mx
-import pytest
-from families import random_prompt
+from bigrams import Scripted
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import Scripted
 from simulated import policy_with_costs
-from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
 from dflash_mlx.bench.datasets import embedded_prompts
-from dflash_mlx.conversation import Conversation
 from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
 from dflash_mlx.drafter.prompt_lookup import LENGTHS, MOST, Index, LookupRates
 from dflash_mlx.drafter.protocol import DraftSession
@@ -83,22 +79,6 @@ def priced(drafter, row=0.05, draft=0.1):
     return policy_with_costs(drafter.block_size, row, draft)
 
 
-@pytest.mark.parametrize("policy", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafter", [LookupDrafter, lambda: CombinedDrafter(random_drafter())])
-def test_text_is_plain_text(drafter, temperature, policy):
-    model, drafter = target(), drafter()
-    prompt = random_prompt(30, 1)
-    prompt = [token % 150 for token in prompt] * 3
-    few = dict.fromkeys(range(20, 28), 100.0)  # so that a noisy text comes back to its pairs
-    settings = {"max_tokens": 60, "temperature": temperature, "seed": 4, "logit_bias": few}
-    plain = dm.generate(model, None, prompt, **settings)
-    with_policy = {"policy": priced(drafter)} if policy else {}
-    drafted = dm.generate(model, drafter, prompt, **settings, **with_policy)
-    assert drafted.tokens == plain.tokens
-    assert drafted.stats.drafted_tokens > 0
-
-
 def copying():
     """A prompt with a file of 60 lines, and an answer that repeats it with one name changed."""
     encode = dm.load("tiny", draft="none")[0].tokenizer.encode
@@ -163,14 +143,6 @@ def test_beside_a_network_that_knows_nothing_the_lookup_drafts_and_the_network_r
     assert drafted.stats.rounds < len(answer) / 8 and network.asked < drafted.stats.rounds / 4
 
 
-@pytest.mark.parametrize("lookup", [LookupDrafter, lambda: CombinedDrafter(Wrong())])
-def test_without_a_policy_it_drafts_too(lookup):
-    prompt, answer = copying()
-    subject = Scripted(prompt, answer, 1024)
-    drafted = dm.generate(subject, lookup(), prompt, max_tokens=len(answer))
-    assert drafted.tokens == answer and drafted.stats.rounds < len(answer) / 6
-
-
 def test_where_nothing_repeats_the_network_is_as_good_as_alone():
     """The embedded pair on its own prompts: no less than 0.97 of the tokens for the same work."""
     subject, network = dm.load("tiny")
@@ -184,31 +156,3 @@ def test_where_nothing_repeats_the_network_is_as_good_as_alone():
         works["alone"] += cost(alone, draft=0.1)
         works["beside"] += cost(both, draft=0.1)  # though the lookup's drafts cost nothing
     assert works["alone"] >= 0.97 * works["beside"]
-
-
-def test_a_conversation_goes_on_and_goes_back():
-    model, drafter = target(), CombinedDrafter(random_drafter())
-    for drafting in (LookupDrafter(), drafter):
-        talk = Conversation(model, drafting)
-        first = [7, 8, 9, 10, 11] * 4
-        one = dm.generate(model, drafting, first, max_tokens=20, conversation=talk)
-        second = [*first, *one.tokens, 3, 4]
-        two = dm.generate(model, drafting, second, max_tokens=20, conversation=talk)
-        assert two.stats.reused_tokens > 0
-        assert two.tokens == dm.generate(model, None, second, max_tokens=20).tokens
-        again = [*first, *one.tokens[:5], 90, 91, 92]  # the last turn undone
-        three = dm.generate(model, drafting, again, max_tokens=20, conversation=talk)
-        assert three.stats.reused_tokens > 0
-        assert three.tokens == dm.generate(model, None, again, max_tokens=20).tokens
-
-
-@pytest.mark.parametrize("budget", [8, "auto"])
-def test_trees_of_the_network_go_on_beside_the_lookup(budget):
-    """Text is plain text; where sizes are chosen the lookup's chain is one of the choices."""
-    model, drafter = target(), CombinedDrafter(random_drafter())
-    prompt = [token % 150 for token in random_prompt(30, 1)] * 2
-    plain = dm.generate(model, None, prompt, max_tokens=30)
-    policy = policy_with_costs(16, 0.05, trees=True) if budget == "auto" else None
-    settings = {"max_tokens": 30, "tree_budget": budget, "policy": policy}
-    drafted = dm.generate(model, drafter, prompt, **settings)
-    assert drafted.tokens == plain.tokens and drafted.stats.drafted_tokens > 0

@@ -91,14 +91,6 @@ def test_max_tokens_is_exact(max_tokens, p):
         assert all(width < max_tokens for width in drafter.widths)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
-def test_short_prompts(length):
-    prompt = PROMPT[:length]
-    answer = greedy(target(), prompt, LENGTH)
-    for drafter in (None, oracle(answer, 0.7, prompt), random_drafter()):
-        check(generate(target(), drafter, prompt, max_tokens=LENGTH), answer, prompt)
-
-
 @pytest.mark.parametrize("further", [LAST_STEP + 1, LAST_STEP + 40])
 def test_prompts_longer_than_a_prefill_step(further):
     length = longest_step() + further
@@ -236,6 +228,9 @@ def test_no_tokens_need_no_forward():
     assert not drafter.taps and not drafter.widths
 
 
+CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 5}
+
+
 def test_a_round_waits_for_the_device_once(monkeypatch):
     """Count everything that makes the host wait."""
     waits = []
@@ -248,7 +243,8 @@ def test_a_round_waits_for_the_device_once(monkeypatch):
             monkeypatch.setattr(mx.array, name, counted(name, getattr(mx.array, name)))
     for name in ("eval", "synchronize"):
         monkeypatch.setattr(mx, name, counted(name, getattr(mx, name)))
-    for drafter in (None, random_drafter()):
+    dflash2 = random_drafter(architectures=["DFlash2DraftModel"], **CONVOLVED)
+    for drafter in (None, random_drafter(), dflash2):
         events = stream_generate(target(), drafter, PROMPT, max_tokens=8)
         next(events)  # the prompt is evaluated in here, too
         waits.clear()

@@ -1,11 +1,14 @@
-"""Drafted text is plain text: every family x drafter x way to decode.
+"""Drafted text is plain text: every target x drafter x way to decode, and all that chooses tokens.
 
-Each family meets each way with one drafter, and greedy and sampled texts by turns; `pytest -m
-matrix` runs all of them. What is special about a family, a drafter or a way has tests of its own.
+Each family meets each way with one drafter or two, greedy and sampled by turns, and each pair of
+its own some ways; `pytest -m matrix` runs all of them. What is special about a family, a drafter or
+a way has tests of its own.
 """
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
+import mlx.core as mx
 import pytest
 from crowd import Knowing
 from families import (
@@ -13,11 +16,13 @@ from families import (
     QUANTIZABLE,
     dspark_for,
     eagle3_for,
+    family_target,
     plain_tokens,
-    random_model,
-    random_prompt,
+    small_prompt,
     target_of,
 )
+from oracle import Oracle
+from pairs import PAIRS, pair
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.draft_model import DraftModel
@@ -28,8 +33,8 @@ pytestmark = pytest.mark.by_family
 
 TOKENS, SAMPLED = 14, {"temperature": 0.8, "seed": 7}
 # A prompt repeats itself for the lookup, and is longer than the families' windows; two begin alike.
-LONG = random_prompt(12, 1) * 3
-PROMPTS = [LONG, [*LONG[:30], *random_prompt(9, 2)], random_prompt(5, 3)]
+LONG, SHARED = small_prompt(12, 1) * 3, 30
+PROMPTS = [LONG, [*LONG[:SHARED], *small_prompt(9, 2)], small_prompt(5, 3)]
 
 DRAFTERS = {
     "oracle": lambda target, texts: Knowing(texts, 256, 0.7, (0, target.num_layers - 1)),
@@ -43,13 +48,13 @@ DRAFTERS = {
 
 @functools.cache
 def model(family: str) -> dm.Target:
-    return target_of(random_model(family), family)
+    return pair(family)[0] if family in PAIRS else family_target(family)
 
 
 @functools.cache
 def plain(family: str, sampled: bool, kv_bits: int | None) -> list[list[int]]:
     """The texts without a drafter; greedily mlx-lm's own."""
-    if sampled or kv_bits:
+    if sampled or kv_bits or family in PAIRS:
         ways = {"max_tokens": TOKENS, "kv_bits": kv_bits} | (SAMPLED if sampled else {})
         return [dm.generate(model(family), None, prompt, **ways).tokens for prompt in PROMPTS]
     return [plain_tokens(model(family).model, prompt, TOKENS) for prompt in PROMPTS]
@@ -66,12 +71,16 @@ def batch(target, drafter, settings):
         return [job.result() for job in jobs]
 
 
-def tree(target, drafter, settings):
+def tree(target, drafter, settings, decode=alone):
     if isinstance(drafter, Knowing):
         drafter.branches = True
     elif drafts_trees(drafter):
         settings = settings | {"tree_budget": 8}
-    return alone(target, drafter, settings)
+    return decode(target, drafter, settings)
+
+
+def trees(target, drafter, settings):
+    return tree(target, drafter, settings, batch)
 
 
 def prefix(target, drafter, settings):
@@ -83,6 +92,31 @@ def prefix(target, drafter, settings):
     return [again, *others]
 
 
+def conversation(target, drafter, settings):
+    """The first turn is gone on with, and the next ones go back into it."""
+    kept = dm.Conversation(target, drafter, settings["kv_bits"])
+    begun = settings | {"max_tokens": 1, "conversation": kept}
+    dm.generate(target, drafter, PROMPTS[0][:SHARED], **begun)
+    results = alone(target, drafter, settings | {"conversation": kept})
+    assert results[0].stats.reused_tokens == SHARED and results[1].stats.reused_tokens > 0
+    lookup = kept.caches.draft_session.lookup
+    assert lookup is None or lookup._index.tokens == kept.ids
+    return results
+
+
+def threads(target, drafter, settings):
+    """Each event is taken in another thread."""
+    results = []
+    for prompt in PROMPTS:
+        events, taken = dm.stream_generate(target, drafter, prompt, **settings), []
+        while not taken or taken[-1].finish_reason is None:
+            with ThreadPoolExecutor(1) as pool:
+                taken.append(pool.submit(next, events).result())
+        tokens = [token for event in taken for token in event.tokens]
+        results.append(dm.Result("", tokens, taken[-1].finish_reason, taken[-1].stats))
+    return results
+
+
 def pieces(target, drafter, settings):
     """As a GPU computes it: the first layers of a verify before the last ones are built."""
     early = target_of(target.model, target.name)
@@ -90,34 +124,74 @@ def pieces(target, drafter, settings):
     return alone(early, drafter, settings)
 
 
-WAYS = {"alone": alone, "batch": batch, "tree": tree, "prefix": prefix, "kv_bits": alone}
-WAYS |= {"pieces": pieces}
-CASES = [
-    pytest.param(
-        *(family, drafter, way),
-        marks=[] if (at + number + place) % len(DRAFTERS) == 0 else pytest.mark.matrix,
-    )
-    for at, family in enumerate(FAMILIES)
-    for number, way in enumerate(WAYS)
-    for place, drafter in enumerate(DRAFTERS)
-    if way != "kv_bits" or family in QUANTIZABLE
-]
+WAYS = {"alone": alone, "batch": batch, "tree": tree, "trees": trees, "prefix": prefix}
+WAYS |= {"conversation": conversation, "threads": threads, "kv_bits": alone, "pieces": pieces}
 
 
-@pytest.mark.parametrize(("family", "drafter", "way"), CASES)
+def cases():
+    for at, family in enumerate((*FAMILIES, *PAIRS)):
+        without = {"kv_bits": family not in QUANTIZABLE, "pieces": family in PAIRS}
+        for number, way in enumerate(way for way in WAYS if not without.get(way)):
+            drafters = [None] if family in PAIRS else [*DRAFTERS]
+            for place, drafter in enumerate(drafters):
+                few = (at + number + place) % (len(DRAFTERS) if drafter else 4)
+                rare = few and (drafter, way) != ("oracle", "alone")
+                yield pytest.param(family, drafter, way, marks=[pytest.mark.matrix] * bool(rare))
+
+
+@pytest.mark.parametrize(("family", "drafter", "way"), cases())
 def test_drafted_text_is_plain_text(family, drafter, way):
-    target, place = model(family), [*DRAFTERS].index(drafter)
-    if way == "tree" and not target.supports_trees:
+    target = model(family)
+    if way in ("tree", "trees") and not target.supports_trees:
         pytest.skip("reads chains only")
-    bits = 8 - 4 * (place % 2) if way == "kv_bits" else None
-    sampled = (FAMILIES.index(family) + [*WAYS].index(way)) % 2 == 1
+    turn = (*FAMILIES, *PAIRS).index(family) + [*WAYS].index(way)
+    bits = (8, 4)[turn // 2 % 2] if way == "kv_bits" else None
+    sampled = turn % 2 == 1
     expected = plain(family, sampled, bits)
     texts = [prompt + text for prompt, text in zip(PROMPTS, expected, strict=True)]
-    settings = {"max_tokens": TOKENS, "block_size": 6, "kv_bits": bits}
+    settings = {"max_tokens": TOKENS, "block_size": 4, "kv_bits": bits}
     settings |= SAMPLED if sampled else {}
-    results = WAYS[way](target, DRAFTERS[drafter](target, texts), settings)
+    made = DRAFTERS[drafter](target, texts) if drafter else pair(family)[1]
+    results = WAYS[way](target, made, settings)
     assert [result.tokens for result in results] == expected
     # The lookup drafts where a text happens to repeat itself; test_lookup.py sees to that.
-    assert drafter == "lookup" or sum(result.stats.drafted_tokens for result in results) > 0
-    if way == "tree" and drafter in ("oracle", "network"):
+    looks_up = made is None or isinstance(made, LookupDrafter)
+    assert looks_up or sum(result.stats.drafted_tokens for result in results) > 0
+    if way in ("tree", "trees") and drafter in ("oracle", "network"):
         assert results[0].stats.trees
+
+
+def never_twice(tokens, logits):
+    """A processor of one's own."""
+    return mx.where(mx.arange(logits.shape[-1]) == tokens[-1], -mx.inf, logits)
+
+
+CHOICES = {
+    "all tokens": {},
+    "top-k": {"top_k": 20},
+    "top-p": {"top_p": 0.9},
+    "min-p": {"min_p": 0.02},
+    "penalties": {
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "frequency_context_size": 64,
+        "logit_bias": {5: 2.0, 9: -3.0},
+    },
+}
+CHOICES["everything"] = {name: value for each in CHOICES.values() for name, value in each.items()}
+CHOICES["a processor"] = {"logits_processors": [never_twice]}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8, 1.3])
+def test_however_tokens_are_chosen(temperature, choice):
+    (target, network), tokens = pair("DFlash"), 48
+    settings = {"temperature": temperature, "seed": 11, "max_tokens": tokens} | CHOICES[choice]
+    plain = dm.generate(target, None, LONG[:20], **settings)
+    assert plain.stats.rounds == tokens - 1
+    for p in (1.0, 0.7, None):  # nearly all that the network drafts is wrong
+        drafter = network if p is None else Oracle(LONG[:20], plain.tokens, target.vocab_size, p)
+        drafted = dm.generate(target, drafter, LONG[:20], **settings)
+        assert drafted.tokens == plain.tokens
+        assert p is None or drafted.stats.rounds < tokens - 1

@@ -4,10 +4,10 @@ import copy
 from unittest.mock import patch
 
 import pytest
+from bigrams import Scripted
 from crowd import Crowd, Played
-from families import FAMILIES, plain_tokens, random_model, random_prompt, target_of
+from families import FAMILIES, family_target, plain_tokens, random_model, small_prompt, target_of
 from launches import launches
-from scripted import Scripted
 from simulated import policy_with_costs
 from test_engine_batches import Allocator
 from test_lookup import copying
@@ -22,7 +22,7 @@ from dflash_mlx.request import Request
 from dflash_mlx.targets import TargetSession
 
 ANSWER = 24
-PROMPT = [token % 192 for token in random_prompt(12, 3)]
+PROMPT = small_prompt(12, 3)
 
 
 class Forwards:
@@ -142,9 +142,9 @@ SIZES = (60, 9, 35)
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_5"])
 def test_many_are_pipelined_together_whoever_comes_and_goes(family):
     """One alone, two and three together, and one alone again: all texts are those alone."""
-    target = target_of(random_model(family), family)
+    target = family_target(family)
     settings = {"temperature": 0.7, "seed": 2}
-    prompts = [[token % 192 for token in random_prompt(10 + at, at)] for at in range(3)]
+    prompts = [small_prompt(10 + at, at) for at in range(3)]
     each = [settings | {"max_tokens": size} for size in SIZES]
     crowd = Crowd(target, list(zip(prompts, each, strict=True)))
     played, jobs = Played(target, None, SharedBatch(target, None)), []
@@ -163,7 +163,7 @@ def test_many_are_pipelined_together_whoever_comes_and_goes(family):
 def test_plain_steps_are_pipelined_where_drafting_never_pays(many):
     """By the policy of one request alone, or by the batch's."""
     target, size = tiny_target(), 60
-    prompts = [[token % 192 for token in random_prompt(12, at)] for at in range(many)]
+    prompts = [small_prompt(12, at) for at in range(many)]
     crowd = Crowd(target, [(prompt, {"max_tokens": size}) for prompt in prompts])
     policy = policy_with_costs(16, row=1.0, draft=16.0)
     played = Played(target, crowd.knowing(0.0), SharedBatch(target, Allocator(1.0, policy)))
@@ -172,23 +172,6 @@ def test_plain_steps_are_pipelined_where_drafting_never_pays(many):
         played.run()
     assert [job.result().tokens for job in jobs] == crowd.alone
     assert forwards.pipelined > 0.7 * many * size
-
-
-def test_a_job_that_leaves_while_the_next_step_runs_disturbs_no_other():
-    target = tiny_target()
-    prompts = [[token % 192 for token in random_prompt(10 + at, at)] for at in range(3)]
-    crowd = Crowd(target, [(prompt, {"max_tokens": 30}) for prompt in prompts])
-    played = Played(target, None, SharedBatch(target, None), memory=None)
-    jobs = [played.submit(prompt, **of) for prompt, of in crowd.requests]
-    for _ in range(8):
-        played.scheduler.step()
-    jobs[0].cancel()
-    played.scheduler.step()
-    played.scheduler.preempt()  # the youngest reads its text again, later on
-    played.run()
-    assert jobs[0].result().finish_reason == "cancelled"
-    assert [job.result().tokens for job in jobs[1:]] == crowd.alone[1:]
-    assert jobs[0].result().tokens == crowd.alone[0][: len(jobs[0].result().tokens)]
 
 
 class OfMyOwn:

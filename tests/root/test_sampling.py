@@ -11,7 +11,7 @@ from bigrams import BigramDrafter, BigramTarget, softmax
 
 import dflash_mlx as dm
 from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
-from dflash_mlx.errors import DFlashError, SettingsError
+from dflash_mlx.errors import SettingsError
 from dflash_mlx.penalties import add_bias, penalize
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Decision, Sampler, decide_all
@@ -163,10 +163,13 @@ def test_greedy_takes_the_largest_logit_and_the_first_of_equals():
         assert sampler.seed is None and sampler.draft(logits).tolist() == [1, 0, 2]
 
 
-def test_without_a_seed_a_fresh_one_is_drawn_and_told():
-    first, second = (Sampler(RequestSettings(temperature=1.0)) for _ in range(2))
-    assert first.seed != second.seed
-    assert Sampler(RequestSettings(temperature=1.0, seed=0)).seed == 0
+def test_the_seed_and_nothing_else_decides():
+    target, settings = BigramTarget(np.zeros((192, 192))), {"temperature": 1.0, "max_tokens": 24}
+    texts = [dm.generate(target, None, [1], seed=seed, **settings).tokens for seed in (1, 2, 1)]
+    assert texts[0] == texts[2] != texts[1]
+    fresh = dm.generate(target, None, [1], **settings)
+    again = dm.generate(target, None, [1], seed=fresh.stats.seed, **settings)
+    assert again.tokens == fresh.tokens
 
 
 def test_processors_see_the_history_of_each_path():
@@ -226,55 +229,6 @@ def test_a_bias_forces_and_bans_in_every_precision(dtype):
             temperature=temperature, seed=1, logit_bias=dict.fromkeys(range(11), -1e38)
         )
         assert chosen(Sampler(settings), Proposal([1]), logits)[1] == [11]
-
-
-@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.2, "top_p": 0.9}], ids=str)
-def test_drafting_never_waits_for_the_device(settings):
-    """Evaluating anything while a function is traced is an error, so tracing is the proof."""
-    settings = RequestSettings(temperature=0.8, seed=1, **settings)
-
-    def draft(logits):
-        return Sampler(settings, [1, 2, 3]).draft(logits)
-
-    logits = mx.random.normal((5, 20))
-    assert mx.compile(draft)(logits).tolist() == draft(logits).tolist()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": -0.1},
-        {"temperature": math.nan},
-        {"temperature": "hot"},
-        {"temperature": 10**400},
-        {"top_p": 0.0},
-        {"top_k": -1},
-        {"top_k": 2.5},
-        {"top_k": 193},
-        {"min_p": -0.1},
-        {"seed": 2**32},
-        {"repetition_penalty": 0.0},
-        {"presence_penalty": math.nan},
-        {"repetition_penalty": 1.1e20},
-        {"frequency_penalty": "some"},
-        {"repetition_context_size": 0},
-        {"repetition_context_size": 64},
-        {"frequency_context_size": 64},
-        {"logit_bias": {192: 1.0}},
-        {"logit_bias": {"a": 1.0}},
-        {"logit_bias": {1: math.inf}},
-        {"logit_bias": {True: 1.0}},
-        {"logits_processors": "json"},
-        {"xtc_probability": 0.1},
-    ],
-    ids=str,
-)
-def test_settings_are_never_ignored(settings):
-    target = BigramTarget(np.zeros((192, 192)))
-    with pytest.raises(SettingsError, match=next(iter(settings))) as caught:
-        dm.generate(target, None, [1], max_tokens=1, **settings)
-    assert isinstance(caught.value, DFlashError) and isinstance(caught.value, ValueError)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-40, 1e-3])

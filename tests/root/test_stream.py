@@ -212,19 +212,3 @@ def test_what_is_shown_when(cut, stop, shown):
 )
 def test_what_continues_a_text_has_its_first_spaces(cut, stop, shown):
     assert pieces_of(cut, stop, continues=True) == shown
-
-
-@pytest.mark.parametrize("last", ["eos", "stop"])
-def test_the_end_at_the_last_allowed_token_is_a_stop(last):
-    coded = byte_level([b"a", b"b"])
-    ending = coded.eos if last == "eos" else coded.ids[1]
-    piece = coded.stream(("b",), max_tokens=2).add([coded.ids[0], ending])
-    assert (piece.text, piece.finish_reason) == ("a", "stop")
-
-
-def test_text_held_for_a_stop_string_is_shown_at_the_end():
-    coded = byte_level([b"a", b"ST", b"O"])
-    stream = coded.stream(("STOP",), max_tokens=3)
-    assert [stream.add([token]).text for token in coded.ids] == ["a", "", "STO"]
-    stream = coded.stream(("STOP",), max_tokens=99)
-    assert stream.add([*coded.ids, coded.eos]).text == "aSTO"

@@ -123,26 +123,6 @@ def test_rules_say_how_far_a_draft_fits(target):
     assert rule.allowed([*tokens, end]) is None and rule.allowed([tokens[-1]]) is None
 
 
-def test_a_model_that_loves_blanks_has_one_between_two_parts(target):
-    """Small models do: asked for JSON, the embedded one wrote blank lines until it was cut off."""
-    schema = {key: value for key, value in SCHEMA.items() if key != "x-guidance"}
-    blanks = {
-        token: 50.0
-        for token in range(target.vocab_size)
-        if target.tokenizer.decode([token]).isspace()
-    }
-    answer = dm.generate(
-        target,
-        None,
-        [5, 6, 7],
-        max_tokens=1000,
-        logit_bias=blanks,
-        logits_processors=[JsonSchema(target, schema)],
-    )
-    assert answer.finish_reason == "stop" and answer.text == json.dumps(json.loads(answer.text))
-    assert set(json.loads(answer.text)) == set(SCHEMA["required"])
-
-
 @pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"indent": 8}, {"separators": (",", ":")}])
 @pytest.mark.parametrize("free", [False, True])
 def test_json_has_one_layout_unless_the_schema_says_so(target, layout, free):

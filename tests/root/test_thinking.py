@@ -6,11 +6,9 @@ import shutil
 import pytest
 from program import run
 from serving import make_target
-from tinymodels import random_drafter, target
+from tinymodels import target
 
 import dflash_mlx as dm
-from dflash_mlx.bench import measure
-from dflash_mlx.bench.datasets import BenchPrompt
 from dflash_mlx.cli import generate as command
 from dflash_mlx.cli import pair as pair_module
 from dflash_mlx.cli.answer import Thoughts
@@ -64,17 +62,6 @@ def test_what_the_template_does_not_know_is_said():
     with pytest.warns(UserWarning, match=r"think=False \(--no-think\) changes nothing"):
         assert text_of(one, think=False) == text_of(one)
     assert thinks(one.tokenizer, {}) is None
-
-
-def test_a_benchmark_asks_as_the_template_says(switching):
-    prompts = [BenchPrompt("a", tuple(ASKED))]
-    lengths = []
-    for think in (True, False):
-        template = thinking_variables(switching.tokenizer, think)
-        pair, settings = (switching, random_drafter()), {"max_tokens": 2}
-        measured = measure.measure_all(*pair, prompts, 1, settings, template, with_mlx_lm=False)
-        lengths += [runs.runs["plain"][0].stats.prompt_tokens for runs in measured]
-    assert lengths[0] < lengths[1]
 
 
 def test_a_drafter_of_the_other_kind_is_named(switching, monkeypatch, capsys):

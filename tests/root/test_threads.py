@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from families import FAMILIES, plain_tokens, random_model, random_prompt, target_of
+from families import random_prompt
 from oracle import Oracle
 from tinymodels import random_drafter, save_drafter, save_target
 from tinymodels import target as tiny_target
@@ -42,46 +42,6 @@ def in_new_threads(events: Iterator[dm.Event]) -> Iterator[dm.Event]:
 
 def tokens_of(events: Iterator[dm.Event]) -> list[int]:
     return [token for event in events for token in event.tokens]
-
-
-def side_by_side(*calls: Callable[[], Any]) -> list[Any]:
-    """What calls return that begin together, each in a thread of its own."""
-    together = threading.Barrier(len(calls))
-
-    def begin(call: Callable[[], Any]) -> Any:
-        together.wait(60)
-        return call()
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(begin, calls))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_in_threads(family):
-    target = target_of(random_model(family), family)  # here, and used elsewhere
-    settings = {"max_tokens": TOKENS, "block_size": 5}
-
-    def plain() -> list[int]:
-        return dm.generate(target, None, PROMPT, max_tokens=TOKENS).tokens
-
-    def oracle(text: list[int]) -> Oracle:
-        return Oracle(PROMPT, text, 256, p=0.6, tap_layers=(0, target.num_layers - 1))
-
-    answer = in_a_thread(plain)
-    events = dm.stream_generate(target, oracle(answer), PROMPT, **settings)
-    assert tokens_of(in_new_threads(events)) == answer
-
-    kept, prompt = dm.Conversation(target, None), PROMPT
-    for cut in (0, 3):  # of the turn before, what is not in the next one's prompt
-        events = dm.stream_generate(target, None, prompt, max_tokens=4, conversation=kept)
-        turn = tokens_of(in_new_threads(events))
-        assert turn == in_a_thread(lambda: dm.generate(target, None, prompt, max_tokens=4)).tokens  # noqa: B023
-        prompt = [*prompt, *turn[: 4 - cut], 7]
-
-    assert side_by_side(
-        plain, lambda: dm.generate(target, oracle(answer), PROMPT, **settings).tokens
-    ) == [answer, answer]
-    assert answer == plain_tokens(target.model, PROMPT, TOKENS)
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -219,7 +179,7 @@ def test_a_session_is_not_made_of_classes_that_another_threads_forward_installed
 WORKERS = """
 import os, sys, threading
 import dflash_mlx as dm
-from families import random_model, target_of
+from families import family_target
 
 codes = []
 for _ in range(8):  # what is imported above is shared, but MLX has not computed anything yet
@@ -231,7 +191,7 @@ else:
     print(*codes, flush=True)
     os._exit(0)
 
-target, texts = target_of(random_model("qwen3"), "qwen3"), []
+target, texts = family_target("qwen3"), []
 
 def work():
     texts.append(dm.generate(target, None, [1, 2, 3], max_tokens=4).tokens)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from batches import by_proposal, states_are_same, tiny_target
-from families import random_prompt
+from batches import by_proposal, states_are_same
+from families import family_target, random_prompt
 from kernel_check import on_gpu_or_emulator, random_parents
 from kernel_models import Launches, exact_target
 
@@ -48,7 +48,7 @@ def test_every_request_is_as_alone(family):
 
 def test_no_more_rows_than_the_kernels_take():
     """Requests go together as long as all their rows do."""
-    target = tiny_target("qwen3")
+    target = family_target("qwen3")
     verifier = BatchVerifier(target)
     target.wiring = SimpleNamespace(widest=64)
     assert list(verifier._forwards([40, 24, 1, 63, 2, 64])) == [(0, 2), (2, 4), (4, 5), (5, 6)]

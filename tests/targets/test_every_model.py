@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from families import Letters, model_of, plain_tokens, random_prompt
-from oracle import Oracle
+from oracle import Oracle, separate_paths
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import LookupDrafter
@@ -34,18 +34,8 @@ def test_every_model_of_mlx_lm_decodes_plainly_and_drafted(name, make_docs):
         assert result.tokens == answer
     assert result.stats.rounds < TOKENS - 1
     assert f"| {make_docs.drafting(target)} |" in ROWS[name], "run python scripts/make_docs.py"
-    if target.supports_trees:
-        check_tree(target, prompt)
-
-
-def check_tree(target, prompt):
-    """A tree's rows have the logits of their own paths."""
-    session = target.start()
-    list(session.prefill(prompt))
-    tokens = [1, 2, 3, 4, 5, 6]
-    logits, _ = session.verify(dm.Proposal(tokens, (-1, 0, 0, 1, 2, 4)))
-    for path in ((0, 1, 3), (0, 2, 4, 5)):
-        chain = target.start()
-        list(chain.prefill(prompt))
-        alone, _ = chain.verify(dm.Proposal([tokens[row] for row in path]))
-        assert mx.allclose(logits[mx.array(path)], alone, atol=1e-4), path
+    if target.supports_trees:  # a tree's rows have the logits of their own paths
+        session, tree = target.start(), dm.Proposal([1, 2, 3, 4, 5, 6], (-1, 0, 0, 1, 2, 4))
+        list(session.prefill(prompt))
+        logits, _ = session.verify(tree)
+        assert mx.allclose(logits, separate_paths(target, prompt, tree), atol=1e-4)

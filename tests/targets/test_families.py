@@ -11,12 +11,11 @@ from families import (
     CONFIGS,
     FAMILIES,
     PROMPTS,
-    TOKENS,
+    family_target,
     plain_tokens,
     random_model,
     random_prompt,
     target_of,
-    truth,
 )
 from oracle import Oracle
 
@@ -38,34 +37,12 @@ EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
 both_seeds = pytest.mark.parametrize(
     ("family", "seed"), [(family, seed) for family in FAMILIES for seed in PROMPTS]
 )
-# How often drafts are right varies fastest, for the truth is shared. Of the second text a sample.
-WAYS = [
-    pytest.param(family, seed, p, marks=[pytest.mark.matrix] if seed and p != 0.5 else [])
-    for family in FAMILIES
-    for seed in PROMPTS
-    for p in (None, 0, 0.5, 0.85, 1)
-]
-
-
-@pytest.mark.parametrize(("family", "seed", "p"), WAYS)
-def test_drafted_text_is_plain_text(family, seed, p):
-    """With p = None nothing is drafted: our own loop, one row at a time."""
-    target, prompt, answer = truth(family, seed)
-    drafter = None if p is None else Oracle(prompt, answer, 256, p=p, seed=seed)
-    block = 16 if p in (0.85, 1) else 4 + 2 * seed
-    count = TOKENS if p else 40  # a token per step takes long
-    result = dm.generate(target, drafter, prompt, max_tokens=count, block_size=block)
-    assert result.tokens == answer[:count]
-    if p == 0:
-        assert result.stats.rounds == count - 1, "nothing was right, so a token per step"
-    if p == 1:
-        assert result.stats.rounds == -(-(count - 1) // block), "everything was right"
 
 
 @both_seeds
 def test_after_any_commits_the_logits_are_those_of_a_fresh_model(family, seed):
     """Rejected rows leave no trace: not in keys, states, windows, open groups or positions."""
-    target, prompt = target_of(random_model(family, seed), family), random_prompt(PROMPTS[seed], 9)
+    target, prompt = family_target(family, seed), random_prompt(PROMPTS[seed], 9)
     rng = random.Random(seed)
     session = target.start()
     for _ in session.prefill(prompt):
@@ -88,7 +65,7 @@ def test_after_any_commits_the_logits_are_those_of_a_fresh_model(family, seed):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embed_and_head_are_the_models_own(family):
     """A drafter sees what the model's first layer sees, and its logits before any soft cap."""
-    target = target_of(random_model(family), family)
+    target = family_target(family)
     tokens = mx.array([random_prompt(12, 3)])
     seen = []
     overrides = Overrides(Lock())
@@ -110,7 +87,7 @@ def test_embed_and_head_are_the_models_own(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_taps_are_of_committed_rows_whatever_was_rejected(family):
     """Features that reach a drafter in pieces are those of one forward over the whole text."""
-    target, prompt = target_of(random_model(family), family), random_prompt(9, 5)
+    target, prompt = family_target(family), random_prompt(9, 5)
     answer = plain_tokens(target.model, prompt, 40)
     layers = (EMBEDDING, target.num_layers - 1)
     oracle = Oracle(prompt, answer, 256, p=0.5, tap_layers=layers)

@@ -13,10 +13,7 @@ from types import SimpleNamespace
 import families
 import mlx.core as mx
 import pytest
-from mlx_lm import utils
-from mlx_lm.models import deepseek_v41, ministral3, mistral4, rope_utils
-from mlx_lm.models.activations import swiglu
-from tinymodels import END, SUPPORTED, model_config, random_model, save_target, tokenizer, wrapped
+from mlx_lm.models import deepseek_v41, ministral3, mistral4
 
 from dflash_mlx.targets import internals
 from dflash_mlx.targets.parts import find_parts
@@ -98,73 +95,6 @@ def test_the_other_caches_are_their_fields():
     }
     compressed = ["compress_kv", "index_k", "pending_kv", "pending_gate"]
     assert set(vars(internals.LayerCache(8))) == {"window_size", "offset", "window", *compressed}
-
-
-@pytest.mark.parametrize("family", SUPPORTED)
-def test_how_a_model_is_built_and_called(family):
-    """`Target` calls models so; `TapRecorder` records what each layer's class returns."""
-    model = random_model(model_config(family))
-    backbone = model.model
-    assert parameters(model.__call__)[:2] == ["inputs", "cache"]
-    caches = internals.make_prompt_cache(model)
-    assert [type(cache) for cache in caches] == [internals.KVCache] * len(backbone.layers)
-
-    calls = []
-
-    class Spy(type(backbone.layers[0])):
-        def __call__(self, *arguments, **options):
-            calls.append((arguments, options))
-            return super().__call__(*arguments, **options)
-
-    for layer in backbone.layers:
-        layer.__class__ = Spy
-    tokens = mx.array([[3, 4, 5]])
-    logits = model(tokens, cache=caches)
-    assert len(calls) == len(backbone.layers) == 3
-    for (x, *_), options in calls:
-        assert x.shape == (1, 3, 64) and set(options) <= {"cache"}
-    assert [cache.offset for cache in caches] == [3, 3, 3]
-    assert logits.shape == (1, 3, len(tokenizer()))
-    hidden = backbone(tokens)
-    tied = not hasattr(model, "lm_head")
-    head = backbone.embed_tokens.as_linear if tied else model.lm_head
-    assert mx.allclose(head(hidden), logits, atol=1e-5)
-
-
-def test_the_tokenizer_wrapper():
-    wrapper = wrapped([7])
-    assert wrapper.eos_token_ids == {7, tokenizer().eos_token_id}
-    first, second = wrapper.detokenizer, wrapper.detokenizer
-    assert first is not second  # a request's own
-    for token in tokenizer().encode("The fox"):
-        first.add_token(token)
-    first.finalize()
-    assert first.last_segment == "The fox" and first.last_segment == second.last_segment == ""
-    messages = [{"role": "user", "content": "hi"}]
-    ids = wrapper.apply_chat_template(messages, add_generation_prompt=True)
-    assert ids == tokenizer().encode("user: hi\nassistant:")
-    assert wrapper.has_chat_template and wrapper.bos_token is None and wrapper.eos_token == END
-    assert wrapper.backend_tokenizer.to_str() == tokenizer().backend_tokenizer.to_str()
-
-
-def test_how_models_are_loaded(tmp_path):
-    assert parameters(utils.load_model)[:3] == ["model_path", "lazy", "strict"]
-    assert parameters(utils.load_tokenizer)[1:] == ["tokenizer_config_extra", "eos_token_ids"]
-    folder = save_target(tmp_path, "qwen3_moe", eos_token_id=5)
-    model, config = utils.load_model(folder, lazy=True)
-    assert config["eos_token_id"] == 5 and config["hidden_size"] == 64
-    # True, False or how to quantize, for a layer's path
-    assert model.quant_predicate("model.layers.0.self_attn.q_proj", None) is True
-    assert model.quant_predicate("model.layers.0.mlp.gate", None)["bits"] == 8
-    wrapper = utils.load_tokenizer(folder, eos_token_ids=[5])
-    assert 5 in wrapper.eos_token_ids
-
-
-def test_what_the_drafter_is_made_of():
-    names = ["dims", "base", "traditional", "scaling_config", "max_position_embeddings"]
-    assert parameters(rope_utils.initialize_rope) == names
-    gate, x = mx.array([1.0, -2.0]), mx.array([3.0, 5.0])
-    assert mx.allclose(swiglu(gate, x), gate * mx.sigmoid(gate) * x)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v32"])

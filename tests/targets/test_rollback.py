@@ -5,7 +5,7 @@ from threading import Lock
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from families import plain_tokens, random_model, random_prompt, target_of
+from families import family_target, plain_tokens, random_model, random_prompt, target_of
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -96,7 +96,7 @@ def arrays_of(tree) -> dict[int, mx.array]:
 
 def commit_bytes(family: str, context: int) -> tuple[int, int]:
     """Bytes of the arrays that a commit of 7 of 16 rows reads, and of those it makes."""
-    session = target_of(random_model(family), family).start()
+    session = family_target(family).start()
     for _ in session.prefill(random_prompt(context, 0)):
         pass
     session.verify(dm.Proposal(random_prompt(16, 1)))
@@ -128,7 +128,7 @@ def test_only_views_grow_with_the_context_of_deepseek_v41():
 
 def test_a_commit_runs_no_projection_and_copies_no_state():
     """The tape of a 16-row verify is a fraction of what 16 states would take."""
-    target = target_of(random_model("qwen3_5"), "qwen3_5")
+    target = family_target("qwen3_5")
     session = target.start()
     list(session.prefill(random_prompt(40, 0)))
     states = [cache[1] for cache in session.cache[:3]]
