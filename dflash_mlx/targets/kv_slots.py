@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import mlx.core as mx
@@ -143,14 +143,17 @@ class SlotArray:
     def close_gaps(self) -> None:
         """Move the last slots into free ones, and shrink arrays of which most is free."""
         self.used = count = len(self.sessions)
-        slots = [one.slot for one in self.sessions if one.slot is not None]
+        slots, moved = [one.slot for one in self.sessions if one.slot is not None], list[Any]()
         gaps = {*range(count)} - {slot.index for slot in slots}
         for slot in [slot for slot in slots if slot.index >= count]:
             source, slot.index = slot.index, gaps.pop()
             for pair, sizes in zip(self.layers, self._sizes, strict=True):
                 for x, size in zip(pair, sizes, strict=True):
-                    rows = x[mx.arange(source * size, (source + 1) * size)]
-                    x[slot.index * size : (slot.index + 1) * size] = rows
+                    rows = mx.arange(source * size, (source + 1) * size)
+                    moved.append((x, slot.index * size, x[rows]))
+        mx.eval([rows for *_, rows in moved])  # else x is copied, as it is still being read
+        for x, first, rows in moved:
+            x[first : first + len(rows)] = rows
         if self.layers and 2 * count * self._sizes[0][0] < len(self.layers[0][0]):
             self.layers = [
                 [x[mx.arange(count * size)] for x, size in zip(pair, sizes, strict=True)]
