@@ -21,6 +21,7 @@ from dflash_mlx.drafter.draft_model import DraftModel
 from dflash_mlx.drafter.gemma4_assistant import Gemma4Assistant
 from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
 from dflash_mlx.drafter.networks import EMBEDDING, HEAD, network_for
+from dflash_mlx.drafter.protocol import drafts_trees
 from dflash_mlx.loading.load import load
 
 Pair = tuple[dm.Target, Any]
@@ -101,7 +102,6 @@ def noisy(network: Any, noise: float, seed: int) -> Any:
     mx.random.seed(seed)
     moved = tree_map(lambda w: w + noise * mx.random.normal(w.shape), network.parameters())
     network.update(moved)
-    mx.eval(network.parameters())  # an engine drafts in another thread
     return network
 
 
@@ -132,7 +132,6 @@ def assistant(name: str, **changes: Any) -> Pair:
         layer.self_attn.q_norm.weight *= 0.3
     if changes:
         drafter["masked_embedding"]["token_ordering"] = mx.random.permutation(mx.arange(256))
-    mx.eval(drafter.parameters())
     return target, drafter
 
 
@@ -174,5 +173,12 @@ PAIRS: dict[str, Callable[[], Pair]] = {
 
 @functools.cache
 def pair(name: str) -> Pair:
-    """The pair of a name in `PAIRS`, made once."""
-    return PAIRS[name]()
+    """The pair of a name in `PAIRS`, made once.
+
+    It has drafted already, so that an engine's thread finds no array that is not computed yet.
+    """
+    target, drafter = PAIRS[name]()
+    trees = [8] if target.supports_trees and drafts_trees(drafter) else []
+    for tree in (None, *trees):
+        dm.generate(target, drafter, [1, 2, 3], max_tokens=8, tree_budget=tree)
+    return target, drafter
