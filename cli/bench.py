@@ -153,7 +153,7 @@ def report(
 
 
 def _numbers(text: str | None) -> list[int]:
-    numbers = [int(one) if one.isdecimal() else 0 for one in text.split(",")] if text else []
+    numbers = [int(n) if n.strip().isdecimal() else 0 for n in text.split(",")] if text else []
     if not all(numbers):
         raise SettingsError(f"--concurrency must be positive numbers, like 1,8, not {text!r}.")
     return numbers

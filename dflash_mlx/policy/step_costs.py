@@ -72,7 +72,7 @@ class StepCosts:
     @property
     def plain_seconds(self) -> float | None:
         """Seconds of a plain step of one request of late; None before one was timed."""
-        return _low_median([*self._plain]) if self._plain else None
+        return _low_median(latest) if (latest := [*self._plain]) else None
 
     def needs_plain_step(self, requests: int = 1) -> bool:
         """Whether the next step should be plain, for too little is known of what one takes."""
@@ -97,11 +97,12 @@ class StepCosts:
                 self._plain.clear()
             self._plain.append(seconds / self._plain_line(requests))
             self._requests, self._since_plain = requests, 0
-        if self._plain and self._since_plain <= FRESH:
-            for kind, rows, requests, seconds in self._waiting:
+        latest = [*self._plain]  # copies: requests in other threads observe, too
+        if latest and self._since_plain <= FRESH:
+            for kind, rows, requests, seconds in [*self._waiting]:
                 if self._is_like(requests):
                     place, plain = self._place(rows, requests)
-                    cost = seconds / self._plain_line(requests) / _low_median([*self._plain])
+                    cost = seconds / self._plain_line(requests) / _low_median(latest)
                     self._kinds[kind].observe(place, cost * plain, self._steps)
             self._waiting.clear()
 
@@ -131,14 +132,15 @@ class CostCurve:
         if now >= self._expires and self._seen:
             self._correct(now)
             self._expires = now + FORGOTTEN // 8
-        if rows not in self._costs:
+        cost = self._costs.get(rows)
+        if cost is None:
             place, total, weights = log2(rows), 0.0, PRIOR_WEIGHT
             for other, count, ratio in self._known:
                 weight = count * PER_OCTAVE ** abs(other - place)
                 total += weight * ratio
                 weights += weight
-            self._costs[rows] = _on(self._line, rows) * exp(total / weights)
-        return self._costs[rows]
+            cost = self._costs[rows] = _on(self._line, rows) * exp(total / weights)
+        return cost
 
     def observe(self, rows: int, cost: float, now: int) -> None:
         """Take in what a step cost."""
@@ -148,16 +150,14 @@ class CostCurve:
     def _correct(self, now: int) -> None:
         medians = []  # rows, samples, and the median of their costs
         for rows, samples in [*self._seen.items()]:
-            while samples and samples[0][0] < now - FORGOTTEN:
-                samples.popleft()
-            if samples:
-                medians.append((rows, len(samples), _low_median([cost for _, cost in samples])))
+            costs = [cost for step, cost in [*samples] if step >= now - FORGOTTEN]
+            if costs:
+                medians.append((rows, len(costs), _low_median(costs)))
             else:
-                del self._seen[rows]
+                self._seen.pop(rows, None)
         self._line, self._known, self._costs = self._fit(medians), [], {}
         for rows, count, cost in medians:
-            ratio = cost / _on(self._line, rows)
-            ratio = min(LARGEST_RATIO, max(1 / LARGEST_RATIO, ratio))
+            ratio = min(LARGEST_RATIO, max(1 / LARGEST_RATIO, cost / _on(self._line, rows)))
             self._known.append((log2(rows), count, log(ratio)))
 
     def _fit(self, medians: Sequence[tuple[int, int, float]]) -> tuple[float, float]:

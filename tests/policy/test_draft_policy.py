@@ -1,5 +1,8 @@
 """Draft lengths: near the best fixed one on any machine, and never much slower than plain."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from bigrams import BigramDrafter, BigramTarget
@@ -282,3 +285,22 @@ def test_what_a_drafted_token_costs_is_learnt_and_decides_the_length(guess, begi
     assert spent < 1.07 * fixed_cost(best, machine, text)
     drafted = sorted(count for count in rows if count > 1)
     assert abs(drafted[len(drafted) // 2] - best) <= max(1, best // 2)
+
+
+def test_requests_of_many_threads_teach_one_policy():
+    costs = StepCosts()
+
+    def teach(requests: int) -> None:
+        for step in range(3000):
+            rows = requests + step % 5
+            costs.observe("chain", rows, 1e-3 * rows, requests)
+            costs.needs_plain_step(requests)
+            assert costs.plain_seconds is None or costs.cost("chain", rows, requests) >= 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            [*threads.map(teach, (1, 1, 4, 16))]
+    finally:
+        sys.setswitchinterval(interval)
