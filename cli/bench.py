@@ -91,7 +91,7 @@ def bench(
         raise SettingsError(f"--draft must not be {NONE} here: name a drafter.")
     if max_tokens < 2:  # the prefill brings the first
         raise SettingsError(f"--max-tokens must be 2 or more to measure a speed, not {max_tokens}.")
-    clients = _numbers(concurrency)
+    clients = [] if concurrency is None else _numbers(concurrency)
     if protocol is not None:
         if protocol != PROTOCOL:
             raise SettingsError(f"--protocol must be {PROTOCOL}, not {protocol!r}.")
@@ -152,8 +152,8 @@ def report(
         _show(run)
 
 
-def _numbers(text: str | None) -> list[int]:
-    numbers = [int(n) if n.strip().isdecimal() else 0 for n in text.split(",")] if text else []
+def _numbers(text: str) -> list[int]:
+    numbers = [int(one) if one.strip().isdecimal() else 0 for one in text.split(",")]
     if not all(numbers):
         raise SettingsError(f"--concurrency must be positive numbers, like 1,8, not {text!r}.")
     return numbers

@@ -24,8 +24,8 @@ from dflash_mlx.settings import SETTINGS
 from .output import error_line, note
 
 FAILED, USAGE = 1, 2
-# Settings that the library names in another way than the command line.
-LONG_NAMES = re.compile(rf"\b({'|'.join(name for name in SETTINGS if '_' in name)})\b")
+# Options that the library names in another way than the command line.
+LONG_NAMES = "|".join(k for k, v in SETTINGS.items() if "_" in k and v.metavar)
 WRONG_USAGE = (SettingsError, PromptError, UnsupportedTreeError)
 UsageError: Any = typer.BadParameter.__base__  # of arguments; Typer exports no more of it
 EXPECTED = {  # by the kind of a validation error of pydantic's
@@ -53,7 +53,7 @@ def one_line_errors() -> Iterator[None]:
     except DFlashError as error:
         from .options import spelled
 
-        named = LONG_NAMES.sub(lambda found: spelled(found[0]), str(error))
+        named = re.sub(rf"\b({LONG_NAMES})\b", lambda found: spelled(found[0]), str(error))
         error_line(named if isinstance(error, SettingsError) else str(error))
         raise typer.Exit(USAGE if isinstance(error, WRONG_USAGE) else FAILED) from error
     except ValueError as error:

@@ -142,10 +142,7 @@ def refuse_elsewhere(agent: Agent, arguments: list[str]) -> None:
     known = ELSEWHERE[agent]
     for given in arguments:
         if re.match(known.arguments, given):
-            raise SettingsError(
-                f"launch decides the server: {given} may name {agent.value} another one. "
-                "Leave it out."
-            )
+            raise SettingsError(f"launch names the server: {given} may name another. Leave it out.")
     for pattern in known.files:
         for file in glob(os.path.expanduser(os.path.expandvars(pattern))):
             if found := re.search(known.content, Path(file).read_text(errors="replace")):
@@ -190,9 +187,7 @@ def agent_command(
             "env_key": "DFLASH_API_KEY",
             "wire_api": "responses",
         }
-        given: dict[str, Any] = {
-            f"model_providers.dflash.{name}": value for name, value in provider.items()
-        }
+        given: dict[str, Any] = {f"model_providers.dflash.{k}": v for k, v in provider.items()}
         given |= {"model_provider": "dflash", "model": model, "web_search": "disabled"}
         given |= {"features.view_image": False, "features.image_generation": False}
         if context:
@@ -247,6 +242,8 @@ def _server(
                         last = told[-1].removeprefix("error: ") if told else "The server ended."
                         raise ServerError(last)
                     time.sleep(PAUSE)
+            if server is None and names.draft:
+                note(f"{url} keeps its own drafter, not {names.draft}: another --port starts anew.")
             yield served
         finally:
             if server is not None:

@@ -82,7 +82,7 @@ def models(
         print_json({"embedded": EMBEDDED, "pairs": rows})
         return
     shown = [pair for pair in named if everything or name or _fits(pair) not in (None, NO)]
-    _print_models(sorted(shown, key=_order), copies, hub if name else None)
+    _print_models(sorted(shown, key=_order), copies, [hub] if name else None)
     if len(shown) < len(named):
         note(f"{len(named) - len(shown)} more do not fit or have no known size: --all.")
     note("GB: from parameters. Conversions are known by name, such as Qwen3-8B-4bit.")
@@ -160,7 +160,7 @@ def _order(pair: KnownPair) -> tuple[bool, str, float]:
     return _fits(pair) in (None, NO), family[0] if family else "", pair.billions or 0
 
 
-def _print_models(shown: list[KnownPair], copies: dict[str, int], asked: Hub | None) -> None:
+def _print_models(shown: list[KnownPair], copies: dict[str, int], asked: list[Hub] | None) -> None:
     """A line for each target: its sizes, whether it fits, and what of it is downloaded."""
     names = [pair.targets[0] if asked else Path(pair.targets[0]).name for pair in shown]
     width = max(map(len, ("GB of memory", *names)))
@@ -179,17 +179,20 @@ def _print_models(shown: list[KnownPair], copies: dict[str, int], asked: Hub | N
         here = f", downloaded {sized(sum(own))}" * bool(own)
         status = f"{pair.unsupported or _fits(pair) or NOTHING}{here}"
         row(name, (NOTHING if one is None else f"{one:.1f}" for one in sizes), status)
-        for line in _details(pair, copies, asked) if asked else ():
+        for line in _details(pair, copies, asked) if asked is not None else ():
             stdout().print(Text(f"  {line}", "dim"), soft_wrap=True)
 
 
-def _details(pair: KnownPair, copies: dict[str, int], hub: Hub) -> Iterator[str]:
+def _details(pair: KnownPair, copies: dict[str, int], hubs: list[Hub]) -> Iterator[str]:
     """What to download, other names, the drafters, and what is here."""
     drafters = [one for one in pair.drafters if one.refused is None]
     sizes = dict[str, str]()
-    with suppress(DownloadError, ModelNotFoundError):  # without the hub, without sizes
-        for name in (pair.download, *(one.drafter for one in drafters[:1])):
-            sizes[name] = f", {sized(copies.get(name) or hub.remote_bytes(name))}"
+    try:
+        for name in (pair.download, *(one.drafter for one in drafters[:1])) if hubs else ():
+            with suppress(ModelNotFoundError):
+                sizes[name] = f", {sized(copies.get(name) or hubs[0].remote_bytes(name))}"
+    except DownloadError:  # without the hub, without sizes: it is asked no more
+        hubs.clear()
     yield f"download {pair.download}{sizes.get(pair.download, '')}"
     yield from (f"also {name}" for name in pair.targets[1:])
     for at, one in enumerate(drafters):

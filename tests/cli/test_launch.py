@@ -245,3 +245,9 @@ def test_its_server_has_the_drafter_and_the_adapter(monkeypatch):
     with _server("http://there", 1, "key", Names("m", "lookup", "./mine")) as (model, _):
         assert model == "mine"
     assert commands[0][-3:] == ["--model=m", "--draft=lookup", "--adapter=./mine"]
+
+
+def test_a_server_that_runs_keeps_its_drafter_and_it_is_told(monkeypatch, capsys):
+    monkeypatch.setattr("dflash_mlx.cli.launch._served", lambda url, key, wanted: ("m", None))
+    with _server("http://there", 1, "key", Names("m", "lookup", None)):
+        assert "keeps its own drafter, not lookup" in capsys.readouterr().err

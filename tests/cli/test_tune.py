@@ -6,10 +6,13 @@ import os
 import mlx.core as mx
 import pytest
 from program import run
+from rich.console import Console
 
 from dflash_mlx.cli import command_buffers
 from dflash_mlx.cli.command_buffers import apply_fastest, find_fastest
 from dflash_mlx.cli.output import rate, times
+from dflash_mlx.cli.tune import _kernel_table
+from dflash_mlx.targets.autotune import Timing
 
 
 def test_steps_of_each_length_are_timed(pair, tmp_path, monkeypatch):
@@ -43,6 +46,15 @@ def test_a_speedup_that_cannot_be_is_marked():
     assert [rate(speed) for speed in (0.0, 1.14, 2.06, 9.97, 1234.5)] == [
         "-", "1.1", "2.1", "10", "1,234",
     ]  # fmt: skip
+
+
+def test_the_table_of_timings(capsys):
+    """A Mac's only: `tune` shows it nowhere else."""
+    whole = Timing("whole verify", {1: 1e-2, 16: 5e-2}, {1: 2e-2, 16: 3e-2})
+    timings = [whole, Timing("attention", {16: 5e-3}, {16: 4e-3})]
+    Console(width=100).print(_kernel_table(timings))
+    *_, one, forward = capsys.readouterr().out.splitlines()
+    assert "10/20" in one and "50/30" in one and forward.split()[-2:] == ["-", "5/4"]
 
 
 def test_what_is_fastest_is_set_before_mlx_starts(monkeypatch, tmp_path):

@@ -6,8 +6,10 @@ import sys
 
 import pytest
 from program import run
+from typer import Exit
 
-from dflash_mlx.errors import MissingDependencyError
+from dflash_mlx.cli.failures import one_line_errors
+from dflash_mlx.errors import MissingDependencyError, SettingsError
 
 ON_LINUX = pytest.mark.skipif(sys.platform == "darwin", reason="this machine's chip is known")
 
@@ -166,3 +168,9 @@ def test_a_server_without_its_extra_says_what_to_install(monkeypatch):
     done = invoke("serve", "--port", "0", "--model", "no such model")
     assert done.returncode == 1
     assert str(MissingDependencyError.of("", "serve")).strip(": ") in done.stderr
+
+
+def test_errors_of_the_library_name_options_that_there_are(capsys):
+    with pytest.raises(Exit), one_line_errors():
+        raise SettingsError("max_tokens: logits_processors or logit_bias")
+    assert capsys.readouterr().err == "error: --max-tokens: logits_processors or logit_bias\n"
