@@ -38,13 +38,12 @@ def step(request: Request) -> Event:
         proposal = request.propose()
         if isinstance(proposal.tokens, mx.array):
             # The device computes the drafts while the host builds the target's forward.
-            mx.async_eval(proposal.tokens)
+            compute(proposal.tokens, wait=False)
         request.started = request.verify(proposal)
     step = request.take_step()
     if request.can_start_next(step):
-        # The next plain step starts before the host has read this one: as in mlx-lm's loop, the
-        # device never waits for the host.
-        mx.async_eval(step.choices, step.taps)
+        # As in mlx-lm's loop, the device never waits for the host.
+        compute(step.choices, step.taps, wait=False)
         request.start_next(step)
     compute(step.choices, step.taps)  # the only wait
     choices: Any = step.choices.tolist()

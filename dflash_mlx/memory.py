@@ -20,10 +20,10 @@ SPAN = 256  # tokens, by which mlx-lm's caches grow
 _NO_MEMORY = ("Insufficient Memory", "[malloc]", "[metal::malloc]", "[malloc_or_wait]")
 
 
-def compute(*arrays: Any) -> None:
-    """Compute trees of arrays, as `mx.eval`. Raises `NotEnoughMemoryError` if memory runs out."""
+def compute(*arrays: Any, wait: bool = True) -> None:
+    """Compute trees of arrays, or start to. Raises `NotEnoughMemoryError` if memory runs out."""
     try:
-        mx.eval(*arrays)
+        mx.eval(*arrays) if wait else mx.async_eval(*arrays)
     except RuntimeError as error:
         if not any(mark in str(error) for mark in _NO_MEMORY):
             raise

@@ -17,6 +17,7 @@ from .accept import accept
 from .caches import Caches
 from .errors import ProposalError
 from .events import Event, Stats
+from .memory import compute
 from .policy.planner import DraftCandidate, Planner, TreeCandidate
 from .proposal import Proposal
 from .sampling import Sampler, check_choice
@@ -258,7 +259,7 @@ class Request:
         self.keep_anchor(step)
         self.started = self.verify(Proposal(step.choices), pipelined=True)
         self.caches.target_session.commit([0])
-        mx.async_eval(self.started.choices, self.started.taps)
+        compute(self.started.choices, self.started.taps, wait=False)
 
     def accept(self, step: Step, choices: list[int]) -> tuple[list[int], list[int]]:
         """Follow the target's choices through the proposal.

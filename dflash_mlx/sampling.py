@@ -26,6 +26,7 @@ import numpy as np
 from .constraints import ConstraintSet, TokenConstraint, masked
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
+from .memory import compute
 from .penalties import PENALTIES, add_bias, penalize, window
 from .proposal import Proposal
 from .settings import SEED_BITS, SETTINGS, RequestSettings
@@ -313,7 +314,7 @@ def _decide_group(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
         scores = scores + _noise(decisions, logits.shape[-1])
         compared = [one.sampler._compared for one in decisions]
         # `commit` reads these, perhaps in another thread.
-        mx.async_eval([drafts for drafts in compared if drafts is not None])
+        compute([drafts for drafts in compared if drafts is not None], wait=False)
     choices = scores.argmax(axis=-1).astype(mx.int32)
     if not edits:
         return choices
@@ -355,7 +356,7 @@ def _edited(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
             edited.append(rows)
         logits = mx.concatenate(edited)
     if any(one._constraints is not None for one in samplers):
-        mx.async_eval(logits)
+        compute(logits, wait=False)
         masks: list[np.ndarray | None] = []
         for one, tokens, under in zip(decisions, drafts, paths, strict=True):
             own: list[np.ndarray | None] = [None] * len(under)

@@ -101,7 +101,7 @@ class SharedBatch:
                 item.target_session.check(item.proposal)
         if drafting := _without_errors(new):
             drafts = [item.proposal.tokens for item in drafting]
-            mx.async_eval([one for one in drafts if isinstance(one, mx.array)])
+            compute([one for one in drafts if isinstance(one, mx.array)], wait=False)
             self._verify(drafting)
         running = _without_errors(items)
         steps = [item.request.take_step() for item in running]
@@ -111,10 +111,10 @@ class SharedBatch:
         started: list[mx.array] = []
         ready = (one.request.can_start_next(of) for one, of in zip(running, steps, strict=True))
         if self._can_pipeline(items) and all(ready):
-            mx.async_eval(arrays)
+            compute(arrays, wait=False)
             started = self._start_next(running, steps)
         compute(arrays)
-        mx.async_eval(started)
+        compute(started, wait=False)
         read: dict[int, Any] = {at: step.choices.tolist() for at, step in forwards.items()}
         for item, step in zip(running, steps, strict=True):
             with item:

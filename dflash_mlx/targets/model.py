@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import ConfigError, SettingsError, UnsupportedTreeError
+from ..memory import compute
 from ..threads import evaluate
 from ..validation import ErrorWrapper
 from .attention import attend_with, check_exact
@@ -183,7 +184,7 @@ class TargetModel:
 
         def start(_: Any, result: Any) -> None:
             if self._starts_early:
-                mx.async_eval(result[0] if isinstance(result, tuple) else result)
+                compute(result[0] if isinstance(result, tuple) else result, wait=False)
 
         pieces = self.layers[PIECE - 1 : -1 : PIECE] if self.in_pieces else ()
         for layer in {id(layer): layer for layer in pieces}.values():

@@ -133,8 +133,7 @@ class TargetSession:
         for more rows than exact verification takes.
         """
         self.plan(proposal)
-        if self.slot is not None:
-            self.leave_slot()
+        self.leave_slot()
         self.begin()
         # A plain step's token that is on the device comes from a step that still runs.
         early = len(proposal) > 1 or not isinstance(proposal.tokens, mx.array)

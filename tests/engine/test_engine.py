@@ -215,6 +215,28 @@ def test_a_forward_of_many_without_memory_fails_nobody(crowd):
     assert [job.result().tokens for job in jobs] == crowd.alone and together.broken == 3
 
 
+def test_memory_that_runs_out_as_a_shared_step_starts_fails_nobody(crowd, monkeypatch):
+    """MLX allocates when it starts to compute, not only where a step waits."""
+    own, breaks = mx.async_eval, iter([False, True, True, False, True] + [False] * 10**4)
+
+    def full(*arrays: object) -> None:
+        monkeypatch.setattr(mx, "async_eval", own)
+        raise RuntimeError("[metal::malloc] Unable to allocate 4096 bytes.")
+
+    class Full(SharedBatch):
+        def verify(self, turns, tokens=None):
+            answers = super().verify(turns, tokens)
+            if len(turns) > 1 and next(breaks):
+                monkeypatch.setattr(mx, "async_eval", full)
+            return answers
+
+    played = Played(crowd.target, None, Full(crowd.target, None))
+    jobs = submit_all(played, crowd)
+    played.run()
+    assert [job.result().tokens for job in jobs] == crowd.alone
+    assert not any(breaks)
+
+
 def test_a_forward_that_breaks_ends_all_in_it(crowd):
     """Nobody guesses whose fault it is, and a bug of ours is not hidden by a second try."""
     breaks = iter([False, True])
