@@ -106,8 +106,8 @@ class KeptFeatures:
         save_arrays(self._path(sample), stored._asdict(), {})
 
     def _path(self, sample: Sample) -> Path:
-        name = sha256(np.array(sample.tokens, np.int32).tobytes()).hexdigest()
-        return self._folder / f"{name[:32]}.safetensors"
+        of = np.array([*self._layers, -1, *sample.tokens], np.int32)
+        return self._folder / f"{sha256(of.tobytes()).hexdigest()[:32]}.safetensors"
 
 
 def _padded(arrays: Sequence[mx.array], length: int) -> mx.array:

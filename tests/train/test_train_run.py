@@ -26,7 +26,9 @@ from dflash_mlx.loop import generate
 from dflash_mlx.targets import Target
 from dflash_mlx.train import answers, memory
 from dflash_mlx.train.answers import AnswerProgress
+from dflash_mlx.train.dataset import Sample
 from dflash_mlx.train.drafter import head_parts, new_drafter
+from dflash_mlx.train.features import KeptFeatures, features
 from dflash_mlx.train.fit import StepReport
 from dflash_mlx.train.initial import draft_config, mask_token, tap_layers
 from dflash_mlx.train.recipe import Recipe
@@ -181,6 +183,15 @@ def test_kept_features_teach_the_same(tmp_path, target, data):
         (tmp_path / f"{kept}" / "work" / "checkpoint.safetensors").unlink(missing_ok=True)
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
     assert losses[1] == losses[2]
+
+
+def test_features_are_kept_for_each_choice_of_layers(tmp_path, target):
+    """A drafter to start from may tap other layers than the one before it."""
+    sample = Sample(tuple(range(3, 20)), ((5, 17),))
+    for layers in ([0], [1], [0, 1]):
+        kept = KeptFeatures(target, layers, tmp_path)([sample], 17)
+        own = features(target, mx.array([sample.tokens]), layers)
+        assert mx.array_equal(kept.taps, own.taps.astype(mx.bfloat16))
 
 
 def test_it_starts_from_a_published_drafter(tmp_path, target, data):
