@@ -50,10 +50,10 @@ def check_bits(target, store, ids, held, kv_bits=None):
 @pytest.mark.parametrize(
     ("family", "kv_bits"), [*((name, None) for name in FAMILIES), ("qwen3", 8), ("qwen3_5", 4)]
 )
-def test_a_hit_is_a_miss_that_was_not_read(family, kv_bits):
-    """Second turns, greedy and sampled; another prompt that parts inside; a repeated one."""
-    target = family_target(family)
-    store = dm.PrefixStore(target, None, memory=GIB, chunk=SMALL)
+def test_a_hit_is_a_miss_that_was_not_read(family, kv_bits, tmp_path):
+    """Second turns, greedy and sampled; another prompt that parts inside; a later process."""
+    target, kept = family_target(family), {"memory": GIB, "chunk": SMALL, "folder": tmp_path}
+    store = dm.PrefixStore(target, None, **kept)
     settings = {"kv_bits": kv_bits}
 
     def ask(prompt, count, **more):
@@ -74,6 +74,9 @@ def test_a_hit_is_a_miss_that_was_not_read(family, kv_bits):
         target, store, [*other[:40], *small_prompt(20, seed=4)], 40 if trims else 32, kv_bits
     )
     check_bits(target, store, [*first, *small_prompt(8, seed=4)], 70 if trims else 54, kv_bits)
+    store.flush()
+    hit = ask(prompt, 5, prefix=dm.PrefixStore(target, None, **kept))
+    assert hit.stats.reused_tokens and hit.tokens == ask(prompt, 5).tokens
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

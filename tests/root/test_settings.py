@@ -47,7 +47,7 @@ CASES = [(name, value) for name, values in WRONG.items() for value in values]
 CASES += [(name, value) for name in NUMBERS for value in ("1", True, math.nan, [1])]
 
 
-@pytest.mark.parametrize(("name", "value"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "value"), CASES)
 def test_a_wrong_value_is_named(name, value):
     chat = [{"role": "user", "content": "Hi"}]
     with pytest.raises(SettingsError, match=name) as caught:
@@ -80,7 +80,6 @@ def test_a_wrong_value_is_named(name, value):
             for size in (0, -1, None, 1.5, True, "8", 1025, 10**400)
         ),
     ],
-    ids=str,
 )
 def test_so_are_those_of_what_requests_share(make, name):
     with pytest.raises(SettingsError, match=name):
