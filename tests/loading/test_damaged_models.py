@@ -201,3 +201,11 @@ def test_a_pair_is_loaded_with_one_look_at_each_header(tmp_path, monkeypatch):
     seen.clear()
     load(*pair)
     assert sorted(seen) == sorted(folder / WEIGHTS for folder in pair)
+
+
+def test_a_download_that_broke_off_is_not_complete(tmp_path):
+    """Who asks for the files of a folder, as the hub's copies and kept conversions do, is told."""
+    file = save_target(tmp_path) / WEIGHTS
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(Weights, match=WEIGHTS):
+        _ = Folder(tmp_path).files
