@@ -200,6 +200,12 @@ def test_what_is_shown_when(cut, stop, shown):
     assert pieces_of(cut, stop) == shown
 
 
+def test_a_stop_string_whose_end_the_detokenizer_holds_to_the_last():
+    coded = byte_level([b"a", b" "])  # mlx-lm waits with a lone space
+    stream = coded.stream(("a ",), max_tokens=2)
+    assert stream.add(coded.ids).text == "" and stream.finish_reason == "stop"
+
+
 @pytest.mark.parametrize(
     ("cut", "stop", "shown"),
     [

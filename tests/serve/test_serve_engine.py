@@ -140,6 +140,7 @@ async def test_health_reports_a_device_that_hangs(pair):
         assert handler.seconds_since_step > seconds
         device.freed.set()
         assert [step async for step in another.steps()][-1].reason is not None
-        while handler.seconds_since_step:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            while handler.seconds_since_step:
+                await asyncio.sleep(0)
         assert (await endpoints.health(None)).status_code == 200
