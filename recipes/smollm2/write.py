@@ -67,6 +67,7 @@ def write_chunks(
             for row in rows:
                 kept.save(row.answer.sample, row.features())
             unfinished = path.with_suffix(".part")
+            unfinished.unlink(missing_ok=True)  # of a run that was killed here
             append(unfinished, (asdict(row.answer) for row in rows))
             unfinished.replace(path)
         answers = read_answers(path)
