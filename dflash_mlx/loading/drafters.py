@@ -18,12 +18,7 @@ from ..drafter.draft_model import DraftModel
 from ..drafter.gemma4_assistant import Gemma4Assistant
 from ..drafter.lookup import CombinedDrafter, LookupDrafter
 from ..drafter.mtp import MTPHead
-from ..drafter.networks import (
-    ASSISTANTS,
-    EAGLE3,
-    needs_target,
-    network_for,
-)
+from ..drafter.networks import ASSISTANTS, EAGLE3, needs_target, network_for
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, SettingsError, WeightsError
 from ..targets import Target

@@ -112,16 +112,19 @@ def _convert(path: Path, unpacked: bool, folder: Path) -> None:
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    conversion.save_tokenizer(part)
-    _write_json(part / "config.json", conversion.config)
-    where: dict[str, str] = {}
-    for number, weights in enumerate(conversion.files()):
-        file = part / f"model-{number:05}.safetensors"
-        save_arrays(file, weights, {"format": "mlx"})
-        where |= dict.fromkeys(weights, file.name)
-    _write_json(part / INDEX, {"weight_map": where})
-    shutil.rmtree(folder, ignore_errors=True)
-    part.rename(folder)
+    try:
+        conversion.save_tokenizer(part)
+        _write_json(part / "config.json", conversion.config)
+        where: dict[str, str] = {}
+        for number, weights in enumerate(conversion.files()):
+            file = part / f"model-{number:05}.safetensors"
+            save_arrays(file, weights, {"format": "mlx"})
+            where |= dict.fromkeys(weights, file.name)
+        _write_json(part / INDEX, {"weight_map": where})
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+    finally:  # what a full disk left
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -173,7 +173,7 @@ _MODELS = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _sentence_pi
 
 def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json. Raises `ConfigError`."""
-    build(path, metadata).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(build(path, metadata).to_str(), encoding="utf-8")
     fields = TokenizerFields(path, metadata)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
