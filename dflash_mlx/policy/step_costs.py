@@ -25,6 +25,7 @@ STIFF = 300.0  # how much surer the typical cost of a row is than that of a draf
 PRIOR_WEIGHT = 1.0  # comparisons that the typical line counts for
 PER_OCTAVE = 0.5  # weight of a measurement at half or twice the row count
 LARGEST_RATIO = 4.0  # of a comparison, either way
+STALLED = 2.0  # times the typical cost: one such step, unless drafted token by token, moves no line
 FRESH = 8  # drafted steps before or after a plain one that are compared with it
 # Drafted steps after which a plain one runs to be timed: the first, the next ones, and later.
 FIRST, FEW, STALE = 1, 12, 64
@@ -153,8 +154,6 @@ class CostCurve:
             costs = [cost for step, cost in [*samples] if step >= now - FORGOTTEN]
             if costs:
                 medians.append((rows, len(costs), _low_median(costs)))
-            else:
-                self._seen.pop(rows, None)
         self._line, self._known, self._costs = self._fit(medians), [], {}
         for rows, count, cost in medians:
             ratio = min(LARGEST_RATIO, max(1 / LARGEST_RATIO, cost / _on(self._line, rows)))
@@ -164,6 +163,8 @@ class CostCurve:
         """The line through the medians of the costs by rows: least squares, beside the prior."""
         n, nx, nxx, ny, nxy = PRIOR_WEIGHT, 0.0, self._stiffness, 0.0, 0.0
         for rows, count, cost in medians:
+            if count == 1 < self._stiffness and cost > STALLED * _on(self._prior, rows):
+                continue
             x, y = rows - 1, cost - _on(self._prior, rows)
             n, nx, nxx = n + count, nx + count * x, nxx + count * x * x
             ny, nxy = ny + count * y, nxy + count * x * y
@@ -175,8 +176,7 @@ class CostCurve:
 
 def _on(line: tuple[float, float], rows: int) -> float:
     """The cost of a drafted step on a line: of a draft, and of each further row."""
-    draft, row = line
-    return 1 + draft + row * (rows - 1)
+    return 1 + line[0] + line[1] * (rows - 1)
 
 
 def _low_median(values: Sequence[float]) -> float:

@@ -2,12 +2,9 @@
 
 import asyncio
 import gc
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -392,28 +389,3 @@ def test_hundreds_of_jobs_leave_nothing(crowd):
         engine.submit([1], max_tokens=1).result(SOON)
         after = counted()
     assert after[0] <= before[0] + 2**20 and after[1] <= before[1] + 200
-
-
-FORGOTTEN = """
-import threading
-import dflash_mlx as dm
-from tinymodels import target
-engine = dm.Engine(target(), None)
-job = engine.submit([1, 2, 3], max_tokens=8000)
-other = threading.Thread(target=lambda: print(job.result().finish_reason))
-other.start()
-next(job)
-print("the program ends")
-"""
-
-
-def test_a_program_ends_that_forgot_to_close_its_engine():
-    done = subprocess.run(
-        [sys.executable, "-c", FORGOTTEN],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1] / "helpers",
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split("\n")[0] == "the program ends"

@@ -3,8 +3,11 @@
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import weakref
 from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -222,3 +225,28 @@ def test_a_mask_of_another_vocabulary_ends_its_own_request_alone():
         bad.result()
     played.run()
     assert good.result().tokens == dm.generate(target(), None, PROMPT, max_tokens=9).tokens
+
+
+FORGOTTEN = """
+import threading
+import dflash_mlx as dm
+from tinymodels import target
+engine = dm.Engine(target(), None)
+job = engine.submit([1, 2, 3], max_tokens=8000)
+other = threading.Thread(target=lambda: print(job.result().finish_reason))
+other.start()
+next(job)
+print("the program ends")
+"""
+
+
+def test_a_program_ends_that_forgot_to_close_its_engine():
+    done = subprocess.run(
+        [sys.executable, "-c", FORGOTTEN],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1] / "helpers",
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[0] == "the program ends"

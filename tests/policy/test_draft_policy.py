@@ -146,6 +146,16 @@ def test_a_busy_start_does_not_keep_an_answer_plain():
     assert spent < 1.16 * best
 
 
+@pytest.mark.parametrize("stall", [10, 1000])
+def test_one_step_that_stalled_does_not_end_drafting(stall):
+    policy = DraftPolicy(LONGEST)
+    for rows, seconds in ((12, 1.7 * stall), (1, 1.0)):
+        policy.costs.observe("chain", rows, seconds)
+    assert policy.costs.cost("chain", 16) < 4 * StepCosts().cost("chain", 16)
+    spent, _ = play(policy, Machine(*MACHINES["rows dear"]), text_of(DRAFTERS["perfect"], 80, 1))
+    assert spent < 0.7 * 80
+
+
 def test_a_length_that_always_runs_is_compared_with_plain_steps():
     """No length locks itself in: plain steps are timed now and then, and its own cost is seen."""
     costs = StepCosts()
