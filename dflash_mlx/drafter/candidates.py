@@ -13,6 +13,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from ..memory import compute
+
 MOST_CANDIDATES = 32  # per slot; a tree of 64 rows hardly ever has more siblings
 NEVER = -50.0  # the log-probability of what top-p, top-k or a grammar excludes
 CHUNK = 512  # vocabulary entries per chunk of the top-k search
@@ -54,7 +56,7 @@ class CandidateTokens(NamedTuple):
 
 def read_candidates(candidates: Sequence[CandidateTokens]) -> list[tuple[np.ndarray, np.ndarray]]:
     """The tokens and log-probabilities of many requests; waits once for the device."""
-    mx.eval(candidates)
+    compute(candidates)
     return [
         (np.array(tokens), np.maximum(np.array(log_probs, np.float64), NEVER))
         for tokens, log_probs in candidates

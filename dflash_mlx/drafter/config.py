@@ -28,15 +28,7 @@ from .config_reader import (
     one_of,
     whole,
 )
-from .networks import (
-    DFLASH,
-    DFLASH2,
-    DSPARK,
-    LILICORR,
-    MARKOV_IN_ZLAB,
-    ZLAB,
-    identify,
-)
+from .networks import DFLASH, DFLASH2, DSPARK, LILICORR, MARKOV_IN_ZLAB, ZLAB, identify
 
 LAYERS, ROWS, WIDTH, TOKENS = whole(1024), whole(2**12), whole(2**20), whole(2**24)
 HEADS, MARKOV_HEADS = whole(2**14), one_of("vanilla", "gated", "rnn")

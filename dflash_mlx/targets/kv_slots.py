@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 import mlx.core as mx
 
+from ..memory import compute
 from .internals import KVCache
 from .session import TargetSession
 
@@ -54,7 +55,7 @@ class Slot:
             cache.keys, cache.values = self.array.copied(layer, self.index, rows)
             cache.offset = rows
         # A lazy copy would hold the arrays, which could then not be written in place.
-        mx.async_eval([(cache.keys, cache.values) for cache in self.caches])
+        compute([(cache.keys, cache.values) for cache in self.caches], wait=False)
 
 
 class SlotArray:
@@ -151,7 +152,7 @@ class SlotArray:
                 for x, size in zip(pair, sizes, strict=True):
                     rows = mx.arange(source * size, (source + 1) * size)
                     moved.append((x, slot.index * size, x[rows]))
-        mx.eval([rows for *_, rows in moved])  # else x is copied, as it is still being read
+        compute([rows for *_, rows in moved])  # else x is copied, as it is still being read
         for x, first, rows in moved:
             x[first : first + len(rows)] = rows
         if self.layers and 2 * count * self._sizes[0][0] < len(self.layers[0][0]):

@@ -123,7 +123,7 @@ class TargetSession:
 
     def start_computing(self) -> None:
         """Leave nothing lazy in the caches: the next forward may be another thread's."""
-        mx.async_eval([caches.arrays(cache) for cache in self.cache])
+        compute([caches.arrays(cache) for cache in self.cache], wait=False)
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
         """One forward over the proposal: logits [N, V] after each row, and its taps [1, N, K*D].
@@ -243,9 +243,8 @@ class TargetSession:
         if self.slot is None and self._since >= SPAN - (len(kept) + rejected):
             mx.clear_cache()
             self._since = 0
-        # Leave nothing lazy in the caches: the next forward may be another thread's.
-        if lazy := self.cache if moved else self._lazy:
-            mx.async_eval([caches.arrays(cache) for cache in lazy])
+        if lazy := self.cache if moved else self._lazy:  # as `start_computing`
+            compute([caches.arrays(cache) for cache in lazy], wait=False)
 
     def _run_again(self, ids: mx.array, kept: int) -> None:
         """Go back to before the last verify of `ids` [N], and run its kept rows again.
