@@ -37,16 +37,17 @@ class Index:
         self._places: dict[tuple[int, ...], int] = {}  # by n-gram, of all lengths
         self._before: list[list[int]] = []  # per token: the places that it overwrote
 
-    def add(self, token: int) -> None:
-        """Append a token to the text."""
-        self.tokens.append(token)
-        end, overwritten = len(self.tokens), []
-        for length in LENGTHS:
-            if end >= length:
-                key = tuple(self.tokens[-length:])
-                overwritten.append(self._places.get(key, UNSEEN))
-                self._places[key] = end
-        self._before.append(overwritten)
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            self.tokens.append(token)
+            end, overwritten = len(self.tokens), []
+            for length in LENGTHS:
+                if end >= length:
+                    key = tuple(self.tokens[-length:])
+                    overwritten.append(self._places.get(key, UNSEEN))
+                    self._places[key] = end
+            self._before.append(overwritten)
 
     def trim_to(self, count: int) -> None:
         """Forget all but the first `count` tokens."""
@@ -128,8 +129,7 @@ class PromptLookup:
 
     def read(self, tokens: Sequence[int]) -> None:
         """Add tokens to the text, and learn from the drafts that it has passed."""
-        for token in tokens:
-            self._index.add(token)
+        self._index.extend(tokens)
         text = self._index.tokens
         for place, (matched, draft) in list(self._drafts.items()):
             if len(text) >= place + len(draft):

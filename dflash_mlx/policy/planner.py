@@ -155,16 +155,16 @@ class AdaptivePlanner(Planner):
             self._plain_left = plain_steps_after(self._in_vain)
         if rates := session.lookup_rates(anchor, width)[: width - 1]:
             found, speed = path_probabilities(rates), max(GAIN, self._speed(length))
-            rows, _ = self._best("lookup", found, range(2, len(found) + 2), speed)
+            rows = self._best("lookup", found, range(2, len(found) + 2), speed)
             if rows > 1:
                 self._kind = "lookup"
                 return checked(session.propose_lookup(anchor, rows), rows)
         if network is None or length == 1:
             return Proposal([anchor])
         self._unread = network.pending_features
-        trees, speed = self._trees, self._speed(length)
-        if trees and isinstance(network, SupportsTrees) and trees.should_draft_tree(speed):
-            return self._propose_tree(network, anchor, length if self._by_slot else width)
+        if isinstance(network, SupportsTrees) and (trees := self._trees):
+            if trees.should_draft_tree(self._speed(length)):
+                return self._propose_tree(network, anchor, length if self._by_slot else width)
         return checked(network.propose(anchor, length), length)
 
     def can_pipeline(self, session: DraftSession, anchor: int, width: int, shared: bool) -> bool:
@@ -214,7 +214,7 @@ class AdaptivePlanner(Planner):
     def _length(self, width: int) -> int:
         """Rows of the best chain; 1 for a plain step."""
         rows = [*LENGTHS[: bisect_left(LENGTHS, width)], width]
-        best, _ = self._best("chain", self._estimates.path_probs, rows)
+        best = self._best("chain", self._estimates.path_probs, rows)
         probe, budget = min(PROBE_ROWS, self._policy.block_size), self._budget
         if best == 1 < probe <= width:
             cost = self._costs.cost("chain", probe)
@@ -224,19 +224,15 @@ class AdaptivePlanner(Planner):
 
     def _best(
         self, kind: str, probs: Sequence[float], rows: Sequence[int], speed: float = GAIN
-    ) -> tuple[int, float]:
-        """The best of these numbers of rows, and its tokens per plain step's time.
-
-        It is 1 if none is faster than `speed` and within the budget.
-        """
+    ) -> int:
+        """The best of these numbers of rows; 1 if none is within the budget and beats `speed`."""
         tokens, best, budget = [*accumulate(probs, initial=1.0)], 1, self._budget
-        for count in rows:
-            cost = self._costs.cost(kind, count)
+        for count, cost in zip(rows, self._costs.costs(kind, rows), strict=True):
             if tokens[count - 1] <= speed * cost or cost > budget.max_cost:
                 continue
             if cost <= budget.free_cost or expected_loss(probs, cost) <= budget.max_expected_loss:
                 best, speed = count, tokens[count - 1] / cost
-        return best, speed
+        return best
 
     def _speed(self, length: int) -> float:
         """Tokens per plain step's time that are expected of a chain."""
@@ -247,7 +243,7 @@ class AdaptivePlanner(Planner):
         """The part of a tree that promises the most tokens per second."""
         self._tree = session.propose_tree(anchor, MOST_ROWS, width)
         self._kind, probs = "tree", _tree_probs(self._tree)
-        best, _ = self._best("tree", probs, range(2, len(probs) + 2), speed=0.0)
+        best = self._best("tree", probs, range(2, len(probs) + 2), speed=0.0)
         return self._tree.propose(max(2, best))
 
     def _learn_from_tree(self, tree: DraftTree, text: Any) -> None:

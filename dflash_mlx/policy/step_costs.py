@@ -55,16 +55,17 @@ class StepCosts:
 
     def cost(self, kind: str, rows: int, requests: int = 1) -> float:
         """The cost of a step of so many requests and rows in all, in plain steps of theirs."""
-        if rows <= requests:
-            return 1.0
-        place, plain = self._place(rows, requests)
-        return max(1.0, self._kinds[kind].cost(place, self._steps) / plain)
+        return 1.0 if rows <= requests else self.costs(kind, (rows,), requests)[0]
 
-    def _place(self, rows: int, requests: int) -> tuple[int, float]:
-        """The rows by which a step's cost is known, and a plain step of its requests there."""
-        if self._by_slot:
-            return -(-rows // requests), 1.0
-        return rows, self._plain_line(requests)
+    def costs(self, kind: str, rows: Sequence[int], requests: int = 1) -> list[float]:
+        """The cost of each of these numbers of rows, which are more than the requests."""
+        places, plain = rows, 1.0
+        if self._by_slot:  # known by the rows of a request
+            places = [-(-one // requests) for one in rows]
+        elif requests > 1:
+            plain = self._plain_line(requests)
+        costs = self._kinds[kind].costs(places, self._steps)
+        return [max(1.0, cost / plain) for cost in costs]
 
     def _plain_line(self, requests: int) -> float:
         """A plain step of so many requests, typically, in those of one."""
@@ -102,9 +103,10 @@ class StepCosts:
         if latest and self._since_plain <= FRESH:
             for kind, rows, requests, seconds in [*self._waiting]:
                 if self._is_like(requests):
-                    place, plain = self._place(rows, requests)
-                    cost = seconds / self._plain_line(requests) / _low_median(latest)
-                    self._kinds[kind].observe(place, cost * plain, self._steps)
+                    cost = seconds / _low_median(latest)
+                    if self._by_slot:
+                        rows, cost = -(-rows // requests), cost / self._plain_line(requests)
+                    self._kinds[kind].observe(rows, cost, self._steps)
             self._waiting.clear()
 
 
@@ -128,20 +130,21 @@ class CostCurve:
         self._costs: dict[int, float] = {}
         self._expires = 0
 
-    def cost(self, rows: int, now: int) -> float:
-        """The cost of so many rows at a step, in plain steps of one row."""
+    def costs(self, rows: Sequence[int], now: int) -> list[float]:
+        """The cost of each number of rows at a step, in plain steps of one row."""
         if now >= self._expires and self._seen:
             self._correct(now)
             self._expires = now + FORGOTTEN // 8
-        cost = self._costs.get(rows)
-        if cost is None:
-            place, total, weights = log2(rows), 0.0, PRIOR_WEIGHT
-            for other, count, ratio in self._known:
-                weight = count * PER_OCTAVE ** abs(other - place)
-                total += weight * ratio
-                weights += weight
-            cost = self._costs[rows] = _on(self._line, rows) * exp(total / weights)
-        return cost
+        costs, (draft, row) = self._costs, self._line  # another thread may correct them
+        for one in rows:
+            if one not in costs:
+                place, total, weights = log2(one), 0.0, PRIOR_WEIGHT
+                for other, count, ratio in self._known:
+                    weight = count * PER_OCTAVE ** abs(other - place)
+                    total += weight * ratio
+                    weights += weight
+                costs[one] = (1 + draft + row * (one - 1)) * exp(total / weights)
+        return [costs[one] for one in rows]
 
     def observe(self, rows: int, cost: float, now: int) -> None:
         """Take in what a step cost."""

@@ -90,9 +90,9 @@ class GivenCosts(StepCosts):
         tree = row if tree is None else tree
         self._lines = {"chain": (draft, row), "lookup": (0.0, row), "tree": (draft, tree)}
 
-    def cost(self, kind: str, rows: int, requests: int = 1) -> float:
+    def costs(self, kind: str, rows: Sequence[int], requests: int = 1) -> list[float]:
         draft, row = self._lines[kind]
-        return 1 + draft + row * (rows / requests - 1) if rows > requests else 1.0
+        return [1 + draft + row * (one / requests - 1) for one in rows]
 
     def needs_plain_step(self, requests: int = 1) -> bool:
         return False

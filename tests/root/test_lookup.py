@@ -36,8 +36,7 @@ def longest(text, token):
 @settings(max_examples=200)
 def test_the_index_finds_what_a_search_finds(text, token):
     index = Index()
-    for each in text:
-        index.add(each)
+    index.extend(text)
     place, matched = index.find(token)
     assert (matched, place) == longest(text, token)
 
@@ -46,20 +45,16 @@ def test_the_index_finds_what_a_search_finds(text, token):
 def test_an_index_that_was_cut_is_one_that_never_saw_the_rest(text, more, data):
     kept = data.draw(st.integers(0, len(text)))
     index, fresh = Index(), Index()
-    for token in text:
-        index.add(token)
+    index.extend(text)
     index.trim_to(kept)
-    for token in [*text[:kept], *more]:
-        fresh.add(token)
-    for token in more:
-        index.add(token)
+    fresh.extend([*text[:kept], *more])
+    index.extend(more)
     assert index.tokens == fresh.tokens and index._places == fresh._places
 
 
 def test_a_draft_follows_the_text_and_then_itself():
     index = Index()
-    for token in [5, 6, 7, 5, 6]:
-        index.add(token)
+    index.extend([5, 6, 7, 5, 6])
     place, matched = index.find(7)
     assert (place, matched) == (3, 3)
     assert index.follow(place, 7, 8) == [5, 6, 7, 5, 6, 7, 5, 6]
