@@ -130,9 +130,9 @@ def check_machine(blas: BlasInfo, hub: Hub) -> list[Check]:
     """All checks of this machine; those that need MLX only where it is installed."""
     checks = [_python(), _packages(), _disk(hub), _hub(hub)]
     if all(check.status != "fail" for check in checks):
-        checks += [_chip(), _blas(blas), _pair()]
-        if sys.platform == "linux":
-            checks.insert(-2, _compiler())
+        from dflash_mlx.loading.reading import on_cpu
+
+        checks += [_chip(on_cpu()), *([_compiler(), _blas(blas)] if on_cpu() else []), _pair()]
     if warning := busy():
         checks.append(Check("load", "warn", warning, "Close other programs before you measure."))
     return checks
@@ -199,20 +199,20 @@ def _hub(hub: Hub) -> Check:
     return Check("hub", "ok", f"{hub.url} answers in {seconds:.1f} s")
 
 
-def _chip() -> Check:
+def _chip(cpu: bool) -> Check:
     """The chip, and what decides whose kernels verify a block of rows on it."""
     import mlx.core as mx
 
     name = str(mx.device_info().get("device_name", "unknown"))
-    if not mx.metal.is_available():
+    takes = f"{name}, models and caches may take {sized(usable_bytes())}"
+    if cpu:
         return Check("chip", "ok", f"{name}, {computer()['cores']} cores; MLX decodes on the CPU")
-    chip = find_chip(name)
-    if chip is None:
+    if not mx.metal.is_available():
+        return Check("chip", "ok", f"{takes}; MLX decodes on CUDA, with its own kernels")
+    if find_chip(name) is None:
         advice = "Please report this chip with its results of 'dflash-mlx bench'."
         return Check("chip", "warn", f"{name}: unknown to 'roofline'", advice)
-    takes = f"models and caches may take {sized(usable_bytes())}"
-    detail = f"{name}, {takes}; each model's first load times MLX's kernels and ours"
-    return Check("chip", "ok", detail)
+    return Check("chip", "ok", f"{takes}; each model's first load times MLX's kernels and ours")
 
 
 def _compiler() -> Check:

@@ -16,8 +16,8 @@ from .errors import NotEnoughMemoryError
 from .validation import error_text
 
 SPAN = 256  # tokens, by which mlx-lm's caches grow
-# In MLX's messages, of Metal's command buffers and of its allocators.
-_NO_MEMORY = ("Insufficient Memory", "[malloc]", "[metal::malloc]", "[malloc_or_wait]")
+# In MLX's messages, of Metal's command buffers, of allocators and of CUDA.
+_NO_MEMORY = ("Insufficient Memory", "[malloc", "[metal::malloc]", "out of memory")
 
 
 def compute(*arrays: Any, wait: bool = True) -> None:

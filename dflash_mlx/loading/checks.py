@@ -30,7 +30,7 @@ def check_memory(name: str, needed: int, in_4_bits: int | None = None) -> None:
     if in_4_bits is not None:
         even = "" if in_4_bits <= limit else "even "
         remedy = f"{even}quantized to 4 bits they would take {in_4_bits / GB:.1f} GB"
-    has = "this machine has" if limit == memory_bytes() else "this Mac's GPU may use"
+    has = "this machine has" if limit == memory_bytes() else "the GPU may use"
     raise NotEnoughMemoryError(
         f"{name}: the weights take {needed / GB:.1f} GB, {has} {limit / GB:.1f} GB; {remedy}."
     )

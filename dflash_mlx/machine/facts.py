@@ -33,11 +33,11 @@ def machine(blas: BlasInfo) -> dict[str, str]:
     """`computer` with the device, the BLAS and the libraries that decode. Needs MLX."""
     import mlx.core as mx
 
-    device = str(mx.default_device().type).rpartition(".")[2]
+    gpu = "Metal" if mx.metal.is_available() else "CUDA"
     libraries = ("mlx", "mlx-lm", "transformers", "numpy")
     return {
         "chip": str(mx.device_info().get("device_name", "unknown")),
-        "device": "Metal" if device == "gpu" and mx.metal.is_available() else device.upper(),
+        "device": "CPU" if mx.default_device() == mx.cpu else gpu,
         "blas": blas.name,
         **computer(),
         **{name: installed(name) or "unknown" for name in libraries},
@@ -61,15 +61,15 @@ def usable_bytes() -> int:
     """Bytes that models and their caches may take together.
 
     macOS recommends a working set for the GPU: 5.3 GiB of 8, 10.7 of 16, 21.3 of 32. Weights
-    beyond it are paged in and out at every token. Elsewhere, all of the memory.
+    beyond it are paged in and out at every token. A CUDA card has memory of its own.
     """
-    memory = memory_bytes()
     with suppress(ImportError):
         import mlx.core as mx
 
-        if mx.metal.is_available():
-            return min(memory, int(mx.device_info()["max_recommended_working_set_size"]))
-    return memory
+        gpu = mx.device_info()  # a CPU's has neither
+        found = gpu.get("max_recommended_working_set_size", gpu.get("total_memory"))
+        return int(found or memory_bytes())
+    return memory_bytes()
 
 
 def working_set(memory: float) -> float:

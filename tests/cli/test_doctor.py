@@ -104,9 +104,20 @@ def test_the_hub(answers, checks, monkeypatch):
     ],
 )
 def test_kernels_by_chip(chip, status, words, checks, monkeypatch):
+    monkeypatch.setattr("dflash_mlx.loading.reading.on_cpu", lambda: False)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     device = {"device_name": chip, "max_recommended_working_set_size": 10**9}
     monkeypatch.setattr(mx, "device_info", lambda: device)
     _, said = checks("--offline")
     assert said["chip"]["status"] == status and words in said["chip"]["detail"]
     assert said["chip"]["detail"].startswith(chip)
+
+
+def test_a_cuda_card(checks, monkeypatch):
+    """MLX's own kernels decode there: neither the CPU's compiler nor its BLAS matters."""
+    monkeypatch.setattr("dflash_mlx.loading.reading.on_cpu", lambda: False)
+    card = {"device_name": "NVIDIA H100", "total_memory": 80 * 10**9}
+    monkeypatch.setattr(mx, "device_info", lambda: card)
+    _, said = checks("--offline")
+    assert said["chip"]["detail"].endswith("80.0 GB; MLX decodes on CUDA, with its own kernels")
+    assert not said.keys() & {"BLAS", "g++"}
