@@ -31,7 +31,7 @@ class Step:
 
     Attributes:
         proposal: the N rows that the target has verified.
-        choices: [R] int32, the target's token after each row of the forward. Lazy.
+        choices: [R] integers, the target's token after each row of the forward. Lazy.
         taps: [1, R, K*D], the rows' features. Lazy.
         first: where the proposal's rows begin among the R.
         pipelined: whether it is a plain step that started before the last one was read.

@@ -130,7 +130,7 @@ class Sampler:
             logits: [N, V] after each of them.
             ahead: tokens before the proposal that are not committed yet (`can_pipeline`).
 
-        Returns the choices [N] int32.
+        Returns the choices [N], integers.
         """
         return _decide_group([Decision(self, proposal, ahead)], logits)
 
@@ -288,7 +288,7 @@ def decide_all(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
         decisions: of the requests, whose proposals have R rows together.
         logits: [R, V] after the rows.
 
-    Returns the choices [R] int32.
+    Returns the choices [R], integers.
     """
     groups: dict[Any, list[tuple[int, Decision]]] = {}
     first = 0
@@ -306,7 +306,7 @@ def decide_all(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
 
 
 def _decide_group(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
-    """The choices [N] int32 of requests of one group."""
+    """The choices [N] of requests of one group."""
     sampler = decisions[0].sampler
     edits, *_ = sampler.group
     scores = sampler.scores(_edited(decisions, logits) if edits else logits)
@@ -315,12 +315,12 @@ def _decide_group(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
         compared = [one.sampler._compared for one in decisions]
         # `commit` reads these, perhaps in another thread.
         compute([drafts for drafts in compared if drafts is not None], wait=False)
-    choices = scores.argmax(axis=-1).astype(mx.int32)
+    choices = scores.argmax(axis=-1)
     if not edits:
         return choices
     # argmax would return token 0 if all are NaN or -inf; +inf and noise make NaN.
     none = mx.isnan(scores).any(axis=-1) | mx.isinf(scores.max(axis=-1))
-    return mx.where(none, NO_CHOICE, choices)
+    return mx.where(none, NO_CHOICE, choices.astype(mx.int32))
 
 
 def _noise(decisions: Sequence[Decision], vocab_size: int) -> mx.array:

@@ -125,7 +125,7 @@ def propose_all(drafter: NetworkDrafter, requests: Sequence[Slots]) -> list[Prop
     """The chains of requests that drafted together; nothing waits for the device."""
     chains = zip(requests, drafter.choose(requests), strict=True)
     return [
-        Proposal(mx.concatenate([mx.array([slots.anchor]), tokens.astype(mx.int32)]))
+        Proposal(mx.concatenate([mx.array([slots.anchor], mx.uint32), tokens.astype(mx.uint32)]))
         for slots, tokens in chains
     ]
 
