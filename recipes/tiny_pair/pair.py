@@ -79,13 +79,15 @@ DRAFTER_CONFIG: dict[str, Any] = {
     "block_size": 16,
     "layer_types": ["full_attention", "full_attention"],
     "is_causal": False,
-    "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 3, 5]},
+    # Below the last layer, which is then never computed for a whole prompt.
+    "dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 3, 4]},
 }
 DFLASH2_CONFIG: dict[str, Any] = {
     **DRAFTER_CONFIG,
     "architectures": ["DFlash2DraftModel"],
     "dflash_config": {
-        **DRAFTER_CONFIG["dflash_config"],
+        "mask_token_id": 3,
+        "target_layer_ids": [1, 3, 5],
         "conv_kernel_size": 2,
         "conv_group_size": 16,
         "selector_rank": 32,
