@@ -94,14 +94,14 @@ class RowAllocator:
             return []
         costs, count, least = self._policy.costs, len(candidates), len(candidates) + required
         totals = LENGTHS[bisect_right(LENGTHS, least) : bisect_left(LENGTHS, least + len(probs))]
-        unread = np.array([one.unread for one in candidates])
+        unread, left = np.array([(one.unread, one.left) for one in candidates]).T
         found: list[tuple[float, float, list[int]]] = []  # tokens per cost, expected loss, owners
         for total in (*totals, least + len(probs)):
             own = owners[: total - least]
             brought = 1 + np.bincount(own, probs[: total - least], count)
             mean, reads = float(brought.mean()), unread[brought > 1].sum() / READ
             cost = costs.cost(self._kind, total + int(reads * mean / HORIZON), count)
-            if brought.min() >= FLOOR * cost:
+            if (brought >= FLOOR * np.minimum(cost, left)).all():  # or it ends now
                 loss = costs.cost(self._kind, total + int(reads), count) - mean
                 found.append((mean / cost, loss, own.tolist()))
         speed, _, best = max(found, default=(0.0, 0.0, []))

@@ -39,12 +39,14 @@ class DraftCandidate:
             yet to be drafted by the request's network, together with those of others.
         required: whether all rows have to be verified, whatever they cost.
         unread: features that the network reads before it drafts.
+        left: tokens that the text may still have, if they are few.
     """
 
     path_probs: Sequence[float]
     propose: Callable[[int], Proposal] | None = None
     required: bool = False
     unread: int = 0
+    left: int = MOST_ROWS
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,7 @@ class AdaptivePlanner(Planner):
         width = min(width, self._policy.block_size)
         network, length = session.network, 1
         if self._plain_left == 0:
-            if network is not None:
-                length = self._length(width)
+            length = 1 if network is None else self._length(width)
             self._in_vain = 0 if length > 1 else self._in_vain + 1
             self._plain_left = plain_steps_after(self._in_vain)
         if rates := session.lookup_rates(anchor, width)[: width - 1]:
@@ -181,12 +182,12 @@ class AdaptivePlanner(Planner):
         found = path_probabilities(session.lookup_rates(anchor, width))
         if network is None or sum(found) > sum(probs):
             self._kind = "lookup"
-            return DraftCandidate(found, partial(session.propose_lookup, anchor))
+            return DraftCandidate(found, partial(session.propose_lookup, anchor), left=width)
         trees = self._trees is not None and width > 1 and not self._by_slot
         if trees and isinstance(network, SupportsTrees):
             self._kind = "tree"
             return TreeCandidate(network, MOST_ROWS, width, self._ready)
-        return DraftCandidate(probs, unread=network.pending_features)
+        return DraftCandidate(probs, unread=network.pending_features, left=width)
 
     def observe(
         self, proposal: Proposal, tokens: Sequence[int], seconds: float | None, shared: bool

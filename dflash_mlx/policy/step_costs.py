@@ -64,8 +64,7 @@ class StepCosts:
             places = [-(-one // requests) for one in rows]
         elif requests > 1:
             plain = self._plain_line(requests)
-        costs = self._kinds[kind].costs(places, self._steps)
-        return [max(1.0, cost / plain) for cost in costs]
+        return [max(1.0, cost / plain) for cost in self._kinds[kind].costs(places, self._steps)]
 
     def _plain_line(self, requests: int) -> float:
         """A plain step of so many requests, typically, in those of one."""

@@ -3,11 +3,11 @@
 import random
 
 import pytest
-from simulated import LONGEST, Session
+from simulated import LONGEST, Session, policy_with_costs
 
 from dflash_mlx.engine.allocation import FLOOR, RowAllocator
 from dflash_mlx.policy.draft_policy import DraftPolicy
-from dflash_mlx.policy.planner import AdaptivePlanner
+from dflash_mlx.policy.planner import AdaptivePlanner, DraftCandidate
 from dflash_mlx.proposal import Proposal
 
 PROMPT, READ = 60, 0.1  # features that a request's first draft reads; what one costs, in rows
@@ -104,3 +104,15 @@ def test_no_request_is_left_far_behind():
     crowd = Crowd("the embedded pair", [0.97, 0.97, 0.97, 0.0])
     _, each = crowd.play(DraftPolicy(LONGEST), 1000)
     assert each[-1] > FLOOR / crowd.cost(4)
+
+
+@pytest.mark.parametrize(
+    "left, rate, waits",
+    [(1, 0.0, False), (2, 0.97, False), (2, 0.0, True), (LONGEST - 1, 0.0, True)],
+)
+def test_a_text_that_ends_with_the_step_keeps_no_other_from_drafting(left, rate, waits):
+    """None drafted until it had ended, and in a full batch some text nearly always ends."""
+    allocator = RowAllocator(policy_with_costs(LONGEST, row=0.2, draft=1.0), lambda: 0.0)
+    others = [DraftCandidate([0.97**slot for slot in range(1, LONGEST)], left=LONGEST)] * 7
+    rows = allocator.allocate([*others, DraftCandidate([rate] * (left - 1), left=left)])
+    assert (max(rows) == 1) == waits
