@@ -3,8 +3,8 @@
 Accepted: JSON lines with {"messages": [{"role", "content"}, ...]}, {"prompt", "answer"}, {"prompt"}
 or {"text"}, also mixed, and .txt files, whose paragraphs (separated by blank lines) are samples.
 
-`mx.compile` builds one graph per shape, so lengths are rounded up to a multiple of `BUCKET`, and
-every batch of a bucket has the same number of rows. Only the seed decides the order, so a
+`mx.compile` builds one graph per shape, so lengths are rounded up to whole buckets, and every batch
+of a bucket has the same number of rows. Only the seed decides the order, so a
 checkpoint stores no more of the data than a position (epoch, index).
 """
 
@@ -130,14 +130,15 @@ def parse_record(line: str, where: str) -> str | Messages:
     )
 
 
-BUCKET = 16
+BUCKET, BUCKETS = 16, 64  # a bucket is so long at least, and a batch has so many at most
 
 Arrays = tuple[mx.array, ...]
 
 
-def bucket_length(length: int) -> int:
-    """Round `length` up to a whole bucket."""
-    return -(-length // BUCKET) * BUCKET
+def bucket_length(length: int, tokens: int = 0) -> int:
+    """Round `length` up to a whole bucket of batches of so many tokens."""
+    bucket = max(BUCKET, tokens // BUCKETS)
+    return -(-length // bucket) * bucket
 
 
 def group(samples: Sequence[Sample], tokens: int, rng: Random) -> list[list[Sample]]:
@@ -147,7 +148,7 @@ def group(samples: Sequence[Sample], tokens: int, rng: Random) -> list[list[Samp
     """
     buckets = defaultdict(list)
     for sample in samples:
-        buckets[bucket_length(len(sample.tokens))].append(sample)
+        buckets[bucket_length(len(sample.tokens), tokens)].append(sample)
     batches = []
     for length, members in sorted(buckets.items()):
         rows = max(1, tokens // length)

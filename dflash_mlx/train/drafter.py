@@ -89,9 +89,10 @@ def new_drafter(config: DraftConfig, seed: int, parts: Container[str] = ()) -> D
 
 @dataclass(frozen=True)
 class AnchorCollator:
-    """Makes batches for `draft_loss`: sequences with `count` anchors each."""
+    """Makes batches of `tokens` for `draft_loss`: sequences with `count` anchors each."""
 
     count: int
+    tokens: int = 0
     kept: KeptFeatures | None = None
 
     def __call__(self, samples: list[Sample], rng: Random) -> Arrays:
@@ -100,7 +101,7 @@ class AnchorCollator:
         The first anchor of a sequence is the first token of an answer with a token to draft, if
         there is one. Sequences with too few tokens repeat the first anchor with end 0 (no weight).
         """
-        length = bucket_length(max(len(sample.tokens) for sample in samples))
+        length = bucket_length(max(len(sample.tokens) for sample in samples), self.tokens)
         ids = np.zeros((len(samples), length), np.int32)
         anchors = np.zeros((2, len(samples), self.count), np.int32)
         for row, sample in enumerate(samples):
@@ -220,7 +221,7 @@ def train_drafter(
         drafter.freeze(recurse=False, keys=["d2t"])
         drafter.lm_head.freeze()
     store = None if kept is None else KeptFeatures(target, config.target_layer_ids, kept)
-    collate = AnchorCollator(settings.anchors, store)
+    collate = AnchorCollator(settings.anchors, settings.tokens, store)
     gamma = GAMMAS.get(config.block_size, config.block_size / 2)
     # The loss knows the tokens that can be drafted, or those of the first epoch's answers.
     own = "lm_head" in drafter or ("embed_tokens" in drafter and config.tie_word_embeddings)

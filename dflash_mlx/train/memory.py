@@ -33,7 +33,8 @@ def memory_needed(
     """
     weights = weight_bytes(target.model)
     drafter = 4 * sum(a.size for _, a in tree_flatten(network_for(config)(config).parameters()))
-    step = max(_values(config, settings, length) for length in {*map(bucket_length, lengths)})
+    padded = {bucket_length(length, settings.tokens) for length in lengths}
+    step = max(_values(config, settings, length) for length in padded)
     # Two micro-batches are side by side.
     return weights + COPIES * drafter + 2 * (4 * step + BOUND)
 

@@ -107,7 +107,7 @@ def train(
     held_out, training = split(samples, recipe)
     raw = _shape(target, recipe, training, warm)
     config = DraftConfig.from_dict(raw)
-    tokens = sum(bucket_length(len(sample.tokens)) for sample in training)
+    tokens = sum(bucket_length(len(sample.tokens), recipe.tokens) for sample in training)
     in_epochs = max(1, round(EPOCHS * tokens / (2 * recipe.tokens)))
     settings = _settings(recipe, recipe.steps or in_epochs)
     needed = memory_needed(target, config, settings, [len(s.tokens) for s in samples])

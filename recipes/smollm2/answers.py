@@ -18,7 +18,8 @@ from dflash_mlx.targets import Target
 from dflash_mlx.train.answers import Answer
 from dflash_mlx.train.features import TOP, Features
 
-ROWS, REFILL = 64, 8  # answers written together; as many prompts are read together
+REFILL = 8  # prompts that are read together, for one of ROWS answers that are written together:
+ROWS = 64
 TEMPERATURE, TOP_P = 0.2, 0.9  # as published with the model
 SAMPLED = 4  # one answer in so many is sampled, the others are greedy
 REPEATED = 32  # an answer ends when so many tokens were said just before
@@ -37,6 +38,7 @@ class Row:
     choices: list[int] = field(default_factory=list)  # of the answer
     tops: list[np.ndarray] = field(default_factory=list)  # [T]
     shares: list[np.ndarray] = field(default_factory=list)  # [T]
+    over: bool = False  # whether the answer is over, or repeats itself
 
     @property
     def answer(self) -> Answer:
@@ -54,15 +56,17 @@ class Row:
             mx.pad(mx.array(np.stack(self.shares)), [*before, (0, 0)]),
         )
 
-    def ended(self, stops: Sequence[int]) -> bool:
-        """Whether the answer is over, or repeats itself."""
-        length = len(self.tokens) - self.start
-        if self.tokens[-1] in stops or length >= self.limit:
-            return True
-        tail = self.tokens[-REPEATED:]
-        return length > 2 * REPEATED and any(
-            self.tokens[-REPEATED - shift : -shift] == tail for shift in range(1, REPEATED + 1)
-        )
+    def add(self, token: int, stops: Sequence[int]) -> None:
+        """Take in the answer's next token."""
+        tokens = self.tokens
+        tokens.append(token)
+        length, tail = len(tokens) - self.start, tokens[-REPEATED:]
+        self.over = token in stops or length >= self.limit
+        if length > 2 * REPEATED and not self.over:
+            self.over = any(
+                tokens[-1 - shift] == token and tokens[-REPEATED - shift : -shift] == tail
+                for shift in range(1, REPEATED + 1)
+            )
 
 
 class Writer:
@@ -71,11 +75,12 @@ class Writer:
     Args:
         target: the model.
         layers: the layers to tap.
-        likely: the tokens that the drafter can draft [V']; the likeliest ones are of these.
+        rows: answers that are written together.
     """
 
-    def __init__(self, target: Target, layers: Sequence[int], likely: mx.array) -> None:
-        self._target, self._layers, self._likely = target, layers, likely
+    def __init__(self, target: Target, layers: Sequence[int], rows: int = ROWS) -> None:
+        self._target, self._layers, self._most = target, layers, rows
+        self._refill = max(1, rows * REFILL // ROWS)
         self._rows: list[Row] = []
         self._cache: list[BatchKVCache] = []
 
@@ -93,15 +98,15 @@ class Writer:
         ]
         stops, done, tokens = self._target.tokenizer.eos_token_ids, [], 0
         while waiting or self._rows:
-            over = [row.ended(stops) for row in self._rows]
-            free = ROWS - len(self._rows) + sum(over)
+            over = [row.over for row in self._rows]
+            free = self._most - len(self._rows) + sum(over)
             # Caches are copied when rows go, so some wait for the others.
-            if sum(over) and (free >= REFILL or all(over)):
+            if sum(over) and (free >= self._refill or all(over)):
                 done += [row for row, end in zip(self._rows, over, strict=True) if end]
                 self._keep([i for i, end in enumerate(over) if not end])
-            while waiting and len(self._rows) <= ROWS - REFILL:
-                new, waiting = waiting[:REFILL], waiting[REFILL:]
-                self._read(new)
+            while waiting and len(self._rows) <= self._most - self._refill:
+                new, waiting = waiting[: self._refill], waiting[self._refill :]
+                self._read(new, stops)
             if self._rows:
                 tokens += len(self._rows)
                 last = mx.array([[row.tokens[-1]] for row in self._rows])
@@ -116,13 +121,13 @@ class Writer:
         for cache in self._cache:
             cache.filter(mx.array(rows))
 
-    def _read(self, rows: list[Row]) -> None:
+    def _read(self, rows: list[Row], stops: Sequence[int]) -> None:
         """Read prompts, write their answers' first tokens, and let them join the others."""
         longest = max(len(row.tokens) for row in rows)
         padding = [longest - len(row.tokens) for row in rows]
         cache = [BatchKVCache(padding) for _ in range(self._target.num_layers)]
         padded = [[0] * pad + row.tokens for pad, row in zip(padding, rows, strict=True)]
-        self._write(rows, mx.array(padded), cache, ())
+        self._write(rows, mx.array(padded), cache, stops)
         if self._cache:
             for own, other in zip(self._cache, cache, strict=True):
                 own.extend(other)
@@ -137,10 +142,8 @@ class Writer:
         """One forward of all rows [N, S], and the next token of those that have not ended."""
         logits, taps = self._target.features(tokens, self._layers, cache)
         logits = logits[:, -1]
-        likely = logits[:, self._likely]
-        places = mx.argpartition(-likely, TOP - 1, axis=-1)[:, :TOP]
-        tops = self._likely[places]
-        shares = mx.softmax(mx.take_along_axis(likely, places, axis=-1), axis=-1)
+        tops = mx.argpartition(-logits, TOP - 1, axis=-1)[:, :TOP]
+        shares = mx.softmax(mx.take_along_axis(logits, tops, axis=-1), axis=-1)
         choices = logits.argmax(axis=-1)
         drawn = [i for i, row in enumerate(rows) if row.sampled]
         said = sampled(logits[mx.array(drawn)]) if drawn else choices[:0]
@@ -150,14 +153,14 @@ class Writer:
         chosen: list[Any] = choices.tolist()  # type: ignore[assignment]
         spoken = dict(zip(drawn, np.array(said).tolist(), strict=True))
         for i, row in enumerate(rows):
-            if stops and row.ended(stops):
+            if row.over:
                 continue
             known = sum(map(len, row.taps))
             row.taps.append(taken[0][i, known - len(row.tokens) :].copy())
             row.choices.append(chosen[i])
             row.tops.append(taken[1][i])
             row.shares.append(taken[2][i])
-            row.tokens.append(spoken.get(i, chosen[i]))
+            row.add(spoken.get(i, chosen[i]), stops)
 
 
 def sampled(logits: mx.array) -> mx.array:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -134,7 +133,11 @@ Thanks! And what should I do next?""")
 CODE_AFTER = listed("""\
 Explain the code line by line.|Add comments.|Add a test.|Can you make it faster?|Now in JavaScript.
 What happens with an empty input?|Write it without a loop.|Add type hints and a docstring.""")
-AFTER_SHARE = 0.35
+AFTER_SHARE, BOXED = 0.35, 0.6
+STUB = (
+    "Write a solution to the following problem and make sure that it passes the tests:\n"
+    "```python\ndef"
+)
 MATH_WORDS = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -228,10 +231,7 @@ def stub(row: dict) -> str:
         f"    {test.partition('==')[2].strip()}\n"
         for test in row["test_list"][:2]
     )
-    return (
-        "Write a solution to the following problem and make sure that it passes the tests:\n"
-        f'```python\ndef {name}(*args):\n    """ {row["text"]}\n{shown}    """\n```'
-    )
+    return f'{STUB} {name}(*args):\n    """ {row["text"]}\n{shown}    """\n```'
 
 
 def of_files(folder: Path, rng: Random) -> dict[str, Iterator[str]]:
@@ -250,16 +250,31 @@ def of_files(folder: Path, rng: Random) -> dict[str, Iterator[str]]:
     }
 
 
-# How many of twenty prompts are of a kind.
+# How turns begin that the target ends, as users ask for mathematics and for programs.
+OPENINGS = {
+    "maths": listed("""\
+Find the|What is the value of|How many|Compute|Solve|If $x|Let $|Simplify|Evaluate|The sum of
+What is the|Determine|A circle|In triangle|Suppose|Calculate the|A bag contains|Express|For what
+The average of|What is the smallest|Two|Given that|Each|When"""),
+    "programs": listed("""\
+Write a function to|Write a python function to|Write a Python function that|Write a program
+How do I|Given a list of|Given a string|Create a function|def |Implement|Fix this code|Explain this
+Write a SQL query|Write a JavaScript function|Write a class|Debug|Write a script|Write code""")
+    + 3 * [STUB],
+}
+
+# How many of 29 prompts are of a kind.
 SHARES = {
-    "own": 4, "writing": 2, "roles": 1, "puzzles": 1, "sums": 1, "boxed": 1, "coding": 2,
-    "extraction": 1, "knowledge": 2, "strangers": 3, "abroad": 0.25, "corpus": 0.75,
-    "gsm8k": 2.5, "mbpp": 1.25, "stubs": 0.75, "seeds": 1,
+    "own": 5, "maths": 3, "programs": 3, "writing": 2, "roles": 1, "puzzles": 0.75,
+    "sums": 0.5, "boxed": 0.75, "coding": 2, "extraction": 1, "knowledge": 2, "strangers": 2,
+    "abroad": 0.25, "corpus": 0.75, "gsm8k": 4, "mbpp": 0.75, "stubs": 0.5, "seeds": 0.25,
 }  # fmt: skip
 
 
-def conversations(folder: Path, own: list[str], seed: int) -> Iterator[tuple[str, Turns]]:
-    """(kind, user turns) without end or repetition; `own` are turns that the target wrote.
+def conversations(
+    folder: Path, written: dict[str, list[str]], seed: int
+) -> Iterator[tuple[str, Turns]]:
+    """(kind, user turns) without end or repetition; `written` are turns that the target wrote.
 
     A kind that has run out is left out.
     """
@@ -270,7 +285,7 @@ def conversations(folder: Path, own: list[str], seed: int) -> Iterator[tuple[str
             yield kind(rng)
 
     streams: dict[str, Iterator[str]] = {
-        "own": iter(own),
+        **{kind: iter(turns) for kind, turns in written.items()},
         "writing": made(writing),
         "roles": made(pick(ROLES)),
         "puzzles": made(pick(PUZZLES)),
@@ -292,11 +307,8 @@ def conversations(folder: Path, own: list[str], seed: int) -> Iterator[tuple[str
             del streams[kind]
         elif turn not in seen:
             seen.add(turn)
-            after = CODE_AFTER if kind in ("coding", "mbpp") else AFTER
+            if kind == "maths" and rng.random() < BOXED:
+                turn += MATH_WORDS
+            after = CODE_AFTER if kind in ("coding", "programs", "mbpp") else AFTER
             more = [rng.choice(after)] if rng.random() < AFTER_SHARE else []
             yield kind, [turn, *more]
-
-
-def first(folder: Path, own: list[str], seed: int, count: int) -> list[tuple[str, Turns]]:
-    """The first `count` conversations of a seed."""
-    return list(islice(conversations(folder, own, seed), count))

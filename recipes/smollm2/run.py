@@ -1,9 +1,9 @@
-"""The recipe of SmolLM2's drafter: prompts, answers and their features, training, scores.
+"""The recipe of SmolLM2's drafter: prompts, answers and their features, training.
 
     cd recipes && python -m smollm2 OUT --work FOLDER --data FOLDER
 
-It goes on from the drafter in the package; `--fresh` begins with random weights. Interrupted? Run
-it again: whole chunks of answers and the checkpoint are kept, and the bits are the same.
+Interrupted? Run it again: whole chunks of answers and the checkpoint are kept, and the bits are the
+same. Several processes may write the answers of a seed each: `--answers-only --seeds 68`.
 """
 
 from __future__ import annotations
@@ -13,29 +13,42 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from mlx.utils import tree_flatten
+import mlx.core as mx
 from mlx_lm.utils import dequantize_model
 
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.dflash import DFlash
-from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.load import drafter_folder, load_drafter, load_target
+from dflash_mlx.loading.load import load_target
+from dflash_mlx.targets import Target
 from dflash_mlx.train.dataset import Sample
-from dflash_mlx.train.drafter import DrafterSettings, save_drafter, train_drafter
+from dflash_mlx.train.drafter import DrafterSettings, common_tokens, save_drafter, train_drafter
 from dflash_mlx.train.fit import StepReport
+from dflash_mlx.train.initial import KINDS, draft_config, tap_layers
 from dflash_mlx.train.losses import LossWeights
 
+from .answers import ROWS
 from .write import say, write_chunks
 
 MODEL = "smollm2"
-CHUNKS, STEPS, RATE, SEED = 3, 260, 0.006, 68
-HELD_OUT = 40
+MASK = 0  # a token that no text has
+SEEDS, CHUNKS, STEPS = range(68, 76), 4, 2000
+TOKENS, ANCHORS, RATE = 16_384, 64, 0.02
+HEAD = 8192  # tokens that can be drafted: those that the answers have most often
+HELD_OUT = 200
 STORED = {"group_size": 32, "bits": 4}
 
 
+def open_target() -> Target:
+    """SmolLM2 in f32 on every device, so that rounding decides as little as it can."""
+    found = load_target(MODEL, kernels="off")
+    model = dequantize_model(found.model)
+    model.set_dtype(mx.float32)
+    return Target(model, found.tokenizer, found.config, found.name)
+
+
 def split(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Held-out conversations, and those to learn from."""
-    chosen = {*Random(SEED).sample(range(len(samples)), min(HELD_OUT, len(samples) // 10))}
+    """Held-out conversations, and those to learn from; no conversation twice."""
+    samples = list(dict.fromkeys(samples))
+    chosen = {*Random(MODEL).sample(range(len(samples)), min(HELD_OUT, len(samples) // 10))}
     held_out = [sample for i, sample in enumerate(samples) if i in chosen]
     return held_out, [sample for i, sample in enumerate(samples) if i not in chosen]
 
@@ -48,32 +61,43 @@ def say_step(report: StepReport) -> None:
     say(line)
 
 
-def average_with(drafter: DFlash, start: DFlash) -> None:
-    """Average the trained matrices with those before training.
+def shape(
+    target: Target, kind: str, layers: int, block: int, training: list[Sample]
+) -> dict[str, Any]:
+    """The config.json of the drafter, with a head of its own."""
+    count = len(common_tokens(training, HEAD))
+    own_head = {"draft_vocab_size": count, "tie_word_embeddings": False}
+    return draft_config(target, kind, block, MASK, layers) | own_head
 
-    New answers alone make it forget: on prompts that neither saw, the average drafts better than
-    both (dflash_mlx/smollm2/README.md).
-    """
-    before = dict(tree_flatten(start.parameters()))
-    learnt = tree_flatten(drafter.trainable_parameters())
-    drafter.load_weights([(n, (w + before[n]) / 2) for n, w in learnt], strict=False)
+
+def parsed() -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description="Train the drafter of SmolLM2-135M-Instruct.")
+    parser.add_argument("out", type=Path, help="folder of the drafter")
+    parser.add_argument("--work", type=Path, required=True, help="folder of answers and features")
+    parser.add_argument("--data", type=Path, required=True, help="folder of training splits")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--chunks", type=int, default=CHUNKS, help="of each seed")
+    parser.add_argument("--rows", type=int, default=ROWS, help="answers written together")
+    parser.add_argument("--answers-only", action="store_true")
+    parser.add_argument("--kind", choices=sorted(KINDS), default="dspark")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--block", type=int, default=7, help="rows of a block")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of half a step")
+    return parser.parse_args()
 
 
 def main() -> None:
     """Run what is not done yet."""
-    parser = argparse.ArgumentParser(description="Train the drafter of SmolLM2-135M-Instruct.")
-    parser.add_argument("out", type=Path, help="folder of the drafter")
-    parser.add_argument("--work", type=Path, required=True, help="folder of answers and checkpoint")
-    parser.add_argument("--data", type=Path, required=True, help="folder of training splits")
-    parser.add_argument("--start", default=MODEL, help="the drafter to go on from")
-    parser.add_argument("--chunks", type=int, default=CHUNKS)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
-    target, start = load_target(MODEL), load_drafter(options.start, kernels="off")
-    dequantize_model(start)
-    raw: dict[str, Any] = dict(drafter_folder(options.start, Hub()).config)
-    samples = write_chunks(target, start, options.data, options.work, SEED, options.chunks)
+    options = parsed()
+    target = open_target()
+    layers, samples = tap_layers(target.num_layers), []
+    for seed in options.seeds:
+        of = (target, layers, options.data, options.work, seed, options.chunks, options.rows)
+        samples += write_chunks(*of)
+    if options.answers_only:
+        return
     held_out, training = split(samples)
     say(
         f"{len(training)} conversations, {sum(len(s.tokens) for s in training)} tokens, "
@@ -81,28 +105,27 @@ def main() -> None:
     )
     settings = DrafterSettings(
         steps=options.steps,
-        tokens=1024,
-        anchors=32,
+        tokens=options.tokens,
+        anchors=ANCHORS,
         learning_rate=RATE,
         optimizer="muon",
         loss_weights=LossWeights(cross_entropy=0.5, kl=0.5),
-        seed=SEED,
-        every=max(1, options.steps // 4),
+        seed=SEEDS[0],
+        every=max(1, options.steps // 8),
     )
-    unquantized = {key: value for key, value in raw.items() if key != "quantization"}
+    raw = shape(target, options.kind, options.layers, options.block, training)
+    options.out.mkdir(parents=True, exist_ok=True)
     drafter = train_drafter(
         target,
-        DraftConfig.from_dict(unquantized),
+        DraftConfig.from_dict(raw),
         lambda epoch: training,
         settings,
         held_out,
-        options.work / "checkpoint.safetensors",
+        options.out / "checkpoint.safetensors",
         say_step,
-        start,
-        options.work / "features",
+        kept=options.work / "features",
     )
-    average_with(drafter, start)
-    save_drafter(drafter, unquantized | {"quantization": STORED}, options.out)
+    save_drafter(drafter, raw | {"quantization": STORED}, options.out)
 
 
 if __name__ == "__main__":

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from random import Random
 
 import mlx.core as mx
+from mlx_lm.sample_utils import make_sampler
 
-from dflash_mlx.drafter.dflash import DFlash
 from dflash_mlx.prompt import encode_prompt
 from dflash_mlx.targets import Target
-from dflash_mlx.train.answers import Answer, AnswerSettings, append, read_answers
+from dflash_mlx.train.answers import (
+    Answer,
+    AnswerSettings,
+    append,
+    complete,
+    read_answers,
+    whole_lines,
+)
 from dflash_mlx.train.dataset import Messages, Sample
 from dflash_mlx.train.features import KeptFeatures
-from dflash_mlx.train.synthesize import write_turns
+from dflash_mlx.train.synthesize import MIN_P, TEMPERATURE, turn_start, write_turns
 
-from .answers import ROWS, Writer
-from .prompts import Turns, conversations
+from .answers import Writer
+from .prompts import OPENINGS, Turns, conversations
 
-CHUNK = 256  # conversations that begin in a chunk
-OWN_TURNS = 480  # user turns that the target writes
+CHUNK = 512  # conversations that begin in a chunk
+# User turns that the target writes for each conversation: more than it takes.
+OWN, BEGUN = 0.25, 0.2
 TURN_TOKENS = 96
-LONG, SHORT = 384, 256  # the most tokens of an answer
-LONG_CHUNKS = 1
-AFTER_TOKENS = 256  # a conversation of more tokens does not go on: long contexts cost most
+ANSWER_TOKENS = 384
+AFTER_TOKENS = 320  # a conversation of more tokens does not go on: long contexts cost most
 
 
 def say(text: str) -> None:
@@ -34,46 +43,88 @@ def say(text: str) -> None:
 
 
 def write_chunks(
-    target: Target, drafter: DFlash, data: Path, work: Path, seed: int, count: int
+    target: Target,
+    layers: Sequence[int],
+    data: Path,
+    work: Path,
+    seed: int,
+    count: int,
+    rows: int,
 ) -> list[Sample]:
-    """The conversations of `count` chunks, whose features are kept in `work`/features.
+    """The conversations of `count` chunks of a seed, whose features are kept in `work`/features.
 
     A conversation's second turn is asked in the chunk after its first.
 
     Args:
-        drafter: whose layers are tapped, and whose tokens are the likeliest.
+        layers: the layers to tap.
         data: the folder of the public training splits.
-        work: the folder for the chunks.
+        work: the folder for the features, and for the chunks of each seed.
+        rows: answers written together.
     """
-    settings = AnswerSettings(TURN_TOKENS, ROWS, 2 * ROWS)
-    own = write_turns(target, OWN_TURNS, work / "turns.jsonl", settings, seed)
-    stream = conversations(data, own, seed)
-    kept = KeptFeatures(target, drafter.config.target_layer_ids, work / "features")
-    likely = drafter.token_ids()
-    assert likely is not None  # its head has fewer tokens than the target's
-    writer = Writer(target, drafter.config.target_layer_ids, likely)
+    folder = work / str(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = AnswerSettings(TURN_TOKENS, rows, 2 * rows)
+    own = write_turns(target, int(OWN * CHUNK * count), folder / "turns.jsonl", settings, seed)
+    begun = {
+        kind: begin_turns(
+            *(target, openings, int(BEGUN * CHUNK * count), folder / f"{kind}.jsonl"),
+            settings,
+            seed,
+        )
+        for kind, openings in OPENINGS.items()
+    }
+    stream = conversations(data, {"own": own, **begun}, seed)
+    kept = KeptFeatures(target, layers, work / "features")
+    writer = Writer(target, layers, rows)
     samples: list[Sample] = []
     earlier: list[Messages] = []  # the second turns of the chunk before
     for number in range(count):
         fresh = [turns for _, turns in islice(stream, CHUNK)]
-        path = work / f"{number:03}.jsonl"
+        path = folder / f"{number:03}.jsonl"
         if not path.exists():
             asked = [[user(turns[0])] for turns in fresh] + earlier
             prompts = [encode_prompt(target, messages) for messages in asked]
             prompts = [p for i, p in enumerate(prompts) if i < CHUNK or len(p) <= AFTER_TOKENS]
             mx.random.seed(seed * 1_000_003 + number)
-            limit = LONG if number < LONG_CHUNKS else SHORT
-            rows = writer.answer(prompts, limit, Report(number, len(prompts)))
-            for row in rows:
+            found = writer.answer(prompts, ANSWER_TOKENS, Report(number, len(prompts)))
+            for row in found:
                 kept.save(row.answer.sample, row.features())
             unfinished = path.with_suffix(".part")
             unfinished.unlink(missing_ok=True)  # of a run that was killed here
-            append(unfinished, (asdict(row.answer) for row in rows))
+            append(unfinished, (asdict(row.answer) for row in found))
             unfinished.replace(path)
         answers = read_answers(path)
         samples += [answer.sample for answer in answers if len(answer.answer) > 1]
         earlier = second_turns(target, answers, fresh)
-    return list(dict.fromkeys(samples))
+    return samples
+
+
+def begin_turns(
+    target: Target,
+    openings: Sequence[str],
+    count: int,
+    path: Path,
+    settings: AnswerSettings,
+    seed: int,
+) -> list[str]:
+    """User turns that begin with one of these words, and that the target ends.
+
+    `path` keeps them. Some are lost, where the target does not come to an end, or repeats itself.
+    """
+    if not path.exists():
+        header, _ = turn_start(target)
+        begun = Random(seed).choices(openings, k=count)
+        encoded = [target.tokenizer.encode(text, add_special_tokens=False) for text in begun]
+        mx.random.seed(seed)
+        sampler = make_sampler(TEMPERATURE, min_p=MIN_P)
+        prompts = [header + list(tokens) for tokens in encoded]
+        turns = []
+        for text, answer in zip(begun, complete(target, prompts, settings, sampler), strict=True):
+            said = target.tokenizer.decode(list(answer.answer), skip_special_tokens=True)
+            if answer.ended and said.strip():
+                turns.append((text + said).strip())
+        append(path, ({"turn": turn} for turn in dict.fromkeys(turns)))
+    return [line["turn"] for line in whole_lines(path)]
 
 
 class Report:
@@ -81,14 +132,14 @@ class Report:
 
     def __init__(self, number: int, prompts: int) -> None:
         self._number, self._prompts = number, prompts
-        self._said, self._begin = 0, time.process_time()
+        self._said, self._begin = 0, time.monotonic()
 
     def __call__(self, done: int, tokens: int) -> None:
-        if tokens - self._said >= 4000:
+        if tokens - self._said >= 8000:
             self._said = tokens
-            rate = tokens / (time.process_time() - self._begin)
+            rate = tokens / (time.monotonic() - self._begin)
             answers = f"{done}/{self._prompts} answers"
-            say(f"chunk {self._number}: {answers}, {tokens} tokens, {rate:.0f} a CPU second")
+            say(f"chunk {self._number}: {answers}, {tokens} tokens, {rate:.0f} a second")
 
 
 def user(text: str) -> dict[str, str]:

@@ -71,14 +71,13 @@ def test_the_real_model_finds_it_and_keeps_its_own_text():
 
 def test_the_recipe_keeps_the_features_of_what_plain_decoding_writes(monkeypatch):
     """Every fourth answer is sampled; a seed's answers are the same again."""
-    monkeypatch.setattr(answers, "ROWS", 4)
-    monkeypatch.setattr(answers, "REFILL", 2)
+    monkeypatch.setattr(answers, "REFILL", 32)  # two at once, of four
     target, layers = tinymodels.target("llama"), (0, 2)
     prompts = [[5, 9, 4 + i, *range(6, 7 + i % 3)] for i in range(9)]
     runs = []
     for _ in range(2):
         mx.random.seed(3)
-        writer = answers.Writer(target, layers, mx.arange(target.vocab_size))
+        writer = answers.Writer(target, layers, rows=4)
         runs.append(writer.answer(prompts, 12))
     assert [row.tokens for row in runs[0]] == [row.tokens for row in runs[1]]
     for prompt, row in zip(prompts, runs[0], strict=True):
