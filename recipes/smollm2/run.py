@@ -31,7 +31,7 @@ from .write import say, write_chunks
 MODEL = "smollm2"
 MASK = 0  # a token that no text has
 SEEDS, CHUNKS, STEPS = range(68, 76), 4, 2000
-TOKENS, ANCHORS, RATE = 16_384, 64, 0.02
+TOKENS, ANCHORS, RATE = 4096, 64, 0.02  # a GPU likes 16,384 tokens: 23 GB
 HEAD = 8192  # tokens that can be drafted: those that the answers have most often
 HELD_OUT = 200
 STORED = {"group_size": 32, "bits": 4}
