@@ -3,9 +3,8 @@
 Accepted: JSON lines with {"messages": [{"role", "content"}, ...]}, {"prompt", "answer"}, {"prompt"}
 or {"text"}, also mixed, and .txt files, whose paragraphs (separated by blank lines) are samples.
 
-`mx.compile` builds one graph per shape, so lengths are rounded up to whole buckets, and every batch
-of a bucket has the same number of rows. Only the seed decides the order, so a
-checkpoint stores no more of the data than a position (epoch, index).
+`mx.compile` builds one graph per shape: lengths are rounded up to buckets, whose batches all have
+as many rows. Only the seed decides the order: a checkpoint has a position (epoch, index), no data.
 """
 
 from __future__ import annotations
@@ -137,8 +136,7 @@ Arrays = tuple[mx.array, ...]
 
 def bucket_length(length: int, tokens: int = 0) -> int:
     """Round `length` up to a whole bucket of batches of so many tokens."""
-    bucket = max(BUCKET, tokens // BUCKETS)
-    return -(-length // bucket) * bucket
+    return -(-length // (bucket := max(BUCKET, tokens // BUCKETS))) * bucket
 
 
 def group(samples: Sequence[Sample], tokens: int, rng: Random) -> list[list[Sample]]:

@@ -33,8 +33,7 @@ def memory_needed(
     """
     weights = weight_bytes(target.model)
     drafter = 4 * sum(a.size for _, a in tree_flatten(network_for(config)(config).parameters()))
-    padded = {bucket_length(length, settings.tokens) for length in lengths}
-    step = max(_values(config, settings, length) for length in padded)
+    step = max(_values(config, settings, bucket_length(n, settings.tokens)) for n in lengths)
     # Two micro-batches are side by side.
     return weights + COPIES * drafter + 2 * (4 * step + BOUND)
 
