@@ -208,7 +208,7 @@ def _chip(cpu: bool) -> Check:
     if cpu:
         return Check("chip", "ok", f"{name}, {computer()['cores']} cores; MLX decodes on the CPU")
     if not mx.metal.is_available():
-        return Check("chip", "ok", f"{takes}; MLX decodes on CUDA, with its own kernels")
+        return Check("chip", "warn", f"{takes}; MLX decodes on CUDA", "Use --no-draft for now.")
     if find_chip(name) is None:
         advice = "Please report this chip with its results of 'dflash-mlx bench'."
         return Check("chip", "warn", f"{name}: unknown to 'roofline'", advice)

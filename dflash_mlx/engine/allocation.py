@@ -101,7 +101,7 @@ class RowAllocator:
             brought = 1 + np.bincount(own, probs[: total - least], count)
             mean, reads = float(brought.mean()), unread[brought > 1].sum() / READ
             cost = costs.cost(self._kind, total + int(reads * mean / HORIZON), count)
-            if (brought >= FLOOR * np.minimum(cost, left)).all():  # or it ends now
+            if (brought >= FLOOR * np.minimum(cost, left)).all():  # or of its rest
                 loss = costs.cost(self._kind, total + int(reads), count) - mean
                 found.append((mean / cost, loss, own.tolist()))
         speed, _, best = max(found, default=(0.0, 0.0, []))

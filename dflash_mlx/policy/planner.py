@@ -124,9 +124,9 @@ class Planner:
             shared: whether other requests were part of the step.
         """
 
-    def _ready(self, tree: DraftTree) -> DraftCandidate:
+    def _ready(self, tree: DraftTree, left: int = MOST_ROWS) -> DraftCandidate:
         self._tree: DraftTree | None = tree
-        return DraftCandidate(_tree_probs(tree), tree.propose, required=self._tree_rows is not None)
+        return DraftCandidate(_tree_probs(tree), tree.propose, bool(self._tree_rows), left=left)
 
 
 class AdaptivePlanner(Planner):
@@ -186,7 +186,7 @@ class AdaptivePlanner(Planner):
         trees = self._trees is not None and width > 1 and not self._by_slot
         if trees and isinstance(network, SupportsTrees):
             self._kind = "tree"
-            return TreeCandidate(network, MOST_ROWS, width, self._ready)
+            return TreeCandidate(network, MOST_ROWS, width, partial(self._ready, left=width))
         return DraftCandidate(probs, unread=network.pending_features, left=width)
 
     def observe(

@@ -153,13 +153,13 @@ class CostCurve:
     def _correct(self, now: int) -> None:
         medians = []  # rows, samples, and the median of their costs
         for rows, samples in [*self._seen.items()]:
-            costs = [cost for step, cost in [*samples] if step >= now - FORGOTTEN]
-            if costs:
+            if costs := [cost for step, cost in [*samples] if step >= now - FORGOTTEN]:
                 medians.append((rows, len(costs), _low_median(costs)))
-        self._line, self._known, self._costs = self._fit(medians), [], {}
+        line, known = self._fit(medians), []
         for rows, count, cost in medians:
-            ratio = min(LARGEST_RATIO, max(1 / LARGEST_RATIO, cost / _on(self._line, rows)))
-            self._known.append((log2(rows), count, log(ratio)))
+            ratio = min(LARGEST_RATIO, max(1 / LARGEST_RATIO, cost / _on(line, rows)))
+            known.append((log2(rows), count, log(ratio)))
+        self._line, self._known, self._costs = line, known, {}  # whole, for other threads
 
     def _fit(self, medians: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
         """The line through the medians of the costs by rows: least squares, beside the prior."""

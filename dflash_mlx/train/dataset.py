@@ -129,7 +129,7 @@ def parse_record(line: str, where: str) -> str | Messages:
     )
 
 
-BUCKET, BUCKETS = 16, 64  # a bucket is so long at least, and a batch has so many at most
+BUCKET, BUCKETS = 16, 128  # a bucket is so long at least, and a batch has so many at most
 
 Arrays = tuple[mx.array, ...]
 

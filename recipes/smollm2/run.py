@@ -9,6 +9,7 @@ same. Several processes may write the answers of a seed each: `--answers-only --
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -45,12 +46,21 @@ def open_target() -> Target:
     return Target(model, found.tokenizer, found.config, found.name)
 
 
-def split(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Held-out conversations, and those to learn from; no conversation twice."""
-    samples = list(dict.fromkeys(samples))
-    chosen = {*Random(MODEL).sample(range(len(samples)), min(HELD_OUT, len(samples) // 10))}
-    held_out = [sample for i, sample in enumerate(samples) if i in chosen]
-    return held_out, [sample for i, sample in enumerate(samples) if i not in chosen]
+def split(samples: list[Sample], stops: Sequence[int]) -> tuple[list[Sample], list[Sample]]:
+    """Held-out conversations, and those to learn from: no question is in both.
+
+    `stops` end a turn.
+    """
+    asked: dict[tuple[int, ...], list[Sample]] = {}
+    for sample in dict.fromkeys(samples):
+        ends = [i for i, token in enumerate(sample.tokens) if token in stops]
+        asked.setdefault(sample.tokens[: ends[1]], []).append(sample)  # the system's and the user's
+    chosen = {*Random(MODEL).sample([*asked], min(HELD_OUT, len(asked) // 10))}
+    held_out, training = [
+        [sample for start, found in asked.items() if (start in chosen) == held for sample in found]
+        for held in (True, False)
+    ]
+    return held_out, training
 
 
 def say_step(report: StepReport) -> None:
@@ -98,7 +108,7 @@ def main() -> None:
         samples += write_chunks(*of)
     if options.answers_only:
         return
-    held_out, training = split(samples)
+    held_out, training = split(samples, target.tokenizer.eos_token_ids)
     say(
         f"{len(training)} conversations, {sum(len(s.tokens) for s in training)} tokens, "
         f"{sum(b - a for s in training for a, b in s.answers)} of answers"

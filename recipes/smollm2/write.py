@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
@@ -67,9 +68,7 @@ def write_chunks(
     own = write_turns(target, int(OWN * CHUNK * count), folder / "turns.jsonl", settings, seed)
     begun = {
         kind: begin_turns(
-            *(target, openings, int(BEGUN * CHUNK * count), folder / f"{kind}.jsonl"),
-            settings,
-            seed,
+            target, openings, int(BEGUN * CHUNK * count), folder / f"{kind}.jsonl", settings, seed
         )
         for kind, openings in OPENINGS.items()
     }
@@ -89,10 +88,7 @@ def write_chunks(
             found = writer.answer(prompts, ANSWER_TOKENS, Report(number, len(prompts)))
             for row in found:
                 kept.save(row.answer.sample, row.features())
-            unfinished = path.with_suffix(".part")
-            unfinished.unlink(missing_ok=True)  # of a run that was killed here
-            append(unfinished, (asdict(row.answer) for row in found))
-            unfinished.replace(path)
+            _write(path, [asdict(row.answer) for row in found])
         answers = read_answers(path)
         samples += [answer.sample for answer in answers if len(answer.answer) > 1]
         earlier = second_turns(target, answers, fresh)
@@ -123,8 +119,16 @@ def begin_turns(
             said = target.tokenizer.decode(list(answer.answer), skip_special_tokens=True)
             if answer.ended and said.strip():
                 turns.append((text + said).strip())
-        append(path, ({"turn": turn} for turn in dict.fromkeys(turns)))
+        _write(path, [{"turn": turn} for turn in dict.fromkeys(turns)])
     return [line["turn"] for line in whole_lines(path)]
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write a file of JSON lines that is whole, or not there."""
+    unfinished = path.with_suffix(".part")
+    unfinished.unlink(missing_ok=True)  # of a run that was killed here
+    append(unfinished, rows)
+    unfinished.replace(path)
 
 
 class Report:

@@ -336,10 +336,7 @@ def test_the_youngest_gives_way_and_goes_on():
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "gpt_oss"])
 def test_slots_are_counted_for_the_layers_that_have_them(family):
-    """Four requests of 600 tokens: slots have 1,024 rows and one is spare; other caches have 768.
-
-    gpt_oss has both kinds.
-    """
+    """Four of 600 tokens: slots of 1,024 rows and a spare one, caches of 768; gpt_oss has both."""
     model = family_target(family)
     batch, slots = SharedBatch(model, None), {"qwen3": 4, "deepseek_v3": 0, "gpt_oss": 2}[family]
     assert len(batch.slot_layers) == slots

@@ -5,6 +5,7 @@ import random
 import pytest
 from simulated import LONGEST, Session, policy_with_costs
 
+from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.engine.allocation import FLOOR, RowAllocator
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.planner import AdaptivePlanner, DraftCandidate
@@ -115,4 +116,10 @@ def test_a_text_that_ends_with_the_step_keeps_no_other_from_drafting(left, rate,
     allocator = RowAllocator(policy_with_costs(LONGEST, row=0.2, draft=1.0), lambda: 0.0)
     others = [DraftCandidate([0.97**slot for slot in range(1, LONGEST)], left=LONGEST)] * 7
     rows = allocator.allocate([*others, DraftCandidate([rate] * (left - 1), left=left)])
-    assert (max(rows) == 1) == waits
+    assert rows[:7] == [1 if waits else LONGEST] * 7
+
+
+def test_a_candidate_knows_how_few_tokens_its_text_may_still_have():
+    planner = AdaptivePlanner(DraftPolicy(LONGEST))
+    for session in (Session(), LookupDrafter().start(None, None)):
+        assert planner.candidate(session, 0, 3).left == 3

@@ -182,6 +182,21 @@ def test_old_comparisons_are_forgotten():
     assert [costs.cost("chain", rows) for rows in range(1, 17)] == pytest.approx(typical)
 
 
+def test_a_shared_step_costs_plain_steps_of_its_requests():
+    costs = StepCosts()
+    row = costs.cost("lookup", 2) - 1
+    assert costs.cost("chain", 10, 2) == pytest.approx(costs.cost("chain", 10) / (1 + row))
+
+
+def test_a_drafter_token_by_token_costs_by_the_longest_draft():
+    costs = StepCosts(slot=0.2)
+    assert costs.cost("chain", 9, 4) == costs.cost("chain", 12, 4) == costs.cost("chain", 3)
+    for _ in range(30):
+        costs.observe("chain", 4, 1.0, 4)
+        costs.observe("chain", 9, 3.0, 4)
+    assert costs.cost("chain", 9, 4) == pytest.approx(3.0, rel=0.1)
+
+
 def test_estimates_follow_what_was_right():
     estimates = AcceptanceEstimates(15)
     assert len(estimates.path_probs) == 15

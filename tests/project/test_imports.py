@@ -117,22 +117,9 @@ def test_only_the_server_knows_the_web():
 
 
 def test_nothing_heavy_is_imported_early():
-    """MLX comes after the BLAS, so neither the package nor the command line may import it.
-
-    Nor what takes a moment: nothing catches a Ctrl-C before the program's `main` has begun.
-    """
+    """MLX comes after the BLAS, and nothing catches a Ctrl-C before the program's `main` runs."""
     heavy = {"mlx", "mlx_lm", "transformers", "typing", "re", "dataclasses", "ctypes", "contextlib"}
     code = "import sys; before = {*sys.modules}; import dflash_mlx.cli.main;"
     code += f"print({heavy} & ({{*sys.modules}} - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stdout + done.stderr
-
-
-def test_no_two_classes_share_a_name():
-    found = [
-        node.name
-        for path in modules().values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    ]
-    assert len(found) == len(set(found)), {name for name in found if found.count(name) > 1}

@@ -18,6 +18,7 @@ from dflash_mlx.train.dataset import (
     group,
     read_records,
 )
+from dflash_mlx.train.drafter import AnchorCollator
 
 
 def read_samples(path: Path, tokenizer: TokenizerWrapper) -> list[Sample]:
@@ -116,6 +117,14 @@ def test_batches_hold_one_bucket_and_every_sample():
         assert len(lengths) == 1
         assert len(batch) == max(1, 64 // (16 * lengths.pop()))
     assert {id(s) for b in batches for s in b} and sum(map(len, batches)) >= 100
+
+
+def test_batches_of_many_tokens_have_few_lengths():
+    """A graph is compiled for each."""
+    found = [Sample((0,) * (3 + i % 400), ((1, 3),)) for i in range(800)]
+    for batch in group(found, tokens=8192, rng=Random(0)):
+        shape = AnchorCollator(2, 8192)(batch, Random(0))[0].shape
+        assert shape[1] % 64 == 0 and shape[0] == 8192 // shape[1]
 
 
 def test_a_stream_goes_on_where_it_stopped():
