@@ -132,7 +132,7 @@ class Chat:
         try:
             pieces = self.model.stream(messages, dict(self.settings))
             with self._ctrl_c_stops(), closing(pieces):
-                with waiting("Reading the prompt"):
+                with waiting("Reading the prompt", spinner=False):  # its thread outlives a Ctrl-C
                     first = [one for one in [next(pieces, None)] if one is not None]
                 self._streams = True
                 for piece in chain(first, pieces):

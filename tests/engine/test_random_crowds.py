@@ -319,10 +319,7 @@ def test_texts_are_those_alone(family, number):
 @pytest.mark.parametrize("family", ["MTP of mimo", "MTP of glm4_moe", "EAGLE-3 of a hybrid"])
 @pytest.mark.parametrize("chunk", [1, 2, 8, 256])
 def test_a_prompt_of_each_length_beside_a_prefix_store(family, chunk):
-    """With windows and heads, a checkpoint stands 16 tokens before a prompt's end: behind 1 of 17.
-
-    Each twice: the second time it begins behind what the first one has stored.
-    """
+    """Each twice, the second time behind what the first one has stored: 1 token of 17."""
     target, drafter = pair(family)
     store = dm.PrefixStore(target, drafter, memory=2**28, chunk=chunk)
     for length in (1, 2, 3, 15, 16, 17, 18, 19, 20, 33, 40):

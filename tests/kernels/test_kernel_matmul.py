@@ -145,10 +145,7 @@ def test_the_reference_reads_the_weights_as_they_are_packed(bits):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [1056, 1600, 2144, 2592])
 def test_split_sums_are_rounded_once(matmul, dtype, depth):
-    """Steps along K that no number of splits divides: some splits are longer than others.
-
-    33 in 2, 50 in 3, 67 in 4 and 81 in 5 leave one to three over.
-    """
+    """Splits of unlike lengths: 33 steps in 2, 50 in 3, 67 in 4 and 81 in 5 leave some over."""
     mx.random.seed(2)
     assert depth // 32 % splits_of_k(24, depth) > 0
     w, up = (random_weights((24, depth), dtype, 4, 32) for _ in range(2))

@@ -61,10 +61,7 @@ def test_drafted_text_is_the_plain_text(family, format, trees):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_a_block_are_those_of_steps_of_one(family):
-    """Bit for bit, in float32 too: a row leaves a sliding window as a ring, a block does not.
-
-    The block is longer than a window.
-    """
+    """Bit for bit, in float32 too; the block is longer than a sliding window, a ring."""
     target = exact_target(family, quick_factory(), 4, mx.float32)
     text, session, steps = families.random_prompt(40, seed=5), target.start(), []
     list(session.prefill(PROMPT))
