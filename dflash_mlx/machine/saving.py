@@ -19,7 +19,7 @@ def save_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[st
     """
     import mlx.core as mx  # not before a model is looked for: `use_fast_blas` comes first
 
-    part = path.with_name("unfinished.safetensors")
+    part = path.with_stem(f"{path.stem}.unfinished")  # MLX wants a name of safetensors
     try:
         mx.save_safetensors(str(part), dict(arrays), metadata=dict(metadata))
         part.replace(path)

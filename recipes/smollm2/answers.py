@@ -18,8 +18,7 @@ from dflash_mlx.targets import Target
 from dflash_mlx.train.answers import Answer
 from dflash_mlx.train.features import TOP, Features
 
-REFILL = 8  # prompts that are read together, for one of ROWS answers that are written together:
-ROWS = 64
+ROWS, REFILL = 64, 8  # answers written together; an eighth as many prompts are read together
 TEMPERATURE, TOP_P = 0.2, 0.9  # as published with the model
 SAMPLED = 4  # one answer in so many is sampled, the others are greedy
 REPEATED = 32  # an answer ends when so many tokens were said just before
@@ -80,7 +79,7 @@ class Writer:
 
     def __init__(self, target: Target, layers: Sequence[int], rows: int = ROWS) -> None:
         self._target, self._layers, self._most = target, layers, rows
-        self._refill = max(1, rows * REFILL // ROWS)
+        self._refill = max(1, rows // REFILL)
         self._rows: list[Row] = []
         self._cache: list[BatchKVCache] = []
 

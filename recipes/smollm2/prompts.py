@@ -263,7 +263,7 @@ Write a SQL query|Write a JavaScript function|Write a class|Debug|Write a script
     + 3 * [STUB],
 }
 
-# How many of 29 prompts are of a kind.
+# How often a prompt is of a kind, beside the others.
 SHARES = {
     "own": 5, "maths": 3, "programs": 3, "writing": 2, "roles": 1, "puzzles": 0.75,
     "sums": 0.5, "boxed": 0.75, "coding": 2, "extraction": 1, "knowledge": 2, "strangers": 2,

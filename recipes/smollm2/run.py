@@ -104,8 +104,9 @@ def main() -> None:
     target = open_target()
     layers, samples = tap_layers(target.num_layers), []
     for seed in options.seeds:
-        of = (target, layers, options.data, options.work, seed, options.chunks, options.rows)
-        samples += write_chunks(*of)
+        samples += write_chunks(
+            target, layers, options.data, options.work, seed, options.chunks, options.rows
+        )
     if options.answers_only:
         return
     held_out, training = split(samples, target.tokenizer.eos_token_ids)

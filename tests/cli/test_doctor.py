@@ -114,10 +114,9 @@ def test_kernels_by_chip(chip, status, words, checks, monkeypatch):
 
 
 def test_a_cuda_card(checks, monkeypatch):
-    """MLX's own kernels decode there: neither the CPU's compiler nor its BLAS matters."""
     monkeypatch.setattr("dflash_mlx.loading.reading.on_cpu", lambda: False)
     card = {"device_name": "NVIDIA H100", "total_memory": 80 * 10**9}
     monkeypatch.setattr(mx, "device_info", lambda: card)
     _, said = checks("--offline")
     assert said["chip"]["detail"].endswith("80.0 GB; MLX decodes on CUDA")
-    assert not said.keys() & {"BLAS", "g++"}
+    assert not said.keys() & {"BLAS", "g++"}  # of the CPU

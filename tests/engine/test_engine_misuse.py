@@ -3,17 +3,15 @@
 import asyncio
 import gc
 import os
-import subprocess
-import sys
 import weakref
 from functools import partial
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from crowd import Played
 from families import small_prompt
+from program import run_code
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
@@ -233,20 +231,13 @@ import dflash_mlx as dm
 from tinymodels import target
 engine = dm.Engine(target(), None)
 job = engine.submit([1, 2, 3], max_tokens=8000)
-other = threading.Thread(target=lambda: print(job.result().finish_reason))
-other.start()
+threading.Thread(target=lambda: print(job.result().finish_reason)).start()
 next(job)
 print("the program ends")
 """
 
 
 def test_a_program_ends_that_forgot_to_close_its_engine():
-    done = subprocess.run(
-        [sys.executable, "-c", FORGOTTEN],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1] / "helpers",
-        timeout=120,
-    )
+    done = run_code(FORGOTTEN)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split("\n")[0] == "the program ends"

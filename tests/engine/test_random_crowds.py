@@ -319,7 +319,8 @@ def test_texts_are_those_alone(family, number):
 @pytest.mark.parametrize("family", ["MTP of mimo", "MTP of glm4_moe", "EAGLE-3 of a hybrid"])
 @pytest.mark.parametrize("chunk", [1, 2, 8, 256])
 def test_a_prompt_of_each_length_beside_a_prefix_store(family, chunk):
-    """Each twice, the second time behind what the first one has stored: 1 token of 17."""
+    """With windows and heads, a checkpoint stands 16 tokens before a prompt's end: behind 1 of 17.
+    The second time, each begins behind what the first one has stored."""
     target, drafter = pair(family)
     store = dm.PrefixStore(target, drafter, memory=2**28, chunk=chunk)
     for length in (1, 2, 3, 15, 16, 17, 18, 19, 20, 33, 40):

@@ -35,6 +35,12 @@ def start(*arguments: str | Path, stdin: str = "", **options) -> subprocess.Comp
     return subprocess.run(command, input=stdin, **options)
 
 
+def run_code(code: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own, which finds our test helpers."""
+    command, options = [sys.executable, "-c", code], {"capture_output": True, "text": True}
+    return subprocess.run(command, cwd=HERE, timeout=timeout, **options)
+
+
 def hear_ctrl_c() -> None:
     """In a child before it becomes the program: undo that a background job ignores SIGINT."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

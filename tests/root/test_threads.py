@@ -4,18 +4,17 @@ The texts are compared with what mlx-lm itself decodes, in the main thread and a
 nothing is computed there before another thread needs it.
 """
 
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from families import random_prompt
 from oracle import Oracle
+from program import run_code
 from tinymodels import random_drafter, save_drafter, save_target
 from tinymodels import target as tiny_target
 
@@ -205,11 +204,5 @@ assert len(texts) == 3 and texts[0] == texts[1] == texts[2], texts
 @pytest.mark.skipif(sys.platform != "linux", reason="Metal does not survive a fork")
 def test_processes_with_worker_threads_end_well():
     """Whether MLX's clean-up meets the interpreter's is a matter of luck, so 8 times."""
-    done = subprocess.run(
-        [sys.executable, "-c", WORKERS],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1] / "helpers",
-        timeout=300,
-    )
+    done = run_code(WORKERS, timeout=300)
     assert done.stdout.split() == ["0"] * 8, done.stderr[-2000:]

@@ -71,7 +71,7 @@ def test_the_real_model_finds_it_and_keeps_its_own_text():
 
 def test_the_recipe_keeps_the_features_of_what_plain_decoding_writes(monkeypatch):
     """Every fourth answer is sampled; a seed's answers are the same again."""
-    monkeypatch.setattr(answers, "REFILL", 32)  # two at once, of four
+    monkeypatch.setattr(answers, "REFILL", 2)  # two at once, of four
     target, layers = tinymodels.target("llama"), (0, 2)
     prompts = [[5, 9, 4 + i, *range(6, 7 + i % 3)] for i in range(9)]
     runs = []

@@ -120,7 +120,6 @@ def test_batches_hold_one_bucket_and_every_sample():
 
 
 def test_batches_of_many_tokens_have_few_lengths():
-    """A graph is compiled for each."""
     found = [Sample((0,) * (3 + i % 400), ((1, 3),)) for i in range(800)]
     for batch in group(found, tokens=8192, rng=Random(0)):
         shape = AnchorCollator(2, 8192)(batch, Random(0))[0].shape

@@ -23,6 +23,7 @@ from dflash_mlx.errors import (
 )
 from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
+from dflash_mlx.machine.saving import save_arrays
 from dflash_mlx.targets import Target
 from dflash_mlx.train import answers, memory
 from dflash_mlx.train.answers import AnswerProgress
@@ -192,6 +193,19 @@ def test_features_are_kept_for_each_choice_of_layers(tmp_path, target):
         kept = KeptFeatures(target, layers, tmp_path)([sample], 17)
         own = features(target, mx.array([sample.tokens]), layers)
         assert mx.array_equal(kept.taps, own.taps.astype(mx.bfloat16))
+
+
+def test_processes_that_share_a_folder_do_not_mix_their_files(tmp_path, monkeypatch):
+    save = mx.save_safetensors
+
+    def beside(*arguments, **metadata):
+        save(*arguments, **metadata)
+        monkeypatch.setattr(mx, "save_safetensors", save)
+        save_arrays(tmp_path / "two.safetensors", {"a": mx.zeros(2)}, {})
+
+    monkeypatch.setattr(mx, "save_safetensors", beside)
+    save_arrays(tmp_path / "one.safetensors", {"a": mx.zeros(1)}, {})
+    assert [len(mx.load(str(tmp_path / f"{n}.safetensors"))["a"]) for n in ("one", "two")] == [1, 2]
 
 
 def test_it_starts_from_a_published_drafter(tmp_path, target, data):
