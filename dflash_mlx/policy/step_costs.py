@@ -134,7 +134,7 @@ class CostCurve:
         if now >= self._expires and self._seen:
             self._correct(now)
             self._expires = now + FORGOTTEN // 8
-        costs, (draft, row) = self._costs, self._line  # another thread may correct them
+        costs, line = self._costs, self._line  # another thread may correct them
         for one in rows:
             if one not in costs:
                 place, total, weights = log2(one), 0.0, PRIOR_WEIGHT
@@ -142,7 +142,7 @@ class CostCurve:
                     weight = count * PER_OCTAVE ** abs(other - place)
                     total += weight * ratio
                     weights += weight
-                costs[one] = (1 + draft + row * (one - 1)) * exp(total / weights)
+                costs[one] = _on(line, one) * exp(total / weights)
         return [costs[one] for one in rows]
 
     def observe(self, rows: int, cost: float, now: int) -> None:
