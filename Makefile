@@ -42,7 +42,6 @@ test: $(VENV)/has-dev check
 check:
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python scripts/weight.py --check
 	$(BIN)/pytest --numprocesses auto --dist loadgroup --no-loadscope-reorder --durations 15
 
 quick: $(VENV)/has-dev

@@ -2,7 +2,6 @@
 
     python scripts/weight.py            # everything
     python scripts/weight.py --lines    # the lines alone, without loading a model
-    python scripts/weight.py --check    # exit 1 if a room is over its cap
 
 The answer is the embedded pair's to "What is 47 plus 38?", with the default policy. The functions
 are counted by a profiler while it is generated again, after a first answer has warmed it up.
@@ -22,30 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dflash_mlx"
 PROMPT = "What is 47 plus 38?"
 MAX_TOKENS = 77
-
-
-# The most lines that each room may have now, and the goal. The first number only goes down, towards
-# the second. Who needs more room in one place makes it in the same change.
-CAPS = {
-    "root": (3_513, 2_900),
-    "answers": (1_300, 1_150),
-    "bench": (1_320, 1_150),
-    "cli": (4_481, 3_500),
-    "cluster": (1_615, 1_500),
-    "drafter": (3_740, 3_450),
-    "engine": (1_138, 1_100),
-    "kernels": (2_390, 2_100),
-    "loading": (4_003, 3_050),
-    "machine": (450, 450),
-    "policy": (730, 684),
-    "prefix": (880, 800),
-    "serve": (4_409, 3_850),
-    "targets": (4_052, 3_800),
-    "train": (2_145, 2_000),
-    "package": (36_170, 31_500),
-    "tests": (28_800, 25_500),
-    "docs": (2_430, 2_430),
-}
 
 
 def lines(files: Iterable[Path]) -> int:
@@ -79,14 +54,10 @@ def rooms() -> dict[str, list[Path]]:
     }
 
 
-def print_lines() -> list[str]:
-    """Print the table of lines. Returns the rooms that are over their caps."""
-    counts = {room: lines(files) for room, files in rooms().items()}
-    over = [room for room, count in counts.items() if room in CAPS and count > CAPS[room][0]]
-    for room, count in counts.items():
-        cap, goal = CAPS.get(room, (0, 0))
-        limits = f"of {cap:6,}, goal {goal:6,}" if cap else ""
-        print(f"{room:10} {count:6,} {limits}{' OVER' * (room in over)}")
+def print_lines() -> None:
+    """Print the table of lines."""
+    for room, files in rooms().items():
+        print(f"{room:10} {lines(files):6,}")
 
     package = rooms()["package"]
     texts = [line for file in package for line in file.read_text().splitlines() if line.strip()]
@@ -94,7 +65,6 @@ def print_lines() -> list[str]:
     told = sum(ast.get_docstring(function) is not None for function in public)
     print(f"{len(package)} files, median line {median(map(len, texts)):.0f} characters,")
     print(f"{len(public)} public functions, {told / len(public):.1%} of them with a docstring")
-    return over
 
 
 def print_calls() -> None:
@@ -130,10 +100,7 @@ def print_calls() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lines", action="store_true", help="count lines, load no model")
-    parser.add_argument("--check", action="store_true", help="--lines; exit 1 if one is over")
     given = parser.parse_args()
-    over = print_lines()
-    if given.check and over:
-        sys.exit(f"Over the cap: {', '.join(over)}. Make room there in the same change.")
-    if not (given.lines or given.check):
+    print_lines()
+    if not given.lines:
         print_calls()
