@@ -43,9 +43,12 @@ class GrammarTokens:
             from llguidance import LLMatcher, LLTokenizer
         except ModuleNotFoundError as error:
             raise MissingDependencyError.of("llguidance is not installed", "structured") from error
-        self.eos_ids = frozenset(target.tokenizer.eos_token_ids)
+        vocabulary = target.tokenizer.backend_tokenizer
+        ends = target.tokenizer.eos_token_ids
+        # Some fine-tunes name an end that the tokenizer does not have; llguidance refuses those.
+        self.eos_ids = frozenset(end for end in ends if end >= 0 and vocabulary.id_to_token(end))
         self._tokenizer = LLTokenizer(
-            target.tokenizer.backend_tokenizer.to_str(),
+            vocabulary.to_str(),
             n_vocab=target.vocab_size,
             eos_token=sorted(self.eos_ids),
         )

@@ -15,10 +15,19 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import ConfigError, ModelNotFoundError, SettingsError, WeightsError
 from ..settings import RequestSettings
-from ..validation import MAX_JSON_BYTES, ErrorWrapper, brief, check_file, is_integer, read_json
+from ..validation import (
+    MAX_JSON_BYTES,
+    ErrorWrapper,
+    brief,
+    check_file,
+    is_integer,
+    read_json,
+    text_config,
+)
 from .quantization import Quantization, is_fp8, is_quantized
 
 INDEX = "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
 MOST_LAYERS = 4096  # mlx-lm builds every layer before it compares the weights with the config
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _FLOATS = ("F32", "F16", "BF16", "F8_E4M3")
@@ -149,18 +158,53 @@ class Folder:
         """Bytes that the weights take once loaded, as `memory_needed` counts them."""
         return memory_needed(self.tensors.values(), quantization, float_bytes)
 
+    @cached_property
+    def generation_config(self) -> dict[str, Any]:
+        """The generation_config.json; empty without one. One that cannot be read is a warning."""
+        path = self.path / GENERATION_CONFIG
+        if not path.is_file():
+            return {}
+        try:
+            return read_json(path)
+        except ConfigError as error:
+            warnings.warn(f"dflash-mlx: {path} is not used: {error}", stacklevel=2)
+            return {}
+
+    @property
+    def end_tokens(self) -> list[int] | None:
+        """The ids that end a text, besides the tokenizer's own end; None if no file names any.
+
+        The first file that names any decides, as in mlx-lm: generation_config.json, then
+        config.json. mlx-lm does not look into `text_config`, where transformers does, so that is
+        the last one. Raises `ConfigError` for ids that are not integers.
+        """
+        sources = (
+            (GENERATION_CONFIG, self.generation_config),
+            ("config.json", self.config),
+            ("config.json", text_config(self.config)),
+        )
+        for file, values in sources:
+            ids = values.get("eos_token_id")
+            if ids is None or ids == []:
+                continue
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(is_integer(number, least=-1) for number in ids):
+                raise ConfigError(
+                    f"{self.path / file}: eos_token_id must be a token's number or a list of them, "
+                    f"not {brief(values['eos_token_id'])}."
+                )
+            return ids
+        return None
+
     @property
     def sampling_defaults(self) -> dict[str, Any]:
         """The sampling settings of generation_config.json, for `RequestSettings`.
 
-        Empty if there is no such file, or it has the model decode greedily. A file that cannot be
-        used is a warning.
+        Empty if there is no such file, or it has the model decode greedily. Settings that cannot
+        be used are a warning.
         """
-        path = self.path / "generation_config.json"
-        if not path.is_file():
-            return {}
+        config = self.generation_config
         try:
-            config = read_json(path)
             found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
             samples = config.get("do_sample")
             if samples is True:
@@ -170,7 +214,8 @@ class Folder:
             if isinstance(found.get("top_k"), int):
                 found["top_k"] = max(0, found["top_k"])  # -1 is off for vLLM
             RequestSettings(**found)
-        except (ConfigError, SettingsError) as error:
+        except SettingsError as error:
+            path = self.path / GENERATION_CONFIG
             warnings.warn(f"dflash-mlx: {path} is not used: {error}", stacklevel=2)
             return {}
         return found

@@ -167,7 +167,7 @@ def open_target(
     if adapter is not None:
         adapter.add_to(name, model)
         config = config | {"adapter": adapter.config}
-    tokenizer = read_tokenizer(folder, config)  # while the weights are being read
+    tokenizer = read_tokenizer(folder)  # while the weights are being read
     with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used", MLX_ERRORS):
         evaluate(model)
     if cluster is not None:
@@ -219,7 +219,7 @@ def _reading_fp8(config: dict[str, Any]) -> tuple[Any, Any]:
     return build, arguments
 
 
-def read_tokenizer(folder: Folder, config: dict[str, Any]) -> Any:
+def read_tokenizer(folder: Folder) -> Any:
     """mlx-lm's tokenizer of a folder. Raises: `ModelNotFoundError`, `ConfigError`."""
     if not any((folder.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         raise ModelNotFoundError(
@@ -230,7 +230,7 @@ def read_tokenizer(folder: Folder, config: dict[str, Any]) -> Any:
     extra = {"trust_remote_code": False, "model_max_length": sys.maxsize}
     wrong = f"{folder.path}: the tokenizer cannot be read"
     with ErrorWrapper(ConfigError, wrong, TOKENIZER_FILE_ERRORS):
-        return load_tokenizer(folder.path, extra, eos_token_ids=config.get("eos_token_id"))
+        return load_tokenizer(folder.path, extra, eos_token_ids=folder.end_tokens)
 
 
 def check_runs(target: Target) -> None:

@@ -95,6 +95,7 @@ def test_a_text_ends_with_any_of_the_end_tokens() -> None:
     more = {"tokenizer.ggml.tokens": turn, "tokenizer.ggml.token_type": types}
     assert end_tokens("a", content | more) == sorted({end, len(turn) - 1})
     del content["tokenizer.ggml.eos_token_id"]
+    content["tokenizer.ggml.tokens"][end] = "no end"
     with pytest.raises(ConfigError, match="no text would end"):
         end_tokens("a", content)
 

@@ -25,7 +25,7 @@ from ..registry import parts_of
 if TYPE_CHECKING:
     from .conversion import Conversion
 
-FORMAT = 4  # of the folders; a higher number converts every file again
+FORMAT = 5  # of the folders; a higher number converts every file again
 BEGINNING, SAMPLE, SAMPLES = 2**20, 2**12, 256  # bytes, bytes, and samples of a file
 
 

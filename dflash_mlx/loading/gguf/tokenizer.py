@@ -31,8 +31,34 @@ from ...validation import TOKENIZER_ERRORS, ErrorWrapper
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types
 _KEY = "tokenizer.ggml."
 _SPACE = "▁"
-# Control tokens that end a turn, whatever else the file names.
-_ENDS = {"<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|call|>"}
+# Control tokens that end a text, whatever else the file names: llama.cpp's list, of which we leave
+# out "</s>", which is HTML to Gemma. Files have no generation_config.json, so this stands for it.
+_ENDS = {
+    "<eos>",  # Gemma's, like the next three
+    "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
+    "<|im_end|>",  # Qwen's, like the next
+    "<|endoftext|>",
+    "<|eot_id|>",  # Llama 3's, like the next two
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|end|>",  # Phi's
+    "<|return|>",  # gpt-oss's, like the next
+    "<|call|>",
+    "<|flush|>",  # Solar's, like the next
+    "<|calls|>",
+    "[EOS]",  # Kimi's, like the next
+    "[EOT]",
+    "<EOT>",  # CodeLlama's, like the next
+    "_<EOT>",
+    "<｜end▁of▁sentence｜>",  # DeepSeek's
+    "<end_of_utterance>",  # SmolVLM's
+    "[e~[",  # MiniMax's
+}
+# A message of an answer ends with this token, not the answer, if the vocabulary has one of these.
+_END_OF_MESSAGE = "<|end|>"
+_OF_MESSAGES = {"<|return|>", "<|flush|>"}
 
 
 class TokenizerFields:
@@ -195,8 +221,11 @@ def end_tokens(path: object, metadata: Mapping[str, Any]) -> list[int]:
     """The tokens that end a text, a turn or a message. Raises `ConfigError`."""
     fields = TokenizerFields(path, metadata)
     found = {fields.special_id(name) for name in ("eos", "eot", "eom")}
-    found |= {fields.tokens.index(token) for token in _ENDS & {*fields.of_kind(CONTROL)}}
-    ends = sorted(number for number in found if number is not None)
-    if not ends:
+    ends = _ENDS & {*fields.of_kind(CONTROL), *fields.of_kind(USER_DEFINED)}
+    if _OF_MESSAGES & ends:
+        ends.discard(_END_OF_MESSAGE)
+    found |= {fields.tokens.index(token) for token in ends}
+    ids = sorted(number for number in found if number is not None)
+    if not ids:
         raise ConfigError(f"{path}: there is no {_KEY}eos_token_id, so no text would end.")
-    return ends
+    return ids
