@@ -1,7 +1,8 @@
 """Chat messages -> text, by the chat template of a model.
 
-A template is a program that comes with the model, so it runs in a `Worker`. transformers and mlx-lm
-prepare the template's variables: they render a template of ours that prints them.
+A template is a program that comes with the model, so it runs in a `Worker`. transformers prepares
+the template's variables: it renders a template of ours that prints them. Nothing else is passed but
+what the caller sets: mlx-lm's `TokenizerWrapper` would tell every template to think or not.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ SWITCHES = ("enable_thinking", "thinking")  # what templates call the switch for
 _RESERVED = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     *("messages", "tokenizer"),
-} - {"tools"}
+} - {"tools", "documents"}
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_NAMES = ("messages", "tools", "add_generation_prompt", *SWITCHES)
+_NAMES = ("messages", "tools", "documents", "add_generation_prompt", *SWITCHES)
 _VARIABLES = "".join(
     f"{{% if {name} is defined %}}{{{{ ['{name}', {name}] | tojson(ensure_ascii=true) }}}}\n"
     "{% endif %}"
@@ -81,13 +82,13 @@ def apply_chat_template(
     with ErrorWrapper(PromptError, "The chat template refuses these messages", _ERRORS):
         if is_code:
             how |= {"continue_final_message": continue_final_message, **settings}
-            return str(tokenizer.apply_chat_template(list(messages), **how))
+            return _by_code(tokenizer, list(messages), how)
         template = own.get_chat_template(tools=settings.get("tools"))
         copies = list(map(dict, messages))
         if continue_final_message:
             copies[-1]["content"] += _TAG
         how |= {name: settings.pop(name) for name in _NAMES if name in settings}
-        lines = tokenizer.apply_chat_template(copies, chat_template=_VARIABLES, **how)
+        lines = own.apply_chat_template(copies, chat_template=_VARIABLES, **how)
         variables = dict(map(json.loads, lines.split("\n")[:-1]))
         text = _rendered(template, {**own.special_tokens_map, **settings, **variables})
     if not continue_final_message:
@@ -104,6 +105,18 @@ def _own(tokenizer: Any) -> tuple[Any, bool]:
     own = tokenizer if is_bare else tokenizer._tokenizer
     is_code = type(own).apply_chat_template is not base.apply_chat_template
     return own, is_code or not (is_bare or tokenizer._chat_template is None)
+
+
+def _by_code(tokenizer: Any, messages: list[Any], how: dict[str, Any]) -> str:
+    """The text of a template that is code: a tokenizer's own method, or a function of mlx-lm's."""
+    if any(name in how for name in SWITCHES):
+        return str(tokenizer.apply_chat_template(messages, **how))
+    own, _ = _own(tokenizer)
+    function = None if own is tokenizer else tokenizer._chat_template
+    if function is None:
+        return str(own.apply_chat_template(messages, **how))
+    del how["tokenize"]
+    return str(function(messages, **how))
 
 
 def thinking_switches(tokenizer: Any, think: bool) -> dict[str, bool]:

@@ -7,10 +7,11 @@ drafter, and a draft is accepted if it equals the target's choice, as in greedy 
 drafter uses the same noise, so it mostly drafts what the target will choose.
 
 The settings and their order are mlx-lm's: logit bias, penalties, other processors, top-p, min-p,
-top-k, temperature. All rows of many requests are chosen at once. Only processors run row by row,
-each row with the history of its own path. They wait for the device only if they read token ids on
-the host. Those that are a `TokenConstraint` and come last are applied to all rows at once. With
-penalties or processors, drafts are chosen one after the other.
+top-k, temperature; only presence and frequency penalties count otherwise (`penalties`). All rows of
+many requests are chosen at once. Only processors run row by row, each row with the history of its
+own path. They wait for the device only if they read token ids on the host. Those that are a
+`TokenConstraint` and come last are applied to all rows at once. With penalties or processors,
+drafts are chosen one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .constraints import ConstraintSet, TokenConstraint, masked
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .errors import SettingsError
 from .memory import compute
-from .penalties import PENALTIES, add_bias, penalize, window
+from .penalties import Penalties, add_bias, penalize
 from .proposal import Proposal
 from .settings import SEED_BITS, SETTINGS, RequestSettings
 from .validation import brief
@@ -103,10 +104,9 @@ class Sampler:
             self.seed = secrets.randbits(SEED_BITS) if settings.seed is None else settings.seed
         self._sharpness = sharpness or DraftSharpness()
         self._compared: mx.array | None = None  # [S, L], the draft of this step with each s
-        self._window = max(window(settings, kind) for kind in PENALTIES)
-        self._recent = list(prompt)[-self._window :] if self._window else []
+        self._penalties = Penalties(settings, prompt)
         processors = list(settings.logits_processors)
-        self.can_pipeline = not (self._window or processors)
+        self.can_pipeline = not (self._penalties.active or processors)
         constraints: list[TokenConstraint] = []
         while processors and isinstance(processors[-1], TokenConstraint):
             constraints.append(processors.pop())
@@ -173,8 +173,7 @@ class Sampler:
             self._compared = None
         if self._constraints is not None:
             self._constraints.commit(tokens)
-        if self._window:
-            self._recent = [*self._recent, *tokens][-self._window :]
+        self._penalties.commit(tokens)
         if self._history is not None:
             self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
             mx.async_eval(self._history)  # the next step may run in another thread
@@ -228,10 +227,11 @@ class Sampler:
         if self.can_pipeline:
             return self.scores(logits)
         s, rows = self._sharpness.value, []
-        if self._constraints is not None and self._history is None and not self._window:
+        only_constraints = self._history is None and not self._penalties.active
+        if self._constraints is not None and only_constraints:
             return self._constraints.drafts(logits, noise, s, self.scores, drafted)
         for slot in range(len(logits)):
-            history = self.settings, self._recent, drafts, [range(len(drafts))]
+            history = self._penalties, drafts, [range(len(drafts))]
             row = penalize([history], logits[slot : slot + 1])
             if self._history is not None:
                 row = self._apply(mx.concatenate([self._history, drafts]), row)
@@ -342,9 +342,8 @@ def _edited(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
         return logits
     drafts = [one.proposal.array(logits.shape[-1]).astype(mx.int32) for one in decisions]
     paths = [one.proposal.paths() for one in decisions]
-    texts = [(one.sampler.settings, one.sampler._recent) for one in decisions]
-    histories = zip(texts, drafts, paths, strict=True)
-    logits = penalize([(*text, tokens, under) for text, tokens, under in histories], logits)
+    penalties = [one.sampler._penalties for one in decisions]
+    logits = penalize(list(zip(penalties, drafts, paths, strict=True)), logits)
     if any(one._history is not None for one in samplers):
         edited, first = [], 0
         for one in decisions:

@@ -206,10 +206,8 @@ class RequestSettings:
         aliases=("repeat_penalty",),
     )
     repetition_context_size: int = setting(CONTEXT_SIZE, "Tokens that it looks at.", *_SIZE)
-    presence_penalty: float = setting(0.0, "Over 0 avoids the last 20 tokens.", *_PENALTY)
-    presence_context_size: int = setting(CONTEXT_SIZE, "Tokens that it looks at.", *_SIZE)
+    presence_penalty: float = setting(0.0, "Over 0 avoids the answer's tokens.", *_PENALTY)
     frequency_penalty: float = setting(0.0, "The same, more for frequent ones.", *_PENALTY)
-    frequency_context_size: int = setting(CONTEXT_SIZE, "Tokens that it looks at.", *_SIZE)
     logits_processors: Sequence[LogitsProcessor] = setting(
         *((), "Further processors, called in this order after the penalties."),
         form=_list_of(callable),
@@ -271,11 +269,11 @@ class RequestSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("repetition", "presence", "frequency"):
-            size, penalty = f"{name}_context_size", f"{name}_penalty"
-            off = getattr(self, penalty) == SETTINGS[penalty].default
-            if off and getattr(self, size) != CONTEXT_SIZE:
-                raise SettingsError(f"{size} goes with a {penalty}: give that.")
+        off = self.repetition_penalty == SETTINGS["repetition_penalty"].default
+        if off and self.repetition_context_size != CONTEXT_SIZE:
+            raise SettingsError(
+                "repetition_context_size goes with a repetition_penalty: give that."
+            )
 
     def check_vocabulary(self, size: int) -> None:
         """Raise `SettingsError` for a token that a vocabulary of this size does not have."""

@@ -110,6 +110,7 @@ class ChatBody(ChoicesBody):
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_settings=self._thinking() | (self.chat_template_kwargs or {}),
             continues_message=bool(self.continue_final_message),
+            ignored=self.thinking.ignored if self.thinking else (),
         )
 
     def _thinking(self) -> dict[str, Any]:

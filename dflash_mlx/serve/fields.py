@@ -69,7 +69,8 @@ class SamplingOptions(Body):
     presence_penalty: float | None = sampled("presence_penalty", least=-2, most=2)
     frequency_penalty: float | None = sampled("frequency_penalty", least=-2, most=2)
     repetition_penalty: float | None = sampled("repetition_penalty", most=10)
-    repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None  # -1 is all
+    # Of the repetition penalty; -1 is all.
+    repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES)] | None = None
     draft: bool | None = None
 
@@ -81,23 +82,26 @@ class SamplingOptions(Body):
             max_tokens=None if (max_tokens or 0) < 0 else max_tokens,
             block_size=1 if self.draft is False else None,
         )
-        for name in ("repetition", "presence", "frequency"):
-            penalty, off = f"{name}_penalty", SETTINGS[f"{name}_penalty"].default
-            if self.repeat_last_n == 0:
-                found.pop(penalty, None)
-            elif self.repeat_last_n and found.get(penalty, off) != off:
-                found[f"{name}_context_size"] = self.repeat_last_n % 2**31
+        if self.repeat_last_n == 0:
+            found["repetition_penalty"] = SETTINGS["repetition_penalty"].default
+        elif self.repeat_last_n is not None:
+            found["repetition_context_size"] = self.repeat_last_n % 2**31
         return found
 
 
 class ThinkingConfig(Body):
     """Whether the model reasons before it answers."""
 
-    type: Literal["enabled", "adaptive", "disabled"] = "disabled"
+    type: Literal["enabled", "adaptive", "disabled", "between_tools"] = "disabled"
+
+    @property
+    def ignored(self) -> list[str]:
+        """What templates have no switch for: they choose themselves."""
+        return [f"thinking {self.type}"] if self.type == "between_tools" else []
 
     def template_settings(self) -> dict[str, Any]:
         """The variables of the chat template."""
-        return thinking_settings(self.type != "disabled")
+        return {} if self.ignored else thinking_settings(self.type != "disabled")
 
 
 class ReasoningOptions(Body):

@@ -184,6 +184,8 @@ class RequestHandler:
                 ids, branches = encode(self.target, self.form, request)
                 tokens += len(ids)
                 settings = self._defaults | dict(request.settings) | {"branches": branches}
+                if settings.get("repetition_penalty", 1) == 1:  # apps send the size with any other
+                    settings.pop("repetition_context_size", None)
                 settings |= {"salt": salt} if salt else {}
                 for choice in self._choices(request, ids, settings, dropped):
                     unless_all.callback(choice.job.cancel)

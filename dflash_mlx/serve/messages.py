@@ -9,6 +9,7 @@ from pydantic import Field
 from pydantic_core import from_json
 
 from ..answers.parser import Part, Reasoning, ToolCall
+from ..prompt import EFFORT
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .fields import (
@@ -21,7 +22,6 @@ from .fields import (
     sampled,
     sampling_settings,
     template_call,
-    thinking_settings,
 )
 from .request import GenerationRequest, Tool, ToolChoice
 from .response import Event, ItemsResponse, grow
@@ -147,7 +147,8 @@ class CountBody(Body):
         if choice.type == "tool" and not choice.name:
             raise RequestError("The tool has no name.", param="tool_choice")
         allowed = frozenset({choice.name or ""}) if choice.type == "tool" else None
-        thinks = (self.thinking or ThinkingConfig()).type != "disabled"
+        thinking = self.thinking.template_settings() if self.thinking else {}
+        effort = {} if output.effort is None else {EFFORT: output.effort}
         form = self.output_format or output.format
         messages = sum((one.for_template() for one in self.messages), self._system_messages())
         last = messages[-1]
@@ -160,7 +161,8 @@ class CountBody(Body):
             allowed,
             parallel_calls=not choice.disable_parallel_tool_use,
             schema=form.answer_schema() if form else None,
-            template_settings=thinking_settings(output.effort) | {"enable_thinking": thinks},
+            template_settings=effort | thinking,
+            ignored=self.thinking.ignored if self.thinking else (),
             continues_message=last["role"] == "assistant"
             and bool(last["content"])
             and "tool_calls" not in last,

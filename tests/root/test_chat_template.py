@@ -3,6 +3,7 @@
 import resource
 
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tinymodels import wrapped
 
 from dflash_mlx import worker as bounds
@@ -19,6 +20,9 @@ TEMPLATES = [
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
     "{{ messages | tojson }}{{ tools | tojson(indent=2) }}{{ messages | tojson(sort_keys=true) }}",
     "{{ bos_token }}{{ eos_token }}{{ colour }}{{ enable_thinking }}{{ add_generation_prompt }}",
+    "{{ enable_thinking is defined }}{{ thinking is defined }}{{ reasoning_effort is defined }}"
+    "{{ documents is defined }}{{ documents is none }}{{ tools is none }}",
+    "{% for d in documents or () %}{{ d.title }}: {{ d.text }}\n{% endfor %}",
     "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}"
     "{% generation %}{{ m.content | trim }}\n{% endgeneration %}{% endfor %}",
     "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}"
@@ -51,12 +55,35 @@ def speaker():
 @pytest.mark.parametrize("template", TEMPLATES, ids=range(len(TEMPLATES)))
 def test_a_text_is_what_transformers_makes_of_it(template, speaker):
     speaker.chat_template = template
-    settings = {"tools": TOOLS, "colour": "red"}
-    for prompt in (True, False):
-        text = apply_chat_template(speaker, SAID, prompt, settings=settings)
-        assert text == speaker.apply_chat_template(
-            SAID, tokenize=False, add_generation_prompt=prompt, **settings
-        )
+    documents = [{"title": "é", "text": "So."}]
+    for settings in (
+        {},
+        {"tools": TOOLS, "colour": "red"},
+        {"documents": documents, "enable_thinking": False, "reasoning_effort": "low"},
+    ):
+        for prompt in (True, False):
+            text = apply_chat_template(speaker, SAID, prompt, settings=settings)
+            assert text == speaker._tokenizer.apply_chat_template(
+                SAID, tokenize=False, add_generation_prompt=prompt, **settings
+            )
+
+
+def test_a_template_that_is_code_gets_no_choice_that_nobody_made(speaker):
+    """mlx-lm's wrapper would always tell it to think, or not to."""
+
+    def by_code(messages, **settings):
+        return f"{messages[0]['content']} {sorted(settings.items())}"
+
+    speaker = TokenizerWrapper(speaker._tokenizer, chat_template=by_code)
+    asked = {"add_generation_prompt": True, "continue_final_message": False}
+    for settings in ({}, {"enable_thinking": True}, {"enable_thinking": False}, {"colour": "red"}):
+        expected = by_code(SAID, **asked, **settings)
+        assert apply_chat_template(speaker, SAID, settings=settings) == expected
+
+
+def test_documents_are_a_list_of_objects(speaker):
+    with pytest.raises(PromptError, match="Documents should be a list"):
+        apply_chat_template(speaker, SAID, settings={"documents": ["text"]})
 
 
 @pytest.mark.parametrize("name", ["messages", "tokenizer", "add_generation_prompt", "tokenize", 1])

@@ -175,7 +175,7 @@ CHOICES = {
         "repetition_penalty": 1.2,
         "presence_penalty": 0.5,
         "frequency_penalty": 0.3,
-        "frequency_context_size": 64,
+        "repetition_context_size": 64,
         "logit_bias": {5: 2.0, 9: -3.0},
     },
 }

@@ -12,7 +12,7 @@ from bigrams import BigramDrafter, BigramTarget, softmax
 import dflash_mlx as dm
 from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.penalties import add_bias, penalize
+from dflash_mlx.penalties import Penalties, add_bias, penalize
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.sampling import Decision, Sampler, decide_all
 from dflash_mlx.settings import RequestSettings
@@ -189,12 +189,12 @@ def test_processors_see_the_history_of_each_path():
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
-def test_penalties_and_bias_are_those_of_mlx_lm(dtype):
+def test_repetition_penalty_and_bias_are_those_of_mlx_lm(dtype):
     """For the rows of many requests at once: chains, a tree, texts shorter than the windows."""
     given = [
-        {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.7},
-        {"presence_penalty": -0.9, "presence_context_size": 3, "logit_bias": {3: 1.5, 8: -2.0}},
-        {"frequency_penalty": 0.5, "frequency_context_size": 1},
+        {"repetition_penalty": 1.3, "repetition_context_size": 4},
+        {"repetition_penalty": 1.7, "logit_bias": {3: 1.5, 8: -2.0}},
+        {"repetition_penalty": 1.1, "repetition_context_size": 1},
         {"repetition_penalty": 0.8, "repetition_context_size": 1000},
         {},
     ]
@@ -213,9 +213,62 @@ def test_penalties_and_bias_are_those_of_mlx_lm(dtype):
                 row = processor(mx.array([*text, *(drafts[at] for at in path)]), row)
             expected.append(row)
             biases.append(settings.logit_bias)
-        histories.append((settings, text, mx.array(drafts, mx.int32), proposal.paths()))
+        penalties = Penalties(settings, text[:2])
+        for token in text[2:]:  # of the prompt or of the answer
+            penalties.commit([token])
+        histories.append((penalties, mx.array(drafts, mx.int32), proposal.paths()))
     found = penalize(histories, add_bias(biases, logits))
     assert mx.array_equal(found, mx.concatenate(expected))
+
+
+# OpenAI's: logits - count * frequency - (count > 0) * presence, over the generated text.
+COUNTED = [
+    ({"presence_penalty": 0.75, "frequency_penalty": 0.5}, [4, 4, 9, 3, 4]),
+    ({"presence_penalty": -0.5}, [1, 2, 3, 4, 5]),
+    ({"frequency_penalty": -1.5}, [7] * 100),  # more than mlx-lm looks at
+    ({"frequency_penalty": 2.0}, []),
+    ({"repetition_penalty": 1.25, "frequency_penalty": 1.0}, [2, 2]),
+    ({"presence_penalty": 2.0, "logit_bias": {3: 1.5}}, [3]),
+    ({}, [1, 1]),
+]
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
+@pytest.mark.parametrize("prompt", [[], [4, 7, 3, 2] * 9])
+def test_presence_and_frequency_count_the_generated_text_alone(dtype, prompt):
+    """All of it and none of the prompt, the drafts of a row's path included."""
+    tree = Proposal([5, 1, 2, 1, 4], (-1, 0, 0, 1, 2))
+    proposals = [tree, Proposal([7, 7, 7]), Proposal([9])]
+    rows, expected, histories = [], [], []
+    for number, (of, text) in enumerate(COUNTED):
+        proposal, settings = proposals[number % 3], RequestSettings(**of)
+        penalties = Penalties(settings, prompt)
+        penalties.commit(text[:1])
+        penalties.commit(text[1:])
+        histories.append((penalties, mx.array(proposal.tokens, mx.int32), proposal.paths()))
+        for path in proposal.paths():
+            written = [*text, *(proposal.tokens[place] for place in path)]
+            row = mx.random.normal((12,), key=mx.random.key(len(rows))).astype(dtype)
+            rows.append(row)
+            if repetition := of.get("repetition_penalty"):
+                processor = mlx_lm.make_logits_processors(repetition_penalty=repetition)[-1]
+                row = processor(mx.array([*prompt, *written]), row[None])[0]
+            counts = np.bincount(written, minlength=12)
+            penalty = counts * of.get("frequency_penalty", 0.0)
+            penalty = penalty + (counts > 0) * of.get("presence_penalty", 0.0)
+            expected.append(row - mx.array(penalty).astype(dtype))
+    found = penalize(histories, mx.stack(rows))
+    assert mx.array_equal(found, mx.stack(expected))
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+def test_what_the_prompt_says_is_no_repetition(penalty):
+    """The text is the same after any prompt that ends alike, and is penalized all along."""
+    target = BigramTarget(np.random.default_rng(3).normal(size=(192, 192)))
+    settings = {penalty: 1.5, "max_tokens": 40}
+    text = dm.generate(target, None, [1], **settings).tokens
+    assert dm.generate(target, None, [*text, *text, 1], **settings).tokens == text
+    assert text != dm.generate(target, None, [1], max_tokens=40).tokens
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)

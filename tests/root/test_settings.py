@@ -35,7 +35,7 @@ WRONG = {
     "seed": [2**32],
     "repetition_penalty": [0.0, 1.1e20],
     "repetition_context_size": [0, 64],
-    "frequency_context_size": [64],
+    "frequency_context_size": [64],  # it counts the whole answer
     "logit_bias": [{SIZE: 1.0}, {"a": 1.0}, {1: math.inf}, {True: 1.0}],
     "logits_processors": ["json"],
     "block_size": [0, 17, 10**400],

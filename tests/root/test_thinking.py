@@ -38,12 +38,25 @@ def text_of(one, **settings):
 
 
 def test_the_template_decides_what_a_switch_does(switching):
-    """mlx-lm itself says no where a vocabulary has no token that begins a thought."""
-    assert text_of(switching) == text_of(switching, think=False)
-    assert text_of(switching) == text_of(switching, think=True) + ": quick"
+    assert text_of(switching) == text_of(switching, think=True)
+    assert text_of(switching, think=False) == text_of(switching) + ": quick"
     assert text_of(switching, reasoning_effort="low") == text_of(switching) + "low"
-    assert thinks(switching.tokenizer, {}) is False
-    assert thinks(switching.tokenizer, {"enable_thinking": True}) is True
+    assert thinks(switching.tokenizer, {}) is True
+    assert thinks(switching.tokenizer, {"enable_thinking": False}) is False
+
+
+@pytest.mark.parametrize("added", [(), ("<think>", "</think>"), ("<|channel>", "<channel|>")])
+@pytest.mark.parametrize("asks", ["enable_thinking", "not enable_thinking"])
+def test_without_a_choice_the_template_has_its_own(asks, added):
+    """As transformers renders it, whatever tokens for thoughts the vocabulary has."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template += f"{{% if enable_thinking is defined and {asks} %}} told{{% endif %}}"
+    one = make_target(template=template, added=added)
+    right = one.tokenizer._tokenizer.apply_chat_template(ASKED, tokenize=False)
+    assert text_of(one) == right == "The fox"
+    told = asks == "enable_thinking"
+    assert text_of(one, think=told) == "The fox told" and text_of(one, think=not told) == right
+    assert thinks(one.tokenizer, {}) is not told
 
 
 def test_the_settings_reach_every_request(switching):

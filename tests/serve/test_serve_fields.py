@@ -35,6 +35,7 @@ def told(engine, path, more, **defaults):
 
 
 REPEAT = {"repeat_penalty": 1.5, "repeat_last_n": -1}
+NONE_AT_ALL = {"repeat_penalty": 1.5, "presence_penalty": 0.5, "repeat_last_n": 0}
 OPTIONS = {"temperature": 0.5, "top_k": 4, "seed": 7, "num_predict": 9, "stop": ["x"]}
 OPTIONS |= {"repeat_penalty": 1.5, "repeat_last_n": 30, "num_ctx": 4096, "num_thread": 2}
 MEANT = {"temperature": 0.5, "top_k": 4, "seed": 7, "max_tokens": 9, "stop": ["x"]}
@@ -66,12 +67,22 @@ MEANT |= {"repetition_penalty": 1.5, "repetition_context_size": 30}
         (GENERATE, {"options": OPTIONS}, MEANT),
         (OLLAMA, {"options": {"num_predict": -1}}, {"max_tokens": 7}),
         (OLLAMA, {"options": OPTIONS | {"repeat_penalty": 1}}, {"repetition_context_size": ABSENT}),
+        (CHAT, {"repeat_last_n": 30}, {"repetition_context_size": ABSENT}),
+        (CHAT, NONE_AT_ALL, {"repetition_penalty": 1.0, "presence_penalty": 0.5}),
     ],
 )
 def test_what_fields_mean_to_the_engine(engine, path, sent, meant):
     told(engine, path, sent, max_tokens=7, temperature=0.1)
     [(_, settings)] = engine.submitted
     assert {name: settings.get(name, ABSENT) for name in meant} == meant
+
+
+def test_a_size_alone_is_of_the_servers_repetition_penalty(engine):
+    for size, meant in ((30, (1.1, 30)), (0, (1.0, ABSENT))):
+        told(engine, CHAT, {"repeat_last_n": size}, repetition_penalty=1.1)
+        settings = engine.submitted[-1][1]
+        names = "repetition_penalty", "repetition_context_size"
+        assert tuple(settings.get(name, ABSENT) for name in names) == meant
 
 
 def test_answers_of_one_request_have_seeds_of_their_own(engine):
@@ -230,6 +241,31 @@ def test_thinking_is_off_by_any_name(path, more, switch):
     known = switch != "other"
     assert engine.prompt() == "calm" * known + "Hi"
     assert answer.headers.get("x-dflash-ignored") == (None if known else "thinking")
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, OLLAMA, GENERATE])
+@pytest.mark.parametrize("added", [(), ("<think>", "</think>")])
+def test_a_request_without_a_choice_leaves_it_to_the_template(path, added):
+    names = "enable_thinking", "thinking", "reasoning_effort"
+    template = "".join(f"{{{{ {name} is defined }}}}" for name in names)
+    engine = FakeEngine(make_target(template=template + "{{ messages[0].content }}", added=added))
+    told(engine, path, {})
+    assert engine.prompt() == "FalseFalseFalseHi"
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_thinking_between_tools_is_no_switch_of_a_template(engine, path):
+    answer = told(engine, path, {"thinking": {"type": "between_tools"}})
+    assert answer.headers["x-dflash-ignored"] == "thinking between_tools"
+
+
+def test_documents_reach_a_template_that_reads_them():
+    template = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ documents is none }}"
+    engine = FakeEngine(make_target(template=template + "{{ messages[0].content }}"))
+    told(engine, CHAT, {})
+    assert engine.prompt() == "TrueHi"
+    told(engine, CHAT, {"chat_template_kwargs": {"documents": [{"text": "Read."}]}})
+    assert engine.prompt() == "Read.FalseHi"
 
 
 @pytest.mark.parametrize(("think", "shown"), [(False, "off"), (True, "on"), ("low", "onlow")])
