@@ -24,7 +24,7 @@ from .channel import MLX_ERRORS, NO_ANSWER, Channel
 from .leader import Leader
 from .member import LOST, LOST_CODE, RankProcess, rank
 from .pipeline import LeaderStage, Limits, PipelineStage, limits
-from .shards import split_by_heads, split_by_layers
+from .shards import check_rollback, split_by_heads, split_by_layers
 from .target import LeaderTarget
 from .watchdog import STALL_SECONDS, Watchdog
 from .worker import RankWorker
@@ -116,6 +116,7 @@ class Cluster:
 
     def shard(self, name: str, model: nn.Module) -> None:
         """Reduce a model to this rank's part; see `SupportsSharding`."""
+        check_rollback(name, model)
         if self._pipeline:
             self._layers = split_by_layers(name, model, self.channel.group)
             return

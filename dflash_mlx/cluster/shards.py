@@ -9,11 +9,25 @@ import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..targets import internals
-from ..targets.caches import kind_of, make_cache
+from ..targets.parts import find_parts
+from ..targets.rollbacks import rollback_for
 from ..validation import ErrorWrapper
 
 # What mlx-lm's `shard` and `pipeline` raise for sizes that do not divide, and for unknown layers.
 SHARDING_ERRORS = (ValueError, TypeError, AttributeError, ZeroDivisionError, NotImplementedError)
+
+
+def check_rollback(name: str, model: Any) -> None:
+    """Raise `SettingsError` for a model whose kept rows run again after a rejected draft.
+
+    That forward would be one of rank 0's alone: the others hear of a commit with the next message.
+    """
+    parts, caches = find_parts(model), internals.make_prompt_cache(model)
+    if None in map(rollback_for, caches, parts.owners):
+        raise SettingsError(
+            f"{name}: a {_type(model)} removes rejected drafts by running rows again, which "
+            "several machines cannot do together; use one machine."
+        )
 
 
 def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Module | None:
@@ -68,9 +82,6 @@ def _why_no_pipeline(model: Any) -> str | None:
     """Why a model's layers cannot be split over machines; None if they can."""
     if not internals.has_pipeline(internals.backbone(internals.text_model(model))):
         return f"mlx-lm does not split the layers of a {_type(model)} over machines"
-    if any(kind_of(cache).is_shared for cache in make_cache(model)):
-        # A stage keeps entries of an earlier stage's layers and could not remove rejected ones.
-        return f"in a pipeline of a {_type(model)}, rejected drafts would stay in what layers share"
     return None
 
 

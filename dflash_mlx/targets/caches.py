@@ -19,19 +19,11 @@ import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..validation import brief, is_integer
-from .deepseek_v41 import (
-    CompressedRollback,
-    record_compression,
-    restore_entries,
-    rows_of_entries,
-    state_of_entries,
-)
 from .internals import (
     ArraysCache,
     CacheList,
     ChunkedKVCache,
     KVCache,
-    LayerCache,
     QuantizedKVCache,
     RotatingKVCache,
     attention_of,
@@ -73,7 +65,6 @@ class CacheKind:
         trims: whether any last rows can be cut, so that there is no state.
         is_plain: whether keys and values are arrays that a batch may keep in slots, or quantize.
         has_keys: whether it has keys at all.
-        is_shared: whether later layers read it, which may be another machine's.
         rows: lazy slices of tokens `start` to `end`, by name: (cache, start, end).
         state: the state by name, of a class that does not trim.
         restore: fills an empty cache: (cache, position, rows, state, room), see `restore_all`.
@@ -87,7 +78,6 @@ class CacheKind:
     trims: bool = False
     is_plain: bool = False
     has_keys: bool = True
-    is_shared: bool = False
     rows: Callable[[Any, int, int], Arrays] = lambda *_: {}
     state: Callable[[Any], Arrays] = lambda cache: _state_of_fields(cache)
     restore: Callable[[Any, int, Sequence[Arrays], Arrays, int], None] = (
@@ -359,13 +349,5 @@ KINDS: dict[type, CacheKind] = {
         has_keys=False,
         state=_state_of_arrays,
         restore=_restore_arrays,
-    ),
-    LayerCache: CacheKind(
-        rollback=CompressedRollback,
-        record=record_compression,
-        is_shared=True,
-        rows=rows_of_entries,
-        state=state_of_entries,
-        restore=restore_entries,
     ),
 }

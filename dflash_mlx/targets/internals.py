@@ -25,9 +25,6 @@ from mlx_lm.models.cache import RotatingKVCache as RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as make_prompt_cache
 from mlx_lm.models.deepseek_v3 import DeepseekV3Attention as DeepseekV3Attention
 from mlx_lm.models.deepseek_v32 import DeepseekV32Attention as DeepseekV32Attention
-from mlx_lm.models.deepseek_v41 import LayerCache as LayerCache
-from mlx_lm.models.deepseek_v41 import _apply_rope as apply_rope
-from mlx_lm.models.deepseek_v41 import _fake_quant_fp4 as fake_quant_fp4
 from mlx_lm.models.gated_delta import compute_g as compute_g
 from mlx_lm.models.gated_delta import gated_delta_update as gated_delta_update
 from mlx_lm.models.gated_delta import normalize_qk as normalize_qk
@@ -38,7 +35,7 @@ from mlx_lm.models.qwen3_5 import GatedDeltaNet as GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet as Qwen3NextGatedDeltaNet
 from mlx_lm.utils import _get_classes as classes_of
 
-__all__ = ["apply_rope", "classes_of", "fake_quant_fp4"]
+__all__ = ["classes_of"]
 
 # The global name by which layers call attention.
 ATTENTION = scaled_dot_product_attention.__name__
@@ -173,12 +170,6 @@ def sharding_group(mixer: Any) -> Any:
     return getattr(mixer, "sharding_group", None)
 
 
-def compression(attention: Any) -> int:
-    """Rows that a DeepSeek-V4.1 layer pools into an entry; 0 for a layer without entries."""
-    compressor = getattr(attention, "compressor", None)
-    return 0 if compressor is None else int(compressor.ratio)
-
-
 # Caches
 
 
@@ -242,14 +233,3 @@ def is_hooked(cache: Any) -> bool:
 def unhook(cache: Any) -> None:
     """Give a cache its methods back."""
     del cache.make_mask, cache.update_and_fetch
-
-
-def watch_window(cache: LayerCache, seen: Callable[[mx.array], None]) -> None:
-    """Have `seen` called with all rows [1, S, D] that enter a layer's window."""
-    update_window = cache.update_window
-
-    def update_and_report(rows: mx.array) -> mx.array:
-        seen(rows)
-        return update_window(rows)
-
-    cache.update_window = update_and_report

@@ -4,7 +4,7 @@ mlx-lm's models get what depends on a row's position from outside: the attention
 cache, the rotation of queries and keys from the `rope` module, and a few get a factor for each
 query from a function. During a tree's verify the caches return the ancestor mask (`rollbacks`), and
 `rope` and that function take a row's depth for its number. So no family needs a forward of its own.
-Layers without keys read trees in `recurrent` and `deepseek_v41`.
+Layers without keys read trees in `recurrent`.
 """
 
 from __future__ import annotations

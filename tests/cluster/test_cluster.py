@@ -14,7 +14,7 @@ import pytest
 from families import FAMILIES, random_model
 
 from dflash_mlx.cluster.channel import WORDS, Channel
-from dflash_mlx.cluster.shards import split_by_heads, split_by_layers
+from dflash_mlx.cluster.shards import check_rollback, split_by_heads, split_by_layers
 from dflash_mlx.errors import SettingsError
 
 pytestmark = pytest.mark.slow
@@ -160,10 +160,17 @@ CROWD = SimpleNamespace(rank=lambda: 0, size=lambda: 8)
         (split_by_heads, "glm4_moe", CROWD, "4 heads; use fewer machines or --pipeline."),
         (split_by_layers, "gemma4_dense", GROUP, "use one machine"),
         (split_by_layers, "llama", GROUP, "leave --pipeline out"),
-        (split_by_layers, "deepseek_v41", GROUP, "leave --pipeline out"),
         (split_by_layers, "glm4_moe", CROWD, "it has 4 layers; use fewer machines"),
     ],
 )
 def test_what_cannot_be_split_says_what_can_be_done(split, family, group, said):
     with pytest.raises(SettingsError, match=said):
         split(family, random_model(family), group)
+
+
+def test_a_model_whose_kept_rows_run_again_is_refused():
+    """That forward would wait for the sums of ranks that do not know of it."""
+    with pytest.raises(SettingsError, match="deepseek_v41 .*; use one machine"):
+        check_rollback("deepseek_v41", random_model("deepseek_v41"))
+    for family in set(FAMILIES) - {"deepseek_v41"}:
+        check_rollback(family, random_model(family))

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import families
 import mlx.core as mx
 import pytest
-from mlx_lm.models import deepseek_v41, ministral3, mistral4
+from mlx_lm.models import ministral3, mistral4
 
 from dflash_mlx.targets import internals
 from dflash_mlx.targets.parts import find_parts
@@ -82,7 +82,7 @@ def test_a_rotating_cache_after_several_rows():
 
 
 def test_the_other_caches_are_their_fields():
-    """What `rollback.py`, `recurrent.py`, `deepseek_v41.py` and `caches.py` read and write."""
+    """What `rollbacks.py`, `recurrent.py` and `caches.py` read and write."""
     assert set(vars(internals.ArraysCache(2))) == {"cache", "left_padding", "lengths"}
     assert set(vars(internals.CacheList(internals.KVCache()))) == {"caches"}
     assert internals.ChunkedKVCache(8).trim(0) == 0
@@ -93,8 +93,6 @@ def test_the_other_caches_are_their_fields():
         "group_size",
         "bits",
     }
-    compressed = ["compress_kv", "index_k", "pending_kv", "pending_gate"]
-    assert set(vars(internals.LayerCache(8))) == {"window_size", "offset", "window", *compressed}
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v32"])
@@ -155,13 +153,8 @@ def test_the_functions_take_what_we_hand_them():
         internals.compute_g: "A_log a dt_bias",
         internals.ssm_step: "mixer x b c dt state",
         internals.normalize_qk: "q k inv_scale eps",
-        internals.apply_rope: "x rope rope_dim offset",
-        internals.fake_quant_fp4: "x block_size",
         internals.classes_of: "config",
         internals.make_prompt_cache: "model",
-        deepseek_v41.Attention.__call__: "self x start_pos window_idx cache shared",
-        deepseek_v41.Compressor.__call__: "self x start_pos cache",
-        deepseek_v41.Indexer.__call__: "self x q_residual index_k candidates rope start_pos",
     }
     for function, names in named.items():
         assert parameters(function)[: len(names.split())] == names.split(), function
@@ -226,12 +219,6 @@ def test_which_recurrences_are_known():
     assert internals.MIXERS and internals.NOPE and internals.OWN_MASKS
 
 
-def test_which_layers_compress():
-    layers = families.random_model("deepseek_v41").model.layers
-    assert [internals.compression(layer.self_attn) for layer in layers] == [0, 4, 0, 0]
-    assert internals.compression(families.random_model("qwen3").model.layers[0].self_attn) == 0
-
-
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma4_dense", "deepseek_v32", "llama"])
 def test_models_ask_their_caches(family):
     """For masks and for what is kept: there a draft tree comes in."""
@@ -282,13 +269,3 @@ def test_which_recurrences_are_sharded():
     assert internals.sharding_group(layer.linear_attn) is not None
     without = families.random_model("qwen3_next").layers[0].linear_attn
     assert internals.sharding_group(without) is None
-
-
-def test_a_window_tells_what_enters_it():
-    model, seen = families.random_model("deepseek_v41"), []
-    caches = internals.make_prompt_cache(model)
-    internals.watch_window(caches[0], seen.append)
-    model(mx.array([[1, 2, 3]]), cache=caches)
-    model(mx.array([[4, 5]]), cache=caches)
-    assert [rows.shape[1] for rows in seen] == [3, 2]
-    assert mx.array_equal(caches[0].window, mx.concatenate(seen, axis=1))

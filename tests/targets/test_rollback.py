@@ -118,14 +118,6 @@ def test_the_bytes_of_a_commit_do_not_grow_with_the_context(family):
         assert (bytes_read, bytes_made) == (0, 0), "the offset moves, nothing else"
 
 
-def test_only_views_grow_with_the_context_of_deepseek_v41():
-    """It shortens the compressed history by a slice, which shares the memory it is cut from."""
-    short, long = commit_bytes("deepseek_v41", 100), commit_bytes("deepseek_v41", 600)
-    assert long[0] == short[0]
-    entry = (64 + 32) * 4  # one latent and one index key in f32; one layer pools, 4 rows in each
-    assert long[1] - short[1] == (600 - 100) // 4 * entry
-
-
 def test_a_commit_runs_no_projection_and_copies_no_state():
     """The tape of a 16-row verify is a fraction of what 16 states would take."""
     target = family_target("qwen3_5")
