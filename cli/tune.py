@@ -18,7 +18,7 @@ from .output import NOTHING, make_table, note, print_json, rate, stdout, waiting
 from .pair import Pair, open_pair
 
 if TYPE_CHECKING:
-    from dflash_mlx.targets.autotune import Timing
+    from dflash_mlx.kernels.autotune import Timing
 
 MILLISECONDS = 1e3
 PROMPT, TOKENS = "Count from 1 to 40.", 48
@@ -72,9 +72,9 @@ def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing
         load_target = dflash_mlx.load_target
         import mlx.core as mx
 
+        from dflash_mlx.kernels.autotune import Stopwatch
         from dflash_mlx.kernels.modules import Kernels
         from dflash_mlx.loading.wiring import time_kernels
-        from dflash_mlx.targets.autotune import Stopwatch
     if not mx.metal.is_available():
         return None
     with waiting(f"Loading {names.model}", spinner=False):

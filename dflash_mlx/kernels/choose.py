@@ -1,6 +1,6 @@
 """What was timed and checked on this machine: which kernel runs, at how many rows.
 
-`targets.autotune` times whole verifies when a model is first loaded here. What won, and which
+`autotune` times whole verifies when a model is first loaded here. What won, and which
 launches gave what their references give, is kept in one small file per machine, macOS, MLX and text
 of our kernels. What was not timed is MLX's.
 """

@@ -1,6 +1,6 @@
 """Seconds of a product on a chip that is not here, by its published limits, for the roofline.
 
-Nothing here decides what runs: `targets.autotune` times that.
+Nothing here decides what runs: `autotune` times that.
 """
 
 from __future__ import annotations

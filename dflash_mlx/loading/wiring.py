@@ -6,25 +6,31 @@ Imported only where our kernels can run.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
+from ..kernels.autotune import Call, Stopwatch, Timing, autotune, autotune_products
 from ..kernels.choose import (
+    DEPTHS,
     WIDEST,
     Rows,
+    key_at,
     read_choices,
     read_proofs,
     store_choices,
     store_proofs,
+    tensor_key,
 )
-from ..kernels.modules import Kernels, will_be_exact, wire
-from ..kernels.shapes import matrices
+from ..kernels.modules import EXACT, Kernels, Wiring, chosen_together, will_be_exact, wire
+from ..kernels.shapes import dtype_of, matrices
 from ..proposal import Proposal
 from ..targets import Target, attention
-from ..targets.autotune import Stopwatch, Timing, autotune, autotune_products, forms
+from ..targets.internals import KVCache, attention_of, has_key_projection, head_size, key_heads
 
 DRAFTER_SECONDS = 1.0  # of a drafter's stopwatch
 PROMPT = 40  # tokens before the rows that `check_exact` compares
@@ -65,15 +71,69 @@ def begin_checks(kernels: Kernels) -> None:
         kernels.proofs.proven, kernels.proofs.keep = read_proofs(), store_proofs
 
 
+def forms(target: Target) -> list[str]:
+    """The names of all weights and attention of a target, one a layer: what its timings are for."""
+    products = [matrix.key for _, _, matrix in matrices(target.model, target.config)]
+    return products + attention.attention_keys(target.pairs())
+
+
+def candidates(target: Target, tensor_units: bool = False) -> Rows:
+    """All rows, for whatever our kernels can run, on `tensor_units` too."""
+    keys = [key for group in chosen_together(target.model, target.config) for key in group]
+    keys += [tensor_key(key) for key in keys if tensor_units]
+    forms_of_attention = attention.attention_keys(target.pairs())
+    keys += [key_at(key, depth) for key in forms_of_attention for depth in DEPTHS]
+    return dict.fromkeys(keys, EXACT)
+
+
 def time_kernels(
     target: Target, kernels: Kernels, stopwatch: Stopwatch
 ) -> tuple[Rows, list[Timing]]:
-    """Time a target whose layers are MLX's, as `autotune` does, and keep the answer."""
+    """Time a target whose layers are MLX's, as `time_verifies` does, and keep the answer."""
     begin_checks(kernels)
-    rows, timings = autotune(target, kernels, stopwatch)
+    rows, timings = time_verifies(target, kernels, stopwatch)
     if any(timing.ours for timing in timings):  # else the next load times again
         store_choices(forms(target), rows)
     return rows, timings
+
+
+def time_verifies(
+    target: Target, kernels: Kernels, stopwatch: Stopwatch
+) -> tuple[Rows, list[Timing]]:
+    """Time a target's verifies; returns the rows at which ours run, by form, and the timings.
+
+    The target has no wiring, before and afterwards.
+    """
+
+    def start(wiring: Wiring, rows: int, depth: int) -> Call:
+        target.wiring = wiring
+        session = target.start()
+        proposal = Proposal(list(range(rows)))
+        if depth:
+            _fill(target, session.cache, depth)
+            session.position = depth
+        return lambda: [session.verify(proposal)[0]]
+
+    of_attention = list(dict.fromkeys(attention.attention_keys(target.pairs())))
+    try:
+        return autotune(target.model, target.config, of_attention, start, kernels, stopwatch)
+    finally:
+        target.wiring = None
+
+
+def _fill(target: Target, caches: Sequence[Any], depth: int) -> None:
+    """Give empty caches without a window `depth` keys and values of zeros."""
+    filled = []
+    for layer, cache in zip(target.owners, caches, strict=True):
+        attends = attention_of(layer)
+        if type(cache) is KVCache and attends is not None and has_key_projection(attends):
+            shape = (1, key_heads(attends), depth + cache.step, head_size(attends))
+            dtype = dtype_of(attends.k_proj)
+            cache.keys = mx.zeros(shape, dtype)
+            cache.values = mx.zeros(shape, dtype)
+            cache.offset = depth
+            filled += [cache.keys, cache.values]
+    mx.eval(filled)
 
 
 def wire_drafter(drafter: nn.Module, kernels: Kernels, stopwatch: Stopwatch | None = None) -> None:

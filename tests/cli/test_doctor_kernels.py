@@ -9,8 +9,8 @@ from metal_host import needs_compiler
 from program import run
 
 from dflash_mlx.cli import doctor_kernels
+from dflash_mlx.kernels.autotune import Stopwatch
 from dflash_mlx.kernels.modules import Kernels
-from dflash_mlx.targets.autotune import Stopwatch
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="this machine has Metal")

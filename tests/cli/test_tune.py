@@ -12,7 +12,7 @@ from dflash_mlx.cli import command_buffers
 from dflash_mlx.cli.command_buffers import apply_fastest, find_fastest
 from dflash_mlx.cli.output import rate, times
 from dflash_mlx.cli.tune import _kernel_table
-from dflash_mlx.targets.autotune import Timing
+from dflash_mlx.kernels.autotune import Timing
 
 
 def test_steps_of_each_length_are_timed(pair, tmp_path, monkeypatch):

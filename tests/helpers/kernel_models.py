@@ -12,8 +12,8 @@ from metal_host.wrapper import Wrapper, wrap
 
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.loading.quantization import Quantization
+from dflash_mlx.loading.wiring import candidates
 from dflash_mlx.targets import Target
-from dflash_mlx.targets.autotune import candidates
 
 HEAD = 64  # numbers in a head, the fewest that the attention kernel takes
 

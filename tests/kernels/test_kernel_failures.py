@@ -12,8 +12,8 @@ import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.loading import wiring
+from dflash_mlx.loading.wiring import candidates
 from dflash_mlx.targets import Target
-from dflash_mlx.targets.autotune import candidates
 
 pytestmark = on_gpu_or_emulator
 

@@ -21,9 +21,9 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
 from dflash_mlx.loading import wiring
 from dflash_mlx.loading.quantization import Quantization
+from dflash_mlx.loading.wiring import candidates
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
-from dflash_mlx.targets.autotune import candidates
 
 pytestmark = on_gpu_or_emulator
 

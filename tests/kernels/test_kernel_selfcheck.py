@@ -17,8 +17,7 @@ from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.kernels.selfcheck import Proofs, UnprovenError
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
 from dflash_mlx.loading import load, wiring
-from dflash_mlx.loading.wiring import begin_checks
-from dflash_mlx.targets.autotune import candidates
+from dflash_mlx.loading.wiring import begin_checks, candidates
 
 pytestmark = on_gpu_or_emulator
 

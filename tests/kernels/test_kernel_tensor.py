@@ -29,8 +29,7 @@ from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.weights import aligned
 from dflash_mlx.loading import wiring
-from dflash_mlx.loading.wiring import begin_checks, wire_target
-from dflash_mlx.targets.autotune import candidates
+from dflash_mlx.loading.wiring import begin_checks, candidates, wire_target
 
 UNITS = mx.metal.is_available() and has_tensor_units(mx.device_info(), platform.mac_ver()[0])
 pytestmark = [

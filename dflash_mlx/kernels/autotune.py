@@ -18,14 +18,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from tqdm import tqdm
 
-from ..kernels.block_attention import MOST_NODES
-from ..kernels.choose import DEPTHS, Rows, chosen, key_at, tensor_key
-from ..kernels.modules import EXACT, Kernels, Wiring, chosen_together, restored, wire
-from ..kernels.shapes import Matrix, dtype_of, matrices
-from ..proposal import Proposal
-from .attention import attention_keys
-from .internals import KVCache, attention_of, has_key_projection, head_size, key_heads
-from .target import Target
+from .block_attention import MOST_NODES
+from .choose import DEPTHS, chosen, key_at, tensor_key
+from .modules import EXACT, Kernels, Wiring, chosen_together, restored, wire
+from .shapes import Matrix, dtype_of, matrices
 
 TITLE = "Checking and timing kernels, once on this machine"
 GAIN = 0.98  # of the time without; a smaller gain may be noise
@@ -103,59 +99,47 @@ class Stopwatch:
         return fastest[0], fastest[1]
 
 
-def forms(target: Target) -> list[str]:
-    """The names of all weights and attention of a target, one a layer: what its timings are for."""
-    found = [matrix.key for _, _, matrix in matrices(target.model, target.config)]
-    return found + attention_keys(target.pairs())
-
-
-def candidates(target: Target, tensor_units: bool = False) -> Rows:
-    """All rows, for whatever our kernels can run, on `tensor_units` too."""
-    keys = [key for group in chosen_together(target.model, target.config) for key in group]
-    keys += [tensor_key(key) for key in keys if tensor_units]
-    keys += [key_at(key, depth) for key in attention_keys(target.pairs()) for depth in DEPTHS]
-    return dict.fromkeys(keys, EXACT)
-
-
 def autotune(
-    target: Target, kernels: Kernels, stopwatch: Stopwatch
+    model: nn.Module,
+    config: dict[str, Any],
+    attention: Sequence[str],
+    start: Callable[[Wiring, int, int], Call],
+    kernels: Kernels,
+    stopwatch: Stopwatch,
 ) -> tuple[dict[str, frozenset[int]], list[Timing]]:
     """Time a target's verifies; returns the rows at which ours run, by form, and the timings.
 
-    The target has no wiring, before and afterwards.
+    Args:
+        model: the target's, whose layers are MLX's.
+        config: its config.json.
+        attention: the forms of its attention, as of `attention_key`.
+        start: a wiring, rows and the keys behind which they are read -> the forward to time.
+        kernels: the kernels to try.
+        stopwatch: what is left when its time is up stays MLX's.
     """
 
-    def start(depth: int, wiring: Wiring, rows: int) -> Call:
-        target.wiring = wiring
-        session, proposal = target.start(), Proposal(list(range(rows)))
-        if depth:
-            _fill(target, session.cache, depth)
-            session.position = depth
-        return lambda: [session.verify(proposal)[0]]
+    def in_turns(first: Keys, second: Keys, rows: int, depth: int) -> tuple[float, float] | None:
+        def behind(wiring: Wiring, rows: int) -> Call:
+            return start(wiring, rows, depth)
 
-    of = target.model, target.config, kernels, stopwatch
-    attention = dict.fromkeys(attention_keys(target.pairs()))
+        return _in_turns(model, config, kernels, stopwatch, behind, first, second, rows)
+
     near, far = (frozenset(key_at(key, depth) for key in attention) for depth in DEPTHS)
-    groups = _product_groups(target.model, target.config) | ({"attention": near} if near else {})
-    try:
-        rows, timings = _choose(
-            groups, kernels.tensor_units, partial(_in_turns, *of, partial(start, 0))
-        )
-        if far:
-            behind = partial(_in_turns, *of, partial(start, DEPTHS[1]))
-            products = frozenset(key for key, won in rows.items() if won) - near
-            timing = _time(f"attention over {DEPTHS[1]} keys", products, products | far, behind)
-            rows |= dict.fromkeys(far, chosen(timing.won, MOST_NODES))
-            timings.append(timing)
-    finally:
-        target.wiring = None
+    groups = _product_groups(model, config) | ({"attention": near} if near else {})
+    rows, timings = _choose(groups, kernels.tensor_units, partial(in_turns, depth=0))
+    if far:
+        products = frozenset(key for key, won in rows.items() if won) - near
+        name = f"attention over {DEPTHS[1]} keys"
+        timing = _time(name, products, products | far, partial(in_turns, depth=DEPTHS[1]))
+        rows |= dict.fromkeys(far, chosen(timing.won, MOST_NODES))
+        timings.append(timing)
     return rows, timings
 
 
 def autotune_products(
     model: nn.Module, kernels: Kernels, stopwatch: Stopwatch
 ) -> dict[str, frozenset[int]]:
-    """The same for the products of a drafter."""
+    """Time a drafter's products; returns the rows at which ours run, by form."""
 
     def start(wiring: Wiring, rows: int) -> Call:
         calls = [_product(module, matrix, rows) for _, module, matrix in matrices(model, {})]
@@ -244,19 +228,6 @@ def _in_turns(
             call = start(wire(model, config, kernels, dict.fromkeys(keys, EXACT)), rows)
 
         return stopwatch.both(lambda: call(), lambda: call(), ready)
-
-
-def _fill(target: Target, caches: Sequence[Any], depth: int) -> None:
-    """Give empty caches without a window `depth` keys and values of zeros."""
-    filled = []
-    for layer, cache in zip(target.owners, caches, strict=True):
-        attention = attention_of(layer)
-        if type(cache) is KVCache and attention is not None and has_key_projection(attention):
-            shape = 1, key_heads(attention), depth + cache.step, head_size(attention)
-            cache.keys, cache.values = (mx.zeros(shape, dtype_of(attention.k_proj)) for _ in "kv")
-            cache.offset = depth
-            filled += [cache.keys, cache.values]
-    mx.eval(filled)
 
 
 def _product(module: Any, matrix: Matrix, rows: int) -> Callable[[], mx.array]:
