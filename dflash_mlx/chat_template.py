@@ -1,28 +1,26 @@
 """Chat messages -> text, by the chat template of a model.
 
-A template is a program that comes with the model, so it runs in a `Worker`. transformers prepares
-the template's variables: it renders a template of ours that prints them. Nothing else is passed but
-what the caller sets: mlx-lm's `TokenizerWrapper` would tell every template to think or not.
+A template is a program that comes with the model. transformers runs it in jinja2's sandbox, for a
+limited time: one that never ends would keep a server's thread for ever. Nothing is passed but what
+the caller sets: mlx-lm's `TokenizerWrapper` would tell every template to think or not.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from .deadline import run_within
 from .errors import PromptError, SettingsError
 from .validation import ErrorWrapper, brief
-from .worker import Worker, WorkerLimitError
 
-SECONDS = 10  # of a template
-MAX_GROWTH, MAX_ADDED = 4, 2**20  # bytes of a text: for each of the messages, and beside them
+SECONDS = 10.0  # of a template
 # What jinja2, transformers, and templates that are Python code raise for messages.
 _ERRORS = (
     TemplateError,
@@ -30,6 +28,7 @@ _ERRORS = (
     AssertionError,
     AttributeError,
     LookupError,
+    MemoryError,
     RuntimeError,
     TypeError,
     ValueError,
@@ -40,17 +39,10 @@ _RESERVED = {
     *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
     *("messages", "tokenizer"),
 } - {"tools", "documents"}
-_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_NAMES = ("messages", "tools", "documents", "add_generation_prompt", *SWITCHES)
-_VARIABLES = "".join(
-    f"{{% if {name} is defined %}}{{{{ ['{name}', {name}] | tojson(ensure_ascii=true) }}}}\n"
-    "{% endif %}"
-    for name in _NAMES
-)
 
 
 class TemplateLimitError(PromptError):
-    """A template took more than it may, and would do so again."""
+    """A template took longer than it may, and would do so again."""
 
 
 def apply_chat_template(
@@ -70,32 +62,35 @@ def apply_chat_template(
         settings: more variables of the template, such as tools.
 
     Raises `PromptError` for messages that transformers or the template refuses, its subclass
-    `TemplateLimitError` for a template that takes too long or too much memory, and `SettingsError`
-    for a variable that cannot be set.
+    `TemplateLimitError` for a template that takes too long, and `SettingsError` for a variable that
+    cannot be set.
     """
-    own, is_code = _own(tokenizer)
     settings = dict(settings or {})
     for name in settings:
         if name in _RESERVED or not isinstance(name, str):
             raise SettingsError(f"chat_template_kwargs cannot set {brief(name)}.")
-    how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+    how = {
+        "tokenize": False,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        **settings,
+    }
+    own, is_code = _own(tokenizer)
+    copies = list(map(dict, messages))
+    render = partial(_by_code, tokenizer, copies, how)
+    if not is_code:
+        render = partial(own.apply_chat_template, copies, **how)
     with ErrorWrapper(PromptError, "The chat template refuses these messages", _ERRORS):
-        if is_code:
-            how |= {"continue_final_message": continue_final_message, **settings}
-            return _by_code(tokenizer, list(messages), how)
-        template = own.get_chat_template(tools=settings.get("tools"))
-        copies = list(map(dict, messages))
-        if continue_final_message:
-            copies[-1]["content"] += _TAG
-        how |= {name: settings.pop(name) for name in _NAMES if name in settings}
-        lines = own.apply_chat_template(copies, chat_template=_VARIABLES, **how)
-        variables = dict(map(json.loads, lines.split("\n")[:-1]))
-        text = _rendered(template, {**own.special_tokens_map, **settings, **variables})
-    if not continue_final_message:
-        return text
-    if (at := text.rfind(_TAG.strip())) < 0:
-        raise PromptError("The chat template leaves out the message to continue.")
-    return text[:at] if text[at:].startswith(_TAG) else text[:at].rstrip()
+        try:
+            return str(run_within(SECONDS, render))
+        except TimeoutError as error:
+            message = f"The chat template takes longer than {SECONDS:g} seconds."
+            raise TemplateLimitError(message) from error
+        except ValueError as error:
+            if "continue_final_message is set" not in str(error):
+                raise
+            message = "The chat template leaves out the message to continue."
+            raise PromptError(message) from error  # transformers' own repeats the whole chat
 
 
 def _own(tokenizer: Any) -> tuple[Any, bool]:
@@ -137,22 +132,3 @@ def template_reads(tokenizer: Any, name: str) -> bool:
     # Neither a field of that name nor a text: message.thinking, 'thinking'.
     variable = rf"(?<![\w.'\"]){name}(?![\w'\"])"
     return re.search(variable, own.get_chat_template() or "") is not None
-
-
-def _rendered(template: str, variables: Mapping[str, Any]) -> str:
-    """A template's text. Raises `TemplateLimitError`, and `TemplateError` for one inside."""
-    request = json.dumps({"template": template, "variables": variables}).encode()
-    most = MAX_ADDED + MAX_GROWTH * (len(request) - len(template))
-    try:
-        result = json.loads(worker().call(request, most).decode(errors="surrogatepass"))
-    except WorkerLimitError as error:
-        raise TemplateLimitError(f"The chat template {error}") from error
-    if "error" in result:
-        raise TemplateError(result["error"])
-    return str(result["text"])
-
-
-@cache
-def worker() -> Worker:
-    """The one that all templates of this process share."""
-    return Worker("dflash_mlx.template_worker:render", SECONDS)

@@ -3,7 +3,8 @@
 HTML in a text stays text, and formulas stay as they were written. Links and images become their
 text and their address. Every word of a text is in its HTML.
 
-Pygments' regular expressions take minutes for some texts: this runs in the process of a `Worker`.
+Pygments' regular expressions take minutes for some texts, and let no other thread run. What is
+known for that, long runs of blanks, is not coloured.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from pygments.util import ClassNotFound
 
 MAX_ADDRESS: Final = 200  # characters, of one that has an image in it
 MAX_NESTING: Final = 10**6  # markdown-it drops what is deeper; Python's own limit comes first
+MAX_CODE: Final = 20_000  # characters of code that is coloured
+_LONG_BLANK: Final = re.compile(r"\s{200}")  # Pygments takes the square of its length, or more
 _FORMULA: Final = re.compile(
     r"\\\(.+?\\\)|\\\[.+?\\\]|\$\$.+?\$\$|\$(?!\s)[^$`\n]+(?<!\s)\$(?!\d)", re.DOTALL
 )
@@ -100,6 +103,8 @@ def _keep_cells(state: StateCore) -> None:
 
 def _highlight(code: str, language: str, _: str) -> str:
     """Code as spans with Pygments' classes; "" leaves it to be escaped."""
+    if len(code) > MAX_CODE or _LONG_BLANK.search(code):
+        return ""
     try:
         lexer = get_lexer_by_name(language)
     except ClassNotFound:
@@ -129,9 +134,9 @@ def _renderer() -> MarkdownIt:
     return markdown
 
 
-def render(text: bytes) -> bytes:
-    """The HTML of a text in UTF-8; of one that is nested too deeply, the text as it is."""
+def render(text: str) -> str:
+    """The HTML of a text; of one that is nested too deeply, the text as it is."""
     try:
-        return _renderer().render(text.decode()).encode()
+        return _renderer().render(text)
     except RecursionError:
-        return f'<p class="formula">{escapeHtml(text.decode())}</p>'.encode()
+        return f'<p class="formula">{escapeHtml(text)}</p>'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,12 +14,13 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ..worker import Worker, WorkerLimitError
+from ..deadline import run_within
 from .body import Body, read_body
 from .errors import RequestError
+from .markdown import render
 
 MAX_CHARACTERS: Final = 100_000
-SECONDS, MAX_BYTES = 2.0, 2**26  # for the HTML of a text
+SECONDS: Final = 2.0  # for the HTML of a text
 FOLDER: Final = Path(__file__).parent
 
 
@@ -47,7 +49,6 @@ class WebPage:
             "X-Content-Type-Options": "nosniff",
             "Referrer-Policy": "no-referrer",
         }
-        self._markdown = Worker("dflash_mlx.serve.markdown:render", SECONDS)
 
     def _hash(self, tag: str) -> str:
         [text] = re.findall(f"<{tag}>(.*?)</{tag}>", self._html, re.DOTALL)
@@ -65,7 +66,7 @@ class WebPage:
         """The HTML of a Markdown text, which nothing in the text can make load or run."""
         body = await read_body(request, RenderBody)
         try:
-            html = await run_in_threadpool(self._markdown.call, body.text.encode(), MAX_BYTES)
-        except WorkerLimitError as error:
-            raise RequestError(f"This text {error}") from error
-        return JSONResponse({"html": html.decode()})
+            html = await run_in_threadpool(run_within, SECONDS, partial(render, body.text))
+        except TimeoutError as error:
+            raise RequestError(f"This text takes longer than {SECONDS:g} seconds.") from error
+        return JSONResponse({"html": html})

@@ -14,8 +14,7 @@ PACKAGE = ROOT / "dflash_mlx"
 # From the bottom up. A module may import the levels below its own, and its own package.
 LEVELS = [
     {"errors"},
-    {*"constraints distributions machine metal smollm2 template_worker threads tiny".split()}
-    | {"validation", "worker"},
+    {*"constraints deadline distributions machine metal smollm2 threads tiny validation".split()},
     {"chat_template", "events", "kernels", "memory", "settings"},
     {"penalties", "proposal"},
     {"accept", "sampling"},

@@ -11,7 +11,7 @@ import pytest
 from serving import FakeEngine, client, make_handler, make_target, running
 
 import dflash_mlx as dm
-from dflash_mlx.serve import markdown
+from dflash_mlx.serve import markdown, web_page
 from dflash_mlx.serve.models import OfferedModel
 
 FOLDER = Path(__file__).parent
@@ -152,7 +152,7 @@ WORDS = [
 
 
 def shown(text):
-    return html.unescape(re.sub(r"<[^>]*>", "", markdown.render(text.encode()).decode())).strip()
+    return html.unescape(re.sub(r"<[^>]*>", "", markdown.render(text))).strip()
 
 
 @pytest.mark.parametrize("text", FORMULAS)
@@ -165,10 +165,25 @@ def test_every_word_of_a_text_is_on_the_page(text):
     assert set(re.findall(r"\w+", text)) <= set(re.findall(r"\w+", shown(text)))
 
 
-def test_a_text_that_hangs_is_given_up():
-    hanging = f"```c\na{' ' * 20_000}b\n```"  # Pygments takes minutes
+@pytest.mark.parametrize("blank", " \n\t")
+def test_code_that_pygments_hangs_on_is_not_coloured(blank):
+    code = f"a{blank * 20_000}b"
+    assert "<span" not in markdown.render(f"```c\n{code}\n```")
+    assert "<span" in markdown.render("```c\nreturn 0;\n```")
+
+
+def test_a_text_that_takes_too_long_is_given_up(monkeypatch):
+    def endless(text):
+        while True:
+            pass
+
     with client(FakeEngine(make_target())) as server:
-        assert render(server, hanging).status_code == 400
+        with monkeypatch.context() as shorter:
+            shorter.setattr(web_page, "SECONDS", 0.1)
+            shorter.setattr(web_page, "render", endless)
+            answer = render(server, "*sound*")
+        assert answer.status_code == 400
+        assert "takes longer" in answer.json()["error"]["message"]
         assert render(server, "*sound*").json() == {"html": "<p><em>sound</em></p>\n"}
         assert "quoted" in render(server, "> " * 3000 + "quoted").json()["html"]  # beyond Python's
         assert render(server, "a" * 100_001).status_code == 400
