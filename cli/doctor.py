@@ -225,8 +225,10 @@ def _compiler() -> Check:
 
 def _blas(blas: BlasInfo) -> Check:
     detail = f"{blas.name}: {blas.reason}"
-    if blas.name in ("stock", "openblas"):
-        return Check("BLAS", "warn", detail, "It is slow for few rows: install gcc.")
+    if blas.name == "stock":
+        return Check("BLAS", "warn", detail, "It is slow for several rows: drafting gains little.")
+    if blas.name == "preloaded":
+        return Check("BLAS", "warn", detail, "dflash-mlx's own is not used: leave out LD_PRELOAD.")
     return Check("BLAS", "ok", detail)
 
 

@@ -43,7 +43,9 @@ def main() -> None:
         signal.signal(signal.SIGINT, _interrupt)
     gc.set_threshold(100_000)  # imports make many objects and hardly any garbage
     warnings.formatwarning = _format_warning
-    warnings.filterwarnings("ignore", "dflash-mlx: no drafter is known")  # a note says so
+    # Notes say so.
+    warnings.filterwarnings("ignore", "dflash-mlx: no drafter is known")
+    warnings.filterwarnings("ignore", "dflash-mlx: MLX's own matrix products are slow")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without the character shows "?"

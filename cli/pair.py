@@ -136,6 +136,7 @@ def open_pair(
         import mlx.core as mx
 
         from dflash_mlx.drafter.lookup import LookupDrafter
+        from dflash_mlx.loading.reading import on_cpu
         from dflash_mlx.machine import wired
 
     before = mx.get_active_memory()
@@ -144,6 +145,8 @@ def open_pair(
     loading |= {"draft_window": weights.draft_window, "reserved": reserved}
     with waiting(f"Loading {names.model}", spinner=False):  # downloads and conversions have bars
         target, drafter = load(names.model, draft, *bits, **loading)
+    if blas.name == "stock" and not weights.stock_blas and on_cpu():
+        note(f"MLX multiplies with its own slow products, so drafting gains little: {blas.reason}.")
     if wire and member is None:
         wired.wire(mx.get_active_memory() - before)
     if names.draft is None and isinstance(drafter, LookupDrafter):

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from ..drafter.dflash import DFlash
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError
+from ..machine.blas import SLOW_PRODUCTS, has_stock_blas
 from ..targets import Target
 from ..validation import brief, check_integer
 from .computed import model_of
@@ -92,6 +93,8 @@ def load(
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
         SettingsError, IncompatibleDrafterError.
     """
+    if on_cpu() and has_stock_blas():
+        warnings.warn(SLOW_PRODUCTS, stacklevel=1)  # of this line, so once whoever calls
     name, hub = as_name(name), hub or Hub()
     wanted = None if draft is None else as_name(draft)
     local_path(name)  # before the registry: a misspelt name has no drafter either

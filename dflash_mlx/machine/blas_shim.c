@@ -4,6 +4,10 @@
  * (s0 + s1) + (s2 + s3), where s_i adds the products with k = i mod 4 one after the other. So a
  * row's bits do not depend on how many rows share the product.
  *
+ * A product and a sum are one operation, with one rounding, only where the source says `fma_...`.
+ * Compilers that may choose (-ffp-contract=fast) fuse in one loop and not in its remainder: with
+ * gcc 13 to 16, a row then had other bits among rows than by itself. So contraction is off.
+ *
  * Decoding multiplies 1 to 16 rows by large weights. Other libraries pack the weights first, which
  * takes as long as a product. Here the weights are read once and in order, and the rows are packed.
  */
@@ -15,6 +19,15 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#if !defined(__FMA__) && !defined(__aarch64__) && !defined(__FP_FAST_FMAF)
+#error "this processor has no instruction that multiplies and adds at once"
+#endif
+#if defined(__FAST_MATH__)
+#error "this compiler's options let it change the order of sums (-ffast-math)"
 #endif
 
 /* Sums [VECTORS][COLUMNS] stay in registers: there are 32 of these, or 16. */
@@ -37,6 +50,32 @@ enum { DEEP = 2048, ONE_ROW = 8, MANY_ROWS = 64 }; /* ONE_ROW: columns at once *
 typedef ptrdiff_t Index;
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float))));
 typedef float Quad __attribute__((vector_size(QUAD * sizeof(float)), aligned(sizeof(float))));
+
+/* a * b + c, rounded once. */
+INLINE float fma_scalar(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+
+INLINE Quad fma_quad(Quad a, Quad b, Quad c) {
+#if defined(__FMA__)
+    return (Quad)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
+#elif defined(__aarch64__)
+    return (Quad)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    for (int i = 0; i < QUAD; i++) c[i] = fma_scalar(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+INLINE Vector fma_vector(Vector a, Vector b, Vector c) {
+#if defined(__AVX512F__)
+    return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+    return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return (Vector)fma_quad((Quad)a, (Quad)b, (Quad)c); /* LANES is QUAD */
+#endif
+}
+
+INLINE Vector repeat(float x) { return x - (Vector){0}; }
 
 /* c [m, n] = alpha * a [m, k] @ b [k, n] + beta * c; a[i, l] lies at i * a_row + l * a_column. */
 typedef struct {
@@ -72,7 +111,8 @@ INLINE void add_quads(const int vectors, const int columns, Vector sums[4][COLUM
                       const float *w, Index ldw) {
     UNROLL for (int c = 0; c < columns; c++) {
         Vector quad = repeat_quad(w + c * ldw);
-        UNROLL for (int v = 0; v < vectors; v++) sums[v][c] += ((const Vector *)x)[v] * quad;
+        UNROLL for (int v = 0; v < vectors; v++) 
+            sums[v][c] = fma_vector(((const Vector *)x)[v], quad, sums[v][c]);
     }
 }
 
@@ -159,7 +199,7 @@ INLINE void dot(const int columns, const Product *p, Index column) {
         UNROLL for (int q = 0; q < LINE; q += QUAD) {
             Quad quad = *(const Quad *)(x + l + q);
             UNROLL for (int c = 0; c < columns; c++)
-                sums[c] += quad * *(const Quad *)(w + c * ldw + l + q);
+                sums[c] = fma_quad(quad, *(const Quad *)(w + c * ldw + l + q), sums[c]);
         }
     }
     for (; l < k; l += QUAD) {
@@ -169,7 +209,7 @@ INLINE void dot(const int columns, const Product *p, Index column) {
         UNROLL for (int c = 0; c < columns; c++) {
             Quad of_b = {0};
             memcpy(&of_b, w + c * ldw + l, rest);
-            sums[c] += quad * of_b;
+            sums[c] = fma_quad(quad, of_b, sums[c]);
         }
     }
     UNROLL for (int c = 0; c < columns; c++)
@@ -213,14 +253,18 @@ INLINE void strip(const int rows, const Product *p, Index row, Index column, int
     for (; l + QUAD <= p->k; l += QUAD)
         UNROLL for (int i = 0; i < QUAD; i++) {
             Vector v = *(const Vector *)(b + (l + i) * p->ldb);
-            UNROLL for (int r = 0; r < rows; r++)
-                sums[r][i] += a[r * p->a_row + (l + i) * p->a_column] * v;
+            UNROLL for (int r = 0; r < rows; r++) {
+                Vector x = repeat(a[r * p->a_row + (l + i) * p->a_column]);
+                sums[r][i] = fma_vector(x, v, sums[r][i]);
+            }
         }
     UNROLL for (int i = 0; i < QUAD - 1; i++)
         if (l + i < p->k) {
             Vector v = *(const Vector *)(b + (l + i) * p->ldb);
-            UNROLL for (int r = 0; r < rows; r++)
-                sums[r][i] += a[r * p->a_row + (l + i) * p->a_column] * v;
+            UNROLL for (int r = 0; r < rows; r++) {
+                Vector x = repeat(a[r * p->a_row + (l + i) * p->a_column]);
+                sums[r][i] = fma_vector(x, v, sums[r][i]);
+            }
         }
     UNROLL for (int r = 0; r < rows; r++) {
         Vector sum = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
@@ -249,7 +293,7 @@ static void multiply(const Product *p) {
             const float *a = p->a + row * p->a_row, *b = p->b + j;
             float sums[QUAD] = {0};
             for (Index l = 0; l < p->k; l++)
-                sums[l % QUAD] += a[l * p->a_column] * b[l * p->ldb];
+                sums[l % QUAD] = fma_scalar(a[l * p->a_column], b[l * p->ldb], sums[l % QUAD]);
             put(p, p->c + row * p->ldc + j, (sums[0] + sums[1]) + (sums[2] + sums[3]));
         }
 }
@@ -282,6 +326,12 @@ static void *run(void *product) {
     else multiply(p);
     return NULL;
 }
+
+#if defined(__clang__)
+const char *dflash_compiler = "clang " __clang_version__;
+#else
+const char *dflash_compiler = "gcc " __VERSION__;
+#endif
 
 /* Written once, before MLX and its threads exist; only read after that. */
 static int threads = 1, flush;

@@ -164,8 +164,19 @@ def test_generate_plainly_raw_and_stopped(pair):
 @linux
 def test_the_stock_blas_can_be_kept(pair):
     options = ["-n", "8", "-b", "5", "--json", "--stock-blas"]
-    content = json.loads(start("generate", QUESTION, *options, *pair).stdout)
+    chosen = start("generate", QUESTION, *options, *pair)
+    content = json.loads(chosen.stdout)
     assert (content["blas"], content["block_size"]) == ("stock", 5)
+    assert "slow products" not in chosen.stderr
+
+
+@linux
+def test_products_that_cannot_be_built_are_told(pair, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")  # without a compiler
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told = start("generate", QUESTION, "-n", "1", *pair).stderr
+    assert "MLX multiplies with its own slow products" in told and "install gcc" in told
+    assert "use_fast_blas" not in told  # which is for users of the library
 
 
 def change(name, edit):

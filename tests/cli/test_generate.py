@@ -23,7 +23,7 @@ from dflash_mlx.prompt import encode_prompt
 
 QUESTION = "what is 1 + 2?"
 ASKED = (QUESTION, "-n", "12")
-BLAS = BlasInfo("openblas", None, "made up")
+BLAS = BlasInfo("stock", None, "made up")
 
 
 def invoke(*arguments, stdin: str | bytes = ""):

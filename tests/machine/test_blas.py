@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,14 +14,15 @@ import pytest
 
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.machine import blas
+from dflash_mlx.machine.blas_proof import dependent_rows, other_bits
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate elsewhere")
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler"
 )
-KERNELS = [*blas._X86_KERNELS, "generic"] if os.uname().machine == "x86_64" else ["neon"]
+KERNELS = list(blas._X86_KERNELS) if os.uname().machine == "x86_64" else ["neon"]
+SOURCE = Path(blas.__file__).with_name("blas_shim.c").read_bytes()
 USE = "from dflash_mlx.machine.blas import use_fast_blas; info = use_fast_blas({}); print(info);"
-NO_SYSTEM = "import dflash_mlx.machine.blas; dflash_mlx.machine.blas._OPENBLAS = ();"
 # 1e-20 * 1e-20 is a denormal: only the product of two matrices can turn the flushing on.
 DENORMAL = """
 import mlx.core as mx
@@ -73,38 +75,6 @@ def test_stock_stays_stock(tmp_path):
     assert not (tmp_path / ".cache").exists()
 
 
-@pytest.fixture
-def system(tmp_path):
-    """Code that puts a library with OpenBLAS's names in the place of the system's."""
-    source = """
-        #include <stdio.h>
-        char *openblas_get_config(void) { return "OpenBLAS 0.3"; }
-        void openblas_set_num_threads(int n) { printf("threads %d\\n", n); fflush(stdout); }
-        void cblas_dgemm(void) {}
-        void cblas_sgemm(int o, int ta, int tb, int m, int n, int k, float x, const float *a,
-                         int lda, const float *b, int ldb, float y, float *c, int ldc) {
-            for (int i = 0; i < m; i++) for (int j = 0; j < n; j++) c[i * ldc + j] = 42;
-        }
-    """
-    library = tmp_path / "libopenblas.so.0"
-    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
-    subprocess.run(command, input=source.encode(), check=True)
-    module = "dflash_mlx.machine.blas"
-    return f"import {module}; {module}._OPENBLAS = ({str(library)!r},);"
-
-
-@linux
-@needs_compiler
-def test_without_a_compiler_a_system_library_is_used(tmp_path, system):
-    product = "import mlx.core as mx; print((mx.ones((2, 3)) @ mx.ones((3, 4))).tolist())"
-    output = run(
-        system + USE.format("threads=2, flush_denormals=True") + product, tmp_path, PATH=""
-    )
-    assert "threads 2" in output and "name='openblas'" in output and "libopenblas.so.0" in output
-    assert str([[42.0] * 4] * 2) in output
-    assert "there is no C compiler" in output and "flushes_denormals=False" in output
-
-
 @linux
 @needs_compiler
 def test_denormals_are_flushed_only_on_request(tmp_path):
@@ -115,7 +85,7 @@ def test_denormals_are_flushed_only_on_request(tmp_path):
 
 @linux
 def test_no_compiler_leaves_the_stock_blas(tmp_path):
-    output = run(NO_SYSTEM + USE.format("") + PRODUCT, tmp_path, PATH="")
+    output = run(USE.format("") + PRODUCT, tmp_path, PATH="")
     assert "name='stock'" in output and "no C compiler" in output and "right" in output
 
 
@@ -123,9 +93,10 @@ def test_no_compiler_leaves_the_stock_blas(tmp_path):
 def test_a_compiler_that_fails_leaves_nothing_behind(tmp_path):
     fake = tmp_path / "bin" / "cc"
     fake.parent.mkdir()
-    fake.write_text("#!/bin/sh\necho 'cc: out of luck' >&2\nexit 1\n")
+    version = 'if [ "$1" = --version ]; then echo cc 1; exit; fi'
+    fake.write_text(f"#!/bin/sh\n{version}\necho 'cc: out of luck' >&2\nexit 1\n")
     fake.chmod(0o755)
-    output = run(NO_SYSTEM + USE.format(""), tmp_path, PATH=f"{fake.parent}:/usr/bin:/bin")
+    output = run(USE.format(""), tmp_path, PATH=f"{fake.parent}:/usr/bin:/bin")
     assert "name='stock'" in output and "out of luck" in output
     assert not list((tmp_path / ".cache/dflash-mlx/blas").iterdir())
 
@@ -144,7 +115,7 @@ def test_without_a_place_to_keep_it_the_shim_is_built_for_one_process(tmp_path):
 @needs_compiler
 def test_the_shim_is_built_once_and_only_trusted_when_private(tmp_path):
     environment = {**os.environ, "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", NO_SYSTEM + USE.format("")]
+    command = [sys.executable, "-c", USE.format("")]
     together = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(3)
     ]
@@ -158,6 +129,106 @@ def test_the_shim_is_built_once_and_only_trusted_when_private(tmp_path):
     assert shim.stat().st_mtime_ns == built
     shim.chmod(0o777)
     assert "others can write" in run(command[-1], tmp_path)
+
+
+def compiler(folder: Path, version: str) -> str:
+    """A PATH whose `cc` is the real one, but for what it says of its version; it logs its calls."""
+    folder.mkdir()
+    script = folder / "cc"
+    script.write_text(
+        f"""#!/bin/sh
+echo "$@" >> {folder}/calls
+if [ "$1" = --version ]; then echo "{version}"; else exec {shutil.which("cc")} "$@"; fi
+"""
+    )
+    script.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@linux
+@needs_compiler
+def test_another_version_of_the_compiler_builds_anew(tmp_path):
+    paths = [compiler(tmp_path / version, f"cc (Some) {version}") for version in ("98.1", "99.2")]
+    for path in [*paths, paths[0]]:
+        assert "name='dflash-" in run(USE.format(""), tmp_path, PATH=path)
+    names = sorted(file.name for file in (tmp_path / ".cache/dflash-mlx/blas").iterdir())
+    assert [name.endswith(end) for name, end in zip(names, ("98.1.so", "99.2.so"), strict=True)]
+    built = [call for call in (tmp_path / "98.1/calls").read_text().splitlines() if " -o " in call]
+    assert len(built) == 1  # the second time it was there
+
+
+@linux
+@needs_compiler
+def test_the_compiler_may_not_choose_what_is_fused(tmp_path):
+    run(USE.format(""), tmp_path, PATH=compiler(tmp_path / "bin", "cc 1"))
+    builds = [call for call in (tmp_path / "bin/calls").read_text().splitlines() if " -o " in call]
+    assert builds and all("-ffp-contract=off" in call.split() for call in builds)
+    assert not any("-Ofast" in call or "-ffast-math" in call for call in builds)
+    sources = [
+        path.name
+        for path in Path(blas.__file__).parents[1].rglob("*")
+        if path.suffix in (".c", ".cc", ".cpp", ".cu", ".m", ".mm")
+    ]
+    assert sources == ["blas_shim.c"]  # another one needs its own test (.metal: test_kernel_source)
+
+
+FAULTS = {
+    # As gcc 13 to 16 did where they could choose: not in single rows, which sum quads.
+    "a row of a product depends on the other rows": ("fma_quad",),
+    "its products have other bits than on other machines": ("fma_quad", "fma_vector"),
+}
+
+
+@linux
+@needs_compiler
+@pytest.mark.parametrize("flaw", FAULTS)
+def test_a_wrong_library_is_refused(tmp_path, flaw):
+    kernel, flags = blas._kernel()
+    if kernel not in ("avx512", "avx2") and len(FAULTS[flaw]) == 1:
+        pytest.skip(f"{kernel} has one kind of vectors")
+    run(USE.format(""), tmp_path)
+    (library,) = (tmp_path / ".cache/dflash-mlx/blas").iterdir()
+    macros = [f"#define {name}(a, b, c) ((a) * (b) + (c))\n" for name in FAULTS[flaw]]
+    start = SOURCE.index(b"/* c [m, n] = ")
+    wrong = SOURCE[:start] + "".join(macros).encode() + SOURCE[start:]
+    blas._compile(wrong, flags, library)
+
+    output = run(USE.format("") + PRODUCT, tmp_path)
+    assert "name='stock'" in output and flaw in output and "right" in output
+    assert f"delete {library}" in output and re.search(r"(gcc|clang) \d+\.\d+", output)
+    doctor = "from dflash_mlx.cli.main import main; import sys; sys.argv[1:] = ['doctor']; main()"
+    shown = " ".join(run(doctor, tmp_path, COLUMNS="500").split())
+    assert "warn BLAS stock: dflash-mlx's own is not used: " in shown and flaw in shown
+
+
+@linux
+@needs_compiler
+def test_doctor_says_which_compiler_built_it(tmp_path):
+    doctor = "from dflash_mlx.cli.main import main; import sys; sys.argv[1:] = ['doctor']; main()"
+    shown = " ".join(run(doctor, tmp_path, COLUMNS="500").split())
+    assert re.search(r"ok BLAS dflash-\w+: built for this processor by (gcc|clang) \d+\.", shown)
+
+
+@linux
+@needs_compiler
+def test_a_processor_without_fused_multiply_add_keeps_mlx_products(tmp_path):
+    without = "import dflash_mlx.machine.blas as blas; blas._X86_KERNELS = {}; "
+    if os.uname().machine == "x86_64":
+        output = run(without + USE.format("") + PRODUCT, tmp_path)
+        assert "name='stock'" in output and "no fused multiply-add" in output and "right" in output
+        with pytest.raises(blas._NoShim, match="no instruction that multiplies and adds at once"):
+            blas._compile(SOURCE, [], tmp_path / "shim.so")
+
+
+@linux
+@needs_compiler
+def test_loading_without_fast_products_warns_once(tmp_path):
+    load = "import warnings, dflash_mlx as dm\n"
+    load += "with warnings.catch_warnings(record=True) as caught:\n"
+    load += "    for _ in range(2): dm.load('tiny'); dm.load_target('tiny')\n"
+    load += "print([str(warning.message) for warning in caught])"
+    assert run(load, tmp_path).count("call dflash_mlx.use_fast_blas() before anything") == 1
+    assert run(USE.format("") + "\n" + load, tmp_path).splitlines()[1] == "[]"
 
 
 @linux
@@ -207,8 +278,9 @@ def sgemm(request, tmp_path_factory):
         pytest.skip(f"this processor has {there}")
     path = tmp_path_factory.mktemp("kernel") / "shim.so"
     flags = [f"-m{flag}" for flag in blas._X86_KERNELS.get(request.param, ())]
-    blas._compile(Path(blas.__file__).with_name("blas_shim.c").read_bytes(), flags, path)
+    blas._compile(SOURCE, flags, path)
     library = ctypes.CDLL(str(path))
+    assert not dependent_rows(library) and not other_bits(library)  # whatever its vectors' width
     size, number, array = ctypes.c_int, ctypes.c_float, np.ctypeslib.ndpointer(np.float32)
     library.cblas_sgemm.argtypes = [size] * 6 + [number, array, size, array, size, number]
     library.cblas_sgemm.argtypes += [array, size]
