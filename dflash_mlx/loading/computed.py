@@ -1,77 +1,73 @@
 """What a config.json says and mlx-lm's model would leave out: computed here, or refused by name.
 
-mlx-lm's classes take the fields that they declare, and read some of those. A rotation of another
-kind or a sliding window that a class does not read would change no logit and raise no error.
+mlx-lm's classes take the fields that they declare, and read some of those. Another activation or a
+sliding window that a class does not read would change no logit and raise no error. computed.toml
+lists what mlx-lm's modules compute.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-import sys
+import tomllib
 import warnings
+from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import version
+from importlib.resources import files
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
-from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
 
 from ..errors import ConfigError
-from ..targets.internals import ROPES, KVCache, classes_of, make_prompt_cache
+from ..targets.internals import KVCache, classes_of, make_prompt_cache, modules_of
 from ..validation import ErrorWrapper, brief, is_positive, text_config
 from .reading import MODEL_ERRORS
+from .rotations import complete_rotations, spelled_for, with_text
 
 Config = dict[str, Any]
 
-# Fields that change a model whose class reads them -> the value that changes nothing.
-_NEUTRAL: dict[str, Any] = {
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap")),
-    **dict.fromkeys(("clip_qkv", "attention_multiplier", "no_rope_layers")),
-    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling"), 1),
-    **dict.fromkeys(("logit_scale", "scale_emb", "routed_scaling_factor", "n_group"), 1),
-    **dict.fromkeys(("alibi", "use_alibi", "parallel_attn", "use_parallel_residual"), False),
+# Fields that name a function -> their table in computed.toml.
+_FUNCTIONS = {
+    "hidden_act": "activations",
+    "hidden_activation": "activations",
+    "activation_function": "activations",
+    "scoring_func": "scores",
+    "moe_router_activation_func": "scores",
 }
-# Fields that a class may compute without reading them -> part of a word of code that computes it.
-_FIXED = dict.fromkeys(("final_logit_softcapping", "logits_soft_cap"), "softcap")
+# Part of a function's name -> its row; the first that fits counts.
+_NAMES = {
+    "gegelu": "gegelu",
+    "xielu": "xielu",
+    "situ": "situ",
+    "silu": "silu",
+    "swish": "silu",
+    "swiglu": "silu",
+    "gelu": "gelu",
+    "geglu": "gelu",
+    "relu": "relu",
+    "sigmoid": "sigmoid",
+    "noaux_tc": "sigmoid",  # dots.llm1's name of it
+    "softmax": "softmax",
+    "sqrtsoftplus": "sqrtsoftplus",
+}
+_USUAL = "silu"  # of modules without a row
 # Fields that change nothing in a model without experts.
 _OF_EXPERTS = {"routed_scaling_factor", "n_group", "scoring_func", "moe_router_activation_func"}
-# Fields that name a function: part of its name -> words of code that computes it.
-_ACTIVATIONS = {"silu": "silu|swiglu|swish", "swish": "silu|swiglu|swish", "gelu": "gelu|geglu"}
-_ACTIVATIONS |= {"relu": "relu"}
-_SCORES = {"sigmoid": "sigmoid", "softmax": "softmax"}
-_FUNCTIONS = {
-    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), _ACTIVATIONS),
-    **dict.fromkeys(("scoring_func", "moe_router_activation_func"), _SCORES),
-}
+_EXPERTS = ("expert", "switch", "moe")  # in the names of a model's parts
 # Values that no class computes. "vision" is about images.
 _NEVER: dict[str, Any] = {"is_causal": [False], "use_bidirectional_attention": [True, "all"]}
-# Any of these words means that a part of a head is rotated.
-_PARTLY = {"partial_rotary_factor", "rotary_dim", "rotary_pct", "qk_rope_head_dim"}
-_UNSCALED = {None, "none", "default", "mrope", "proportional"}
-_SCALED = {"linear", "yarn", "llama3", "dynamic"}
 
 
-def spelled_for(config: Config) -> Config:
-    """A config whose rotation is spelled as its mlx-lm class declares it.
+@cache
+def _table() -> dict[str, dict[str, frozenset[str]]]:
+    """computed.toml: table -> row -> mlx-lm's modules."""
+    text = files("dflash_mlx.loading").joinpath("computed.toml").read_text("utf-8")
+    tables = tomllib.loads(text)
+    return {name: {row: frozenset(x) for row, x in rows.items()} for name, rows in tables.items()}
 
-    Newer configs keep theta and scaling in `rope_parameters`, in parts for kinds of layers or not.
-    Raises what mlx-lm raises for a model_type that it does not know.
-    """
-    text = text_config(config)
-    own, declared = text.get("rope_parameters"), _declared(config)
-    if not isinstance(own, dict) or "rope_parameters" in declared:
-        return config
-    full, local = (own.get(f"{kind}_attention", own) for kind in ("full", "sliding"))
-    if not isinstance(full, dict) or not isinstance(local, dict):
-        return config
-    found = {name: full.get(name) for name in ("rope_theta", "partial_rotary_factor")}
-    if _kind(full) not in _UNSCALED:  # classes ask for either name of the kind
-        found["rope_scaling"] = full | {"type": _kind(full), "rope_type": _kind(full)}
-    found["rope_local_base_freq"] = None if local is full else local.get("rope_theta")
-    given = {name: value for name, value in found.items() if value is not None and name in declared}
-    return _with(config, given | {name: x for name, x in text.items() if x is not None})
+
+def computes(model: nn.Module, table: str, row: str) -> bool:
+    """Whether one of the modules of mlx-lm that a model is made of is in a row of computed.toml."""
+    return not modules_of(model).isdisjoint(_table()[table][row])
 
 
 def model_of(name: object, config: Config) -> nn.Module:
@@ -81,7 +77,8 @@ def model_of(name: object, config: Config) -> nn.Module:
     """
     wrong = f"{name}: mlx-lm {version('mlx-lm')} cannot run it"
     with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
-        model_class, arguments = classes_of(config := spelled_for(config))
+        config = spelled_for(config)
+        model_class, arguments = classes_of(config)
         model: nn.Module = model_class(arguments.from_dict(config))
         complete(name, model, config)
     return model
@@ -90,59 +87,58 @@ def model_of(name: object, config: Config) -> nn.Module:
 def complete(name: object, model: nn.Module, config: Config) -> None:
     """Compute what mlx-lm's class left out of a config, or refuse it.
 
-    A scaled rotation replaces plain ones in place.
-
     Args:
-        name: of the model, for the message.
+        name: of the model, for messages.
         model: mlx-lm's model of the config; its weights are not read.
         config: of `spelled_for`.
 
     Raises `ConfigError`, naming the field.
     """
-    text, words = text_config(config), words_of(model)
-    ignored = [
-        field
-        for field, neutral in _NEUTRAL.items()
-        if field not in words
-        and (text.get(field) or neutral) != neutral
-        and not (field in _FIXED and any(_FIXED[field] in word for word in words))
-    ]
-    if "no_rope_layers" in ignored and _rotating(model) == [*map(bool, text["no_rope_layers"])]:
-        ignored.remove("no_rope_layers")
-    for field, functions in _FUNCTIONS.items():
-        code = next((code for one, code in functions.items() if one in str(text.get(field))), "")
-        if not any(re.search(code, word) for word in words):
-            ignored.append(field)
-    if not any("expert" in word for word in words):
-        ignored = [field for field in ignored if field not in _OF_EXPERTS]
-    ignored += [field for field, values in _NEVER.items() if text.get(field) in values]
-    rotation = text | (text.get("rope_parameters") or {})
-    modules = dict(model.named_modules())
-    ropes = {path: one for path, one in modules.items() if type(one).__name__ in ROPES}
-    if rotation.get("partial_rotary_factor", 1) not in (None, 1) and not _PARTLY & words:
-        parents = [modules[path.rpartition(".")[0]] for path in ropes]
-        sizes = zip(ropes.values(), parents, strict=True)
-        if all(getattr(one, "dims", 0) >= getattr(parent, "head_dim", 0) for one, parent in sizes):
-            ignored.append("partial_rotary_factor")
-    plain = {*map(type, ropes.values())} == {nn.RoPE}
-    bases = {one.base for one in ropes.values()} if plain else set()
-    if plain and is_positive(rotation.get("rope_theta")) and rotation["rope_theta"] not in bases:
-        ignored.append("rope_theta")
-    if (scaling := _scaling(text)) and not _reads_scaling(config):
-        if _kind(scaling) in _SCALED and plain:
-            _scale(model, ropes, scaling, text.get("max_position_embeddings"))
-        else:
-            ignored.append("rope_scaling")
-    if ignored:
-        value = scaling if ignored[0] == "rope_scaling" else rotation[ignored[0]]
-        raise ConfigError(
-            f"{name}: mlx-lm's {config.get('model_type')} does not compute {ignored[0]} "
-            f"({brief(value)}): it would be another model."
-        )
-    factor = (scaling or {}).get("attention_factor")
-    for rope in model.modules() if is_positive(factor) else ():
-        if isinstance(rope, YarnRoPE):
-            rope.mscale = factor
+    text = text_config(config)
+    left_out = [*_left_out(model, text), *complete_rotations(name, model, config)]
+    if not left_out:
+        return
+    field = left_out[0]
+    parameters = text.get("rope_parameters") or {}
+    value = text.get(field) or parameters.get(field, parameters)
+    raise ConfigError(
+        f"{name}: mlx-lm's {config.get('model_type')} does not compute {field} ({brief(value)}): "
+        "it would be another model."
+    )
+
+
+def _left_out(model: nn.Module, text: Config) -> Iterable[str]:
+    """The fields of a language model's config that change it and that its classes do not read."""
+    has_experts = any(mark in path for path, _ in model.named_modules() for mark in _EXPERTS)
+    for table, neutral in (("switches", None), ("factors", 1)):
+        for field in _table()[table]:
+            value: Any = text.get(field) or neutral
+            if value == neutral or computes(model, table, field):
+                continue
+            if field == "no_rope_layers" and _rotating(model) == [*map(bool, value)]:
+                continue
+            if has_experts or field not in _OF_EXPERTS:
+                yield field
+    for field, table in _FUNCTIONS.items():
+        value = text.get(field)
+        if value is None or (field in _OF_EXPERTS and not has_experts):
+            continue
+        if not _computes_function(model, table, str(value).lower()):
+            yield field
+    for field, values in _NEVER.items():
+        if text.get(field) in values:
+            yield field
+
+
+def _computes_function(model: nn.Module, table: str, name: str) -> bool:
+    """Whether a model's classes compute a function of this name."""
+    row = next((row for part, row in _NAMES.items() if part in name), None)
+    rows = _table()[table]
+    if row not in rows:
+        return False
+    others = frozenset().union(*rows.values()) if row == _USUAL else None
+    in_no_row = others is not None and modules_of(model).isdisjoint(others)
+    return in_no_row or computes(model, table, row)
 
 
 def bounded(name: object, model: nn.Module, config: Config) -> Config:
@@ -150,13 +146,15 @@ def bounded(name: object, model: nn.Module, config: Config) -> Config:
 
     Up to there, the model is the same. Args as for `complete`.
     """
-    text, words = text_config(config), words_of(model)
-    length, chunks = text.get("max_position_embeddings"), text.get("dual_chunk_attention_config")
+    text = text_config(config)
+    length = text.get("max_position_embeddings")
+    chunks = text.get("dual_chunk_attention_config")
     chunk = chunks.get("chunk_size") if isinstance(chunks, dict) else None
     bounds: dict[str, Any] = {"dual chunk attention": chunk}
     if _has_window(text) and all(type(cache) is KVCache for cache in make_prompt_cache(model)):
         bounds["sliding window"] = text.get("sliding_window")
-    if text.get("attn_temperature_tuning") and "attn_temperature_tuning" not in words:
+    tuned = text.get("attn_temperature_tuning")
+    if tuned and not computes(model, "other", "attn_temperature_tuning"):
         bounds["attention temperature"] = (text.get("floor_scale") or 8192) - 1
     given = [(value, what) for what, value in bounds.items() if is_positive(value)]
     bound, what = min(given, default=(None, None))
@@ -167,7 +165,7 @@ def bounded(name: object, model: nn.Module, config: Config) -> Config:
         f"{name}, so the context ends there: {bound:,} tokens, not {length:,}.",
         stacklevel=5,
     )
-    return _with(config, {"max_position_embeddings": bound})
+    return with_text(config, {"max_position_embeddings": bound})
 
 
 def _has_window(text: Config) -> bool:
@@ -183,93 +181,4 @@ def _has_window(text: Config) -> bool:
 def _rotating(model: nn.Module) -> list[bool]:
     """Which layers rotate queries and keys."""
     attentions = [getattr(layer, "self_attn", layer) for layer in getattr(model, "layers", ())]
-    return [bool(getattr(one, "use_rope", True)) for one in attentions]
-
-
-def _declared(config: Config) -> set[str]:
-    """The fields that mlx-lm's class of the language model takes."""
-    own = {"model_type": config.get("model_type"), **text_config(config)}
-    for one in (own, config):
-        try:
-            return {*inspect.signature(classes_of(one)[1]).parameters}
-        except ValueError:  # a language model that only its vision model's class knows
-            continue
-    return set()
-
-
-def _with(config: Config, text: Config) -> Config:
-    """A config with other fields of its language model."""
-    if text_config(config) is config:
-        return config | text
-    return config | {"text_config": text_config(config) | text}
-
-
-def _kind(scaling: Config) -> Any:
-    return scaling.get("rope_type", scaling.get("type"))
-
-
-def _scaling(text: Config) -> Config | None:
-    """The scaling of a config's rotations; None for none, or one for each kind of layer."""
-    for one in (text.get("rope_scaling"), text.get("rope_parameters")):
-        if isinstance(one, dict) and _kind(one) not in _UNSCALED:
-            return one
-    return None
-
-
-def _unscaled(text: Config) -> Config:
-    """The fields of a config's rotations, without the scaling."""
-    fields: Config = {"rope_scaling": None}
-    if isinstance(own := text.get("rope_parameters"), dict):
-        plain = ("rope_theta", "partial_rotary_factor")
-        fields["rope_parameters"] = {"type": "default"} | {k: own[k] for k in plain if k in own}
-    return fields
-
-
-def _reads_scaling(config: Config) -> bool:
-    """Whether layers compute something else without the scaling of a config's rotations."""
-    model_class, arguments = classes_of(config)
-    plain = _with(config, _unscaled(text_config(config)))
-    try:
-        ours, other = (_state(model_class(arguments.from_dict(one))) for one in (config, plain))
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return True  # the class cannot do without the field, so it reads it
-    return ours != other
-
-
-def _state(model: nn.Module) -> list[Any]:
-    """What a model's layers compute with, beside their weights."""
-    found: list[Any] = []
-    for module in model.modules():
-        found.append(type(module))
-        for name, value in {**module, **vars(module)}.items():
-            if value is None or isinstance(value, int | float | str | tuple):
-                found.append((name, str(value)))
-            elif name.startswith("_") and isinstance(value, mx.array):
-                found.append((name, value.tolist()))
-    return found
-
-
-def _scale(
-    model: nn.Module, ropes: dict[str, nn.Module], scaling: Config, length: int | None
-) -> None:
-    """Replace plain rotations by scaled ones."""
-    new = {
-        path: initialize_rope(one.dims, one.base, one.traditional, scaling, length)
-        for path, one in ropes.items()
-    }
-    model.update_modules(tree_unflatten([*new.items()]))
-
-
-def words_of(model: nn.Module) -> set[str]:
-    """The words of the code that computes a model, without the declarations of its config."""
-    names = {base.__module__ for one in model.modules() for base in type(one).__mro__}
-    words = set[str]()
-    for module in (sys.modules[name] for name in names if name.startswith("mlx_lm.models.")):
-        code = inspect.getsource(module)
-        for one in vars(module).values():
-            if hasattr(one, "from_dict") and one.__module__ == module.__name__:
-                code = code.replace(inspect.getsource(one), "")
-        words |= {*re.findall(r"\w+", code)}
-        if not module.__name__.endswith("switch_layers"):  # has every activation as a class
-            words |= {*re.findall(r"\w+", code.lower())}
-    return words
+    return [bool(getattr(part, "use_rope", True)) for part in attentions]

@@ -28,7 +28,7 @@ from ..targets.internals import classes_of
 from ..threads import evaluate
 from ..validation import ErrorWrapper, brief, read_json
 from .checks import check_memory
-from .computed import bounded, complete, spelled_for, words_of
+from .computed import bounded, complete, computes
 from .folder import Folder, StoredTensor, read_header
 from .hub import Hub
 from .quantization import Quantization
@@ -46,6 +46,7 @@ from .reading import (
     without_fp8,
 )
 from .registry import Name, as_name
+from .rotations import spelled_for
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
@@ -212,7 +213,7 @@ def _reading_fp8(config: dict[str, Any]) -> tuple[Any, Any]:
     def build(args: Any) -> nn.Module:
         model: Any = model_class(args)
         own = getattr(model, "sanitize", dict)
-        if f"weight{SCALES}" not in words_of(model):
+        if not computes(model, "other", f"weight{SCALES}"):
             model.sanitize = lambda weights: own(without_fp8(weights))
         return cast(nn.Module, model)
 

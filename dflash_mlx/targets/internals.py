@@ -33,6 +33,7 @@ from mlx_lm.models.mamba2 import Mamba2Block
 from mlx_lm.models.nemotron_h import NemotronHAttention, NemotronHMamba2Mixer
 from mlx_lm.models.qwen3_5 import GatedDeltaNet as GatedDeltaNet
 from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet as Qwen3NextGatedDeltaNet
+from mlx_lm.models.rope_utils import SuScaledRoPE as SuScaledRoPE
 from mlx_lm.utils import _get_classes as classes_of
 
 __all__ = ["classes_of"]
@@ -168,6 +169,21 @@ def is_mla(layer: nn.Module | None) -> bool:
 def sharding_group(mixer: Any) -> Any:
     """The group that shares a Gated DeltaNet's heads; None where this process has all."""
     return getattr(mixer, "sharding_group", None)
+
+
+def rescale_longrope(rope: SuScaledRoPE, ratio: mx.array, amplitude: float) -> None:
+    """Multiply a LongRoPE's periods [dims / 2] by a ratio, and set what queries and keys are times.
+
+    mlx-lm's class keeps the periods of its long factors.
+    """
+    rope._freqs = rope._freqs * ratio
+    rope._scale = amplitude
+
+
+def modules_of(model: nn.Module) -> set[str]:
+    """The names of mlx-lm's modules whose code computes a model: those of its parts' classes."""
+    names = {base.__module__ for part in model.modules() for base in type(part).__mro__}
+    return {name.rpartition(".")[2] for name in names if name.startswith("mlx_lm.models.")}
 
 
 # Caches

@@ -1,6 +1,7 @@
 """A config's fields are computed, or refused by name; none is dropped in silence."""
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,7 @@ def test_newer_spellings_of_a_rotation_are_read(kind: str) -> None:
     assert len(ropes[0]) == len(ropes[1]) > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*rotates by longrope")
 def test_a_kind_of_rotation_has_both_names() -> None:
     """Phi-4-mini's class asks for `type`, and transformers writes `rope_type`."""
     own: dict[str, Any] = {"rope_type": "longrope"}
@@ -236,3 +238,48 @@ def test_an_attention_temperature_that_is_not_computed_bounds_the_context() -> N
     config |= {"attn_temperature_tuning": True, "floor_scale": 128}
     with pytest.warns(UserWarning, match="attention temperature of a, .* 127 tokens"):
         assert bounded("a", model_of("a", config), config)["max_position_embeddings"] == 127
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5] * 4, "long_factor": [2.0, 4.0] * 4}
+LONG: dict[str, Any] = {"model_type": "phi3", "vocab_size": 64, "rope_scaling": LONGROPE}
+LONG |= {"original_max_position_embeddings": 64, "rope_theta": 1e4}
+PHIMOE = {"model_type": "phimoe", "num_local_experts": 2, "lm_head_bias": False}
+
+
+def longrope(config: dict[str, Any], factors: list[float]) -> tuple[np.ndarray, float]:
+    """Frequencies and amplitude: arXiv 2402.13753, section 3; the amplitude of its appendix."""
+    base = 1e4 ** -(np.arange(0, 16, 2) / 16)
+    stretch = config["max_position_embeddings"] / 64
+    return base / factors, math.sqrt(1 + math.log(max(stretch, 1)) / math.log(64))
+
+
+@pytest.mark.parametrize("length", [32, 64, 65, 512])
+@pytest.mark.parametrize("spelling", ["at the root", "nested", "rope_parameters", "phimoe"])
+def test_a_context_decides_which_factors_of_longrope_count(length: int, spelling: str) -> None:
+    config = SHAPE | LONG | {"max_position_embeddings": length}
+    if spelling != "at the root":
+        config.pop("original_max_position_embeddings")
+        nested = LONGROPE | {"original_max_position_embeddings": 64}
+        config["rope_scaling"] = nested
+        if spelling == "rope_parameters":
+            config["rope_parameters"] = nested | {"rope_theta": 1e4}
+            del config["rope_scaling"], config["rope_theta"]
+    if spelling == "phimoe":
+        config |= PHIMOE
+        config["rope_scaling"] = nested | {"short_mscale": 1.2, "long_mscale": 1.3}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = model_of("a", config)
+    part = "short_factor" if length <= 64 else "long_factor"
+    frequencies, amplitude = longrope(config, LONGROPE[part])
+    if spelling == "phimoe":
+        amplitude = 1.2 if length <= 64 else 1.3
+    rope = model.model.layers[0].self_attn.rope
+    ones = mx.ones((1, 1, 2, 16))
+    first, second = np.array(rope(ones))[0, 0]
+    left, right = second[:8], second[8:]
+    angles = np.arctan2(right - left, right + left)
+    assert np.allclose(angles, frequencies, rtol=1e-3, atol=1e-5)
+    assert np.isclose(first[0], amplitude)
+    messages = [str(warning.message) for warning in said]
+    assert [("longrope" in one and "64" in one) for one in messages] == [True] * (length > 64)

@@ -175,6 +175,9 @@ def test_gemma_4s_files_have_merges_instead_of_scores() -> None:
     built = build("a.gguf", METADATA | gemma)
     for text in PROMPTS:
         assert built.encode(text).ids == BUILT.encode(text).ids
+    for said in (True, False):  # llama.cpp adds it whatever the file says
+        built = build("a.gguf", METADATA | gemma | {"tokenizer.ggml.add_bos_token": said})
+        assert built.encode("12 men").ids[0] == MODEL.bos_id()
 
 
 def test_a_model_writes_the_text_that_mlx_lm_writes_with_it(tmp_path: Path) -> None:

@@ -118,6 +118,19 @@ def test_queries_are_scaled_by_a_global_function_of_the_position(module, inner):
     assert internals.QUERY_SCALE in inner.__call__.__code__.co_names
 
 
+def test_a_longrope_keeps_its_long_periods_and_an_amplitude():
+    names = {"dims": 8, "base": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope, plain = internals.SuScaledRoPE(**names), internals.SuScaledRoPE(**names | {"dims": 8})
+    internals.rescale_longrope(rope, mx.full(4, 0.5), 1.0)
+    assert mx.allclose(rope._freqs * 2, plain._freqs) and rope._scale == 1.0
+    x = mx.random.normal((1, 1, 3, 8))
+    assert mx.allclose(rope(x), mx.fast.rope(x, 8, traditional=False, base=1e4, scale=1, offset=0))
+
+
+def test_a_model_is_computed_by_the_modules_of_its_parts():
+    assert internals.modules_of(families.random_model("qwen3_5_moe")) >= {"qwen3_5", "qwen3_next"}
+
+
 def test_this_file_tries_all_that_is_named_there():
     tree = ast.parse((PACKAGE / "targets" / "internals.py").read_text())
     names = set()

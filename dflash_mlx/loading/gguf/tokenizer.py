@@ -106,9 +106,15 @@ class TokenizerFields:
 
     @property
     def adds_bos(self) -> bool:
-        """Whether texts begin with a bos token."""
+        """Whether texts begin with a bos token.
+
+        Gemma 4's always do, whatever the file says: llama.cpp overrides it, too.
+        """
+        has_bos = self("bos_token_id") is not None
+        if self("model") == "gemma4" and has_bos:
+            return True
         usual = self("model") != "gpt2" or "bos" in self.split
-        return self("add_bos_token", usual and self("bos_token_id") is not None) is True
+        return self("add_bos_token", usual and has_bos) is True
 
 
 def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:

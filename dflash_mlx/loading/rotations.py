@@ -1,0 +1,220 @@
+"""The rotations of a config.json that mlx-lm's class leaves out, put into its model.
+
+Newer configs keep theta and scaling in `rope_parameters`, in parts for kinds of layers or not. A
+class may read the base and not the scaling, or a part of the scaling.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.rope_utils import YarnRoPE, initialize_rope
+
+from ..targets.internals import (
+    ROPES,
+    SuScaledRoPE,
+    classes_of,
+    has_key_projection,
+    head_size,
+    rescale_longrope,
+)
+from ..validation import is_positive, text_config
+
+Config = dict[str, Any]
+
+_UNSCALED = {None, "none", "default", "mrope", "proportional"}
+_SCALED = {"linear", "yarn", "llama3", "dynamic"}
+_LONGROPE = {"longrope", "su"}
+
+
+def spelled_for(config: Config) -> Config:
+    """A config whose rotation is spelled as its mlx-lm class declares it.
+
+    Raises what mlx-lm raises for a model_type that it does not know.
+    """
+    text = text_config(config)
+    parameters = text.get("rope_parameters")
+    declared = _declared(config)
+    if not isinstance(parameters, dict) or "rope_parameters" in declared:
+        return config
+    full = parameters.get("full_attention", parameters)
+    local = parameters.get("sliding_attention", parameters)
+    if not isinstance(full, dict) or not isinstance(local, dict):
+        return config
+    names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    found = {name: full.get(name) for name in names}
+    if kind_of(full) not in _UNSCALED:  # classes ask for either name of the kind
+        found["rope_scaling"] = full | {"type": kind_of(full), "rope_type": kind_of(full)}
+    found["rope_local_base_freq"] = None if local is full else local.get("rope_theta")
+    given = {name: value for name, value in found.items() if value is not None and name in declared}
+    return with_text(config, given | {name: x for name, x in text.items() if x is not None})
+
+
+def complete_rotations(name: object, model: nn.Module, config: Config) -> list[str]:
+    """Compute what mlx-lm's class left out of a config's rotations; the fields that stay left out.
+
+    A scaled rotation replaces plain ones in place.
+
+    Args:
+        name: of the model, for a warning.
+        model: mlx-lm's model of the config; its weights are not read.
+        config: of `spelled_for`.
+    """
+    text = text_config(config)
+    rotation = text | (text.get("rope_parameters") or {})
+    modules = dict(model.named_modules())
+    ropes = {path: part for path, part in modules.items() if type(part).__name__ in ROPES}
+    left_out = []
+    if rotation.get("partial_rotary_factor", 1) not in (None, 1):
+        attentions = {path: modules[path.rpartition(".")[0]] for path in ropes}
+        if all(_turns_whole_heads(rope, attentions[path]) for path, rope in ropes.items()):
+            left_out.append("partial_rotary_factor")
+    plain = {*map(type, ropes.values())} == {nn.RoPE}
+    bases = {rope.base for rope in ropes.values()} if plain else set()
+    if plain and is_positive(rotation.get("rope_theta")) and rotation["rope_theta"] not in bases:
+        left_out.append("rope_theta")
+    scaling = scaling_of(text)
+    if scaling is None:
+        return left_out
+    if not _reads_scaling(config):
+        if kind_of(scaling) in _SCALED and plain:
+            _scale(model, ropes, scaling, text.get("max_position_embeddings"))
+        else:
+            left_out.append("rope_scaling")
+    _set_attention_factor(model, scaling)
+    _set_longrope(name, model, scaling, text)
+    return left_out
+
+
+def _turns_whole_heads(rope: nn.Module, attention: nn.Module) -> bool:
+    """Whether a rotation turns all numbers of an attention's heads; False if that is not known."""
+    size = getattr(attention, "head_dim", None)
+    if size is None and has_key_projection(attention):
+        size = head_size(attention)
+    return size is not None and getattr(rope, "dims", 0) >= size
+
+
+def _set_attention_factor(model: nn.Module, scaling: Config) -> None:
+    """YaRN's amplitude, if the config gives another than the usual one."""
+    factor = scaling.get("attention_factor")
+    if is_positive(factor):
+        for rope in model.modules():
+            if isinstance(rope, YarnRoPE):
+                rope.mscale = factor
+
+
+def _set_longrope(name: object, model: nn.Module, scaling: Config, text: Config) -> None:
+    """LongRoPE's factors and amplitude (arXiv 2402.13753) for the model's context.
+
+    mlx-lm has the long factors only. The short ones are for texts up to the length that the model
+    was first trained with; a cache's keys are rotated already, so a text cannot change over. As in
+    vLLM, the context decides for all texts, and a context that is longer is a warning.
+    """
+    ropes = [rope for rope in model.modules() if isinstance(rope, SuScaledRoPE)]
+    if not ropes or kind_of(scaling) not in _LONGROPE:
+        return
+    nested = scaling.get("original_max_position_embeddings")
+    original = nested or text.get("original_max_position_embeddings")
+    original = original or ropes[0].original_max_position_embeddings
+    length = text.get("max_position_embeddings") or original
+    part = "short" if length <= original else "long"
+    factors = {name: scaling.get(f"{name}_factor", 1.0) for name in ("short", "long")}
+    stretch = scaling.get("factor") or length / original
+    amplitude = 1.0
+    if stretch > 1:
+        amplitude = math.sqrt(1 + math.log(stretch) / math.log(original))
+    given = scaling.get(f"{part}_mscale") or scaling.get("attention_factor")
+    for rope in ropes:
+        ratio = mx.array(factors[part]) / mx.array(factors["long"])
+        rescale_longrope(rope, ratio, given or amplitude)
+    if part == "long" and factors["short"] != factors["long"]:
+        warnings.warn(
+            f"dflash-mlx: {name} rotates by longrope's long factors at any length, as mlx-lm and "
+            f"vLLM do; transformers takes the short ones up to {original:,} tokens. For short "
+            f"texts alone, set max_position_embeddings to {original} in its config.json.",
+            stacklevel=6,
+        )
+
+
+def _scale(
+    model: nn.Module, ropes: dict[str, nn.Module], scaling: Config, length: int | None
+) -> None:
+    """Replace plain rotations by scaled ones."""
+    new = {
+        path: initialize_rope(rope.dims, rope.base, rope.traditional, scaling, length)
+        for path, rope in ropes.items()
+    }
+    model.update_modules(tree_unflatten([*new.items()]))
+
+
+def kind_of(scaling: Config) -> Any:
+    """The kind of a scaling, by either name of the field."""
+    return scaling.get("rope_type", scaling.get("type"))
+
+
+def scaling_of(text: Config) -> Config | None:
+    """The scaling of a config's rotations; None for none, or one for each kind of layer."""
+    for scaling in (text.get("rope_scaling"), text.get("rope_parameters")):
+        if isinstance(scaling, dict) and kind_of(scaling) not in _UNSCALED:
+            return scaling
+    return None
+
+
+def with_text(config: Config, text: Config) -> Config:
+    """A config with other fields of its language model."""
+    if text_config(config) is config:
+        return config | text
+    return config | {"text_config": text_config(config) | text}
+
+
+def _declared(config: Config) -> set[str]:
+    """The fields that mlx-lm's class of the language model takes."""
+    text = {"model_type": config.get("model_type"), **text_config(config)}
+    for part in (text, config):
+        try:
+            return {*inspect.signature(classes_of(part)[1]).parameters}
+        except ValueError:  # a language model that only its vision model's class knows
+            continue
+    return set()
+
+
+def _unscaled(text: Config) -> Config:
+    """The fields of a config's rotations, without the scaling."""
+    fields: Config = {"rope_scaling": None}
+    parameters = text.get("rope_parameters")
+    if isinstance(parameters, dict):
+        plain = ("rope_theta", "partial_rotary_factor")
+        kept = {name: parameters[name] for name in plain if name in parameters}
+        fields["rope_parameters"] = {"type": "default"} | kept
+    return fields
+
+
+def _reads_scaling(config: Config) -> bool:
+    """Whether layers compute something else without the scaling of a config's rotations."""
+    model_class, arguments = classes_of(config)
+    plain = with_text(config, _unscaled(text_config(config)))
+    try:
+        with_it = _state(model_class(arguments.from_dict(config)))
+        without = _state(model_class(arguments.from_dict(plain)))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return True  # the class cannot do without the field, so it reads it
+    return with_it != without
+
+
+def _state(model: nn.Module) -> list[Any]:
+    """What a model's layers compute with, beside their weights."""
+    found: list[Any] = []
+    for module in model.modules():
+        found.append(type(module))
+        for name, value in {**module, **vars(module)}.items():
+            if value is None or isinstance(value, int | float | str | tuple):
+                found.append((name, str(value)))
+            elif name.startswith("_") and isinstance(value, mx.array):
+                found.append((name, value.tolist()))
+    return found
