@@ -27,16 +27,15 @@ COMMANDS = {  # name -> the module beside this one with its function, and two ex
     "bench": ("bench.bench", "--limit 1", "--model MODEL --suite gsm8k --out results/gsm8k"),
     "tune": ("tune.tune", "", "--model MODEL"),
     "report": ("bench.report", "results/gsm8k", "results/my-mac results/another-mac"),
-    "roofline": ("roofline.roofline", "--model Qwen/Qwen3-8B", "--model MODEL --chip 'M4 Max'"),
     "train": (
         "train.train",
         "--synthesize 32 --steps 8 --anchors 8 --out my-drafter",
         "--model MODEL --synthesize 2000 --hours 8 --out qwen3-4b",
     ),
-    "models": ("models.models", "", "Qwen3-8B"),
-    "pull": ("models.pull", "MODEL", "MODEL --no-draft"),
-    "list": ("models.list_", "", "--json"),
-    "rm": ("models.rm", "MODEL", "z-lab/Qwen3-4B-DFlash-b16"),
+    "models": ("models.models", "--memory 16 --chip M4", "Qwen3-8B"),
+    "pull": ("downloads.pull", "MODEL", "MODEL --no-draft"),
+    "list": ("downloads.list_", "", "--json"),
+    "rm": ("downloads.rm", "MODEL", "z-lab/Qwen3-4B-DFlash-b16"),
     "doctor": ("doctor.doctor", "", "--model MODEL"),
 }
 

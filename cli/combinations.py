@@ -31,8 +31,7 @@ EXCLUDED = {  # an option as it is typed -> its parameter and value, and what ha
     "--openai": ("openai", ANY, tuple(name for name in OPENAI if name != "offline")),
     "--concurrency": ("concurrency", ANY, ("out",)),
     "--protocol": ("protocol", ANY, ("prompts", "repeats")),
-    "--chip": ("chip", ANY, ("everything", "inspect")),
-    "--memory": ("memory", ANY, ("everything", "inspect")),
+    "--inspect": ("inspect", ANY, ("name", "everything", "chip", "memory")),
     "--warm-start": ("warm_start", ANY, ("kind", "block_size", "layers", "causal")),
     "--prompts": ("prompts", ANY, ("suite", "data")),
 }

@@ -211,7 +211,7 @@ def _chip(cpu: bool) -> Check:
         return Check("chip", "warn", f"{takes}; MLX decodes on CUDA", "Use --no-draft for now.")
     if find_chip(name) is None:
         advice = "Please report this chip with its results of 'dflash-mlx bench'."
-        return Check("chip", "warn", f"{name}: unknown to 'roofline'", advice)
+        return Check("chip", "warn", f"{name}: unknown to 'models'", advice)
     return Check("chip", "ok", f"{takes}; each model's first load times MLX's kernels and ours")
 
 

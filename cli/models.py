@@ -1,12 +1,10 @@
-"""`dflash-mlx models`, `pull`, `list` and `rm`: known models, and those on this disk."""
+"""`dflash-mlx models`: the models with a known drafter, and those that fit a Mac."""
 
 from __future__ import annotations
 
-import re
-import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,212 +12,247 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
-from dflash_mlx.loading.checks import NO, WHETHER, YES, fits, looks_quantized
-from dflash_mlx.loading.gguf.convert import content_name
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.inspect import inspect_drafter
-from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import (
     EMBEDDED,
-    OTHERWISE,
     PACKAGED,
     PACKAGES,
     KnownPair,
-    known_drafter,
-    local_path,
-    packaged,
     pairs,
     suggestion,
 )
-from dflash_mlx.machine.facts import GB, bytes_in, cache_folder
+from dflash_mlx.loading.sizes import BITS, CONTEXT, MemoryNeed, memory_need, size_of
+from dflash_mlx.machine.chips import Chip, chip_named, find_chip
+from dflash_mlx.machine.facts import GB, usable_bytes, working_set
 
 from . import options
-from .options import MODEL, OUTPUT, argument, flag, option
-from .output import NOTHING, make_table, note, print_json, sized, stdout
-from .pair import announce, on_hub
-from .roofline import PREDICTED, show_models
+from .options import OUTPUT, argument, flag, option
+from .output import NOTHING, note, print_json, rate, sized, stdout
 
-WIDTHS = (16, 8, 4)  # bits per weight
-FAMILY = re.compile(r"[a-z]*[\d.]*")
+ROWS = 9  # of the list, so that it fits a screen; what is left out is named below it
+YOURS = "Your Mac"  # the panel that --help shows
+CHIP = "Predict speeds for M1 to M5 Max. Default: this machine's chip."
+MEMORY = "The memory of a Mac. Default: what this machine has."
+MORE_BITS = 8
+SUM = f"GB: weights ({BITS}-bit, or as published) + drafter + {CONTEXT:,} tokens of context"
 
-REPOSITORY = "A Hugging Face repository (owner/name, for GGUF files owner/name:TYPE)."
-CHIP = "Predict which models fit a Mac, and their speeds: M1 to M5 Max. Default: this chip."
-MEMORY = "The memory of that Mac. Default: what this machine may use."
-NAME = argument(..., REPOSITORY, autocompletion=options.targets_beginning)
+
+@dataclass(frozen=True)
+class Mac:
+    """The machine that models are listed for.
+
+    Attributes:
+        limit: bytes that models may take.
+        chip: None if it is not known; then nothing is predicted.
+        name: for people, "an M4 with 16 GB".
+    """
+
+    limit: float
+    chip: Chip | None
+    name: str
+
+    @classmethod
+    def of(cls, chip: str | None, memory: int | None) -> Mac:
+        """The Mac that was named, or this machine. Raises `SettingsError` for an unknown chip."""
+        limit = usable_bytes() if memory is None else working_set(memory * 2**30)
+        here = chip is None and memory is None
+        found = find_chip(_device()) if here else None
+        if chip is not None:
+            found = chip_named(chip)
+        name = "this machine" if found is None else f"an {found.name}"
+        if memory is not None:
+            name = f"{name if found else 'a Mac'} with {memory} GB"
+        return cls(limit, found, name)
+
+    def fits(self, pair: KnownPair, bits: int = BITS) -> bool | None:
+        """Whether a target, its drafter and a context fit; None if its size is not known."""
+        if pair.unsupported:
+            return False
+        need = memory_need(pair, bits)
+        return None if need is None else need.total <= self.limit
 
 
 def models(
-    name: str = argument("", "Show these models and their drafters.", metavar="NAME"),
-    everything: bool = flag("--all", OUTPUT, "Show those that do not fit, too."),
-    chip: str | None = option(None, PREDICTED, "NAME", CHIP),
-    memory: int | None = option(None, PREDICTED, "GB", MEMORY, min=1),
+    name: str = argument("", "Show these models, their drafters and downloads.", metavar="NAME"),
+    everything: bool = flag("--all", OUTPUT, "Show all that fit, and those that do not."),
+    memory: int | None = option(None, YOURS, "GB", MEMORY, min=1),
+    chip: str | None = option(None, YOURS, "NAME", CHIP),
     json: bool = options.JSON,
     inspect: Path | None = option(
         None, OUTPUT, "PATH", "Show how a drafter's config.json is read."
     ),
 ) -> None:
-    """List the models that have a known drafter, those that fit this machine first."""
+    """List the models with a known drafter that fit this machine, or a Mac that you name."""
     if inspect is not None:
         _inspect(inspect, json)
         return
-    if chip is not None or memory is not None:
-        show_models(name, chip, memory, json)
-        return
-    hub, known = Hub(), name.lower()
-    copies = hub.copies()
-    named = [one for one in pairs() if known in str(one.targets).lower() or one.matches(name)]
     if name in PACKAGED and not json:
         whence = "'make real' installs it" if name in PACKAGES else "it is built in"
         note(f"{name} comes with its drafter: {whence}.")
         return
+    named = _named(name)
     if not named and name not in PACKAGED:
         raise ModelNotFoundError(
             f"No model {name!r} has a known drafter.{suggestion(name)} A model drafts without one, "
             "too: with its MTP head, from its own text, or with a smaller model (--draft NAME)."
         )
+    mac = Mac.of(chip, memory)
+    hub = Hub()
+    copies = hub.copies()
     if json:
-        rows = [_as_json(pair, copies) for pair in named]
-        print_json({"embedded": EMBEDDED, "pairs": rows})
-        return
-    shown = [pair for pair in named if everything or name or _fits(pair) not in (None, NO)]
-    _print_models(sorted(shown, key=_order), copies, [hub] if name else None)
-    if len(shown) < len(named):
-        note(f"{len(named) - len(shown)} more do not fit or have no known size: --all.")
-    note("GB: from parameters. Conversions are known by name, such as Qwen3-8B-4bit.")
-    note("'dflash-mlx models NAME' shows files and drafters; --draft chooses one.")
+        about: dict[str, Any] = {"embedded": EMBEDDED, "prediction": True, "bytes": mac.limit}
+        about["chip"] = mac.chip and mac.chip.name
+        rows = [_as_json(pair, mac, copies) for pair in named]
+        print_json({**about, "context": CONTEXT, "pairs": rows})
+    elif len(named) == 1:
+        for line in _details(named[0], mac, copies, hub):
+            stdout().print(Text(line), soft_wrap=True)
+    else:
+        _list(named, mac, everything or bool(name))
 
 
-def pull(
-    *,
-    name: str = NAME,
-    no_draft: bool = flag("--no-draft", MODEL, "Do not download the drafter."),
-    offline: bool = options.OFFLINE,
-) -> None:
-    """Download a model and its known drafter, and print where they are."""
-    local_path(name)  # raises for a wrong name
-    if not on_hub(name):
-        note(f"{name} is on this disk already.")
-        return
-    drafter, hub = known_drafter(name), Hub(offline=offline)
-    from dflash_mlx.loading.load import find_drafter, find_target  # starts MLX
+def _device() -> str:
+    """This machine's chip, as MLX calls it; empty without MLX."""
+    with suppress(ImportError):
+        import mlx.core as mx
 
-    _, model = find_target(name, hub, Quantization(4, 64))  # --target-bits 4 may follow
-    announce(name, hub)
-    names = [name]
-    if drafter is None and not no_draft:
-        note(f"No drafter is known for {name}: --draft NAME names one. {OTHERWISE}")
-    elif drafter is not None and on_hub(drafter) and not no_draft:
-        names.append(drafter)
-        find_drafter(drafter, hub, model)
-        announce(drafter, hub, drafter=True)
-    for one in names:
-        print(f"{one}  {hub.fetch(one, update=True).path}", flush=True)
+        return str(mx.device_info().get("device_name", ""))
+    return ""
 
 
-def list_(*, json: bool = options.JSON) -> None:
-    """List the downloaded models with their sizes."""
-    copies = Hub().copies()
-    fit = {name: fits(size, looks_quantized(name)) for name, size in copies.items()}
-    if json:
-        rows = [{"name": name, "bytes": copies[name], "fits": fit[name]} for name in copies]
-        print_json({"models": rows})
-        return
-    if not copies:
-        note("Nothing is downloaded from the hub. 'dflash-mlx pull NAME' downloads.")
-        note(f"'tiny' is built in; what pip installed is unpacked in {cache_folder('gguf')}.")
-        return
-    table = make_table("name", "size", WHETHER)
-    for name, size in copies.items():
-        table.add_row(name, sized(size), fit[name])
-    stdout().print(table)
+def _named(name: str) -> list[KnownPair]:
+    """The pair that a name means, else all whose targets have it in their names."""
+    exact = [pair for pair in pairs() if name and pair.matches(name)]
+    return exact or [pair for pair in pairs() if name.lower() in str(pair.targets).lower()]
 
 
-def _downloaded(incomplete: str) -> list[str]:
-    """The downloaded models that a shell may complete a name to."""
-    return [name for name in Hub().copies() if name.startswith(incomplete)]
+def _list(named: list[KnownPair], mac: Mac, everything: bool) -> None:
+    """Print the largest models that fit, and name all others."""
+    runs = [pair for pair in named if not pair.unsupported]
+    needs = {pair: need for pair in runs if (need := memory_need(pair)) is not None}
+    largest_first = sorted(needs, key=lambda pair: -needs[pair].total)
+    fitting = [pair for pair in largest_first if needs[pair].total <= mac.limit]
+    large = [pair for pair in largest_first if pair not in fitting]
+    shown = [*large, *fitting] if everything else fitting[:ROWS]
+    stdout().print(SUM, style="bold")
+    if shown:
+        _print_rows(shown, mac, with_fits=everything)
+    else:
+        stdout().print("None of them fits.")
+    if not everything:
+        _note_names("Smaller", fitting[ROWS:])
+        _note_names("Too large", large)
+    _note_names("Size not known", [pair for pair in runs if pair not in needs])
+    _note_names("Not in this mlx-lm", [pair for pair in named if pair.unsupported])
+    predictions = " Speeds are predictions, not measurements." * (mac.chip is not None)
+    note(f"Room on {mac.name}: {sized(mac.limit)}.{predictions}")
+    note("'dflash-mlx models NAME' shows downloads and drafters.")
 
 
-def rm(*, name: str = argument(..., REPOSITORY, autocompletion=_downloaded)) -> None:
-    """Delete a downloaded model from this disk."""
-    if name == EMBEDDED:
-        raise ModelNotFoundError(f"{name} is part of dflash-mlx and cannot be deleted.")
-    if name in PACKAGES:
-        package, folder = PACKAGES[name][0], cache_folder("gguf")
-        unpacked = [*folder.glob(f"{content_name(packaged(name))}*")]
-        freed = sum(map(bytes_in, unpacked))
-        for one in filter(Path.is_dir, unpacked):
-            shutil.rmtree(one)
-        note(f"Deleted what {name} unpacked: {sized(freed)} freed. pip uninstall {package}")
-        return
-    note(f"Deleted {name}: {sized(Hub().remove(name))} freed.")
+def _print_rows(shown: list[KnownPair], mac: Mac, with_fits: bool) -> None:
+    """A row for each target: its memory, and its predicted speed if the chip is known."""
+    titles = ["", "GB"]
+    titles += ["plain", "drafting gains above"] if mac.chip else []
+    titles += [""] if with_fits else []
+    rows = [titles]
+    for pair in shown:
+        cells = [pair.short, _sum(memory_need(pair))]
+        if mac.chip is not None:
+            cells += _speeds(pair, mac.chip)
+        if with_fits:
+            cells.append("fits" if mac.fits(pair) else "too large")
+        rows.append(cells)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *figures in rows:
+        cells = [name.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(figures, widths[1:], strict=True)]
+        stdout().print(Text(" ".join(cells).rstrip()), soft_wrap=True)
 
 
-def _order(pair: KnownPair) -> tuple[bool, str, float]:
-    """Those that fit first; then by family and size."""
-    family = FAMILY.match(pair.targets[0].rpartition("/")[2].lower())
-    return _fits(pair) in (None, NO), family[0] if family else "", pair.billions or 0
+def _sum(need: MemoryNeed | None) -> str:
+    """A need as a sum, such as "4.6 + 0.6 + 2.4 =  7.6"."""
+    if need is None:
+        return NOTHING
+    parts = (f"{part / GB:.1f}" for part in (need.weights, need.drafter, need.context))
+    return f"{' + '.join(parts)} = {need.total / GB:4.1f}"
 
 
-def _print_models(shown: list[KnownPair], copies: dict[str, int], asked: list[Hub] | None) -> None:
-    """A line for each target: its sizes, whether it fits, and what of it is downloaded."""
-    names = [pair.targets[0] if asked else Path(pair.targets[0]).name for pair in shown]
-    width = max(map(len, ("GB of memory", *names)))
-
-    def row(name: str, cells: Iterable[str], status: str, style: str = "") -> None:
-        line = f"{name:{width}}{''.join(f'{cell:>7}' for cell in cells)}  {status}"
-        stdout().print(Text(line, style), soft_wrap=True)
-
-    row("GB of memory", (f"{bits}-bit" for bits in WIDTHS), WHETHER, "bold")
-    if asked is None:
-        for name, origin in (EMBEDDED, "built in"), ("smollm2", "installed by make real"):
-            row(name, ("", "", NOTHING), f"{YES}, {origin}")
-    for pair, name in zip(shown, names, strict=True):
-        sizes = map(pair.gigabytes, WIDTHS)
-        own = [size for copy, size in copies.items() if pair.matches(copy)]
-        here = f", downloaded {sized(sum(own))}" * bool(own)
-        status = f"{pair.unsupported or _fits(pair) or NOTHING}{here}"
-        row(name, (NOTHING if one is None else f"{one:.1f}" for one in sizes), status)
-        for line in _details(pair, copies, asked) if asked is not None else ():
-            stdout().print(Text(f"  {line}", "dim"), soft_wrap=True)
+def _speeds(pair: KnownPair, chip: Chip) -> list[str]:
+    """Predicted plain tokens per second, and tokens per step from which drafting gains."""
+    size = size_of(pair)
+    if size is None:
+        return [NOTHING, NOTHING]
+    plain = rate(1 / size.plain_seconds(chip))
+    return [f"{plain} tok/s", f"{size.gains_above(chip):.1f} tokens a step"]
 
 
-def _details(pair: KnownPair, copies: dict[str, int], hubs: list[Hub]) -> Iterator[str]:
-    """What to download, other names, the drafters, and what is here."""
-    drafters = [one for one in pair.drafters if one.refused is None]
-    sizes = dict[str, str]()
-    try:
-        for name in (pair.download, *(one.drafter for one in drafters[:1])) if hubs else ():
-            with suppress(ModelNotFoundError):
-                sizes[name] = f", {sized(copies.get(name) or hubs[0].remote_bytes(name))}"
-    except DownloadError:  # without the hub, without sizes: it is asked no more
-        hubs.clear()
-    yield f"download {pair.download}{sizes.get(pair.download, '')}"
-    yield from (f"also {name}" for name in pair.targets[1:])
-    for at, one in enumerate(drafters):
-        license = f" (license: {one.license})" * bool(one.license)
-        yield f"{'or' if at else 'drafter'} {one.drafter}{sizes.get(one.drafter, '')}{license}"
-    for name, size in copies.items():
-        if pair.matches(name) or name in {one.drafter for one in drafters}:
-            yield f"downloaded: {name}, {sized(size)}"
+def _note_names(what: str, some: list[KnownPair]) -> None:
+    """Name models that have no row."""
+    if some:
+        note(f"{what}: {', '.join(pair.short for pair in some)}.")
 
 
-def _fits(pair: KnownPair) -> str | None:
-    """Whether the published weights fit this machine; None if their size is unknown."""
+def _details(pair: KnownPair, mac: Mac, copies: dict[str, int], hub: Hub) -> Iterator[str]:
+    """Memory and speed of one target, what to download, and the drafters, the first one first."""
+    yield f"{pair.targets[0]}: GB of weights + drafter + {CONTEXT:,} tokens of context"
+    size = size_of(pair)
+    stored = size is not None and size.stored is not None
+    for bits in (BITS,) if stored else (BITS, MORE_BITS):
+        fits = {True: "fits", False: "does not fit", None: "size not known:"}[mac.fits(pair, bits)]
+        title = "as published" if stored else f"{bits} bits"
+        yield f"  {title:13}{_sum(memory_need(pair, bits))}  {fits} {mac.name}"
     if pair.unsupported:
-        return NO
-    size = pair.gigabytes(16)
-    return None if size is None else fits(size * GB, quantized=pair.published is not None)
+        yield f"  cannot run yet: {pair.unsupported}"
+    if mac.chip is not None and size is not None:
+        plain, gains = _speeds(pair, mac.chip)
+        yield f"  predicted    {plain} plainly; drafting gains above {gains}"
+    drafters = [one for one in pair.drafters if one.refused is None]
+    sizes = _download_sizes([pair.download, *(one.drafter for one in drafters[:1])], copies, hub)
+    yield f"  download     {pair.download}{sizes.get(pair.download, '')}"
+    for other in pair.targets[1:]:
+        yield f"  also         {other}"
+    for place, one in enumerate(drafters):
+        license = f" (license: {one.license})" * bool(one.license)
+        thoughts = " (made for answers without thoughts: --no-think)" * (one.thinking is False)
+        what = "drafts first" if place == 0 else "or --draft"
+        yield f"  {what:12} {one.drafter}{sizes.get(one.drafter, '')}{license}{thoughts}"
+    for copy, copy_size in copies.items():
+        if pair.matches(copy) or copy in {one.drafter for one in drafters}:
+            yield f"  downloaded   {copy}, {sized(copy_size)}"
+    yield f"  try          dflash-mlx chat --model {pair.download}"
 
 
-def _as_json(pair: KnownPair, copies: dict[str, int]) -> dict[str, Any]:
+def _download_sizes(names: list[str], copies: dict[str, int], hub: Hub) -> dict[str, str]:
+    """The sizes of downloads, as the hub has them; none where it does not answer."""
+    found = dict[str, str]()
+    with suppress(DownloadError):
+        for name in names:
+            with suppress(ModelNotFoundError):
+                found[name] = f", {sized(copies.get(name) or hub.remote_bytes(name))}"
+    return found
+
+
+def _as_json(pair: KnownPair, mac: Mac, copies: dict[str, int]) -> dict[str, Any]:
     drafter, *others = pair.drafters
+    size = size_of(pair)
+    stored = size is not None and size.stored is not None
+    predicted: dict[str, float | None] = {"plain": None, "gains_above": None}
+    if mac.chip is not None and size is not None:
+        predicted["plain"] = 1 / size.plain_seconds(mac.chip)
+        predicted["gains_above"] = size.gains_above(mac.chip)
+    widths = (BITS,) if stored else (BITS, MORE_BITS)
+    needs = {bits: memory_need(pair, bits) for bits in widths}
     return {
         "drafter": drafter.drafter,
         "targets": list(pair.targets),
         "also": [asdict(other) for other in others],
         "download": pair.download,
-        "gigabytes": {str(bits): pair.gigabytes(bits) for bits in WIDTHS},
-        "fits": _fits(pair),
+        "memory": {
+            str(bits): need and asdict(need) | {"total": need.total} for bits, need in needs.items()
+        },
+        "fits": mac.fits(pair),
+        **predicted,
         "unsupported": pair.unsupported,
         "license": drafter.license,
         "downloaded": {name: size for name, size in copies.items() if pair.matches(name)},

@@ -23,6 +23,7 @@ from dflash_mlx.loading.registry import (
     local_path,
     short,
 )
+from dflash_mlx.loading.sizes import bytes_beside
 from dflash_mlx.machine.blas import BlasInfo
 
 from .options import AUTO, SMALL, STEPS, Drafting, Names, Weights, given, spelled
@@ -235,8 +236,10 @@ def announce(name: str | None, hub: Hub, drafter: bool = False) -> None:
     name = (name or "").removesuffix(WITH_LOOKUP)
     if on_hub(name) and not hub.offline and hub.downloaded(name) is None:
         size = hub.remote_bytes(name, WEIGHTS)
-        fits = "" if drafter else f", {fits_here(size, looks_quantized(name))}"
-        note(f"{'drafter ' * drafter}{name}: {sized(size)} to download{fits}")
+        beside = bytes_beside(name)
+        fits = "" if drafter else f", {fits_here(size, looks_quantized(name), beside)}"
+        more = f" (with {sized(beside)} for drafter and context)" * bool(beside and not drafter)
+        note(f"{'drafter ' * drafter}{name}: {sized(size)} to download{fits}{more}")
 
 
 def on_hub(name: str) -> bool:

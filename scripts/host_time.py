@@ -24,13 +24,13 @@ from experiment import VIEWS, graph_nodes, options_of
 from mlx.utils import tree_map
 from mlx_lm.models import gated_delta
 
-from dflash_mlx.bench.roofline import model_of
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
+from dflash_mlx.targets.internals import classes_of
 
-CONFIGS = Path(__file__).parents[1] / "dflash_mlx" / "bench" / "configs.json"
+CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "target_configs.json"
 CONSTANTS = {"Full"}  # they stay from step to step
 QWEN3 = json.loads(CONFIGS.read_text())["Qwen3-8B"] | {"vocab_size": 1024}
 QWEN35 = QWEN3 | {
@@ -118,7 +118,10 @@ def on_a_gpu() -> ExitStack:
 def target_of(config: dict[str, Any], layers: int, factory: Either | None) -> Target:
     """A model in 4 bits, on our kernels if there is a factory of them."""
     config = config | {"num_hidden_layers": layers}
-    model = model_of(config, CONFIGS, Quantization.of(4))
+    model_class, arguments = classes_of(config)
+    model = model_class(arguments.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    Quantization(4, 64).apply(model)
     model.update(tree_map(lambda array: mx.zeros(array.shape, array.dtype), model.parameters()))
     # As where every product and attention of this many rows was chosen to be ours.
     wiring = factory and wire(model, config, Kernels(factory), {}, exact=True)

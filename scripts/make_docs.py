@@ -5,7 +5,6 @@
 - docs/commands/: a page for each command, from what --help prints; text below its mark is kept.
 - docs/fields.md: what requests to the server may say, from the models that read them.
 - docs/targets.md: its table, from a tiny model of every kind.
-- docs/metal.md: its table of models by Mac, as `dflash-mlx models --chip` predicts them.
 
 tests/project/test_docs.py and tests/targets/test_every_model.py fail if a page is out of date.
 """
@@ -21,12 +20,9 @@ from typing import Any, get_args
 from pydantic import AliasChoices
 from typer.main import get_command
 
-from dflash_mlx.bench.macs import BITS, KnownModel, known_models
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.chat_commands import COMMANDS
 from dflash_mlx.errors import ConfigError
-from dflash_mlx.machine.chips import chip_named
-from dflash_mlx.machine.facts import working_set
 from dflash_mlx.serve.body import Body
 from dflash_mlx.serve.chat import ChatBody
 from dflash_mlx.serve.completions import CompletionsBody
@@ -50,8 +46,6 @@ BODIES: tuple[type[Body], ...] = (
 )
 FOLDER = Path(__file__).parents[1] / "docs" / "commands"
 TARGETS = Path(__file__).parents[1] / "docs" / "targets.md"
-METAL = Path(__file__).parents[1] / "docs" / "metal.md"
-MACS = (("M2", 8), ("M4", 16), ("M5", 24), ("M4 Pro", 48), ("M4 Max", 64), ("M3 Ultra", 96))  # GB
 MODELS = Path(__file__).parents[1] / "tests" / "data" / "mlx_lm_models.json"
 TABLE = "<!-- scripts/make_docs.py writes this table -->", "<!-- end of the table -->"
 MARK = "<!-- Above this line scripts/make_docs.py writes; below it people do. -->\n"
@@ -117,7 +111,7 @@ def pages() -> dict[Path, str]:
         found[path] = generated(name, command) + below
         lines.append(f"- [{PROGRAM} {name}]({path.name}): {command.help.strip().splitlines()[0]}")
     found[FOLDER / "README.md"] = "\n".join(lines) + "\n"
-    found[FIELDS], found[METAL] = fields(), metal()
+    found[FIELDS] = fields()
     return found
 
 
@@ -217,30 +211,6 @@ def _with_table(page: Path, lines: list[str]) -> str:
     """A page with other lines in its table."""
     before, _, after = page.read_text().partition(TABLE[0])
     return "\n".join([before + TABLE[0], *lines, TABLE[1] + after.partition(TABLE[1])[2]])
-
-
-def metal() -> str:
-    """docs/metal.md with its table of models by Mac written anew."""
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for model in known_models():
-        if model.bits == BITS[0]:
-            cells = [_cell(model, *mac) for mac in MACS]
-            key = f"{model.memory / 1e9:.1f}", *cells
-            rows.setdefault(key, []).append(model.pair.targets[0].rpartition("/")[2])
-    titles = "".join(f" {chip}, {memory} GB |" for chip, memory in MACS)
-    lines = [f"| 4 bits | GB |{titles}", "|---|--:|" + "--:|" * len(MACS)]
-    for cells, names in sorted(rows.items(), key=lambda row: float(row[0][0])):
-        lines.append(f"| {', '.join(names)} | {' | '.join(cells)} |")
-    return _with_table(METAL, lines)
-
-
-def _cell(model: KnownModel, chip: str, memory: int) -> str:
-    """A model's predicted figures on a Mac; empty if it does not fit."""
-    if model.memory > working_set(memory * 2**30):
-        return ""
-    found = model.predict(chip_named(chip))
-    drafted = "" if found["drafted"] is None else f" · {found['drafted']:.0f}"
-    return f"{found['plain']:.0f} · {found['step_cost']:.1f}{drafted}"
 
 
 def main() -> None:

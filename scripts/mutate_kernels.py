@@ -53,7 +53,7 @@ COVERED = {
     "test_kernel_layers": "attention fused modules shapes",
     "test_kernel_selfcheck": "attention block_attention delta_rule fused modules selfcheck "
     "shapes verify_matmul wiring",
-    "test_choose test_roofline": "choose costs shapes",
+    "test_choose": "choose shapes",
     "test_autotune": "autotune choose shapes wiring",
     "test_kernel_source": "source launch",
     "test_kernel_models": "attention modules",

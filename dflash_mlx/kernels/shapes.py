@@ -1,4 +1,4 @@
-"""The shapes of a model's matrices, by which kernels are chosen and the roofline is drawn.
+"""The shapes of a model's matrices, by which kernels are chosen.
 
 Weights may be lazy.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import comb
 from typing import Any
 
 import mlx.core as mx
@@ -50,25 +49,6 @@ class Matrix:
         group = f" g{self.group_size}" if self.group_size else ""
         experts = f" {self.top_k} of {self.experts}" if self.experts else ""
         return f"{self.columns}x{self.depth} {self.kind} {self.bits}-bit{group}{experts}"
-
-    def active(self, rows: int) -> float:
-        """The average number of matrices that this many rows read.
-
-        Assumes that experts are chosen independently and equally often.
-        """
-        if not self.experts:
-            return 1.0
-        return self.experts * (1 - (1 - self.top_k / self.experts) ** rows)
-
-    def crowded(self, rows: int, limit: int) -> float:
-        """The average number of matrices that more than `limit` of these rows read."""
-        if not self.experts:
-            return float(rows > limit)
-        share = self.top_k / self.experts
-        return self.experts * sum(
-            comb(rows, count) * share**count * (1 - share) ** (rows - count)
-            for count in range(limit + 1, rows + 1)
-        )
 
 
 def matrices(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, nn.Module, Matrix]]:

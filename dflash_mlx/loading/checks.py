@@ -36,7 +36,7 @@ def check_memory(name: str, needed: int, in_4_bits: int | None = None) -> None:
     )
 
 
-def fits(size: float, quantized: bool = False, mac: bool = ON_MAC) -> str:
+def fits(size: float, quantized: bool = False, beside: float = 0.0, *, mac: bool = ON_MAC) -> str:
     """Whether a target fits: "yes", "no", or the option it needs, as "with --target-bits 8".
 
     The limit is the one that loading enforces. On a CPU, unquantized weights compute in f32.
@@ -44,9 +44,10 @@ def fits(size: float, quantized: bool = False, mac: bool = ON_MAC) -> str:
     Args:
         size: bytes of the weights as stored.
         quantized: whether they are quantized already; otherwise they take two bytes each.
+        beside: bytes of a drafter and a context.
         mac: whether they run on a Mac.
     """
-    limit = usable_bytes()
+    limit = usable_bytes() - beside
     if size * (1 if quantized or mac else 2) <= limit:
         return YES
     for bits in () if quantized else (8, 4):
@@ -55,9 +56,9 @@ def fits(size: float, quantized: bool = False, mac: bool = ON_MAC) -> str:
     return NO
 
 
-def fits_here(size: float, quantized: bool = False) -> str:
+def fits_here(size: float, quantized: bool = False, beside: float = 0.0) -> str:
     """Whether a target of this many bytes fits this machine, for a message."""
-    return f"{WHETHER}: {fits(size, quantized)}"
+    return f"{WHETHER}: {fits(size, quantized, beside)}"
 
 
 def looks_quantized(name: str) -> bool:

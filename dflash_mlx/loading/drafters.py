@@ -28,7 +28,7 @@ from .computed import model_of
 from .folder import Folder, StoredTensor
 from .inspect import our_tensors, settle
 from .mtp import head_tensors, read_head, stands_alone, why_no_head
-from .quantization import Quantization, is_quantized, stored_quantization
+from .quantization import LARGE_DRAFTER, Quantization, is_quantized, stored_quantization
 from .reading import (
     MLX_ERRORS,
     MODEL_ERRORS,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 # What a folder holds.
 NETWORK, MODEL, HEAD, ASSISTANT = "network", "model", "head", "assistant"
-LARGE_DRAFTER = 10**9  # parameters
 SAMPLE = 256  # rows of an embedding that are compared
 
 

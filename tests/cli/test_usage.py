@@ -11,8 +11,6 @@ from typer import Exit
 from dflash_mlx.cli.failures import one_line_errors
 from dflash_mlx.errors import MissingDependencyError, SettingsError
 
-ON_LINUX = pytest.mark.skipif(sys.platform == "darwin", reason="this machine's chip is known")
-
 
 def invoke(*arguments):
     return run(*arguments, COLUMNS="1000", TERM="dumb")
@@ -58,9 +56,8 @@ def invoke(*arguments):
         ("genrate hi", "No such command 'genrate'. Did you mean 'generate'? See"),
         ("chat --maxtokens 3", "No such option: --maxtokens (Possible options: --kernels, --max-"),
         ("--nope", "No such option: --nope."),
-        ("roofline --chip M9", "Unknown chip 'M9': choose one of"),
-        pytest.param("roofline", "No step can be predicted on", marks=ON_LINUX),
-        pytest.param("models --memory 48", "No step can be predicted on", marks=ON_LINUX),
+        ("models --chip M9", "Unknown chip 'M9': choose one of"),
+        ("models --inspect . --chip M4", "--chip cannot be combined with --inspect"),
         ("serve --host 0.0.0.0", "--host 0.0.0.0 lets other machines in: give --api-key, or"),
         ("serve --api-key ''", "An API key is empty"),
         ("serve --port 0 --no-draft --top-p 0", "--top-p must be above 0"),
@@ -86,7 +83,6 @@ SOME = "train --out x --synthesize 2"
         ("generate hi", "--kv-bits 5"),
         ("tune", "--kv-bits 5"),
         ("generate hi", "--target-bits 3"),
-        ("roofline --chip M4 --acceptance 3", "--target-bits 3"),
         ("generate hi", "--draft-bits 5"),
         ("generate hi --target-bits 4", "--quant-mode nope"),
         *((SOME, option) for option in ("--target-bits 3", "--kind nope", "--store-bits 5")),

@@ -1,9 +1,6 @@
-"""What was timed and checked, where it is kept, when exact decoding is free; estimated costs."""
-
-from dataclasses import replace
+"""What was timed and checked, where it is kept, and when exact decoding is free."""
 
 import mlx.core as mx
-import pytest
 
 from dflash_mlx.kernels import choose
 from dflash_mlx.kernels.choose import (
@@ -16,35 +13,11 @@ from dflash_mlx.kernels.choose import (
     store_choices,
     store_proofs,
 )
-from dflash_mlx.kernels.costs import guess, stock_seconds, stock_tiles_from, tile_seconds
 from dflash_mlx.kernels.shapes import Matrix
-from dflash_mlx.machine.chips import chip_named, chips
 
 FOUR = Matrix(12288, 4096, 12288 * 4096 * 9 // 16, "affine", 4, 64)
 EIGHT = Matrix(12288, 4096, 12288 * 4096 * 17 // 16, "affine", 8, 64)
 HALF = Matrix(12288, 4096, 12288 * 4096 * 2, "float", 16)
-# Of 8 experts 2 a token, and of 128 experts 8.
-FEW = replace(FOUR, experts=8, top_k=2)
-MANY = replace(FOUR, experts=128, top_k=8)
-
-
-@pytest.mark.parametrize(
-    ("chip", "matrix", "row"),
-    [
-        ("M1", FOUR, 4),
-        ("M4 Max", FOUR, 4),
-        ("M4 Max", EIGHT, 4),
-        ("M4 Max", HALF, 4),
-        ("M1 Max", MANY, None),  # 1.6 rows an expert at 16: half a tile costs more
-        ("M4 Max", MANY, 15),
-        ("M5 Max", FOUR, None),
-        ("M5", HALF, None),
-    ],
-)
-def test_the_guess_follows_the_costs(chip, matrix, row):
-    rows = guess(chip_named(chip), [matrix])
-    assert rows == (frozenset() if row is None else frozenset(range(row, 17)))
-    assert guess(None, [matrix]) == frozenset()  # a chip that nobody knows
 
 
 def test_attention_is_chosen_by_depth():
@@ -58,50 +31,6 @@ def test_rows_between_those_that_were_timed_follow_the_next():
     assert chosen([4, 8, 16]) == {4, 7, 8, 13, 14, 15, 16}
     assert chosen([1, 2, 3, 4, 6, 8, 12, 16]) == set(range(1, 17))
     assert chosen([6]) == {5, 6} and chosen([12, 16], 20) == set(range(9, 21))
-
-
-def test_the_experts_that_more_rows_read():
-    """Of three tokens, each sent to one of two experts, one expert always has two or three."""
-    two = replace(FOUR, experts=2, top_k=1)
-    assert two.crowded(3, limit=1) == 1
-    assert two.crowded(3, limit=3) == 0
-    assert two.crowded(3, limit=0) == pytest.approx(two.active(3))
-    assert [FOUR.crowded(rows, limit=8) for rows in (1, 8, 9, 16)] == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize("matrix", [FOUR, EIGHT, HALF, FEW, MANY])
-def test_costs_do_not_fall_with_rows(matrix):
-    for chip in chips():
-        ours = [tile_seconds(chip, matrix, rows) for rows in range(1, 17)]
-        stock = [stock_seconds(chip, matrix, rows) for rows in range(1, 17)]
-        assert ours == sorted(ours) and stock == sorted(stock)
-        if matrix in (FOUR, EIGHT):  # its tiles take the same for all of their rows
-            tiles = stock_tiles_from(chip, matrix)
-            before, first, last = (stock_seconds(chip, matrix, n) for n in (tiles - 1, tiles, 32))
-            assert before < first == last == pytest.approx(_of_32_rows(chip, matrix))
-        if matrix is HALF:  # tiles of 64 rows only where N > K
-            square = replace(HALF, columns=4096, size=HALF.size // 3)
-            assert stock_seconds(chip, square, 2) == pytest.approx(_of_32_rows(chip, square))
-
-
-def _of_32_rows(chip, matrix):
-    multiplied = chip.multiplying(32, matrix.columns * matrix.depth, chip.stock_share)
-    return max(chip.reading(matrix.size), multiplied)
-
-
-@pytest.mark.parametrize(
-    ("chip", "rows"),
-    [
-        ("M2", (14, 10, 6)),
-        ("M3 Max", (13, 15, 13)),
-        ("M1 Ultra", (32, 18, 12)),
-        ("M5", (33, 25, 13)),
-    ],
-)
-def test_the_rows_from_which_stock_has_tiles(chip, rows):
-    for columns, first in zip((2048, 4096, 12288), rows, strict=True):
-        matrix = replace(FOUR, columns=columns, depth=1024)
-        assert stock_tiles_from(chip_named(chip), matrix) == first
 
 
 def test_choices_and_proofs_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_path):

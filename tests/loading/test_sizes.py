@@ -1,0 +1,159 @@
+"""Memory and speeds of known models, against mlx-lm's modules and what others timed on Macs."""
+
+import json
+import re
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from dflash_mlx.drafter.config import DraftConfig
+from dflash_mlx.drafter.networks import network_for
+from dflash_mlx.errors import SettingsError
+from dflash_mlx.loading import registry, sizes
+from dflash_mlx.loading.quantization import Quantization
+from dflash_mlx.loading.registry import pairs
+from dflash_mlx.loading.sizes import CONTEXT, memory_need, size_of
+from dflash_mlx.machine.chips import chip_named, chips, find_chip
+from dflash_mlx.machine.facts import working_set
+from dflash_mlx.targets.internals import classes_of
+
+DATA = Path(__file__).parents[1] / "data"
+CONFIGS = json.loads((DATA / "target_configs.json").read_text())
+MAC = json.loads((DATA / "mac_steps.json").read_text())
+PUBLISHED = {
+    one["name"]: one["config"] for one in json.loads((DATA / "published_configs.json").read_text())
+}
+KNOWN = {pair.short: size for pair in pairs() if (size := size_of(pair)) is not None}
+GIB = 2**30
+# Their names count otherwise: embeddings apart, or vision and sound too.
+LEFT_OUT = {"gemma-4-E2B-it", "gemma-4-E4B-it", "Muse-Glimmer-30B"}
+DRAFTERS = {
+    "Qwen3-4B": "specforge__qwen3-4b-dflash.json",
+    "Qwen3-8B": "specforge__qwen3-8b-dflash.json",
+    "Qwen3.5-27B": "zlab_Qwen3.5-27B-DFlash(Apr)",
+    "Qwen3.8-27B": "zlab_Qwen3.8-27B-DFlash2",
+    "Qwen3.6-35B-A3B": "zlab_Qwen3.6-35B-A3B-DFlash(Jun)",
+    "Qwen3.5-397B-A17B": "zlab_Qwen3.5-397B-A17B-DFlash",
+    "gpt-oss-20b": "zlab_gpt-oss-20b-DFlash",
+    "Muse-Glimmer-30B": "zlab_Muse-Glimmer-30B-DFlash2",
+    "LFM2.5-2.6B": "LiquidAI_LFM2.5-2.6B-DSpark",
+}
+
+
+def lazy_model(name):
+    """mlx-lm's module of a target, with weights that are never computed."""
+    config = CONFIGS[name]
+    config = CONFIGS[config] if isinstance(config, str) else config
+    model_class, arguments = classes_of(config)
+    model = model_class(arguments.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    return model
+
+
+def parameters(model):
+    return sum(weight.size for _, weight in tree_flatten(model.parameters())) / 1e9
+
+
+def test_every_size_is_checked_here():
+    assert KNOWN.keys() == CONFIGS.keys() == sizes._sizes().keys()
+    assert KNOWN.keys() >= DRAFTERS.keys()
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_sizes_are_those_of_mlx_lm(name):
+    """Parameters by the model; context by the caches of a forward that is never computed."""
+    size, model = KNOWN[name], lazy_model(name)
+    count = size.dense + size.lookup + size.experts * size.expert
+    assert count == pytest.approx(parameters(model), rel=2e-3)
+    said = re.search(r"-E?([\d.]+)B", name, re.IGNORECASE)
+    if said and name not in LEFT_OUT:
+        assert count == pytest.approx(float(said[1]), rel=0.07)
+    caches = make_prompt_cache(model)
+    model(mx.zeros((1, 1), mx.int32), cache=caches)
+    grows = stays = 0.0
+    for cache in caches:
+        arrays = [array for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
+        held = sum(array.nbytes for array in arrays)
+        if not isinstance(cache, KVCache | RotatingKVCache):
+            stays += held
+            continue
+        per_token = held / cache.keys.shape[2]
+        window = getattr(cache, "max_size", None)
+        grows += 0 if window else per_token
+        stays += per_token * (window or 0)
+    assert 1e3 * size.token == pytest.approx(grows, rel=0.01)
+    assert 1e6 * size.fixed == pytest.approx(stays, rel=0.05, abs=3e6)
+
+
+@pytest.mark.parametrize("name, published", DRAFTERS.items())
+def test_drafters_are_as_large_as_published(name, published):
+    config = DraftConfig.from_dict(PUBLISHED[published])
+    assert KNOWN[name].drafter == pytest.approx(parameters(network_for(config)(config)), rel=0.02)
+
+
+def test_weights_are_those_of_the_files_on_the_hub():
+    for name, bits, gigabytes in (
+        ("gpt-oss-20b", 4, 12.1),
+        ("Qwen3-8B", 4, 4.6),
+        ("Qwen3-8B", 8, 8.7),
+        ("Qwen3-30B-A3B", 4, 17.2),
+        ("Ternary-Bonsai-27B", 4, 8.5),
+    ):
+        assert KNOWN[name].weights(bits) / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+def test_a_need_is_a_sum():
+    by_name = {pair.short: pair for pair in pairs()}
+    need, size = memory_need(by_name["Qwen3-8B"]), KNOWN["Qwen3-8B"]
+    assert need.total == size.weights(4) + size.drafter_bytes + size.context(CONTEXT)
+    assert memory_need(by_name["Kimi-K2.5"]) is None
+    assert registry.pair_of("Qwen3-8B-4bit").short == "Qwen3-8B"
+    beside = sizes.bytes_beside("mlx-community/Qwen3-8B-4bit")
+    assert beside == need.drafter + need.context > 0 == sizes.bytes_beside("somebody/model")
+
+
+@pytest.mark.parametrize("step", MAC["steps"], ids=lambda s: "{model} {chip} {rows}".format(**s))
+def test_steps_that_others_timed_on_macs(step):
+    size, chip = KNOWN[step["model"]], chip_named(step["chip"])
+    if step["rows"] == 1:
+        predicted = size.plain_seconds(chip, step["bits"])
+    else:
+        predicted = size._verify_seconds(chip, step["bits"])
+    assert 1e3 * predicted == pytest.approx(step["milliseconds"], rel=0.2)
+
+
+@pytest.mark.parametrize("product", MAC["products"])
+def test_products_that_others_timed_on_macs(product):
+    chip, weights = chip_named(product["chip"]), product["columns"] * product["depth"]
+    predicted = chip.reading(Quantization(4, 64).bytes_of(weights))
+    if product["rows"] > 1:
+        stock = product["kernels"] == "stock"
+        rows, share = (sizes.STOCK_ROWS, chip.stock_share) if stock else (sizes.ROWS, None)
+        predicted = max(predicted, chip.multiplying(rows, weights, share))
+    assert 1e3 * predicted == pytest.approx(product["milliseconds"], rel=0.2)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_predictions_are_sane(name):
+    size = KNOWN[name]
+    for chip in chips():
+        assert 1 < size.gains_above(chip) < 17, chip.name
+        assert size.plain_seconds(chip, 8) >= size.plain_seconds(chip, 4)
+    slow, fast = chip_named("M4"), chip_named("M4 Max")
+    assert size.plain_seconds(fast) < size.plain_seconds(slow)
+
+
+def test_chips_are_found_by_the_names_people_and_devices_use():
+    names = ("Apple M4 Max", "m4 max", "M4Max")
+    assert {find_chip(name) for name in names} == {chip_named("M4 Max")}
+    assert find_chip("AMD EPYC") is None
+    with pytest.raises(SettingsError, match="M4 Max"):
+        chip_named("M99")
+
+
+def test_the_working_set_is_what_macos_recommends():
+    for memory, usable in ((8, 5.3), (16, 10.7), (32, 21.3), (64, 48)):
+        assert working_set(memory * GIB) / GIB == pytest.approx(usable, abs=0.05)
