@@ -11,7 +11,7 @@ import typer
 
 from dflash_mlx.errors import PromptError
 from dflash_mlx.loading.registry import EMBEDDED
-from dflash_mlx.validation import UTF8, ErrorWrapper
+from dflash_mlx.validation import UTF8, ErrorWrapper, user_path
 
 from . import options
 from .chat_commands import read_conversation, run_command
@@ -41,7 +41,7 @@ def chat(
     """Chat with a model. In a pipe, each line is a message and stdout has only the answers."""
     if system is not None:
         check_text(system, "The system message")
-    messages = [] if resume is None else read_conversation(resume.expanduser())
+    messages = [] if resume is None else read_conversation(user_path(resume))
     typed_settings = dict(settings)
     model: LocalModel | ServedModel
     if server is not None:

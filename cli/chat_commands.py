@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dflash_mlx.errors import DataError, DFlashError, SettingsError
 from dflash_mlx.settings import SETTINGS
-from dflash_mlx.validation import is_message, read_json
+from dflash_mlx.validation import is_message, read_json, user_path
 
 from .options import STEPS, note_without_effect
 from .output import counted, error_line, note, write_file
@@ -130,8 +131,8 @@ def _think(chat: Chat, text: str) -> None:
 
 
 def _save(chat: Chat, name: str) -> None:
-    path = Path(name).expanduser()
-    if path.is_file():
+    path = user_path(name)
+    if os.path.isfile(path):
         saved = read_conversation(path)
         if saved != chat.messages[: len(saved)]:
             raise SettingsError(f"{name} holds another conversation: choose another name.")
@@ -141,7 +142,7 @@ def _save(chat: Chat, name: str) -> None:
 
 
 def _load(chat: Chat, name: str) -> None:
-    chat.messages = read_conversation(Path(name).expanduser())
+    chat.messages = read_conversation(user_path(name))
     note(f"{counted(len(chat.messages), 'message')} loaded.")
 
 

@@ -36,7 +36,7 @@ from dflash_mlx.machine.facts import (
     nearest_there,
     usable_bytes,
 )
-from dflash_mlx.validation import brief, is_integer, text_config
+from dflash_mlx.validation import brief, is_integer, text_config, user_path
 
 from . import options
 from .output import note, print_json, sized, stdout, waiting
@@ -75,7 +75,7 @@ def doctor(
         return
     link = None
     if hosts is not None:
-        shape, machines = _shape(model or EMBEDDED, hub), read_hosts(hosts.expanduser())
+        shape, machines = _shape(model or EMBEDDED, hub), read_hosts(user_path(hosts))
         with waiting("Measuring the link"):
             checks, link = check_hosts(machines, model or EMBEDDED, shape)
     else:
@@ -181,8 +181,12 @@ def _packages() -> Check:
 
 def _disk(hub: Hub) -> Check:
     """The room for downloads, and what this program keeps itself."""
-    existing, cache = nearest_there(hub.folder), cache_folder("")
-    free = shutil.disk_usage(existing).free / GB
+    cache = cache_folder("")
+    try:
+        free = shutil.disk_usage(nearest_there(hub.folder)).free / GB
+    except OSError as error:
+        detail = f"{hub.folder}: {error.strerror}"
+        return Check("disk", "warn", detail, "No model can be downloaded to there.")
     detail = f"{free:.0f} GB free in {hub.folder}; {sized(bytes_in(cache))} cached in {cache}"
     if free < LITTLE_DISK:
         return Check("disk", "warn", detail, "A model needs several GB: free some of the disk.")

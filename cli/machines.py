@@ -16,6 +16,7 @@ import dflash_mlx
 from dflash_mlx.cluster.member import FAILED, LOST_CODE, MLX_RANK, RankProcess, rank
 from dflash_mlx.errors import ClusterError, DFlashError
 from dflash_mlx.loading.registry import local_path
+from dflash_mlx.validation import user_path
 
 from . import options
 from .options import MODEL, flag, option
@@ -88,7 +89,7 @@ def _supervise(machines: Machines, listen: Callable[[], socket.socket] | None) -
     from dflash_mlx.cluster.supervisor import Supervisor
 
     assert machines.hosts is not None
-    hosts = read_hosts(machines.hosts.expanduser())
+    hosts = read_hosts(user_path(machines.hosts))
     bound = None if listen is None else listen()
     raise typer.Exit(Supervisor(hosts, _arguments(), note, bound).run())
 

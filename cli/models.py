@@ -25,6 +25,7 @@ from dflash_mlx.loading.registry import (
 from dflash_mlx.loading.sizes import BITS, CONTEXT, MemoryNeed, memory_need, size_of
 from dflash_mlx.machine.chips import Chip, chip_named, find_chip
 from dflash_mlx.machine.facts import GB, usable_bytes, working_set
+from dflash_mlx.validation import path_kind
 
 from . import options
 from .options import OUTPUT, argument, flag, option
@@ -262,7 +263,7 @@ def _as_json(pair: KnownPair, mac: Mac, copies: dict[str, int]) -> dict[str, Any
 
 def _inspect(path: Path, json: bool) -> None:
     """Print what each field of a drafter's config was resolved to, and from where."""
-    if not path.exists():
+    if path_kind(path) is None:
         from dflash_mlx.loading.load import drafter_folder
 
         try:

@@ -17,6 +17,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dflash_mlx.errors import OutputError
+from dflash_mlx.validation import path_kind
 
 BAR_WIDTH = 28
 CLEAR_LINE = "\r\x1b[K"  # of a terminal
@@ -133,7 +134,7 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
 def check_writable(path: Path) -> None:
     """Raise `OutputError` for a path that cannot be written to, before any work."""
     try:
-        if path.is_dir():
+        if path_kind(path) == "folder":
             raise OutputError(f"{path} is a folder: give --output a file.")
         with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass  # permissions alone would not show a read-only disk
@@ -154,19 +155,27 @@ def write_file(path: Path, text: str) -> None:
 
     A device or a pipe, such as /dev/null or a shell's >(...), is written to and not replaced.
     """
-    partial = path.resolve().with_name(f".{path.name[:100]}.unfinished")
     try:
-        if path.exists() and not path.is_file():
+        if path_kind(path) in ("folder", "other"):
             path.write_text(text, encoding="utf-8")
-            return
+        else:
+            _replace(path.resolve(), text)
+    except OSError as error:
+        raise OutputError.because(path, error) from error
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a text beside a file, then put it in the file's place. Raises `OSError`."""
+    partial = path.with_name(f".{path.name[:100]}.unfinished")
+    try:
         with partial.open("w", encoding="utf-8") as file:
             if path.exists():
                 partial.chmod(path.stat().st_mode)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())  # some disks report only now that they are full
-        partial.replace(path.resolve())
-    except OSError as error:
+        partial.replace(path)
+    except OSError:
         with suppress(OSError):
             partial.unlink()
-        raise OutputError.because(path, error) from error
+        raise

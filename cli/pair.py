@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -25,6 +24,7 @@ from dflash_mlx.loading.registry import (
 )
 from dflash_mlx.loading.sizes import bytes_beside
 from dflash_mlx.machine.blas import BlasInfo
+from dflash_mlx.validation import path_kind, user_path
 
 from .options import AUTO, SMALL, STEPS, Drafting, Names, Weights, given, spelled
 from .output import note, sized, waiting
@@ -244,4 +244,4 @@ def announce(name: str | None, hub: Hub, drafter: bool = False) -> None:
 
 def on_hub(name: str) -> bool:
     """Whether a name is a repository's, and not a file or folder here."""
-    return "/" in name and not Path(name).expanduser().exists()
+    return "/" in name and path_kind(user_path(name)) is None

@@ -23,7 +23,7 @@ from dflash_mlx.loading.hub import Hub, find
 from dflash_mlx.loading.registry import LOOKUP, NONE, local_path, short
 from dflash_mlx.machine.facts import usable_bytes
 from dflash_mlx.machine.signals import signals_to
-from dflash_mlx.validation import ErrorWrapper
+from dflash_mlx.validation import ErrorWrapper, user_path
 
 from . import options
 from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
@@ -301,13 +301,19 @@ def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
     """The cache of prompt prefixes that requests share."""
     if load.prefix_cache == 0:
         return None
-    folder = None if load.cache_dir is None else load.cache_dir.expanduser()
     memory = _bytes(load.prefix_cache, PREFIXES)
     store: type[PrefixStore] = dflash_mlx.PrefixStore
     if pair.member is not None:
         from dflash_mlx.cluster.target import LeaderPrefixCache as store
     disk, left = int(load.cache_disk * 1e9), int(load.disk_left * 1e9)
-    return store(pair.target, pair.drafter, memory=memory, folder=folder, disk=disk, disk_left=left)
+    return store(
+        pair.target,
+        pair.drafter,
+        memory=memory,
+        folder=load.cache_dir,
+        disk=disk,
+        disk_left=left,
+    )
 
 
 def _bytes(given: float | None, share: float) -> int:
@@ -330,7 +336,7 @@ def _keys(access: Access) -> frozenset[str]:
     """The API keys. Raises `SettingsError` for empty ones, `OutputError` for an unreadable file."""
     keys = set(access.api_key or ())
     if access.api_key_file is not None:
-        path = access.api_key_file.expanduser()
+        path = user_path(access.api_key_file)
         with ErrorWrapper(OutputError, f"{path}: the keys cannot be read", (OSError, UnicodeError)):
             lines = list(map(str.strip, path.read_text("utf-8").splitlines()))
         keys |= {line for line in lines if line and not line.startswith("#")} or {""}

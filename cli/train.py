@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import dflash_mlx
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.train.recipe import Recipe
+from dflash_mlx.validation import user_path
 
 from . import options
 from .options import OUTPUT, flag, option
@@ -42,7 +43,7 @@ def train(
 
     from .train_report import JsonProgress, ProgressBar, measure_held_out, write_card
 
-    out, begin = out.expanduser(), time.monotonic()
+    out, begin = user_path(out), time.monotonic()
     progress = JsonProgress() if json else ProgressBar()
     with progress:
         done = train_drafter(target, out, recipe, warm, progress)

@@ -12,13 +12,14 @@ never goes around a caller's function: what that raises comes out as it was rais
 from __future__ import annotations
 
 import json
+import os
 import stat
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 
@@ -28,6 +29,7 @@ MAX_JSON_BYTES = 2**26  # twice the largest published tokenizer.json
 UTF8 = "utf-8-sig"  # UTF-8, without the byte order mark that Windows and spreadsheets write
 MAX_INT32 = 2**31 - 1  # MLX's index type, and more than any size in a model
 MAX_BYTES = 2**63 - 1  # the largest file or memory size
+PATH_ERRORS = (OSError, ValueError)  # of looking at a path: too long, no permission; with a NUL
 _MAX_REPR = 60  # characters of a value in a message
 _MAX_REASON = 200  # characters of another library's message in ours
 
@@ -113,6 +115,30 @@ def check_file(path: str | Path, kind: type[DFlashError] = ConfigError) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise kind(f"{path}: a file is expected, not a folder, a pipe or a device.")
     return found.st_size
+
+
+def path_kind(path: str | Path) -> Literal["file", "folder", "other"] | None:
+    """What is at a path; None if nothing is. "other" is a device or a pipe.
+
+    Raises `OSError` for a path that cannot be looked at: too long, no permission, a loop of links.
+    Where that matters, use this and not `Path.exists`, `is_dir` or `is_file`: from Python 3.14 on
+    they answer False there, as if a file could be created.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if stat.S_ISDIR(mode):
+        return "folder"
+    return "file" if stat.S_ISREG(mode) else "other"
+
+
+def user_path(name: str | Path) -> Path:
+    """A path that a person gave, ~ being a home folder. That of an unknown user stays as it is.
+
+    `Path.expanduser` would raise `RuntimeError` for it.
+    """
+    return Path(os.path.expanduser(name))
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

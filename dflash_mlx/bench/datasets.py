@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import DataError, MissingDependencyError
 from ..loading.hub import Hub
-from ..validation import UTF8, is_message, parse_json
+from ..validation import UTF8, is_message, parse_json, path_kind
 
 PROTOCOL_SEED, PROTOCOL_PROMPTS, PROTOCOL_MAX_TOKENS = 42, 128, 2048
 # One English task of LongBench of each kind: one document, several, summary, search, code.
@@ -205,11 +205,12 @@ def local_files(name: str, folder: Path) -> list[Path]:
     """
     suite = SUITES[name]
     published = [folder / file for file in suite.files]
-    if published[0].is_file():
-        return [path for path in published if path.is_file()]
+    if path_kind(published[0]) == "file":
+        return [path for path in published if path_kind(path) == "file"]
     stems = (name, name.replace("-", "_"))
     for parts in product(stems, ("", "_test"), (".jsonl", ".parquet")):
-        if (path := folder / "".join(parts)).is_file():
+        path = folder / "".join(parts)
+        if path_kind(path) == "file":
             return [path]
     raise DataError(f"{folder}: neither {suite.files[0]} nor {name}.jsonl is there.")
 

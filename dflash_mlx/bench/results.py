@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import DataError, OutputError
 from ..events import Result
 from ..machine.facts import nearest_there
-from ..validation import read_json
+from ..validation import path_kind, read_json
 from .datasets import BenchPrompt
 
 FORMAT, VERSION = "dflash-mlx bench", 1
@@ -221,9 +221,9 @@ def check_folder(folder: Path) -> None:
 
     Raises `OutputError`: not a folder, no permission, or it holds a run already.
     """
-    if (folder / JSON).exists():
-        raise OutputError(f"{folder} holds a run already: choose another folder.")
     try:
+        if path_kind(folder / JSON) is not None:
+            raise OutputError(f"{folder} holds a run already: choose another folder.")
         with TemporaryDirectory(dir=nearest_there(folder)):
             pass
     except OSError as error:

@@ -21,7 +21,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import filter_repo_objects, get_session
 
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
-from ..validation import error_text
+from ..validation import error_text, user_path
 from .download import FAILURES, download, explained
 from .folder import INDEX, Folder, Preview
 from .gguf.convert import GGUFFile
@@ -61,7 +61,7 @@ class Hub:
     @property
     def folder(self) -> Path:
         """Where downloads go."""
-        return (self.cache or Path(constants.HF_HUB_CACHE)).expanduser().absolute()
+        return user_path(self.cache or constants.HF_HUB_CACHE).absolute()
 
     def ping(self) -> float:
         """Seconds until the hub answers. Raises `DownloadError` after a few without an answer."""

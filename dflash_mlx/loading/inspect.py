@@ -20,7 +20,7 @@ from ..drafter.networks import (
     needs_target,
     our_name,
 )
-from ..validation import read_json, text_config
+from ..validation import path_kind, read_json, text_config
 from .folder import Folder, StoredTensor
 
 
@@ -39,7 +39,7 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     Unused fields of the config come last. `path` is a drafter's folder, or a config.json, whose
     tensors are then left out. Raises: `ConfigError`, `WeightsError`.
     """
-    folder = None if path.is_file() else Folder(path)
+    folder = None if path_kind(path) == "file" else Folder(path)
     raw = read_json(path) if folder is None else folder.config
     if needs_target(raw):
         found = [ResolvedField(name, value, name) for name, value in raw.items()]

@@ -6,6 +6,7 @@ a GGUF file, or a repository of the Hugging Face hub.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from contextlib import suppress
@@ -15,12 +16,12 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.resources import files
 from importlib.util import find_spec
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Literal
 
 from ..errors import DFlashError, ModelNotFoundError, SettingsError, WeightsError
-from ..validation import ErrorWrapper, brief
+from ..validation import PATH_ERRORS, ErrorWrapper, brief, path_kind, user_path
 
 Name = str | PathLike[str]
 Part = Literal["target", "drafter"]
@@ -181,7 +182,7 @@ def _is_conversion(name: str, target: str) -> bool:
 
 def as_name(name: Name) -> str:
     """A model's name or path as text. Raises `SettingsError` for another type."""
-    text = fspath(name) if isinstance(name, PathLike) else name
+    text = os.fspath(name) if isinstance(name, PathLike) else name
     if not isinstance(text, str):
         raise SettingsError(f"A model is named by a string or a path, not by {brief(name)}.")
     return text
@@ -189,7 +190,7 @@ def as_name(name: Name) -> str:
 
 def short(name: str) -> str:
     """A repository's name as it is, or a path's last part."""
-    is_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists()
+    is_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or os.path.exists(name)
     return Path(name).name or name if is_path else name
 
 
@@ -233,11 +234,10 @@ def local_path(name: str, part: Part = "target") -> Path | None:
         return Path(str(files("dflash_mlx"))) / embedded
     if name in PACKAGES:
         return packaged(name)
-    path_errors = (OSError, ValueError, RuntimeError)  # too long, with a NUL, no such user
-    with ErrorWrapper(ModelNotFoundError, f"No model {brief(name)}", path_errors):
-        path = Path(name).expanduser()
-        is_folder, exists = path.is_dir() and name != "", path.exists() and name != ""
-    if is_folder:
+    with ErrorWrapper(ModelNotFoundError, f"No model {brief(name)}", PATH_ERRORS):
+        path = user_path(name)
+        kind = path_kind(path) if name else None
+    if kind == "folder":
         if (path / "config.json").exists():
             return path
         if (gguf := _only_gguf(path)) is not None:
@@ -246,10 +246,10 @@ def local_path(name: str, part: Part = "target") -> Path | None:
             f"{name} is a folder, and there is no config.json in it: give a model's folder."
         )
     is_gguf = path.suffix.lower() == ".gguf"
-    if path.is_file() and (is_gguf or _is_gguf(path)):
+    if kind == "file" and (is_gguf or _is_gguf(path)):
         return path
-    if exists or is_gguf or name.startswith((".", "/", "~")):
-        found = "it is not a GGUF file" if exists else "there is no such folder or file"
+    if kind or is_gguf or name.startswith((".", "/", "~")):
+        found = "it is not a GGUF file" if kind else "there is no such folder or file"
         raise ModelNotFoundError(f"No model {name!r}: {found}.")
     if hub_gguf(name) is None and name.count("/") != 1:
         raise ModelNotFoundError(
@@ -265,7 +265,7 @@ def hub_gguf(name: str) -> tuple[str, str] | None:
     match = _HUB_GGUF.fullmatch(name)
     if match is None or not (match[1] or match[3] or match[2].lower().endswith("-gguf")):
         return None
-    here = name.startswith((".", "~")) or Path(name).exists()
+    here = name.startswith((".", "~")) or os.path.exists(name)
     return None if here else (match[2], match[3] or _USUAL_GGUF)
 
 

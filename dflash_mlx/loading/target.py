@@ -26,7 +26,7 @@ from ..proposal import Proposal
 from ..targets import Target
 from ..targets.internals import classes_of
 from ..threads import evaluate
-from ..validation import ErrorWrapper, brief, read_json
+from ..validation import PATH_ERRORS, ErrorWrapper, brief, path_kind, read_json, user_path
 from .checks import check_memory
 from .computed import bounded, complete, computes
 from .folder import Folder, StoredTensor, read_header
@@ -90,8 +90,10 @@ def find_adapter(name: Name, hub: Hub) -> Adapter:
     Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`, `WeightsError`, `SettingsError`.
     """
     name = as_name(name)
-    folder = Path(name).expanduser()
-    if not folder.exists():
+    with ErrorWrapper(ModelNotFoundError, f"No adapter {brief(name)}", PATH_ERRORS):
+        folder = user_path(name)
+        kind = path_kind(folder)
+    if kind is None:
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             raise ModelNotFoundError(f"No adapter {name!r}: there is no such folder.")
         folder = hub.fetch(name, [FILE]).path

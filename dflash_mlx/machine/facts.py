@@ -9,6 +9,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ..validation import path_kind
 from .blas import BlasInfo
 
 GB = 1e9
@@ -114,5 +115,8 @@ def bytes_in(folder: Path) -> int:
 
 
 def nearest_there(folder: Path) -> Path:
-    """The folder itself or its nearest existing parent: its disk and permissions count."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
+    """The folder itself or its nearest existing parent: its disk and permissions count.
+
+    Raises `OSError` as `path_kind`.
+    """
+    return next(path for path in (folder, *folder.parents) if path_kind(path) is not None)

@@ -33,7 +33,7 @@ from ..errors import SettingsError
 from ..sampling import Sampler
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays
-from ..validation import MAX_BYTES, check_integer
+from ..validation import MAX_BYTES, check_integer, user_path
 from .blocks import (
     BlockIndex,
     BlockKeys,
@@ -107,7 +107,7 @@ class PrefixCache:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._index = BlockIndex[Entry]()
         self._disk = (
-            None if folder is None else DiskCache(Path(folder).expanduser(), disk, disk_left)
+            None if folder is None else DiskCache(user_path(folder), disk, disk_left)
         )
         self._lock = threading.RLock()
 

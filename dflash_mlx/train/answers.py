@@ -231,8 +231,9 @@ def append(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def whole_lines(path: Path) -> list[Any]:
     """The JSON lines of a file, none if it does not exist; cuts an incomplete last line off."""
-    if not path.exists():
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
         return []
-    content = path.read_bytes()
     os.truncate(path, content.rfind(b"\n") + 1)
     return [json.loads(line) for line in content.split(b"\n")[:-1]]

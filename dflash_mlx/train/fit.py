@@ -25,6 +25,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from ..errors import SettingsError, WeightsError
 from ..machine.saving import save_arrays
 from ..memory import SPAN, compute
+from ..validation import path_kind
 from .dataset import BatchStream
 
 BETAS = [0.9, 0.98]
@@ -120,7 +121,7 @@ def fit(
     """
     optimizer.init(parameters)
     state, best = TrainingState(), parameters
-    if checkpoint is not None and checkpoint.exists():
+    if checkpoint is not None and path_kind(checkpoint) is not None:
         parameters, best, state = restore(checkpoint, parameters, optimizer)
     source = batches(state.position)
     gradient = mx.compile(mx.value_and_grad(loss))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import DataError, OutputError, SettingsError
 from ..settings import SEED_BITS, check_fields, described, instance_of, setting
-from ..validation import MAX_INT32, read_json
+from ..validation import MAX_INT32, path_kind, read_json
 from .initial import KINDS
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def claim_folder(work: Path, target: Target, recipe: Recipe) -> None:
     path = work / "recipe.json"
     # A run that failed at its data leaves only its recipe.
     made = {file.name for file in work.iterdir() if file.stem != path.stem}
-    if path.exists() and made:
+    if made and path_kind(path) is not None:
         then = read_json(path)
         bound = OF_ANSWERS if made <= {"turns.jsonl", "answers.jsonl"} else now.keys() | then.keys()
         differing = sorted(k for k in bound if now.get(k) != then.get(k))

@@ -17,6 +17,7 @@ from ..drafter.config import DraftConfig
 from ..drafter.dflash import DFlash
 from ..errors import OutputError, SettingsError
 from ..targets import Target
+from ..validation import path_kind
 from .answers import AnswerProgress, AnswerSettings, collect_samples, split
 from .dataset import Sample, bucket_length
 from .drafter import (
@@ -227,7 +228,7 @@ def _steps_of_hours(
     give another drafter after every interruption.
     """
     path = work / "steps.json"
-    if not path.exists():
+    if path_kind(path) is None:
         times: list[float] = []
 
         def note(report: StepReport) -> None:

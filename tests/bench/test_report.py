@@ -112,7 +112,8 @@ def test_a_run_is_never_written_over(folder, tiny):
 
 def test_a_folder_that_cannot_be_written(tiny, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
+    long = tmp_path / ("a" * 300)
+    for out in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run"), long):
         assert "cannot be written" in one_line_error(run("bench", "--out", out))
     assert (tmp_path / "file").read_text() == "in the way"
 

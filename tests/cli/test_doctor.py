@@ -85,6 +85,15 @@ def test_little_disk(checks, monkeypatch):
     assert said["disk"]["detail"].startswith("1 GB free")
 
 
+def test_a_place_for_downloads_that_cannot_be_used(checks, monkeypatch, tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    monkeypatch.setattr(doctor, "Hub", lambda offline: Hub(cache=loop / "hub", offline=True))
+    code, said = checks("--offline")
+    assert code == 0 and said["disk"]["status"] == "warn"
+    assert said["disk"]["detail"] == f"{loop / 'hub'}: Too many levels of symbolic links"
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_the_hub(answers, checks, monkeypatch):
     """That it is there is all that counts, though it does not answer kindly."""

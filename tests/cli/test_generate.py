@@ -173,11 +173,15 @@ def test_an_answer_in_a_file(loaded, tmp_path):
 
 
 def test_outputs_that_cannot_work(tmp_path):
-    nowhere, long = tmp_path / "no" / "a.txt", tmp_path / ("a" * 300)
+    nowhere = tmp_path / "no" / "a.txt"
+    long = tmp_path / ("a" * 300)
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
     assert "is a folder:" in refused("hi", "--output", tmp_path, code=1)
     assert "cannot be written (No such file" in refused("hi", "--output", nowhere, code=1)
     assert "cannot be written (File name too long)" in refused("hi", "--output", long, code=1)
-    assert not os.listdir(tmp_path)
+    assert "cannot be written (Too many" in refused("hi", "--output", loop, code=1)
+    assert os.listdir(tmp_path) == ["loop"] and loop.is_symlink()
 
 
 def test_devices_and_pipes_are_written_to_and_not_replaced(loaded, tmp_path):

@@ -74,6 +74,24 @@ def test_what_is_wrong_is_one_line_in_words_for_people(arguments, message):
     assert done.stderr.startswith(f"error: {message}"), done.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "generate hi --model",
+        "generate hi --draft",
+        "generate hi --adapter",
+        "serve --port 0 --api-key-file",
+        "chat --resume",
+        "doctor --hosts",
+        "models --inspect",
+    ],
+)
+def test_a_home_folder_of_nobody_is_one_line(arguments):
+    done = invoke(*arguments.split(), "~no-such-user/x")
+    assert done.returncode in (1, 2) and not done.stdout, done.stderr
+    assert done.stderr.count("\n") == 1 and "~no-such-user/x" in done.stderr
+
+
 SOME = "train --out x --synthesize 2"
 
 

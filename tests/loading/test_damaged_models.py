@@ -153,6 +153,9 @@ def test_a_folder_of_any_name_loads(name, tmp_path):
 @pytest.mark.parametrize("name", ["x" * 5000, "\0", "~nobody-at-all/x", ""])
 def test_names_that_the_system_refuses(name):
     refusal(ModelNotFoundError, load_target, name)
+    if name:
+        with pytest.raises(ModelNotFoundError, match="No adapter"):
+            load_target("tiny", adapter=name)
 
 
 @pytest.mark.parametrize("name", [None, 5])

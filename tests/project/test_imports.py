@@ -14,7 +14,8 @@ PACKAGE = ROOT / "dflash_mlx"
 # From the bottom up. A module may import the levels below its own, and its own package.
 LEVELS = [
     {"errors"},
-    {*"constraints deadline distributions machine metal smollm2 threads tiny validation".split()},
+    {"validation"},
+    {*"constraints deadline distributions machine metal smollm2 threads tiny".split()},
     {"chat_template", "events", "kernels", "memory", "settings"},
     {"penalties", "proposal"},
     {"accept", "sampling"},

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 from hypothesis import given
@@ -15,8 +16,10 @@ from dflash_mlx.validation import (
     is_finite,
     is_positive,
     parse_json,
+    path_kind,
     read_json,
     text_config,
+    user_path,
 )
 
 
@@ -44,6 +47,34 @@ def test_what_is_no_object(content, message, tmp_path):
     with pytest.raises(DataError, match=message) as caught:
         read_json(tmp_path / "x.json", DataError)
     assert str(tmp_path / "x.json") in str(caught.value)
+
+
+def test_what_is_at_a_path(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_nothing").symlink_to(tmp_path / "nothing")
+    (tmp_path / "to_file").symlink_to(file)
+    assert path_kind(tmp_path) == "folder"
+    assert path_kind(file) == path_kind(tmp_path / "to_file") == "file"
+    assert path_kind(tmp_path / "pipe") == path_kind("/dev/null") == "other"
+    for absent in (tmp_path / "nothing", tmp_path / "to_nothing", file / "below"):
+        assert path_kind(absent) is None
+
+
+def test_a_path_that_cannot_be_looked_at_is_not_absent(tmp_path):
+    """On Python 3.14 and later `Path.exists` says that it is."""
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OSError, match="File name too long"):
+        path_kind(tmp_path / ("a" * 300))
+    with pytest.raises(OSError, match="Too many levels"):
+        path_kind(tmp_path / "loop")
+
+
+def test_a_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(user_path("~/x")) == "/home/me/x" and str(user_path("/~/x")) == "/~/x"
+    assert str(user_path("~no-such-user/x")) == "~no-such-user/x"
 
 
 def test_a_file_without_end_is_not_read(tmp_path):

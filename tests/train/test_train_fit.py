@@ -96,6 +96,14 @@ def test_resuming_changes_no_bit(tmp_path, name):
     assert_bitwise_equal(whole, resumed)
 
 
+def test_a_checkpoint_that_cannot_be_looked_at_is_not_begun_anew(tmp_path):
+    checkpoint = tmp_path / "checkpoint.safetensors"
+    checkpoint.symlink_to(checkpoint)
+    with pytest.raises(OSError, match="Too many levels"):
+        train_target(1, make_optimizer("adamw", 0.01, 1), checkpoint, every=1)
+    assert checkpoint.is_symlink()
+
+
 def test_a_foreign_checkpoint_is_refused(tmp_path, target):
     checkpoint = tmp_path / "checkpoint.safetensors"
     train_target(1, make_optimizer("adamw", 0.01, 1), checkpoint, every=1)
