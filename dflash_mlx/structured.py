@@ -69,6 +69,18 @@ class GrammarTokens:
             raise SettingsError(f"The JSON schema cannot be JSON: {error_text(error)}.") from error
         return str(self._matchers.grammar_from_json_schema(text))
 
+    def of_text(self, text: str, added: Mapping[str, int]) -> list[int]:
+        """Token ids of a text, in which the `added` tokens are tokens of their own.
+
+        They spell the text byte for byte, which the tokenizer's own may not: SentencePiece begins a
+        text with a space.
+        """
+        names = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+        found: list[int] = []
+        for part in re.split(f"({names})", text) if names else [text]:
+            found += [added[part]] if part in added else self._tokenizer.greedy_tokenize(part)
+        return found
+
     def of_lark(self, lark: str) -> str:
         """The grammar of a text in llguidance's dialect of Lark."""
         return str(self._matchers.grammar_from_lark(lark))
@@ -98,13 +110,21 @@ class Grammar:
         tokens: the target's.
         grammar: one of llguidance's.
         what: its name in an error.
+        begun: token ids that the prompt ends with and that the text begins with.
 
-    Raises `SettingsError` for an invalid grammar, or one that llguidance does not support.
+    Raises `SettingsError` for an invalid grammar, one that llguidance does not support, or one that
+    `begun` does not fit.
     """
 
-    def __init__(self, tokens: GrammarTokens, grammar: str, what: str = "The grammar") -> None:
-        self._eos_ids = tokens.eos_ids
-        self._new_matcher = partial(tokens.matcher, grammar, what)
+    def __init__(
+        self,
+        tokens: GrammarTokens,
+        grammar: str,
+        what: str = "The grammar",
+        begun: Sequence[int] = (),
+    ) -> None:
+        self._eos_ids, self._begun, self._what = tokens.eos_ids, list(begun), what
+        self._compiled = partial(tokens.matcher, grammar, what)
         self._matcher = self._new_matcher()
         self._prompt: int | None = None
         self._read: list[int] = []  # the tokens in the matcher
@@ -138,6 +158,15 @@ class Grammar:
         inside = list(tokens if ends is None else tokens[: ends + 1])
         fit = int(self._matcher.validate_tokens(inside))
         return len(tokens) if fit == len(inside) else fit
+
+    def _new_matcher(self) -> Any:
+        """A matcher at the beginning of the answer."""
+        matcher = self._compiled()
+        if matcher.try_consume_tokens(self._begun) < len(self._begun):
+            raise SettingsError(
+                f"{self._what} cannot be used: the message to continue does not fit."
+            )
+        return matcher
 
     def _move_to(self, answer: Sequence[int]) -> bool:
         """Move the matcher to the end of an answer; False if the answer does not fit."""

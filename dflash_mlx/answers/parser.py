@@ -143,6 +143,19 @@ class AnswerParser:
         self._newlines = ""  # held back: dropped if a marker follows
         self._after_marker, self._begun = starts_in_reasoning, False
         self._answered = 0  # characters of the answer since the last marker
+        self._given = 0  # characters of pending text that the prompt has already
+
+    def begin(self, text: str) -> None:
+        """Take the beginning of the answer that the prompt has: the answer is what follows it.
+
+        A call that begins there is read whole.
+        """
+        self._pending = self._own.sub(rf"{MARK}\g<0>", text)  # a tokenizer makes tokens of them
+        self._read()
+        self.calls, self._newlines = 0, ""
+        if self.state != HEADER:
+            start = self._start if self.state == TOOL and not self._is_bare else ""
+            self._given = len((start + self._pending).replace(MARK, ""))
 
     def read(self, event: Event) -> list[Part]:
         """The parts that an event brings."""
@@ -238,7 +251,8 @@ class AnswerParser:
         return parts
 
     def _pass_marker(self) -> None:
-        self._newlines, self._after_marker, self._answered = "", True, 0
+        self._newlines, self._after_marker = "", True
+        self._answered = self._given = 0
 
     def _read_header(self, header: str) -> list[Part]:
         """What the header of a message says; words before it are text."""
@@ -262,6 +276,8 @@ class AnswerParser:
     def _read_text(self, text: str) -> list[Part]:
         """Text or reasoning, without the newlines beside markers."""
         text = text.replace(MARK, "")
+        given, self._given = self._given, max(0, self._given - len(text))
+        text = text[given:]
         if self._after_marker:
             text = text.lstrip(_NEWLINE)
         if not text:

@@ -51,6 +51,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
     name: str | None = None
     refusal: str | None = None
+    prefix: bool | None = None  # whether the answer continues it, the last one
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
@@ -109,7 +110,7 @@ class ChatBody(ChoicesBody):
             n=self.n or 1,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_settings=self._thinking() | (self.chat_template_kwargs or {}),
-            continues_message=bool(self.continue_final_message),
+            continues_message=bool(self.continue_final_message or self.messages[-1].prefix),
             ignored=self.thinking.ignored if self.thinking else (),
         )
 

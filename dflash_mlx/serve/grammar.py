@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ..answers.calls import JsonCalls, TaggedCalls
 from ..answers.families import AnswerFormat
 from ..answers.values import allowed_types, listed_values
+from ..errors import SettingsError
 from ..structured import SPACES, Grammar, GrammarTokens
 from .errors import RequestError
 from .request import GenerationRequest, Tool
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from ..targets import Target
 
 _ANYTHING: Final = "/(?s:.*)/"
-_NEWLINES: Final = "/\\n{0,2}/"  # after a thought; more would never end
+MAX_NEWLINES: Final = 2  # after a thought; more would never end
+_NEWLINES: Final = f"/\\n{{0,{MAX_NEWLINES}}}/"
 MAX_PROPERTIES: Final = 1000  # of an object; the time to compile grows with their square
+FLEXIBLE: Final[dict[str, Any]] = {}  # any white space, as a client may have begun the answer
 MAX_CALLS: Final = 16  # forced at once; small models would never stop
 
 
@@ -43,49 +46,91 @@ class GrammarFactory:
         self._lock = threading.Lock()
         self._tokens: GrammarTokens | None = None  # takes seconds for a large vocabulary
 
-    def make(self, request: GenerationRequest, starts_in_reasoning: bool) -> list[Grammar | None]:
-        """A grammar for each answer; None for free text. Raises `RequestError`."""
-        tools, what = request.callable_tools, "The tools' schemas"
-        header, family = self._form.header, self._form.family
-        if request.tool_choice == "required":
-            rules = self._calls(tools, request.parallel_calls)
-        elif request.schema is not None:
-            start = self._literal(header.answer if header else "")
-            rules = f"answer: {start} json\njson: {json_rule(request.schema)}"
-            if tools and self.may_call_beside_schema:
-                calls = self._calls(tools, request.parallel_calls).replace("answer:", "calls:", 1)
-                rules = f"{rules.replace(' json', ' json | calls', 1)}\n{calls}"
-            what = "The schema of the response format"
-        elif any(tool.strict for tool in tools) and self._has_rules and not header:
-            rest = f"answer: (free body {self._literal(family.end)})* rest\nrest: {_ANYTHING}"
-            rules = f"{rest}\n{self._until('free', family.start)}\n{self._body(tools)}"
-        else:
+    def make(
+        self, request: GenerationRequest, starts_in_reasoning: bool, begun: str = ""
+    ) -> list[Grammar | None]:
+        """A grammar for each answer; None for free text. Raises `RequestError`.
+
+        Args:
+            request: says what the answers are.
+            starts_in_reasoning: whether the prompt ends in a thought.
+            begun: the beginning of an answer that the prompt ends with.
+        """
+        _check_size([request.schema, *(tool.parameters for tool in request.callable_tools)])
+        try:
+            return self._make(request, starts_in_reasoning, begun, SPACES)
+        except SettingsError:
+            if not begun:
+                raise
+            return self._make(request, starts_in_reasoning, begun, FLEXIBLE)
+
+    def _make(
+        self,
+        request: GenerationRequest,
+        starts_in_reasoning: bool,
+        begun: str,
+        layout: Mapping[str, Any],
+    ) -> list[Grammar | None]:
+        """See `make`; `layout` is that of JSON for llguidance."""
+        rules, what = self._rules(request, layout)
+        if not rules:
             return [None] * request.n
-        schemas = [request.schema, *(tool.parameters for tool in tools)]
-        if _count_properties(schemas) > 5 * MAX_PROPERTIES:
-            raise RequestError(f"All schemas have more than {5 * MAX_PROPERTIES:,} properties.")
         with self._lock:
             self._tokens = self._tokens or GrammarTokens(self._target)
-        start = self._start(starts_in_reasoning)
         if request.schema is not None and self._form.thought[0]:
             # A thought would hide that no answer fits.
             self._tokens.matcher(self._tokens.of_lark(f"start: answer\n{rules}"), what)
+        start = self._start(request, starts_in_reasoning, bool(begun))
         grammar = self._tokens.of_lark(f"{start}\n{rules}")
-        return [Grammar(self._tokens, grammar, what) for _ in range(request.n)]
+        given = self._tokens.of_text(self._behind_thoughts(begun), self._added)
+        return [Grammar(self._tokens, grammar, what, given) for _ in range(request.n)]
 
-    def _start(self, starts_in_reasoning: bool) -> str:
-        """The rule `start`: a thought may stand before the answer."""
+    def _behind_thoughts(self, begun: str) -> str:
+        """An answer's beginning from its last thought on, if that goes on, or behind it."""
+        closes = self._form.thought[1]
+        text = begun.rpartition(closes)[2] if closes else begun
+        newlines = len(text) - len(text.lstrip("\n"))
+        return text[max(0, newlines - MAX_NEWLINES) :]
+
+    def _rules(self, request: GenerationRequest, layout: Mapping[str, Any]) -> tuple[str, str]:
+        """The rules of the answer, and what they are of; empty for free text."""
+        tools = request.callable_tools
+        header, family = self._form.header, self._form.family
+        if request.tool_choice == "required":
+            return self._calls(tools, request.parallel_calls), "The tools' schemas"
+        if request.schema is not None:
+            opening = header.answer if header and not request.is_raw else ""
+            start = self._literal(opening)
+            rules = f"answer: {start} json\njson: {json_rule(request.schema, layout)}"
+            if tools and self.may_call_beside_schema:
+                calls = self._calls(tools, request.parallel_calls).replace("answer:", "calls:", 1)
+                rules = f"{rules.replace(' json', ' json | calls', 1)}\n{calls}"
+            return rules, "The schema of the response format"
+        if any(tool.strict for tool in tools) and self._has_rules and not header:
+            rest = f"answer: (free body {self._literal(family.end)})* rest\nrest: {_ANYTHING}"
+            rules = f"{rest}\n{self._until('free', family.start)}\n{self._body(tools)}"
+            return rules, "The tools' schemas"
+        return "", ""
+
+    def _start(self, request: GenerationRequest, starts_in_reasoning: bool, is_begun: bool) -> str:
+        """The rule `start`: a thought may stand before the answer, where it has a field."""
         opens, closes = self._form.thought
-        if not opens:
-            return "start: answer"
+        before = _NEWLINES if is_begun else ""  # a template's, or behind a thought
+        if not opens or request.is_raw:
+            return f"start: {before} answer"
         thought = f"thought {_NEWLINES}"
         first = thought if starts_in_reasoning else f"({self._literal(opens)} {thought})?"
-        return f"start: {first} answer\n{self._until('thought', closes)}"
+        return f"start: {before} {first} answer\n{self._until('thought', closes)}"
 
     @property
     def may_call_beside_schema(self) -> bool:
-        """Whether a model may call tools in place of an answer that fits a schema."""
-        return self._has_rules and not self._form.header and bool(self._form.family.start)
+        """Whether a model may call tools in place of an answer that fits a schema.
+
+        Not if its calls are JSON as well: llguidance would take every "{" for a call's.
+        """
+        family = self._form.family
+        has_marker = bool(family.start) and "{" not in family.openings
+        return self._has_rules and has_marker and not self._form.header
 
     @property
     def _has_rules(self) -> bool:
@@ -172,9 +217,15 @@ class GrammarFactory:
         return f"{name}: {name}_text {rest}\n{name}_text: {_ANYTHING}"
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
+def json_rule(schema: Mapping[str, Any], layout: Mapping[str, Any] = SPACES) -> str:
     """The right side of a rule for a JSON schema. What no grammar can hold of it is left out."""
-    return f"%json {json.dumps({'x-guidance': SPACES | {'lenient': True}, **schema})}"
+    return f"%json {json.dumps({'x-guidance': {**layout, 'lenient': True}, **schema})}"
+
+
+def _check_size(schemas: list[Any]) -> None:
+    """Raise `RequestError` for schemas that would take too long to compile."""
+    if _count_properties(schemas) > 5 * MAX_PROPERTIES:
+        raise RequestError(f"All schemas have more than {5 * MAX_PROPERTIES:,} properties.")
 
 
 def _count_properties(schema: Any) -> int:

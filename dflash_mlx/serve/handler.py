@@ -28,7 +28,7 @@ from .logprobs import LogprobRecorder
 from .metrics import Metrics
 from .request import GenerationRequest
 from .steps import Choice, ResponseStream, request_error
-from .template import encode
+from .template import EncodedPrompt, encode
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine, EngineLoad
@@ -98,8 +98,7 @@ class RequestHandler:
         loop = asyncio.get_running_loop()
         request, _ = self._with_template(request)
         of = self.target, self.form, request
-        ids, _ = await loop.run_in_executor(self._workers, encode, *of)
-        return ids
+        return (await loop.run_in_executor(self._workers, encode, *of)).ids
 
     async def start(self, requests: Sequence[GenerationRequest], salt: str = "") -> ResponseStream:
         """Start to answer all of these requests, or none.
@@ -181,13 +180,13 @@ class RequestHandler:
         with ExitStack() as unless_all:
             for request in requests:
                 request, dropped = self._with_template(request)
-                ids, branches = encode(self.target, self.form, request)
-                tokens += len(ids)
-                settings = self._defaults | dict(request.settings) | {"branches": branches}
+                prompt = encode(self.target, self.form, request)
+                tokens += len(prompt.ids)
+                settings = self._defaults | dict(request.settings) | {"branches": prompt.branches}
                 if settings.get("repetition_penalty", 1) == 1:  # apps send the size with any other
                     settings.pop("repetition_context_size", None)
                 settings |= {"salt": salt} if salt else {}
-                for choice in self._choices(request, ids, settings, dropped):
+                for choice in self._choices(request, prompt, settings, dropped):
                     unless_all.callback(choice.job.cancel)
                     choices.append(choice)
                 ignored |= dict.fromkeys(dropped)
@@ -198,13 +197,12 @@ class RequestHandler:
     def _choices(
         self,
         request: GenerationRequest,
-        ids: Sequence[int],
+        prompt: EncodedPrompt,
         settings: dict[str, Any],
         ignored: list[str],
     ) -> Iterator[Choice]:
         """Submit a job for each answer to a prompt. What the answers lack is added to `ignored`."""
-        thinks_first = self.form.starts_in_thought(self.target.tokenizer, ids)
-        grammars = self._grammars.make(request, thinks_first)
+        grammars = self._grammars.make(request, prompt.thinks_first, prompt.begun)
         ignored += grammars[0].warnings if grammars[0] else ()
         if request.schema is not None and request.tool_choice == "auto" and request.tools:
             if not self._grammars.may_call_beside_schema:
@@ -221,10 +219,10 @@ class RequestHandler:
                 recorder = LogprobRecorder(self.target.tokenizer, request.top_logprobs)
             if processors := [one for one in (recorder, grammar) if one is not None]:
                 settings["logits_processors"] = processors
-            if "stop" in settings and splits and request.prompt_field != "prompt":
-                settings["stop_applies"] = self._parser(request, thinks_first).answer_length
-            job = self._engine.submit(ids, **settings)
-            yield Choice(job, self._parser(request, thinks_first), recorder)
+            if "stop" in settings and splits and not request.is_raw:
+                settings["stop_applies"] = self._parser(request, prompt).answer_length
+            job = self._engine.submit(prompt.ids, **settings)
+            yield Choice(job, self._parser(request, prompt), recorder)
 
     def _with_template(self, request: GenerationRequest) -> tuple[GenerationRequest, list[str]]:
         """A request with all variables of the chat template, and what is ignored of it.
@@ -242,17 +240,19 @@ class RequestHandler:
         template = {**self._template, **asked, **switches}
         return replace(request, template_settings=template), ignored
 
-    def _parser(self, request: GenerationRequest, thinks_first: bool) -> AnswerParser:
+    def _parser(self, request: GenerationRequest, prompt: EncodedPrompt) -> AnswerParser:
         tokenizer = self.target.tokenizer
         detokenizer = tokenizer.detokenizer
         if request.continues_text:
             skip_text_start(detokenizer, tokenizer)
         schemas = {tool.name: tool.parameters for tool in request.callable_tools}
-        return AnswerParser(
+        parser = AnswerParser(
             self.form,
             schemas,
-            thinks_first,
+            prompt.thinks_first,
             request.parallel_calls,
             detokenizer,
             forced=request.tool_choice == "required",
         )
+        parser.begin(prompt.begun)
+        return parser

@@ -23,7 +23,7 @@ from .fields import (
     sampling_settings,
     template_call,
 )
-from .request import GenerationRequest, Tool, ToolChoice
+from .request import GenerationRequest, Tool, ToolChoice, has_beginning
 from .response import Event, ItemsResponse, grow
 from .steps import ResponseStream, StepOutput
 
@@ -151,7 +151,6 @@ class CountBody(Body):
         effort = {} if output.effort is None else {EFFORT: output.effort}
         form = self.output_format or output.format
         messages = sum((one.for_template() for one in self.messages), self._system_messages())
-        last = messages[-1]
         return GenerationRequest(
             self.model,
             messages,
@@ -163,9 +162,7 @@ class CountBody(Body):
             schema=form.answer_schema() if form else None,
             template_settings=effort | thinking,
             ignored=self.thinking.ignored if self.thinking else (),
-            continues_message=last["role"] == "assistant"
-            and bool(last["content"])
-            and "tool_calls" not in last,
+            continues_message=has_beginning(messages),
         )
 
     def _system_messages(self) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ from .fields import (
     read_content,
     thinking_settings,
 )
-from .request import GenerationRequest, Tool
+from .request import GenerationRequest, Tool, has_beginning
 from .response import ApiResponse, Event, grow
 from .steps import ResponseStream, StepOutput
 
@@ -67,18 +67,19 @@ class OllamaBody(Body):
     top_logprobs: TopLogprobs | None = None
 
     def _request(
-        self, prompt: str | Sequence[OllamaMessage], tools: Sequence[Tool] = ()
+        self, prompt: str | list[dict[str, Any]], tools: Sequence[Tool] = ()
     ) -> GenerationRequest:
-        is_text = isinstance(prompt, str)
+        """The internal request of a raw text, or of messages as templates take them."""
         return GenerationRequest(
             self.model,
-            prompt if isinstance(prompt, str) else [one.for_template() for one in prompt],
+            prompt,
             self.options.settings(self.options.num_predict) if self.options else {},
             tools,
             schema={"type": "object"} if self.format == "json" else self.format or None,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_settings=thinking_settings(self.think),
-            prompt_field="prompt" if is_text else "messages",
+            continues_message=not isinstance(prompt, str) and has_beginning(prompt),
+            prompt_field="prompt" if isinstance(prompt, str) else "messages",
         )
 
     @property
@@ -101,7 +102,8 @@ class OllamaChatBody(OllamaBody):
         """The internal request; None without messages. Raises `RequestError`."""
         if not self.messages:
             return None
-        return self._request(self.messages, [tool.function.tool() for tool in self.tools or ()])
+        messages = [one.for_template() for one in self.messages]
+        return self._request(messages, [tool.function.tool() for tool in self.tools or ()])
 
 
 class OllamaGenerateBody(OllamaBody):
@@ -128,7 +130,7 @@ class OllamaGenerateBody(OllamaBody):
         messages = [OllamaMessage(role="user", content=self.prompt, images=self.images)]
         if self.system:
             messages.insert(0, OllamaMessage(role="system", content=self.system))
-        return self._request(messages)
+        return self._request([one.for_template() for one in messages])
 
 
 class OllamaShowBody(Body):

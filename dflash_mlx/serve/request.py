@@ -93,7 +93,12 @@ class GenerationRequest:
     @property
     def continues_text(self) -> bool:
         """Whether the answer continues a text, so that its first space counts."""
-        return self.continues_message or self.prompt_field == "prompt"
+        return self.continues_message or self.is_raw
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the answer is the text as the model writes it: a thought has no field."""
+        return self.prompt_field == "prompt"
 
     @property
     def callable_tools(self) -> list[Tool]:
@@ -102,6 +107,12 @@ class GenerationRequest:
             return []
         allowed = self.allowed_tools
         return [tool for tool in self.tools if allowed is None or tool.name in allowed]
+
+
+def has_beginning(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a chat ends with text of the assistant, which the answer continues."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
 def instead_of(media: str) -> str:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..answers.calls import JsonCalls
 from ..answers.families import HARMONY, AnswerFormat, Family
@@ -28,20 +30,38 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 
-def encode(
-    target: Target, form: AnswerFormat, request: GenerationRequest
-) -> tuple[list[int], list[int]]:
-    """The token ids of a request's prompt, and where other chats may diverge from it.
+class EncodedPrompt(NamedTuple):
+    """A prompt, and the state that it leaves the answer in.
+
+    Attributes:
+        ids: token ids.
+        branches: where other chats may diverge from it.
+        thinks_first: whether it ends where it has opened a thought.
+        begun: the beginning of the answer that it ends with, in a chat whose last message is
+            continued.
+    """
+
+    ids: list[int]
+    branches: Sequence[int] = ()
+    thinks_first: bool = False
+    begun: str = ""
+
+
+def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> EncodedPrompt:
+    """A request's prompt.
 
     Raises `RequestError` if the template refuses it, or it is too long.
     """
     tokenizer, field, prompt = target.tokenizer, request.prompt_field, request.prompt
     branches: list[int] = []
+    begun = ""
     try:
         if prompt and isinstance(prompt[0], Mapping):
             text, messages, settings = _render(tokenizer, form, request)
             ids = encode_text(tokenizer, text, False)
             branches = branch_points(target, messages, ids, settings)
+            if request.continues_message:
+                begun = _begun(tokenizer, form, text, messages, settings)
         else:
             ids = token_ids(tokenizer, prompt)
         check_ids(target, ids)
@@ -51,7 +71,39 @@ def encode(
         raise RequestError(str(error), param="chat_template_kwargs") from error
     if len(ids) >= target.context_length:
         raise too_long(len(ids), target.context_length - 1, field)
-    return ids, branches
+    thinks_first = not begun and form.starts_in_thought(tokenizer, ids)
+    return EncodedPrompt(ids, branches, thinks_first, begun)
+
+
+def _begun(
+    tokenizer: Any,
+    form: AnswerFormat,
+    text: str,
+    messages: Sequence[Message],
+    settings: Mapping[str, Any],
+) -> str:
+    """What a prompt has of the answer: all behind the place where an answer would begin.
+
+    A template may write more of it than the message: an empty thought, the header of a message.
+    """
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return ""
+    content = _content(last)
+    at = text.rfind(content) if content else len(text)
+    earlier = messages[:-1] or [{"role": "user", "content": ""}]
+    with suppress(PromptError):
+        empty = apply_chat_template(tokenizer, earlier, settings=settings)
+        same = len(commonprefix([text, empty]))
+        at = same if at < 0 else min(at, same)
+    before = text[: max(0, at)]
+    opens, closes = form.thought
+    if opens and before.rstrip().endswith(opens):  # it opens the thought of every answer
+        return text[before.rindex(opens) :]
+    for marker in (opens, closes):  # the prefix may end within one
+        inside = [n for n in range(1, len(marker)) if text.startswith(marker, len(before) - n)]
+        before = before[: len(before) - max(inside, default=0)]
+    return text[len(before) :]
 
 
 Rendered = tuple[str, Sequence[Message], Mapping[str, Any]]  # of these messages and variables

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from starlette.testclient import TestClient
@@ -24,6 +26,7 @@ from dflash_mlx.serve.handler import RequestHandler
 from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.models import Models, OfferedModel
 from dflash_mlx.serve.server import APIServer, listen, make_loading_app
+from dflash_mlx.stream import TextStream, skip_text_start
 
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -76,6 +79,20 @@ def make_target(
         hidden_size=3,
         config={"model_type": "llama", "quantization": {"bits": 4}},
     )
+
+
+HEADERS = {
+    "harmony": ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"],
+    "muse_spark": ["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"],
+}
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+
+
+def target_of(family: str) -> Any:
+    """A target with a family's chat template, and its markers as tokens of their own."""
+    template = (TEMPLATES / f"{family}.jinja").read_text()
+    own = HEADERS.get(family)
+    return make_target(family, template, thinking=None if own else "", added=own or ())
 
 
 @dataclass
@@ -151,6 +168,40 @@ class FakeEngine:
     def prompt(self) -> str:
         """The text of the last prompt."""
         return self.target.tokenizer.decode(self.submitted[-1][0])
+
+
+class ToldEngine(FakeEngine):
+    """An engine whose model writes `steps`, and which reads settings as the real one does.
+
+    A processor may choose another token than the one that is told, and a stop string ends it.
+    """
+
+    def submit(self, prompt, branches=(), **settings):
+        self.submitted.append((list(prompt), settings))
+        self.branches = list(branches)
+        job = FakeJob(list(self._written(list(prompt), settings)))
+        self.jobs.append(job)
+        return job
+
+    def _written(self, history, settings):
+        tokenizer = self.target.tokenizer
+        detokenizer = tokenizer.detokenizer
+        if settings.get("continues"):
+            skip_text_start(detokenizer, tokenizer)
+        stop, applies = settings.get("stop") or (), settings.get("stop_applies")
+        text = TextStream(detokenizer, tokenizer.eos_token_ids, stop, 10**6, applies)
+        stats = Stats(prompt_tokens=len(history))
+        told = tokenizer.encode("".join(self.steps), add_special_tokens=False)
+        for token in [*told, *sorted(tokenizer.eos_token_ids)[:1]]:
+            logits = 9.0 * (mx.arange(self.target.vocab_size) == token)[None]
+            for processor in settings.get("logits_processors", ()):
+                logits = processor(mx.array(history), logits)
+            piece = text.add([logits.argmax().item()])
+            history += piece.tokens
+            stats.count_step(1, 0, 1)
+            yield Event(piece.text, piece.tokens, 0, 1, piece.finish_reason, stats)
+            if piece.finish_reason:
+                return
 
 
 def make_handler(engine: Any, capacity: int = 64, defaults: Any = None) -> RequestHandler:

@@ -26,7 +26,7 @@ from dialects import (
 )
 from mlx_lm.chat_templates import deepseek_v32
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from serving import FakeEngine, FakeJob, client, frames, make_target, post
+from serving import FakeEngine, FakeJob, client, frames, make_target, post, target_of
 
 from dflash_mlx.serve import sse
 
@@ -86,17 +86,7 @@ def test_all_turns_reach_a_template_that_knows_no_tools(engine, api, thinking):
 
 CODE = "\tif x < 1:\n    <a href='#'>\u00e9</a>\n</parameter> null  "
 CALLS = [("write", {"path": "first.py", "text": CODE}), ("write", {"path": "second.py"})]
-HEADERS = {
-    "harmony": ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"],
-    "muse_spark": ["<|start|>", "<|message|>", "<|eom|>", "<|eot|>"],
-}
 FINAL = {"harmony": "<|channel|>final<|message|>", "muse_spark": "to=user<|message|>"}
-
-
-def target_of(family):
-    template = (DATA / "templates" / f"{family}.jinja").read_text()
-    own = HEADERS.get(family)
-    return make_target(family, template, thinking=None if own else "", added=own or ())
 
 
 def says(family):

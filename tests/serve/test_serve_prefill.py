@@ -1,0 +1,222 @@
+"""An answer that a message begins: what follows is read as it would be in the whole answer.
+
+The truth is the whole answer: each of its parts without what stands before the cut.
+"""
+
+import json
+import re
+
+import jsonschema
+import pytest
+from answers import WRITERS, written
+from dialects import CHAT, MESSAGES, OLLAMA, Chat, Messages, Ollama, Responses, user
+from serving import ToldEngine, client, make_target, post, target_of
+
+THOUGHT = "Let me STOP and\nthink, <b>3 < 4</b>."
+TEXT = "Here it is: STOP. Then\n\nmore"
+ARGUMENTS = {"path": "a\tb", "text": "two\nlines </a>"}
+APIS = (Chat, Messages, Ollama)
+HEADED = ("harmony", "muse_spark")
+FINAL = {"harmony": "<|channel|>final<|message|>", "muse_spark": " to=user<|message|>"}
+each_api = pytest.mark.parametrize("api", APIS, ids=lambda one: one.path[4:])
+
+
+def answer_of(family):
+    """The parts of a whole answer as (kind, text); a template puts its header before the text."""
+    if family in HEADED:
+        return [("text", TEXT)]
+    thought = [("marker", "<think>\n"), ("thought", THOUGHT), ("marker", "\n</think>\n\n")]
+    return [*thought, ("text", TEXT), ("call", written(family, "write", ARGUMENTS))]
+
+
+def cuts_of(answer, own, number=7):
+    """Places in an answer, in every part of it, but not within a token of its own."""
+    places, start = set(), 0
+    for _, text in answer:
+        steps = range(start, start + len(text) + 1, max(1, len(text) // number))
+        places |= {*steps, start + len(text)}
+        start += len(text)
+    whole = "".join(text for _, text in answer)
+    inside = {at for one in own.finditer(whole) for at in range(one.start() + 1, one.end())}
+    return sorted(places - inside - {0, len(whole)})
+
+
+def behind(answer, kind, cut):
+    """What the parts of a kind have behind a place of the answer."""
+    found, start = "", 0
+    for one, text in answer:
+        found += text[max(0, cut - start) :] if one == kind else ""
+        start += len(text)
+    return found
+
+
+def prefill(talk, engine, server, answer, cut, streamed=False, **more):
+    """The answer to a conversation that ends with the beginning of the answer."""
+    whole = "".join(text for _, text in answer)
+    talk.items = [user("Write."), {"role": "assistant", "content": whole[:cut]}]
+    engine.steps = [whole[cut:]]
+    if talk.path == CHAT:
+        more["continue_final_message"] = True
+    return talk.ask(server, streamed, **more)
+
+
+def own_tokens(target):
+    return re.compile("|".join(map(re.escape, target.tokenizer.get_added_vocab())) or r"(?!)")
+
+
+@each_api
+@pytest.mark.parametrize("family", WRITERS)
+def test_thoughts_text_and_calls_go_on(family, api):
+    target, answer = target_of(family), answer_of(family)
+    engine, talk = ToldEngine(target), api()
+    with client(engine) as server:
+        for number, cut in enumerate(cuts_of(answer, own_tokens(target))):
+            said = prefill(talk, engine, server, answer, cut, streamed=number % 2 == 1)
+            thought, text = behind(answer, "thought", cut), behind(answer, "text", cut)
+            call = behind(answer, "call", cut)
+            calls = [(name, json.loads(arguments)) for _, name, arguments in said.calls]
+            assert (said.thought or "").strip("\n") == thought.strip("\n"), cut
+            assert said.text == text, cut
+            assert calls == ([("write", ARGUMENTS)] if call else []), cut
+
+
+@each_api
+@pytest.mark.parametrize("family", ["json_tools", "harmony", "deepseek_v31", "llama3"])
+def test_stop_strings_count_in_the_text_alone(family, api):
+    """As in the whole answer, whose thought has the string as well."""
+    target, answer = target_of(family), answer_of(family)
+    engine, talk = ToldEngine(target), api()
+    more = {"options": {"stop": ["STOP"]}} if api is Ollama else {"stop": ["STOP"]}
+    more = {"stop_sequences": ["STOP"]} if api is Messages else more
+    with client(engine) as server:
+        for cut in cuts_of(answer, own_tokens(target)):
+            said = prefill(talk, engine, server, answer, cut, **more)
+            before, stop, _ = behind(answer, "text", cut).partition("STOP")
+            assert said.text == before, cut
+            assert bool(said.calls) == (not stop and bool(behind(answer, "call", cut))), cut
+
+
+@each_api
+@pytest.mark.parametrize("family", ["json_tools", "glm47", "mistral"])
+def test_a_call_that_is_not_finished_stays_text(family, api):
+    """Without what the message has of it already."""
+    target = target_of(family)
+    call = written(family, "write", {"path": "x"})
+    answer, engine, talk = [("text", call[: len(call) // 3])], ToldEngine(target), api()
+    with client(engine) as server:
+        for cut in cuts_of(answer, own_tokens(target)):
+            said = prefill(talk, engine, server, answer, cut)
+            assert (said.text, said.calls) == (behind(answer, "text", cut), []), cut
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "array", "items": {"type": "boolean"}}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+FORMATS = {
+    CHAT: {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+    MESSAGES: {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    OLLAMA: {"format": SCHEMA},
+}
+JSON = ['{"a": 12, "b": [true, false]}', '{\n  "a":12,\n  "b":[\n    true ]\n}']
+
+
+@each_api
+@pytest.mark.parametrize("laid_out", JSON, ids=["one line", "pretty"])
+@pytest.mark.parametrize("family", WRITERS)
+def test_a_schema_goes_on(family, laid_out, api):
+    """The beginning and what follows are JSON together, in the layout that the client began."""
+    target = target_of(family)
+    thought = [] if family in HEADED else answer_of(family)[:3]
+    answer, engine, talk = [*thought, ("text", laid_out)], ToldEngine(target), api()
+    with client(engine) as server:
+        for cut in cuts_of(answer, own_tokens(target), 4):
+            begun = behind(answer, "text", 0).removesuffix(behind(answer, "text", cut))
+            if laid_out == JSON[1] and "\n" not in begun:
+                continue  # nothing says yet that the text has several lines
+            said = prefill(talk, engine, server, answer, cut, **FORMATS[api.path])
+            assert (said.thought or "").strip("\n") == behind(answer, "thought", cut).strip("\n")
+            assert begun + said.text == laid_out, cut
+            jsonschema.validate(json.loads(begun + said.text), SCHEMA)
+
+
+@each_api
+def test_a_beginning_that_no_answer_of_the_schema_has(api):
+    engine, talk = ToldEngine(target_of("json_tools"), ["{}"]), api()
+    talk.items = [user("Go."), {"role": "assistant", "content": 'Sure: {"a": '}]
+    more = FORMATS[api.path] | {"continue_final_message": True}
+    answer = post(engine, api.path, {"model": "m", "max_tokens": 9, **talk.body(**more)})
+    assert answer.status_code == 400 and "the message to continue does not fit" in answer.text
+
+
+@pytest.mark.parametrize("api", [Chat, Messages], ids=["chat", "messages"])
+@pytest.mark.parametrize("family", ["json_tools", "glm47", "kimi_k2", "qwen3_coder"])
+def test_a_forced_call_goes_on(family, api):
+    target = target_of(family)
+    answer = [("call", written(family, "write", ARGUMENTS))]
+    engine, talk = ToldEngine(target), api()
+    more = {"tool_choice": {"type": "any"} if api is Messages else "required"}
+    with client(engine) as server:
+        for cut in cuts_of(answer, own_tokens(target)):
+            [(_, name, arguments)] = prefill(talk, engine, server, answer, cut, **more).calls
+            assert (name, json.loads(arguments)) == ("write", ARGUMENTS), cut
+
+
+@pytest.mark.parametrize("path", [CHAT, OLLAMA])
+def test_log_probabilities_are_those_of_what_follows(path):
+    target, answer = target_of("json_tools"), answer_of("json_tools")[:4]
+    engine, whole = ToldEngine(target), "".join(text for _, text in answer)
+    with client(engine) as server:
+        for cut in cuts_of(answer, own_tokens(target)):
+            engine.steps = [whole[cut:]]
+            messages = [user("Go."), {"role": "assistant", "content": whole[:cut]}]
+            body = {"model": "m", "messages": messages, "logprobs": True, "stream": False}
+            said = server.post(path, json=body | {"continue_final_message": True}).json()
+            rows = said["choices"][0]["logprobs"]["content"] if path == CHAT else said["logprobs"]
+            assert "".join(one["token"] for one in rows) == whole[cut:]
+
+
+OPENED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}<think>\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+ENDED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<A>"
+    "{% if not loop.last %}</think>{% elif '</think>' not in m.content %}</think>\n\n{% endif %}"
+    "{% else %}<U>{% endif %}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<A><think>{% endif %}"
+)
+
+
+@each_api
+@pytest.mark.parametrize(
+    ("template", "begun", "rest", "right"),
+    [
+        (OPENED, "Hm", " so</think>\n\nYes", (" so", "Yes")),
+        (OPENED, "Hm</think>\n\nY", "es", (None, "es")),
+        (ENDED, "Y", "es", (None, "es")),
+        (ENDED, "Hm</think>Y", "es", (None, "es")),
+    ],
+)
+def test_a_template_that_opens_or_ends_the_thought_itself(template, begun, rest, right, api):
+    engine = ToldEngine(make_target("json_tools", template, thinking=""), [rest])
+    talk = api()
+    with client(engine) as server:
+        said = prefill(talk, engine, server, [("text", begun + rest)], len(begun))
+    assert (said.thought, said.text) == right
+
+
+@pytest.mark.parametrize(
+    "api", [Responses, Ollama, Messages], ids=["responses", "ollama", "messages"]
+)
+def test_a_turn_with_a_call_is_not_continued(api):
+    engine, talk = ToldEngine(target_of("json_tools"), ["Yes"]), api("Go.")
+    with client(engine) as server:
+        engine.steps = [written("json_tools", "write", ARGUMENTS)]
+        assert talk.ask(server).calls
+        engine.steps = ["Yes"]
+        assert talk.ask(server).text == "Yes"
+    assert engine.prompt().endswith("<|im_start|>assistant\n")
