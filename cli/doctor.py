@@ -24,7 +24,6 @@ from dflash_mlx.errors import ConfigError, DFlashError, how_to_install
 from dflash_mlx.loading.hub import Hub, find
 from dflash_mlx.loading.registry import EMBEDDED
 from dflash_mlx.machine.blas import BlasInfo
-from dflash_mlx.machine.fusion import fusion_may_round
 from dflash_mlx.machine.chips import find_chip
 from dflash_mlx.machine.facts import (
     DISTRIBUTION,
@@ -37,6 +36,7 @@ from dflash_mlx.machine.facts import (
     nearest_there,
     usable_bytes,
 )
+from dflash_mlx.machine.fusion import fusion_may_round
 from dflash_mlx.validation import brief, is_integer, text_config, user_path
 
 from . import options
