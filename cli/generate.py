@@ -16,6 +16,7 @@ from rich.text import Text
 
 import dflash_mlx
 from dflash_mlx.errors import DataError, PromptError, SettingsError
+from dflash_mlx.loading.contents import check_is_text
 from dflash_mlx.machine.facts import busy
 from dflash_mlx.validation import UTF8, brief, parse_json, read_json
 
@@ -301,6 +302,8 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
 
 def _read(file: str) -> str:
     """A file's text without its last newline, as in a shell's $(...)."""
+    if file != STDIN:
+        check_is_text(Path(file))
     try:
         content = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
     except OSError as error:

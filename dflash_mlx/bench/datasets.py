@@ -18,6 +18,7 @@ from random import Random
 from typing import Any
 
 from ..errors import DataError, MissingDependencyError
+from ..loading.contents import check_is_text
 from ..loading.hub import Hub
 from ..validation import UTF8, is_message, parse_json, path_kind
 
@@ -82,6 +83,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
     Raises `DataError`.
     """
+    check_is_text(path)
     try:
         with path.open(encoding=UTF8, newline="\n") as file:
             yield from ((n, line) for n, line in enumerate(file, start=1) if line.strip())

@@ -24,6 +24,7 @@ from ..validation import (
     read_json,
     text_config,
 )
+from .contents import Contents, of_config
 from .quantization import Quantization, is_fp8, is_quantized
 
 INDEX = "model.safetensors.index.json"
@@ -96,6 +97,11 @@ class Folder:
                     f"not {brief(layers)}."
                 )
         return config
+
+    @property
+    def contents(self) -> Contents:
+        """What it is: a model, or something else. Raises as `config`."""
+        return of_config(self.config)
 
     @cached_property
     def index(self) -> dict[str, str] | None:

@@ -11,7 +11,6 @@ from ..drafter.config import DraftConfig
 from ..drafter.networks import (
     ADAPTER,
     ASSISTANTS,
-    DRAFTER_FIELDS,
     EMBEDDING,
     HEAD,
     MASK,
@@ -20,7 +19,9 @@ from ..drafter.networks import (
     needs_target,
     our_name,
 )
+from ..errors import ConfigError
 from ..validation import path_kind, read_json, text_config
+from .contents import DRAFTER, MODEL, contents_of, of_config
 from .folder import Folder, StoredTensor
 
 
@@ -39,13 +40,17 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     Unused fields of the config come last. `path` is a drafter's folder, or a config.json, whose
     tensors are then left out. Raises: `ConfigError`, `WeightsError`.
     """
-    folder = None if path_kind(path) == "file" else Folder(path)
+    is_file = path_kind(path) == "file"
+    kind, words = contents_of(path)
+    if kind not in (MODEL, DRAFTER) and not (is_file and path.suffix == ".json"):
+        raise ConfigError(f"{path} is {words}, not a drafter.")
+    folder = None if is_file else Folder(path)
     raw = read_json(path) if folder is None else folder.config
     if needs_target(raw):
         found = [ResolvedField(name, value, name) for name, value in raw.items()]
         kind = "a Gemma 4 assistant" if raw["model_type"] in ASSISTANTS else "an MTP head"
         return [ResolvedField("network", kind, "model_type"), *found]
-    if not DRAFTER_FIELDS & raw.keys():
+    if of_config(raw).kind == MODEL:
         from .mtp import head_tensors  # these two start MLX
         from .target import is_language_model
 

@@ -17,7 +17,9 @@ from ..machine.blas import SLOW_PRODUCTS, has_stock_blas
 from ..machine.fusion import fusion_may_round
 from ..targets import Target
 from ..validation import brief, check_integer
+from .adapters import find_adapter
 from .computed import model_of
+from .contents import ADAPTER, DRAFTER, MODEL
 from .drafters import ASSISTANT, NETWORK, DraftSource, check_drafter, open_drafter
 from .folder import Folder, Preview, memory_needed
 from .hub import Hub, find
@@ -36,7 +38,7 @@ from .registry import (
     known_facts,
     local_path,
 )
-from .target import check_weights, find_adapter, open_target
+from .target import check_weights, open_target
 
 if TYPE_CHECKING:
     from ..kernels.launch import KernelFactory
@@ -136,6 +138,7 @@ def _find_pair(
     with _advice_on_drafters():
         found = None if draft in (LOOKUP, NONE, MTP) else find_drafter(draft, hub, model)
     folder = complete(folder, hub)
+    check_is_model(folder)
     if draft == LOOKUP and wanted != LOOKUP:
         draft = MTP if head_tensors(folder, folder.config) else LOOKUP
         with_lookup = draft == MTP
@@ -227,8 +230,10 @@ def find_target(
     """
     folder = find(name, hub)
     if not isinstance(folder, Preview):
+        check_is_model(folder)
         _ = folder.config  # a damaged file is named before a drafter is looked for
     elif folder.path.is_dir():
+        check_is_model(folder)
         model = model_of(name, folder.config)
         check_weights(folder, quantization, machines=machines)
         return folder, model
@@ -241,9 +246,28 @@ def find_drafter(name: str, hub: Hub, model: nn.Module | None = None) -> Folder:
     if facts is not None and facts.refused is not None and not local_path(name, "drafter"):
         raise ConfigError(f"{name} is known not to load: {facts.refused}.")
     folder = find(name, hub, "drafter")
+    if not isinstance(folder, Preview) and folder.contents.kind not in (MODEL, DRAFTER):
+        raise ConfigError(f"{name} is {folder.contents.words}, not a drafter.")
     if isinstance(folder, Preview) and folder.path.is_dir():
         check_drafter(folder, model)
     return folder
+
+
+def check_is_model(folder: Folder) -> None:
+    """Raise `ConfigError` for a target that is something else, with the option for it."""
+    kind, words = folder.contents
+    if kind == DRAFTER:
+        raise ConfigError(
+            f"{folder.name} is {words}, not a model: give it as --draft (draft=), and as --model "
+            "the model that it drafts for."
+        )
+    if kind == ADAPTER:
+        raise ConfigError(
+            f"{folder.name} is {words}, not a model: give it as --adapter, and its model as "
+            "--model."
+        )
+    if kind != MODEL:
+        raise ConfigError(f"{folder.name} is {words}, not a model: name the model's file.")
 
 
 def complete(folder: Folder, hub: Hub, target: Folder | None = None) -> Folder:

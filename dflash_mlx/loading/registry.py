@@ -22,6 +22,7 @@ from typing import Literal
 
 from ..errors import DFlashError, ModelNotFoundError, SettingsError, WeightsError
 from ..validation import PATH_ERRORS, ErrorWrapper, brief, path_kind, user_path
+from .contents import ADAPTER, contents_of
 
 Name = str | PathLike[str]
 Part = Literal["target", "drafter"]
@@ -238,19 +239,22 @@ def local_path(name: str, part: Part = "target") -> Path | None:
         path = user_path(name)
         kind = path_kind(path) if name else None
     if kind == "folder":
-        if (path / "config.json").exists():
+        if _has_config(path):
             return path
         if (gguf := _only_gguf(path)) is not None:
             return gguf
-        raise ModelNotFoundError(
-            f"{name} is a folder, and there is no config.json in it: give a model's folder."
-        )
+        raise ModelNotFoundError(f"{name} is {contents_of(path).words}: {_advice(path, part)}.")
     is_gguf = path.suffix.lower() == ".gguf"
     if kind == "file" and (is_gguf or _is_gguf(path)):
         return path
-    if kind or is_gguf or name.startswith((".", "/", "~")):
-        found = "it is not a GGUF file" if kind else "there is no such folder or file"
-        raise ModelNotFoundError(f"No model {name!r}: {found}.")
+    if kind == "file" and path.match("model*.safetensors") and _has_config(path.parent):
+        return path.parent  # its only model
+    if kind:
+        raise ModelNotFoundError(
+            f"No model {name!r}: it is {contents_of(path).words}; {_advice(path, part)}."
+        )
+    if is_gguf or name.startswith((".", "/", "~")):
+        raise ModelNotFoundError(f"No model {name!r}: there is no such folder or file.")
     if hub_gguf(name) is None and name.count("/") != 1:
         raise ModelNotFoundError(
             f"No model {name!r}: give a folder, a GGUF file, a hub repository (owner/name), "
@@ -258,6 +262,17 @@ def local_path(name: str, part: Part = "target") -> Path | None:
             "that have a drafter." + suggestion(name)
         )
     return None
+
+
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _advice(path: Path, part: Part) -> str:
+    """What to give in place of a path that is no model."""
+    if contents_of(path).kind == ADAPTER:
+        return "give it as --adapter, and its model as --model"
+    return f"give a {'model' if part == 'target' else part}'s folder or a GGUF file"
 
 
 def hub_gguf(name: str) -> tuple[str, str] | None:

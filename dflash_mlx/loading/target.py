@@ -1,16 +1,11 @@
-"""A target's folder -> a `Target`: mlx-lm's model of its config, its weights, its tokenizer.
-
-Fine-tunes by `mlx_lm.lora` (LoRA, DoRA or full) go through mlx-lm's own loader.
-"""
+"""A target's folder -> a `Target`: mlx-lm's model of its config, its weights, its tokenizer."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
@@ -20,17 +15,17 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
-from ..drafter.networks import ARCHITECTURES, DRAFTER_FIELDS
 from ..errors import ConfigError, ModelNotFoundError, WeightsError
 from ..proposal import Proposal
 from ..targets import Target
 from ..targets.internals import classes_of
 from ..threads import evaluate
-from ..validation import PATH_ERRORS, ErrorWrapper, brief, path_kind, read_json, user_path
+from ..validation import ErrorWrapper
+from .adapters import Adapter
 from .checks import check_memory
 from .computed import bounded, complete, computes
-from .folder import Folder, StoredTensor, read_header
-from .hub import Hub
+from .contents import MODEL, of_config
+from .folder import Folder
 from .quantization import Quantization
 from .reading import (
     MLX_ERRORS,
@@ -41,79 +36,18 @@ from .reading import (
     check_not_quantized,
     float_bytes,
     load_file,
-    on_cpu,
     start_reading,
     without_fp8,
 )
-from .registry import Name, as_name
 from .rotations import spelled_for
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
 
 
-FILE, CONFIG = "adapters.safetensors", "adapter_config.json"
-_PARTS = ("lora_a", "lora_b", "m")  # of an adapter's layers
-_KINDS = ("lora", "dora", "full")
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A fine-tune: its folder, its adapter_config.json and what its weights' header says."""
-
-    folder: Path
-    config: dict[str, Any]
-    stored: Mapping[str, StoredTensor]
-
-    def add_to(self, name: str, model: nn.Module) -> None:
-        """Put its layers into a target, in place.
-
-        Raises `WeightsError` if it is another model's, or not complete.
-        """
-        from mlx_lm.tuner.utils import load_adapters  # mlx-lm's trainer comes with it
-
-        wrong = f"{self.folder}: this adapter does not fit {name}"
-        with ErrorWrapper(WeightsError, wrong, MODEL_ERRORS):
-            load_adapters(model, str(self.folder))
-        full = self.config.get("fine_tune_type") == "full"
-        for path, _ in () if full else tree_flatten(model.parameters()):
-            if path.rpartition(".")[2] in _PARTS and path not in self.stored:
-                raise WeightsError(f"{wrong} (the tensor {path} is missing).")
-        if on_cpu():
-            model.set_dtype(mx.float32)
-        model.eval()  # no dropout
-
-
-def find_adapter(name: Name, hub: Hub) -> Adapter:
-    """The adapter in a folder or repository, which is downloaded.
-
-    Raises: `ModelNotFoundError`, `DownloadError`, `ConfigError`, `WeightsError`, `SettingsError`.
-    """
-    name = as_name(name)
-    with ErrorWrapper(ModelNotFoundError, f"No adapter {brief(name)}", PATH_ERRORS):
-        folder = user_path(name)
-        kind = path_kind(folder)
-    if kind is None:
-        if name.count("/") != 1 or name.startswith((".", "/", "~")):
-            raise ModelNotFoundError(f"No adapter {name!r}: there is no such folder.")
-        folder = hub.fetch(name, [FILE]).path
-    for file in (FILE, CONFIG):
-        if not (folder / file).exists():
-            raise ModelNotFoundError(
-                f"{folder}: there is no {file}; an adapter is a folder of mlx_lm.lora."
-            )
-    config = read_json(folder / CONFIG)
-    if (kind := config.get("fine_tune_type", "lora")) not in _KINDS:
-        raise WeightsError(
-            f"{folder / CONFIG}: fine_tune_type is {brief(kind)}, not lora, dora or full."
-        )
-    return Adapter(folder, config, read_header(folder / FILE))
-
-
 def is_language_model(config: dict[str, Any]) -> bool:
     """Whether a config.json is that of a model which mlx-lm loads, and not a drafter's."""
-    names = config.get("architectures") or ()
-    if DRAFTER_FIELDS & config.keys() or any(name in ARCHITECTURES for name in names):
+    if of_config(config).kind != MODEL:
         return False
     with suppress(KeyError, TypeError, ValueError):  # mlx-lm's, for what it does not know
         return classes_of(config) is not None

@@ -125,9 +125,7 @@ def _kernel() -> tuple[str, list[str]]:
     if machine != "x86_64":
         return "generic", []  # which the compiler refuses if it would call a function for each fma
     try:
-        flags_line = re.search(
-            r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
+        flags_line = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         flags_line = None
     present = flags_line[1].split() if flags_line else []

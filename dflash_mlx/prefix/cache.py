@@ -106,9 +106,7 @@ class PrefixCache:
         self._chunk, self._stride = check_integer("chunk", chunk), check_integer("stride", stride)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._index = BlockIndex[Entry]()
-        self._disk = (
-            None if folder is None else DiskCache(user_path(folder), disk, disk_left)
-        )
+        self._disk = None if folder is None else DiskCache(user_path(folder), disk, disk_left)
         self._lock = threading.RLock()
 
     def check(self, target: Target, drafter: Drafter | None) -> None:

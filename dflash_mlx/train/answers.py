@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,10 +98,19 @@ def collect_samples(
     settings = AnswerSettings(recipe.max_tokens, recipe.rows, 4 * recipe.rows)
     answers = answer_all(target, prompts, work / "answers.jsonl", settings, listen)
     samples += [answer.sample for answer in answers if len(answer.answer) > 1]
-    samples = list(dict.fromkeys(s for s in samples if len(s.tokens) <= target.context_length))
-    if len(samples) < 2:
-        raise DataError("There are fewer than two samples to learn from: give more data.")
-    return samples
+    samples = list(dict.fromkeys(samples))
+    fitting = [sample for sample in samples if len(sample.tokens) <= target.context_length]
+    dropped = len(samples) - len(fitting)
+    said = (
+        f"{dropped:,} of {len(samples):,} rows are longer than the context of {target.name} "
+        f"({target.context_length:,} tokens)"
+    )
+    if len(fitting) < 2:
+        why = f" {said}." if dropped else ""
+        raise DataError(f"There are fewer than two samples to learn from: give more data.{why}")
+    if dropped:
+        warnings.warn(f"dflash-mlx: {said} and are left out.", stacklevel=2)
+    return fitting
 
 
 def _prompts(target: Target, source: str, record: Sequence[dict[str, str]]) -> list[list[int]]:

@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from ..chat_template import apply_chat_template
 from ..errors import DataError, PromptError
+from ..loading.contents import check_is_text
 from ..prompt import encode_text
 from ..validation import UTF8, is_message, parse_json
 
@@ -90,6 +91,7 @@ def encode_record(tokenizer: TokenizerWrapper, source: str, record: str | Messag
 
 def read_records(path: Path) -> Iterator[tuple[str, str | Messages]]:
     """Yield ("file:line", text or messages) for each record of a file. Raises `DataError`."""
+    check_is_text(path)
     try:
         content = path.read_text(encoding=UTF8)
     except (OSError, UnicodeDecodeError) as error:

@@ -13,7 +13,7 @@ from families import model_of, plain_tokens, random_prompt
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 from mtp_heads import config_of, save_pair
-from tinymodels import random_drafter, save_adapter, save_weights, tokenizer
+from tinymodels import random_drafter, save_adapter, save_target, save_weights, tokenizer
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import LookupDrafter
@@ -124,7 +124,7 @@ def test_adapters_that_do_not_fit(saved: Any, tmp_path: Path) -> None:
         (part, "does not fit .* is missing"),
         (cut, "truncated"),
         (kind, "fine_tune_type is 'ia3'"),
-        (empty, "there is no adapters.safetensors"),
+        (empty, "there is no adapters.safetensors in it"),
         (tmp_path / "nowhere", "no such folder"),
     ):
         with pytest.raises(DFlashError, match=said) as caught:
@@ -136,3 +136,123 @@ def test_an_adapter_that_is_not_there_is_missed_before_a_model_is_downloaded() -
     nowhere = Hub("http://127.0.0.1:1")
     with pytest.raises(DFlashError, match="No adapter './nowhere'"):
         dm.load("no-such/model", "none", adapter="./nowhere", hub=nowhere)
+
+
+# PEFT's adapters, against the same update added to the weights.
+
+PEFT: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none"}
+PROJECTIONS = {"self_attn.q_proj": (128, 64), "mlp.down_proj": (64, 128)}
+
+
+def peft_folder(path: Path, more: dict[str, Any], prefix: str = "model.") -> Path:
+    """A random adapter of two projections in two layers, as PEFT writes it."""
+    path.mkdir()
+    (path / "adapter_config.json").write_text(json.dumps(PEFT | more))
+    ranks = {name: 4 for name in PROJECTIONS} | more.get("rank_pattern", {})
+    mx.random.seed(3)
+    weights = {}
+    for layer in (0, 2):
+        for name, (out, size) in PROJECTIONS.items():
+            stem = f"base_model.model.{prefix}layers.{layer}.{name}."
+            weights[f"{stem}lora_A.weight"] = mx.random.normal((ranks[name], size))
+            weights[f"{stem}lora_B.weight"] = 0.1 * mx.random.normal((out, ranks[name]))
+            if more.get("use_dora"):
+                weights[f"{stem}lora_magnitude_vector"] = 1 + mx.random.uniform(shape=(out,))
+    mx.save_safetensors(str(path / "adapter_model.safetensors"), weights)
+    return path
+
+
+def merged(folder: Path, adapter: Path, more: dict[str, Any]) -> dict[str, mx.array]:
+    """The model's weights with the update: W + scale B A, in DoRA with rows of the magnitude."""
+    weights = dict(mx.load(str(folder / "model.safetensors")))
+    update = dict(mx.load(str(adapter / "adapter_model.safetensors")))
+    for name in [name for name in update if name.endswith("lora_A.weight")]:
+        a, b = update[name], update[name.replace("lora_A", "lora_B")]
+        path = name.removeprefix("base_model.model.").replace(".lora_A", "")
+        path = path if path in weights else f"model.{path}"
+        projection = path.removesuffix(".weight").partition("layers.")[2].partition(".")[2]
+        alpha = more.get("alpha_pattern", {}).get(projection, 8)
+        rank = a.shape[0]
+        scale = alpha / (rank**0.5 if more.get("use_rslora") else rank)
+        weights[path] = weights[path] + scale * b @ a
+        if more.get("use_dora"):
+            size = update[name.replace("lora_A.weight", "lora_magnitude_vector")]
+            norm = mx.linalg.norm(weights[path], axis=1)
+            weights[path] = weights[path] * (size / norm)[:, None]
+    return weights
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"rank_pattern": {"mlp.down_proj": 2}, "alpha_pattern": {"mlp.down_proj": 32}},
+    ],
+    ids=["LoRA", "rsLoRA", "DoRA", "patterns"],
+)
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_an_adapter_of_peft_is_added_to_the_weights(
+    tmp_path: Path, more: dict[str, Any], prefix: str
+) -> None:
+    folder = save_target(tmp_path / "model", "llama")
+    adapter = peft_folder(tmp_path / "adapter", more, prefix)
+    tokens = mx.array([[1, 2, 3, 4, 5]])
+    tuned = dm.load_target(str(folder), adapter=str(adapter)).model(tokens)
+    plain = dm.load_target(str(folder)).model(tokens)
+    mx.save_safetensors(str(folder / "model.safetensors"), merged(folder, adapter, more))
+    wanted = dm.load_target(str(folder)).model(tokens)
+    assert mx.abs(wanted - plain).max() > 0.1
+    assert mx.allclose(tuned, wanted, atol=1e-3, rtol=1e-3)
+
+
+def test_peft_saves_whole_modules_too(tmp_path: Path) -> None:
+    folder = save_target(tmp_path / "model", "llama", tie_word_embeddings=False)
+    adapter = peft_folder(tmp_path / "adapter", {"modules_to_save": ["lm_head"]})
+    file = str(adapter / "adapter_model.safetensors")
+    head = 2 * mx.load(str(folder / "model.safetensors"))["lm_head.weight"]
+    weights = dict(mx.load(file)) | {"base_model.model.lm_head.weight": head}
+    mx.eval(weights)
+    mx.save_safetensors(file, weights)
+    model = dm.load_target(str(folder), adapter=str(adapter)).model
+    assert mx.array_equal(model.lm_head.weight, head)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out is True"),
+        ({"lora_bias": True}, "lora_bias is True"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changes the base model's weights"),
+        ({"lora_alpha": None}, "lora_alpha is None"),
+    ],
+)
+def test_an_adapter_of_peft_that_is_more_than_lora_is_refused(
+    tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
+    folder = save_target(tmp_path / "model", "llama")
+    adapter = peft_folder(tmp_path / "adapter", more)
+    with pytest.raises(DFlashError, match=said):
+        dm.load_target(str(folder), adapter=str(adapter))
+
+
+def test_an_adapter_of_peft_for_another_model_is_refused(tmp_path: Path) -> None:
+    folder = save_target(tmp_path / "model", "llama")
+    adapter = peft_folder(tmp_path / "adapter", {})
+    file = str(adapter / "adapter_model.safetensors")
+    weights = dict(mx.load(file))
+    mx.eval(weights)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    for changed, said in (
+        (weights | {name.replace("layers.0", "layers.9"): weights[name]}, "has no place in it"),
+        (weights | {name: mx.zeros((4, 32))}, r"lora_a is \(32, 4\) and not \(64, 4\)"),
+        ({key: x for key, x in weights.items() if key != name}, "has no lora_a"),
+    ):
+        mx.save_safetensors(file, changed)
+        with pytest.raises(DFlashError, match=said):
+            dm.load_target(str(folder), adapter=str(adapter))
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(DFlashError, match="a PEFT adapter, and there is no adapter_model"):
+        dm.load_target(str(folder), adapter=str(adapter))

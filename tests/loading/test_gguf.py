@@ -221,8 +221,8 @@ def test_llama_3s_rotation_is_known_by_its_divisors(tmp_path: Path) -> None:
     ("more", "said"),
     [
         ({"general.architecture": "bert"}, "the architecture is 'bert'"),
-        ({"general.type": "adapter"}, r"a LoRA adapter \(llama\), not a model"),
-        ({"general.architecture": "clip"}, r"a projector for images \(clip\), not a model"),
+        ({"general.type": "adapter"}, r"a LoRA adapter in GGUF \(llama\), not a model"),
+        ({"general.architecture": "clip"}, r"a projector for images in GGUF \(clip\), not a model"),
         ({"llama.attention.max_alibi_bias": 8.0}, "max_alibi_bias is not understood"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count"),
         ({"llama.attention.head_count": 0}, "no model of mlx-lm"),

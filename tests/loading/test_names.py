@@ -48,7 +48,7 @@ def test_a_known_name_is_not_its_own_suggestion():
 def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path):
     broken = tmp_path / "broken"
     broken.mkdir()
-    with pytest.raises(ModelNotFoundError, match="there is no config.json in it"):
+    with pytest.raises(ModelNotFoundError, match="an empty folder"):
         local_path(str(broken))
     (broken / "config.json").write_text('{"model_type": ')
     assert local_path(str(broken)) == broken
@@ -71,7 +71,7 @@ def test_gguf_files_where_other_programs_keep_them(tmp_path):
     folder.mkdir()
     blob.write_bytes(b"GGUF")
     other.touch()
-    with pytest.raises(ModelNotFoundError, match="model': it is not a GGUF file"):
+    with pytest.raises(ModelNotFoundError, match="model': it is an empty file; give"):
         local_path(str(other))
     names = [f"a-Q4_0-0000{i}-of-00002.gguf" for i in (1, 2)]
     for name in (*names, "mmproj-F16.gguf"):
@@ -108,7 +108,7 @@ def test_a_folder_here_is_a_path(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, message",
-    [("qwen3-8b", "Did you mean Qwen/Qwen3-8B?"), ("/etc", "there is no config.json in it")],
+    [("qwen3-8b", "Did you mean Qwen/Qwen3-8B?"), ("/etc", "a folder without config.json")],
 )
 def test_the_command_line_says_so(name, message):
     done = run("generate", "hi", "--model", name)

@@ -140,3 +140,21 @@ def test_a_target_that_repeats_itself_is_told_so(tmp_path, target):
     path.write_text((json.dumps({"turns": ["the same words again"]}) + "\n") * 40)
     with pytest.raises(DataError, match="1 different turns.*--synthesize 1"):
         write_turns(target, 5, path, SMALL)
+
+
+@pytest.mark.parametrize("short", [0, 3])
+def test_rows_that_are_longer_than_the_context_are_counted(target, tmp_path, short):
+    """Left out with a warning; if too few are left, the error says so."""
+    data = tmp_path / "rows.jsonl"
+    texts = [f"{i} " + "a lot of dogs " * 900 for i in range(4)]
+    texts += [f"{i} quick brown foxes" for i in range(short)]
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    recipe = Recipe(data=data, keep_answers=True)
+    said = rf"4 of {4 + short} rows are longer than the context of .* \(8,192 tokens\)"
+    if not short:
+        with pytest.raises(DataError, match=f"fewer than two samples.*{said}"):
+            collect_samples(target, tmp_path, recipe, (), lambda event: None)
+        return
+    with pytest.warns(UserWarning, match=f"{said} and are left out"):
+        samples = collect_samples(target, tmp_path, recipe, (), lambda event: None)
+    assert len(samples) == short

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ...errors import ConfigError, WeightsError
 from ...validation import ErrorWrapper
 from ..computed import model_of
+from ..contents import DRAFTER, MODEL, contents_of
 from ..reading import MODEL_ERRORS
 from . import tokenizer
 from .architectures import LONG, ROPE_DIVISORS, SHORT, architectures, read_config
@@ -29,7 +30,6 @@ from .layout import change_of, gguf_name, stored_shape
 BYTES_PER_FILE = 1 << 30
 EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"
 _WIDE = {"gemma2", "gemma4"}  # too large for half precision; mlx-lm's Gemma 3 clips what is
-_OTHER_FILES = {"adapter": "a LoRA adapter", "mmproj": "a projector for images"}
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 
 
@@ -50,10 +50,16 @@ class Conversion:
     def __init__(self, parts: Sequence[Path], unpacked: bool) -> None:
         self._path, self.header = (path := parts[0]), read_header(parts)
         self._kind = str(self.header.metadata.get("general.architecture"))
-        kind = "mmproj" if self._kind == "clip" else self.header.metadata.get("general.type")
-        if kind in _OTHER_FILES:
-            found = f"{_OTHER_FILES[kind]} ({self._kind})"
-            raise ConfigError(f"{path}: {found}, not a model: name the model's file.")
+        kind, words = contents_of(path)
+        if kind != MODEL:
+            remedy = "its safetensors are read" if kind == DRAFTER else "name the model's file"
+            raise ConfigError(f"{path}: {words}, not a model: {remedy}.")
+        count = self.header.metadata.get("split.count", 1)
+        if count > len(parts):
+            raise WeightsError(
+                f"{path}: one of {count} parts of a model under another name: name all parts as "
+                f"NAME-00001-of-{count:05}.gguf, in one folder."
+            )
         for name, tensor in self.header.tensors.items():
             if not is_readable(tensor.type):
                 raise ConfigError(f"{path}: {name} is stored as {tensor.type.name}: not readable.")

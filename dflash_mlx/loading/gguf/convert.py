@@ -19,6 +19,7 @@ from ...errors import MissingDependencyError, OutputError, WeightsError
 from ...machine.facts import cache_folder
 from ...machine.saving import save_arrays
 from ..checks import check_memory
+from ..contents import Contents, contents_of
 from ..folder import INDEX, Folder
 from ..registry import parts_of
 
@@ -55,6 +56,11 @@ def converted(path: Path, unpacked: bool) -> Path:
 
 class GGUFFile(Folder):
     """A GGUF file that is not converted yet, or the first of its parts."""
+
+    @property
+    def contents(self) -> Contents:
+        """See `Folder`; by the first keys."""
+        return contents_of(self.path)
 
     @cached_property
     def config(self) -> dict[str, Any]:

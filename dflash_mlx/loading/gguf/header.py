@@ -82,12 +82,17 @@ def read_header(parts: Sequence[Path]) -> Header:
     return Header(headers[0].metadata, tensors)
 
 
+def read_general(path: Path) -> dict[str, Any]:
+    """The first keys of a file, which say what it is (`general.*`). Raises `WeightsError`."""
+    return _read(path, general=True).metadata
+
+
 def read_base_models(path: Path) -> list[str]:
     """The repositories (owner/name) that a file says it was made of; reads its first keys only.
 
     Raises `WeightsError`.
     """
-    said = _read(path, general=True).metadata
+    said = read_general(path)
     urls = (str(said[key]) for key in sorted(said) if _BASE_MODEL.fullmatch(key))
     return ["/".join(url.rstrip("/").split("/")[-2:]) for url in urls]
 

@@ -1,0 +1,178 @@
+"""What a path holds is named by its header, wherever it is given by mistake."""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+from ggufs import gguf_of, write
+from tinymodels import drafter_config, refusal, save_adapter, save_drafter, save_target
+
+import dflash_mlx as dm
+from dflash_mlx.bench.datasets import read_prompts
+from dflash_mlx.errors import DataError, DFlashError
+from dflash_mlx.loading.contents import ADAPTER, DRAFTER, MODEL, OTHER, contents_of, of_config
+from dflash_mlx.loading.inspect import inspect_drafter
+from dflash_mlx.train.dataset import read_records
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+def header_only(path: Path, architecture: str, **general: str) -> Path:
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in general.items():
+        writer.add_string(f"general.{key}", value)
+    writer.add_tensor("fc.weight", np.zeros((32, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One of each kind."""
+    folder = tmp_path_factory.mktemp("things")
+    found = {name: folder / name for name in ("target", "drafter", "adapter", "peft", "empty")}
+    save_target(found["target"], "llama")
+    save_drafter(found["drafter"])
+    save_adapter(found["adapter"], found["target"], "lora")
+    found["peft"].mkdir()
+    (found["peft"] / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 8}')
+    array = mx.zeros((2, 2))
+    names = {"peft": "base_model.model.a.lora_A.weight", "drafter": "hidden_norm.weight"}
+    for kind, name in names.items():
+        found[f"{kind}.safetensors"] = folder / f"{kind}.safetensors"
+        mx.save_safetensors(str(found[f"{kind}.safetensors"]), {name: array})
+    found["empty"].mkdir()
+    found["gguf drafter"] = header_only(folder / "a.gguf", "dflash-draft")
+    found["gguf eagle"] = header_only(folder / "e.gguf", "eagle3")
+    found["gguf adapter"] = header_only(folder / "b.gguf", "llama", type="adapter")
+    found["gguf projector"] = header_only(folder / "c.gguf", "clip")
+    found["gguf model"] = header_only(folder / "d.gguf", "qwen3")
+    bytes_of = {
+        "page": b"<!DOCTYPE html><html>",
+        "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "parquet": b"PAR1" + bytes(20),
+        "json": b'{"a": 1}',
+        "text": "naïve".encode(),
+        "nothing": b"",
+        "binary": bytes([200, 201, 0]) * 2000,
+    }
+    for name, content in bytes_of.items():
+        found[name] = folder / name
+        found[name].write_bytes(content)
+    found["torch"] = folder / "pytorch_model.bin"
+    with zipfile.ZipFile(found["torch"], "w") as archive:
+        archive.writestr("archive/data.pkl", b"")
+    return found
+
+
+KINDS = {
+    "target": (MODEL, "a model (llama)"),
+    "drafter": (DRAFTER, "a drafter (DFlashDraftModel)"),
+    "adapter": (ADAPTER, "an adapter of mlx_lm.lora"),
+    "peft": (ADAPTER, "a PEFT adapter"),
+    "empty": (OTHER, "an empty folder"),
+    "peft.safetensors": (ADAPTER, "weights of a PEFT adapter (safetensors)"),
+    "drafter.safetensors": (DRAFTER, "weights of a drafter (safetensors)"),
+    "gguf drafter": (DRAFTER, "a DFlash drafter in the form of older forks in GGUF"),
+    "gguf eagle": (DRAFTER, "an EAGLE-3 head, which drafts in GGUF"),
+    "gguf adapter": (ADAPTER, "a LoRA adapter in GGUF (llama)"),
+    "gguf projector": (OTHER, "a projector for images in GGUF (clip)"),
+    "gguf model": (MODEL, "a model in GGUF (qwen3)"),
+    "page": (OTHER, "a web page"),
+    "pointer": (OTHER, "a pointer of Git LFS"),
+    "parquet": (OTHER, "a Parquet file"),
+    "json": (OTHER, "a JSON file"),
+    "text": (OTHER, "a text file"),
+    "nothing": (OTHER, "an empty file"),
+    "binary": (OTHER, "a binary file of an unknown kind"),
+    "torch": (OTHER, "a zip archive or a PyTorch checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_path_is_named_by_what_it_holds(things: dict[str, Path], name: str) -> None:
+    kind, words = contents_of(things[name])
+    assert kind == KINDS[name][0] and words.startswith(KINDS[name][1])
+
+
+def test_every_published_drafter_is_a_drafter_and_every_target_a_model() -> None:
+    drafters = json.loads((DATA / "published_configs.json").read_text())
+    assert {of_config(entry["config"]).kind for entry in drafters} == {DRAFTER}
+    models: dict[str, Any] = json.loads((DATA / "mlx_lm_models.json").read_text())
+    assert {of_config(config).kind for config in models.values()} == {MODEL}
+    for kind in ("gemma4_assistant", "qwen3_5_mtp"):
+        assert of_config({"model_type": kind}).kind == DRAFTER
+
+
+ALL = [name for name in KINDS if name != "target"]
+
+
+@pytest.mark.parametrize("name", [one for one in ALL if one != "gguf model"])
+def test_what_is_no_model_is_named_where_a_model_is_wanted(
+    things: dict[str, Path], name: str
+) -> None:
+    message = refusal(DFlashError, dm.load_target, things[name])
+    kind, words = KINDS[name]
+    assert words.partition(" in GGUF")[0] in message
+    option = {DRAFTER: "--draft", ADAPTER: "--adapter"}.get(kind, "")
+    assert option in message or "safetensors" in name
+
+
+@pytest.mark.parametrize("name", [one for one in ALL if KINDS[one][0] not in (MODEL, DRAFTER)])
+def test_what_is_no_drafter_is_named_where_a_drafter_is_wanted(
+    things: dict[str, Path], name: str
+) -> None:
+    message = refusal(DFlashError, dm.load, things["target"], str(things[name]))
+    assert KINDS[name][1].partition(" in GGUF")[0] in message
+
+
+@pytest.mark.parametrize("name", [one for one in KINDS if one not in ("adapter", "peft")])
+def test_what_is_no_adapter_is_named_where_an_adapter_is_wanted(
+    things: dict[str, Path], name: str
+) -> None:
+    message = refusal(DFlashError, dm.load_target, things["target"], adapter=str(things[name]))
+    assert KINDS[name][1] in message and "not an adapter" in message
+
+
+@pytest.mark.parametrize("name", ["gguf model", "torch", "parquet", "binary"])
+@pytest.mark.parametrize("reader", [read_prompts, lambda path: list(read_records(path))])
+def test_what_is_no_text_is_named_where_rows_are_wanted(
+    things: dict[str, Path], name: str, reader: Any
+) -> None:
+    with pytest.raises(DataError) as caught:
+        reader(things[name])
+    assert KINDS[name][1] in str(caught.value)
+
+
+def test_the_weights_of_a_folder_mean_the_folder(things: dict[str, Path]) -> None:
+    """Finders complete paths to files, and many programs take them."""
+    target = dm.load_target(str(things["target"] / "model.safetensors"))
+    assert target.num_layers == 3
+    drafter = dm.load_drafter(str(things["drafter"] / "model.safetensors"))
+    assert drafter.config.block_size == drafter_config()["block_size"]
+    weights = str(things["adapter"] / "adapters.safetensors")
+    assert dm.load_target(str(things["target"]), adapter=weights)
+
+
+def test_the_first_part_of_a_split_file_under_another_name(tmp_path: Path) -> None:
+    metadata, tensors, _ = gguf_of("qwen3")
+    write(tmp_path / "a.gguf", metadata, tensors, {}, most_tensors=20)
+    first = sorted(tmp_path.glob("*.gguf"))[0]
+    alone = tmp_path / "alone" / "model.gguf"
+    alone.parent.mkdir()
+    alone.write_bytes(first.read_bytes())
+    message = refusal(DFlashError, dm.load_target, alone)
+    assert "one of" in message and "parts of a model under another name" in message
+
+
+def test_an_adapter_is_named_by_inspect(things: dict[str, Path]) -> None:
+    with pytest.raises(DFlashError, match="a PEFT adapter, not a drafter"):
+        inspect_drafter(things["peft"])
