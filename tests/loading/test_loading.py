@@ -157,7 +157,7 @@ def test_what_drafts_without_a_network_is_no_drafter_to_load(name):
 
 def test_a_file_is_no_model(pair):
     path = pair[0] / "config.json"
-    assert "not a GGUF file" in refusal(ModelNotFoundError, load_target, path)
+    assert "it is a JSON file" in refusal(ModelNotFoundError, load_target, path)
 
 
 def test_the_registry_finds_the_drafter_of_a_folder(pair, tmp_path):
