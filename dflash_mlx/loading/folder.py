@@ -25,12 +25,14 @@ from ..validation import (
     text_config,
 )
 from .contents import Contents, of_config
-from .quantization import Quantization, is_fp8, is_quantized
+from .quantization import Quantization, are_plain, is_fp8, is_quantized, of_modelopt
 
 INDEX = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
+QUANTIZATION = "hf_quant_config.json"  # ModelOpt's
 MOST_LAYERS = 4096  # mlx-lm builds every layer before it compares the weights with the config
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_TAGGED_FLOATS = ("Infinity", "-Infinity", "NaN")
 _FLOATS = ("F32", "F16", "BF16", "F8_E4M3")
 _BITS = re.compile(r"\d+")  # in the name of a dtype
 # Files that mlx-lm and transformers open by themselves.
@@ -86,7 +88,7 @@ class Folder:
                 raise ConfigError(f"{file}: cannot be read ({error.strerror}).") from error
             if size > MAX_JSON_BYTES:
                 raise ConfigError(f"{file}: {size:,} bytes are too many for a file of this kind.")
-        config = read_json(path)
+        config = _untagged(read_json(path))
         for part in (config, config.get("text_config")):
             if part is not None and not isinstance(part, dict):
                 raise ConfigError(f"{path}: text_config must be an object, not {brief(part)}.")
@@ -96,7 +98,36 @@ class Folder:
                     f"{path}: num_hidden_layers must be a whole number from 1 to {MOST_LAYERS:,}, "
                     f"not {brief(layers)}."
                 )
-        return config
+        return self._with_quantization(config)
+
+    def _with_quantization(self, config: dict[str, Any]) -> dict[str, Any]:
+        """A config that says of the weights' quantization what is true of this folder.
+
+        ModelOpt says it in a file of its own. A config that still names the quantization of
+        weights that somebody has unpacked since is a warning.
+        """
+        parts = [part for part in (config, text_config(config)) if "quantization_config" in part]
+        file = self.path / QUANTIZATION
+        if not parts and "quantization" not in config and file.is_file():
+            found = of_modelopt(read_json(file), file)
+            return config if found is None else config | {"quantization_config": found}
+        files = self.path.glob("model*.safetensors") if parts else ()
+        headers = [self.header(weights) for weights in files]
+        types = {name: tensor.dtype for header in headers for name, tensor in header.items()}
+        if not are_plain(types):
+            return config
+        method = (parts[0]["quantization_config"] or {}).get("quant_method")
+        warnings.warn(
+            f"dflash-mlx: {self.path / 'config.json'} says quant_method {brief(method)}, but the "
+            "weights are plain: they are read as they are.",
+            stacklevel=3,
+        )
+        plain = {name: value for name, value in config.items() if name != "quantization_config"}
+        text = config.get("text_config")
+        if isinstance(text, dict):
+            kept = {name: value for name, value in text.items() if name != "quantization_config"}
+            plain["text_config"] = kept
+        return plain
 
     @property
     def contents(self) -> Contents:
@@ -225,6 +256,17 @@ class Folder:
             warnings.warn(f"dflash-mlx: {path} is not used: {error}", stacklevel=2)
             return {}
         return found
+
+
+def _untagged(value: Any) -> Any:
+    """A JSON value whose infinite numbers are floats: transformers writes {"__float__": "NaN"}."""
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in _TAGGED_FLOATS:
+        return float(value["__float__"])
+    return {name: _untagged(item) for name, item in value.items()}
 
 
 class Preview(Folder):

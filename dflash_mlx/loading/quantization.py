@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SettingsError
+from ..errors import ConfigError, SettingsError
 from ..validation import brief, is_integer
 
 if TYPE_CHECKING:
@@ -21,6 +21,37 @@ _MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 }
 # Parameters above which a drafter is loaded in 4 bits beside a quantized target.
 LARGE_DRAFTER = 10**9
+
+
+# The ends of the names of tensors that only packed weights have, in any library's form.
+_OF_PACKED = (".qweight", ".scales", "weight_scale", "weight_packed", "weight_scale_inv", "absmax")
+_PLAIN = {"F64", "F32", "F16", "BF16"}
+_MODELOPT = "NVFP4"
+
+
+def of_modelopt(said: Mapping[str, Any], file: object) -> dict[str, Any] | None:
+    """The `quantization_config` that a hf_quant_config.json of NVIDIA's ModelOpt stands for.
+
+    Its own form is {"producer", "quantization": {"quant_algo", ...}}; None if that names no
+    algorithm, so the weights are plain. Raises `ConfigError` for one that is not read.
+    """
+    settings = said.get("quantization", said)
+    if not isinstance(settings, Mapping) or "quant_algo" not in settings:
+        raise ConfigError(f"{file}: there is no quantization.quant_algo in it.")
+    algorithm = settings["quant_algo"]
+    if algorithm is None:
+        return None
+    if algorithm != _MODELOPT:
+        raise ConfigError(
+            f"{file}: quant_algo is {brief(algorithm)}; of ModelOpt's, {_MODELOPT} is read."
+        )
+    return {"quant_method": "modelopt", **settings}
+
+
+def are_plain(tensors: Mapping[str, str]) -> bool:
+    """Whether weights are plain floats, by their names and safetensors' names of their types."""
+    packed = any(name.endswith(_OF_PACKED) for name in tensors)
+    return bool(tensors) and not packed and {*tensors.values()} <= _PLAIN
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:

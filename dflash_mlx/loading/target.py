@@ -132,7 +132,8 @@ def read_target(folder: Folder) -> tuple[nn.Module, dict[str, Any]]:
     with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
         config = spelled_for(deepcopy(folder.config))  # some classes change their arguments
         with TemporaryDirectory() as view:  # mlx-lm would read other files than the index's, too
-            for file in (*folder.files, *folder.path.glob("*.json")):
+            Path(view, "config.json").write_text("{}")  # all of it is in `config`
+            for file in folder.files:
                 Path(view, file.name).symlink_to(file.resolve())
             model, config = load_model(
                 Path(view), lazy=True, model_config=config, get_model_classes=_reading_fp8
