@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from decimal import Decimal
@@ -209,15 +210,24 @@ def _literal(text: str, guess: bool) -> Any:
 _STRING: Final = re.compile(
     r"""(["'])((?:\\.|(?!\1)[^\\]|\1(?!\s*(?:[,:)}\]]|$|\1[\w-]+\1\s*:)))*)\1""", re.DOTALL
 )
-_ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
-_ESCAPES: Final = dict(zip("nrtbf\"'\\/", "\n\r\t\b\f\"'\\/", strict=True))
+# Python's strings in three quotes, and those with letters before the quote: r"\d+".
+_PYTHON_STRING: Final = re.compile(
+    r"""([rRuUbBfF]{0,2})(\"{3}|'{3})((?:\\.|(?!\2)[^\\])*)\2"""
+    r"""|([rRuUbBfF]{1,2})(["'])((?:\\.|(?!\5)[^\\])*)\5""",
+    re.DOTALL,
+)
+_ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_ESCAPES: Final = dict(zip("nrtbfav\"'\\/", "\n\r\t\b\f\a\v\"'\\/", strict=True)) | {"\n": ""}
 _BRACKETS: Final = re.compile(r"[()\[\]{}<>\n]")
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 
 
 def _unescape(match: re.Match[str]) -> str:
     code = match[1]
-    return chr(int(code[1:], 16)) if len(code) > 1 else _ESCAPES.get(code, match[0])
+    if len(code) == 1:
+        return _ESCAPES.get(code, match[0])
+    number = int(code[1:], 16)
+    return chr(number) if number <= sys.maxunicode else match[0]
 
 
 class LiteralReader:
@@ -258,6 +268,8 @@ class LiteralReader:
             return string
         if self._take("{"):
             return self.members(":", "}")
+        if self._take("("):
+            return self._tuple()
         if not self._take("["):
             word = self._word("," + close)
             return Raw(_PYTHON_WORDS.get(word, word))
@@ -266,6 +278,15 @@ class LiteralReader:
             found.append(self.value("]"))
             self._take(",")
         return found
+
+    def _tuple(self) -> Any:
+        """A tuple after its bracket, as a list; a value in brackets without a comma is itself."""
+        found: list[Any] = []
+        comma = False
+        while not self._take(")"):
+            found.append(self.value(")"))
+            comma = self._take(",")
+        return found[0] if len(found) == 1 and not comma else found
 
     def _lacks_end(self) -> bool:
         """Whether another bracket is here, or nothing, where brackets may be missing."""
@@ -280,6 +301,12 @@ class LiteralReader:
             self.at = end + len(self._quote)
             return self._text[start:end]
         self._take("")
+        match = _PYTHON_STRING.match(self._text, self.at)
+        if match is not None:
+            self.at = match.end()
+            letters = match[1] or match[4] or ""
+            text = match[3] if match[4] is None else match[6]
+            return text if "r" in letters.lower() else _ESCAPE.sub(_unescape, text)
         match = _STRING.match(self._text, self.at)
         if match is None:
             return None

@@ -130,8 +130,8 @@ def _of_folder(path: Path) -> Contents:
     if not names:
         return Contents(OTHER, "an empty folder")
     if (path / "tokenizer.json").is_file() or (path / "tokenizer_config.json").is_file():
-        return Contents(OTHER, "a tokenizer without a model")
-    return Contents(OTHER, "a folder without config.json")
+        return Contents(OTHER, "a folder with a tokenizer, and no config.json in it")
+    return Contents(OTHER, "a folder with no config.json in it")
 
 
 def _of_gguf(path: Path) -> Contents:

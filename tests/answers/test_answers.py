@@ -1,5 +1,7 @@
 """Answers of every family split into text, reasoning and calls."""
 
+import ast
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -384,3 +386,60 @@ def test_words_without_a_channel_are_content(text, said):
     for width in (1, 1000):
         found = read(form_of("harmony"), SCHEMAS, text, width)
         assert "".join(one.text for one in found).split() == said.split()
+
+
+STRINGS = [
+    "plain",
+    "x, y)",
+    "two\nlines",
+    'say "hi" ',
+    "it's",
+    "\\d+\\s",
+    "tab\there",
+    "é🙂",
+    "",
+    "a='b'",
+]
+
+
+def spelled(text: str) -> list[str]:
+    """Ways to write a string in Python."""
+    found = [repr(text), json.dumps(text, ensure_ascii=False)]
+    for quote in ('"""', "'''"):
+        if quote not in text and not text.endswith(quote[0]):
+            if "\\" not in text:
+                found += [f"{quote}{text}{quote}", f"u{quote}{text}{quote}"]
+            found.append(f"r{quote}{text}{quote}")
+            escaped = text.replace("\\", "\\\\")
+            escaped = text.replace("\\", "\\\\")
+            found.append(f"{quote}\\\n{escaped}{quote}")
+    for quote in "\"'":
+        if quote not in text and "\n" not in text:
+            found += [f"r{quote}{text}{quote}", f"R{quote}{text}{quote}"]
+    return found
+
+
+@pytest.mark.parametrize("text", STRINGS)
+def test_pythonic_strings_are_those_that_python_reads(text: str) -> None:
+    for source in spelled(text):
+        assert ast.literal_eval(source) == text
+        for value, wanted in ((source, text), (f"[{source}, ({source}, 1)]", [text, [text, 1]])):
+            written = f"<|tool_call_start|>[f(a={value}, b=2)]<|tool_call_end|>"
+            found = read(form_of("pythonic"), {"f": {}}, written)
+            assert found == [("f", {"a": wanted, "b": 2})], source
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '[{"name": "f", "arguments": {"a": "x"}}]',
+        '{"name": "f", "arguments": {"a": "x"}}',
+        '[{"name": "f", "parameters": "{\\"a\\": \\"x\\"}"}]',
+        '```json\n[{"name": "f", "arguments": {"a": "x"}}]\n```',
+        '[f(a="x")]',
+        "f(a=('x'))",
+    ],
+)
+def test_lfm2_writes_json_between_its_markers_too(written: str) -> None:
+    text = f"<|tool_call_start|>{written}<|tool_call_end|>"
+    assert read(form_of("pythonic"), {"f": {}}, text) == [("f", {"a": "x"})]

@@ -108,7 +108,7 @@ def test_a_folder_here_is_a_path(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, message",
-    [("qwen3-8b", "Did you mean Qwen/Qwen3-8B?"), ("/etc", "a folder without config.json")],
+    [("qwen3-8b", "Did you mean Qwen/Qwen3-8B?"), ("/etc", "no config.json in it")],
 )
 def test_the_command_line_says_so(name, message):
     done = run("generate", "hi", "--model", name)
