@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from contextlib import suppress
 from copy import deepcopy
@@ -13,9 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import load_model
 
-from ..errors import ConfigError, ModelNotFoundError, WeightsError
+from ..errors import ConfigError, WeightsError
 from ..proposal import Proposal
 from ..targets import Target
 from ..targets.internals import classes_of
@@ -31,7 +30,6 @@ from .reading import (
     MLX_ERRORS,
     MODEL_ERRORS,
     SCALES,
-    TOKENIZER_FILE_ERRORS,
     SupportsSharding,
     check_not_quantized,
     float_bytes,
@@ -40,6 +38,7 @@ from .reading import (
     without_fp8,
 )
 from .rotations import spelled_for
+from .tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
@@ -155,20 +154,6 @@ def _reading_fp8(config: dict[str, Any]) -> tuple[Any, Any]:
         return cast(nn.Module, model)
 
     return build, arguments
-
-
-def read_tokenizer(folder: Folder) -> Any:
-    """mlx-lm's tokenizer of a folder. Raises: `ModelNotFoundError`, `ConfigError`."""
-    if not any((folder.path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        raise ModelNotFoundError(
-            f"{folder.path}: there is no tokenizer.json, the tokenizer is missing."
-        )
-    # Otherwise transformers asks at the terminal whether to run the model's own code, and warns
-    # of texts that the target can read.
-    extra = {"trust_remote_code": False, "model_max_length": sys.maxsize}
-    wrong = f"{folder.path}: the tokenizer cannot be read"
-    with ErrorWrapper(ConfigError, wrong, TOKENIZER_FILE_ERRORS):
-        return load_tokenizer(folder.path, extra, eos_token_ids=folder.end_tokens)
 
 
 def check_runs(target: Target) -> None:

@@ -17,7 +17,7 @@ from dflash_mlx.errors import ConfigError
 from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.gguf.tokenizer import CONTROL, USER_DEFINED, end_tokens
 from dflash_mlx.loading.load import load_target
-from dflash_mlx.loading.target import read_tokenizer
+from dflash_mlx.loading.tokenizer import read_tokenizer
 from dflash_mlx.structured import GrammarTokens, JsonSchema
 from dflash_mlx.train.answers import AnswerSettings, complete
 

@@ -1,0 +1,171 @@
+"""Tokenizers of repositories with code of their own, read without running it."""
+
+import json
+import random
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+from test_gguf_tokenizer import PROMPTS
+from tinymodels import LINES, refusal, save_target, tokenizer
+from tokenizers import Regex, pre_tokenizers
+
+from dflash_mlx.errors import ConfigError
+from dflash_mlx.loading.folder import Folder
+from dflash_mlx.loading.load import load_target
+from dflash_mlx.loading.tokenizer import _KIMI_PATTERN, kimi_tokenizer, read_tokenizer
+from dflash_mlx.loop import generate
+
+CODE = "raise SystemExit('code of a model was run')\n"
+TEXTS = [
+    *LINES,
+    *PROMPTS,
+    "你好，世界！It's 中文 and English混合",
+    "aaaaaaa  \n\n  a1234567 ÀÉ'LL ß",
+    "",
+]
+
+
+def trained_ranks() -> dict[bytes, int]:
+    """Bytes, then pairs in the order that they were merged, as tiktoken trains them."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    words = [list(bytes([byte]) for byte in word.encode()) for text in TEXTS for word in cut(text)]
+    while len(ranks) < 400:
+        counts: dict[bytes, int] = {}
+        for word in words:
+            for left, right in zip(word, word[1:], strict=False):
+                counts[left + right] = counts.get(left + right, 0) + 1
+        best = max(counts, key=lambda pair: (counts[pair], pair))
+        if counts[best] < 2:
+            break
+        ranks.setdefault(best, len(ranks))
+        words = [merged(word, {best: 0}) for word in words]
+    return ranks
+
+
+def cut(text: str) -> list[str]:
+    """The words of a text, by the pattern."""
+    splitter = pre_tokenizers.Split(Regex(_KIMI_PATTERN), "isolated")
+    return [word for word, _ in splitter.pre_tokenize_str(text)]
+
+
+def merged(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
+    """tiktoken's algorithm: the leftmost of the pairs with the lowest rank, until there is none."""
+    parts = list(parts)
+    while True:
+        pairs = [ranks.get(a + b, 10**9) for a, b in zip(parts, parts[1:], strict=False)]
+        if not pairs or min(pairs) == 10**9:
+            return parts
+        at = pairs.index(min(pairs))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+def encoded(text: str, ranks: dict[bytes, int]) -> list[int]:
+    found = []
+    for word in cut(text):
+        whole = word.encode()
+        parts = [whole] if whole in ranks else merged([bytes([b]) for b in whole], ranks)
+        found += [ranks[part] for part in parts]
+    return found
+
+
+def save_ranks(folder: Path, ranks: dict[bytes, int]) -> Path:
+    lines = [f"{b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()]
+    (folder / "tiktoken.model").write_text("".join(lines))
+    return folder / "tiktoken.model"
+
+
+def test_texts_are_encoded_as_tiktoken_encodes_them(tmp_path: Path) -> None:
+    ranks = trained_ranks()
+    built = kimi_tokenizer(save_ranks(tmp_path, ranks), {})
+    random.seed(0)
+    letters = "ab 1中'\nÉ."
+    made = ["".join(random.choices(letters, k=40)) for _ in range(100)]
+    for text in (*TEXTS, *made):
+        ids = built.encode(text).ids
+        assert ids == encoded(text, ranks), text
+        assert built.decode(ids) == text
+
+
+def test_special_tokens_have_the_numbers_behind_the_ranks(tmp_path: Path) -> None:
+    ranks = trained_ranks()
+    size = len(ranks)
+    named = {
+        str(size): {"content": "[BOS]"},
+        str(size + 3): {"content": "<think>", "special": False},
+    }
+    built = kimi_tokenizer(save_ranks(tmp_path, ranks), {"added_tokens_decoder": named})
+    assert built.encode("[BOS]a<think>").ids == [size, ranks[b"a"], size + 3]
+    assert built.token_to_id("<|reserved_token_" + f"{size + 1}|>") == size + 1
+    assert built.get_vocab_size() == size + 258
+    assert built.decode([size, ranks[b"a"], size + 3]) == "a<think>"
+
+
+def as_kimi(folder: Path, name: str = "TikTokenTokenizer") -> Path:
+    """The folder's tokenizer in the form of Kimi's: its byte-level tokens as ranks."""
+    letters = {letter: bytes([byte]) for byte, letter in byte_letters().items()}
+    content = json.loads((folder / "tokenizer.json").read_text())
+    added = {one["content"]: one["id"] for one in content["added_tokens"]}
+    plain = {t: i for t, i in content["model"]["vocab"].items() if t not in added}
+    numbers = {old: new for new, old in enumerate(sorted(plain.values()))}
+    ranks = {b"".join(letters[c] for c in t): numbers[i] for t, i in plain.items()}
+    save_ranks(folder, ranks)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "tokenizer_class": name,
+        "auto_map": {"AutoTokenizer": [f"tokenization_kimi.{name}", None]},
+        "added_tokens_decoder": {str(len(ranks)): {"content": "<|end|>", "special": True}},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenization_kimi.py").write_text(CODE)
+    return folder
+
+
+def byte_letters() -> dict[int, str]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    found: dict[int, str] = bytes_to_unicode()
+    return found
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["tokenizer.json beside it", "alone"])
+def test_a_folder_with_kimis_tokenizer_runs_no_code(tmp_path: Path, beside: bool) -> None:
+    folder = as_kimi(save_target(tmp_path, "llama"))
+    if not beside:
+        (folder / "tokenizer.json").unlink()
+    target = load_target(str(folder))
+    assert target.tokenizer.encode("what is 37") and target.tokenizer.has_chat_template
+    assert target.tokenizer.eos_token_ids == {target.tokenizer.convert_tokens_to_ids("<|end|>")}
+    messages = [{"role": "user", "content": "what is 37"}]
+    answer = generate(target, None, messages, max_tokens=8)
+    assert answer.text == target.tokenizer.decode(answer.tokens)
+
+
+def test_a_class_that_is_not_known_leaves_tokenizer_json_as_it_is(tmp_path: Path) -> None:
+    folder = save_target(tmp_path, "llama")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "tokenizer_class": "MyTokenizer",
+        "auto_map": {"AutoTokenizer": ["my.MyTokenizer"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "my.py").write_text(CODE)
+    found = read_tokenizer(Folder(folder))
+    for text in PROMPTS:
+        assert found.encode(text) == tokenizer().encode(text)
+    assert found.eos_token == tokenizer().eos_token
+
+
+def test_other_tokenizers_of_tiktoken_are_named(tmp_path: Path) -> None:
+    folder = as_kimi(save_target(tmp_path, "llama"), "QWenTokenizer")
+    (folder / "tokenizer.json").unlink()
+    message = refusal(ConfigError, load_target, folder)
+    assert "tiktoken" in message and "QWenTokenizer" in message
+
+
+@pytest.mark.parametrize("lines", ["YQ== 0\nYg== 2\n", "YQ== 0 1\n", "!! 0\n", "YQ== x\n"], ids=str)
+def test_a_broken_list_of_ranks_is_named(tmp_path: Path, lines: str) -> None:
+    folder = as_kimi(save_target(tmp_path, "llama"))
+    (folder / "tokenizer.json").unlink()
+    (folder / "tiktoken.model").write_text(lines)
+    assert "tiktoken.model: cannot be read" in refusal(ConfigError, load_target, folder)
