@@ -10,8 +10,8 @@
 # second run installs nothing until pyproject.toml changes.
 
 VENV ?= .venv
-# The first of these that is Python 3.11 or newer.
-PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+# The first of these that is Python 3.11 or newer: python3 is the one that a person chose.
+PYTHON ?= $(shell for python in python3 python3.15 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 BIN := $(VENV)/bin
 # setuptools warns of every editable install.
@@ -68,6 +68,6 @@ $(VENV)/has-dev: pyproject.toml | $(BIN)/pip
 $(BIN)/pip:
 	@$(or $(PYTHON),python3) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	echo "dflash-mlx needs Python 3.11 or newer, and $(or $(PYTHON),python3) is $$($(or $(PYTHON),python3) --version 2>&1 | tail -1)." >&2; \
-	echo 'Get one (brew install python@3.13, or uv python install 3.13), or name one: make PYTHON=/path/to/python3' >&2; exit 1; }
+	echo 'Get one (brew install python@3.14, or uv python install 3.14), or name one: make PYTHON=/path/to/python3' >&2; exit 1; }
 	@echo "Making $(VENV) with $$($(PYTHON) --version) ..."
 	@$(PYTHON) -m venv --upgrade-deps $(VENV)

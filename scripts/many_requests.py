@@ -35,7 +35,7 @@ BIAS = {5: -1.0, 7: 0.5}  # with --logit-bias 1
 BASELINE = "mlx-lm"
 # The layers and heads of Qwen3-8B, with tiny widths.
 SHAPE = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "vocab_size": 1024}
-CONFIGS = Path(__file__).parents[1] / "dflash_mlx" / "bench" / "configs.json"
+CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "target_configs.json"
 
 
 def main() -> None:

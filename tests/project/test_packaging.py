@@ -189,3 +189,15 @@ def test_the_citation_is_of_this_version():
     assert {"message", "title", "authors"} <= set(citation)  # what the format demands
     assert citation["version"] == dflash_mlx.__version__
     assert citation["license"] == SETTINGS["project"]["license"]
+
+
+def test_the_same_pythons_are_tested_looked_for_and_promised():
+    prefix = "Programming Language :: Python :: 3."
+    classifiers = SETTINGS["project"]["classifiers"]
+    promised = {f"3.{one.removeprefix(prefix)}" for one in classifiers if one.startswith(prefix)}
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "linux.yml").read_text())
+    assert promised == set(workflow["jobs"]["test"]["strategy"]["matrix"]["python"])
+    least = SETTINGS["project"]["requires-python"].removeprefix(">=")
+    assert least in promised
+    for file in ("Makefile", ".ci/run"):
+        assert promised <= set(re.findall(r"3\.\d\d", (ROOT / file).read_text())), file
