@@ -203,7 +203,9 @@ def _summary(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -
     lines = [Text(counts)]
     if thoughts.tokens:
         lines.append(Text(_counted_apart(stats, thoughts)))
-    if rows[-1][-1].endswith("?"):
+    if compared and not stats.rounds:
+        lines.append(Text("The first token comes from reading the prompt: no step was timed."))
+    elif rows[-1][-1].endswith("?"):
         lines.append(Text(DOUBTFUL, style="yellow"))
     if result.finish_reason == "length":
         lines[0].append(f" ({pair.limit_reached(stats)})", style="yellow")
@@ -231,6 +233,7 @@ def _counted_apart(stats: Stats, thoughts: Thoughts) -> str:
 def _as_json(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -> dict[str, Any]:
     stats = result.stats
     compared = len(runs.runs) > 1 or None  # its four fields are null without --compare
+    timed = compared if stats.rounds else None  # the first token comes from the prompt's reading
     return {
         "model": pair.target.name,
         "text": result.text,
@@ -249,8 +252,8 @@ def _as_json(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -
         "tokens_per_round": stats.acceptance_length,
         "tokens_per_second": runs.speed(runs.chain),
         "blas": pair.blas.name,
-        "plain_tokens_per_second": compared and runs.speed("plain"),
-        "speedup": compared and runs.speedup,
+        "plain_tokens_per_second": timed and runs.speed("plain"),
+        "speedup": timed and runs.speedup,
         "identical": compared and runs.first_difference is None,
         "first_difference": compared and runs.first_difference,
         "stats": {name: getattr(stats, name) for name in COUNTERS.split()},

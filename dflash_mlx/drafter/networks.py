@@ -154,6 +154,7 @@ OTHER_KINDS = {
     "eagle3": "an EAGLE-3 head of another network than Llama's and Qwen3's",
     "eagle": "an EAGLE head of version 1 or 2, which is another network",
     "medusa": "a Medusa head, which is another network",
+    "xpress": "an XPress drafter, a DFlash whose block a second head corrects in several passes",
     "gemma4": "a Gemma 4 assistant, which loads with its target only",
 }
 # `model_type` of drafters that are built from their target: Gemma 4's assistants, and the end of it

@@ -140,6 +140,14 @@ def test_the_counters(scripted):
     assert "peak bytes" not in invoke(*asked).stderr
 
 
+def test_a_single_token_has_no_speed_to_compare(loaded):
+    """It comes from reading the prompt."""
+    done = invoke("What is 12 plus 7?", "-n", "1", "--compare")
+    assert "no step was timed" in done.stderr and "disturbed" not in done.stderr
+    found = json.loads(invoke("What is 12 plus 7?", "-n", "1", "--compare", "--json").stdout)
+    assert found["speedup"] is None and found["identical"] is True
+
+
 def test_it_decodes_once_unless_asked_to_compare(loaded, monkeypatch):
     runs = []
     monkeypatch.setattr(command, "_compare", lambda untaught: runs.append(untaught.run("plain")))

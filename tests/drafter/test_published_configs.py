@@ -186,3 +186,12 @@ def test_any_value_anywhere_resolves_or_is_an_error_in_one_line(name, nasty):
             sizes = (resolved.hidden_size, resolved.head_dim, resolved.block_size)
             assert max(sizes) < 2**31 and math.isfinite(resolved.rope_theta), path
             assert math.isfinite(resolved.rope_amplitude), path
+
+
+def test_kinds_that_are_known_and_not_read_are_named():
+    """Speculators 0.9 writes XPress; P-EAGLE and Medusa are other networks."""
+    config = copy.deepcopy(LOADED[0]["config"])
+    for kind, word in (("xpress", "XPress"), ("peagle", "P-EAGLE"), ("medusa", "Medusa")):
+        config["speculators_model_type"] = kind
+        with pytest.raises(ConfigError, match=f"{word} .*cannot be read here"):
+            DraftConfig.from_dict(config)
