@@ -19,7 +19,7 @@ from tqdm import tqdm
 from ...errors import ConfigError, WeightsError
 from ...validation import ErrorWrapper
 from ..computed import model_of
-from ..contents import DRAFTER, MODEL, contents_of
+from ..contents import MODEL, contents_of
 from ..reading import MODEL_ERRORS
 from . import tokenizer
 from .architectures import LONG, ROPE_DIVISORS, SHORT, architectures, read_config
@@ -52,8 +52,7 @@ class Conversion:
         self._kind = str(self.header.metadata.get("general.architecture"))
         kind, words = contents_of(path)
         if kind != MODEL:
-            remedy = "its safetensors are read" if kind == DRAFTER else "name the model's file"
-            raise ConfigError(f"{path}: {words}, not a model: {remedy}.")
+            raise ConfigError(f"{path}: {words}, not a model: name the model's file.")
         count = self.header.metadata.get("split.count", 1)
         if count > len(parts):
             raise WeightsError(

@@ -19,12 +19,13 @@ from ...errors import MissingDependencyError, OutputError, WeightsError
 from ...machine.facts import cache_folder
 from ...machine.saving import save_arrays
 from ..checks import check_memory
-from ..contents import Contents, contents_of
+from ..contents import DRAFTER, Contents, contents_of
 from ..folder import INDEX, Folder
 from ..registry import parts_of
 
 if TYPE_CHECKING:
     from .conversion import Conversion
+    from .drafter import DrafterConversion
 
 FORMAT = 5  # of the folders; a higher number converts every file again
 BEGINNING, SAMPLE, SAMPLES = 2**20, 2**12, 256  # bytes, bytes, and samples of a file
@@ -77,15 +78,17 @@ class GGUFFile(Folder):
         return Folder(converted(self.path, unpacked), self.name)
 
 
-def _conversion(path: Path, unpacked: bool) -> Conversion:
+def _conversion(path: Path, unpacked: bool) -> Conversion | DrafterConversion:
     """Read a file's header. Raises the errors of `Conversion`, and `MissingDependencyError`."""
     try:
         from .conversion import Conversion
+        from .drafter import DrafterConversion
     except ImportError as error:
         if error.name != "gguf":
             raise
         raise MissingDependencyError.of("gguf is not installed", "gguf") from error
-    return Conversion(parts_of(path), unpacked)
+    kind = DrafterConversion if contents_of(path).kind == DRAFTER else Conversion
+    return kind(parts_of(path), unpacked)
 
 
 def content_name(path: Path) -> str:
@@ -109,7 +112,7 @@ def _is_complete(folder: Path) -> bool:
         _ = Folder(folder).files
     except (OSError, WeightsError):
         return False
-    return all((folder / name).is_file() for name in ("config.json", "tokenizer.json"))
+    return (folder / "config.json").is_file()
 
 
 def _convert(path: Path, unpacked: bool, folder: Path) -> None:
