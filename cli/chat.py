@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from dflash_mlx.validation import UTF8, ErrorWrapper, user_path
 from . import options
 from .chat_commands import read_conversation, run_command
 from .chat_conversation import Chat, LocalModel, ServedModel
+from .early_typing import ignore_typing
 from .generate import check_text
 from .options import DECODING, MODEL, option
 from .output import counted, note
@@ -33,7 +34,7 @@ def chat(
     weights: options.Weights,
     server: str | None = option(None, MODEL, "URL", "Talk to a running server instead."),
     api_key: str | None = option(None, MODEL, "KEY", "The key for --server."),
-    settings: dict[str, Any] = options.settings(max_tokens=1024),
+    settings: dict[str, Any] = options.settings(max_tokens=options.MAX_TOKENS),
     system: str | None = options.SYSTEM,
     resume: Path | None = option(None, DECODING, "FILE", SAVED),
     verbose: bool = options.VERBOSE,
@@ -44,27 +45,34 @@ def chat(
     messages = [] if resume is None else read_conversation(user_path(resume))
     typed_settings = dict(settings)
     model: LocalModel | ServedModel
-    if server is not None:
-        model = ServedModel(server, None if names.model == EMBEDDED else names.model, api_key)
-    else:
-        pair = open_pair(names, weights, drafting, settings)
-        model = LocalModel(pair)
-        note_toy(names, context)
-        settings |= published(pair.target, options.given(context))
-    options.note_without_effect(typed_settings | {"temperature": settings["temperature"]})
-    conversation = Chat(model, settings, messages, verbose)
+    read_line = None
+    with ignore_typing():
+        if server is not None:
+            model = ServedModel(server, None if names.model == EMBEDDED else names.model, api_key)
+        else:
+            pair = open_pair(names, weights, drafting, settings)
+            model = LocalModel(pair)
+            note_toy(context)
+            settings |= published(pair.target, options.given(context))
+        temperature = {"temperature": settings["temperature"]}
+        options.note_without_effect(typed_settings | temperature)
+        conversation = Chat(model, settings, messages, verbose)
+        if conversation.interactive:
+            from .chat_input import line_reader
+
+            read_line = line_reader()
     if system is not None:
         conversation.set_system(system)
-    read = _typed_lines if conversation.interactive else _piped_lines
+    lines = _piped_lines() if read_line is None else _typed_lines(conversation, read_line)
     typed = sys.stdin.isatty()  # a pipe may send anything, so it sends no commands
-    for line in read(conversation):
+    for line in lines:
         if line.strip() and not (typed and run_command(conversation, line)):
             conversation.ask(line)
         if conversation.leaving:
             break
 
 
-def _piped_lines(_: Chat) -> Iterator[str]:
+def _piped_lines() -> Iterator[str]:
     """The lines of stdin."""
     while line := sys.stdin.buffer.readline():
         with ErrorWrapper(PromptError, "The input is not UTF-8 text", (UnicodeError,)):
@@ -72,11 +80,8 @@ def _piped_lines(_: Chat) -> Iterator[str]:
         yield text.rstrip("\n")
 
 
-def _typed_lines(chat: Chat) -> Iterator[str]:
+def _typed_lines(chat: Chat, read: Callable[[], str]) -> Iterator[str]:
     """The messages of a person, until they leave."""
-    from .chat_input import line_reader
-
-    read = line_reader()
     note(f"{chat.model.title}\n{HINT}")
     if chat.messages:
         note(f"{counted(len(chat.messages), 'message')} so far.")

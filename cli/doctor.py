@@ -40,7 +40,7 @@ from dflash_mlx.machine.fusion import fusion_may_round
 from dflash_mlx.validation import brief, is_integer, text_config, user_path
 
 from . import options
-from .output import note, print_json, sized, stdout, waiting
+from .output import counted, note, print_json, sized, stdout, waiting
 
 COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 INSTALL = f"{how_to_install('mlx').capitalize()}."
@@ -211,7 +211,8 @@ def _chip(cpu: bool) -> Check:
     name = str(mx.device_info().get("device_name", "unknown"))
     takes = f"{name}, models and caches may take {sized(usable_bytes())}"
     if cpu:
-        return Check("chip", "ok", f"{name}, {computer()['cores']} cores; MLX decodes on the CPU")
+        cores = counted(int(computer()["cores"]), "core")
+        return Check("chip", "ok", f"{name}, {cores}; MLX decodes on the CPU")
     if not mx.metal.is_available():
         return Check("chip", "warn", f"{takes}; MLX decodes on CUDA", "Use --no-draft for now.")
     if find_chip(name) is None:
@@ -251,4 +252,6 @@ def _pair() -> Check:
     if plain.tokens != drafted.tokens:
         return Check(name, "fail", "drafted text differs from plain text", "Please report this.")
     rate = drafted.stats.acceptance_length
-    return Check(name, "ok", f"{len(plain.tokens)} tokens identical to plain, {rate:.1f} per step")
+    return Check(
+        name, "ok", f"{len(plain.tokens)} tokens identical to plain, {rate:.1f} tokens per step"
+    )

@@ -77,7 +77,7 @@ def generate(
     names: options.Names,
     drafting: options.Drafting,
     weights: options.Weights,
-    settings: dict[str, Any] = options.settings(),
+    settings: dict[str, Any] = options.settings(max_tokens=options.MAX_TOKENS),
     system: str | None = options.SYSTEM,
     raw: bool = flag("--no-chat-template", DECODING, "Continue the prompt as plain text."),
     json_schema: str | None = option(None, DECODING, "SCHEMA", SCHEMA),
@@ -132,7 +132,7 @@ def generate(
         stderr().print(_summary(pair, comparison, result, thoughts))
         for line in _stats_as_lines(result.stats) if stats else ():
             note(line)
-        note_toy(names, context)
+        note_toy(context)
         note_sampling(pair.target, options.given(context))
     if verbose:
         explain(pair, result.stats, settings["temperature"])
@@ -187,19 +187,19 @@ def _compare(untaught: Comparison) -> None:
 
 def _summary(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -> Panel:
     """A panel about the answer; a figure behind a ~ is estimated, not measured."""
-    stats, name = result.stats, pair.drafts
-    rows = [(name, stats.tokens_per_second, "")]
+    stats, label = result.stats, "drafted" if pair.drafts else "plain"
+    rows = [(label, stats.tokens_per_second, "")]
     if compared := len(runs.runs) > 1:
         speedup = times(runs.speedup, stats.acceptance_length)
-        rows = [("plain", runs.speed("plain"), ""), (name, runs.speed(name), speedup)]
+        rows = [("plain", runs.speed("plain"), ""), (label, runs.speed(runs.chain), speedup)]
     elif pair.drafter is not None and stats.rounds >= MIN_STEPS:
         if plain := pair.plain_speed():
             speedup = f"~{times(stats.tokens_per_second / plain, stats.acceptance_length)}"
-            rows = [("~plain", plain, ""), (name, stats.tokens_per_second, speedup)]
+            rows = [("~plain", plain, ""), (label, stats.tokens_per_second, speedup)]
     counts = counted(stats.output_tokens, "token")
-    if pair.drafter is not None and stats.rounds:
-        steps = counted(stats.rounds, "step")
-        counts += f", {stats.acceptance_length:.1f} per step in {steps}"
+    if pair.drafts and stats.rounds:
+        steps = f"{stats.acceptance_length:.1f} tokens per step in {counted(stats.rounds, 'step')}"
+        counts += f": {steps}, drafted by {pair.drafts}"
     lines = [Text(counts)]
     if thoughts.tokens:
         lines.append(Text(_counted_apart(stats, thoughts)))
@@ -225,7 +225,7 @@ def _counted_apart(stats: Stats, thoughts: Thoughts) -> str:
     counts = {"thoughts": (thoughts.tokens, thoughts.rounds), "answer": answer}
     parts = []
     for name, (tokens, steps) in counts.items():
-        per_step = f", {tokens / steps:.1f} per step" if steps else ""
+        per_step = f", {tokens / steps:.1f} tokens per step" if steps else ""
         parts.append(f"{name}: {counted(tokens, 'token')}{per_step}")
     return "; ".join(parts)
 

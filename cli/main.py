@@ -5,8 +5,11 @@ import io
 import os
 import signal
 import sys
+import termios
 import warnings
+from functools import partial
 from types import FrameType
+from typing import Any
 
 INTERRUPTED = 130  # the exit code of shells
 IMPORTING = "<frozen importlib._bootstrap>"  # the file of frames that import
@@ -21,13 +24,18 @@ def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
     return f"\r\x1b[K{message}\n" if sys.stderr.isatty() else f"{message}\n"
 
 
-def _interrupt(_: int, frame: FrameType | None) -> None:
+def _interrupt(terminal: list[Any] | None, _: int, frame: FrameType | None) -> None:
     """On Ctrl-C raise `KeyboardInterrupt`; while modules are imported, end the process at once.
 
     Libraries lose an exception there, print it, or abort.
+
+    Args:
+        terminal: the attributes to leave behind; None if stdin is not a terminal.
     """
     while frame is not None:
         if frame.f_code.co_filename == IMPORTING:
+            if terminal is not None:
+                termios.tcsetattr(sys.stdin, termios.TCSANOW, terminal)
             os.write(2, CLEAN.encode() if sys.stderr.isatty() else b"")
             os._exit(INTERRUPTED)
         frame = frame.f_back
@@ -40,7 +48,8 @@ def main() -> None:
     A failure that a person can act on is one line on stderr; see `app.Program`.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell ignores it
-        signal.signal(signal.SIGINT, _interrupt)
+        terminal = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
+        signal.signal(signal.SIGINT, partial(_interrupt, terminal))
     gc.set_threshold(100_000)  # imports make many objects and hardly any garbage
     warnings.formatwarning = _format_warning
     # Notes say so.

@@ -111,6 +111,9 @@ def models(
             stdout().print(Text(line), soft_wrap=True)
     else:
         _list(named, mac, everything or bool(name))
+        here = [pair for pair in named if any(map(pair.matches, copies))]
+        _note_names("Downloaded", here)
+        note("'dflash-mlx models NAME' shows downloads and drafters.")
 
 
 def _device() -> str:
@@ -148,7 +151,6 @@ def _list(named: list[KnownPair], mac: Mac, everything: bool) -> None:
     _note_names("Not in this mlx-lm", [pair for pair in named if pair.unsupported])
     predictions = " Speeds are predictions, not measurements." * (mac.chip is not None)
     note(f"Room on {mac.name}: {sized(mac.limit)}.{predictions}")
-    note("'dflash-mlx models NAME' shows downloads and drafters.")
 
 
 def _print_rows(shown: list[KnownPair], mac: Mac, with_fits: bool) -> None:

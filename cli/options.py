@@ -22,6 +22,7 @@ from .output import note
 KEPT_BITS = 16  # of --draft-bits: as they are
 MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the panels that --help shows
 AUTO = "auto"  # of --tree-budget
+MAX_TOKENS = 4096  # of an answer, in every command that answers
 HOT = 2  # the highest temperature that the APIs of others allow
 STEPS = ("block_size", "tree_budget", "kv_bits")  # settings of a whole conversation
 # Real models to name instead of the embedded one, in 4 bits: 2.3 GB and 17 GB.
@@ -135,6 +136,9 @@ VERBOSE = flag("--verbose", OUTPUT, "Explain the draft lengths; show the seed.")
 JSON = flag("--json", OUTPUT, "Print one JSON object and nothing else.")
 
 
+KERNELS = "Metal kernels: the fastest, only MLX's, or only ones with independent rows."
+
+
 @dataclass(frozen=True)
 class Names:
     """The model, its drafter and its adapter."""
@@ -157,7 +161,7 @@ class Weights:
     )
     quant_mode: str = option("affine", MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")
     group_size: int | None = option(None, MODEL, "N", "Weights per scale. Default: the mode's own.")
-    kernels: str = option(AUTO, MODEL, "auto|off|exact", "Metal kernels; exact: bit for bit.")
+    kernels: str = option(AUTO, MODEL, "auto|off|exact", KERNELS)
     offline: bool = OFFLINE
     stock_blas: bool = STOCK_BLAS
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -24,7 +25,8 @@ from dflash_mlx.loading.registry import (
 )
 from dflash_mlx.loading.sizes import bytes_beside
 from dflash_mlx.machine.blas import BlasInfo
-from dflash_mlx.validation import path_kind, user_path
+from dflash_mlx.machine.facts import cache_folder
+from dflash_mlx.validation import UTF8, path_kind, user_path
 
 from .options import AUTO, SMALL, STEPS, Drafting, Names, Weights, given, spelled
 from .output import note, sized, waiting
@@ -68,10 +70,10 @@ class Pair:
 
     @property
     def drafts(self) -> str:
-        """The drafter's kind in a word; "plain" without one."""
+        """What drafts, in words: "DFlash and lookup"; empty without a drafter."""
         from dflash_mlx.drafter.protocol import label
 
-        return "plain" if self.drafter is None else label(self.drafter)
+        return "" if self.drafter is None else label(self.drafter).replace("+", " and ")
 
     @property
     def drafting(self) -> dict[str, Any]:
@@ -128,10 +130,11 @@ def open_pair(
     steps = {name: (settings or {}).get(name) for name in STEPS}
     local_path(names.model)  # raises before the seconds that MLX takes to start
     hub = Hub(offline=weights.offline)
+    # Before MLX is imported, as by `announce`, which asks how much memory there is.
+    blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     announce(names.model, hub)
     with suppress(ModelNotFoundError, DownloadError):  # loading reports it
         announce(draft or known_drafter(names.model), hub, drafter=True)
-    blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     with waiting("Starting MLX"):
         load = dflash_mlx.load
         import mlx.core as mx
@@ -193,10 +196,21 @@ def note_training(target: Target, names: Names, settings: Mapping[str, Any]) -> 
         note(f"{drafter} was trained on answers {kind} thoughts: {option} may be faster.")
 
 
-def note_toy(names: Names, context: typer.Context) -> None:
-    """Say that the embedded model is a toy, where no model was named."""
-    if "model" not in given(context):
+def note_toy(context: typer.Context) -> None:
+    """Say that the embedded model is a toy, where no model was named; once a day."""
+    if "model" not in given(context) and is_first_today("toy"):
         note(TOY)
+
+
+def is_first_today(what: str) -> bool:
+    """Whether this was not asked today. A date that cannot be kept is every time the first."""
+    today, path = date.today().isoformat(), cache_folder("said") / what
+    with suppress(OSError):
+        if path.exists() and path.read_text(UTF8) == today:
+            return False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(today, UTF8)
+    return True
 
 
 def published(target: Target, chosen: Collection[str]) -> dict[str, Any]:

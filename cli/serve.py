@@ -29,7 +29,7 @@ from . import options
 from .machines import Machines, cluster_member, inherited_socket, runs_elsewhere
 from .options import MODEL, flag, given, option
 from .output import note
-from .pair import TOY, Pair, open_pair, published, template_variables, without_template
+from .pair import Pair, note_toy, open_pair, published, template_variables, without_template
 
 if TYPE_CHECKING:
     from dflash_mlx import PrefixStore
@@ -44,7 +44,7 @@ SERVER = "Server"  # the panel that --help shows
 MODELS = "Folder, GGUF, hub name, smollm2 or tiny. Repeatable."
 CACHES, PREFIXES = 0.8, 0.25  # of what the weights leave; caches include prefixes
 LAST_SECONDS: Final = 2.0  # for clients to hear that the machines lost each other
-DEFAULTS = options.settings(max_tokens=4096)
+DEFAULTS = options.settings(max_tokens=options.MAX_TOKENS)
 del DEFAULTS["stop"]  # a request's own
 PORT = option(8000, SERVER, "PORT", "Port; 0 takes a free one.", "--port", "-p", min=0, max=65535)
 
@@ -138,7 +138,8 @@ def serve(
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         note(f"{pair.title}: http://{shown}:{port}  (also /v1, /health, /metrics; Ctrl-C stops)")
-        note("Open it in a browser to chat." + f" {TOY}" * (not model))
+        note("Open it in a browser to chat.")
+        note_toy(context)
         with signals_to(partial(_end, server, over, load.drain_seconds)):
             over.result()
             for handler in models.handlers:

@@ -1,15 +1,16 @@
-"""DFlash speculative decoding for MLX: several times faster text, token for token the same.
+"""DFlash speculative decoding for MLX: a model's own text, in fewer passes of the model.
 
     import dflash_mlx as dm
 
     target, drafter = dm.load("tiny")
     messages = [{"role": "user", "content": "What is 37 plus 48?"}]
-    print(dm.generate(target, drafter, messages).text)
+    print(dm.generate(target, drafter, messages, policy="auto").text)
 
 Messages go through the target's chat template. Text is used as it is, for models without a template
 and for text to continue.
 
-Each step drafts a whole block unless a policy, `dm.DraftPolicy.of(target, drafter)`, decides.
+With policy="auto" each step drafts as many tokens as pay; without it, a whole block. A policy of
+your own, `dm.DraftPolicy.of(target, drafter)`, keeps what it learns from request to request.
 
 The public names are imported on first use, so `import dflash_mlx` does not import MLX: the errors
 and `use_fast_blas` work without it, and a BLAS can be loaded before it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Final, Literal
 
 from .caches import Caches
 from .conversation import Conversation
@@ -25,6 +25,7 @@ from .targets import Target
 from .validation import check_integer
 
 DEFAULT_BLOCK_SIZE = 16
+AUTO: Final = "auto"
 
 
 @described
@@ -36,12 +37,12 @@ class GenerationSettings(RequestSettings):
     belongs to the pair or to a `Conversation`.
     """
 
-    policy: DraftPolicy | None = setting(
+    policy: DraftPolicy | Literal["auto"] | None = setting(
         None,
-        "Chooses the draft length of each step, unless `block_size` is given, and learns for later "
-        "requests. None drafts whole blocks.",
-        form=instance_of(DraftPolicy),
-        allowed="None or dm.DraftPolicy.of(target, drafter)",
+        'Chooses the draft length of each step, unless `block_size` is given. "auto" makes one for '
+        "this request; one of your own learns for later requests. None drafts whole blocks.",
+        form=lambda value: value if value == AUTO or isinstance(value, DraftPolicy) else None,
+        allowed='None, "auto" or dm.DraftPolicy.of(target, drafter)',
     )
     conversation: Conversation | None = setting(
         None,
@@ -86,7 +87,8 @@ def make_request(
     Raises what `stream_generate` raises at once.
     """
     check_pair(target, drafter)
-    block_size = resolve_block_size(drafter, settings.block_size, settings.policy)
+    policy = policy_of(target, drafter, settings.policy, trees=settings.tree_budget == AUTO)
+    block_size = resolve_block_size(drafter, settings.block_size, policy)
     settings.check_vocabulary(target.vocab_size)
     template = dict(settings.chat_template_kwargs or {})
     if settings.think is not None or settings.reasoning_effort is not None:
@@ -99,7 +101,7 @@ def make_request(
     else:
         conversation.check(target, drafter, kv_bits)
         caches = conversation.caches
-    planner = make_planner(target, drafter, settings)
+    planner = make_planner(target, drafter, settings, policy)
     sampler = Sampler(settings, ids, planner.sharpness)
     tokenizer = target.tokenizer
     detokenizer = tokenizer.detokenizer
@@ -118,14 +120,31 @@ def make_request(
     return request
 
 
-def make_planner(target: Target, drafter: Drafter | None, settings: GenerationSettings) -> Planner:
-    """The planner that a request's settings ask for.
+def policy_of(
+    target: Target,
+    drafter: Drafter | None,
+    policy: DraftPolicy | Literal["auto"] | None,
+    trees: bool = False,
+) -> DraftPolicy | None:
+    """The policy that a setting means for a pair: "auto" is a new one, if there is a drafter."""
+    if policy != AUTO:
+        return policy
+    return None if drafter is None else DraftPolicy.of(target, drafter, trees=trees)
+
+
+def make_planner(
+    target: Target,
+    drafter: Drafter | None,
+    settings: GenerationSettings,
+    policy: DraftPolicy | None,
+) -> Planner:
+    """The planner that a request's settings ask for, with this policy.
 
     Raises `SettingsError` for trees of a drafter that drafts none, and
     `UnsupportedTreeError` when the target cannot read them; "auto" is a chain then.
     """
-    policy, tree_budget = settings.policy, settings.tree_budget
-    if tree_budget == "auto":
+    tree_budget = settings.tree_budget
+    if tree_budget == AUTO:
         if drafter is not None and drafts_trees(drafter) and target.supports_trees:
             policy = policy or DraftPolicy.of(target, drafter, trees=True)
             if policy.trees is None:

@@ -32,6 +32,7 @@ TIMEOUT = 600  # seconds without a byte: a long prompt on a slow machine takes m
 END = "[DONE]"
 LEAST_SECONDS = 0.05  # from the first piece to the last; less is how fast one read is cut up
 REQUESTS_PER_CLIENT = 2  # at least
+WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ def measure_server(
     def ask(prompt: BenchPrompt) -> PromptRuns:
         return PromptRuns(prompt, {SERVER: [answer(prompt) for _ in range(repeats)]})
 
-    answer(prompts[0], min(8, max_tokens))
+    answer(prompts[0], min(WARM_UP_TOKENS, max_tokens))
     yield from ask_all(prompts, ask)
 
 

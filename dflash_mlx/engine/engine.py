@@ -11,11 +11,11 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
-from ..generation import GenerationSettings, make_request
+from ..generation import GenerationSettings, make_request, policy_of
 from ..policy.draft_policy import DraftPolicy
 from ..prefix.cache import PrefixCache
 from ..prompt import Prompt
@@ -55,7 +55,8 @@ class Engine(AbstractContextManager["Engine", None]):
     Args:
         target, drafter: as in `stream_generate`.
         policy: for jobs without their own. It gives a step's rows to the most probable drafts of
-            all jobs, as many as bring the most tokens per second. None drafts whole blocks.
+            all jobs, as many as bring the most tokens per second. "auto" makes one; None drafts
+            whole blocks.
         memory: bytes for the caches of all jobs together; None is without limit.
         prefix: a `PrefixStore` for jobs without a conversation or store of their own.
         stall_ms: for how long reading a prompt may delay the other texts in one step.
@@ -74,7 +75,7 @@ class Engine(AbstractContextManager["Engine", None]):
         target: Target,
         drafter: Drafter | None,
         *,
-        policy: DraftPolicy | None = None,
+        policy: DraftPolicy | Literal["auto"] | None = None,
         memory: int | None = None,
         prefix: PrefixCache | None = None,
         stall_ms: float = STALL_MS,
@@ -84,6 +85,7 @@ class Engine(AbstractContextManager["Engine", None]):
     ) -> None:
         check_pair(target, drafter)
         GenerationSettings(policy=policy, prefix=prefix)  # checks their types
+        policy = policy_of(target, drafter, policy)
         memory = None if memory is None else check_integer("memory", memory, most=MAX_BYTES)
         if not is_positive(stall_ms):
             raise SettingsError(f"stall_ms must be above 0 and finite, not {brief(stall_ms)}.")

@@ -50,7 +50,8 @@ def busy() -> str:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < BUSY * cores:
         return ""
-    return f"The machine is busy (load {load:.1f} on {cores} cores): timings will be wrong."
+    counted = "1 core" if cores == 1 else f"{cores} cores"
+    return f"The machine is busy (load {load:.1f} on {counted}): timings will be wrong."
 
 
 def memory_bytes() -> int:

@@ -4,12 +4,14 @@ import json
 import re
 from pathlib import Path
 from random import Random
+from unittest.mock import Mock
 
 import jsonschema
 import pytest
 import tinymodels
 from program import run
 
+from dflash_mlx.bench import measure
 from dflash_mlx.bench.datasets import BenchPrompt, choose_protocol_prompts
 from dflash_mlx.bench.results import (
     MLX_LM,
@@ -74,6 +76,45 @@ def test_the_json_is_what_the_schema_says(folder):
     assert sum(accepted.values()) == steps
     tokens = sum(int(kept) * count for kept, count in accepted.items()) + steps
     assert tokens + len(content["prompts"]) == content["overall"]["output_tokens"] == 24
+
+
+def test_a_run_says_how_long_it_takes_and_shows_each_prompt(folder, tiny):
+    prompts = folder.parents[1] / "prompts.jsonl"
+    done = run("bench", "--prompts", prompts, "-n", "12", "--repeats", "2")
+    planned = r"^2 prompts, 2 runs of 3 methods each: at most \d+ seconds?\.$"
+    assert re.search(planned, done.stderr, re.M)
+    figures = r"plain \S+ tok/s · DFlash \S+ tok/s, \S+ plain, \d\.\d tokens per step · mlx-lm"
+    for category in ("sums", "more"):
+        assert re.search(f"^{category}: {figures}", done.stderr, re.M)
+    assert "Ended early" not in done.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_run_that_is_ended_keeps_what_it_has(options, folder, tiny, tmp_path, monkeypatch):
+    """By Ctrl-C after the first of two prompts; the file is there before, as after a crash."""
+    whole, files = measure.measure_all, []
+
+    def until_ctrl_c(*arguments, **settings):
+        measured = whole(*arguments, **settings)
+        yield next(measured)
+        files.append(read_run(tmp_path / "run"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "measure_all", until_ctrl_c)
+    prompts = folder.parents[1] / "prompts.jsonl"
+    arguments = "--prompts", prompts, "-n", "12", "--out", tmp_path / "run", *options
+    done = run("bench", *arguments)
+    assert done.returncode == 130
+    assert "sums" in done.stdout and "more" not in done.stdout
+    for content in (read_run(tmp_path / "run"), *files):
+        jsonschema.validate(content, SCHEMA)
+        assert len(content["prompts"]) == 1 and content["planned_prompts"] == 2
+    told = run("report", tmp_path / "run")
+    assert "Ended early, after 1 of 2 prompts." in told.stderr
+
+    monkeypatch.setattr(measure, "measure_all", Mock(side_effect=KeyboardInterrupt))
+    nothing = run("bench", "--prompts", prompts, "--out", tmp_path / "none")
+    assert nothing.returncode == 130 and not nothing.stdout and not (tmp_path / "none").exists()
 
 
 def test_differences_are_told(folder):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pexpect
@@ -108,10 +109,21 @@ def test_a_name_shows_what_drafts_first_and_what_to_type():
     assert {"Qwen3.8-27B", "Ternary-Bonsai-27B"} <= listed(many.stdout).keys()
 
 
+def test_readme_shows_what_fits_16_24_and_64_gigabytes():
+    blocks = re.findall(
+        r"^    \$ dflash-mlx (models .*)\n((?:    .*\n)+)", README.read_text(), re.M
+    )
+    assert [shlex.split(command)[2] for command, _ in blocks] == ["16", "24", "64"]
+    for command, output in blocks:
+        assert run(*shlex.split(command)).stdout == re.sub("^    ", "", output, flags=re.M)
+
+
 def test_no_name_is_a_dead_end():
     done = run("models", "mistral")
     assert done.returncode == 1 and "MTP head" in done.stderr
-    assert "it is built in" in run("models", "tiny").stderr
+    assert "Did you mean" in run("models", "qwen3-7b").stderr
+    for name in ("tiny", "smollm2"):
+        assert f"{name} comes with its drafter" in run("models", name).stderr
 
 
 @pytest.mark.slow

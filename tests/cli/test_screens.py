@@ -13,7 +13,7 @@ import pexpect
 import pyte
 import pytest
 from hubserver import HubServer
-from terminal import Terminal
+from terminal import PASTE, Terminal
 
 import dflash_mlx
 from dflash_mlx.cli.answer import Writer
@@ -89,3 +89,30 @@ def test_answers_wrap_at_words(columns, size, monkeypatch):
         assert max(map(len, lines)) < columns[0]
         assert [word for word in TEXT.split() if len(word) < 60 and word not in words] == []
         assert sum(line.count("x") for line in lines if "x" * 20 in line) == 150
+
+
+@pytest.mark.slow
+def test_what_is_typed_while_a_chat_loads_is_neither_shown_nor_asked(hub, tmp_path):
+    hub.hold.clear()  # the download stands still
+    chat = opened(tmp_path, hub, "chat", "--model", TARGET)
+    chat.program.expect_exact(" of 5.77M")
+    chat.program.send("What is 6 plus 7?\r")
+    chat.program.send(PASTE.format("What is 30 plus 1?\nAnd more?"))
+    chat.program.send("half a line")
+    hub.hold.set()
+    chat.type("How many minutes are in 3 hours?")
+    seen = chat.leave()
+    assert "3 hours = 180 minutes" in seen and seen.count("tokens per step") == 1
+    assert not [typed for typed in ("6 plus 7", "30 plus 1", "half a line") if typed in seen]
+
+
+@pytest.mark.slow
+def test_a_chat_that_is_ended_while_it_loads_leaves_the_terminal_as_it_was(hub, tmp_path):
+    hub.hold.clear()
+    chat = opened(tmp_path, hub, "chat", "--model", TARGET)
+    chat.program.expect_exact(" of 5.77M")
+    while_loading = termios.tcgetattr(chat.program.child_fd)[3]
+    chat.program.sendintr()
+    chat.program.expect(pexpect.EOF)
+    after = termios.tcgetattr(chat.program.child_fd)[3]
+    assert not while_loading & termios.ECHO and after & termios.ECHO and after & termios.ICANON

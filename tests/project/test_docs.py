@@ -120,7 +120,7 @@ def test_every_block_runs(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, stream, gone_on, not_quick, schema, _, turns, many, own = done.stdout.split(following)
-    assert "So 47 + 38 = 85." in first
+    assert "3 hours = 180 minutes" in first
     assert "a quick fox" in stream and "a tiny mouse" in not_quick
     assert "Once upon a time" in stream and not own.strip()
     assert gone_on.strip().startswith("quick fox")

@@ -8,6 +8,7 @@ import pytest
 from oracle import Oracle
 from tinymodels import SUPPORTED, ending_at, greedy, random_drafter, target, tokenizer
 
+import dflash_mlx as dm
 from dflash_mlx.events import Result
 from dflash_mlx.generation import DEFAULT_BLOCK_SIZE
 from dflash_mlx.loop import generate, stream_generate
@@ -251,3 +252,38 @@ def test_a_round_waits_for_the_device_once(monkeypatch):
         # What was evaluated, features along with it, is read without another wait.
         reads = ["tolist"] * (1 if drafter is None else 2)  # choices, and drafts
         assert len(list(events)) == 7 and waits == ["eval", *reads] * 6 + ["eval", "tolist"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3}])
+@pytest.mark.parametrize("p", [None, 0.0, 0.5, 0.9, 1.0])
+def test_an_automatic_policy_changes_no_token(p, settings):
+    plain = generate(target(), None, PROMPT, max_tokens=LENGTH, **settings)
+    drafter = None if p is None else oracle(plain.tokens, p)
+    found = generate(target(), drafter, PROMPT, max_tokens=LENGTH, policy="auto", **settings)
+    assert found.tokens == plain.tokens
+
+
+def test_an_automatic_policy_leaves_off_what_is_never_right():
+    """Whatever a step costs: a draft that is never right brings nothing."""
+    answer = greedy(target(), PROMPT, 2 * LENGTH)
+    blocks, chosen = (
+        generate(target(), oracle(answer, 0.0), PROMPT, max_tokens=2 * LENGTH, policy=policy)
+        for policy in (None, "auto")
+    )
+    assert chosen.tokens == blocks.tokens == answer
+    assert chosen.stats.drafted_tokens < blocks.stats.drafted_tokens / 10
+
+
+def test_an_engine_shares_its_automatic_policy():
+    answer = greedy(target(), PROMPT, LENGTH)
+    with dm.Engine(target(), random_drafter(), policy="auto") as engine:
+        jobs = [engine.submit(PROMPT, max_tokens=LENGTH) for _ in range(3)]
+        assert [job.result().tokens for job in jobs] == [answer] * 3
+    with dm.Engine(target(), None, policy="auto") as engine:
+        assert engine.submit(PROMPT, max_tokens=LENGTH).result().tokens == answer
+
+
+def test_trees_join_an_automatic_policy():
+    answer = greedy(target(), PROMPT, LENGTH)
+    settings = {"policy": "auto", "tree_budget": "auto", "max_tokens": LENGTH}
+    assert generate(target(), random_drafter(), PROMPT, **settings).tokens == answer

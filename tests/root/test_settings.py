@@ -19,7 +19,7 @@ WRONG = {
     "chat_template_kwargs": ["x", [1]],
     "stop_applies": [5],
     "stop": [b"x", [""], ["a", 5], 5],
-    "policy": [3, "tiny", object(), dm.DraftPolicy],
+    "policy": [3, "tiny", "automatic", object(), dm.DraftPolicy],
     "conversation": [3, "tiny", dm.Conversation],
     "prefix": [8],
     "think": ["yes"],

@@ -101,7 +101,7 @@ def test_thoughts_are_shown_apart_and_counted_apart():
     assert "".join(text for text, thought in shown if not thought) == "Yes."
     assert (thoughts.tokens, thoughts.rounds) == (sum(map(len, steps[:3])), 2)
     stats.output_tokens = thoughts.tokens + len(steps[3])
-    per_step = f"{thoughts.tokens / 2:.1f} per step; answer: {len(steps[3])} token"
+    per_step = f"{thoughts.tokens / 2:.1f} tokens per step; answer: {len(steps[3])} token"
     assert per_step in command._counted_apart(stats, thoughts)
 
 

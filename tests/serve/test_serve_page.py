@@ -5,6 +5,7 @@ import html
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,14 @@ def look(script, engine, folder, others=()):
 
 def render(server, text):
     return server.post("/page/render", json={"text": text})
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_an_answer_says_what_it_waits_for():
+    page = Path(web_page.__file__).parent / "page"
+    command = ["node", FOLDER / "page_waits.mjs", page / "answer.js", page / "turns.js"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_markdown_is_rendered_without_what_acts():

@@ -64,7 +64,7 @@ async function copy(content, from) {
 }
 
 class AnswerView {
-  constructor(turn) {
+  constructor(turn, waitsFor = "") {
     this.turn = turn;
     this.done = 0; // characters that are Markdown
     this.node = make("div");
@@ -73,17 +73,21 @@ class AnswerView {
     this.thought.hidden = !turn.reasoning;
     this.markdown = make("div", "markdown");
     this.tail = make("div", "text");
-    this.node.append(this.thought, this.markdown, this.tail);
+    this.waits = make("p", "dim", waitsFor);
+    this.waits.hidden = !waitsFor;
+    this.node.append(this.thought, this.markdown, this.tail, this.waits);
     this.drawTail(0);
   }
 
   reason(thought) {
+    this.waits.hidden = true;
     this.thought.hidden = false;
     this.thought.firstChild.textContent = "Thinking…";
     this.thought.lastChild.textContent = thought;
   }
 
   add(content, number, step) {
+    this.waits.hidden = true;
     const about = step?.tokens ? `${step.tokens} tokens, ${step.accepted} of ${step.drafted} drafted tokens accepted` : "";
     this.turn.steps.push({ content, color: `c${number % 5}`, about });
     this.thought.firstChild.textContent = "Thought";

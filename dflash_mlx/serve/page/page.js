@@ -96,6 +96,7 @@ async function loadModels() {
   $("model").replaceChildren(...told.data.map(({ id, state: known }) => {
     const option = make("option", "", known === "not-loaded" ? `${id} (not loaded)` : id);
     option.value = id;
+    option.dataset.state = known;
     return option;
   }));
   const isToy = told.data.every(({ id }) => id === "tiny");

@@ -161,6 +161,12 @@ function ask(one, content, parent) {
   reply(one, add(one, { parent, role: "user", content }));
 }
 
+// What there is to wait for before the first word. Other answers may be under way, too.
+function waitsFor(model) {
+  const chosen = [...$("model").options].find((option) => option.value === model);
+  return chosen?.dataset.state === "not-loaded" ? `Loading ${model}…` : "Reading your message…";
+}
+
 // Answers the turn at `parent`, or goes on with the answer at `place`.
 async function reply(one, parent, place = null) {
   const goesOn = place !== null;
@@ -174,7 +180,7 @@ async function reply(one, parent, place = null) {
   turn.steps ??= turn.content ? [{ content: turn.content }] : [];
   Object.assign(turn, { error: "", race: "" });
   one.leaf = lastBelow(one, place);
-  const view = new AnswerView(turn);
+  const view = new AnswerView(turn, waitsFor(one.model));
   await running(one, { place, view }, async (signal) => {
     const body = bodyOf(one, messages, goesOn ? { continue_final_message: true } : {});
     turn.speed = (await receive(turn, view, body, signal)).speed;

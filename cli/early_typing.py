@@ -1,0 +1,29 @@
+"""What a person types before anything is asked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def ignore_typing() -> Iterator[None]:
+    """Neither show nor keep what is typed or pasted meanwhile. Ctrl-C still interrupts.
+
+    A terminal would show it in the middle of the line that says what is waited for, and keep it
+    for the next prompt.
+    """
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    silent = termios.tcgetattr(sys.stdin)
+    silent[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)

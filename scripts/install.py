@@ -1,0 +1,63 @@
+"""Run pip, and show what it downloads and installs, in one line instead of hundreds.
+
+    .venv/bin/python scripts/install.py --editable '.[mlx]'
+
+Takes pip install's arguments. On a terminal the line changes in place; elsewhere each download is a
+line. If pip fails, all that it said is shown.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+CLEAR = "\r\x1b[K"
+WIDTH = 78
+# What pip says of its work -> what is shown.
+LOOKED_UP = re.compile(r"Collecting (?P<name>[\w.-]+)")
+FETCHED = re.compile(
+    r" *(?:Downloading|Using cached) (?:\S*/)?(?P<name>[\w.]+?)-(?P<version>\d[\w.]*?)-\S*\.whl"
+    r"(?P<size> \([\d.]+ [kMG]B\))"
+)
+INSTALLED = re.compile(r"Installing collected packages: (?P<names>.*)")
+
+
+def shown(line: str) -> tuple[str, bool] | None:
+    """A line of pip for people, and whether it is worth a line of its own; None for others."""
+    if found := FETCHED.match(line):
+        version = f"{found['name'].replace('_', '-')} {found['version']}{found['size']}"
+        return f"  fetching {version}", True
+    if found := LOOKED_UP.match(line):
+        return f"  looking for {found['name']}", False
+    if found := INSTALLED.match(line):
+        return f"  installing {len(found['names'].split(', '))} packages", True
+    return None
+
+
+def install(arguments: list[str]) -> int:
+    """Run pip with these arguments; its exit status."""
+    command = [sys.executable, "-m", "pip", "install", "--progress-bar", "off", *arguments]
+    terminal = sys.stdout.isatty()
+    said = []
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, **pipes, text=True, bufsize=1) as pip:
+        for line in pip.stdout:
+            said.append(line)
+            text, counts = shown(line) or ("", False)
+            if text and terminal:
+                print(f"{CLEAR}{text[:WIDTH]}", end="", flush=True)
+            elif counts:
+                print(text, flush=True)
+    if terminal:
+        print(CLEAR, end="", flush=True)
+    if pip.returncode:
+        print("".join(said), end="", file=sys.stderr)
+    return pip.returncode
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(install(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
