@@ -1,5 +1,7 @@
 """The console script. It imports nothing slow, so that Ctrl-C is quiet from the first moment."""
 
+from __future__ import annotations
+
 import gc
 import io
 import os
@@ -9,7 +11,10 @@ import termios
 import warnings
 from functools import partial
 from types import FrameType
-from typing import Any
+
+TYPE_CHECKING = False  # typing's own takes a third of the start-up time
+if TYPE_CHECKING:
+    from typing import Any
 
 INTERRUPTED = 130  # the exit code of shells
 IMPORTING = "<frozen importlib._bootstrap>"  # the file of frames that import

@@ -136,9 +136,6 @@ VERBOSE = flag("--verbose", OUTPUT, "Explain the draft lengths; show the seed.")
 JSON = flag("--json", OUTPUT, "Print one JSON object and nothing else.")
 
 
-KERNELS = "Metal kernels: the fastest, only MLX's, or only ones with independent rows."
-
-
 @dataclass(frozen=True)
 class Names:
     """The model, its drafter and its adapter."""
@@ -161,7 +158,9 @@ class Weights:
     )
     quant_mode: str = option("affine", MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")
     group_size: int | None = option(None, MODEL, "N", "Weights per scale. Default: the mode's own.")
-    kernels: str = option(AUTO, MODEL, "auto|off|exact", KERNELS)
+    kernels: str = option(
+        AUTO, MODEL, "auto|off|exact", "Metal kernels; exact: equal bits, too."
+    )
     offline: bool = OFFLINE
     stock_blas: bool = STOCK_BLAS
 
