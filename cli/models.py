@@ -211,7 +211,8 @@ def _details(pair: KnownPair, mac: Mac, copies: dict[str, int], hub: Hub) -> Ite
         plain, gains = _speeds(pair, mac.chip)
         yield f"  predicted    {plain} plainly; drafting gains above {gains}"
     drafters = [one for one in pair.drafters if one.refused is None]
-    sizes = _download_sizes([pair.download, *(one.drafter for one in drafters[:1])], copies, hub)
+    names = [pair.download, *(one.drafter for one in drafters[:1])]
+    sizes = _estimated_downloads(pair) | _download_sizes(names, copies, hub)
     yield f"  download     {pair.download}{sizes.get(pair.download, '')}"
     for other in pair.targets[1:]:
         yield f"  also         {other}"
@@ -223,7 +224,19 @@ def _details(pair: KnownPair, mac: Mac, copies: dict[str, int], hub: Hub) -> Ite
     for copy, copy_size in copies.items():
         if pair.matches(copy) or copy in {one.drafter for one in drafters}:
             yield f"  downloaded   {copy}, {sized(copy_size)}"
-    yield f"  try          dflash-mlx chat --model {pair.download}"
+    no_think = " --no-think" * (pair.drafters[0].thinking is False)
+    yield f"  try          dflash-mlx chat --model {pair.download}{no_think}"
+
+
+def _estimated_downloads(pair: KnownPair) -> dict[str, str]:
+    """The sizes of downloads as their parameters say: of a conversion, and of the first drafter."""
+    size, found = size_of(pair), dict[str, str]()
+    if size is None:
+        return found
+    if pair.conversion is not None or size.stored is not None:
+        found[pair.download] = f", about {sized(size.weights(BITS))}"
+    found[pair.drafters[0].drafter] = f", about {sized(2 * GB * size.drafter)}"
+    return found
 
 
 def _download_sizes(names: list[str], copies: dict[str, int], hub: Hub) -> dict[str, str]:

@@ -147,4 +147,6 @@ def test_a_hub_that_does_not_answer_is_asked_once(server, monkeypatch):
     asked = Mock(side_effect=DownloadError("no answer"))
     monkeypatch.setattr(Hub, "remote_bytes", asked)
     shown = run("models", "qwen3-4b").stdout
-    assert "download     mlx-community/Qwen3-4B-4bit\n" in shown and asked.call_count == 1
+    assert "download     mlx-community/Qwen3-4B-4bit, about 2.3 GB\n" in shown
+    assert "drafts first z-lab/Qwen3-4B-DFlash-b16, about 1.1 GB" in shown
+    assert asked.call_count == 1

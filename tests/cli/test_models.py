@@ -104,7 +104,9 @@ def test_a_name_shows_what_drafts_first_and_what_to_type():
     assert "z-lab/Qwen3-8B-DFlash-b16" in first and "--no-think" in first
     assert lines.index(first) + 1 == next(i for i, x in enumerate(lines) if "or --draft" in x)
     assert "22 tok/s plainly; drafting gains above 2.2 tokens a step" in shown
-    assert lines[-1] == "try          dflash-mlx chat --model mlx-community/Qwen3-8B-4bit"
+    assert (
+        lines[-1] == "try          dflash-mlx chat --model mlx-community/Qwen3-8B-4bit --no-think"
+    )
     many = run("models", "27b", "--memory", "24")
     assert {"Qwen3.8-27B", "Ternary-Bonsai-27B"} <= listed(many.stdout).keys()
 
