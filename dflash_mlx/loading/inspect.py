@@ -45,7 +45,7 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     if kind not in (MODEL, DRAFTER) and not (is_file and path.suffix == ".json"):
         raise ConfigError(f"{path} is {words}, not a drafter.")
     folder = None if is_file else Folder(path)
-    raw = read_json(path) if folder is None else folder.config
+    raw = _config_of_file(path) if folder is None else folder.config
     if needs_target(raw):
         found = [ResolvedField(name, value, name) for name, value in raw.items()]
         kind = "a Gemma 4 assistant" if raw["model_type"] in ASSISTANTS else "an MTP head"
@@ -77,6 +77,15 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     unused = [ResolvedField(place, value, "not used") for place, value in config.unused.items()]
     network = ResolvedField("network", NETWORKS[config.kind][1], source)
     return [network, *resolved, *(_parts(config, tensors) if tensors else []), *unused]
+
+
+def _config_of_file(path: Path) -> dict[str, Any]:
+    """A config.json, or what a GGUF file has in its place."""
+    if path.suffix == ".json":
+        return read_json(path)
+    from .gguf.convert import GGUFFile
+
+    return GGUFFile(path).config
 
 
 def our_tensors(folder: Folder, config: DraftConfig) -> dict[str, StoredTensor]:

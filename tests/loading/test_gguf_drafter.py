@@ -17,6 +17,7 @@ from dflash_mlx.drafter.networks import network_for
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.loading.gguf.convert import converted
 from dflash_mlx.loading.gguf.drafter import _TENSORS
+from dflash_mlx.loading.inspect import inspect_drafter
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
@@ -113,6 +114,13 @@ def test_a_drafter_of_a_file_is_that_of_its_folder(tmp_path: Path, case: str) ->
     block = mx.random.normal((1, 4, 64))
     hidden = [one(block, taps, one.make_cache()) for one in (found, drafter)]
     assert mx.array_equal(*hidden)
+
+
+def test_inspect_shows_how_a_file_is_read(tmp_path: Path) -> None:
+    raw = drafter_config(**CASES["DSpark"])
+    write(tmp_path / "a.gguf", random_network(raw), raw)
+    found = {one.field: one.value for one in inspect_drafter(tmp_path / "a.gguf")}
+    assert found["target_layer_ids"] == (0, 2) and found["markov_rank"] == 8
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
