@@ -105,9 +105,9 @@ def of_config(config: Mapping[str, Any]) -> Contents:
     names = names if isinstance(names, list) else [names]
     labels = [config.get("speculators_model_type"), *names, config.get("model_type")]
     labels = [label for label in labels if isinstance(label, str)]
-    known = [label for label in labels if label in ARCHITECTURES or _DRAFTS.search(label)]
-    if known or (DRAFTER_FIELDS - _WEAK_FIELDS) & config.keys():
-        label = (known or labels or [""])[0]
+    drafting = [label for label in labels if label in ARCHITECTURES or _DRAFTS.search(label)]
+    if drafting or (DRAFTER_FIELDS - _WEAK_FIELDS) & config.keys():
+        label = (drafting or labels or [""])[0]
         return Contents(DRAFTER, f"a drafter ({label})" if label else "a drafter")
     kind = config.get("model_type")
     return Contents(MODEL, f"a model ({kind})" if isinstance(kind, str) else "a model")
@@ -144,8 +144,8 @@ def _of_gguf(path: Path) -> Contents:
     architecture = str(said.get("general.architecture"))[:40]
     kind = "mmproj" if architecture == "clip" else said.get("general.type")
     if kind in _GGUF_TYPES:
-        found = _GGUF_TYPES[kind]
-        return Contents(found[0], f"{found[1]} in GGUF ({architecture})")
+        what, words = _GGUF_TYPES[kind]
+        return Contents(what, f"{words} in GGUF ({architecture})")
     if architecture in GGUF_DRAFTERS:
         return Contents(DRAFTER, f"{GGUF_DRAFTERS[architecture]} in GGUF ({architecture})")
     return Contents(MODEL, f"a model in GGUF ({architecture})")

@@ -109,8 +109,8 @@ class Folder:
         parts = [part for part in (config, text_config(config)) if "quantization_config" in part]
         file = self.path / QUANTIZATION
         if not parts and "quantization" not in config and file.is_file():
-            found = of_modelopt(read_json(file), file)
-            return config if found is None else config | {"quantization_config": found}
+            said = of_modelopt(read_json(file), file)
+            return config if said is None else config | {"quantization_config": said}
         files = self.path.glob("model*.safetensors") if parts else ()
         headers = [self.header(weights) for weights in files]
         types = {name: tensor.dtype for header in headers for name, tensor in header.items()}

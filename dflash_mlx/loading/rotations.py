@@ -48,11 +48,13 @@ def spelled_for(config: Config) -> Config:
     if not isinstance(full, dict) or not isinstance(local, dict):
         return config
     names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    found = {name: full.get(name) for name in names}
+    fields = {name: full.get(name) for name in names}
     if kind_of(full) not in _UNSCALED:  # classes ask for either name of the kind
-        found["rope_scaling"] = full | {"type": kind_of(full), "rope_type": kind_of(full)}
-    found["rope_local_base_freq"] = None if local is full else local.get("rope_theta")
-    given = {name: value for name, value in found.items() if value is not None and name in declared}
+        fields["rope_scaling"] = full | {"type": kind_of(full), "rope_type": kind_of(full)}
+    fields["rope_local_base_freq"] = None if local is full else local.get("rope_theta")
+    given = {
+        name: value for name, value in fields.items() if value is not None and name in declared
+    }
     return with_text(config, given | {name: x for name, x in text.items() if x is not None})
 
 
@@ -209,12 +211,12 @@ def _reads_scaling(config: Config) -> bool:
 
 def _state(model: nn.Module) -> list[Any]:
     """What a model's layers compute with, beside their weights."""
-    found: list[Any] = []
+    state: list[Any] = []
     for module in model.modules():
-        found.append(type(module))
+        state.append(type(module))
         for name, value in {**module, **vars(module)}.items():
             if value is None or isinstance(value, int | float | str | tuple):
-                found.append((name, str(value)))
+                state.append((name, str(value)))
             elif name.startswith("_") and isinstance(value, mx.array):
-                found.append((name, value.tolist()))
-    return found
+                state.append((name, value.tolist()))
+    return state

@@ -163,7 +163,7 @@ class DrafterConversion:
         if not window:
             return {}
         slides = fields.by_layer("attention.sliding_window_pattern", layers)
-        kinds = ["sliding_attention" if one else "full_attention" for one in slides]
+        kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
         return {"sliding_window": window, "layer_types": kinds}
 
     def _is_packed(self, name: str) -> bool:
@@ -182,16 +182,18 @@ class DrafterConversion:
             parts = pack(tensor.blocks(), tensor.type)
         else:
             parts = {"": unpack(tensor.blocks(), tensor.type)}
-        found = {}
+        arrays = {}
         for part, array in parts.items():
             value = mx.array(array.reshape(*tensor.shape[:-1], -1))
             if part == "" and not self._unpacked:
                 value = value.astype(mx.float16)
-            found[name.removesuffix("weight") + part if part else name] = value
-        mx.eval(found)
-        if not all(mx.isfinite(value).all().item() for value in found.values() if _is_float(value)):
+            arrays[name.removesuffix("weight") + part if part else name] = value
+        mx.eval(arrays)
+        if not all(
+            mx.isfinite(value).all().item() for value in arrays.values() if _is_float(value)
+        ):
             raise WeightsError(f"{self._path}: NaN or infinite weights in {name}.")
-        return found
+        return arrays
 
 
 def _is_float(value: mx.array) -> bool:
