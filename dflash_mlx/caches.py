@@ -8,7 +8,6 @@ the last checkpoint before it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from .sampling import Sampler
 from .targets import Target, TargetSession
 from .targets.session import LAST_STEP, PREFILL_STEP, PromptPiece
 
-MAX_PENDING = 2 * PREFILL_STEP  # tokens whose features may wait until after the first token
 MAX_CHECKPOINTS = 8  # each keeps the windows and states of target and drafter
 
 
@@ -77,13 +75,10 @@ class Caches:
         self._prompt: Sequence[int] = ()
         self._stops: Sequence[int] = ()  # where reading the prompt pauses for a checkpoint
         self._checkpoints: list[PairCheckpoint] = []  # by position
-        # Features of the prompt that the drafter does not have yet, each with the target's
-        # checkpoint after them or None. They may be lazy arrays of this thread.
-        self._pending: list[tuple[mx.array, Any]] = []
-        self._prefill_thread = 0
+        self._before_end: Any = None  # the target's checkpoint before the prompt's last forward
 
     def drop(self) -> None:
-        """Drop the caches; `resume` and `read` rebuild them."""
+        """Drop the caches; `resume` and reading the prompt again rebuild them."""
         if self._started:
             self.target_session.intact = False  # a slot's rows need not be copied
             self.target_session.leave_slot()
@@ -145,51 +140,32 @@ class Caches:
         self._started = True
 
     def next_piece(self, most: int = PREFILL_STEP) -> PromptPiece | None:
-        """What `read` has to read next of the prompt, at most so many tokens; None at its end."""
+        """The next tokens of the prompt to read, at most so many; None at its end."""
         session, prompt = self.target_session, self._prompt
         if session.position == len(prompt):
             return None
         end = session.end_of_piece(len(prompt), self._stops, most)
         return PromptPiece(session, prompt[session.position : end], end == len(prompt))
 
-    def read(
-        self, piece: PromptPiece, result: tuple[mx.array, mx.array] | None = None
-    ) -> mx.array | None:
-        """Read a piece of the prompt. The last one returns the logits [1, V] after it.
+    def keep_prompt(self, piece: PromptPiece, taps: mx.array) -> None:
+        """Give the drafter a piece of the prompt that the target has read.
 
-        The drafter gets most features later, with `flush_features`, so that the first token need
-        not wait for it. A prefix cache gets tokens as soon as both models have read them. A
-        checkpoint is made where the last forward begins: a prompt that differs only at its end can
-        then go back to it.
+        A prefix cache gets its tokens, too. A checkpoint is made where the last forward begins: a
+        prompt that differs only at its end can then go back to it. Nothing waits for the device.
 
         Args:
             piece: from `next_piece`.
-            result: what `TargetSession.read` would return, where a shared forward has read it.
+            taps: its features [1, S, K*D], which may still be lazy.
         """
-        session = self.target_session
-        logits, taps = result or session.read(piece.tokens, piece.last)
-        self._prefill_thread = threading.get_ident()
-        last_begins = session.position == len(self._prompt) - LAST_STEP
-        self._pending.append((taps, session.checkpoint() if last_begins else None))
-        if not piece.last:
-            rows = sum(taps.shape[1] for taps, _ in self._pending)
-            if self.prefix is not None or rows > MAX_PENDING:
-                self._extend_pending()
-            self.store(checkpoint=len(self.ids) in self._stops)
-        return logits
-
-    def flush_features(self) -> bool:
-        """Give the drafter all pending features; before a step, and at the end of a request.
-
-        Returns False if that is impossible: the features are lazy arrays of another thread. The
-        caches must be dropped then.
-        """
-        if self._pending:
-            if threading.get_ident() != self._prefill_thread:
-                return False
-            self._extend_pending()
-            self.store(checkpoint=False)
-        return True
+        if piece.last and self._before_end is not None:
+            self._add_checkpoint(self._before_end)
+            self._before_end = None
+        self.feed_drafter(piece.tokens, taps, range(taps.shape[1]))
+        if len(self.ids) == len(self._prompt) - LAST_STEP:
+            self._before_end = self.target_session.checkpoint()
+        self.store(checkpoint=not piece.last and len(self.ids) in self._stops)
+        if piece.last:
+            self.draft_session.start_computing()  # another thread may take the next step
 
     def store(self, checkpoint: bool = True) -> None:
         """Add the caches to the prefix cache, if there is one; at the end with a checkpoint."""
@@ -216,15 +192,6 @@ class Caches:
             self.draft_session.lookup.read(tokens)
         self.draft_session.extend(taps, kept, tokens)
         self.ids += tokens
-
-    def _extend_pending(self) -> None:
-        pending, self._pending = self._pending, []
-        for taps, target_checkpoint in pending:
-            mx.async_eval(taps)  # the drafter may use them in another thread
-            rows = range(taps.shape[1])
-            self.feed_drafter(self._prompt[len(self.ids) :][: len(rows)], taps, rows)
-            if target_checkpoint is not None:
-                self._add_checkpoint(target_checkpoint)
 
     def _go_back(self, drafter: SupportsResume, shared: int) -> bool:
         """Forget the tokens after the first `shared`; whether that is possible."""

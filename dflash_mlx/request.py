@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from .policy.planner import DraftCandidate, Planner, TreeCandidate
 from .proposal import Proposal
 from .sampling import Sampler, check_choice
 from .stream import TextStream
-from .targets.session import PromptPiece
+from .targets.session import PREFILL_STEP, PromptPiece
 
 
 @dataclass(frozen=True)
@@ -123,27 +122,38 @@ class Request:
     def prefill(self) -> Event | None:
         """Read all tokens that the caches do not hold; the last result of `read`."""
         event = None
-        while piece := self.caches.next_piece():
+        while piece := self.next_piece():
             event = self.read(piece)
         return event
 
-    def read(
-        self, piece: PromptPiece, result: tuple[mx.array, mx.array] | None = None
+    def next_piece(self, most: int = PREFILL_STEP) -> PromptPiece | None:
+        """What `read` has to read next, at most so many tokens; None at the end."""
+        self._clock = self._clock or time.perf_counter()
+        return self.caches.next_piece(most)
+
+    def read(self, piece: PromptPiece) -> Event | None:
+        """Read a piece of what the caches do not hold; returns what `keep_read` returns."""
+        logits, taps = self.caches.target_session.read(piece.tokens, piece.last)
+        return self.keep_read(piece, logits, taps)
+
+    def keep_read(
+        self, piece: PromptPiece, logits: mx.array | None, taps: mx.array
     ) -> Event | None:
-        """Read a piece of what the caches do not hold.
+        """Take in a piece of the prompt that the target has read.
 
         If the text is still empty, the last one returns the event of its first token, which the
-        target chooses after the prompt. Otherwise returns None.
+        target chooses after the prompt. Otherwise returns None. The drafter gets the features after
+        that choice, which need not wait for them.
 
         Args:
-            piece, result: as in `Caches.read`.
+            piece: what was read.
+            logits: [1, V] after the prompt's last token; None before.
+            taps: its features [1, S, K*D], which may still be lazy.
         """
-        self._clock = self._clock or time.perf_counter()
-        logits, event = self.caches.read(piece, result), None
+        event = None
         if logits is not None and not self.stats.output_tokens:
             event = self._choose_first(logits)
-        if piece.last and threading.current_thread() is not threading.main_thread():
-            self.caches.flush_features()  # another thread of a pool may read the next event
+        self.caches.keep_prompt(piece, taps)
         return event
 
     def _choose_first(self, logits: mx.array) -> Event:
@@ -184,22 +194,16 @@ class Request:
         Those of a step that failed in the middle hold nothing: the caches see that by themselves.
         """
         step, self.started = self.started, None
-        if self.caches.flush_features():
-            # A pipelined step's row is the anchor, once the step before it was read.
-            if step is not None and step.pipelined and len(self.caches.ids) < len(self._tokens):
-                self.keep_anchor(step)
-            self.caches.store()
+        # A pipelined step's row is the anchor, once the step before it was read.
+        if step is not None and step.pipelined and len(self.caches.ids) < len(self._tokens):
+            self.keep_anchor(step)
+        self.caches.store()
 
     # A step, in order
 
     def begin_step(self, shared: bool = False) -> None:
         """Begin a step; `shared` says whether other requests are part of it."""
-        clock = time.perf_counter()
-        if not self.caches.flush_features():  # another thread did the prefill
-            self.release_caches()
-            self.resume()
-            self.prefill()
-        self._clock, self._shared = clock, shared
+        self._clock, self._shared = time.perf_counter(), shared
 
     @property
     def _width(self) -> int:

@@ -19,7 +19,7 @@ from ..sampling import Sampler
 from ..targets.caches import Arrays, Checkpoint
 from ..targets.session import longest_step
 from .candidates import Slots
-from .session import MOST_PENDING, NetworkDrafter, NetworkSession
+from .session import NetworkDrafter, NetworkSession
 from .stepwise import BLOCK_SIZE, draft_chain
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class ModelSession(NetworkSession):
         self.drafter, self.sampler, self._session = drafter, sampler, drafter.model.start()
         self._own_size, self._vocab_size = drafter.model.vocab_size, vocab_size
         self._pending: list[int] = []  # committed tokens that the caches do not hold
+        self._forwards = 0  # of the target, that brought them
 
     @property
     def pending_features(self) -> int:  # type: ignore[override]
@@ -109,10 +110,10 @@ class ModelSession(NetworkSession):
         self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
     ) -> None:
         """See `DraftSession`. There are no features; tokens that the caches hold are left out."""
+        self._make_room(self._forwards, len(self._pending) + len(tokens))
         self._pending += tokens[max(0, self._session.position - self.position) :]
+        self._forwards += 1
         self.position += len(tokens)
-        if len(self._pending) > MOST_PENDING:
-            self._read_pending()
 
     def draft(self, anchor: int, width: int) -> Slots:
         """See `NetworkSession`."""
@@ -127,7 +128,9 @@ class ModelSession(NetworkSession):
 
         try:
             slots = draft_chain(self.sampler, anchor, min(width, BLOCK_SIZE) - 1, logits)
-            kept, self._pending = behind_anchor or kept, []
+            kept = behind_anchor or kept
+            self._pending = []
+            self._forwards = 0
         finally:  # a processor may fail
             session.rewind(kept)
         session.start_computing()
@@ -146,6 +149,7 @@ class ModelSession(NetworkSession):
         for at in range(0, len(self._pending), step):
             self._session.read(self._pending[at : at + step], last=False)
         self._pending = []
+        self._forwards = 0
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""

@@ -86,6 +86,9 @@ class DraftSession(ABC):
     def propose(self, anchor: int, width: int) -> Proposal:
         """Draft at most `width` rows that begin with `anchor`, the last committed token."""
 
+    def start_computing(self) -> None:  # noqa: B027
+        """Start to compute the features that wait: another thread may draft with them."""
+
     @property
     def network(self) -> DraftSession | None:
         """The session whose `propose` runs a network; None if all drafts are lookups."""

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ..targets import Target
 
 PendingFeatures = tuple[mx.array, Sequence[int]]  # [1, N, K*D], and which of their rows
-MOST_PENDING = 256  # features or tokens that wait for a draft
+MOST_FORWARDS = 256  # whose features may wait for a draft
+MOST_FEATURES = 4096  # that may wait: a prompt's, so that the first token need not wait for them
 
 
 class NetworkDrafter:
@@ -116,6 +117,15 @@ class NetworkSession(SupportsSharing, SupportsTrees):
         """Draft a tree of at most `rows` rows, 2 or more, in paths of `width`; this waits."""
         return plant_all(self.drafter, [self.draft(anchor, width)], [rows])[0]
 
+    @abstractmethod
+    def _read_pending(self) -> None:
+        """Read what waits, without drafting."""
+
+    def _make_room(self, forwards: int, features: int) -> None:
+        """Read what waits if so many features, of so many forwards before, would be too many."""
+        if forwards >= MOST_FORWARDS or features >= MOST_FEATURES:
+            self._read_pending()
+
     def resume(self, sampler: Sampler) -> None:
         """See `SupportsResume`."""
         self.sampler = sampler
@@ -175,16 +185,15 @@ class FeatureSession(NetworkSession):
         self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
     ) -> None:
         """See `DraftSession`. The next draft gathers the rows in its own graph."""
-        if self.pending_features >= MOST_PENDING:  # a long prompt's are never in memory together
-            self._read_pending()
         kept = range(taps.shape[1]) if kept is None else kept
+        self._make_room(len(self._pending), self.pending_features + len(kept))
         if self._lag:
             self._next += tokens if self.position else tokens[1:]
         if kept:
             self._pending.append((taps, kept))
             self.pending_features += len(kept)
         if not (self._lag or self.can_trim):  # every draft makes a new array of a window
-            self._start_computing()
+            self._compute_cache()
 
     def take(self, anchor: int | None = None) -> tuple[mx.array, list[int]]:
         """The features [1, S, K*D] that wait, and the tokens after them; they wait no more.
@@ -251,15 +260,17 @@ class FeatureSession(NetworkSession):
             caches.restore_all(self.cache, held, rows, state, room)
         if self._lag:
             self.extend(state["features"])
-        self._start_computing()
+        self.start_computing()
 
     def _read_pending(self) -> None:
         if self.pending_features > self._lag:
             self.drafter.read(self)
-            self._start_computing()
+            self.start_computing()
 
-    def _start_computing(self) -> None:
-        """Leave nothing lazy behind: the next step may run in another thread."""
-        if self._lag:
-            mx.async_eval([taps for taps, _ in self._pending])
+    def start_computing(self) -> None:
+        """See `DraftSession`."""
+        mx.async_eval([taps for taps, _ in self._pending])
+        self._compute_cache()
+
+    def _compute_cache(self) -> None:
         mx.async_eval([caches.arrays(layer) for layer in self.cache if layer.offset])

@@ -139,9 +139,7 @@ class BatchScheduler:
             entry = self._prefilling.popleft()
             # All chunks but the last end at multiples of CHUNK, as in unbatched prefill.
             fits = entry.request.uncached_tokens <= budget
-            piece = entry.request.caches.next_piece(
-                budget if fits else budget // CHUNK * CHUNK or budget
-            )
+            piece = entry.request.next_piece(budget if fits else budget // CHUNK * CHUNK or budget)
             assert piece is not None
             budget -= len(piece.tokens)
             if piece.last:
@@ -166,7 +164,9 @@ class BatchScheduler:
         """Read a piece of a prompt; whether the request goes on."""
 
         def read() -> None:
-            if event := entry.request.read(piece, result):
+            request = entry.request
+            event = request.read(piece) if result is None else request.keep_read(piece, *result)
+            if event is not None:
                 entry.job.put(event)
 
         return self._goes_on(entry, read)

@@ -11,16 +11,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
+import pairs
 import pytest
 from families import random_prompt
 from oracle import Oracle
 from program import run_code
-from tinymodels import random_drafter, save_drafter, save_target
+from tinymodels import greedy, random_drafter, save_drafter, save_target
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.load import load
+from dflash_mlx.targets import TargetSession
 from dflash_mlx.targets.overrides import Overrides
 
 PROMPT = random_prompt(40, seed=3)  # longer than the windows of 32 rows
@@ -79,8 +81,34 @@ def test_a_request_closed_after_its_first_token(elsewhere):
     again = [*prompt, *next(events).tokens, 7]
     in_a_thread(events.close) if elsewhere else events.close()
     result = dm.generate(target, drafter, again, max_tokens=5, conversation=kept)
-    assert result.stats.reused_tokens == (0 if elsewhere else len(prompt))
+    assert result.stats.reused_tokens == len(prompt)
     assert result.tokens == dm.generate(target, None, again, max_tokens=5).tokens
+
+
+PAIRS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "features": lambda: (tiny_target(), random_drafter()),
+    "features in a window": lambda: (tiny_target(), random_drafter(**WINDOW)),
+    "features that lag": lambda: pairs.mtp("mimo"),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_no_prompt_is_read_twice_because_another_thread_reads_on(pair, monkeypatch):
+    """The features of a prompt are being computed when its first token is out."""
+    target, drafter = PAIRS[pair]()
+    read: list[int] = []
+    prompt = [token % 192 for token in random_prompt(300, seed=5)]
+    expected = greedy(target, prompt, TOKENS)
+    own = TargetSession.read
+
+    def counted(session: TargetSession, tokens: Any, last: bool) -> Any:
+        read.extend(tokens)
+        return own(session, tokens, last)
+
+    monkeypatch.setattr(TargetSession, "read", counted)
+    events = dm.stream_generate(target, drafter, prompt, max_tokens=TOKENS)
+    assert tokens_of(in_new_threads(events)) == expected
+    assert read == prompt
 
 
 def test_a_pair_that_one_thread_loads_and_others_use(tmp_path):
