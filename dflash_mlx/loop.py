@@ -21,48 +21,51 @@ from .events import Event, FinishReason, Result, Stats
 from .generation import GenerationSettings, make_request
 from .memory import compute
 from .prompt import Prompt
-from .request import Request
+from .request import Request, Step
 from .targets import Target
 
 Settings = ParamSpec("Settings")
 T = TypeVar("T")
 
 
-def step(request: Request) -> Event:
-    """Advance a request by one step, with one forward of the target and one wait for it.
+def decode(request: Request) -> Generator[Event, None, None]:
+    """The prefill and the steps of a request: each step is one forward of the target and one wait.
+
+    A step that is certain to be plain starts before the one before it is read, as in mlx-lm's loop:
+    the device never waits for the host.
 
     The engine's `SharedBatch.step` does the same for many requests with one forward for all.
     """
-    request.begin_step()
-    if request.started is None:
-        proposal = request.propose()
-        if isinstance(proposal.tokens, mx.array):
-            # The device computes the drafts while the host builds the target's forward.
-            compute(proposal.tokens, wait=False)
-        request.started = request.verify(proposal)
-    step = request.take_step()
-    if request.can_start_next(step):
-        # As in mlx-lm's loop, the device never waits for the host.
-        compute(step.choices, step.taps, wait=False)
-        request.start_next(step)
-    compute(step.choices, step.taps)  # the only wait
-    choices: Any = step.choices.tolist()
-    rows, tokens = request.accept(step, choices)
-    return request.commit(step, rows, tokens)  # the event to emit
-
-
-def _events(request: Request) -> Generator[Event, None, None]:
-    """The prefill and the steps of one request."""
+    ahead: Step | None = None  # a plain step that has started; the anchor is its row
     try:
         if request.finished:
             yield request.empty_event()
-            return
-        if event := request.prefill():
+        elif event := request.prefill():
             yield event
         while not request.finished:
-            yield step(request)
+            request.begin_step()
+            step = ahead or _propose_and_verify(request)
+            ahead = following = None
+            if request.can_go_ahead(step):
+                compute(step.choices, step.taps, wait=False)
+                following = request.go_ahead(step)
+                compute(following.choices, following.taps, wait=False)
+            compute(step.choices, step.taps)  # the only wait
+            choices: Any = step.choices.tolist()
+            rows, tokens = request.accept(step, choices)
+            event = request.commit(step, rows, tokens, following)
+            ahead = following
+            yield event
     finally:
-        request.close()
+        request.close(ahead)
+
+
+def _propose_and_verify(request: Request) -> Step:
+    proposal = request.propose()
+    if isinstance(proposal.tokens, mx.array):
+        # The device computes the drafts while the host builds the target's forward.
+        compute(proposal.tokens, wait=False)
+    return request.verify(proposal)
 
 
 def _with_settings(
@@ -114,7 +117,7 @@ def stream_generate(
     """
     request = make_request(target, drafter, prompt, GenerationSettings.of(settings))
     request.resume()
-    return _events(request)
+    return decode(request)
 
 
 @_with_settings(GenerationSettings)

@@ -1,6 +1,6 @@
 """One request's state, and the parts of a step.
 
-`loop.step` puts these parts together for one request, `engine.batch` for many.
+`loop.decode` puts these parts together for one request, `engine.batch` for many.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from .accept import accept
 from .caches import Caches
 from .errors import ProposalError
 from .events import Event, Stats
-from .memory import compute
 from .policy.planner import DraftCandidate, Planner, TreeCandidate
 from .proposal import Proposal
 from .sampling import Sampler, check_choice
-from .stream import TextStream
+from .stream import Piece, TextStream
 from .targets.session import PREFILL_STEP, PromptPiece
 
 
@@ -33,14 +32,17 @@ class Step:
         choices: [R] integers, the target's token after each row of the forward. Lazy.
         taps: [1, R, K*D], the rows' features. Lazy.
         first: where the proposal's rows begin among the R.
-        pipelined: whether it is a plain step that started before the last one was read.
+        shared: whether other requests were part of the step.
+        ahead: whether it is a plain step that started before the one before it was read. The
+            target's session has committed its row already.
     """
 
     proposal: Proposal
     choices: mx.array
     taps: mx.array
     first: int = 0
-    pipelined: bool = False
+    shared: bool = False
+    ahead: bool = False
 
 
 class Request:
@@ -59,7 +61,6 @@ class Request:
         caches, sampler, stats: as given.
         ended: whether another request may use the caches.
         anchor: the last token of the text, which is not in the caches yet; set by the prefill.
-        started: the next step, once it is verified.
     """
 
     anchor: int
@@ -76,10 +77,9 @@ class Request:
     ) -> None:
         self.caches, self.sampler, self.stats = caches, sampler, stats
         self.ended = False
-        self.started: Step | None = None
         self._planner, self._text, self._branches = planner, text, branches
         self._tokens = list(prompt)  # all of them, the anchor last once there is one
-        self._clock, self._shared = 0.0, False  # when the step began; whether others share it
+        self._clock = 0.0  # when the step began, or reading the prompt
 
     @property
     def finished(self) -> bool:
@@ -169,41 +169,42 @@ class Request:
         stats.prefill_seconds = stats.first_token_seconds = time.perf_counter() - self._clock
         return Event(piece.text, piece.tokens, 0, 0, piece.finish_reason, stats)
 
-    def release_caches(self) -> None:
+    def release_caches(self, ahead: Step | None = None) -> None:
         """Give the caches back, whatever their state. `resume` and `read` rebuild them.
 
         The text then continues as if nothing had happened: the noise depends on seed and position,
         and the state of the sampler and the text stays here.
+
+        Args:
+            ahead: a step that has started, if there is one.
         """
         try:
-            self._store()
+            self._store(ahead)
         finally:
             self.caches.drop()
 
-    def close(self) -> None:
-        """End the request, and leave the caches to others."""
+    def close(self, ahead: Step | None = None) -> None:
+        """End the request, and leave the caches to others; `ahead` as in `release_caches`."""
         try:
-            self._store()
+            self._store(ahead)
         finally:
             self.caches.end_request()
             self.ended = True
 
-    def _store(self) -> None:
+    def _store(self, ahead: Step | None) -> None:
         """Store for other requests what the caches hold.
 
         Those of a step that failed in the middle hold nothing: the caches see that by themselves.
         """
-        step, self.started = self.started, None
-        # A pipelined step's row is the anchor, once the step before it was read.
-        if step is not None and step.pipelined and len(self.caches.ids) < len(self._tokens):
-            self.keep_anchor(step)
+        if ahead is not None:
+            self.keep(ahead, [0], [self.anchor])
         self.caches.store()
 
     # A step, in order
 
-    def begin_step(self, shared: bool = False) -> None:
-        """Begin a step; `shared` says whether other requests are part of it."""
-        self._clock, self._shared = time.perf_counter(), shared
+    def begin_step(self) -> None:
+        """Begin a step, whose time counts from now on."""
+        self._clock = time.perf_counter()
 
     @property
     def _width(self) -> int:
@@ -221,49 +222,33 @@ class Request:
         """The rows that could be verified now, in a step that other requests share."""
         return self._planner.candidate(self.caches.draft_session, self.anchor, self._width)
 
-    def verify(self, proposal: Proposal, pipelined: bool = False) -> Step:
+    def verify(self, proposal: Proposal) -> Step:
         """Have the target choose a token after each row, in one forward. Lazy."""
         logits, taps = self.caches.target_session.verify(proposal)
-        choices = self.sampler.decide(proposal, logits, int(pipelined))
-        return Step(proposal, choices, taps, pipelined=pipelined)
+        return Step(proposal, self.sampler.decide(proposal, logits), taps)
 
-    def take_step(self) -> Step:
-        """The step that was started; the next one can start now."""
-        step, self.started = self.started, None
-        assert step is not None
-        return step
-
-    def keep_anchor(self, step: Step) -> None:
-        """Keep a plain step's row, which is the anchor whatever the target chooses after it."""
-        self._keep(step, [0], [self.anchor])
-
-    def _keep(self, step: Step, rows: list[int], tokens: list[int]) -> None:
-        """Keep these rows of a step in the caches. A pipelined step's are the target's already."""
-        if not step.pipelined:
-            self.caches.target_session.commit(rows)
-        self.caches.feed_drafter(tokens, step.taps, [step.first + row for row in rows])
-
-    def can_start_next(self, step: Step) -> bool:
+    def can_go_ahead(self, step: Step) -> bool:
         """Whether the next step can start before this one is read: both of them are plain.
 
         The text may end with this step. Then the next one's row is its last token.
         """
-        return (
-            self._text.remaining >= 2
-            and len(step.proposal) == 1
-            and self.sampler.can_pipeline
-            and self.caches.target_session.can_pipeline
-            and self._planner.can_pipeline(
-                self.caches.draft_session, self.anchor, self._width, self._shared
-            )
-        )
+        if len(step.proposal) > 1 or self._text.remaining < 2:
+            return False
+        if not (self.sampler.can_pipeline and self.caches.target_session.can_pipeline):
+            return False
+        planner = self._planner
+        decides = planner.finds_no_draft if step.shared else planner.next_is_plain
+        return decides(self.caches.draft_session, self.anchor, self._width)
 
-    def start_next(self, step: Step) -> None:
-        """Start the plain step after a plain one that was not read yet."""
-        self.keep_anchor(step)
-        self.started = self.verify(Proposal(step.choices), pipelined=True)
-        self.caches.target_session.commit([0])
-        compute(self.started.choices, self.started.taps, wait=False)
+    def go_ahead(self, step: Step) -> Step:
+        """Verify the token that a plain step is about to choose: the next plain step. Lazy."""
+        self.keep(step, [0], [self.anchor])
+        proposal = Proposal(step.choices)
+        session = self.caches.target_session
+        logits, taps = session.verify(proposal)
+        choices = self.sampler.decide(proposal, logits, ahead=1)
+        session.commit([0])
+        return Step(proposal, choices, taps, ahead=True)
 
     def accept(self, step: Step, choices: list[int]) -> tuple[list[int], list[int]]:
         """Follow the target's choices through the proposal.
@@ -278,7 +263,7 @@ class Request:
         Raises `ProposalError` for a proposal that does not begin with the anchor, or that has a
         token outside the vocabulary.
         """
-        if step.pipelined:  # its row was the anchor
+        if step.ahead:  # its row is the anchor
             check_choice(choices[0])
             return [0], choices
         tokens: Any = step.proposal.tokens
@@ -296,29 +281,45 @@ class Request:
         check_choice(new[-1])
         return rows, new
 
-    def commit(self, step: Step, rows: list[int], tokens: list[int]) -> Event:
+    def commit(
+        self, step: Step, rows: list[int], tokens: list[int], ahead: Step | None = None
+    ) -> Event:
         """Keep the accepted rows in the caches, and add the new tokens to the text.
 
         Args:
             step: of this request.
             rows, tokens: from `accept`.
+            ahead: the next step, if it has started.
         """
         piece = self._text.add(tokens)
-        used = len(piece.tokens)  # what is right after the end of the text is not kept
-        if self.started is None:  # else the caches have its row
-            self._keep(step, rows[:used], [self.anchor, *tokens][:used])
+        if ahead is None:  # else the caches have its row
+            used = len(piece.tokens)  # what is right after the end of the text is not kept
+            self.keep(step, rows[:used], [self.anchor, *tokens][:used])
         self.sampler.commit(tokens)
         self._tokens += tokens
         self.anchor = tokens[-1]
+        return self._account(step, tokens, piece, ahead)
 
+    def keep(self, step: Step, rows: list[int], tokens: list[int]) -> None:
+        """Keep these rows of a step, which have read these tokens, in the caches of both models."""
+        if not step.ahead:
+            self.caches.target_session.commit(rows)
+        self.caches.feed_drafter(tokens, step.taps, [step.first + row for row in rows])
+
+    def _account(self, step: Step, tokens: list[int], piece: Piece, ahead: Step | None) -> Event:
+        """Count a step, and have the planner learn from it; its event."""
         seconds = time.perf_counter() - self._clock
-        drafted, kept = len(step.proposal) - 1, min(len(tokens) - 1, used)
-        self.stats.count_step(drafted, kept, used, tree=not step.proposal.is_chain)
-        self.stats.decode_seconds += seconds
-        self.stats.first_round_seconds = self.stats.first_round_seconds or seconds
-        self.stats.peak_bytes = mx.get_peak_memory()
-        # A step that only starts or only ends a pipeline takes two forwards, or part of one.
-        is_whole = step.pipelined == (self.started is not None)
-        timed = seconds if is_whole else None
-        self._planner.observe(step.proposal, tokens, timed, self._shared)
-        return Event(piece.text, piece.tokens, kept, drafted, piece.finish_reason, self.stats)
+        stats = self.stats
+        drafted = len(step.proposal) - 1
+        accepted = min(len(tokens) - 1, len(piece.tokens))
+        stats.count_step(drafted, accepted, len(piece.tokens), tree=not step.proposal.is_chain)
+        stats.decode_seconds += seconds
+        stats.first_round_seconds = stats.first_round_seconds or seconds
+        stats.peak_bytes = mx.get_peak_memory()
+        if step.shared:
+            self._planner.observe_shared(step.proposal, tokens)
+        else:
+            # A step that only begins or only ends a plain run takes two forwards, or part of one.
+            is_whole = step.ahead == (ahead is not None)
+            self._planner.observe(step.proposal, tokens, seconds if is_whole else None)
+        return Event(piece.text, piece.tokens, accepted, drafted, piece.finish_reason, stats)

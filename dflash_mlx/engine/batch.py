@@ -48,11 +48,13 @@ class BatchItem(ErrorCapture):
         request: the request.
         candidate: the rows that could be verified.
         proposal: the rows that the target verifies for it.
+        step: the verified rows; None until then.
         event: the result; None if there is an error instead.
     """
 
     candidate: DraftCandidate | TreeCandidate
     proposal: Proposal
+    step: Step | None = None
     event: Event | None = None
 
     def __init__(self, request: Request) -> None:
@@ -79,9 +81,10 @@ class SharedBatch:
         self._batch_verifier, self._allocator = BatchVerifier(target), allocator
         self.slot_layers = self._batch_verifier.slot_layers
         self._steps = 0
+        self._ahead: dict[Request, Step] = {}  # plain steps that have started; see `loop.decode`
 
     def step(self, items: Sequence[BatchItem]) -> None:
-        """Take the step of `loop.step` with many requests: one forward, and one wait.
+        """Take a step of `loop.decode` with many requests: one forward, and one wait.
 
         An error in one request's own part becomes its `item.error`, and the others go on. An error
         in a forward, or in what is computed for all, is raised here.
@@ -91,80 +94,111 @@ class SharedBatch:
         """
         items = sorted(items, key=_slot_order)
         for item in items:
-            with item:
-                item.request.begin_step(shared=len(items) > 1)
-        new = [item for item in _without_errors(items) if item.request.started is None]
+            item.request.begin_step()
+            item.step = self._ahead.pop(item.request, None)
+        new = [item for item in items if item.step is None]
         if new:
-            self.propose(new)
-        for item in _without_errors(new):
-            with item:
-                item.target_session.check(item.proposal)
-        if drafting := _without_errors(new):
-            drafts = [item.proposal.tokens for item in drafting]
-            compute([one for one in drafts if isinstance(one, mx.array)], wait=False)
-            self._verify(drafting)
+            self._propose_and_verify(new, shared=len(items) > 1)
         running = _without_errors(items)
-        steps = [item.request.take_step() for item in running]
-        # Two forwards at most: of those whose step was pipelined, and of the new ones.
-        forwards = {id(step.choices): step for step in steps}
-        arrays = [(step.choices, step.taps) for step in forwards.values()]
-        started: list[mx.array] = []
-        ready = (one.request.can_start_next(of) for one, of in zip(running, steps, strict=True))
-        if self._can_pipeline(items) and all(ready):
-            compute(arrays, wait=False)
-            started = self._start_next(running, steps)
-        compute(arrays)
-        compute(started, wait=False)
-        read: dict[int, Any] = {at: step.choices.tolist() for at, step in forwards.items()}
+        steps = [item.step for item in running if item.step is not None]
+        following = self._compute(running, steps)
+        choices = {id(step.choices): step.choices for step in steps}
+        read: dict[int, Any] = {key: array.tolist() for key, array in choices.items()}
         for item, step in zip(running, steps, strict=True):
             with item:
                 if item.error is None:
-                    own = slice(step.first, step.first + len(step.proposal))
-                    kept = item.request.accept(step, read[id(step.choices)][own])
-                    item.event = item.request.commit(step, *kept)
+                    rows = slice(step.first, step.first + len(step.proposal))
+                    accepted = item.request.accept(step, read[id(step.choices)][rows])
+                    ahead = following.get(item.request)
+                    item.event = item.request.commit(step, *accepted, ahead)
+                    if ahead is not None:
+                        self._ahead[item.request] = ahead
         self._steps += 1
         if self._steps % SPAN == 0:  # sessions without a slot do so themselves
             mx.clear_cache()
         if self._allocator is not None and len(new or items) > 1:
             events = [(item.request, item.event) for item in new or items if item.event is not None]
-            pipelined = any(request.started is not None for request, _ in events)
-            self._allocator.observe([len(event.tokens) for _, event in events], pipelined)
+            went_ahead = any(request in self._ahead for request, _ in events)
+            self._allocator.observe([len(event.tokens) for _, event in events], went_ahead)
 
-    def _start_next(self, items: Sequence[BatchItem], steps: Sequence[Step]) -> list[mx.array]:
-        """Build a plain step of all, while the device computes these; what is to be computed.
+    def _propose_and_verify(self, items: Sequence[BatchItem], shared: bool) -> None:
+        """Set the requests' steps, which several requests take if they are `shared`. Lazy."""
+        self.propose(items)
+        for item in _without_errors(items):
+            with item:
+                item.target_session.check(item.proposal)
+        if drafting := _without_errors(items):
+            drafts = [item.proposal.tokens for item in drafting]
+            compute([draft for draft in drafts if isinstance(draft, mx.array)], wait=False)
+            for item, step in zip(drafting, self._verify(drafting, shared), strict=True):
+                item.step = step
 
-        It must not start before these have ended: MLX writes to an array in place only if nothing
-        that runs reads it, and would copy all keys and values.
+    def _compute(self, items: Sequence[BatchItem], steps: Sequence[Step]) -> dict[Request, Step]:
+        """Wait for the requests' steps; meanwhile, start plain ones if all of them can go ahead.
+
+        There are two forwards at most: of steps that started ahead, and of new ones. What follows
+        is built meanwhile, but starts when they have ended: MLX writes to an array in place only if
+        nothing that runs reads it, and would copy all keys and values.
         """
+        arrays = [*{id(step.choices): (step.choices, step.taps) for step in steps}.values()]
+        pairs = zip(items, steps, strict=True)
+        following: dict[Request, Step] = {}
+        if self._can_go_ahead(items) and all(
+            item.request.can_go_ahead(step) for item, step in pairs
+        ):
+            compute(arrays, wait=False)
+            following = self._go_ahead(items, steps)
+        compute(arrays)
+        for step in [*following.values()][:1]:  # all have the same arrays
+            compute(step.choices, step.taps, wait=False)
+        return following
+
+    def leave(self, request: Request) -> Step | None:
+        """The step that has started ahead for a request, which ends or gives its caches back."""
+        return self._ahead.pop(request, None)
+
+    def _go_ahead(self, items: Sequence[BatchItem], steps: Sequence[Step]) -> dict[Request, Step]:
+        """Build the plain steps that follow these plain steps."""
         for item, step in zip(items, steps, strict=True):
             with item:
-                item.request.keep_anchor(step)
+                item.request.keep(step, [0], [item.request.anchor])
                 item.proposal = UNREAD
         steps = [step for item, step in zip(items, steps, strict=True) if item.error is None]
-        if not steps:
-            return []
+        items = _without_errors(items)
+        if not items:
+            return {}
         tokens = steps[0].choices
         in_order = [step.choices is tokens and step.first == at for at, step in enumerate(steps)]
         if len(steps) != tokens.size or not all(in_order):
             rows = [step.choices[step.first : step.first + 1] for step in steps]
             tokens = mx.concatenate(rows)
-        return self._verify(_without_errors(items), tokens)
+        following = self._verify(items, len(items) > 1, tokens)
+        for item in items:
+            item.target_session.commit([0])
+        return {item.request: step for item, step in zip(items, following, strict=True)}
 
-    def _verify(self, items: Sequence[BatchItem], tokens: mx.array | None = None) -> list[mx.array]:
-        """Start the requests' steps, in one forward; returns its arrays. Lazy.
+    def _verify(
+        self, items: Sequence[BatchItem], shared: bool, tokens: mx.array | None = None
+    ) -> list[Step]:
+        """The requests' verified proposals, in one forward. Lazy.
 
-        `tokens` [R] are those of pipelined steps, whose proposals are `UNREAD`.
+        Args:
+            items: of the requests.
+            shared: whether several requests take this step.
+            tokens: [R] of steps that start ahead, whose proposals are `UNREAD`.
         """
         logits, taps = self.verify(items, tokens)
-        pipelined, first = tokens is not None, 0
-        of = [Decision(one.request.sampler, one.proposal, int(pipelined), one) for one in items]
-        choices = decide_all(of, logits)
+        ahead = tokens is not None
+        decisions = [
+            Decision(item.request.sampler, item.proposal, int(ahead), item) for item in items
+        ]
+        choices = decide_all(decisions, logits)
+        steps = []
+        first = 0
         for item in items:
-            item.request.started = Step(item.proposal, choices, taps, first, pipelined)
+            steps.append(Step(item.proposal, choices, taps, first, shared, ahead))
             first += len(item.proposal)
-            if pipelined:
-                item.target_session.commit([0])
-        return [choices, taps]
+        return steps
 
     def propose(self, items: Sequence[BatchItem]) -> None:
         """Set the proposals: one request's own, or those that bring many the most tokens."""
@@ -229,7 +263,7 @@ class SharedBatch:
             return []
         return self._batch_verifier.read(ends)
 
-    def _can_pipeline(self, items: Sequence[BatchItem]) -> bool:
+    def _can_go_ahead(self, items: Sequence[BatchItem]) -> bool:
         """Whether the next step of these may start before this one is read."""
         if len(items) == 1:
             return True

@@ -101,7 +101,8 @@ class BatchScheduler:
     def preempt(self) -> None:
         """Free the caches of the youngest running request; it waits, and continues later."""
         entry = self._running[-1]
-        if self._goes_on(entry, entry.request.release_caches):
+        ahead = self._batch.leave(entry.request)
+        if self._goes_on(entry, lambda: entry.request.release_caches(ahead)):
             self._remove(entry)
             self._waiting.appendleft(entry)
 
@@ -223,7 +224,7 @@ class BatchScheduler:
         """End a job, and free its caches."""
         self._remove(entry)
         with ErrorCapture() as captured:
-            entry.request.close()
+            entry.request.close(self._batch.leave(entry.request))
         error = captured.error if error is None else error
         if error is not None:
             entry.job.fail(error)

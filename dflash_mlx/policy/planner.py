@@ -86,17 +86,24 @@ class Planner:
 
         Raises `ProposalError` when the drafter returns more rows than it was asked for.
         """
-        found = self.candidate(session, anchor, width)
-        if isinstance(found, TreeCandidate):
-            return found.session.propose_tree(anchor, found.rows, width).propose(found.rows)
-        rows, propose = len(found.path_probs) + 1, found.propose or partial(session.propose, anchor)
-        return checked(propose(rows), rows)
+        network = session.network
+        rows = self._tree_rows
+        if rows is not None and width > 1 and isinstance(network, SupportsTrees):
+            return network.propose_tree(anchor, rows, width).propose(rows)
+        if self._takes_lookup(session, session.lookup_rates(anchor, width), width):
+            return checked(session.propose_lookup(anchor, width), width)
+        return checked(session.propose(anchor, width), width)
 
-    def can_pipeline(self, session: DraftSession, anchor: int, width: int, shared: bool) -> bool:
-        """Whether the step after this plain one is plain, too, whatever this one brings.
+    def _takes_lookup(self, session: DraftSession, rates: Sequence[float], width: int) -> bool:
+        """Whether a lookup of these rates promises more than half of what a network can draft."""
+        return session.network is None or sum(path_probabilities(rates)) > (width - 1) / 2
 
-        In a `shared` step the batch has decided that it may be.
-        """
+    def next_is_plain(self, session: DraftSession, anchor: int, width: int) -> bool:
+        """Whether the step after this plain one is plain, too, whatever this one brings."""
+        return self.finds_no_draft(session, anchor, width)
+
+    def finds_no_draft(self, session: DraftSession, anchor: int, width: int) -> bool:
+        """Whether plain steps are all that is left, or nothing is at hand to be tried."""
         return width == 1
 
     def candidate(
@@ -106,23 +113,23 @@ class Planner:
         network = session.network
         if self._tree_rows is not None and width > 1 and isinstance(network, SupportsTrees):
             return TreeCandidate(network, self._tree_rows, width, self._ready)
-        found = session.lookup_rates(anchor, width)
-        if network is None or sum(path_probabilities(found)) > (width - 1) / 2:
+        rates = session.lookup_rates(anchor, width)
+        if self._takes_lookup(session, rates, width):
             propose = partial(session.propose_lookup, anchor)
-            return DraftCandidate([1.0] * len(found), propose, required=True)
+            return DraftCandidate([1.0] * len(rates), propose, required=True)
         return DraftCandidate([1.0] * (width - 1), required=True)
 
-    def observe(
-        self, proposal: Proposal, tokens: Sequence[int], seconds: float | None, shared: bool
-    ) -> None:
+    def observe(self, proposal: Proposal, tokens: Sequence[int], seconds: float | None) -> None:
         """Take in how a step went.
 
         Args:
             proposal: what the target verified.
             tokens: the accepted drafts, and the token that the target chose after them.
             seconds: that the step took; None where that is not known.
-            shared: whether other requests were part of the step.
         """
+
+    def observe_shared(self, proposal: Proposal, tokens: Sequence[int]) -> None:
+        """Take in a step that other requests shared, as `observe` does."""
 
     def _ready(self, tree: DraftTree, left: int = MOST_ROWS) -> DraftCandidate:
         self._tree: DraftTree | None = tree
@@ -168,9 +175,13 @@ class AdaptivePlanner(Planner):
                 return self._propose_tree(network, anchor, length if self._by_slot else width)
         return checked(network.propose(anchor, length), length)
 
-    def can_pipeline(self, session: DraftSession, anchor: int, width: int, shared: bool) -> bool:
+    def next_is_plain(self, session: DraftSession, anchor: int, width: int) -> bool:
         """Whether more plain steps are decided, and the text does not repeat itself here."""
-        return (shared or self._plain_left > 1) and not session.lookup_rates(anchor, width)
+        return self._plain_left > 1 and self.finds_no_draft(session, anchor, width)
+
+    def finds_no_draft(self, session: DraftSession, anchor: int, width: int) -> bool:
+        """Whether the text does not repeat itself here."""
+        return not session.lookup_rates(anchor, width)
 
     def candidate(
         self, session: DraftSession, anchor: int, width: int
@@ -189,28 +200,36 @@ class AdaptivePlanner(Planner):
             return TreeCandidate(network, MOST_ROWS, width, partial(self._ready, left=width))
         return DraftCandidate(probs, unread=network.pending_features, left=width)
 
-    def observe(
-        self, proposal: Proposal, tokens: Sequence[int], seconds: float | None, shared: bool
-    ) -> None:
+    def observe(self, proposal: Proposal, tokens: Sequence[int], seconds: float | None) -> None:
         """Learn how often drafts are right and what steps take, and book what it cost."""
-        rows, accepted = len(proposal), len(tokens) - 1
+        rows = len(proposal)
         if rows == 1:
-            if not shared:  # in which many requests would fade them, and probes come anyway
-                self._estimates.fade()
-            self._plain_left = max(0, self._plain_left - 1)
-        elif self._kind == "chain":
-            for estimates in (self._estimates, self._own):
-                estimates.learn(rows - 1, accepted)
-        elif self._tree is not None:
-            self._learn_from_tree(self._tree, tokens)
-        if shared:
-            return
+            self._estimates.fade()
+        self._learn(proposal, tokens)
         cost = self._costs.cost(self._kind, rows)
         self._costs.observe(self._kind, rows, seconds if self._unread <= MOST_UNREAD else None)
         self._budget.record(cost, len(tokens))
         self._policy.count(rows > 1 and self._kind != "lookup", len(tokens), cost)
         if self._tree is not None and self._trees is not None:
             self._trees.observe(len(tokens), cost)
+
+    def observe_shared(self, proposal: Proposal, tokens: Sequence[int]) -> None:
+        """Learn how often drafts are right. The batch observes what its steps cost.
+
+        Plain steps of many requests would fade the estimates, and probes come anyway.
+        """
+        self._learn(proposal, tokens)
+
+    def _learn(self, proposal: Proposal, tokens: Sequence[int]) -> None:
+        """Learn from the accepted drafts of a step, and the token after them."""
+        drafted, accepted = len(proposal) - 1, len(tokens) - 1
+        if not drafted:
+            self._plain_left = max(0, self._plain_left - 1)
+        elif self._kind == "chain":
+            for estimates in (self._estimates, self._own):
+                estimates.learn(drafted, accepted)
+        elif self._tree is not None:
+            self._learn_from_tree(self._tree, tokens)
 
     def _length(self, width: int) -> int:
         """Rows of the best chain; 1 for a plain step."""

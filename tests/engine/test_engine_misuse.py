@@ -186,8 +186,8 @@ def test_no_request_is_lost_that_cannot_give_its_caches_back(monkeypatch):
     played.scheduler.step()
     own = Request.release_caches
 
-    def failing(request):
-        own(request)
+    def failing(request, ahead):
+        own(request, ahead)
         raise RuntimeError("ours")
 
     monkeypatch.setattr(Request, "release_caches", failing)

@@ -67,7 +67,7 @@ def play(policy: DraftPolicy, machine: Machine, text: Sequence[int]) -> tuple[fl
         proposal = planner.propose(Session(), 0, min(LONGEST, len(text) - done))
         accepted = min(text[done], len(proposal) - 1)
         seconds = machine.seconds(len(proposal))
-        planner.observe(proposal, [0] * (accepted + 1), seconds, False)
+        planner.observe(proposal, [0] * (accepted + 1), seconds)
         done, spent = done + accepted + 1, spent + machine.costs[len(proposal) - 1]
         rows.append(len(proposal))
     return spent, rows

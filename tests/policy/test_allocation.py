@@ -29,7 +29,7 @@ class Text:
         right = 0
         while right < rows - 1 and luck.random() < self.rate:
             right += 1
-        self.planner.observe(Proposal([0] * rows), [0] * (right + 1), None, shared=True)
+        self.planner.observe_shared(Proposal([0] * rows), [0] * (right + 1))
         self.session.pending_features *= rows == 1
         self.session.pending_features += right + 1
         self.tokens += right + 1

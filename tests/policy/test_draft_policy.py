@@ -80,7 +80,7 @@ def test_a_request_loses_no_more_than_its_budget(draft, turn):
     while done < len(text):
         proposal = planner.propose(Session(), 0, min(LONGEST, len(text) - done))
         accepted = min(text[done], len(proposal) - 1)
-        planner.observe(proposal, [0] * (accepted + 1), None, False)
+        planner.observe(proposal, [0] * (accepted + 1), None)
         done, spent = done + accepted + 1, spent + here.costs[len(proposal) - 1]
         lost = max(lost, spent - done)
     assert lost <= CREDIT + ALLOWANCE * len(text) + 1
@@ -102,7 +102,7 @@ def test_a_request_of_shorter_drafts_than_the_policy_s_is_probed_too():
         planner._estimates.learn(15, 0)
     for _ in range(60):
         proposal = planner.propose(Session(), 0, LONGEST)
-        planner.observe(proposal, [0], 1e-3, False)
+        planner.observe(proposal, [0], 1e-3)
         rows.append(len(proposal))
     assert max(rows) > 1
 
@@ -250,7 +250,7 @@ def test_a_lookup_drafts_where_it_promises_more(rates, network, kind):
     planner = AdaptivePlanner(policy_with_costs(LONGEST, 0.05, draft=0.5))
     for _ in range(5):
         proposal = planner.propose(session, 7, LONGEST)
-        planner.observe(proposal, [7] * len(proposal), 1e-3, False)
+        planner.observe(proposal, [7] * len(proposal), 1e-3)
     assert session.kinds == [kind] * 5
 
 
@@ -263,7 +263,7 @@ def test_a_lookup_does_not_put_off_the_next_try_of_the_network():
             drafts = len(session.kinds)
             proposal = planner.propose(session, 7, LONGEST)
             right = session.kinds[drafts:] == ["lookup"]
-            planner.observe(proposal, [7] * (1 + right), 1e-3, False)
+            planner.observe(proposal, [7] * (1 + right), 1e-3)
         return session.kinds.count("network")
 
     assert tries(every=3) >= tries(every=1201) > 1
@@ -275,11 +275,11 @@ def test_plain_steps_are_pipelined_where_nothing_pays():
     quiet, finding = Session(), Finds([0.5], network=False)
     pipelined = 0
     for _ in range(100):
-        if not planner.can_pipeline(quiet, 0, LONGEST, shared=False):
+        if not planner.next_is_plain(quiet, 0, LONGEST):
             assert len(planner.propose(quiet, 0, LONGEST)) == 1
-        assert not planner.can_pipeline(finding, 0, LONGEST, shared=False)
-        pipelined += planner.can_pipeline(quiet, 0, LONGEST, shared=False)
-        planner.observe(Proposal([0]), [0], 1e-3, False)
+        assert not planner.next_is_plain(finding, 0, LONGEST)
+        pipelined += planner.next_is_plain(quiet, 0, LONGEST)
+        planner.observe(Proposal([0]), [0], 1e-3)
     assert pipelined > 75
 
 

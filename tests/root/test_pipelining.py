@@ -30,27 +30,32 @@ class Forwards:
 
     Attributes:
         rows: of each forward of one request.
-        pipelined: steps that started before the last one was read.
+        ahead: steps that started before the last one was read.
     """
 
     def __init__(self):
-        self.rows, self.pipelined = [], 0
+        self.rows = []
+        self.ahead = 0
 
     def __enter__(self):
-        verify, keep_anchor = TargetSession.verify, Request.keep_anchor
+        verify, keep, commit = TargetSession.verify, Request.keep, Request.commit
 
         def counted(session, proposal):
             self.rows.append(len(proposal))
             return verify(session, proposal)
 
-        def started(request, step):
-            self.pipelined += 1
-            assert not launches(step.choices), "the device must have started on the anchor before"
-            keep_anchor(request, step)
+        def kept(request, step, *rows_and_tokens):
+            assert not launches(step.choices), "the device must have started on these rows before"
+            keep(request, step, *rows_and_tokens)
+
+        def committed(request, step, rows, tokens, ahead=None):
+            self.ahead += ahead is not None
+            return commit(request, step, rows, tokens, ahead)
 
         self.patches = (
             patch.object(TargetSession, "verify", counted),
-            patch.object(Request, "keep_anchor", started),
+            patch.object(Request, "keep", kept),
+            patch.object(Request, "commit", committed),
         )
         for each in self.patches:
             each.start()
@@ -68,7 +73,7 @@ def test_a_plain_step_starts_before_the_last_one_is_read():
         begun = [len(forwards.rows) for _ in events]
     # The prefill brings the first token, and the last step starts no other.
     assert begun == [0, *range(2, ANSWER), ANSWER - 1]
-    assert forwards.pipelined == ANSWER - 2
+    assert forwards.ahead == ANSWER - 2
 
 
 def test_the_end_of_a_text_costs_one_forward_at_most_and_its_row_is_kept():
@@ -114,7 +119,7 @@ def test_a_penalty_needs_every_token_on_the_host():
     target = tiny_target()
     with Forwards() as forwards:
         dm.generate(target, None, PROMPT, max_tokens=ANSWER, repetition_penalty=1.2)
-    assert forwards.pipelined == 0 and len(forwards.rows) == ANSWER - 1
+    assert forwards.ahead == 0 and len(forwards.rows) == ANSWER - 1
 
 
 @pytest.mark.parametrize("new", [60, 67])
@@ -131,7 +136,7 @@ def test_what_a_lookup_finds_meanwhile_is_drafted_a_token_later(new):
         with Forwards() as forwards:
             drafted = dm.generate(subject, LookupDrafter(), prompt, **settings)
         assert drafted.tokens == answer
-        assert (forwards.pipelined > 30) == ahead
+        assert (forwards.ahead > 30) == ahead
         rounds.append(drafted.stats.rounds)
     assert rounds[0] <= rounds[1] <= 1.1 * rounds[0]
 
@@ -156,7 +161,7 @@ def test_many_are_pipelined_together_whoever_comes_and_goes(family):
         played.run()
     assert [job.result().tokens for job in jobs] == crowd.alone
     # A forward of many is counted for each of them; newcomers and ends begin anew.
-    assert not target.start().can_pipeline or forwards.pipelined > 0.9 * sum(SIZES) - 6
+    assert not target.start().can_pipeline or forwards.ahead > 0.9 * sum(SIZES) - 6
 
 
 @pytest.mark.parametrize("many", [1, 2])
@@ -171,7 +176,7 @@ def test_plain_steps_are_pipelined_where_drafting_never_pays(many):
     with Forwards() as forwards:
         played.run()
     assert [job.result().tokens for job in jobs] == crowd.alone
-    assert forwards.pipelined > 0.7 * many * size
+    assert forwards.ahead > 0.7 * many * size
 
 
 class OfMyOwn:
