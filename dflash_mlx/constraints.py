@@ -58,7 +58,6 @@ class ConstraintSet:
         self,
         logits: mx.array,
         noise: mx.array | None,
-        sharpness: float,
         scores_of: Callable[[mx.array], mx.array],
         before: Sequence[int] = (),
     ) -> mx.array:
@@ -66,15 +65,14 @@ class ConstraintSet:
 
         Args:
             logits: of the drafter, [L, V].
-            noise: [L, V], added to the scores by 1 / `sharpness`; None for greedy drafts.
-            sharpness: see `noise`.
-            scores_of: turns logits into scores; see `Sampler.scores`.
+            noise: [L, V], added to the scores to choose drafts; None for greedy drafts.
+            scores_of: turns logits into scores; see `sampling.token_scores`.
             before: tokens that were drafted before these.
         """
 
         def best(scores: mx.array, first: int) -> list[int]:
             if noise is not None:
-                scores = scores + noise[first : first + len(scores)] / sharpness
+                scores = scores + noise[first : first + len(scores)]
             chosen: Any = scores.argmax(axis=-1).tolist()
             return chosen
 

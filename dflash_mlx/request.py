@@ -18,7 +18,7 @@ from .errors import ProposalError
 from .events import Event, Stats
 from .policy.planner import DraftCandidate, Planner, TreeCandidate
 from .proposal import Proposal
-from .sampling import Sampler, check_choice
+from .sampling import Sampler, check_choice, sample
 from .stream import Piece, TextStream
 from .targets.session import PREFILL_STEP, PromptPiece
 
@@ -158,7 +158,8 @@ class Request:
 
     def _choose_first(self, logits: mx.array) -> Event:
         """Choose the first anchor from the logits [1, V] after the prompt. It is text already."""
-        choices: Any = self.sampler.decide(Proposal([self._tokens[-1]]), logits).tolist()
+        rows = self.sampler.rows(Proposal([self._tokens[-1]]), logits.shape[-1])
+        choices: Any = sample([rows], logits).tolist()
         check_choice(choices[0])
         self.anchor = choices[0]
         self._tokens += choices
@@ -225,7 +226,8 @@ class Request:
     def verify(self, proposal: Proposal) -> Step:
         """Have the target choose a token after each row, in one forward. Lazy."""
         logits, taps = self.caches.target_session.verify(proposal)
-        return Step(proposal, self.sampler.decide(proposal, logits), taps)
+        rows = self.sampler.rows(proposal, logits.shape[-1])
+        return Step(proposal, sample([rows], logits), taps)
 
     def can_go_ahead(self, step: Step) -> bool:
         """Whether the next step can start before this one is read: both of them are plain.
@@ -246,9 +248,9 @@ class Request:
         proposal = Proposal(step.choices)
         session = self.caches.target_session
         logits, taps = session.verify(proposal)
-        choices = self.sampler.decide(proposal, logits, ahead=1)
         session.commit([0])
-        return Step(proposal, choices, taps, ahead=True)
+        rows = self.sampler.rows(proposal, logits.shape[-1], ahead=1)
+        return Step(proposal, sample([rows], logits), taps, ahead=True)
 
     def accept(self, step: Step, choices: list[int]) -> tuple[list[int], list[int]]:
         """Follow the target's choices through the proposal.

@@ -6,12 +6,9 @@ sample of p, and a fixed function of the logits. So a seed's text is the same wi
 drafter, and a draft is accepted if it equals the target's choice, as in greedy decoding. The
 drafter uses the same noise, so it mostly drafts what the target will choose.
 
-The settings and their order are mlx-lm's: logit bias, penalties, other processors, top-p, min-p,
-top-k, temperature; only presence and frequency penalties count otherwise (`penalties`). All rows of
-many requests are chosen at once. Only processors run row by row, each row with the history of its
-own path. They wait for the device only if they read token ids on the host. Those that are a
-`TokenConstraint` and come last are applied to all rows at once. With penalties or processors,
-drafts are chosen one after the other.
+The settings and their order are mlx-lm's: what changes the logits (`edits`), top-p, min-p, top-k,
+temperature. All rows of many requests are chosen at once. With penalties or processors, drafts are
+chosen one after the other.
 """
 
 from __future__ import annotations
@@ -19,19 +16,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
-from .constraints import ConstraintSet, TokenConstraint, masked
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
+from .edits import LogitEdits, edit
 from .errors import SettingsError
 from .memory import compute
-from .penalties import Penalties, add_bias, penalize
 from .proposal import Proposal
 from .settings import SEED_BITS, SETTINGS, RequestSettings
-from .validation import brief
 
 # Scores [L, V] of the next tokens, and the factor of the logits in them. A chain takes the best; a
 # tree's probabilities are the softmax.
@@ -74,7 +69,7 @@ class DraftSharpness:
 
 
 class Sampler:
-    """Chooses one request's tokens: the settings, the seed, and the text so far.
+    """What chooses one request's tokens: the settings, the seed, and the text so far.
 
     Args:
         settings: how to choose; None is greedy.
@@ -85,10 +80,10 @@ class Sampler:
         settings: as given.
         temperature: of the settings.
         seed: of the noise; None if greedy.
+        edits: what changes the logits; None if nothing does.
         can_pipeline: whether a token can be chosen before the one before it is on the host.
-            Processors read that token.
-        group: equal in requests whose rows are chosen in one operation: whether anything but the
-            model's logits, noise and truncation decides a token, and the truncation.
+        group: equal in requests whose rows `sample` chooses in one operation: whether anything
+            edits the logits, and the truncation.
     """
 
     def __init__(
@@ -98,41 +93,51 @@ class Sampler:
         sharpness: DraftSharpness | None = None,
     ) -> None:
         settings = settings or RequestSettings()
-        self.settings, self.temperature = settings, settings.temperature
+        self.settings = settings
+        self.temperature = settings.temperature
         self.seed: int | None = None
+        truncation: list[Any] = []
         if settings.temperature > 0:
             self.seed = secrets.randbits(SEED_BITS) if settings.seed is None else settings.seed
+            samples = [name for name, described in SETTINGS.items() if described.samples]
+            truncation = [getattr(settings, name) for name in samples if name != "seed"]
+        self.edits = LogitEdits(settings, prompt) if settings.edits_logits else None
+        self.can_pipeline = self.edits is None or not self.edits.read_text
+        self.group = self.edits is not None, self.temperature, *truncation
+        self._plain = self.edits is None and self.temperature == 0
+        self._position = len(prompt)  # of the next token
         self._sharpness = sharpness or DraftSharpness()
         self._compared: mx.array | None = None  # [S, L], the draft of this step with each s
-        self._penalties = Penalties(settings, prompt)
-        processors = list(settings.logits_processors)
-        self.can_pipeline = not (self._penalties.active or processors)
-        constraints: list[TokenConstraint] = []
-        while processors and isinstance(processors[-1], TokenConstraint):
-            constraints.append(processors.pop())
-        self._processors = processors
-        self._constraints = ConstraintSet(constraints) if constraints else None
-        edits = bool(settings.logit_bias) or not self.can_pipeline
-        self._plain = not edits and settings.temperature == 0
-        names = ["temperature", *(name for name, one in SETTINGS.items() if one.samples)]
-        truncation = [getattr(settings, name) for name in names if name != "seed"]
-        self.group = edits, *(truncation if settings.temperature > 0 else ())
-        self._position = len(prompt)  # of the next token
-        self._history = mx.array(list(prompt), mx.int32) if processors else None
         self._noise: mx.array | None = None  # [R, V], from position `_noise_start` on
         self._noise_start = 0
 
-    def decide(self, proposal: Proposal, logits: mx.array, ahead: int = 0) -> mx.array:
-        """Choose the target's token after each row of a proposal. Lazy, unless a processor is not.
+    def rows(
+        self,
+        proposal: Proposal,
+        vocab_size: int,
+        ahead: int = 0,
+        guard: AbstractContextManager[Any] | None = None,
+    ) -> SampledRows:
+        """The rows of a proposal for `sample`.
 
         Args:
             proposal: N rows.
-            logits: [N, V] after each of them.
+            vocab_size: of the logits after them.
             ahead: tokens before the proposal that are not committed yet (`can_pipeline`).
-
-        Returns the choices [N], integers.
+            guard: see `SampledRows`.
         """
-        return _decide_group([Decision(self, proposal, ahead)], logits)
+        noise = None
+        key = None
+        if self.seed is not None:
+            if len(proposal) == 1 and self._kept_noise <= ahead:
+                key = self.noise_key(ahead)
+            else:
+                noise = self._noise_rows(ahead + max(proposal.depths) + 1, vocab_size)[ahead:]
+                noise = noise if proposal.is_chain else noise[mx.array(proposal.depths)]
+            if self._compared is not None:
+                compute(self._compared, wait=False)  # `commit` may read it in another thread
+        guard = guard or nullcontext()
+        return SampledRows(self.settings, self.group, proposal, noise, key, self.edits, guard)
 
     def noise_key(self, ahead: int) -> tuple[int, int]:
         """The seed, and the position of the token after `ahead` more: the key of its noise."""
@@ -151,99 +156,34 @@ class Sampler:
         """
         if self._plain:
             return logits, 1.0
-        if self.temperature == 0:
-            return self._drafter_scores(logits, None, before), 1.0
-        # One row more than drafts, because the target also chooses after the last one.
-        first = 0 if before is None else len(before)
-        noise = self._noise_rows(first + len(logits) + 1, logits.shape[-1])[first:-1]
-        scores, s = self._drafter_scores(logits, noise, before), self._sharpness.value
-        if not first and self._sharpness.compares():
+        scores_of = partial(token_scores, self.settings)
+        noise = None
+        if self.temperature > 0:
+            # One row more than drafts, because the target also chooses after the last one.
+            first = 0 if before is None else len(before)
+            noise = self._noise_rows(first + len(logits) + 1, logits.shape[-1])[first:-1]
+        s = self._sharpness.value
+        scaled = None if noise is None else noise / s
+        if self.edits is None:
+            scores = scores_of(logits)
+        else:
+            scores = self.edits.draft_scores(logits, before, scores_of, scaled)
+        if noise is None or scaled is None:
+            return scores, 1.0
+        if before is None and self._sharpness.compares():
             drafts = [(scores + noise / each).argmax(axis=-1) for each in DraftSharpness.GRID]
             self._compared = mx.stack(drafts)
-        return scores + noise / s, 1 / self.temperature
+        return scores + scaled, 1 / self.temperature
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Add tokens to the text, the next anchor last."""
         self._position += len(tokens)
-        if self._plain:
-            return
         if self._compared is not None:
             drafts: Any = self._compared.tolist()
             self._sharpness.learn(drafts, tokens)
             self._compared = None
-        if self._constraints is not None:
-            self._constraints.commit(tokens)
-        self._penalties.commit(tokens)
-        if self._history is not None:
-            self._history = mx.concatenate([self._history, mx.array(list(tokens), mx.int32)])
-            mx.async_eval(self._history)  # the next step may run in another thread
-
-    def scores(self, logits: mx.array) -> mx.array:
-        """The scores [N, V] of tokens, from processed logits [N, V].
-
-        These are f32 log-probabilities up to a constant per row, which changes no choice. At
-        temperature 0 they are the logits.
-        """
-        settings = self.settings
-        if self.temperature == 0:
-            return logits
-        scores = logits.astype(mx.float32)
-        if settings.top_p < 1:
-            scores = keep_top_p(scores, settings.top_p)
-        if settings.min_p > 0:
-            scores = keep_min_p(scores, settings.min_p)
-        if 0 < settings.top_k < scores.shape[-1]:
-            scores = keep_top_k(scores, settings.top_k)
-        # With the maximum at 0, a low temperature cannot overflow the best scores.
-        return (scores - scores.max(axis=-1, keepdims=True)) / self.temperature
-
-    def _processed(self, proposal: Proposal, logits: mx.array) -> mx.array:
-        """The logits [N, V] after the processors, each row with the history of its path."""
-        assert self._history is not None
-        tokens, rows = proposal.array(logits.shape[-1]).astype(mx.int32), []
-        for row, path in enumerate(proposal.paths()):
-            seen = [self._history, tokens[mx.array(path)]] if path else [self._history]
-            rows.append(self._apply(mx.concatenate(seen), logits[row : row + 1]))
-        return mx.concatenate(rows)
-
-    def _apply(self, history: mx.array, logits: mx.array) -> mx.array:
-        for processor in self._processors:
-            found = processor(history, logits)
-            if not isinstance(found, mx.array) or found.shape != logits.shape:
-                what = found.shape if isinstance(found, mx.array) else brief(found)
-                raise SettingsError(
-                    f"A logits processor must return logits of shape {logits.shape}, not {what}."
-                )
-            logits = found
-        return logits
-
-    def _drafter_scores(
-        self, logits: mx.array, noise: mx.array | None, before: mx.array | None
-    ) -> mx.array:
-        """The drafter's `scores` [L, V], each row after the drafts of those before it."""
-        logits = add_bias([self.settings.logit_bias] * len(logits), logits)
-        drafts = mx.array([], mx.int32) if before is None else before.astype(mx.int32)
-        drafted: Any = drafts.tolist() if self._constraints is not None else []
-        if self.can_pipeline:
-            return self.scores(logits)
-        s, rows = self._sharpness.value, []
-        only_constraints = self._history is None and not self._penalties.active
-        if self._constraints is not None and only_constraints:
-            return self._constraints.drafts(logits, noise, s, self.scores, drafted)
-        for slot in range(len(logits)):
-            history = self._penalties, drafts, [range(len(drafts))]
-            row = penalize([history], logits[slot : slot + 1])
-            if self._history is not None:
-                row = self._apply(mx.concatenate([self._history, drafts]), row)
-            if self._constraints is not None:
-                row = self._constraints.restrict_row(row, drafted)
-            row = self.scores(row)
-            rows.append(row)
-            token = (row if noise is None else row + noise[slot] / s).argmax(axis=-1)
-            drafts = mx.concatenate([drafts, token.astype(mx.int32)])
-            if self._constraints is not None:
-                drafted += token.tolist()
-        return mx.concatenate(rows)
+        if self.edits is not None:
+            self.edits.commit(tokens)
 
     @property
     def _kept_noise(self) -> int:
@@ -264,110 +204,107 @@ class Sampler:
         return noise[:rows]
 
 
-class Decision(NamedTuple):
-    """One request's part in `decide_all`.
+class SampledRows(NamedTuple):
+    """The rows of one request, and all that decides which token the target chooses after each.
 
     Attributes:
-        sampler, proposal, ahead: as in `Sampler.decide`.
+        settings: of the request.
+        group: see `Sampler.group`.
+        proposal: the N rows.
+        noise: [N, V] of the tokens after them; None if greedy, or to be made of `noise_key`.
+        noise_key: the seed and the position of a single row's noise.
+        edits: what changes the logits; None if nothing does.
         guard: entered around what runs for this request only, as its processors.
     """
 
-    sampler: Sampler
+    settings: RequestSettings
+    group: tuple[Any, ...]
     proposal: Proposal
-    ahead: int = 0
-    guard: AbstractContextManager[Any] = nullcontext()
+    noise: mx.array | None
+    noise_key: tuple[int, int] | None
+    edits: LogitEdits | None
+    guard: AbstractContextManager[Any]
 
 
-def decide_all(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
-    """Choose the target's token after each row of many requests' proposals; see `Sampler.decide`.
+def sample(requests: Sequence[SampledRows], logits: mx.array) -> mx.array:
+    """Choose the target's token after each row of many requests' proposals.
 
-    Rows of requests of one `Sampler.group` are chosen in one operation. If a guard suppresses an
-    error, its rows' choices mean nothing.
+    A pure function: it changes nothing of what it is given. Rows of requests of one
+    `Sampler.group` are chosen in one operation. It is lazy, unless a processor is not. If a guard
+    suppresses an error, its rows' choices mean nothing.
 
     Args:
-        decisions: of the requests, whose proposals have R rows together.
+        requests: whose proposals have R rows together.
         logits: [R, V] after the rows.
 
-    Returns the choices [R], integers.
+    Returns the choices [R], integers; `NO_CHOICE` where the edited logits leave no token.
     """
-    groups: dict[Any, list[tuple[int, Decision]]] = {}
+    groups: dict[Any, list[tuple[int, SampledRows]]] = {}
     first = 0
-    for decision in decisions:
-        groups.setdefault(decision.sampler.group, []).append((first, decision))
-        first += len(decision.proposal)
+    for request in requests:
+        groups.setdefault(request.group, []).append((first, request))
+        first += len(request.proposal)
     if len(groups) == 1:
-        return _decide_group(decisions, logits)
+        return _sample_group(requests, logits)
     rows, parts = list[int](), list[mx.array]()
     for group in groups.values():
-        own = [first + row for first, each in group for row in range(len(each.proposal))]
-        parts.append(_decide_group([decision for _, decision in group], logits[mx.array(own)]))
-        rows += own
+        places = [first + row for first, each in group for row in range(len(each.proposal))]
+        parts.append(_sample_group([request for _, request in group], logits[mx.array(places)]))
+        rows += places
     return mx.concatenate(parts)[mx.argsort(mx.array(rows))]
 
 
-def _decide_group(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
+def _sample_group(requests: Sequence[SampledRows], logits: mx.array) -> mx.array:
     """The choices [N] of requests of one group."""
-    sampler = decisions[0].sampler
-    edits, *_ = sampler.group
-    scores = sampler.scores(_edited(decisions, logits) if edits else logits)
-    if sampler.temperature > 0:
-        scores = scores + _noise(decisions, logits.shape[-1])
-        compared = [one.sampler._compared for one in decisions]
-        # `commit` reads these, perhaps in another thread.
-        compute([drafts for drafts in compared if drafts is not None], wait=False)
+    settings = requests[0].settings
+    edited = [
+        (request.edits, request.proposal, request.guard)
+        for request in requests
+        if request.edits is not None
+    ]
+    scores = token_scores(settings, edit(edited, logits) if edited else logits)
+    if settings.temperature > 0:
+        scores = scores + _noise_of(requests, logits.shape[-1])
     choices = scores.argmax(axis=-1)
-    if not edits:
+    if not edited:
         return choices
     # argmax would return token 0 if all are NaN or -inf; +inf and noise make NaN.
     none = mx.isnan(scores).any(axis=-1) | mx.isinf(scores.max(axis=-1))
     return mx.where(none, NO_CHOICE, choices.astype(mx.int32))
 
 
-def _noise(decisions: Sequence[Decision], vocab_size: int) -> mx.array:
+def _noise_of(requests: Sequence[SampledRows], vocab_size: int) -> mx.array:
     """The noise [N, V] of all rows; in one operation if no drafter has made some of it."""
-    if all(len(one.proposal) == 1 and one.sampler._kept_noise <= one.ahead for one in decisions):
-        return gumbel([one.sampler.noise_key(one.ahead) for one in decisions], vocab_size)
+    keys = [request.noise_key for request in requests if request.noise_key is not None]
+    if len(keys) == len(requests):
+        return gumbel(keys, vocab_size)
     parts = []
-    for sampler, proposal, ahead, _ in decisions:
-        rows = sampler._noise_rows(ahead + max(proposal.depths) + 1, vocab_size)[ahead:]
-        parts.append(rows if proposal.is_chain else rows[mx.array(proposal.depths)])
+    for request in requests:
+        noise = request.noise
+        if noise is None:
+            assert request.noise_key is not None
+            noise = gumbel([request.noise_key], vocab_size)
+        parts.append(noise)
     return mx.concatenate(parts)
 
 
-def _edited(decisions: Sequence[Decision], logits: mx.array) -> mx.array:
-    """The logits [N, V] after biases, penalties, processors and constraints of each request."""
-    samplers = [one.sampler for one in decisions for _ in range(len(one.proposal))]
-    logits = add_bias([one.settings.logit_bias for one in samplers], logits)
-    if all(one.can_pipeline for one in samplers):
+def token_scores(settings: RequestSettings, logits: mx.array) -> mx.array:
+    """The scores [N, V] of tokens, from edited logits [N, V].
+
+    These are f32 log-probabilities up to a constant per row, which changes no choice. At
+    temperature 0 they are the logits.
+    """
+    if settings.temperature == 0:
         return logits
-    drafts = [one.proposal.array(logits.shape[-1]).astype(mx.int32) for one in decisions]
-    paths = [one.proposal.paths() for one in decisions]
-    penalties = [one.sampler._penalties for one in decisions]
-    logits = penalize(list(zip(penalties, drafts, paths, strict=True)), logits)
-    if any(one._history is not None for one in samplers):
-        edited, first = [], 0
-        for one in decisions:
-            rows = logits[first : first + len(one.proposal)]
-            first += len(one.proposal)
-            if one.sampler._history is not None:
-                with one.guard:
-                    rows = one.sampler._processed(one.proposal, rows)
-            edited.append(rows)
-        logits = mx.concatenate(edited)
-    if any(one._constraints is not None for one in samplers):
-        compute(logits, wait=False)
-        masks: list[np.ndarray | None] = []
-        for one, tokens, under in zip(decisions, drafts, paths, strict=True):
-            own: list[np.ndarray | None] = [None] * len(under)
-            if one.sampler._constraints is not None:
-                with one.guard:
-                    found = one.sampler._constraints.masks(tokens, under)
-                    if any(mask is not None and mask.shape != logits.shape[1:] for mask in found):
-                        raise SettingsError("A constraint must return masks of the vocabulary.")
-                    own = found
-            masks += own
-        logits = masked(logits, masks)
-    return logits
+    scores = logits.astype(mx.float32)
+    if settings.top_p < 1:
+        scores = keep_top_p(scores, settings.top_p)
+    if settings.min_p > 0:
+        scores = keep_min_p(scores, settings.min_p)
+    if 0 < settings.top_k < scores.shape[-1]:
+        scores = keep_top_k(scores, settings.top_k)
+    # With the maximum at 0, a low temperature cannot overflow the best scores.
+    return (scores - scores.max(axis=-1, keepdims=True)) / settings.temperature
 
 
 def check_choice(token: int) -> None:

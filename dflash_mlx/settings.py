@@ -275,6 +275,13 @@ class RequestSettings:
                 "repetition_context_size goes with a repetition_penalty: give that."
             )
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether more than the model, the noise and the truncation decides a token."""
+        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        changed = any(getattr(self, name) != SETTINGS[name].default for name in penalties)
+        return changed or bool(self.logit_bias) or bool(self.logits_processors)
+
     def check_vocabulary(self, size: int) -> None:
         """Raise `SettingsError` for a token that a vocabulary of this size does not have."""
         if self.top_k > size:

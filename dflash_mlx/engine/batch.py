@@ -13,7 +13,7 @@ from ..memory import SPAN, compute
 from ..policy.planner import DraftCandidate, TreeCandidate, checked
 from ..proposal import Proposal
 from ..request import Request, Step
-from ..sampling import Decision, decide_all
+from ..sampling import sample
 from ..targets import Target, TargetSession
 from ..targets.batched import BatchVerifier
 from ..targets.session import PromptPiece
@@ -189,10 +189,12 @@ class SharedBatch:
         """
         logits, taps = self.verify(items, tokens)
         ahead = tokens is not None
-        decisions = [
-            Decision(item.request.sampler, item.proposal, int(ahead), item) for item in items
+        vocab_size = logits.shape[-1]
+        rows = [
+            item.request.sampler.rows(item.proposal, vocab_size, int(ahead), guard=item)
+            for item in items
         ]
-        choices = decide_all(decisions, logits)
+        choices = sample(rows, logits)
         steps = []
         first = 0
         for item in items:

@@ -18,6 +18,7 @@ LEVELS = [
     {*"constraints deadline distributions machine metal smollm2 threads tiny".split()},
     {"chat_template", "events", "kernels", "memory", "settings"},
     {"penalties", "proposal"},
+    {"edits"},
     {"accept", "sampling"},
     {"targets"},
     {"drafter"},

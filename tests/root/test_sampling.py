@@ -14,7 +14,7 @@ from dflash_mlx.distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.penalties import Penalties, add_bias, penalize
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.sampling import Decision, Sampler, decide_all
+from dflash_mlx.sampling import Sampler, sample
 from dflash_mlx.settings import RequestSettings
 
 VOCABULARIES = [16, 200]
@@ -53,7 +53,8 @@ def processed(logits, temperature, top_p=1.0, top_k=0, min_p=0.0):
 
 def chosen(sampler, proposal, logits):
     """The tokens of a proposal, and the target's after each row."""
-    return list(map(int, proposal.tokens)), sampler.decide(proposal, logits).tolist()
+    rows = sampler.rows(proposal, logits.shape[-1])
+    return list(map(int, proposal.tokens)), sample([rows], logits).tolist()
 
 
 def choices(settings, logits, rows=1, seed=0):
@@ -397,10 +398,15 @@ def test_choices_of_many_requests_are_those_alone(ahead):
             rows = len(proposal), 30
             yield sampler, proposal, mx.random.normal(rows, key=mx.random.key(99 + number))
 
-    alone = mx.concatenate([sampler.decide(*of, ahead) for sampler, *of in requests()])
+    alone = mx.concatenate(
+        [
+            sample([sampler.rows(proposal, 30, ahead)], logits)
+            for sampler, proposal, logits in requests()
+        ]
+    )
     together = list(requests())
-    decisions = [Decision(sampler, proposal, ahead) for sampler, proposal, _ in together]
-    found = decide_all(decisions, mx.concatenate([logits for *_, logits in together]))
+    rows = [sampler.rows(proposal, 30, ahead) for sampler, proposal, _ in together]
+    found = sample(rows, mx.concatenate([logits for *_, logits in together]))
     assert found.tolist() == alone.tolist()
     keys = [sampler.group for sampler, *_ in together]
     first = [0, 1, 2, 0, 1, 5, 1, 0, 2, *[2, 2, 2, 2, 2, 14][: 6 * (not ahead)]]

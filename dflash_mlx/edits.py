@@ -1,0 +1,171 @@
+"""What changes a request's logits before a token is chosen of them, in mlx-lm's order.
+
+These are a bias, penalties, processors and constraints. All rows of many requests are changed at
+once. Only processors run row by row, each row with the history of its own path. They wait for the
+device only if they read token ids on the host. Those that are a `TokenConstraint` and come last are
+applied to all rows at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from .constraints import ConstraintSet, TokenConstraint, masked
+from .errors import SettingsError
+from .memory import compute
+from .penalties import Penalties, add_bias, penalize
+from .proposal import Proposal
+from .settings import RequestSettings
+from .validation import brief
+
+
+class LogitEdits:
+    """The changes to one request's logits, and the text so far that they look at.
+
+    Args:
+        settings: of the request.
+        prompt: its token ids.
+
+    Attributes:
+        bias: token -> addend.
+        penalties: of the request.
+        constraints: of the answer; None if there are none.
+        history: the token ids so far, [H] int32; None if no processor reads them.
+        read_text: whether a token's logits depend on the token before it.
+    """
+
+    def __init__(self, settings: RequestSettings, prompt: Sequence[int]) -> None:
+        self.bias = settings.logit_bias
+        self.penalties = Penalties(settings, prompt)
+        processors = list(settings.logits_processors)
+        self.read_text = self.penalties.active or bool(processors)
+        constraints: list[TokenConstraint] = []
+        while processors and isinstance(processors[-1], TokenConstraint):
+            constraints.append(processors.pop())
+        self._processors = processors
+        self.constraints = ConstraintSet(constraints) if constraints else None
+        self.history = mx.array(list(prompt), mx.int32) if processors else None
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Add tokens to the text."""
+        self.penalties.commit(tokens)
+        if self.constraints is not None:
+            self.constraints.commit(tokens)
+        if self.history is not None:
+            self.history = mx.concatenate([self.history, mx.array(list(tokens), mx.int32)])
+            mx.async_eval(self.history)  # the next step may run in another thread
+
+    def process(self, proposal: Proposal, logits: mx.array) -> mx.array:
+        """The logits [N, V] after the processors, each row with the history of its path."""
+        if self.history is None:
+            return logits
+        tokens = proposal.array(logits.shape[-1]).astype(mx.int32)
+        rows = []
+        for row, path in enumerate(proposal.paths()):
+            seen = [self.history, tokens[mx.array(path)]] if path else [self.history]
+            rows.append(self._process_row(mx.concatenate(seen), logits[row : row + 1]))
+        return mx.concatenate(rows)
+
+    def masks(self, proposal: Proposal, vocab_size: int) -> list[np.ndarray | None]:
+        """For each row, which tokens the constraints allow, [V] of bool; None if all."""
+        if self.constraints is None:
+            return [None] * len(proposal)
+        tokens = proposal.array(vocab_size).astype(mx.int32)
+        masks = self.constraints.masks(tokens, proposal.paths())
+        if any(mask is not None and mask.shape != (vocab_size,) for mask in masks):
+            raise SettingsError("A constraint must return masks of the vocabulary.")
+        return masks
+
+    def draft_scores(
+        self,
+        logits: mx.array,
+        before: mx.array | None,
+        scores_of: Callable[[mx.array], mx.array],
+        noise: mx.array | None,
+    ) -> mx.array:
+        """A drafter's scores [L, V], each row's after the drafts of those before it.
+
+        Args:
+            logits: of the drafter, [L, V].
+            before: [k] tokens that were drafted before these; None for none.
+            scores_of: turns edited logits into scores.
+            noise: [L, V], added to the scores to choose drafts; None for greedy drafts.
+        """
+        logits = add_bias([self.bias] * len(logits), logits)
+        if not self.read_text:
+            return scores_of(logits)
+        drafts = mx.array([], mx.int32) if before is None else before.astype(mx.int32)
+        drafted: Any = drafts.tolist() if self.constraints is not None else []
+        others = self.history is not None or self.penalties.active
+        if self.constraints is not None and not others:
+            return self.constraints.drafts(logits, noise, scores_of, drafted)
+        rows = []
+        for slot in range(len(logits)):
+            path = self.penalties, drafts, [range(len(drafts))]
+            row = penalize([path], logits[slot : slot + 1])
+            if self.history is not None:
+                row = self._process_row(mx.concatenate([self.history, drafts]), row)
+            if self.constraints is not None:
+                row = self.constraints.restrict_row(row, drafted)
+            row = scores_of(row)
+            rows.append(row)
+            token = (row if noise is None else row + noise[slot]).argmax(axis=-1)
+            drafts = mx.concatenate([drafts, token.astype(mx.int32)])
+            if self.constraints is not None:
+                drafted += token.tolist()
+        return mx.concatenate(rows)
+
+    def _process_row(self, history: mx.array, logits: mx.array) -> mx.array:
+        for processor in self._processors:
+            processed = processor(history, logits)
+            if not isinstance(processed, mx.array) or processed.shape != logits.shape:
+                is_array = isinstance(processed, mx.array)
+                what = processed.shape if is_array else brief(processed)
+                raise SettingsError(
+                    f"A logits processor must return logits of shape {logits.shape}, not {what}."
+                )
+            logits = processed
+        return logits
+
+
+# One request's changes, its rows, and what is entered around its own processors and constraints.
+EditedRows = tuple[LogitEdits, Proposal, AbstractContextManager[Any]]
+
+
+def edit(requests: Sequence[EditedRows], logits: mx.array) -> mx.array:
+    """The logits [N, V] of many requests' rows after the changes of each request."""
+    biases = [edits.bias for edits, proposal, _ in requests for _ in range(len(proposal))]
+    vocab_size = logits.shape[-1]
+    logits = add_bias(biases, logits)
+    if not any(edits.read_text for edits, *_ in requests):
+        return logits
+    paths = [
+        (edits.penalties, proposal.array(vocab_size).astype(mx.int32), proposal.paths())
+        for edits, proposal, _ in requests
+    ]
+    logits = penalize(paths, logits)
+    if any(edits.history is not None for edits, *_ in requests):
+        processed = []
+        first = 0
+        for edits, proposal, guard in requests:
+            rows = logits[first : first + len(proposal)]
+            first += len(proposal)
+            with guard:
+                rows = edits.process(proposal, rows)
+            processed.append(rows)
+        logits = mx.concatenate(processed)
+    if any(edits.constraints is not None for edits, *_ in requests):
+        compute(logits, wait=False)
+        masks: list[np.ndarray | None] = []
+        for edits, proposal, guard in requests:
+            allowed: list[np.ndarray | None] = [None] * len(proposal)
+            with guard:
+                allowed = edits.masks(proposal, vocab_size)
+            masks += allowed
+        logits = masked(logits, masks)
+    return logits
