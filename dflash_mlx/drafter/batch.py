@@ -19,10 +19,10 @@ import mlx.core as mx
 
 from ..proposal import Proposal
 from .candidates import Slots
-from .dflash import DFlash
+from .dflash import BlockSession, DFlash
 from .layers import Attention, append_rows
 from .protocol import DraftSession, SupportsTrees
-from .session import FeatureSession, plant_all, propose_all
+from .session import plant_all, propose_all
 from .tree import DraftTree
 
 
@@ -56,7 +56,7 @@ def draft_batch(drafts: Sequence[BlockDraft]) -> list[Any]:
     for at, draft in enumerate(drafts):
         session = draft.session
         key: tuple[int, ...] = (at,)
-        if isinstance(session, FeatureSession) and not session.drafter.lag and draft.width > 1:
+        if isinstance(session, BlockSession) and draft.width > 1:
             key = id(session.drafter), id(session.target), draft.tree_rows is None
         groups.setdefault(key, {})[at] = draft
     for group in groups.values():
@@ -94,7 +94,7 @@ def _draft_together(drafts: dict[int, BlockDraft]) -> dict[int, Proposal] | dict
         drafts.items(), sessions, logits, mx.split(hidden[0], cuts), strict=True
     ):
         with draft.guard:
-            slots[at] = network.score(session, own, states, draft.anchor)
+            slots[at] = session.slots(own, states, draft.anchor)
     requests, tree_rows = [*slots.values()], [drafts[at].tree_rows or 0 for at in slots]
     if any(tree_rows):
         return dict(zip(slots, plant_all(network, requests, tree_rows), strict=True))

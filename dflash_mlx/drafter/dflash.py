@@ -20,13 +20,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import IncompatibleDrafterError
+from ..sampling import Sampler
 from ..targets.internals import KVCache, RotatingKVCache
 from .candidates import Slots
 from .config import DraftConfig
 from .gemma4 import Gemma4Layer
 from .layers import ContextCache, ConvolvedLayer, DraftLayer, append_rows
 from .networks import ADAPTER, EMBEDDING, HEAD, MASK
-from .session import FeatureSession, NetworkDrafter
+from .session import FeatureSession, NetworkDrafter, NetworkSession
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -171,28 +172,29 @@ class DFlash(NetworkDrafter, nn.Module):
         ids = self.token_ids()
         return scores if ids is None else scores[:, ids]
 
-    def read(self, session: FeatureSession) -> None:
-        """See `NetworkDrafter`."""
-        self.extend(session.take()[0], session.cache)
-
-    def draft(self, session: FeatureSession, anchor: int, width: int) -> Slots:
-        """See `NetworkDrafter`. The anchor's row is left out if it predicts no draft."""
-        block, target = self.embed(self.block(anchor, width)[None], session.target), session.target
-        hidden = self(block, session.take()[0], session.cache)[:, self.config.first_row :]
-        return self.score(session, self.logits(hidden, target)[0], hidden[0], anchor)
-
     def block(self, anchor: int, width: int) -> mx.array:
         """The token ids [B] of a block that drafts at most `width` rows: the anchor and masks."""
         config = self.config
         rows = min(width - 1, config.drafts) + config.first_row
         return mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
 
-    def score(
-        self, session: FeatureSession, logits: mx.array, hidden: mx.array, anchor: int
+    def with_lattice(
+        self, slots: Slots, logits: mx.array, newest: mx.array | None, target: Target
     ) -> Slots:
-        """The slots of a block, from logits [L, DV] and hidden states [L, D]; processors run."""
-        scores, weight = session.sampler.draft_scores(self.widen(logits))
-        return Slots(scores, weight, hidden, anchor)
+        """The slots with their lattice, if the network `reads_newest`.
+
+        Args:
+            slots: of a block.
+            logits: [L, DV] that gave their scores.
+            newest: [1, 1, K*D], the newest features of the text; None before the first.
+            target: whose embedding it may use.
+        """
+        raise NotImplementedError
+
+    def start(self, target: Target, sampler: Sampler | None = None) -> NetworkSession:
+        """See `NetworkDrafter`."""
+        self.check_fits(target)
+        return BlockSession(self, target, sampler or Sampler())
 
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the target is the drafter's own."""
@@ -207,3 +209,30 @@ class DFlash(NetworkDrafter, nn.Module):
                 f"The drafter is {config.hidden_size} wide and borrows an embedding and a head, "
                 f"which are {target.hidden_size} wide in this target."
             )
+
+
+class BlockSession(FeatureSession):
+    """Drafts blocks for one request, in one pass of a DFlash network."""
+
+    drafter: DFlash
+
+    def draft(self, anchor: int, width: int) -> Slots:
+        """See `NetworkSession`. The anchor's row is left out if it predicts no draft."""
+        network, target = self.drafter, self.target
+        block = network.block(anchor, width)
+        taps, _ = self.take()
+        hidden = network(network.embed(block[None], target), taps, self.cache)
+        hidden = hidden[:, network.config.first_row :]
+        return self.slots(network.logits(hidden, target)[0], hidden[0], anchor)
+
+    def slots(self, logits: mx.array, hidden: mx.array, anchor: int) -> Slots:
+        """The slots of a block, from logits [L, DV] and hidden states [L, D]; processors run."""
+        network = self.drafter
+        scores, weight = self.sampler.draft_scores(network.widen(logits))
+        slots = Slots(scores, weight, hidden, anchor)
+        if network.reads_newest:
+            slots = network.with_lattice(slots, logits, self.newest, self.target)
+        return slots
+
+    def _read(self) -> None:
+        self.drafter.extend(self.take()[0], self.cache)

@@ -11,6 +11,7 @@ Parameter names are those of the published checkpoints.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +19,9 @@ import mlx.nn as nn
 from .candidates import Slots, log_softmax, top_candidates
 from .config import DraftConfig
 from .dflash2 import LatticeDrafter
-from .session import FeatureSession
+
+if TYPE_CHECKING:
+    from ..targets import Target
 
 
 class LatticeAttention(nn.Module):
@@ -139,14 +142,13 @@ class LiLiCorr(LatticeDrafter):
         super().__init__(config, parts)
         self.lilicorr = LatticeHead(config)
 
-    def score(
-        self, session: FeatureSession, logits: mx.array, hidden: mx.array, anchor: int
+    def with_lattice(
+        self, slots: Slots, logits: mx.array, newest: mx.array | None, target: Target
     ) -> Slots:
         """Slots with candidates, their own scores and their scores after each other.
 
         The head has read the candidates' probabilities: their logits count no more.
         """
-        slots = super().score(session, logits, hidden, anchor)
         log_probs = log_softmax(logits)
         tokens = top_candidates(log_probs, self.config.lilicorr_candidate_topk)
         ours = mx.take_along_axis(log_probs, tokens, axis=-1)
@@ -154,9 +156,10 @@ class LiLiCorr(LatticeDrafter):
         tokens, ours = (mx.take_along_axis(x, order, axis=-1) for x in (tokens, ours))
         ids = self.token_ids()
         tokens = tokens if ids is None else ids[tokens]
-        newest = mx.zeros_like(hidden) if session.newest is None else self.fuse(session.newest)[0]
-        embeddings = self.embed(tokens, session.target)
-        pairs = self.lilicorr.pairs(embeddings, ours, hidden, newest[0])
+        hidden = slots.hidden
+        context = mx.zeros_like(hidden) if newest is None else self.fuse(newest)[0]
+        embeddings = self.embed(tokens, target)
+        pairs = self.lilicorr.pairs(embeddings, ours, hidden, context[0])
         own = mx.take_along_axis(slots.scores, tokens, axis=-1).astype(mx.float32)
         return slots._replace(lattice=(tokens, own - slots.weight * ours, pairs))
 

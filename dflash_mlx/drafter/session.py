@@ -1,7 +1,9 @@
 """The session of a network of ours: a cache, and features that wait for the next draft.
 
 The newest features wait, so that their rows are computed in the same products as the draft's own.
-What a draft is, the network says: DFlash drafts a block in one pass, others token by token.
+A network is a function of arrays. The session holds the order: what waits, the network's pass, the
+noise and the settings of the request, and the choice. `dflash.BlockSession` drafts a block in one
+pass, `stepwise.StepwiseSession` token by token.
 """
 
 from __future__ import annotations
@@ -52,14 +54,6 @@ class NetworkDrafter:
         """Empty caches of mlx-lm's kinds, one per layer that keeps rows."""
         raise NotImplementedError
 
-    def read(self, session: FeatureSession) -> None:
-        """Add rows to the session's cache for all features that wait but the newest `lag`; lazy."""
-        raise NotImplementedError
-
-    def draft(self, session: FeatureSession, anchor: int, width: int) -> Slots:
-        """The slots of a draft of at most `width` rows, 2 or more; processors run."""
-        raise NotImplementedError
-
     def widen(self, scores: mx.array) -> mx.array:
         """Scores [L, DV] as scores [L, V]; here all tokens can be drafted."""
         return scores
@@ -88,8 +82,7 @@ class NetworkDrafter:
 
         Raises `IncompatibleDrafterError`.
         """
-        self.check_fits(target)
-        return FeatureSession(self, target, sampler or Sampler())
+        raise NotImplementedError
 
 
 class NetworkSession(SupportsSharing, SupportsTrees):
@@ -177,10 +170,6 @@ class FeatureSession(NetworkSession):
         """Tokens whose features were added."""
         return int(self.cache[0].offset) + self.pending_features
 
-    def draft(self, anchor: int, width: int) -> Slots:
-        """See `NetworkSession`."""
-        return self.drafter.draft(self, anchor, width)
-
     def extend(
         self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
     ) -> None:
@@ -252,7 +241,7 @@ class FeatureSession(NetworkSession):
     def dry_run(self, taps: mx.array) -> None:
         """See `SupportsSharing`."""
         self.extend(taps, tokens=[0] * taps.shape[1])
-        self.drafter.read(self)
+        self._read()
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """See `SupportsSharing`."""
@@ -264,8 +253,12 @@ class FeatureSession(NetworkSession):
 
     def _read_pending(self) -> None:
         if self.pending_features > self._lag:
-            self.drafter.read(self)
+            self._read()
             self.start_computing()
+
+    @abstractmethod
+    def _read(self) -> None:
+        """Add rows to the cache for all features that wait, but for those that lag. Lazy."""
 
     def start_computing(self) -> None:
         """See `DraftSession`."""

@@ -17,7 +17,7 @@ from ..kernels.shapes import weight_bytes
 from ..sampling import Sampler
 from ..targets import caches
 from .candidates import Slots
-from .session import FeatureSession, NetworkDrafter
+from .session import FeatureSession, NetworkDrafter, NetworkSession
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -64,34 +64,46 @@ class StepwiseDrafter(NetworkDrafter):
         """What a drafted token is likely to cost, in plain steps of the target."""
         return weight_bytes(self) / weight_bytes(target.model)
 
-    def read(self, session: FeatureSession) -> None:
+    def start(self, target: Target, sampler: Sampler | None = None) -> NetworkSession:
         """See `NetworkDrafter`."""
-        self._advance(session, None)
+        self.check_fits(target)
+        return StepwiseSession(self, target, sampler or Sampler())
 
-    def draft(self, session: FeatureSession, anchor: int, width: int) -> Slots:
-        """See `NetworkDrafter`."""
-        cache, target, own = session.cache, session.target, 1
-        hidden = self._advance(session, anchor)[:, -1:]
+
+class StepwiseSession(FeatureSession):
+    """Drafts token by token for one request with a network that reads the target's features."""
+
+    drafter: StepwiseDrafter
+
+    def draft(self, anchor: int, width: int) -> Slots:
+        """See `NetworkSession`."""
+        network = self.drafter
+        hidden = self._advance(anchor)[:, -1:]
+        drafted_rows = 1
 
         def logits(token: mx.array | None) -> mx.array:
-            nonlocal hidden, own
+            nonlocal hidden, drafted_rows
             if token is not None:
-                own += self.drafts_add_rows
-                hidden = self.advance(self.feedback(hidden), token[None], cache, target)
-            return self.widen(self.logits(hidden, target)[0])
+                drafted_rows += network.drafts_add_rows
+                features = network.feedback(hidden)
+                hidden = network.advance(features, token[None], self.cache, self.target)
+            return network.widen(network.logits(hidden, self.target)[0])
 
         try:
-            slots = min(width, self.block_size) - 1
-            return draft_chain(session.sampler, anchor, slots, logits)
+            slots = min(width, network.block_size) - 1
+            return draft_chain(self.sampler, anchor, slots, logits)
         finally:  # a processor may fail
-            for layer in cache:
-                caches.trim(layer, own)
+            for layer in self.cache:
+                caches.trim(layer, drafted_rows)
 
-    def _advance(self, session: FeatureSession, anchor: int | None) -> mx.array:
+    def _read(self) -> None:
+        self._advance(None)
+
+    def _advance(self, anchor: int | None) -> mx.array:
         """Read features that wait; without an anchor, all but the newest."""
-        taps, tokens = session.take(anchor)
-        following = mx.array([tokens], mx.int32)
-        return self.advance(self.fuse(taps), following, session.cache, session.target)
+        taps, tokens = self.take(anchor)
+        network, following = self.drafter, mx.array([tokens], mx.int32)
+        return network.advance(network.fuse(taps), following, self.cache, self.target)
 
 
 def draft_chain(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy_layers import attend, rms, rotate, sigmoid
 
-from dflash_mlx.drafter.session import FeatureSession
+from dflash_mlx.drafter.stepwise import StepwiseSession
 from dflash_mlx.loading.drafters import read_drafter
 from dflash_mlx.loading.folder import Folder
 from dflash_mlx.sampling import Sampler
@@ -195,7 +195,7 @@ def run(drafter, kind):
     _, flat, weights = published(kind)
     oracle, rng = Oracle(weights, flat), np.random.default_rng(1)
     sampler = RecordingSampler()
-    session = FeatureSession(drafter, SimpleNamespace(), sampler)
+    session = StepwiseSession(drafter, SimpleNamespace(), sampler)
     width = 3 * flat.get("target_hidden_size", flat["hidden_size"])
     ours, theirs, anchor = [], [], None
     for drafts, kept in STEPS:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_mlx.drafter.candidates import Slots
-from dflash_mlx.drafter.session import FeatureSession
+from dflash_mlx.drafter.dflash import BlockSession
 from dflash_mlx.sampling import Sampler
 
 CONTEXT = 90  # tokens of every text
@@ -63,7 +63,7 @@ def test_rounds_in_ragged_steps(golden, data):
 
 def test_a_session_proposes_the_golden_tokens(golden):
     drafter = golden.drafter
-    session, known = FeatureSession(drafter, golden.target(), Sampler()), 0
+    session, known = BlockSession(drafter, golden.target(), Sampler()), 0
     for number in range(golden.rounds):
         case = golden.case(number)
         session.extend(golden.context[:, known : case.start])
