@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Final, Literal
+from inspect import Parameter, signature
+from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
 from .caches import Caches
 from .conversation import Conversation
@@ -26,6 +27,9 @@ from .validation import check_integer
 
 DEFAULT_BLOCK_SIZE = 16
 AUTO: Final = "auto"
+
+Settings = ParamSpec("Settings")
+T = TypeVar("T")
 
 
 @described
@@ -73,6 +77,30 @@ class GenerationSettings(RequestSettings):
                 hint = f"Did you mean {near[0]}?" if near else "See help(dflash_mlx.generate)."
                 raise SettingsError(f"There is no setting {name!r}. {hint}")
         return cls(**settings)
+
+
+def with_settings(
+    settings: Callable[Settings, GenerationSettings],
+) -> Callable[
+    [Callable[..., T]], Callable[Concatenate[Target, Drafter | None, Prompt, Settings], T]
+]:
+    """Have type checkers, `help` and `signature` see the settings in place of `**settings`."""
+
+    def decorate(
+        function: Callable[..., T],
+    ) -> Callable[Concatenate[Target, Drafter | None, Prompt, Settings], T]:
+        written = signature(function)
+        pair = [
+            parameter
+            for parameter in written.parameters.values()
+            if parameter.kind is not Parameter.VAR_KEYWORD
+        ]
+        fields = signature(settings).parameters.values()
+        named = [field.replace(kind=Parameter.KEYWORD_ONLY) for field in fields]
+        vars(function)["__signature__"] = written.replace(parameters=[*pair, *named])
+        return function
+
+    return decorate
 
 
 def make_request(

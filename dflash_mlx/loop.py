@@ -10,22 +10,18 @@ and chooses the first anchor, so no step is special.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from inspect import Parameter, signature
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Generator
+from typing import Any
 
 import mlx.core as mx
 
 from .drafter.protocol import Drafter
 from .events import Event, FinishReason, Result, Stats
-from .generation import GenerationSettings, make_request
+from .generation import GenerationSettings, make_request, with_settings
 from .memory import compute
 from .prompt import Prompt
 from .request import Request, Step
 from .targets import Target
-
-Settings = ParamSpec("Settings")
-T = TypeVar("T")
 
 
 def decode(request: Request) -> Generator[Event, None, None]:
@@ -68,27 +64,7 @@ def _propose_and_verify(request: Request) -> Step:
     return request.verify(proposal)
 
 
-def _with_settings(
-    settings: Callable[Settings, GenerationSettings],
-) -> Callable[
-    [Callable[..., T]], Callable[Concatenate[Target, Drafter | None, Prompt, Settings], T]
-]:
-    """Have type checkers, `help` and `signature` see the settings in place of `**settings`."""
-
-    def decorate(
-        function: Callable[..., T],
-    ) -> Callable[Concatenate[Target, Drafter | None, Prompt, Settings], T]:
-        own = signature(function)
-        pair = [one for one in own.parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
-        fields = signature(settings).parameters.values()
-        named = [field.replace(kind=Parameter.KEYWORD_ONLY) for field in fields]
-        vars(function)["__signature__"] = own.replace(parameters=[*pair, *named])
-        return function
-
-    return decorate
-
-
-@_with_settings(GenerationSettings)
+@with_settings(GenerationSettings)
 def stream_generate(
     target: Target, drafter: Drafter | None, prompt: Prompt, **settings: Any
 ) -> Generator[Event, None, None]:
@@ -120,7 +96,7 @@ def stream_generate(
     return decode(request)
 
 
-@_with_settings(GenerationSettings)
+@with_settings(GenerationSettings)
 def generate(target: Target, drafter: Drafter | None, prompt: Prompt, **settings: Any) -> Result:
     """Generate to the end.
 
