@@ -305,7 +305,7 @@ def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
     memory = _bytes(load.prefix_cache, PREFIXES)
     store: type[PrefixStore] = dflash_mlx.PrefixStore
     if pair.member is not None:
-        from dflash_mlx.cluster.target import LeaderPrefixCache as store
+        from dflash_mlx.cluster.target import LeaderPrefixStore as store
     disk, left = int(load.cache_disk * 1e9), int(load.disk_left * 1e9)
     return store(
         pair.target,

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from .loop import stream_generate as stream_generate
     from .machine.blas import use_fast_blas as use_fast_blas
     from .policy.draft_policy import DraftPolicy as DraftPolicy
-    from .policy.draft_policy import Policy as Policy
     from .prefix.cache import PrefixStore as PrefixStore
     from .proposal import Proposal as Proposal
     from .targets import Target as Target
@@ -62,7 +61,7 @@ _MODULES = {
     ".loading.load": "load load_drafter load_target",
     ".loop": "generate stream_generate",
     ".machine.blas": "use_fast_blas",
-    ".policy.draft_policy": "DraftPolicy Policy",
+    ".policy.draft_policy": "DraftPolicy",
     ".prefix.cache": "PrefixStore",
     ".proposal": "Proposal",
     ".targets": "Target",

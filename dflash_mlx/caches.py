@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from .drafter.protocol import Drafter, DraftSession, SupportsResume, start_session
 from .prefix.blocks import BlockKeys
-from .prefix.cache import PrefixCache
+from .prefix.cache import PrefixStore
 from .sampling import Sampler
 from .targets import Target, TargetSession
 from .targets.session import LAST_STEP, PREFILL_STEP, PromptPiece
@@ -58,7 +58,7 @@ class Caches:
         target: Target,
         drafter: Drafter | None,
         kv_bits: int | None = None,
-        prefix: PrefixCache | None = None,
+        prefix: PrefixStore | None = None,
         salt: str = "",
         kept: bool = False,
     ) -> None:

@@ -8,7 +8,7 @@ import weakref
 from .caches import Caches
 from .drafter.protocol import Drafter, check_pair
 from .errors import SettingsError
-from .prefix.cache import PrefixCache
+from .prefix.cache import PrefixStore
 from .request import Request
 from .targets import Target
 from .targets.caches import check_kv_bits
@@ -42,11 +42,11 @@ class Conversation:
         drafter: Drafter | None,
         kv_bits: int | None = None,
         *,
-        prefix: PrefixCache | None = None,
+        prefix: PrefixStore | None = None,
         salt: str = "",
     ) -> None:
         check_pair(target, drafter)
-        check_type("prefix", prefix, PrefixCache, "dm.PrefixStore(target, drafter, memory=...)")
+        check_type("prefix", prefix, PrefixStore, "dm.PrefixStore(target, drafter, memory=...)")
         check_kv_bits(kv_bits)
         if not isinstance(salt, str):
             raise SettingsError(f"salt must be text, not {brief(salt)}.")

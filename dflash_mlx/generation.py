@@ -16,7 +16,7 @@ from .errors import SettingsError
 from .events import Stats
 from .policy.draft_policy import DraftPolicy
 from .policy.planner import AdaptivePlanner, Planner
-from .prefix.cache import PrefixCache
+from .prefix.cache import PrefixStore
 from .prompt import Prompt, branch_points, encode_prompt, thinking_variables
 from .request import Request
 from .sampling import Sampler
@@ -54,10 +54,10 @@ class GenerationSettings(RequestSettings):
         form=instance_of(Conversation),
         allowed="None or dm.Conversation(...)",
     )
-    prefix: PrefixCache | None = setting(
+    prefix: PrefixStore | None = setting(
         None,
         "A `PrefixStore` of the pair, shared by many requests. A conversation has its own.",
-        form=instance_of(PrefixCache),
+        form=instance_of(PrefixStore),
         allowed="None or dm.PrefixStore(target, drafter, memory=...)",
     )
 
@@ -130,7 +130,7 @@ def make_request(
         conversation.check(target, drafter, kv_bits)
         caches = conversation.caches
     planner = make_planner(target, drafter, settings, policy)
-    sampler = Sampler(settings, ids, planner.sharpness)
+    sampler = Sampler(settings, ids)
     tokenizer = target.tokenizer
     detokenizer = tokenizer.detokenizer
     if settings.continues:

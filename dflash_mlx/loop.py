@@ -27,10 +27,9 @@ from .targets import Target
 def decode(request: Request) -> Generator[Event, None, None]:
     """The prefill and the steps of a request: each step is one forward of the target and one wait.
 
-    A step that is certain to be plain starts before the one before it is read, as in mlx-lm's loop:
-    the device never waits for the host.
-
-    The engine's `SharedBatch.step` does the same for many requests with one forward for all.
+    A run of plain steps is as fast as mlx-lm's loop, in the same way: each starts before the last
+    one is read, so the device never waits for the host. The engine's `SharedBatch.step` does the
+    same for many requests, with one forward for all.
     """
     ahead: Step | None = None  # a plain step that has started; the anchor is its row
     try:
@@ -40,9 +39,16 @@ def decode(request: Request) -> Generator[Event, None, None]:
             yield event
         while not request.finished:
             request.begin_step()
-            step = ahead or _propose_and_verify(request)
+            step = ahead
             ahead = following = None
+            if step is None:
+                proposal = request.propose()
+                if isinstance(proposal.tokens, mx.array):
+                    # The device computes the drafts while the host builds the target's forward.
+                    compute(proposal.tokens, wait=False)
+                step = request.verify(proposal)
             if request.can_go_ahead(step):
+                # The next step is plain for certain. It starts before this one is read.
                 compute(step.choices, step.taps, wait=False)
                 following = request.go_ahead(step)
                 compute(following.choices, following.taps, wait=False)
@@ -54,14 +60,6 @@ def decode(request: Request) -> Generator[Event, None, None]:
             yield event
     finally:
         request.close(ahead)
-
-
-def _propose_and_verify(request: Request) -> Step:
-    proposal = request.propose()
-    if isinstance(proposal.tokens, mx.array):
-        # The device computes the drafts while the host builds the target's forward.
-        compute(proposal.tokens, wait=False)
-    return request.verify(proposal)
 
 
 @with_settings(GenerationSettings)

@@ -24,7 +24,6 @@ import mlx.core as mx
 from .distributions import gumbel, keep_min_p, keep_top_k, keep_top_p
 from .edits import LogitEdits, edit
 from .errors import SettingsError
-from .memory import compute
 from .proposal import Proposal
 from .settings import SEED_BITS, SETTINGS, RequestSettings
 
@@ -32,40 +31,11 @@ from .settings import SEED_BITS, SETTINGS, RequestSettings
 # tree's probabilities are the softmax.
 DraftScores = tuple[mx.array, float]
 
+# Drafts are the best of scores + noise / DRAFT_SCALE. 1 is right for a drafter whose distribution
+# is the target's; one that is less sure than it should be needs more (docs/experiments.md).
+DRAFT_SCALE = 2.0
+
 NO_CHOICE = -1  # in place of a token, if the logits leave none
-
-
-class DraftSharpness:
-    """How much a drafter's scores count beside the noise of the target's choice; learnt.
-
-    Drafts are the best of scores + noise / s. s = 1 is right for a drafter whose distribution is
-    the target's; one that is less sure than it should be needs more. The best s brings up to half
-    as many tokens again per step as the others, and differs by pair and temperature.
-    """
-
-    GRID = (1.0, 3.0, 10.0)
-    MEMORY, LEAD = 0.98, 2.0  # weight of a draft relative to the next one; lead of the middle s
-    SOON, SELDOM = 16, 8  # the first drafts are drawn with every s, later one of so many
-
-    def __init__(self) -> None:
-        self._accepted, self._drafts = [0.0, self.LEAD, 0.0], 0
-
-    @property
-    def value(self) -> float:
-        """The s to draft with."""
-        return self.GRID[self._accepted.index(max(self._accepted))]
-
-    def compares(self) -> bool:
-        """Whether the next draft is drawn with every s, for `learn`."""
-        self._drafts += 1
-        return self._drafts <= self.SOON or self._drafts % self.SELDOM == 0
-
-    def learn(self, drafts: Sequence[Sequence[int]], text: Sequence[int]) -> None:
-        """Compare the draft of each s with the tokens that were committed in its place."""
-        for at, draft in enumerate(drafts):
-            pairs = enumerate(zip(draft, text, strict=False))
-            right = next((slot for slot, (a, b) in pairs if a != b), min(len(draft), len(text)))
-            self._accepted[at] = self.MEMORY * self._accepted[at] + right
 
 
 class Sampler:
@@ -74,7 +44,6 @@ class Sampler:
     Args:
         settings: how to choose; None is greedy.
         prompt: its token ids.
-        sharpness: of the drafter, learnt by earlier requests; None starts anew.
 
     Attributes:
         settings: as given.
@@ -86,12 +55,7 @@ class Sampler:
             edits the logits, and the truncation.
     """
 
-    def __init__(
-        self,
-        settings: RequestSettings | None = None,
-        prompt: Sequence[int] = (),
-        sharpness: DraftSharpness | None = None,
-    ) -> None:
+    def __init__(self, settings: RequestSettings | None = None, prompt: Sequence[int] = ()) -> None:
         settings = settings or RequestSettings()
         self.settings = settings
         self.temperature = settings.temperature
@@ -106,8 +70,6 @@ class Sampler:
         self.group = self.edits is not None, self.temperature, *truncation
         self._plain = self.edits is None and self.temperature == 0
         self._position = len(prompt)  # of the next token
-        self._sharpness = sharpness or DraftSharpness()
-        self._compared: mx.array | None = None  # [S, L], the draft of this step with each s
         self._noise: mx.array | None = None  # [R, V], from position `_noise_start` on
         self._noise_start = 0
 
@@ -134,8 +96,6 @@ class Sampler:
             else:
                 noise = self._noise_rows(ahead + max(proposal.depths) + 1, vocab_size)[ahead:]
                 noise = noise if proposal.is_chain else noise[mx.array(proposal.depths)]
-            if self._compared is not None:
-                compute(self._compared, wait=False)  # `commit` may read it in another thread
         guard = guard or nullcontext()
         return SampledRows(self.settings, self.group, proposal, noise, key, self.edits, guard)
 
@@ -162,26 +122,16 @@ class Sampler:
             # One row more than drafts, because the target also chooses after the last one.
             first = 0 if before is None else len(before)
             noise = self._noise_rows(first + len(logits) + 1, logits.shape[-1])[first:-1]
-        s = self._sharpness.value
-        scaled = None if noise is None else noise / s
+            noise = noise / DRAFT_SCALE
         if self.edits is None:
             scores = scores_of(logits)
         else:
-            scores = self.edits.draft_scores(logits, before, scores_of, scaled)
-        if noise is None or scaled is None:
-            return scores, 1.0
-        if before is None and self._sharpness.compares():
-            drafts = [(scores + noise / each).argmax(axis=-1) for each in DraftSharpness.GRID]
-            self._compared = mx.stack(drafts)
-        return scores + scaled, 1 / self.temperature
+            scores = self.edits.draft_scores(logits, before, scores_of, noise)
+        return (scores, 1.0) if noise is None else (scores + noise, 1 / self.temperature)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Add tokens to the text, the next anchor last."""
         self._position += len(tokens)
-        if self._compared is not None:
-            drafts: Any = self._compared.tolist()
-            self._sharpness.learn(drafts, tokens)
-            self._compared = None
         if self.edits is not None:
             self.edits.commit(tokens)
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 
 from ..drafter.protocol import Drafter
 from ..errors import SettingsError
-from ..prefix.cache import PrefixCache
+from ..prefix.cache import PrefixStore
 from ..proposal import Proposal
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, Checkpoint, strip_prefix
@@ -139,7 +139,7 @@ class LeaderSession(TargetSession):
         return number
 
 
-class LeaderPrefixCache(PrefixCache):
+class LeaderPrefixStore(PrefixStore):
     """Rank 0's prefix cache; the other ranks store and evict the same. `memory` is per machine.
 
     Raises `SettingsError` for a folder, which would lack the other ranks' parts.

@@ -17,7 +17,7 @@ from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
 from ..generation import GenerationSettings, make_request, policy_of
 from ..policy.draft_policy import DraftPolicy
-from ..prefix.cache import PrefixCache
+from ..prefix.cache import PrefixStore
 from ..prompt import Prompt
 from ..request import Request
 from ..sampling import Sampler
@@ -77,7 +77,7 @@ class Engine(AbstractContextManager["Engine", None]):
         *,
         policy: DraftPolicy | Literal["auto"] | None = None,
         memory: int | None = None,
-        prefix: PrefixCache | None = None,
+        prefix: PrefixStore | None = None,
         stall_ms: float = STALL_MS,
         most_jobs: int = MOST_JOBS,
         batch: SharedBatch | None = None,

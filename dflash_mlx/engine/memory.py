@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ..drafter.protocol import Drafter, cache_bytes
 from ..errors import NotEnoughMemoryError
-from ..prefix.cache import PrefixCache
+from ..prefix.cache import PrefixStore
 from ..request import Request
 from ..targets import Target
 from ..targets.kv_slots import SPARE, capacity_for
@@ -37,7 +37,7 @@ class MemoryBudget:
         target: Target,
         drafter: Drafter | None,
         size: int | None,
-        prefix: PrefixCache | None = None,
+        prefix: PrefixStore | None = None,
         reserve: int = RESERVE,
         slot_layers: Sequence[int] = (),
     ) -> None:

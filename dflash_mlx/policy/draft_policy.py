@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from ..drafter.protocol import Drafter, check_pair, drafts_trees, is_drafter, slot_cost
 from ..drafter.protocol import block_size as drafter_block_size
 from ..errors import SettingsError
-from ..sampling import DraftSharpness
 from ..validation import brief, check_integer
 from .estimates import AcceptanceEstimates
 from .step_costs import StepCosts
@@ -51,7 +50,7 @@ class DraftPolicy:
         self.block_size, self.slot_cost = block_size, slot_cost
         self.costs = StepCosts(slot_cost)
         self.trees = TreeRecord() if trees else None
-        self._learnt: dict[float, tuple[AcceptanceEstimates, DraftSharpness]] = {}
+        self._learnt: dict[float, AcceptanceEstimates] = {}
         self._plain_tokens, self._pause = 0.0, FIRST_PAUSE
 
     @classmethod
@@ -75,11 +74,11 @@ class DraftPolicy:
         reads_trees = trees and target.supports_trees and drafts_trees(drafter)
         return cls(most, reads_trees, slot_cost(drafter, target))
 
-    def learnt(self, temperature: float) -> tuple[AcceptanceEstimates, DraftSharpness]:
+    def learnt(self, temperature: float) -> AcceptanceEstimates:
         """What earlier requests at about this temperature have taught."""
         rounded = min(2.0, round(2 * temperature) / 2)
         if rounded not in self._learnt:
-            self._learnt[rounded] = AcceptanceEstimates(self.block_size - 1), DraftSharpness()
+            self._learnt[rounded] = AcceptanceEstimates(self.block_size - 1)
         return self._learnt[rounded]
 
     def should_probe(self, cost: float) -> bool:
@@ -106,7 +105,7 @@ class DraftPolicy:
 
         Without estimates where none were learned at about this temperature: lookup keeps its own.
         """
-        estimates, _ = self.learnt(temperature)
+        estimates = self.learnt(temperature)
         tokens, plain = [*accumulate(estimates.path_probs, initial=1.0)], self.costs.plain_seconds
         timed = "was not timed yet" if plain is None else f"takes {1e3 * plain:.2f} ms"
         shown = f"a plain step {timed}"
@@ -137,6 +136,3 @@ class TreeRecord:
         self._trees += 1
         self._tokens = TREE_MEMORY * self._tokens + tokens
         self._cost = TREE_MEMORY * self._cost + cost
-
-
-Policy = DraftPolicy  # its former name

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ..drafter.protocol import DraftSession, SupportsTrees
 from ..errors import ProposalError
 from ..proposal import Proposal
-from ..sampling import DraftSharpness
 from .budget import Budget, expected_loss
 from .draft_policy import DraftPolicy
 from .estimates import AcceptanceEstimates, path_probabilities
@@ -70,16 +69,10 @@ class Planner:
 
     Args:
         tree_rows: of every tree, its root included; None drafts chains.
-        sharpness: of the drafter, for the request's sampler; None starts anew.
-
-    Attributes:
-        sharpness: as given.
     """
 
-    def __init__(
-        self, tree_rows: int | None = None, sharpness: DraftSharpness | None = None
-    ) -> None:
-        self.sharpness, self._tree_rows = sharpness or DraftSharpness(), tree_rows
+    def __init__(self, tree_rows: int | None = None) -> None:
+        self._tree_rows = tree_rows
 
     def propose(self, session: DraftSession, anchor: int, width: int) -> Proposal:
         """The rows of the next step, the anchor first, in paths of at most `width` rows.
@@ -140,8 +133,8 @@ class AdaptivePlanner(Planner):
     """Drafts as many rows as bring the most tokens per second, and none where none pay."""
 
     def __init__(self, policy: DraftPolicy, temperature: float = 0.0) -> None:
-        self._estimates, sharpness = policy.learnt(temperature)
-        super().__init__(sharpness=sharpness)
+        super().__init__()
+        self._estimates = policy.learnt(temperature)
         self._own = AcceptanceEstimates(policy.block_size - 1)  # of this request alone
         self._policy, self._costs, self._trees = policy, policy.costs, policy.trees
         self._by_slot = policy.slot_cost is not None  # a longer draft costs more, used or not

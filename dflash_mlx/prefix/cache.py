@@ -55,7 +55,7 @@ UNCACHED = 2  # last tokens of a prompt that are always read: one row is compute
 TAIL = 16  # tokens at a prompt's end that the next turn may not repeat: "<|assistant|><think>"
 
 
-class PrefixCache:
+class PrefixStore:
     """What requests of one pair have read, so that a common prefix is read once.
 
     A request starts where the longest cached prefix of its prompt ends, and reads the rest. Its
@@ -373,6 +373,3 @@ class PrefixCache:
 def can_trim(target: TargetSession, drafter: SupportsResume) -> bool:
     """Whether a pair can start from any position of its rows, without checkpoints."""
     return target.can_trim and drafter.can_trim
-
-
-PrefixStore = PrefixCache  # the public name

@@ -15,7 +15,7 @@ from dflash_mlx.drafter.candidates import read_candidates
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.drafter.tree import DraftTree, best_chain, best_first
-from dflash_mlx.sampling import DraftSharpness, Sampler
+from dflash_mlx.sampling import DRAFT_SCALE, Sampler
 from dflash_mlx.settings import RequestSettings
 
 PROMPT = [5, 9, 2, 40, 41, 7, 100]
@@ -164,7 +164,7 @@ def test_the_tree_of_a_network(temperature):
         noise = np.array(
             gumbel([(0, len(PROMPT) + at) for at in range(5)], log_q.shape[1]), np.float64
         )
-        log_q = log_softmax(log_q + noise / DraftSharpness().value)
+        log_q = log_softmax(log_q + noise / DRAFT_SCALE)
     whole = best_first(log_q[:, None], 24)
     # The few candidates share what little probability the rest of the vocabulary has.
     proposal = tree.propose(24)

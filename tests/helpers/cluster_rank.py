@@ -19,7 +19,7 @@ from families import CONFIGS, Letters, random_model, random_prompt, target_of
 
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
-from dflash_mlx.cluster.target import LeaderPrefixCache
+from dflash_mlx.cluster.target import LeaderPrefixStore
 from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.engine.batch import BatchItem, SharedBatch
 from dflash_mlx.errors import SettingsError
@@ -77,7 +77,7 @@ def together(target: Any, drafter: Any, whole: Any) -> dict[str, Any]:
         (LONG, {"temperature": 0.8, "seed": 1}),
     ]
     alone = [dm.generate(*whole, asked, max_tokens=4, **more) for asked, more in requests]
-    store = LeaderPrefixCache(target, drafter, memory=2**26, chunk=CHUNK)
+    store = LeaderPrefixStore(target, drafter, memory=2**26, chunk=CHUNK)
     with dm.Engine(target, drafter, prefix=store) as engine:
 
         def submit(number: int) -> Any:
@@ -262,7 +262,7 @@ def stages() -> None:
     if cluster.rank:
         cluster.work(target)
         return
-    spread = turns_and_prefixes(target, LeaderPrefixCache)
+    spread = turns_and_prefixes(target, LeaderPrefixStore)
     own = turns_and_prefixes(Target(mixed_model(), *OF), dm.PrefixStore)
     tell(what="stages", spread=spread, own=own)
     cluster.close()
