@@ -99,6 +99,7 @@ class Caches:
         if not self._continues(prompt, sampler):
             self._start(prompt, sampler)
         self._prompt = prompt
+        self._before_end = None  # of a prompt that was not read to its end
         if self.prefix is not None:
             self._stops = self.prefix.checkpoint_positions(
                 self.target_session, self.draft_session, prompt, branches, self._salt

@@ -136,27 +136,36 @@ class AdaptivePlanner(Planner):
         super().__init__()
         self._estimates = policy.learnt(temperature)
         self._own = AcceptanceEstimates(policy.block_size - 1)  # of this request alone
-        self._policy, self._costs, self._trees = policy, policy.costs, policy.trees
+        self._policy = policy
+        self._costs = policy.costs
+        self._trees = policy.trees
         self._by_slot = policy.slot_cost is not None  # a longer draft costs more, used or not
-        self._budget, self._tree = Budget(), None
+        self._budget = Budget()
         self._plain_left = 0  # plain steps that are decided, the current one included
         self._in_vain = 0  # decisions in a row that found nothing to draft
-        self._kind, self._unread = "chain", 0
+        # What the step drafts, its tree if it is one, and the features that its network reads first
+        self._kind = "chain"
+        self._tree = None
+        self._unread = 0
 
     def propose(self, session: DraftSession, anchor: int, width: int) -> Proposal:
         """The chain, tree or lookup draft that promises the most tokens per second."""
-        self._kind, self._tree, self._unread = "chain", None, 0
+        self._kind = "chain"
+        self._tree = None
+        self._unread = 0
         if self._costs.needs_plain_step():
             return Proposal([anchor])
         width = min(width, self._policy.block_size)
-        network, length = session.network, 1
+        network = session.network
+        length = 1
         if self._plain_left == 0:
             length = 1 if network is None else self._length(width)
             self._in_vain = 0 if length > 1 else self._in_vain + 1
             self._plain_left = plain_steps_after(self._in_vain)
         if rates := session.lookup_rates(anchor, width)[: width - 1]:
-            found, speed = path_probabilities(rates), max(GAIN, self._speed(length))
-            rows = self._best("lookup", found, range(2, len(found) + 2), speed)
+            probs = path_probabilities(rates)
+            speed = max(GAIN, self._speed(length))
+            rows = self._best("lookup", probs, range(2, len(probs) + 2), speed)
             if rows > 1:
                 self._kind = "lookup"
                 return checked(session.propose_lookup(anchor, rows), rows)
@@ -180,13 +189,16 @@ class AdaptivePlanner(Planner):
         self, session: DraftSession, anchor: int, width: int
     ) -> DraftCandidate | TreeCandidate:
         """The draft of which more is expected."""
-        self._kind, self._tree, self._plain_left = "chain", None, 0
+        self._kind = "chain"
+        self._tree = None
+        self._plain_left = 0
         width = min(width, self._policy.block_size)
-        network, probs = session.network, self._own.seen_by(self._estimates)[: width - 1]
-        found = path_probabilities(session.lookup_rates(anchor, width))
-        if network is None or sum(found) > sum(probs):
+        network = session.network
+        probs = self._own.seen_by(self._estimates)[: width - 1]
+        lookup_probs = path_probabilities(session.lookup_rates(anchor, width))
+        if network is None or sum(lookup_probs) > sum(probs):
             self._kind = "lookup"
-            return DraftCandidate(found, partial(session.propose_lookup, anchor), left=width)
+            return DraftCandidate(lookup_probs, partial(session.propose_lookup, anchor), left=width)
         trees = self._trees is not None and width > 1 and not self._by_slot
         if trees and isinstance(network, SupportsTrees):
             self._kind = "tree"
