@@ -151,8 +151,9 @@ class Caches:
     def keep_prompt(self, piece: PromptPiece, taps: mx.array) -> None:
         """Give the drafter a piece of the prompt that the target has read.
 
-        A prefix cache gets its tokens, too. A checkpoint is made where the last forward begins: a
-        prompt that differs only at its end can then go back to it. Nothing waits for the device.
+        A prefix cache gets its tokens, too, unless it is the last. A checkpoint is made where the
+        last forward begins: a prompt that differs only at its end can then go back to it. Nothing
+        waits for the device.
 
         Args:
             piece: from `next_piece`.
@@ -164,9 +165,15 @@ class Caches:
         self.feed_drafter(piece.tokens, taps, range(taps.shape[1]))
         if len(self.ids) == len(self._prompt) - LAST_STEP:
             self._before_end = self.target_session.checkpoint()
-        self.store(checkpoint=not piece.last and len(self.ids) in self._stops)
         if piece.last:
             self.draft_session.start_computing()  # another thread may take the next step
+        else:
+            self.store(checkpoint=len(self.ids) in self._stops)
+
+    def finish_prompt(self) -> None:
+        """What need not delay the first token: the drafter catches up, the prefix cache stores."""
+        self.draft_session.catch_up()
+        self.store(checkpoint=False)
 
     def store(self, checkpoint: bool = True) -> None:
         """Add the caches to the prefix cache, if there is one; at the end with a checkpoint."""

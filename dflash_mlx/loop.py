@@ -35,8 +35,10 @@ def decode(request: Request) -> Generator[Event, None, None]:
     try:
         if request.finished:
             yield request.empty_event()
-        elif event := request.prefill():
+            return
+        if event := request.prefill():
             yield event
+        request.finish_prompt()
         while not request.finished:
             request.begin_step()
             step = ahead

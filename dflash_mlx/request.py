@@ -156,6 +156,10 @@ class Request:
         self.caches.keep_prompt(piece, taps)
         return event
 
+    def finish_prompt(self) -> None:
+        """Do what did not have to delay the event of the first token."""
+        self.caches.finish_prompt()
+
     def _choose_first(self, logits: mx.array) -> Event:
         """Choose the first anchor from the logits [1, V] after the prompt. It is text already."""
         rows = self.sampler.rows(Proposal([self._tokens[-1]]), logits.shape[-1])

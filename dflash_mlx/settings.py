@@ -278,9 +278,8 @@ class RequestSettings:
     @property
     def edits_logits(self) -> bool:
         """Whether more than the model, the noise and the truncation decides a token."""
-        penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        changed = any(getattr(self, name) != SETTINGS[name].default for name in penalties)
-        return changed or bool(self.logit_bias) or bool(self.logits_processors)
+        penalized = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
+        return bool(penalized or self.logit_bias or self.logits_processors)
 
     def check_vocabulary(self, size: int) -> None:
         """Raise `SettingsError` for a token that a vocabulary of this size does not have."""

@@ -168,6 +168,7 @@ def counts_of(target: dm.Target, count: int, steps: int) -> list[float]:
     for request in requests:
         request.resume()
         request.prefill()
+        request.finish_prompt()
     batch = SharedBatch(target, None)
     found = []
     for take in (generator.next, lambda: batch.step([BatchItem(one) for one in requests])):

@@ -89,6 +89,9 @@ class DraftSession(ABC):
     def start_computing(self) -> None:  # noqa: B027
         """Start to compute the features that wait: another thread may draft with them."""
 
+    def catch_up(self) -> None:  # noqa: B027
+        """Read the features that wait, if they are too many to be read with the next draft."""
+
     @property
     def network(self) -> DraftSession | None:
         """The session whose `propose` runs a network; None if all drafts are lookups."""

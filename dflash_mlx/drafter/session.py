@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..targets import Target
 
 PendingFeatures = tuple[mx.array, Sequence[int]]  # [1, N, K*D], and which of their rows
-MOST_FORWARDS = 256  # whose features may wait for a draft
+MOST_UNREAD = 256  # features that a draft should read, and forwards whose features may wait for it
 MOST_FEATURES = 4096  # that may wait: a prompt's, so that the first token need not wait for them
 
 
@@ -116,7 +116,12 @@ class NetworkSession(SupportsSharing, SupportsTrees):
 
     def _make_room(self, forwards: int, features: int) -> None:
         """Read what waits if so many features, of so many forwards before, would be too many."""
-        if forwards >= MOST_FORWARDS or features >= MOST_FEATURES:
+        if forwards >= MOST_UNREAD or features >= MOST_FEATURES:
+            self._read_pending()
+
+    def catch_up(self) -> None:
+        """See `DraftSession`."""
+        if self.pending_features > MOST_UNREAD:
             self._read_pending()
 
     def resume(self, sampler: Sampler) -> None:

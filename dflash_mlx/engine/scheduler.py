@@ -169,6 +169,8 @@ class BatchScheduler:
             event = request.read(piece) if result is None else request.keep_read(piece, *result)
             if event is not None:
                 entry.job.put(event)
+            if piece.last:
+                request.finish_prompt()
 
         return self._goes_on(entry, read)
 
