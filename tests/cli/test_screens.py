@@ -4,6 +4,7 @@ import fcntl
 import io
 import os
 import pty
+import re
 import struct
 import sys
 import termios
@@ -116,3 +117,22 @@ def test_a_chat_that_is_ended_while_it_loads_leaves_the_terminal_as_it_was(hub, 
     chat.program.expect(pexpect.EOF)
     after = termios.tcgetattr(chat.program.child_fd)[3]
     assert not while_loading & termios.ECHO and after & termios.ECHO and after & termios.ICANON
+
+
+@pytest.mark.slow
+def test_the_first_answer_has_words_that_anybody_reads(tmp_path):
+    """What `make demo` shows on 80 columns: the toy is called one the first time only."""
+    question = "How many minutes are in 3 hours?"
+    screens = []
+    for _ in range(2):
+        terminal = Terminal(tmp_path, 80, question, "--compare", command="generate")
+        terminal.program.expect(pexpect.EOF)
+        screens.append([line for line in terminal.lines if line])
+    first, second = ("\n".join(lines) for lines in screens)
+    assert screens[0][0] == "Each of the 3 hours has 60 minutes." and " = 0" not in first
+    assert re.search(r"plain +\S+ +[\d,.]+ tok/s", first)
+    assert re.search(r"drafted +\S+ +[\d,.]+ tok/s +[\d.]+x", first)
+    told = r"│ 50 tokens: \d\.\d tokens per step in \d+ steps, drafted by DFlash and lookup +│"
+    assert re.search(told, first), screens[0]
+    assert "identical to plain decoding: yes" in first
+    assert "tiny is a toy" in first and "toy" not in second
