@@ -158,9 +158,7 @@ class Weights:
     )
     quant_mode: str = option("affine", MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")
     group_size: int | None = option(None, MODEL, "N", "Weights per scale. Default: the mode's own.")
-    kernels: str = option(
-        AUTO, MODEL, "auto|off|exact", "Metal kernels; exact: equal bits, too."
-    )
+    kernels: str = option(AUTO, MODEL, "auto|off|exact", "Metal kernels; exact: equal bits, too.")
     offline: bool = OFFLINE
     stock_blas: bool = STOCK_BLAS
 
