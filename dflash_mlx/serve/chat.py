@@ -9,9 +9,9 @@ from pydantic import Field
 
 from ..answers.parser import Part, Reasoning, Text
 from .body import Body, ListOf
+from .content import ContentPart, read_message
 from .errors import RequestError
 from .fields import (
-    ContentPart,
     Effort,
     Function,
     MaxTokens,
@@ -19,7 +19,6 @@ from .fields import (
     ThinkingConfig,
     ToolChoiceField,
     TopLogprobs,
-    read_message,
     read_tool_choice,
     template_call,
     thinking_settings,
@@ -31,23 +30,44 @@ from .steps import StepOutput
 
 
 class ChatFunction(Body):
-    """A tool or an earlier call; only functions are supported."""
+    """A tool; only functions are supported."""
 
-    id: str = ""
     type: Literal["function"] | None = "function"
     function: Function
+
+
+class CustomCall(Body):
+    """An earlier call of a custom tool, with text."""
+
+    name: str = ""
+    input: str | None = None
+
+
+class ChatCall(Body):
+    """An earlier call."""
+
+    id: str | None = None
+    function: Function | None = None
+    custom: CustomCall | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as chat templates take it."""
+        if self.custom is not None:
+            return template_call(self.id, self.custom.name, {"input": self.custom.input or ""})
+        function = self.function or Function()
+        return template_call(self.id, function.name, function.arguments)
 
 
 class ChatMessage(Body):
     """A message of a conversation."""
 
-    unsupported = dict.fromkeys(("audio", "function_call"))
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | ListOf[ContentPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: ListOf[ChatFunction] | None = None
+    tool_calls: ListOf[ChatCall] | None = None
+    function_call: Function | None = None  # the older name of a call
+    audio: dict[str, Any] | None = None
     tool_call_id: str | None = None
     name: str | None = None
     refusal: str | None = None
@@ -55,15 +75,20 @@ class ChatMessage(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
-        role = "system" if self.role == "developer" else self.role
-        message = read_message(role, self.content or self.refusal, "")
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        content = self.content
+        more = [ContentPart(type="refusal", refusal=self.refusal)] if self.refusal else []
+        more += [ContentPart(type="audio")] if self.audio is not None else []
+        if more:
+            text = [ContentPart(type="text", text=content)] if isinstance(content, str) else content
+            content = [*(text or ()), *more]
+        message = read_message(role, content, "")
         if reasoning := self.reasoning_content or self.reasoning:
             message["reasoning_content"] = reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                template_call(call.id, call.function.name, call.function.arguments)
-                for call in self.tool_calls
-            ]
+        calls = list(self.tool_calls or ())
+        calls += [ChatCall(function=self.function_call)] if self.function_call else []
+        if calls:
+            message["tool_calls"] = [call.for_template() for call in calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.name is not None:

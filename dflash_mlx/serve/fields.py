@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AliasChoices, Field, Json
 from pydantic_core import from_json
@@ -11,7 +12,7 @@ from pydantic_core import from_json
 from ..settings import SEED_BITS, SETTINGS
 from .body import Body, ListOf
 from .errors import RequestError
-from .request import Tool, instead_of
+from .request import Tool
 
 MAX_STOPS, MAX_BIASES, MAX_TOP_LOGPROBS = 16, 16384, 20
 SEEDS: Final = 2**SEED_BITS
@@ -144,45 +145,6 @@ class ResponseFormat(Body):
         return (self.json_schema or self).schema_ or default
 
 
-class ContentPart(Body):
-    """A part of a message; only text is read."""
-
-    known: ClassVar[Collection[str]] = ("text", "input_text", "output_text", "refusal")
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-    @property
-    def media(self) -> str | None:
-        """The kind of an image, audio or a file; None for what is read."""
-        if self.type in self.known:
-            return None
-        return self.type.removeprefix("input_").removesuffix("_url")[:40]
-
-    def read(self) -> str:
-        """The text, or a line in place of an image, audio or a file."""
-        return instead_of(self.media) if self.media else self.text or self.refusal or ""
-
-
-Content = str | Sequence[ContentPart] | None
-
-
-def read_message(role: str, content: Content, separator: str) -> dict[str, Any]:
-    """A message as chat templates take it; see `GenerationRequest.prompt`."""
-    parts = () if content is None or isinstance(content, str) else content
-    media = [part.media for part in parts if part.media]
-    text = read_content(content, separator)
-    return {"role": role, "content": text, **({"media": media[0]} if media else {})}
-
-
-def read_content(content: Content, separator: str) -> str:
-    """The text of a message's content."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return separator.join(part.read() for part in content)
-
-
 class Function(Body):
     """A function: of a tool, of an earlier call (with arguments), or by its name alone."""
 
@@ -190,7 +152,7 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    arguments: str | dict[str, Any] = "{}"  # an object in Ollama's API
+    arguments: Any = None  # an object in Ollama's API, and null where there are none
 
     def tool(self, namespace: str | None = None) -> Tool:
         """The internal tool. Raises `RequestError` if it has no name."""
@@ -206,15 +168,17 @@ def flat_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
-def template_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+def template_call(id: str | None, name: str, arguments: Any) -> dict[str, Any]:
     """An earlier call as chat templates take it: arguments are an object."""
-    try:
-        value = from_json(arguments or "{}") if isinstance(arguments, str) else arguments
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):  # the model wrote what is not JSON
+    value = arguments
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            value = from_json(arguments or "{}")
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):  # the model wrote what is no object
         value = {"arguments": arguments}
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": value}}
+    return {"id": id or "", "type": "function", "function": {"name": name, "arguments": value}}
 
 
 class ToolSelection(Body):

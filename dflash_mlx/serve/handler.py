@@ -229,7 +229,7 @@ class RequestHandler:
 
         A switch for thinking has the name that the template reads, whatever a client calls it.
         """
-        tokenizer, ignored = self.target.tokenizer, list(request.ignored)
+        tokenizer, ignored = self.target.tokenizer, [*request.ignored, *request.left_out]
         asked = dict(request.template_settings)
         wanted = [asked.pop(name) for name in SWITCHES if name in asked]
         switches = thinking_switches(tokenizer, wanted[0]) if wanted else {}

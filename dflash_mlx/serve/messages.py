@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from pydantic_core import from_json
 
 from ..answers.parser import Part, Reasoning, ToolCall
 from ..prompt import EFFORT
 from .body import Body, ListOf
+from .content import ContentPart, Record, decoded, left_out_of, read_content, read_message
 from .errors import RequestError, new_id
 from .fields import (
-    ContentPart,
     ModelName,
     ResponseFormat,
     Stops,
     ThinkingConfig,
-    read_message,
     sampled,
     sampling_settings,
     template_call,
 )
-from .request import GenerationRequest, Tool, ToolChoice, has_beginning
+from .request import GenerationRequest, Tool, ToolChoice, has_beginning, instead_of
 from .response import Event, ItemsResponse, grow
 from .steps import ResponseStream, StepOutput
 
@@ -39,53 +39,132 @@ _TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
 }
 
 
+class Source(Body):
+    """Where a document is."""
+
+    type: str = ""
+    media_type: str | None = None
+    data: str | None = None
+    content: str | ListOf[Block] | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The document's text; None for a PDF, and for what is elsewhere."""
+        if self.content is not None:
+            return read_content(self.content, "\n")
+        return self.data if self.type == "text" else decoded(self.data or "", self.media_type)
+
+
 class ContentBlock(ContentPart):
-    """A block of a message: text, a call, a result or reasoning."""
+    """A block of a message: text, a document, a call, a result or reasoning."""
 
     known = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None
     tool_use_id: str | None = None
-    content: str | ListOf[ContentBlock] | None = None
+    content: str | ListOf[Block] | None = None
     is_error: bool | None = None
+    title: str | None = None
+    context: str | None = None
+    source: str | Source | None = None  # a search result's is a text
+
+    @property
+    def own_text(self) -> str | None:
+        """The text that the block holds; None if it holds none."""
+        if self.type == "search_result":
+            source = self.source if isinstance(self.source, str) else None
+            return _lines(self.title, source, read_content(self.content, "\n"))
+        if self.type != "document":
+            return super().own_text
+        text = self.source.text if isinstance(self.source, Source) else None
+        return None if text is None else _lines(self.title, self.context, text)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Words for what the block has and no model here can read."""
+        if self.type == "redacted_thinking":
+            return [self.type]
+        inner = self.source.content if isinstance(self.source, Source) else self.content
+        return [*super().left_out, *left_out_of(inner)]
 
     def template_result(self) -> dict[str, Any]:
         """A `tool_result` block as chat templates take it."""
-        text = self.content or ""
-        if isinstance(text, list):
-            text = "\n".join(block.read() for block in text)
+        message = read_message("tool", self.content, "\n")
+        message.pop("media", None)  # it stays a line
         if self.is_error:
-            text = f"Error: {text}"
-        return {"role": "tool", "content": text, "tool_call_id": self.tool_use_id or ""}
+            message["content"] = f"Error: {message['content']}"
+        return message | {"tool_call_id": self.tool_use_id or ""}
+
+
+def _lines(*texts: str | None) -> str:
+    return "\n".join(text for text in texts if text)
+
+
+# Of Anthropic's own tools and services.
+_RECORDS: Final = re.compile(
+    r"server_tool_use|mcp_\w+|\w+_tool_result|compaction|tool_(addition|removal|reference)|fallback"
+    r"|browser_state"
+)
+
+
+class RecordBlock(Record):
+    """Any other block: a record, or an image or a file."""
+
+    @property
+    def media(self) -> str | None:
+        """The kind of an image or a file."""
+        return None if _RECORDS.fullmatch(self.type) else self.type[:40]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Words for what the block has and no model here can read."""
+        return [self.media] if self.media else super().left_out
+
+    def read(self) -> str:
+        """A line."""
+        return instead_of(self.media) if self.media else super().read()
+
+
+def _class_of(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    is_record = isinstance(kind, str) and kind not in (*ContentBlock.known, *_DOCUMENTS)
+    return "RecordBlock" if is_record else "ContentBlock"
+
+
+_DOCUMENTS: Final = ("document", "search_result")
+_TURN: Final = ("tool_use", "tool_result", "thinking")  # they have fields of a message of their own
+Block = Annotated[
+    Annotated[ContentBlock, Tag("ContentBlock")] | Annotated[RecordBlock, Tag("RecordBlock")],
+    Discriminator(_class_of),
+]
 
 
 class AnthropicMessage(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | ListOf[ContentBlock]
+    content: str | ListOf[Block]
 
     def for_template(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them: tool results are messages of their own."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        kinds: dict[str, list[ContentBlock]] = {}
-        for block in self.content:
-            kinds.setdefault("text" if block.media else block.type, []).append(block)
-        results = [block.template_result() for block in kinds.get("tool_result", ())]
-        message = read_message(self.role, kinds.get("text", []), "\n")
-        thoughts = [block.thinking for block in kinds.get("thinking", ()) if block.thinking]
+        blocks = [block for block in self.content if isinstance(block, ContentBlock)]
+        calls = [block for block in blocks if block.type == "tool_use"]
+        thoughts = [one.thinking for one in blocks if one.type == "thinking" and one.thinking]
+        results = [block.template_result() for block in blocks if block.type == "tool_result"]
+        parts = [block for block in self.content if block.type not in _TURN]
+        message = read_message(self.role, parts, "\n")
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
-        if "tool_use" in kinds:
+        if calls:
             message["tool_calls"] = [
-                template_call(block.id or "", block.name or "", block.input or {})
-                for block in kinds["tool_use"]
+                template_call(call.id, call.name or "", call.input) for call in calls
             ]
-        empty = not (message["content"] or thoughts or "tool_use" in kinds)
+        empty = not (message["content"] or thoughts or calls)
         return results if results and empty else [*results, message]
 
 
@@ -133,7 +212,7 @@ class CountBody(Body):
 
     model: ModelName = "default"
     messages: Annotated[ListOf[AnthropicMessage], Field(min_length=1)]
-    system: str | ListOf[ContentBlock] | None = None
+    system: str | ListOf[Block] | None = None
     tools: ListOf[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None

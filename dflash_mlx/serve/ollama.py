@@ -13,15 +13,14 @@ from pydantic_core import from_json, to_json
 from ..answers.parser import Part, Reasoning, Text, ToolCall, joined
 from .body import Body, ListOf
 from .chat import ChatFunction, ChatMessage
+from .content import ContentPart, read_content
 from .errors import RequestError
 from .fields import (
-    ContentPart,
     Effort,
     ModelName,
     SamplingOptions,
     Schema,
     TopLogprobs,
-    read_content,
     thinking_settings,
 )
 from .request import GenerationRequest, Tool, has_beginning

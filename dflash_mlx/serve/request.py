@@ -43,7 +43,8 @@ class GenerationRequest:
     Attributes:
         model: the requested name, then that of the model that answers.
         prompt: chat messages as templates take them, a text to continue, or token ids. A message
-            that brings an image or other media, as a line, says their kind as `media`.
+            that brings an image or other media, as a line, says their kind as `media`, and words
+            for all that no model here can read as `left_out`.
         settings: settings of `Engine.submit` that the client named.
         tools: the tools; see `callable_tools`.
         tool_choice: whether a call is up to the model ("auto"), forbidden or required.
@@ -89,6 +90,12 @@ class GenerationRequest:
             raise RequestError(f"tools has no tool {missing[0]!r}.", param="tool_choice")
         if self.tool_choice == "required" and not self.tools:
             raise RequestError("A call is required, but tools is empty.", param="tool_choice")
+
+    @property
+    def left_out(self) -> list[str]:
+        """Words for what the messages have and no model here can read."""
+        messages = [one for one in self.prompt if isinstance(one, dict)]
+        return [f"content {word}" for one in messages for word in one.get("left_out", ())]
 
     @property
     def continues_text(self) -> bool:

@@ -10,10 +10,10 @@ from pydantic_core import to_json
 
 from .errors import RequestError
 from .responses import ResponsesBody
-from .responses_input import InputItem
+from .responses_input import InputItem, Item, RecordItem
 
 MAX_BYTES: Final = 64 * 2**20
-_ITEMS: Final = TypeAdapter(list[InputItem])
+_ITEMS: Final = TypeAdapter(list[Item])
 
 
 class ResponseStore:
@@ -30,7 +30,7 @@ class ResponseStore:
         # By salt and id: the JSON of a response, and of all items of its conversation.
         self._entries: OrderedDict[tuple[str, str], tuple[bytes, bytes]] = OrderedDict()
 
-    def add(self, salt: str, items: list[InputItem], response: dict[str, Any]) -> None:
+    def add(self, salt: str, items: list[InputItem | RecordItem], response: dict[str, Any]) -> None:
         """Keep a response to a conversation of these items."""
         output = _ITEMS.validate_python(response["output"])
         entry = to_json(response), _ITEMS.dump_json([*items, *output], exclude_none=True)
@@ -48,12 +48,12 @@ class ResponseStore:
         self._bytes -= sum(map(len, self._find(salt, id)))
         del self._entries[salt, id]
 
-    def conversation(self, salt: str, body: ResponsesBody) -> list[InputItem]:
+    def conversation(self, salt: str, body: ResponsesBody) -> list[InputItem | RecordItem]:
         """All items of a request: those of the response that it continues, then its own.
 
         Raises `RequestError` for a response or an item that is not stored.
         """
-        items: list[InputItem] = []
+        items: list[InputItem | RecordItem] = []
         if body.previous_response_id is not None:
             try:
                 items = _ITEMS.validate_json(self._find(salt, body.previous_response_id)[1])
@@ -71,7 +71,7 @@ class ResponseStore:
         self._entries.move_to_end((salt, id))
         return self._entries[salt, id]
 
-    def _item(self, salt: str, reference: InputItem) -> InputItem:
+    def _item(self, salt: str, reference: InputItem | RecordItem) -> InputItem | RecordItem:
         """The item of a response that a reference means; its id has the response's in it."""
         writer = f"resp_{str(reference.id).partition('_')[2].partition('_')[0]}"
         if (salt, writer) in self._entries:

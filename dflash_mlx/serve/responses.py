@@ -24,7 +24,7 @@ from .fields import (
 )
 from .request import GenerationRequest, Tool
 from .response import Event, ItemsResponse
-from .responses_input import CALLS, CUSTOM_INPUT, InputItem, messages_of
+from .responses_input import CALLS, CUSTOM_INPUT, InputItem, Item, RecordItem, messages_of
 from .steps import ResponseStream, StepOutput
 
 _FIELDS: Final = dict(zip(CALLS, ("arguments", CUSTOM_INPUT), strict=True))  # of a call's text
@@ -72,7 +72,7 @@ class ResponsesBody(SamplingOptions):
     }
 
     model: ModelName = "default"
-    input: str | ListOf[InputItem]
+    input: str | ListOf[Item]
     instructions: str | None = None
     stream: bool | None = None
     store: bool | None = None
@@ -88,13 +88,13 @@ class ResponsesBody(SamplingOptions):
     metadata: dict[str, Any] | None = None
 
     @property
-    def items(self) -> list[InputItem]:
+    def items(self) -> list[InputItem | RecordItem]:
         """The input."""
         if isinstance(self.input, str):
             return [InputItem(role="user", content=self.input)]
         return self.input
 
-    def generation_request(self, items: Sequence[InputItem]) -> GenerationRequest:
+    def generation_request(self, items: Sequence[InputItem | RecordItem]) -> GenerationRequest:
         """The internal request of a conversation's items. Raises `RequestError`."""
         form = self.text.format if self.text else None
         return GenerationRequest(
@@ -133,7 +133,7 @@ class ResponsesBody(SamplingOptions):
                 found += ((tool.name, one.name, one.tool(tool.name)) for one in functions)
         return found
 
-    def _messages(self, items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    def _messages(self, items: Sequence[InputItem | RecordItem]) -> list[dict[str, Any]]:
         messages = messages_of(items)
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})

@@ -185,7 +185,7 @@ def for_family(messages: Sequence[Message], family: Family) -> list[dict[str, An
     waiting: list[tuple[str, str, str]] = []  # calls: the client's id, the template's, the name
     numbers = count()
     for message in messages:
-        copy = dict(message)
+        copy = {key: one for key, one in message.items() if key not in ("media", "left_out")}
         if "tool_calls" in copy:
             waiting, calls = [], []
             for call in copy["tool_calls"]:

@@ -1,0 +1,188 @@
+"""What messages hold: text, media that a text model cannot read, and records of other servers.
+
+Whatever holds text is read. In place of what does not there is a line, and a word for a header of
+the response. An agent sends its whole conversation each time, so nothing that an API has written
+may end it.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode
+from binascii import Error
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from mimetypes import guess_type
+from typing import Any, ClassVar, Final
+from urllib.parse import unquote_to_bytes
+
+from pydantic import ConfigDict
+from pydantic_core import to_json
+
+from .body import Body
+from .request import instead_of
+
+# What says nothing to a model.
+_NAMES: Final = re.compile(
+    r"id|\w+_id|type|status|signature|fingerprint|caller|cache_control|prompt_cache_breakpoint"
+)
+_ENCRYPTED: Final = re.compile(r"encrypted_\w+")
+_ENCODED: Final = re.compile(r"data:[^\s,]*,\S*|[\w+/=-]{256,}")
+# Records that would change what follows: tools, settings, the conversation itself.
+_CHANGES: Final = re.compile(
+    r"tool_(addition|removal)|mcp_(list_tools|tool_listing)|additional_tools|tool_search_output"
+    r"|configuration_update|fallback|compaction_trigger"
+)
+
+
+class FileData(Body):
+    """A file that a request brings."""
+
+    file_data: str | None = None
+    filename: str | None = None
+
+    @property
+    def file_text(self) -> str | None:
+        """The text of a text file; None for any other, and for one that is elsewhere."""
+        data, kind = self.file_data or "", guess_type(self.filename or "")[0]
+        if match := re.match(r"data:(?P<kind>[^;,]*)[^,]*,", data):
+            kind = match["kind"] or kind
+        return decoded(data, kind)
+
+
+def decoded(data: str, kind: str | None) -> str | None:
+    """The text of a data URL or of base64, if its media type is one of text; else None."""
+    if not (data and re.match(r"text/|application/(json|xml|yaml|toml)", kind or "")):
+        return None
+    head, comma, body = data.partition(",") if data.startswith("data:") else ("", "", data)
+    with suppress(Error, UnicodeDecodeError):
+        if comma and not head.endswith(";base64"):
+            return unquote_to_bytes(body).decode()
+        return b64decode(body, validate=True).decode()
+    return None
+
+
+class ContentPart(FileData):
+    """A part of a message."""
+
+    known: ClassVar[Collection[str]] = (
+        *("text", "input_text", "output_text", "refusal"),
+        *("summary_text", "reasoning_text"),
+    )
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    file: FileData | None = None
+
+    @property
+    def own_text(self) -> str | None:
+        """The text that the part holds; None if it holds none."""
+        if self.type in self.known:
+            return self.text or self.refusal or ""
+        return (self.file or self).file_text
+
+    @property
+    def media(self) -> str | None:
+        """The kind of an image, audio or a file; None for what is read."""
+        if self.own_text is not None:
+            return None
+        return self.type.removeprefix("input_").removesuffix("_url")[:40]
+
+    @property
+    def left_out(self) -> list[str]:
+        """Words for what the part has and no model here can read."""
+        return [self.media] if self.media else []
+
+    def read(self) -> str:
+        """The text, or a line in place of an image, audio or a file."""
+        return self.own_text if self.own_text is not None else instead_of(self.media or "")
+
+
+class Record(Body):
+    """What a tool or a service of another server left in a conversation, in any form.
+
+    It is read as JSON, without ids, and without what is encrypted or encoded.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+
+    @property
+    def media(self) -> str | None:
+        """The kind of an image, audio or a file; None for what is read."""
+        return None
+
+    @property
+    def left_out(self) -> list[str]:
+        """The record's kind, if it has what is not read, or would change what follows."""
+        fields = self.model_extra or {}
+        whole = bool(_readable(fields)) and not _is_hidden(fields)
+        return [] if whole and not _CHANGES.fullmatch(self.type) else [self.type[:40]]
+
+    def read(self) -> str:
+        """A line."""
+        kind, readable = self.type[:40], _readable(self.model_extra or {})
+        if not readable:
+            return instead_of(kind)
+        only = next(iter(readable.values())) if len(readable) == 1 else readable
+        text = only if isinstance(only, str) else to_json(readable).decode()
+        return f"[{kind}: {text}]"
+
+
+def _readable(value: Any) -> Any:
+    """JSON without what no model can read; None or empty if nothing is left."""
+    if isinstance(value, str):
+        return None if _ENCODED.fullmatch(value) else value
+    if isinstance(value, Sequence):
+        return [one for one in map(_readable, value) if one not in (None, "", [], {})]
+    if not isinstance(value, Mapping):
+        return value
+    found = {
+        name: _readable(one)
+        for name, one in value.items()
+        if not (_NAMES.fullmatch(name) or _ENCRYPTED.fullmatch(name))
+    }
+    return {name: one for name, one in found.items() if one not in (None, "", [], {})}
+
+
+def _is_hidden(value: Any) -> bool:
+    """Whether JSON has anything encrypted or encoded."""
+    if isinstance(value, str):
+        return _ENCODED.fullmatch(value) is not None
+    if isinstance(value, Sequence):
+        return any(map(_is_hidden, value))
+    if not isinstance(value, Mapping):
+        return False
+    return any(
+        _is_hidden(one) or (one and _ENCRYPTED.fullmatch(name)) for name, one in value.items()
+    )
+
+
+Part = ContentPart | Record
+Content = str | Sequence[Part] | None
+
+
+def read_message(role: str, content: Content, separator: str) -> dict[str, Any]:
+    """A message as chat templates take it; see `GenerationRequest.prompt`."""
+    parts = () if content is None or isinstance(content, str) else content
+    message: dict[str, Any] = {"role": role, "content": read_content(content, separator)}
+    if media := [part.media for part in parts if part.media]:
+        message["media"] = media[0]
+    if left_out := left_out_of(content):
+        message["left_out"] = left_out
+    return message
+
+
+def left_out_of(content: Content) -> list[str]:
+    """Words for what a message's content has and no model here can read."""
+    parts = () if content is None or isinstance(content, str) else content
+    return [word for part in parts for word in part.left_out]
+
+
+def read_content(content: Content, separator: str) -> str:
+    """The text of a message's content."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return separator.join(part.read() for part in content)

@@ -1,0 +1,113 @@
+"""Instances of the types by which the SDKs of OpenAI and Anthropic describe a conversation."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import count
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pydantic import BaseModel
+from typing_extensions import TypeAliasType, is_typeddict
+
+DEPTH = 6  # types refer to each other in circles
+_WRAPPERS = (Annotated, Required, NotRequired)
+_PLAIN = {bool: True, int: 1, float: 1.0, type(None): None}
+
+
+def members(kind: Any) -> list[Any]:
+    """The types that a union allows, of all unions in it."""
+    if isinstance(kind, TypeAliasType):
+        return members(kind.__value__)
+    if get_origin(kind) in _WRAPPERS:
+        return members(get_args(kind)[0])
+    if get_origin(kind) in (Union, types.UnionType):
+        return [one for part in get_args(kind) for one in members(part)]
+    return [kind]
+
+
+def fields(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """The fields of a TypedDict or a model: their types, and whether they are required."""
+    if is_typeddict(kind):
+        hints = get_type_hints(kind, include_extras=True)
+        required = kind.__required_keys__
+        found = {}
+        for name, hint in hints.items():
+            is_required = name in required or get_origin(hint) is Required
+            found[name] = hint, is_required and get_origin(hint) is not NotRequired
+        return found
+    models = kind.model_fields.items()
+    return {one.alias or name: (one.annotation, one.is_required()) for name, one in models}
+
+
+def is_object(kind: Any) -> bool:
+    """Whether a type is of objects with known fields."""
+    return is_typeddict(kind) or (isinstance(kind, type) and issubclass(kind, BaseModel))
+
+
+class Builder:
+    """Builds values whose texts are words that occur once."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+
+    def word(self) -> str:
+        """A text that no other value has."""
+        return f"word{next(self._numbers)}x"
+
+    def values(self, kind: Any, depth: int = 0) -> list[Any]:
+        """Values of a type, so that each type within it is there at least once."""
+        return [one for part in members(kind) for one in self._values(part, depth)]
+
+    def _values(self, kind: Any, depth: int) -> list[Any]:
+        origin, inner = get_origin(kind), get_args(kind)
+        if kind is str:
+            return [self.word()]
+        if kind in _PLAIN:
+            return [_PLAIN[kind]]
+        if kind in (object, Any) or origin in (dict, Mapping):
+            return [{"key": self.word()}]
+        if origin is Literal:
+            return [inner[0]]
+        if origin in (list, tuple) or (isinstance(origin, type) and issubclass(origin, Iterable)):
+            return [self.values(inner[0], depth + 1)] if depth < DEPTH else [[]]
+        if not is_object(kind):
+            return []  # a file on the client's machine
+        if depth >= DEPTH:
+            return []
+        required = () if depth else self._objects(kind, depth, False)
+        return [*self._objects(kind, depth, True), *required]
+
+    def _objects(self, kind: Any, depth: int, whole: bool) -> Iterator[dict[str, Any]]:
+        """Objects of a type, with all fields or the required ones alone, until all types came."""
+        options = {
+            name: self.values(hint, depth + 1)
+            for name, (hint, is_required) in fields(kind).items()
+            if whole or is_required
+        }
+        for turn in range(max(map(len, options.values()), default=0)):
+            row = {name: values[turn % len(values)] for name, values in options.items() if values}
+            yield row
+
+
+def texts(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each word of a value, with the keys and the values of `type` on the way to it."""
+    if isinstance(value, dict):
+        kind = (str(value["type"]),) if "type" in value else ()
+        for name, one in value.items():
+            yield from texts(one, (*path, *kind, name))
+    elif isinstance(value, list):
+        for one in value:
+            yield from texts(one, path)
+    elif isinstance(value, str) and value.startswith("word"):
+        yield path, value

@@ -1,0 +1,185 @@
+"""Whatever an API has written is read when it comes back, or named in a header; it is never a 400.
+
+Conversations are built from the type definitions of the installed SDKs: a type that is new there,
+and that nobody handles, fails here by its name.
+"""
+
+import re
+
+import pytest
+from dialects import CHAT, MESSAGES, OLLAMA, RESPONSES, ask, user
+from sdk_types import Builder, fields, is_object, members, texts
+from serving import CHATML, FakeEngine, client, make_target
+
+anthropic = pytest.importorskip("anthropic")
+openai = pytest.importorskip("openai")
+
+# What is no text of the conversation: names of other things, and copies of a text beside it.
+NO_TEXT = re.compile(
+    r"id|\w+_id|type|status|role|phase|signature|fingerprint|caller|cache_control|name|namespace"
+    r"|citations|annotations|logprobs|prompt_cache_breakpoint|toolset_name|encrypted_\w+"
+)
+
+
+def blocks():
+    """Each type of a block in a message of Anthropic's, with the message's role."""
+    found = {}
+    for union in (anthropic.types.MessageParam, anthropic.types.beta.BetaMessageParam):
+        for message in members(union):
+            known = fields(message)
+            (role, *_) = Builder().values(known["role"][0])
+            for content in members(known["content"][0]):
+                for block in members(content.__args__[0]) if hasattr(content, "__args__") else ():
+                    if is_object(block):
+                        found[f"{role} {block.__name__}"] = role, block
+    return found
+
+
+def items():
+    """Each type of an item in the input of OpenAI's responses."""
+    union = openai.types.responses.ResponseInputItemParam
+    return {one.__name__: one for one in members(union)}
+
+
+def chat_messages():
+    """Each type of a message in OpenAI's chat completions."""
+    return {one.__name__: one for one in members(openai.types.chat.ChatCompletionMessageParam)}
+
+
+BLOCKS, ITEMS, CHATS = blocks(), items(), chat_messages()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    shows_all = CHATML.replace("{{ m.content }}", "{{ m.thinking }}{{ m.name }}{{ m.content }}")
+    return FakeEngine(make_target(template=shows_all))
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with client(engine) as found:
+        yield found
+
+
+def check(server, engine, path, value, *history):
+    """A conversation with this value in it goes on, and each of its words is read or named."""
+    answer = server.post(path, json=ask(path, *history))
+    assert answer.status_code == 200, (value, answer.text)
+    prompt, ignored = engine.prompt(), answer.headers.get("x-dflash-ignored", "")
+    for way, word in texts(value):
+        if word in prompt or any(map(NO_TEXT.fullmatch, way)):
+            continue
+        named = [one.removeprefix("input_").removesuffix("_url") for one in way]
+        assert any(f"content {one}" in ignored for one in named), (way, value, ignored, prompt)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_anthropics_messages(server, engine, name):
+    role, kind = BLOCKS[name]
+    values = Builder().values(kind)
+    assert values
+    for value in values:
+        history = user("Go."), {"role": role, "content": [value]}
+        check(server, engine, MESSAGES, value, *history, user("On."))
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_items_of_openais_responses(server, engine, name):
+    values = Builder().values(ITEMS[name])
+    assert values
+    for value in values:
+        if name == "ItemReference":  # of an item that this server has not written
+            answer = server.post(RESPONSES, json=ask(RESPONSES, user("Go."), value))
+            assert answer.status_code == 400 and "is not stored: send the item" in answer.text
+            continue
+        check(server, engine, RESPONSES, value, user("Go."), value, user("On."))
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_messages_of_openais_chat(server, engine, name):
+    values = Builder().values(CHATS[name])
+    assert values
+    for value in values:
+        check(server, engine, CHAT, value, user("Go."), value, user("On."))
+
+
+WORDS = "All of the text."
+ENCODED = "QWxsIG9mIHRoZSB0ZXh0Lg=="
+SOURCES = {
+    "text": {"type": "text", "media_type": "text/plain", "data": WORDS},
+    "blocks": {"type": "content", "content": [{"type": "text", "text": WORDS}]},
+    "a string": {"type": "content", "content": WORDS},
+    "base64": {"type": "base64", "media_type": "text/plain", "data": ENCODED},
+}
+FILES = {
+    CHAT: {"type": "file", "file": {"file_data": f"data:text/markdown;base64,{ENCODED}"}},
+    RESPONSES: {"type": "input_file", "filename": "notes.txt", "file_data": ENCODED},
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_documents_of_text_are_read_wherever_they_stand(server, engine, source):
+    document = {
+        "type": "document",
+        "title": "Notes",
+        "context": "Of May",
+        "source": SOURCES[source],
+    }
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [document]}
+    turns = [user("Go."), {"role": "assistant", "content": [call]}]
+    for history in (
+        [user([document])],
+        [user([document]), {"role": "assistant", "content": "Hm."}, user("On.")],
+        [*turns, user([result])],
+        [*turns, user([result, {"type": "text", "text": "So?"}])],
+    ):
+        answer = server.post(MESSAGES, json=ask(MESSAGES, *history))
+        assert answer.status_code == 200, answer.text
+        assert "x-dflash-ignored" not in answer.headers
+        assert f"Notes\nOf May\n{WORDS}" in engine.prompt()
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_files_of_text_are_read(server, engine, path):
+    answer = server.post(path, json=ask(path, user([FILES[path]])))
+    assert answer.status_code == 200 and WORDS in engine.prompt()
+
+
+def test_what_is_no_text_is_named_and_newest_refused(server, engine):
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
+    earlier = user([pdf]), {"role": "assistant", "content": "Hm."}, user("On.")
+    answer = server.post(MESSAGES, json=ask(MESSAGES, *earlier))
+    assert answer.headers["x-dflash-ignored"] == "content document"
+    assert "[document: this model reads text only]" in engine.prompt()
+    assert server.post(MESSAGES, json=ask(MESSAGES, *earlier[:1])).status_code == 400
+
+
+@pytest.mark.parametrize("arguments", [None, "", "null", {}, "{}"])
+@pytest.mark.parametrize("path", [CHAT, OLLAMA, RESPONSES, MESSAGES])
+def test_a_call_without_arguments(path, arguments):
+    """As servers write it; templates get an empty object."""
+    engine = FakeEngine(make_target("json_tools"))
+    function = {"name": "now", "arguments": arguments}
+    said = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": None, "function": function}],
+    }
+    history = [said, {"role": "tool", "content": "noon"}]
+    if path == RESPONSES:
+        history = [{"type": "function_call", "call_id": "c", **function}]
+    elif path == MESSAGES:
+        use = {"type": "tool_use", "id": "c", "name": "now", "input": arguments}
+        history = [{"role": "assistant", "content": [use]}]
+    with client(engine) as server:
+        answer = server.post(path, json=ask(path, user("Go."), *history, user("On.")))
+    assert answer.status_code == 200, answer.text
+    assert "[now {}]" in engine.prompt() or '"arguments": {}' in engine.prompt()
+
+
+def test_an_item_that_no_api_knows_is_a_400(server):
+    answer = server.post(
+        RESPONSES, json=ask(RESPONSES, user("Go."), {"type": "weird", "text": "x"})
+    )
+    assert answer.status_code == 400 and "items of type 'weird' are unknown" in answer.text
