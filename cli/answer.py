@@ -13,6 +13,7 @@ from rich.cells import cell_len
 
 from dflash_mlx.answers.families import AnswerFormat
 from dflash_mlx.answers.parser import REASONING, AnswerParser, Reasoning, Text
+from dflash_mlx.stream import Detokenizer
 
 if TYPE_CHECKING:
     from dflash_mlx import Event, Stats, Target
@@ -63,7 +64,7 @@ class Thoughts:
         tokenizer = target.tokenizer
         form = AnswerFormat.of(tokenizer)
         begun = form.starts_in_thought(tokenizer, ids)
-        self._parser = AnswerParser(form, {}, begun, detokenizer=tokenizer.detokenizer)
+        self._parser = AnswerParser(form, {}, begun, detokenizer=Detokenizer(tokenizer))
         self.tokens = self.rounds = self._rounds = 0
 
     def split(self, event: Event) -> list[tuple[str, bool]]:

@@ -21,7 +21,7 @@ from .prompt import Prompt, branch_points, encode_prompt, thinking_variables
 from .request import Request
 from .sampling import Sampler
 from .settings import RequestSettings, described, instance_of, setting
-from .stream import TextStream, skip_text_start
+from .stream import Detokenizer, TextStream, skip_text_start
 from .targets import Target
 from .validation import check_integer
 
@@ -132,7 +132,7 @@ def make_request(
     planner = make_planner(target, drafter, settings, policy)
     sampler = Sampler(settings, ids)
     tokenizer = target.tokenizer
-    detokenizer = tokenizer.detokenizer
+    detokenizer = Detokenizer(tokenizer)
     if settings.continues:
         skip_text_start(detokenizer, tokenizer)
     max_tokens = min(settings.max_tokens, target.context_length - len(ids))

@@ -29,7 +29,7 @@ class TextStream:
     stop string. The stop string, the EOS token's text and everything after are never emitted.
 
     Args:
-        detokenizer: a fresh streaming detokenizer of mlx-lm.
+        detokenizer: a fresh `Detokenizer`, or what has its methods.
         eos_ids: the token ids that end the text.
         stop: strings that end the text, wherever token borders fall.
         max_tokens: the most tokens to take, an EOS token included.
@@ -141,6 +141,36 @@ def possible_start(text: str, strings: Collection[str]) -> int:
     return 0
 
 
+class Detokenizer:
+    """mlx-lm's streaming detokenizer, by which an id that the tokenizer has not is no text.
+
+    A model's embedding may have more rows than its vocabulary. mlx-lm writes "!" for such an id.
+
+    Args:
+        tokenizer: mlx-lm's `TokenizerWrapper`.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._detokenizer = tokenizer.detokenizer
+        # One without a map decodes with the tokenizer, which has no text for such an id.
+        self._size = len(getattr(self._detokenizer, "tokenmap", ())) or None
+
+    def add_token(self, token: int) -> None:
+        """Take the next token."""
+        if self._size is None or token < self._size:
+            self._detokenizer.add_token(token)
+
+    @property
+    def last_segment(self) -> str:
+        """The text that is certain and was not read yet."""
+        text: str = self._detokenizer.last_segment
+        return text
+
+    def finalize(self) -> None:
+        """Take the end of the text."""
+        self._detokenizer.finalize()
+
+
 def skip_text_start(detokenizer: Any, tokenizer: Any) -> None:
     """Prepare a fresh streaming detokenizer for tokens that continue a text.
 
@@ -159,10 +189,10 @@ def text_of(tokenizer: Any, tokens: Sequence[int], continues: bool = False) -> s
         tokens: token ids.
         continues: whether the tokens continue a text.
     """
-    detokenizer = tokenizer.detokenizer
+    detokenizer = Detokenizer(tokenizer)
     if continues:
         skip_text_start(detokenizer, tokenizer)
     for token in tokens:
         detokenizer.add_token(token)
     detokenizer.finalize()
-    return str(detokenizer.last_segment)
+    return detokenizer.last_segment

@@ -18,11 +18,11 @@ from ..events import Event
 from ..stream import possible_start
 from .calls import Call, Schemas, TaggedCalls, read_calls
 from .families import AnswerFormat
+from .marks import MARK, MarkedText
 from .values import NotACallError, read_arguments, typed_arguments
 
 NORMAL, REASONING, TOOL, HEADER = "normal", "reasoning", "tool", "header"  # what a text is
 _BARE, _MESSAGE, _STRAY = "bare", "message", "stray"  # what else a marker may mean
-MARK: Final = "\udc00"  # before a marker that is a token of its own; no text has it
 _NEWLINE: Final = "\n"
 _MAX_HEADER: Final = 200  # characters; more are text
 _HEADER_WORDS: Final = re.compile(
@@ -66,34 +66,6 @@ class _Markers:
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-class MarkedText:
-    """The text of an answer with `MARK` before each marker that is a token of its own.
-
-    Args:
-        detokenizer: a streaming detokenizer of mlx-lm, as the engine uses one for the text.
-        tokens: token id -> text of the markers.
-    """
-
-    def __init__(self, detokenizer: Any, tokens: Mapping[int, str]) -> None:
-        self._detokenizer, self._tokens = detokenizer, tokens
-        self._length = self._start = 0  # of the text so far: of all tokens, and of `add`
-        self._marks: list[int] = []
-
-    def add(self, text: str, tokens: Sequence[int]) -> str:
-        """The next text, which may lag behind the tokens, with marks."""
-        for token in tokens if self._tokens else ():
-            self._detokenizer.add_token(token)
-            self._length += len(self._detokenizer.last_segment)
-            if token in self._tokens:
-                self._marks.append(self._length - len(self._tokens[token]))
-        start, self._start = self._start, self._start + len(text)
-        marks = [at - start for at in self._marks if at < self._start]
-        self._marks = self._marks[len(marks) :]
-        for at in reversed(marks):
-            text = text[:at] + MARK + text[at:]
-        return text
-
-
 class AnswerParser:
     """Splits one answer into parts.
 
@@ -102,7 +74,8 @@ class AnswerParser:
         schemas: of the tools that may be called, by name; without any, nothing is a call.
         starts_in_reasoning: whether the prompt ends where reasoning starts.
         parallel: whether more than one call is allowed.
-        detokenizer: of mlx-lm, as the engine uses one for the text. Without one, all markers count.
+        detokenizer: a fresh one, as the engine uses one for the text. Without one, all markers
+            count.
         forced: whether the answer must be a call; a call that is cut is dropped then.
 
     Attributes:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Final
 
 import mlx.core as mx
+from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -147,6 +148,16 @@ class Endpoints:
         body = await read_body(request, ollama.OllamaShowBody)
         return JSONResponse(ollama_details(self._models.find(body.model)))
 
+    async def ollama_pull(self, request: Request) -> Response:
+        """Ollama's download of a model: those that are offered are here."""
+        body = await read_body(request, ollama.OllamaPullBody)
+        self._models.find(body.model)
+        if body.stream is False:
+            return JSONResponse({"status": "success"})
+        lines = [to_json({"status": one}) for one in ("pulling manifest", "success")]
+        media_type = ollama.OllamaResponse.media_type
+        return Response(b"\n".join([*lines, b""]), media_type=media_type)
+
     async def ollama_version(self, request: Request) -> Response:
         """The version of Ollama's API."""
         return JSONResponse({"version": ollama.VERSION})
@@ -214,6 +225,7 @@ def make_app(models: Models, auth: Auth, metrics: Metrics) -> Starlette:
         Route("/api/chat", endpoints.ollama, methods=["POST"]),
         Route("/api/generate", endpoints.ollama, methods=["POST"]),
         Route("/api/show", endpoints.ollama_show, methods=["POST"]),
+        Route("/api/pull", endpoints.ollama_pull, methods=["POST"]),
         Route("/api/tags", endpoints.ollama_models),
         Route("/api/ps", endpoints.ollama_models),
         Route("/api/version", endpoints.ollama_version),

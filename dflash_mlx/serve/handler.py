@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..answers.families import AnswerFormat
 from ..answers.parser import AnswerParser
+from ..answers.thoughts import ThoughtCounter
 from ..chat_template import SWITCHES, template_reads, thinking_switches
 from ..errors import DFlashError
 from ..prompt import EFFORT
-from ..stream import skip_text_start
+from ..stream import Detokenizer, skip_text_start
 from ..threads import clean_up_at_end
 from .errors import RETRY_SECONDS, RequestError, shutting_down
 from .fields import SEEDS
@@ -222,7 +223,10 @@ class RequestHandler:
             if "stop" in settings and splits and not request.is_raw:
                 settings["stop_applies"] = self._parser(request, prompt).answer_length
             job = self._engine.submit(prompt.ids, **settings)
-            yield Choice(job, self._parser(request, prompt), recorder)
+            counter = None
+            if self.form.thought[0]:
+                counter = ThoughtCounter(self._parser(request, prompt), self._detokenizer(request))
+            yield Choice(job, self._parser(request, prompt), recorder, counter)
 
     def _with_template(self, request: GenerationRequest) -> tuple[GenerationRequest, list[str]]:
         """A request with all variables of the chat template, and what is ignored of it.
@@ -240,18 +244,20 @@ class RequestHandler:
         template = {**self._template, **asked, **switches}
         return replace(request, template_settings=template), ignored
 
-    def _parser(self, request: GenerationRequest, prompt: EncodedPrompt) -> AnswerParser:
-        tokenizer = self.target.tokenizer
-        detokenizer = tokenizer.detokenizer
+    def _detokenizer(self, request: GenerationRequest) -> Detokenizer:
+        detokenizer = Detokenizer(self.target.tokenizer)
         if request.continues_text:
-            skip_text_start(detokenizer, tokenizer)
+            skip_text_start(detokenizer, self.target.tokenizer)
+        return detokenizer
+
+    def _parser(self, request: GenerationRequest, prompt: EncodedPrompt) -> AnswerParser:
         schemas = {tool.name: tool.parameters for tool in request.callable_tools}
         parser = AnswerParser(
             self.form,
             schemas,
             prompt.thinks_first,
             request.parallel_calls,
-            detokenizer,
+            self._detokenizer(request),
             forced=request.tool_choice == "required",
         )
         parser.begin(prompt.begun)

@@ -115,9 +115,9 @@ class Models:
 
     def find(self, name: str) -> OfferedModel:
         """The model that a name means. Raises `RequestError` 404, with the names that there are."""
-        names = {name, name.removesuffix(LATEST)}
         for model in self.offered:
-            if len(self.offered) == 1 or names & {model.name, *model.aliases}:
+            names = [one.removesuffix(LATEST) for one in (model.name, *model.aliases)]
+            if len(self.offered) == 1 or name.removesuffix(LATEST) in names:
                 return model
         if name in ("", "default"):
             return self.offered[0]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal
 
@@ -27,7 +29,7 @@ from .request import GenerationRequest, Tool, has_beginning
 from .response import ApiResponse, Event, grow
 from .steps import ResponseStream, StepOutput
 
-VERSION: Final = "0.13.0"  # of Ollama's API; editors refuse servers of old ones
+VERSION: Final = "0.13.4"  # the first with /v1/responses; clients refuse servers of old ones
 
 
 class OllamaOptions(SamplingOptions):
@@ -84,7 +86,8 @@ class OllamaBody(Body):
     @property
     def unloads(self) -> bool:
         """Whether a request without a prompt has a model unloaded, not loaded."""
-        return str(self.keep_alive) in ("0", "0.0", "0s", "0m")
+        seconds = _seconds(self.keep_alive)
+        return seconds is not None and 0 <= seconds < 1
 
     def without_prompt(self, reason: str) -> dict[str, Any]:
         """The response to a request without a prompt, which has a model loaded or unloaded."""
@@ -130,6 +133,33 @@ class OllamaGenerateBody(OllamaBody):
         if self.system:
             messages.insert(0, OllamaMessage(role="system", content=self.system))
         return self._request([one.for_template() for one in messages])
+
+
+_UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION: Final = re.compile(rf"([\d.]+)({'|'.join(_UNITS)})")
+
+
+def _seconds(duration: float | str | None) -> float | None:
+    """Seconds of a number, or of a duration as Go writes it, such as 1h30m; None for neither."""
+    if duration is None or isinstance(duration, float):
+        return duration
+    with suppress(ValueError):
+        return float(duration)
+    text = duration.strip().removeprefix("-")
+    parts = _DURATION.findall(text)
+    if not parts or "".join(map("".join, parts)) != text:
+        return None
+    with suppress(ValueError):
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+        return -seconds if duration.strip().startswith("-") else seconds
+    return None
+
+
+class OllamaPullBody(Body):
+    """POST /api/pull"""
+
+    model: Annotated[ModelName, Field(validation_alias=AliasChoices("model", "name"))]
+    stream: bool | None = None
 
 
 class OllamaShowBody(Body):

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..answers.parser import AnswerParser, Part, Reasoning, joined
+from ..answers.parser import AnswerParser, Part
+from ..answers.thoughts import ThoughtCounter
 from ..events import Event
 from ..stream import text_of
 from .errors import RequestError, from_library, shutting_down
@@ -35,7 +36,7 @@ class StepOutput:
         parts: new text, reasoning and calls.
         logprobs: those of the step's tokens, as `LogprobRecorder` has them; None if nobody asked.
         reason: why the answer ended; None before its last step. The others are of that step.
-        reasoning_tokens: tokens of the answer's reasoning.
+        reasoning_tokens: tokens of the answer's thoughts and their markers.
         stop_string: the stop string that ended the answer.
     """
 
@@ -50,11 +51,15 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a request's answers: its job, and what reads the job's events."""
+    """One of a request's answers: its job, and what reads the job's events.
+
+    A model that does not think has no `counter`.
+    """
 
     job: Job
     parser: AnswerParser
     recorder: LogprobRecorder | None
+    counter: ThoughtCounter | None
 
 
 class ResponseStream:
@@ -126,7 +131,7 @@ class ResponseStream:
     async def _follow(self, index: int, choice: Choice) -> None:
         metrics, last = self._metrics, self._start
         tokens: list[int] = []
-        reasoning, length = "", 0  # of the text
+        length = 0  # of the text
         async for event in choice.job:
             if self._closed is None:
                 break
@@ -138,7 +143,8 @@ class ResponseStream:
             length += len(event.text)
             metrics.count_step(event)
             parts = choice.parser.read(event)
-            reasoning += joined(parts, Reasoning)
+            if choice.counter is not None:
+                choice.counter.add(event.tokens)
             step = index, event, parts, self._logprobs(choice.recorder, event)
             if event.finish_reason is None:
                 self._steps.put_nowait(StepOutput(*step))
@@ -147,8 +153,8 @@ class ResponseStream:
             reason = "length" if event.finish_reason == "length" else reason
             stop_string = None if reason == "length" else self._stop_string(tokens, length)
             metrics.count_finish(event.stats, reason)
-            count = self._tokenizer.encode(reasoning, add_special_tokens=False) if reasoning else ()
-            self._steps.put_nowait(StepOutput(*step, reason, len(count), stop_string))
+            thoughts = choice.counter.tokens if choice.counter is not None else 0
+            self._steps.put_nowait(StepOutput(*step, reason, thoughts, stop_string))
             return
         raise shutting_down()
 

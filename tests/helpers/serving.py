@@ -26,7 +26,7 @@ from dflash_mlx.serve.handler import RequestHandler
 from dflash_mlx.serve.metrics import Metrics
 from dflash_mlx.serve.models import Models, OfferedModel
 from dflash_mlx.serve.server import APIServer, listen, make_loading_app
-from dflash_mlx.stream import TextStream, skip_text_start
+from dflash_mlx.stream import Detokenizer, TextStream, skip_text_start
 
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -185,7 +185,7 @@ class ToldEngine(FakeEngine):
 
     def _written(self, history, settings):
         tokenizer = self.target.tokenizer
-        detokenizer = tokenizer.detokenizer
+        detokenizer = Detokenizer(tokenizer)
         if settings.get("continues"):
             skip_text_start(detokenizer, tokenizer)
         stop, applies = settings.get("stop") or (), settings.get("stop_applies")

@@ -15,10 +15,11 @@ from mlx_lm.tokenizer_utils import (
     NaiveStreamingDetokenizer,
     SPMStreamingDetokenizer,
 )
+from serving import make_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_mlx.stream import TextStream, skip_text_start
+from dflash_mlx.stream import Detokenizer, TextStream, skip_text_start, text_of
 
 EOS = "<|end|>"
 TORN = "\ufffd"
@@ -218,3 +219,15 @@ def test_a_stop_string_whose_end_the_detokenizer_holds_to_the_last():
 )
 def test_what_continues_a_text_has_its_first_spaces(cut, stop, shown):
     assert pieces_of(cut, stop, continues=True) == shown
+
+
+@pytest.mark.parametrize("padded", [[0], [1, 1], [5, 0, 70]])
+def test_ids_behind_the_vocabulary_are_no_text(padded):
+    """Rows that pad an embedding; the tokenizer itself decodes them to nothing."""
+    tokenizer = make_target().tokenizer
+    ids = tokenizer.encode("abcd efgh", add_special_tokens=False)
+    outside = [len(tokenizer) + number for number in padded]
+    told = [*outside, *ids[:2], *outside, *ids[2:], *outside]
+    assert text_of(tokenizer, told) == tokenizer.decode(told) == "abcd efgh"
+    pieces = TextStream(Detokenizer(tokenizer), [2], (), len(told))
+    assert "".join(pieces.add([token]).text for token in told) == "abcd efgh"

@@ -9,6 +9,7 @@ from packaging.version import Version
 from serving import FakeEngine, client, make_target, post
 
 from dflash_mlx.events import Event
+from dflash_mlx.serve.ollama import OllamaChatBody
 
 REQUESTS = Path(__file__).parents[1] / "data" / "requests"
 
@@ -128,6 +129,28 @@ def test_a_request_without_a_prompt_loads_the_model(engine):
     assert not engine.submitted
 
 
+def test_a_pull_of_what_is_here(engine):
+    """Codex pulls what it does not find by its very name."""
+    for body in ({"model": "fake"}, {"name": "fake:latest"}):
+        answer = post(engine, "/api/pull", body)
+        assert lines(answer) == [{"status": "pulling manifest"}, {"status": "success"}]
+        whole = post(engine, "/api/pull", body | {"stream": False}).json()
+        assert whole == {"status": "success"}
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "reason"),
+    [
+        *((zero, "unload") for zero in (0, 0.0, "0", "0s", "0m", "0h", "-0s", "0h0m0s")),
+        *((soon, "unload") for soon in (0.1, "10ms", "0.5s", "999999us")),
+        *((later, "load") for later in (None, -1, 5, "1000ms", "5m", "1h30m", "-1", "-1m", "x")),
+    ],
+)
+def test_how_long_a_model_is_kept(keep_alive, reason):
+    body = OllamaChatBody(model="m", keep_alive=keep_alive)
+    assert body.unloads == (reason == "unload")
+
+
 def test_lists_of_models(thinking):
     """What Ollama's, LM Studio's and llama.cpp's clients look for."""
     length = thinking.target.context_length
@@ -142,10 +165,9 @@ def test_lists_of_models(thinking):
         assert told["capabilities"] == ["completion", "tools", "thinking"]
         assert told["model_info"]["llama.context_length"] == length
         version = Version(server.get("/api/version").json()["version"])
-        assert version >= Version("0.6.4")  # VS Code asks for it
+        assert version >= Version("0.13.4")  # Codex asks for it, VS Code for less
         [listed] = server.get("/v1/models").json()["data"]
         assert (listed["state"], listed["max_context_length"]) == ("loaded", length)
-        assert server.post("/api/pull", json={"model": "m"}).status_code == 404
         for path in ("/api/embed", "/v1/embeddings"):
             answer = server.post(path, json={})
             assert answer.status_code == 404 and "makes no embeddings" in answer.text

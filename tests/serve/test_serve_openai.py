@@ -10,6 +10,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from dflash_mlx.errors import DFlashError, NotEnoughMemoryError, PromptError, SettingsError
+from dflash_mlx.events import Event, Stats
 from dflash_mlx.serve.auth import Auth
 from dflash_mlx.serve.errors import RequestError
 from dflash_mlx.serve.logprobs import token_bytes
@@ -184,8 +185,28 @@ def test_reasoning_text_and_calls_also_of_namespaces_and_unknown_tools(thinking)
     assert (call["namespace"], call["name"], call["arguments"]) == ("sp", "f", '{"a": 1}')
     assert (other["type"], other["name"], other["arguments"]) == ("function_call", "other", "{}")
     assert answer["status"] == "completed" and "web_search" not in engine.prompt()
-    reasoning = len(thinking.tokenizer.encode("Hm.", add_special_tokens=False))
-    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == reasoning
+    tokens = thinking.tokenizer.encode("Hm.\n</think>", add_special_tokens=False)
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == len(tokens)
+
+
+@pytest.mark.parametrize("stop", [None, ["Y"], ["es."]])
+def test_tokens_of_thoughts_are_counted_as_the_model_wrote_them(thinking, stop):
+    """Not as the tokenizer would write them: here a letter each."""
+    engine = FakeEngine(thinking)
+    said = [*"Two and two.", "</think>", "\n", *"Yes."]
+    tokens = [thinking.tokenizer.encode(one, add_special_tokens=False) for one in said]
+    assert len(sum(tokens, [])) == len(said)
+    whole, last = Stats(), len(said) - 1
+
+    def events(_):
+        for number, (text, ids) in enumerate(zip(said, tokens, strict=True)):
+            whole.count_step(1, 0, 1)
+            yield Event(text, ids, 0, 1, "stop" if number == last else None, whole)
+
+    engine._events = events
+    usage = post(engine, CHAT, ask(CHAT, stop=stop)).json()["usage"]
+    assert usage["completion_tokens"] == len(said)
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len("Two and two.") + 1
 
 
 PATCH = '*** Begin Patch\n+\t<b>&</b> "x"\n*** End Patch\n'
