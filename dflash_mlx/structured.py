@@ -123,7 +123,9 @@ class Grammar:
         what: str = "The grammar",
         begun: Sequence[int] = (),
     ) -> None:
-        self._eos_ids, self._begun, self._what = tokens.eos_ids, list(begun), what
+        self._eos_ids = tokens.eos_ids
+        self._begun = list(begun)
+        self._what = what
         self._compiled = partial(tokens.matcher, grammar, what)
         self._matcher = self._new_matcher()
         self._prompt: int | None = None

@@ -125,7 +125,8 @@ class AnswerParser:
         """
         self._pending = self._own.sub(rf"{MARK}\g<0>", text)  # a tokenizer makes tokens of them
         self._read()
-        self.calls, self._newlines = 0, ""
+        self.calls = 0
+        self._newlines = ""
         if self.state != HEADER:
             start = self._start if self.state == TOOL and not self._is_bare else ""
             self._given = len((start + self._pending).replace(MARK, ""))
@@ -249,7 +250,8 @@ class AnswerParser:
     def _read_text(self, text: str) -> list[Part]:
         """Text or reasoning, without the newlines beside markers."""
         text = text.replace(MARK, "")
-        given, self._given = self._given, max(0, self._given - len(text))
+        given = min(self._given, len(text))
+        self._given -= given
         text = text[given:]
         if self._after_marker:
             text = text.lstrip(_NEWLINE)

@@ -20,7 +20,9 @@ class ThoughtCounter:
     """
 
     def __init__(self, parser: AnswerParser, detokenizer: Detokenizer) -> None:
-        self._parser, self._detokenizer, self.tokens = parser, detokenizer, 0
+        self._parser = parser
+        self._detokenizer = detokenizer
+        self.tokens = 0
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take the next tokens."""

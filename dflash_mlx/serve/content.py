@@ -27,7 +27,10 @@ _NAMES: Final = re.compile(
     r"id|\w+_id|type|status|signature|fingerprint|caller|cache_control|prompt_cache_breakpoint"
 )
 _ENCRYPTED: Final = re.compile(r"encrypted_\w+")
-_ENCODED: Final = re.compile(r"data:[^\s,]*,\S*|[\w+/=-]{256,}")
+# A data URL, or base64 of some length: capitals, small letters and digits without a space.
+_ENCODED: Final = re.compile(
+    r"data:[^\s,]*,\S*|(?=[^A-Z]*[A-Z])(?=[^a-z]*[a-z])(?=\D*\d)[A-Za-z0-9+/=_-]{256,}"
+)
 # Records that would change what follows: tools, settings, the conversation itself.
 _CHANGES: Final = re.compile(
     r"tool_(addition|removal)|mcp_(list_tools|tool_listing)|additional_tools|tool_search_output"
@@ -44,7 +47,8 @@ class FileData(Body):
     @property
     def file_text(self) -> str | None:
         """The text of a text file; None for any other, and for one that is elsewhere."""
-        data, kind = self.file_data or "", guess_type(self.filename or "")[0]
+        data = self.file_data or ""
+        kind, _ = guess_type(self.filename or "")
         if match := re.match(r"data:(?P<kind>[^;,]*)[^,]*,", data):
             kind = match["kind"] or kind
         return decoded(data, kind)
@@ -54,11 +58,13 @@ def decoded(data: str, kind: str | None) -> str | None:
     """The text of a data URL or of base64, if its media type is one of text; else None."""
     if not (data and re.match(r"text/|application/(json|xml|yaml|toml)", kind or "")):
         return None
-    head, comma, body = data.partition(",") if data.startswith("data:") else ("", "", data)
+    is_url = data.startswith("data:")
+    head, _, body = data.partition(",")
+    if not is_url:
+        body = data
+    is_base64 = not is_url or head.endswith(";base64")
     with suppress(Error, UnicodeDecodeError):
-        if comma and not head.endswith(";base64"):
-            return unquote_to_bytes(body).decode()
-        return b64decode(body, validate=True).decode()
+        return (b64decode(body, validate=True) if is_base64 else unquote_to_bytes(body)).decode()
     return None
 
 
@@ -66,8 +72,12 @@ class ContentPart(FileData):
     """A part of a message."""
 
     known: ClassVar[Collection[str]] = (
-        *("text", "input_text", "output_text", "refusal"),
-        *("summary_text", "reasoning_text"),
+        "text",
+        "input_text",
+        "output_text",
+        "refusal",
+        "summary_text",
+        "reasoning_text",
     )
 
     type: str
@@ -123,7 +133,8 @@ class Record(Body):
 
     def read(self) -> str:
         """A line."""
-        kind, readable = self.type[:40], _readable(self.model_extra or {})
+        kind = self.type[:40]
+        readable = _readable(self.model_extra or {})
         if not readable:
             return instead_of(kind)
         only = next(iter(readable.values())) if len(readable) == 1 else readable

@@ -5,6 +5,7 @@ and that nobody handles, fails here by its name.
 """
 
 import re
+from base64 import b64encode
 
 import pytest
 from dialects import CHAT, MESSAGES, OLLAMA, RESPONSES, ask, user
@@ -111,10 +112,19 @@ SOURCES = {
     "a string": {"type": "content", "content": WORDS},
     "base64": {"type": "base64", "media_type": "text/plain", "data": ENCODED},
 }
-FILES = {
-    CHAT: {"type": "file", "file": {"file_data": f"data:text/markdown;base64,{ENCODED}"}},
-    RESPONSES: {"type": "input_file", "filename": "notes.txt", "file_data": ENCODED},
-}
+FILES = [
+    (CHAT, {"type": "file", "file": {"file_data": f"data:text/markdown;base64,{ENCODED}"}}, True),
+    (
+        CHAT,
+        {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{ENCODED}"}},
+        False,
+    ),
+    (CHAT, {"type": "file", "file": {"file_id": "f"}}, False),
+    (RESPONSES, {"type": "input_file", "filename": "a.txt", "file_data": ENCODED}, True),
+    (RESPONSES, {"type": "input_file", "filename": "a.pdf", "file_data": ENCODED}, False),
+    (RESPONSES, {"type": "input_file", "filename": "a.txt", "file_data": "no, base64"}, False),
+    (RESPONSES, {"type": "input_file", "file_data": f"data:text/plain,1,{WORDS}"}, True),
+]
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -140,10 +150,11 @@ def test_documents_of_text_are_read_wherever_they_stand(server, engine, source):
         assert f"Notes\nOf May\n{WORDS}" in engine.prompt()
 
 
-@pytest.mark.parametrize("path", FILES)
-def test_files_of_text_are_read(server, engine, path):
-    answer = server.post(path, json=ask(path, user([FILES[path]])))
-    assert answer.status_code == 200 and WORDS in engine.prompt()
+@pytest.mark.parametrize(("path", "part", "is_read"), FILES)
+def test_files_of_text_are_read(server, engine, path, part, is_read):
+    answer = server.post(path, json=ask(path, user([part])))
+    assert answer.status_code == (200 if is_read else 400), answer.text
+    assert WORDS in engine.prompt() or not is_read
 
 
 def test_what_is_no_text_is_named_and_newest_refused(server, engine):
@@ -176,6 +187,23 @@ def test_a_call_without_arguments(path, arguments):
         answer = server.post(path, json=ask(path, user("Go."), *history, user("On.")))
     assert answer.status_code == 200, answer.text
     assert "[now {}]" in engine.prompt() or '"arguments": {}' in engine.prompt()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_read"),
+    [
+        ("Z" * 500, True),
+        ("\u6587\u5b57" * 300, True),
+        ("two words " * 99, True),
+        (b64encode(bytes(range(256)) * 4).decode(), False),
+        (f"data:image/png;base64,{b64encode(bytes(99)).decode()}", False),
+    ],
+)
+def test_what_is_encoded_does_not_flood_the_prompt(server, engine, text, is_read):
+    call = {"type": "mcp_call", "id": "m", "name": "draw", "arguments": "{}", "output": text}
+    answer = server.post(RESPONSES, json=ask(RESPONSES, user("Go."), call, user("On.")))
+    assert (text in engine.prompt()) is is_read and "[mcp_call: " in engine.prompt()
+    assert answer.headers.get("x-dflash-ignored") == (None if is_read else "content mcp_call")
 
 
 def test_an_item_that_no_api_knows_is_a_400(server):
