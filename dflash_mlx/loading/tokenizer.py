@@ -61,10 +61,12 @@ def read_tokenizer(folder: Folder) -> Any:
         with ErrorWrapper(ConfigError, f"{path / RANKS}: cannot be read", TOKENIZER_ERRORS):
             content = kimi_tokenizer(path / RANKS, settings).to_str()
         return _load_as(folder, settings, content.encode())
-    if has_ranks or list(path.glob("*.tiktoken")):
+    uses_tiktoken = has_ranks or any(path.glob("*.tiktoken"))
+    if uses_tiktoken or not is_known:
+        form = "tiktoken's with a class" if uses_tiktoken else "a class"
         raise ConfigError(
-            f"{path}: its tokenizer is tiktoken's with a class of the repository, {brief(name)}, "
-            f"which is not run; of these, Kimi's ({KIMI}) is read. Add a tokenizer.json."
+            f"{path}: its tokenizer is {form} of the repository, {brief(name)}, whose code is not "
+            f"run; of these, Kimi's ({KIMI}) is read. Add a tokenizer.json."
         )
     if (path / "tokenizer.model").exists():
         return _load(path, folder)

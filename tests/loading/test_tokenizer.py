@@ -156,11 +156,15 @@ def test_a_class_that_is_not_known_leaves_tokenizer_json_as_it_is(tmp_path: Path
     assert found.eos_token == tokenizer().eos_token
 
 
-def test_other_tokenizers_of_tiktoken_are_named(tmp_path: Path) -> None:
-    folder = as_kimi(save_target(tmp_path, "llama"), "QWenTokenizer")
+@pytest.mark.parametrize("file", ["tiktoken.model", "qwen.tiktoken", "tokenizer.model"])
+def test_other_tokenizers_of_repositories_are_named(tmp_path: Path, file: str) -> None:
+    """QWen's and ChatGLM's; the latter keeps its ranks in a tokenizer.model."""
+    folder = as_kimi(save_target(tmp_path, "llama"), "TheirTokenizer")
     (folder / "tokenizer.json").unlink()
+    (folder / "tiktoken.model").rename(folder / file)
     message = refusal(ConfigError, load_target, folder)
-    assert "tiktoken" in message and "QWenTokenizer" in message
+    assert "TheirTokenizer" in message and "code is not run" in message
+    assert ("tiktoken's" in message) == (file != "tokenizer.model")
 
 
 @pytest.mark.parametrize("lines", ["YQ== 0\nYg== 2\n", "YQ== 0 1\n", "!! 0\n", "YQ== x\n"], ids=str)
