@@ -146,12 +146,12 @@ class AnthropicMessage(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | ListOf[Block]
+    content: str | ListOf[Block] | None = None
 
     def for_template(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them: tool results are messages of their own."""
-        if isinstance(self.content, str):
-            return [{"role": self.role, "content": self.content}]
+        if self.content is None or isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content or ""}]
         blocks = [block for block in self.content if isinstance(block, ContentBlock)]
         calls = [block for block in blocks if block.type == "tool_use"]
         thoughts = [one.thinking for one in blocks if one.type == "thinking" and one.thinking]

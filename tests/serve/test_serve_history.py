@@ -206,6 +206,13 @@ def test_what_is_encoded_does_not_flood_the_prompt(server, engine, text, is_read
     assert answer.headers.get("x-dflash-ignored") == (None if is_read else "content mcp_call")
 
 
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, OLLAMA])
+def test_a_turn_without_content(server, path):
+    said = {"role": "assistant", "content": None}
+    answer = server.post(path, json=ask(path, user("Go."), said, user("On.")))
+    assert answer.status_code == 200, answer.text
+
+
 def test_an_item_that_no_api_knows_is_a_400(server):
     answer = server.post(
         RESPONSES, json=ask(RESPONSES, user("Go."), {"type": "weird", "text": "x"})
