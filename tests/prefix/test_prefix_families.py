@@ -44,7 +44,9 @@ def check_bits(target, store, ids, held, kv_bits=None):
     # Mamba-2, and products of many rows on a fast BLAS, round by where a prefill's forwards end.
     # A rounding may choose another level of quantized keys, or other rows of DeepSeek-V4.1's.
     chooses = kv_bits is not None or target.name == "deepseek_v41"
-    assert mx.abs(found - read).max().item() <= (1e-2 if chooses else 1e-5)
+    # Else they differ by last bits of the largest logit: 3e-6 of it in Gemma 4's mixture.
+    most = 1e-2 if chooses else 1e-5 * mx.abs(read).max().item()
+    assert mx.abs(found - read).max().item() <= most
 
 
 @pytest.mark.parametrize(
