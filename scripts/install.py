@@ -31,7 +31,8 @@ def shown(line: str) -> tuple[str, bool] | None:
     if found := LOOKED_UP.match(line):
         return f"  looking for {found['name']}", False
     if found := INSTALLED.match(line):
-        return f"  installing {len(found['names'].split(', '))} packages", True
+        count = len(found["names"].split(", "))
+        return f"  installing {count} package{'s' * (count > 1)}", True
     return None
 
 

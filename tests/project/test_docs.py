@@ -111,6 +111,13 @@ def test_nothing_that_is_pasted_has_a_comment(page):
     assert not [text for text in shell if re.search(r"(^|\s)#", text)]
 
 
+def test_readme_enters_the_environment_before_it_uses_the_program():
+    typed = [command.text for command in commands(README)]
+    [entered] = [place for place, text in enumerate(typed) if "bin/activate" in text]
+    used = [place for place, text in enumerate(typed) if text.startswith("dflash-mlx ")]
+    assert typed[0] == "make demo" and 0 < entered < min(used)
+
+
 def test_every_block_runs(tmp_path):
     """Of the page about the library, typed into one program."""
     page = (ROOT / "docs" / "library.md").read_text()
