@@ -92,7 +92,7 @@ def _table(content: Mapping[str, Any]) -> Table:
     methods = [*(name for name in overall["methods"] if name not in drafting), *drafting]
     exact = overall["exact"] is not None
     compared = any(method["identical"] is not None for method in overall["methods"].values())
-    titles = [t for name in methods for t in (name, *("x", "accept") * (name in drafting))]
+    titles = [t for name in methods for t in (name, *("x", "tok/step") * (name in drafting))]
     titles += ["identical"] * compared + ["exact"] * exact
     table = output.make_table("category", *titles, padding=1)  # 80 columns
     for row in (*content["categories"], overall):
