@@ -64,8 +64,12 @@ class Caches:
     ) -> None:
         if prefix is not None:
             prefix.check(target, drafter)
-        self.target, self.drafter, self.kv_bits = target, drafter, kv_bits
-        self.prefix, self._salt, self._kept = prefix, salt, kept
+        self.target = target
+        self.drafter = drafter
+        self.kv_bits = kv_bits
+        self.prefix = prefix
+        self._salt = salt
+        self._kept = kept
         self._started = False
         self._forget()
 
@@ -108,7 +112,8 @@ class Caches:
 
     def _continues(self, prompt: Sequence[int], sampler: Sampler) -> bool:
         """Whether both sessions go on with a prompt, for which they may go back to its tokens."""
-        shared, most = 0, min(len(self.ids), len(prompt) - 1)
+        shared = 0
+        most = min(len(self.ids), len(prompt) - 1)
         while shared < most and self.ids[shared] == prompt[shared]:
             shared += 1
         # Both sessions must hold exactly `ids`: no forward failed or was left out.
@@ -129,20 +134,21 @@ class Caches:
     def _start(self, prompt: Sequence[int], sampler: Sampler) -> None:
         """New sessions, with what the prefix cache has of a prompt."""
         self._forget()
-        target, drafter, kv_bits = self.target, self.drafter, self.kv_bits
         if self.prefix is None:
-            taps = () if drafter is None else drafter.tap_layers
-            self.target_session = target.start(taps, kv_bits)
-            self.draft_session = start_session(drafter, target, sampler)
+            taps = () if self.drafter is None else self.drafter.tap_layers
+            self.target_session = self.target.start(taps, self.kv_bits)
+            self.draft_session = start_session(self.drafter, self.target, sampler)
         else:
-            opened = self.prefix.open(prompt, sampler, kv_bits, self._salt)
+            opened = self.prefix.open(prompt, sampler, self.kv_bits, self._salt)
             self.target_session, self.draft_session, held = opened
-            self._keys, self.ids = self.prefix.keys(kv_bits, self._salt), list(prompt[:held])
+            self._keys = self.prefix.keys(self.kv_bits, self._salt)
+            self.ids = list(prompt[:held])
         self._started = True
 
     def next_piece(self, most: int = PREFILL_STEP) -> PromptPiece | None:
         """The next tokens of the prompt to read, at most so many; None at its end."""
-        session, prompt = self.target_session, self._prompt
+        session = self.target_session
+        prompt = self._prompt
         if session.position == len(prompt):
             return None
         end = session.end_of_piece(len(prompt), self._stops, most)
@@ -211,7 +217,7 @@ class Caches:
             self.target_session.trim_to(shared)
             drafter.trim_to(shared)
         else:
-            earlier = [one for one in self._checkpoints if one.target.position <= shared]
+            earlier = [pair for pair in self._checkpoints if pair.target.position <= shared]
             self._checkpoints = earlier
             if not earlier:
                 return False
@@ -231,6 +237,6 @@ class Caches:
         if not isinstance(drafter, SupportsResume):
             return
         if not (self.target_session.can_trim and drafter.can_trim):
-            own = None if drafter.can_trim else drafter.checkpoint()
-            added = [*self._checkpoints, PairCheckpoint(target_checkpoint, own)]
+            draft_checkpoint = None if drafter.can_trim else drafter.checkpoint()
+            added = [*self._checkpoints, PairCheckpoint(target_checkpoint, draft_checkpoint)]
             self._checkpoints = added[-MAX_CHECKPOINTS:]

@@ -75,9 +75,13 @@ class Request:
         stats: Stats,
         branches: Sequence[int] = (),
     ) -> None:
-        self.caches, self.sampler, self.stats = caches, sampler, stats
+        self.caches = caches
+        self.sampler = sampler
+        self.stats = stats
         self.ended = False
-        self._planner, self._text, self._branches = planner, text, branches
+        self._planner = planner
+        self._text = text
+        self._branches = branches
         self._tokens = list(prompt)  # all of them, the anchor last once there is one
         self._clock = 0.0  # when the step began, or reading the prompt
 
@@ -167,8 +171,9 @@ class Request:
         check_choice(choices[0])
         self.anchor = choices[0]
         self._tokens += choices
-        piece, stats = self._text.add(choices), self.stats
+        piece = self._text.add(choices)
         self.sampler.commit(choices)
+        stats = self.stats
         stats.output_tokens = len(piece.tokens)
         stats.peak_bytes = mx.get_peak_memory()
         stats.prefill_seconds = stats.first_token_seconds = time.perf_counter() - self._clock

@@ -144,13 +144,15 @@ class Sampler:
     def _noise_rows(self, rows: int, vocab_size: int) -> mx.array:
         """The noise [rows, V] of the next positions; rows that a step did not use are kept."""
         assert self.seed is not None
-        passed, made = self._position - self._noise_start, self._kept_noise
+        passed = self._position - self._noise_start
+        made = self._kept_noise
         parts = [] if self._noise is None or not made else [self._noise[passed:]]
         if made < rows:
             keys = [self.noise_key(ahead) for ahead in range(made, rows)]
             parts.append(gumbel(keys, vocab_size))
         noise = mx.concatenate(parts) if len(parts) > 1 else parts[0]
-        self._noise, self._noise_start = noise, self._position
+        self._noise = noise
+        self._noise_start = self._position
         return noise[:rows]
 
 
@@ -196,7 +198,8 @@ def sample(requests: Sequence[SampledRows], logits: mx.array) -> mx.array:
         first += len(request.proposal)
     if len(groups) == 1:
         return _sample_group(requests, logits)
-    rows, parts = list[int](), list[mx.array]()
+    rows: list[int] = []
+    parts: list[mx.array] = []
     for group in groups.values():
         places = [first + row for first, each in group for row in range(len(each.proposal))]
         parts.append(_sample_group([request for _, request in group], logits[mx.array(places)]))

@@ -53,35 +53,36 @@ def draft_batch(drafts: Sequence[BlockDraft]) -> list[Any]:
     """
     results: dict[int, Any] = {}
     groups: dict[tuple[int, ...], dict[int, BlockDraft]] = {}
-    for at, draft in enumerate(drafts):
+    for number, draft in enumerate(drafts):
         session = draft.session
-        key: tuple[int, ...] = (at,)
+        key: tuple[int, ...] = (number,)
         if isinstance(session, BlockSession) and draft.width > 1:
             key = id(session.drafter), id(session.target), draft.tree_rows is None
-        groups.setdefault(key, {})[at] = draft
+        groups.setdefault(key, {})[number] = draft
     for group in groups.values():
         if len(group) > 1:
             results |= _draft_together(group)
             continue
-        [(at, (session, anchor, width, tree_rows, guard))] = group.items()
+        [(number, (session, anchor, width, tree_rows, guard))] = group.items()
         with guard:
             if tree_rows is not None and isinstance(session, SupportsTrees):
-                results[at] = session.propose_tree(anchor, tree_rows, width)
+                results[number] = session.propose_tree(anchor, tree_rows, width)
             else:
-                results[at] = session.propose(anchor, width)
-    return [results.get(at) for at in range(len(drafts))]
+                results[number] = session.propose(anchor, width)
+    return [results.get(number) for number in range(len(drafts))]
 
 
 def _draft_together(drafts: dict[int, BlockDraft]) -> dict[int, Proposal] | dict[int, DraftTree]:
     """The chains or the trees of blocks, after one pass of their network and of its head."""
     sessions: list[Any] = [draft.session for draft in drafts.values()]
     network: DFlash = sessions[0].drafter
-    target, first = sessions[0].target, network.config.first_row
+    target = sessions[0].target
+    first = network.config.first_row
     blocks = [network.block(draft.anchor, draft.width) for draft in drafts.values()]
     taps = [session.take()[0] for session in sessions]
     rows = _BatchRows(blocks, taps, [session.cache for session in sessions], first)
     x = network.embed(mx.concatenate(blocks)[None], target, rows.places)
-    waiting = [one for one in taps if one.shape[1]]
+    waiting = [features for features in taps if features.shape[1]]
     context = network.fuse(mx.concatenate(waiting, axis=1)) if waiting else None
     for index, layer in enumerate(network.layers):
         x = layer(x, partial(rows.attend, layer.self_attn, index, context), rows.places)
@@ -90,12 +91,13 @@ def _draft_together(drafts: dict[int, BlockDraft]) -> dict[int, Proposal] | dict
     cuts = list(accumulate(len(block) - first for block in blocks))[:-1]
     logits = mx.split(network.logits(hidden, target)[0], cuts)
     slots = dict[int, Slots]()
-    for (at, draft), session, own, states in zip(
+    for (number, draft), session, rows_logits, states in zip(
         drafts.items(), sessions, logits, mx.split(hidden[0], cuts), strict=True
     ):
         with draft.guard:
-            slots[at] = session.slots(own, states, draft.anchor)
-    requests, tree_rows = [*slots.values()], [drafts[at].tree_rows or 0 for at in slots]
+            slots[number] = session.slots(rows_logits, states, draft.anchor)
+    requests = [*slots.values()]
+    tree_rows = [drafts[number].tree_rows or 0 for number in slots]
     if any(tree_rows):
         return dict(zip(slots, plant_all(network, requests, tree_rows), strict=True))
     return dict(zip(slots, propose_all(network, requests) if slots else [], strict=True))

@@ -148,7 +148,8 @@ class DFlash(NetworkDrafter, nn.Module):
             logits = self.embed_tokens.as_linear(hidden)
         else:
             logits = target.head(hidden)
-        multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
+        multiplier = self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
         if multiplier != 1 or cap is not None:
             logits = logits.astype(mx.float32) * multiplier  # a cap leaves few bits between tokens
         if cap is not None:
@@ -218,7 +219,8 @@ class BlockSession(FeatureSession):
 
     def draft(self, anchor: int, width: int) -> Slots:
         """See `NetworkSession`. The anchor's row is left out if it predicts no draft."""
-        network, target = self.drafter, self.target
+        network = self.drafter
+        target = self.target
         block = network.block(anchor, width)
         taps, _ = self.take()
         hidden = network(network.embed(block[None], target), taps, self.cache)

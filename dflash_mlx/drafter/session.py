@@ -43,7 +43,8 @@ class NetworkDrafter:
     tap_layers: Any
     block_size: Any
     drafts_trees = True
-    lag, reads_newest = 0, False
+    lag = 0
+    reads_newest = False
 
     def __repr__(self) -> str:
         """One line, not MLX's tree of all layers."""
@@ -145,8 +146,8 @@ def plant_all(
     pairs = zip(requests, rows, strict=True)
     tables = read_candidates([drafter.candidates(slots, count - 1) for slots, count in pairs])
     return [
-        DraftTree(slots.anchor, *own, count)
-        for slots, own, count in zip(requests, tables, rows, strict=True)
+        DraftTree(slots.anchor, tokens, log_probs, count)
+        for slots, (tokens, log_probs), count in zip(requests, tables, rows, strict=True)
     ]
 
 
@@ -164,8 +165,11 @@ class FeatureSession(NetworkSession):
     newest: mx.array | None = None
 
     def __init__(self, drafter: NetworkDrafter, target: Target, sampler: Sampler) -> None:
-        self.drafter, self.target, self.sampler = drafter, target, sampler
-        self.cache, self._lag = drafter.make_cache(), drafter.lag
+        self.drafter = drafter
+        self.target = target
+        self.sampler = sampler
+        self.cache = drafter.make_cache()
+        self._lag = drafter.lag
         self.can_trim = not self._lag and all(map(caches.can_trim, self.cache))
         self._pending: list[PendingFeatures] = []
         self._next: list[int] = []  # where features lag: the tokens after those that wait
@@ -196,8 +200,10 @@ class FeatureSession(NetworkSession):
         token is the anchor.
         """
         pieces = [gathered(taps, kept) for taps, kept in self._pending]
-        known, tokens = self.pending_features - self._lag, [] if anchor is None else [anchor]
-        self._pending, self.pending_features = [], 0
+        paired = self.pending_features - self._lag  # features whose next token is known
+        tokens = [] if anchor is None else [anchor]
+        self._pending = []
+        self.pending_features = 0
         if not pieces:
             return mx.zeros((1, 0, 0)), tokens
         taps = mx.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
@@ -205,8 +211,10 @@ class FeatureSession(NetworkSession):
             self.newest = taps[:, -1:]
         if not self._lag:
             return taps, tokens
-        tokens, self._next = self._next[:known] + tokens, self._next[known:]
-        self._pending, self.pending_features = [(taps[:, known:], [0])], 1
+        tokens = self._next[:paired] + tokens
+        self._next = self._next[paired:]
+        self._pending = [(taps[:, paired:], [0])]
+        self.pending_features = 1
         if anchor is not None:
             mx.async_eval(self._pending[0][0])  # nothing of the draft computes it
         return taps[:, : len(tokens)], tokens
@@ -228,11 +236,14 @@ class FeatureSession(NetworkSession):
         """See `SupportsResume`."""
         held, pending = checkpoint
         caches.rewind(self.cache, self.cache[0].offset, held)
-        self._pending, self.pending_features, self._next = list(pending), len(pending), []
+        self._pending = list(pending)
+        self.pending_features = len(pending)
+        self._next = []
 
     def rows(self, start: int, end: int) -> Arrays:
         """The cache's rows that these tokens complete, of the layers without a window."""
-        first, last = max(0, start - self._lag), end - self._lag
+        first = max(0, start - self._lag)
+        last = end - self._lag
         if self.cache[0].offset < last:
             self._read_pending()
         return caches.rows_of_all(self.cache, first, last) if last > first else {}

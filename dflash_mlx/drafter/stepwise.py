@@ -32,7 +32,8 @@ class StepwiseDrafter(NetworkDrafter):
         drafts_add_rows: whether drafted rows enter its caches.
     """
 
-    lag, drafts_add_rows = 1, True
+    lag = 1
+    drafts_add_rows = True
 
     @property
     def block_size(self) -> int:
@@ -102,7 +103,8 @@ class StepwiseSession(FeatureSession):
     def _advance(self, anchor: int | None) -> mx.array:
         """Read features that wait; without an anchor, all but the newest."""
         taps, tokens = self.take(anchor)
-        network, following = self.drafter, mx.array([tokens], mx.int32)
+        network = self.drafter
+        following = mx.array([tokens], mx.int32)
         return network.advance(network.fuse(taps), following, self.cache, self.target)
 
 
@@ -113,7 +115,8 @@ def draft_chain(
 
     `logits` gives those of a slot [1, V], from the token [1] before it; None in the first.
     """
-    tokens, scores = list[mx.array](), list[mx.array]()
+    tokens: list[mx.array] = []
+    scores: list[mx.array] = []
     for _ in range(slots):
         before = mx.concatenate(tokens) if tokens else None
         score, _ = sampler.draft_scores(logits(tokens[-1] if tokens else None), before)

@@ -78,7 +78,8 @@ class SharedBatch:
     """
 
     def __init__(self, target: Target, allocator: RowAllocator | None) -> None:
-        self._batch_verifier, self._allocator = BatchVerifier(target), allocator
+        self._batch_verifier = BatchVerifier(target)
+        self._allocator = allocator
         self.slot_layers = self._batch_verifier.slot_layers
         self._steps = 0
         self._ahead: dict[Request, Step] = {}  # plain steps that have started; see `loop.decode`
@@ -220,8 +221,10 @@ class SharedBatch:
                 if count == 1:
                     item.proposal = Proposal([item.request.anchor])
                 elif candidate.propose is None:
-                    of = item.request.caches.draft_session, item.request.anchor
-                    chains.append((item, BlockDraft(*of, count, None, item)))
+                    request = item.request
+                    session = request.caches.draft_session
+                    draft = BlockDraft(session, request.anchor, count, guard=item)
+                    chains.append((item, draft))
                 else:
                     item.proposal = checked(candidate.propose(count), count)
         drafts = draft_batch([draft for _, draft in chains])

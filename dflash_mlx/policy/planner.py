@@ -227,7 +227,8 @@ class AdaptivePlanner(Planner):
 
     def _learn(self, proposal: Proposal, tokens: Sequence[int]) -> None:
         """Learn from the accepted drafts of a step, and the token after them."""
-        drafted, accepted = len(proposal) - 1, len(tokens) - 1
+        drafted = len(proposal) - 1
+        accepted = len(tokens) - 1
         if not drafted:
             self._plain_left = max(0, self._plain_left - 1)
         elif self._kind == "chain":
@@ -240,10 +241,10 @@ class AdaptivePlanner(Planner):
         """Rows of the best chain; 1 for a plain step."""
         rows = [*LENGTHS[: bisect_left(LENGTHS, width)], width]
         best = self._best("chain", self._estimates.path_probs, rows)
-        probe, budget = min(PROBE_ROWS, self._policy.block_size), self._budget
+        probe = min(PROBE_ROWS, self._policy.block_size)
         if best == 1 < probe <= width:
             cost = self._costs.cost("chain", probe)
-            if cost <= budget.max_cost and self._policy.should_probe(cost):
+            if cost <= self._budget.max_cost and self._policy.should_probe(cost):
                 return probe
         return best
 
@@ -251,12 +252,15 @@ class AdaptivePlanner(Planner):
         self, kind: str, probs: Sequence[float], rows: Sequence[int], speed: float = GAIN
     ) -> int:
         """The best of these numbers of rows; 1 if none is within the budget and beats `speed`."""
-        tokens, best, budget = [*accumulate(probs, initial=1.0)], 1, self._budget
+        tokens = [*accumulate(probs, initial=1.0)]
+        best = 1
+        budget = self._budget
         for count, cost in zip(rows, self._costs.costs(kind, rows), strict=True):
             if tokens[count - 1] <= speed * cost or cost > budget.max_cost:
                 continue
             if cost <= budget.free_cost or expected_loss(probs, cost) <= budget.max_expected_loss:
-                best, speed = count, tokens[count - 1] / cost
+                best = count
+                speed = tokens[count - 1] / cost
         return best
 
     def _speed(self, length: int) -> float:
@@ -267,7 +271,8 @@ class AdaptivePlanner(Planner):
     def _propose_tree(self, session: SupportsTrees, anchor: int, width: int) -> Proposal:
         """The part of a tree that promises the most tokens per second."""
         self._tree = session.propose_tree(anchor, MOST_ROWS, width)
-        self._kind, probs = "tree", _tree_probs(self._tree)
+        self._kind = "tree"
+        probs = _tree_probs(self._tree)
         best = self._best("tree", probs, range(2, len(probs) + 2), speed=0.0)
         return self._tree.propose(max(2, best))
 
