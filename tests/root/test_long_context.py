@@ -10,6 +10,8 @@ from families import random_prompt
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from test_dflash2 import build, distance, expected_hidden, make_target, raw_config
 
+import dflash_mlx as dm
+from dflash_mlx.drafter.draft_model import DraftModel
 from dflash_mlx.drafter.layers import append_rows
 from dflash_mlx.engine.batch import SharedBatch
 
@@ -31,6 +33,21 @@ def test_rounds_without_a_draft_lose_no_feature():
             parked.propose(3, 1 if row == 5 else 4)
     tokens = at_once.propose(3, 6).tokens
     assert len(parked._pending) < 400 and mx.array_equal(parked.propose(3, 6).tokens, tokens)
+
+
+@pytest.mark.parametrize("kind", ["features", "tokens"])
+def test_the_drafter_reads_a_long_prompt_after_the_first_token(kind):
+    """It need not wait for that; and no draft of a batch has to read a whole prompt first."""
+    target = tinymodels.target()
+    drafter = tinymodels.random_drafter() if kind == "features" else DraftModel(target)
+    kept = dm.Conversation(target, drafter)
+    prompt = [token % 150 for token in random_prompt(600, 3)]
+    events = dm.stream_generate(target, drafter, prompt, block_size=1, conversation=kept)
+    next(events)
+    assert kept.caches.draft_session.pending_features == len(prompt)
+    next(events)
+    assert kept.caches.draft_session.pending_features <= 2
+    events.close()
 
 
 @pytest.mark.parametrize("causal", [True, False])
