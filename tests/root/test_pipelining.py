@@ -179,6 +179,28 @@ def test_plain_steps_are_pipelined_where_drafting_never_pays(many):
     assert forwards.ahead > 0.7 * many * size
 
 
+def test_a_step_ahead_leaves_caches_that_another_request_can_use(monkeypatch):
+    """A preempted request, too, goes on behind all that it has read."""
+    target = tiny_target()
+    store = dm.PrefixStore(target, None, memory=2**28, chunk=8)
+    played = Played(target, None, SharedBatch(target, None))
+    job = played.submit(PROMPT, max_tokens=ANSWER, prefix=store)
+    for _ in range(10):
+        played.scheduler.step()
+    read = []
+    own = TargetSession.read
+
+    def counted(session, tokens, last):
+        read.extend(tokens)
+        return own(session, tokens, last)
+
+    monkeypatch.setattr(TargetSession, "read", counted)
+    played.scheduler.preempt()
+    played.run()
+    assert job.result().tokens == greedy(target, PROMPT, ANSWER)
+    assert len(read) == 2, "as after every prompt that the store has"
+
+
 class OfMyOwn:
     """A drafter that reads no features, and is told of each row by `extend`; the second breaks."""
 
