@@ -237,7 +237,7 @@ def _measure_clients(
     Raises `ServerError`.
     """
     settings = (setup["max_tokens"], setup["temperature"], setup["seed"] or 0)
-    with output.waiting("Warming up"):
+    with output.waiting("Asking once before anything is timed"):
         client.ask(prompts[0].messages, min(8, settings[0]), *settings[1:])
     rows = []
     for count in counts:

@@ -55,7 +55,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell ignores it
         terminal = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
         signal.signal(signal.SIGINT, partial(_interrupt, terminal))
-    gc.set_threshold(100_000)  # imports make many objects and hardly any garbage
+    gc.set_threshold(1_000_000)  # imports make many objects and hardly any garbage
     warnings.formatwarning = _format_warning
     # Notes say so.
     warnings.filterwarnings("ignore", "dflash-mlx: no drafter is known")
@@ -73,3 +73,5 @@ def main() -> None:
         app(prog_name="dflash-mlx")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    finally:
+        gc.freeze()  # or the interpreter looks at every object again before it ends

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -143,6 +144,8 @@ def open_pair(
         from dflash_mlx.loading.reading import on_cpu
         from dflash_mlx.machine import wired
 
+    gc.freeze()  # modules stay: no collection needs to look at them
+    gc.set_threshold(100_000)
     before = mx.get_active_memory()
     bits = weights.target_bits, weights.draft_bits
     loading = weights.settings | {"adapter": names.adapter, "cluster": member}
@@ -161,13 +164,19 @@ def open_pair(
         policy = dflash_mlx.DraftPolicy.of(target, drafter, trees=budget is not None)
     pair = Pair(target, drafter, blas=blas, policy=policy, member=member, **steps)
     if warm:
-        from dflash_mlx.bench.measure import warm_up
-
-        with waiting("Warming up"):
-            warm_up(target, drafter, pair.block_size)
+        warm_up(target, drafter, pair.block_size)
     if drafter is not None and "think" in (settings or {}):
         note_training(target, names, settings or {})
     return pair
+
+
+def warm_up(target: Target, drafter: Drafter | None, block_size: int | None) -> None:
+    """Run a few steps, so that compiling kernels is not timed; says how much that is."""
+    from dflash_mlx.bench import measure
+
+    tokens = measure.warm_up_tokens(drafter, block_size)
+    with waiting(f"Warming up: MLX compiles while {tokens} tokens are decoded and dropped"):
+        measure.warm_up(target, drafter, block_size)
 
 
 def template_variables(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ..targets import Target
 from .datasets import BenchPrompt
 from .results import DDTREE, MLX_LM, PLAIN, Difference, PromptRuns, ask_all
 
+PLAIN_WARM_UP = 2  # tokens
 WARM_UP_TOKENS = 32
 DRAFTED = "drafted"  # name of the method when the drafter is unknown
 
@@ -225,7 +226,13 @@ def run_mlx_lm(target: Target, prompt: Sequence[int], settings: Mapping[str, Any
 
 def warm_up(target: Target, drafter: Drafter | None, block_size: int | None = None) -> None:
     """Run a few short steps, so that compiling kernels does not count as decoding."""
-    generate(target, None, [0] * 8, max_tokens=2)
+    generate(target, None, [0] * 8, max_tokens=PLAIN_WARM_UP)
     if drafter is not None:
-        rows = resolve_block_size(drafter, block_size)
-        generate(target, drafter, [0] * 8, max_tokens=2 * rows, block_size=block_size)
+        tokens = warm_up_tokens(drafter, block_size) - PLAIN_WARM_UP
+        generate(target, drafter, [0] * 8, max_tokens=tokens, block_size=block_size)
+
+
+def warm_up_tokens(drafter: Drafter | None, block_size: int | None = None) -> int:
+    """The most tokens that `warm_up` decodes."""
+    blocks = 0 if drafter is None else 2 * resolve_block_size(drafter, block_size)
+    return PLAIN_WARM_UP + blocks

@@ -52,7 +52,9 @@ def read_tokenizer(folder: Folder) -> Any:
     settings = read_json(path / SETTINGS) if (path / SETTINGS).is_file() else {}
     name = settings.get("tokenizer_class")
     has_ranks = (path / RANKS).is_file()
-    is_known = not isinstance(name, str) or name in dir(transformers)
+    # Not `name in dir(transformers)`, which takes longer than loading a small model.
+    with ErrorWrapper(ConfigError, f"{path}: the tokenizer cannot be read", TOKENIZER_FILE_ERRORS):
+        is_known = not isinstance(name, str) or hasattr(transformers, name)
     if (path / "tokenizer.json").exists() and is_known:
         return _load(path, folder)
     if (path / "tokenizer.json").exists():

@@ -4,7 +4,7 @@ HTML in a text stays text, and formulas stay as they were written. Links and ima
 text and their address. Every word of a text is in its HTML.
 
 Pygments' regular expressions take minutes for some texts, and let no other thread run. What is
-known for that, long runs of blanks, is not coloured.
+known for that, long runs of one character, is not coloured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from pygments.util import ClassNotFound
 MAX_ADDRESS: Final = 200  # characters, of one that has an image in it
 MAX_NESTING: Final = 10**6  # markdown-it drops what is deeper; Python's own limit comes first
 MAX_CODE: Final = 20_000  # characters of code that is coloured
-_LONG_BLANK: Final = re.compile(r"\s{200}")  # Pygments takes the square of its length, or more
+# Pygments takes the cube of the length of one.
+_LONG_RUN: Final = re.compile(r"\s{200}|(.)\1{199}", re.DOTALL)
 _FORMULA: Final = re.compile(
     r"\\\(.+?\\\)|\\\[.+?\\\]|\$\$.+?\$\$|\$(?!\s)[^$`\n]+(?<!\s)\$(?!\d)", re.DOTALL
 )
@@ -103,7 +104,7 @@ def _keep_cells(state: StateCore) -> None:
 
 def _highlight(code: str, language: str, _: str) -> str:
     """Code as spans with Pygments' classes; "" leaves it to be escaped."""
-    if len(code) > MAX_CODE or _LONG_BLANK.search(code):
+    if len(code) > MAX_CODE or _LONG_RUN.search(code):
         return ""
     try:
         lexer = get_lexer_by_name(language)

@@ -1,0 +1,164 @@
+"""CPU time of a whole process that writes 8 tokens: ours, and mlx_lm.generate's, in turns.
+
+    python scripts/startup.py
+    python scripts/startup.py --turns 21 --core 0
+
+The model is the embedded target, so that starting is all there is. Then what each phase of our
+start takes, with and without the drafter; warming up is not part of a plain `generate`. Medians,
+in seconds of the processor, of user and system together. The first turn is not counted: it writes
+the bytecode of modules that pip has not compiled.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from experiment import ROOT, in_turns, options_of
+
+TOKENS = 8
+PROMPT = "What is 47 plus 38?"
+MODEL = ROOT / "dflash_mlx" / "tiny" / "target"
+PROGRAMS = Path(sys.executable).parent
+OURS = [str(PROGRAMS / "dflash-mlx"), "generate", PROMPT, "-n", str(TOKENS)]
+THEIRS = [str(PROGRAMS / "mlx_lm.generate"), "--model", str(MODEL), "--prompt", PROMPT]
+COMMANDS = {
+    "mlx_lm.generate": [*THEIRS, "--max-tokens", str(TOKENS)],
+    "dflash-mlx generate": OURS,
+    "dflash-mlx generate --no-draft": [*OURS, "--no-draft"],
+}
+PHASES = "--phases-of"  # in a process of its own
+
+
+def main() -> None:
+    """Print both tables."""
+    if PHASES in sys.argv:
+        list_phases(sys.argv[-1])
+        return
+    given = options_of(__doc__, turns=7)
+    calls = {name: partial(cpu_seconds, command) for name, command in COMMANDS.items()}
+    in_turns(calls, 1)
+    seconds = in_turns(calls, given.turns)
+    show_ratios(seconds)
+    phases = {kind: partial(phases_of, kind) for kind in ("tiny", "none")}
+    show_phases(in_turns(phases, given.turns))
+
+
+def cpu_seconds(command: Sequence[str]) -> float:
+    """Processor time of a process, from its first instruction to its end."""
+    before = used_by_children()
+    subprocess.run(command, env=environment(), capture_output=True, check=True)
+    return used_by_children() - before
+
+
+def used_by_children() -> float:
+    """Processor time of all child processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def environment() -> Mapping[str, str]:
+    """This process's variables, without the one that would have modules compiled at each start."""
+    return {name: os.environ[name] for name in os.environ if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def show_ratios(seconds: Mapping[str, Sequence[float]]) -> None:
+    """Print each command's median, and the median of its ratios to mlx-lm's in the same turn."""
+    theirs = seconds["mlx_lm.generate"]
+    print(f"{'CPU time of 8 tokens, as a process':34}{'seconds':>9}{'ratio':>8}")
+    for name, ours in seconds.items():
+        ratio = median(mine / other for mine, other in zip(ours, theirs, strict=True))
+        print(f"{name:34}{median(ours):9.2f}{ratio:8.2f}")
+
+
+def phases_of(draft: str) -> dict[str, float]:
+    """Processor seconds of each phase, from a process that takes them one after another."""
+    before = used_by_children()
+    command = [sys.executable, __file__, PHASES, draft]
+    told = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, check=True
+    ).stdout
+    phases = {}
+    for line in told.splitlines():
+        name, _, spent = line.rpartition(" ")
+        phases[name] = float(spent)
+    phases["exit"] = used_by_children() - before - sum(phases.values())
+    return phases
+
+
+def show_phases(found: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
+    """Print the median of each phase in milliseconds, with a drafter and without."""
+    print(f"\n{'phase, CPU milliseconds':34}{'drafted':>9}{'plain':>8}")
+    totals = {kind: 0.0 for kind in found}
+    for name in found["tiny"][0]:
+        spent = {kind: 1000 * median(turn[name] for turn in found[kind]) for kind in found}
+        for kind in found:
+            totals[kind] += spent[kind]
+        print(f"{name:34}{spent['tiny']:9.0f}{spent['none']:8.0f}")
+    print(f"{'together':34}{totals['tiny']:9.0f}{totals['none']:8.0f}")
+
+
+def list_phases(draft: str) -> None:
+    """Start as `dflash-mlx generate` does, and print what each step took."""
+    gc.set_threshold(1_000_000)  # as `cli.main`
+    steps: dict[str, float] = {}
+    so_far = 0.0
+
+    def done(name: str) -> None:
+        nonlocal so_far
+        now = time.process_time()
+        steps[name] = now - so_far
+        so_far = now
+
+    done("Python")
+    take_steps(draft, done)
+    for name, spent in steps.items():
+        print(name, spent)
+    gc.freeze()
+
+
+def take_steps(draft: str, done: Callable[[str], None]) -> None:
+    """The steps of `dflash-mlx generate`; `done` is told the name of each after it."""
+    import dflash_mlx.cli.app
+
+    done("import Typer and Rich")
+    import dflash_mlx.cli.generate
+
+    done("import the command")
+    dflash_mlx.use_fast_blas()
+    done("find the BLAS")
+    import mlx.nn  # noqa: F401
+
+    done("import MLX")
+    import mlx_lm.utils  # noqa: F401
+
+    done("import mlx-lm (with transformers)")
+    load = dflash_mlx.load
+
+    done("import our loaders")
+    target, drafter = load("tiny", draft)
+    policy = None if drafter is None else dflash_mlx.DraftPolicy.of(target, drafter)
+    done("load the target, a drafter")
+    from dflash_mlx.prompt import encode_prompt
+
+    prompt = encode_prompt(target, [{"role": "user", "content": PROMPT}])
+    done("chat template, tokenizer")
+    settings = {} if policy is None else {"policy": policy}
+    steps = dflash_mlx.stream_generate(target, drafter, prompt, max_tokens=TOKENS, **settings)
+    next(steps)
+    done("first token")
+    for _ in steps:
+        pass
+    done("7 more tokens")
+
+
+if __name__ == "__main__":
+    main()
