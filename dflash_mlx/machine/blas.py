@@ -31,6 +31,7 @@ from pathlib import Path
 from ..errors import SettingsError
 
 _COMPILERS = ("cc", "gcc", "clang")
+_SECONDS = 300  # of a compiler, which takes 2, and 20 under an emulator
 _X86_KERNELS = {
     "avx512": ("avx512f", "avx512vl", "fma"),
     "avx2": ("avx2", "fma"),
@@ -196,14 +197,16 @@ def _compile(source: bytes, flags: list[str], path: Path) -> None:
 def _run(command: list[str], source: bytes = b"") -> str:
     """What a compiler prints, given `source`."""
     try:
-        done = subprocess.run(command, input=source, capture_output=True, check=True, timeout=60)
+        done = subprocess.run(
+            command, input=source, capture_output=True, check=True, timeout=_SECONDS
+        )
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
         # gcc ends with a drawing of the line; the error itself comes first.
         message = next((line for line in lines if "error:" in line), lines[-1])
         raise _NoShim(f"{command[0]} fails to build the shim: {message.strip()}") from error
     except subprocess.TimeoutExpired as error:
-        raise _NoShim(f"{command[0]} did not finish in 60 s") from error
+        raise _NoShim(f"{command[0]} did not finish in {_SECONDS} s") from error
     return done.stdout.decode(errors="replace")
 
 
