@@ -20,7 +20,7 @@ Known ones:
 - `KVSlots.arrange`: without its early return; what follows finds nothing to do then.
 - `BatchRows.windows`: windows of one size kept for all; a model's recurrent layers have one size.
 - `_readable`: rows past `MOST_NODES`; nothing chooses our kernel for them.
-- `RowRollback._mask_of`: `cache.max_size` alone; models ask for the window of their cache.
+- `WindowCache.visible`: `max_size` alone; models ask for the window of their cache.
 - `SlotKVCache`: without `if not rows.own`; rows are split that nobody reads.
 - `chosen_together`: `keys` for `merged`; no model's launches share keys in a chain.
 - `VerifyConv1d`: the rows of one window for all; our convolution takes any number of rows.
@@ -58,7 +58,7 @@ COVERED = {
     "test_kernel_source": "source launch",
     "test_kernel_models": "attention modules",
     "test_batched test_many_requests": "batched_rows kv_slots",
-    "test_tree_attention test_tree_families": "rollbacks tree_attention",
+    "test_tree_attention test_tree_families": "rows kv window tree_attention",
 }
 FOLDERS = ("metal", "dflash_mlx/kernels", "dflash_mlx/loading", "dflash_mlx/targets")
 # What is replaced by what, wherever it stands in a line of code.

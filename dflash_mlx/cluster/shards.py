@@ -9,8 +9,8 @@ import mlx.nn as nn
 
 from ..errors import SettingsError
 from ..targets import internals
+from ..targets.caches import make_cache
 from ..targets.parts import find_parts
-from ..targets.rollbacks import rollback_for
 from ..validation import ErrorWrapper
 
 # What mlx-lm's `shard` and `pipeline` raise for sizes that do not divide, and for unknown layers.
@@ -22,8 +22,7 @@ def check_rollback(name: str, model: Any) -> None:
 
     That forward would be one of rank 0's alone: the others hear of a commit with the next message.
     """
-    parts, caches = find_parts(model), internals.make_prompt_cache(model)
-    if None in map(rollback_for, caches, parts.owners):
+    if not all(cache.rolls_back for cache in make_cache(model, find_parts(model).owners)):
         raise SettingsError(
             f"{name}: a {_type(model)} removes rejected drafts by running rows again, which "
             "several machines cannot do together; use one machine."

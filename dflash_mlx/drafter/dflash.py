@@ -21,7 +21,7 @@ import mlx.nn as nn
 
 from ..errors import IncompatibleDrafterError
 from ..sampling import Sampler
-from ..targets.internals import KVCache, RotatingKVCache
+from ..targets.caches import FullCache, WindowCache
 from .candidates import Slots
 from .config import DraftConfig
 from .gemma4 import Gemma4Layer
@@ -79,8 +79,7 @@ class DFlash(NetworkDrafter, nn.Module):
     def make_cache(self) -> list[ContextCache]:
         """An empty context cache, one entry per draft layer."""
         return [
-            KVCache() if window is None else RotatingKVCache(window)
-            for window in self.config.windows
+            FullCache() if window is None else WindowCache(window) for window in self.config.windows
         ]
 
     def fuse(self, taps: mx.array) -> mx.array:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
+from ..targets.caches import FullCache
 from .config import DraftConfig
 from .dflash import DFlash
 from .layers import Attention, DraftLayer
@@ -53,7 +53,7 @@ class Eagle3(StepwiseDrafter, DFlash):
 
     def make_cache(self) -> list[Any]:
         """A cache per layer. Windows are masks here: rows of drafts come and go."""
-        return [KVCache() for _ in self.layers]
+        return [FullCache() for _ in self.layers]
 
     def fuse(self, taps: mx.array) -> mx.array:
         """Features [N, S, D] from the concatenated taps [N, S, K*Dt]."""
@@ -87,7 +87,9 @@ class Eagle3(StepwiseDrafter, DFlash):
         return self.norm(hidden) if self.config.norm_output else hidden
 
 
-def _attend(attention: Attention, cache: KVCache, given: mx.array | None, x: mx.array) -> mx.array:
+def _attend(
+    attention: Attention, cache: FullCache, given: mx.array | None, x: mx.array
+) -> mx.array:
     """The heads' outputs [1, H, S, head_dim] of rows, which the cache keeps.
 
     The rows are `given` [1, S, 2*D], or else the layer's own x [1, S, D].

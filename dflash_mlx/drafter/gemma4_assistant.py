@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
-from mlx_lm.models.cache import KVCache
 
 from ..errors import ConfigError, IncompatibleDrafterError
+from ..targets.caches import FullCache
 from ..targets.internals import text_model
 from ..validation import is_integer
 from .networks import SLIDING
@@ -76,7 +76,7 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
 
     def make_cache(self) -> list[Any]:
         """The keys and values of the target's layers that it reads."""
-        return [KVCache() for _ in self._sources]
+        return [FullCache() for _ in self._sources]
 
     def advance(
         self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
@@ -100,7 +100,7 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
             x = layer(x, shared_kv=seen[layer.layer_type], offset=cache[0].offset - 1)[0]
         return self.model["norm"](x)
 
-    def _seen(self, kind: str, rows: KVCache) -> tuple[mx.array, mx.array]:
+    def _seen(self, kind: str, rows: FullCache) -> tuple[mx.array, mx.array]:
         """The keys and values [1, KV, S, head_dim] that layers of a kind attend to."""
         first = max(0, rows.offset - self._window) if kind == SLIDING else 0
         keys, values = (x[:, :, first : rows.offset] for x in (rows.keys, rows.values))

@@ -12,13 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3 import MLP
 
-from ..targets.internals import KVCache, fill_window, window_of
+from ..targets.caches import FullCache
 from .config import DraftConfig
 from .rope import make_rope
 
 Sublayer = Callable[[mx.array], mx.array]
-# A layer's context: keys and values of committed tokens, in a `KVCache`, or a `RotatingKVCache` if
-# it has a sliding window. `targets.caches` trims, stores and restores these as a target's.
+# A layer's context: keys and values of committed tokens, in a `FullCache`, or a `WindowCache` if it
+# has a sliding window.
 ContextCache = Any
 
 # A module is a dict of its parts, and MLX's own layers look them up by key: that is faster than by
@@ -42,18 +42,18 @@ def append_rows(
         The keys and values held before, the new ones and the block's,
         [1, KV, held + S + block, head_dim]; they stay valid after the block is forgotten.
     """
-    if isinstance(cache, KVCache):
+    if isinstance(cache, FullCache):
         keys, values = cache.update_and_fetch(keys, values)
         cache.trim(block)
         return keys, values
     position = cache.offset + keys.shape[2] - block
     if cache.offset:
-        older_keys, older_values = window_of(cache)
+        older_keys, older_values = cache.window()
         keys = mx.concatenate([older_keys, keys], axis=2)
         values = mx.concatenate([older_values, values], axis=2)
     end = keys.shape[2] - block
     start = max(0, end - (cache.max_size - 1))
-    fill_window(cache, position, keys[:, :, start:end], values[:, :, start:end])
+    cache.fill(position, keys[:, :, start:end], values[:, :, start:end])
     return keys, values
 
 

@@ -20,10 +20,10 @@ import mlx.nn as nn
 
 from ..errors import IncompatibleDrafterError
 from ..kernels.shapes import weight_bytes
+from ..targets.caches import FullCache
 from ..targets.internals import (
     CacheList,
     DeepseekV32Attention,
-    KVCache,
     attention_of,
     mask_of,
     own_class,
@@ -151,7 +151,7 @@ class MTPHead(StepwiseDrafter, nn.Module):
     def make_cache(self) -> list[Any]:
         """The empty cache of the layer that attends; an indexer has another one."""
         indexed = isinstance(attention_of(self.layers[0]), DeepseekV32Attention)
-        return [KVCache() for _ in range(1 + indexed)]
+        return [FullCache() for _ in range(1 + indexed)]
 
     def slot_cost(self, target: Target) -> float:
         """What a drafted token is likely to cost, in plain steps of the target."""

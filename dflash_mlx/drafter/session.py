@@ -170,7 +170,7 @@ class FeatureSession(NetworkSession):
         self.sampler = sampler
         self.cache = drafter.make_cache()
         self._lag = drafter.lag
-        self.can_trim = not self._lag and all(map(caches.can_trim, self.cache))
+        self.can_trim = not self._lag and all(cache.can_trim for cache in self.cache)
         self._pending: list[PendingFeatures] = []
         self._next: list[int] = []  # where features lag: the tokens after those that wait
 
@@ -224,18 +224,18 @@ class FeatureSession(NetworkSession):
         held = self.cache[0].offset
         pending = self.take()[0][:, : max(0, position - held)]
         for layer in self.cache:
-            caches.trim(layer, max(0, held - position))
+            layer.trim(max(0, held - position))
         self.extend(pending)
 
     def checkpoint(self) -> tuple[Checkpoint, list[PendingFeatures]]:
         """See `SupportsResume`; it holds no features but those that lag."""
         self._read_pending()
-        return caches.checkpoint(self.cache, self.cache[0].offset), list(self._pending)
+        return caches.checkpoint_all(self.cache, self.cache[0].offset), list(self._pending)
 
     def rewind(self, checkpoint: tuple[Checkpoint, list[PendingFeatures]]) -> None:
         """See `SupportsResume`."""
         held, pending = checkpoint
-        caches.rewind(self.cache, self.cache[0].offset, held)
+        caches.rewind_all(self.cache, self.cache[0].offset, held)
         self._pending = list(pending)
         self.pending_features = len(pending)
         self._next = []
@@ -282,4 +282,4 @@ class FeatureSession(NetworkSession):
         self._compute_cache()
 
     def _compute_cache(self) -> None:
-        mx.async_eval([caches.arrays(layer) for layer in self.cache if layer.offset])
+        mx.async_eval([layer.arrays() for layer in self.cache if layer.offset])

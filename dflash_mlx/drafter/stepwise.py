@@ -15,7 +15,6 @@ import mlx.core as mx
 
 from ..kernels.shapes import weight_bytes
 from ..sampling import Sampler
-from ..targets import caches
 from .candidates import Slots
 from .session import FeatureSession, NetworkDrafter, NetworkSession
 
@@ -95,7 +94,7 @@ class StepwiseSession(FeatureSession):
             return draft_chain(self.sampler, anchor, slots, logits)
         finally:  # a processor may fail
             for layer in self.cache:
-                caches.trim(layer, drafted_rows)
+                layer.trim(drafted_rows)
 
     def _read(self) -> None:
         self._advance(None)

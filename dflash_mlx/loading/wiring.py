@@ -30,7 +30,8 @@ from ..kernels.modules import EXACT, Kernels, Wiring, chosen_together, will_be_e
 from ..kernels.shapes import dtype_of, matrices
 from ..proposal import Proposal
 from ..targets import Target, attention
-from ..targets.internals import KVCache, attention_of, has_key_projection, head_size, key_heads
+from ..targets.caches import FullCache
+from ..targets.internals import attention_of, has_key_projection, head_size, key_heads
 
 DRAFTER_SECONDS = 1.0  # of a drafter's stopwatch
 PROMPT = 40  # tokens before the rows that `check_exact` compares
@@ -126,13 +127,13 @@ def _fill(target: Target, caches: Sequence[Any], depth: int) -> None:
     filled = []
     for layer, cache in zip(target.owners, caches, strict=True):
         attends = attention_of(layer)
-        if type(cache) is KVCache and attends is not None and has_key_projection(attends):
+        if isinstance(cache, FullCache) and attends is not None and has_key_projection(attends):
             shape = (1, key_heads(attends), depth + cache.step, head_size(attends))
             dtype = dtype_of(attends.k_proj)
             cache.keys = mx.zeros(shape, dtype)
             cache.values = mx.zeros(shape, dtype)
             cache.offset = depth
-            filled += [cache.keys, cache.values]
+            filled.append(cache.arrays())
     mx.eval(filled)
 
 

@@ -25,16 +25,12 @@ from ..kernels.choose import attention_rows
 from ..kernels.selfcheck import UnprovenError
 from ..kernels.shapes import attention_key
 from ..kernels.weights import AffineWeights
+from .caches import FullCache, QuantizedCache, WindowCache
 from .internals import (
     ATTENTION,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
     attention_of,
     has_key_projection,
     head_size,
-    in_temporal_order,
-    is_hooked,
     is_mla,
     key_heads,
     mixer_of,
@@ -94,8 +90,8 @@ def _can_be_exact(layer: nn.Module | None, cache: Any) -> bool:
     attention = attention_of(layer)
     if attention is None:
         return cache is None or isinstance(recurrence_of(layer), GatedDelta)
-    plain = type(cache) is KVCache or (type(cache) is RotatingKVCache and not cache.keep)
-    return plain and _has_kernel(attention)
+    window = isinstance(cache, WindowCache) and not cache.keep
+    return (window or isinstance(cache, FullCache)) and _has_kernel(attention)
 
 
 def calls_attention(attention: nn.Module) -> bool:
@@ -134,12 +130,13 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
             return scaled_dot_product_attention(*given)
         tree = None
         # A window's mask says no more than the window: only a tree's has more to say.
-        if isinstance(mask, mx.array) and (is_hooked(cache) or not _has_window(cache)):
+        has_window = isinstance(cache, WindowCache)
+        if isinstance(mask, mx.array) and (cache.tree is not None or not has_window):
             tree = tree_of(mask, cache.offset - rows)
-        window = cache.max_size if _has_window(cache) else None
-        if window is not None:
-            keys, values = _in_order(cache, keys), _in_order(cache, values)
-        elif isinstance(cache, QuantizedKVCache):
+        window = cache.max_size if has_window else None
+        if has_window:
+            keys, values = cache.in_order(keys), cache.in_order(values)
+        elif isinstance(cache, QuantizedCache):
             keys, values = _affine(cache, *keys), _affine(cache, *values)
         at = scale, cache.offset - keys.shape[2], window, sinks, tree
         try:
@@ -165,21 +162,12 @@ def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:
         return False
     if isinstance(mask, mx.array) and mask.dtype != mx.bool_:
         return False
-    if _has_window(cache):
+    if isinstance(cache, WindowCache):
         return not cache.keep
-    return isinstance(cache, KVCache | QuantizedKVCache)
-
-
-def _has_window(cache: Any) -> bool:
-    return isinstance(cache, RotatingKVCache)
+    return isinstance(cache, FullCache | QuantizedCache)
 
 
 def _affine(
-    cache: QuantizedKVCache, words: mx.array, scales: mx.array, biases: mx.array
+    cache: QuantizedCache, words: mx.array, scales: mx.array, biases: mx.array
 ) -> AffineWeights:
     return AffineWeights(words, scales, biases, cache.bits, cache.group_size)
-
-
-def _in_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
-    """A sliding window's rows by position: a step of one row leaves them as a ring."""
-    return rows if cache.offset <= rows.shape[2] else in_temporal_order(cache, rows)

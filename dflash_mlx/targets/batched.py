@@ -26,7 +26,7 @@ from ..proposal import Proposal
 from . import caches, mla
 from .attention import attention_function, calls_attention
 from .batched_rows import BatchedCache, BatchRows, OneRequestCache, PerRequest
-from .caches import kind_of
+from .caches import FullCache, RecurrentCache
 from .internals import (
     ATTENTION,
     DeepseekV3Attention,
@@ -39,7 +39,6 @@ from .kv_slots import KVSlots
 from .overrides import Overrides, rebind_globals
 from .parts import MODEL_ERRORS
 from .recurrences import recurrence_of
-from .recurrent import RecurrentRollback
 from .session import PromptPiece, TargetSession
 from .target import Target
 from .tree_attention import why_no_trees
@@ -123,7 +122,7 @@ class BatchVerifier:
         logits, taps = self._layers.forward(sessions, last_only=True)
         for end in ends:
             end.session.commit(range(len(end.tokens)))
-        compute(logits, [caches.arrays(cache) for session in sessions for cache in session.cache])
+        compute(logits, [caches.arrays_of_all(session.cache) for session in sessions])
         mx.clear_cache()
         cuts = [*accumulate(len(end.tokens) for end in ends)][:-1]
         return [*zip(mx.split(logits, len(ends)), mx.split(taps, cuts, axis=1), strict=True)]
@@ -169,7 +168,7 @@ class BatchedLayers:
 
     Args:
         target: the target.
-        session: one of its sessions, whose caches and rollbacks tell the layers' kinds.
+        session: one of its sessions, whose caches tell the layers' kinds.
 
     Attributes:
         slots: where layers with plain keys and values have those of all requests.
@@ -178,7 +177,7 @@ class BatchedLayers:
     """
 
     def __init__(self, target: Target, session: TargetSession) -> None:
-        if None in session.rollbacks:
+        if not target.has_rollback:
             raise TypeError("Its kept rows run again, request by request.")
         self._target, self._overrides = target, Overrides(target.forward_lock)
         self._numbers: list[int | None] = []  # of each cache, among those in slots
@@ -187,12 +186,11 @@ class BatchedLayers:
             self._verifying = target.verifying
             self._attend = _attend_each(attention_function(target.wiring))
             exact = target.wiring is not None and target.wiring.exact
-            pairs = target.parts.pairs(session.rollbacks)
-            for index, (layer, rollback) in enumerate(pairs):
-                self._override(layer, rollback)
+            pairs = target.parts.pairs(session.cache)
+            for index, (layer, cache) in enumerate(pairs):
+                self._override(layer, cache)
                 # Exact kernels read one request's cache, and MLA's latents have another attention.
-                fits = index < len(session.cache) and kind_of(session.cache[index]).is_plain
-                fits = fits and not exact and not is_mla(layer)
+                fits = isinstance(cache, FullCache) and not exact and not is_mla(layer)
                 self._numbers.append(len(in_slots) if fits else None)
                 in_slots += [index] if fits else []
             self.slots = KVSlots(in_slots)
@@ -238,12 +236,12 @@ class BatchedLayers:
         ends = accumulate(len(session.proposal) for session in self._target.reading)
         return mx.array([*ends], mx.int32) - 1
 
-    def _override(self, layer: nn.Module | None, rollback: Any) -> None:
+    def _override(self, layer: nn.Module | None, cache: Any) -> None:
         """Have a layer take many requests' rows."""
         attention = attention_of(layer)
-        if isinstance(rollback, RecurrentRollback) or attention is None and rollback is None:
+        if isinstance(cache, RecurrentCache) or attention is None and cache is None:
             return  # it parts the requests' rows, or looks at no other rows at all
-        if attention is None or not _shares_rows(layer, rollback):
+        if attention is None or not _shares_rows(layer, cache):
             raise TypeError(f"A {type(layer).__name__} takes one request at a time.")
         self._overrides.replace(attention, self._attention(attention, is_mla(layer)))
 
@@ -329,10 +327,10 @@ def _indexer(indexer: nn.Module) -> Callable[..., PerRequest]:
     return call
 
 
-def _shares_rows(layer: nn.Module | None, rollback: Any) -> bool:
+def _shares_rows(layer: nn.Module | None, cache: Any) -> bool:
     """Whether a layer's attention can take all requests' rows together."""
     attention = attention_of(layer)
-    if why_no_trees(layer, rollback) is not None:
+    if why_no_trees(layer, cache) is not None:
         return False
     if is_mla(layer):
         return type(attention) in (DeepseekV3Attention, DeepseekV32Attention)

@@ -9,7 +9,6 @@ parts by their own names; the tests list those.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -189,63 +188,6 @@ def modules_of(model: nn.Module) -> set[str]:
 # Caches
 
 
-def fields(cache: Any) -> dict[str, Any]:
-    """A cache's own fields by name: arrays, trees of arrays, positions. Not a copy."""
-    return vars(cache)
-
-
-def end_of_ring(cache: RotatingKVCache) -> int:
-    """Where a sliding window's next row goes."""
-    return cache._idx
-
-
-def cut_ring(cache: RotatingKVCache, rejected: int) -> None:
-    """Forget the last rows of a sliding window, wrapped or not.
-
-    A forward of several rows leaves the rows in temporal order with `max_size - 1` older ones, so
-    no later row misses what is cut.
-    """
-    end = cache._idx - rejected
-    cache.keys, cache.values = cache.keys[..., :end, :], cache.values[..., :end, :]
-    cache._idx = end
-    cache.offset -= rejected
-
-
-def in_temporal_order(cache: RotatingKVCache, rows: mx.array) -> mx.array:
-    """A sliding window's rows [1, H, max_size, D] in order of position."""
-    return cache._temporal_order(rows)
-
-
-def window_of(cache: RotatingKVCache) -> tuple[mx.array, mx.array]:
-    """A sliding window's keys and values [1, H, N, D] in order, without rows outside the window."""
-    rows = cache._temporal_order(cache.keys), cache._temporal_order(cache.values)
-    passed = rows[0].shape[2] - cache.max_size
-    keys, values = (cache._trim(passed, x) if passed > 0 else x for x in rows)
-    return keys, values
-
-
-def fill_window(cache: RotatingKVCache, position: int, keys: mx.array, values: mx.array) -> None:
-    """Fill a sliding window with the rows of `window_of` at a position."""
-    cache.keys, cache.values, cache.offset, cache._idx = keys, values, position, keys.shape[2]
-
-
 def mask_of(cache: Any, rows: int, **settings: Any) -> Any:
     """The mask that a model gets from this cache for the next rows; None for none."""
     return cache.make_mask(rows, **settings)
-
-
-def hook(
-    cache: Any, make_mask: Callable[..., mx.array], update_and_fetch: Callable[..., Any]
-) -> None:
-    """Replace these methods of one cache, until `unhook`."""
-    cache.make_mask, cache.update_and_fetch = make_mask, update_and_fetch
-
-
-def is_hooked(cache: Any) -> bool:
-    """Whether a cache's methods are replaced: it reads a tree."""
-    return "make_mask" in vars(cache)
-
-
-def unhook(cache: Any) -> None:
-    """Give a cache its methods back."""
-    del cache.make_mask, cache.update_and_fetch

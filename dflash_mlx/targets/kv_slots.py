@@ -21,10 +21,10 @@ from weakref import WeakSet
 import mlx.core as mx
 
 from ..memory import compute
-from .internals import KVCache
+from .caches import FullCache
 from .session import TargetSession
 
-STEP = KVCache.step  # rows of the smallest slot
+STEP = FullCache.step  # rows of the smallest slot
 SPARE = 4  # an array grows by this part of its slots, so that most entries copy no other rows
 
 
@@ -47,7 +47,7 @@ class Slot:
     array: SlotArray
     index: int
     layers: Sequence[int]
-    caches: Sequence[KVCache]
+    caches: Sequence[FullCache]
 
     def copy_back(self, rows: int) -> None:
         """Copy the first rows into the caches."""
@@ -77,7 +77,7 @@ class SlotArray:
         self._sizes: list[list[int]] = []  # rows of a slot's keys and of its values: H * capacity
 
     def add(
-        self, entering: Mapping[TargetSession, Sequence[KVCache]], numbers: Sequence[int]
+        self, entering: Mapping[TargetSession, Sequence[FullCache]], numbers: Sequence[int]
     ) -> None:
         """Move the rows of these caches into new slots, behind those in use without gaps."""
         first, requests = self.used, [*entering.values()]
@@ -198,7 +198,7 @@ class KVSlots:
             return
         for absent in [one for array in arrays for one in array.sessions if one not in staying]:
             absent.leave_slot()
-        joining: dict[int, dict[TargetSession, Sequence[KVCache]]] = {}
+        joining: dict[int, dict[TargetSession, Sequence[FullCache]]] = {}
         for session, capacity, stays in zip(sessions, needed, in_slots, strict=True):
             if not stays:
                 session.leave_slot()

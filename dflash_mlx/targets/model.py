@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -15,11 +14,11 @@ from ..memory import compute
 from ..threads import evaluate
 from ..validation import ErrorWrapper
 from .attention import attend_with, check_exact
-from .caches import kind_of, make_cache
+from .caches import RecurrentCache, make_cache
+from .mixers import record_recurrence
 from .mla import use_absorbed_mla
 from .overrides import Overrides
 from .parts import MODEL_ERRORS, find_parts
-from .rollbacks import rollback_for
 from .taps import EMBEDDING, TapRecorder
 from .tree_attention import rotate_rows, why_no_trees
 
@@ -67,13 +66,12 @@ class TargetModel:
         self.hidden_size: int = parts.embedded.shape[-1]
         self.vocab_size: int = parts.embedding.weight.shape[0]
         self._streams: int = parts.entered.shape[0]
-        caches = make_cache(model)
-        self.owners, self._kinds = parts.owners, [kind_of(cache) for cache in caches]
-        rollbacks = [*map(rollback_for, caches, self.owners)]
-        self.has_rollback = None not in rollbacks
+        self.owners = parts.owners
+        caches = make_cache(model, self.owners)
+        self.has_rollback = all(cache.rolls_back for cache in caches)
         self.why_no_trees: str | None = "states that are rolled back by running rows again"
         if self.has_rollback:
-            problems = (why_no_trees(*of) for of in parts.pairs(rollbacks))
+            problems = (why_no_trees(*pair) for pair in parts.pairs(caches))
             self.why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
             check_exact(parts.pairs(caches))
@@ -97,15 +95,11 @@ class TargetModel:
             if wiring is not None:
                 attend_with(wiring, self.layers, overrides)
             kernels = wiring.kernels if wiring is not None and wiring.exact else None
-            for at, (layer, kind) in enumerate(zip(self.owners, self._kinds, strict=True)):
-                if layer is not None and kind.record is not None:
-                    kind.record(layer, overrides, partial(self._rollbacks, at), kernels)
+            for layer, cache in self.pairs():
+                if layer is not None and isinstance(cache, RecurrentCache):
+                    record_recurrence(layer, overrides, kernels)
             self._verifying = wiring, overrides
         return self._verifying[1]
-
-    def _rollbacks(self, number: int) -> list[Any]:
-        """The rollbacks of a cache of the sessions in the running forward."""
-        return [session.rollbacks[number] for session in self.reading]
 
     def forward(
         self,
@@ -162,7 +156,7 @@ class TargetModel:
 
     def pairs(self) -> list[tuple[nn.Module | None, Any]]:
         """The layers with new caches, as `ModelParts.pairs`."""
-        return self.parts.pairs(make_cache(self.model))
+        return self.parts.pairs(make_cache(self.model, self.owners))
 
     @property
     def supports_trees(self) -> bool:

@@ -12,11 +12,8 @@ from ..errors import SettingsError, UnsupportedTreeError
 from ..memory import SPAN, compute
 from ..proposal import Proposal
 from . import caches
-from .caches import Arrays, Checkpoint, kind_of, make_cache
-from .internals import KVCache
+from .caches import Arrays, CacheParts, Checkpoint, FullCache, RecurrentCache, make_cache
 from .model import TargetModel
-from .recurrent import RecurrentRollback
-from .rollbacks import RowRollback, rollback_for
 from .tree import Tree
 
 PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
@@ -45,8 +42,7 @@ class TargetSession:
         tap_layers, kv_bits: as of `Target.start`, which also holds the lock.
 
     Attributes:
-        cache: the caches; fewer than layers where layers share them.
-        rollbacks: of each; None for a cache that only goes back to a checkpoint.
+        cache: the caches, a `DraftCache` each; fewer than layers where layers share them.
         proposal, tree: what is verified; None after its commit, and for a chain.
         can_pipeline: whether the next forward may start before its token is known. False for caches
             with windows or states, which could not forget that token again.
@@ -63,12 +59,14 @@ class TargetSession:
         target.prepare(self.tap_layers)
         self._verifying = target.verifying
         self.cache = make_cache(target.model, target.owners, kv_bits)
-        # Caches that a forward may leave lazy: its logits do not depend on all of them.
-        self._lazy = [cache for cache in self.cache if not kind_of(cache).trims]
+        # Caches that a forward may leave lazy, for its logits do not depend on all of them: states,
+        # and the keys of an indexer that still picks every row.
+        self._lazy = [
+            cache for cache in self.cache if not cache.can_trim or isinstance(cache, CacheParts)
+        ]
         self.can_pipeline = not self._lazy
-        self.rollbacks = [*map(rollback_for, self.cache, target.owners)]
-        self._recording = [one for one in self.rollbacks if not isinstance(one, RowRollback)]
-        self._before: Checkpoint | None = None  # of a session without rollbacks
+        self._rolls_back = all(cache.rolls_back for cache in self.cache)
+        self._before: Checkpoint | None = None  # where the kept rows run again
         self._max_rows = None if target.wiring is None else target.wiring.widest
         self.kv_bits = kv_bits
         self.proposal: Proposal | None = None
@@ -123,7 +121,7 @@ class TargetSession:
 
     def start_computing(self) -> None:
         """Leave nothing lazy in the caches: the next forward may be another thread's."""
-        compute([caches.arrays(cache) for cache in self.cache], wait=False)
+        compute(caches.arrays_of_all(self.cache), wait=False)
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
         """One forward over the proposal: logits [N, V] after each row, and its taps [1, N, K*D].
@@ -138,12 +136,8 @@ class TargetSession:
         # A plain step's token that is on the device comes from a step that still runs.
         early = len(proposal) > 1 or not isinstance(proposal.tokens, mx.array)
         logits, taps = self._verify(proposal.array(self._target.vocab_size), early)
-        if self.tree is not None:
-            rows = [one for one in self.rollbacks if isinstance(one, RowRollback)]
-            if rows and not any(one.made_masks for one in rows):
-                raise UnsupportedTreeError(
-                    "The target makes masks of its own: draft chains for it."
-                )
+        if self.tree is not None and not self.tree.was_seen and not self._needs_no_masks:
+            raise UnsupportedTreeError("The target makes masks of its own: draft chains for it.")
         return logits[0], taps
 
     def _verify(self, ids: mx.array, early: bool = False) -> tuple[mx.array, mx.array]:
@@ -174,20 +168,19 @@ class TargetSession:
         """Prepare the caches for a forward over the proposal; `commit` must follow it."""
         assert self.proposal is not None
         self.intact, self._read_trees = False, self._read_trees or self.tree is not None
-        if None in self.rollbacks and len(self.proposal) > 1:
+        if not self._rolls_back and len(self.proposal) > 1:
             self._before = self.checkpoint()
-        # In a chain, nothing has to be recorded of rows that can be cut.
-        for rollback in self.rollbacks if self.tree is not None else self._recording:
-            if rollback is not None:
-                rollback.begin(self.tree)
+        if self.tree is not None:
+            for cache in self.cache:
+                cache.begin(self.tree)
 
-    def slot_caches(self, numbers: Sequence[int]) -> list[KVCache]:
+    def slot_caches(self, numbers: Sequence[int]) -> list[FullCache]:
         """The caches of these numbers if they can be in a slot; else none.
 
         Those of a request whose drafts were trees, and quantized ones, stay as they are.
         """
         found = [self.cache[number] for number in numbers]
-        plain = self.position > 0 and all(kind_of(cache).is_plain for cache in found)
+        plain = self.position > 0 and all(isinstance(cache, FullCache) for cache in found)
         return found if plain and self.tree is None and not self._read_trees else []
 
     def leave_slot(self) -> None:
@@ -206,7 +199,7 @@ class TargetSession:
         for start in range(0, tokens, PREFILL_STEP):
             self.dry_run(min(PREFILL_STEP, tokens - start))
         counted = range(len(self.cache)) if layers is None else layers
-        leaves = tree_flatten([caches.arrays(self.cache[number]) for number in counted])
+        leaves = tree_flatten([self.cache[number].arrays() for number in counted])
         return sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, mx.array))
 
     def dry_run(self, tokens: int) -> mx.array:
@@ -219,7 +212,12 @@ class TargetSession:
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer keeps a recurrent state."""
-        return any(isinstance(one, RecurrentRollback) for one in self.rollbacks)
+        return any(isinstance(cache, RecurrentCache) for cache in self.cache)
+
+    @property
+    def _needs_no_masks(self) -> bool:
+        """Whether no layer looks at the rows before it."""
+        return all(isinstance(cache, RecurrentCache) for cache in self.cache)
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep these rows of the last verify (a path from row 0) and remove the others."""
@@ -230,12 +228,9 @@ class TargetSession:
             self._run_again(self.proposal.array(self._target.vocab_size), len(kept))
         elif rejected:
             in_slot = () if self.slot is None else self.slot.layers
-            for number, rollback in enumerate(self.rollbacks):
+            for number, cache in enumerate(self.cache):
                 if number not in in_slot:  # a slot's rows end at `position`
-                    assert rollback is not None
-                    if moved:
-                        rollback.move(kept)
-                    rollback.commit(len(kept), rejected)
+                    cache.commit(kept, len(self.proposal))
         self.position += len(kept)
         self.intact, self.proposal, self.tree, self._before = True, None, None, None
         # A cache grows by SPAN rows when those of a step do not fit: once at most before this.
@@ -244,7 +239,7 @@ class TargetSession:
             mx.clear_cache()
             self._since = 0
         if lazy := self.cache if moved else self._lazy:  # as `start_computing`
-            compute([caches.arrays(cache) for cache in lazy], wait=False)
+            compute(caches.arrays_of_all(lazy), wait=False)
 
     def _run_again(self, ids: mx.array, kept: int) -> None:
         """Go back to before the last verify of `ids` [N], and run its kept rows again.
@@ -252,30 +247,30 @@ class TargetSession:
         For caches whose states have no rollback. Waits, so that the step is timed with it.
         """
         assert self._before is not None
-        caches.rewind(self.cache, self.position + ids.size, self._before)
+        caches.rewind_all(self.cache, self.position + ids.size, self._before)
         self._verify(ids[:kept])
-        compute([caches.arrays(cache) for cache in self.cache])
+        compute(caches.arrays_of_all(self.cache))
 
     @property
     def can_trim(self) -> bool:
         """Whether `trim_to` can go back to any position; else only `rewind` to a checkpoint."""
-        return all(map(caches.can_trim, self.cache))
+        return all(cache.can_trim for cache in self.cache)
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
         self.leave_slot()
         for cache in self.cache:
-            caches.trim(cache, self.position - position)
+            cache.trim(self.position - position)
         self.position = position
 
     def checkpoint(self) -> Checkpoint:
         """This state, to `rewind` to. It holds windows and recurrent states by reference."""
-        return caches.checkpoint(self.cache, self.position)
+        return caches.checkpoint_all(self.cache, self.position)
 
     def rewind(self, checkpoint: Checkpoint) -> None:
         """Forget all tokens since the checkpoint."""
         self.leave_slot()
-        caches.rewind(self.cache, self.position, checkpoint)
+        caches.rewind_all(self.cache, self.position, checkpoint)
         self.position = checkpoint.position
 
     def rows(self, start: int, end: int) -> Arrays:

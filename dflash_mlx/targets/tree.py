@@ -16,6 +16,7 @@ class Tree:
             -1 past it.
         levels: the rows at each depth.
         parents: the row of each row's parent, -1 for the root.
+        was_seen: whether a model has asked for a mask of it.
     """
 
     def __init__(self, proposal: Proposal) -> None:
@@ -27,6 +28,7 @@ class Tree:
         longest = len(self.levels) - 1
         paths = [[0, *path, *[-1] * (longest - len(path))] for path in proposal.paths()]
         self.paths = mx.array(paths, mx.int32)
+        self.was_seen = False
         self._windows: dict[tuple[int, int], mx.array] = {}
 
     def __len__(self) -> int:
@@ -48,6 +50,7 @@ class Tree:
 
         With a window, only keys fewer than `window` positions back.
         """
+        self.was_seen = True
         rows = mx.arange(len(self))
         ancestors = (self.paths[:, :, None] == rows).any(axis=1)
         mask = mx.concatenate([mx.ones((len(self), held), mx.bool_), ancestors], axis=1)

@@ -2,9 +2,9 @@
 
 mlx-lm's models get what depends on a row's position from outside: the attention mask from the
 cache, the rotation of queries and keys from the `rope` module, and a few get a factor for each
-query from a function. During a tree's verify the caches return the ancestor mask (`rollbacks`), and
-`rope` and that function take a row's depth for its number. So no family needs a forward of its own.
-Layers without keys read trees in `recurrent`.
+query from a function. During a tree's verify the caches return the ancestor mask (`caches.rows`),
+and `rope` and that function take a row's depth for its number. So no family needs a forward of its
+own. Recurrent layers read trees in `mixers`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from .caches import kind_of
+from .caches import RecurrentCache
 from .internals import (
     QUERY_SCALE,
     ROPES,
@@ -27,7 +27,6 @@ from .internals import (
     uses_no_positions,
 )
 from .overrides import Overrides, rebind_globals
-from .rollbacks import RowRollback
 
 AXES = 9  # of a batch's positions, so that nothing but `rotate_rows` can use them
 
@@ -68,19 +67,18 @@ def rotate_rows(
         overrides.replace(inner, rebind_globals(forward, **by_depth))
 
 
-def why_no_trees(layer: nn.Module | None, rollback: Any) -> str | None:
+def why_no_trees(layer: nn.Module | None, cache: Any) -> str | None:
     """What keeps a decoder layer from reading trees; None when it can.
 
-    `rollback` is that of the layer's cache, or None where it has no cache of its own.
+    `cache` is the layer's, a `DraftCache`, or None where it has none of its own.
     """
-    by_rows = isinstance(rollback, RowRollback)
-    if rollback is not None and not by_rows:
+    if isinstance(cache, RecurrentCache):
         return None
     name = f"a {type(layer).__name__}"
-    own = by_rows and any(kind_of(part).write is None for part in rollback.parts)
-    if layer is None or own or masks_itself(layer):
+    own_masks = cache is not None and not cache.reads_trees
+    if layer is None or own_masks or masks_itself(layer):
         return f"{name} that makes its own masks"
-    if rollback is None and attention_of(layer) is None:
+    if cache is None and attention_of(layer) is None:
         return None  # nothing in it looks at other rows
     found = ropes(layer)
     unknown = [type(rope).__name__ for rope in found if type(rope).__name__ not in ROPES]

@@ -32,7 +32,7 @@ def same(found: mx.array, expected: mx.array) -> bool:
 
 def _state(cache: Any) -> Any:
     """What a cache holds, without the room behind its rows."""
-    return [*cache.keys_and_values(), cache.offset] if type(cache) is KVCache else cache.state
+    return [*cache.keys_and_values(), cache.offset] if isinstance(cache, KVCache) else cache.state
 
 
 def states_are_same(one: TargetSession, other: TargetSession) -> bool:

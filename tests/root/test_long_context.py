@@ -7,13 +7,13 @@ import pytest
 import tinymodels
 from crowd import Played
 from families import random_prompt
-from mlx_lm.models.cache import KVCache, RotatingKVCache
 from test_dflash2 import build, distance, expected_hidden, make_target, raw_config
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.draft_model import DraftModel
 from dflash_mlx.drafter.layers import append_rows
 from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.targets.caches import FullCache, WindowCache
 
 WINDOW, CHUNK = 64, 512
 CONTEXTS = 200, 1000  # tokens, behind which caches have room for more
@@ -95,7 +95,7 @@ def test_prefilling_32k_tokens_never_holds_their_features_together():
 def test_what_a_cache_gave_stays_as_it_was(window):
     """A block's keys may be read only after the next context rows came (nothing waits)."""
     rows = mx.broadcast_to(mx.arange(17.0)[:, None], (1, 2, 17, 4))
-    cache = KVCache() if window is None else RotatingKVCache(window)
+    cache = FullCache() if window is None else WindowCache(window)
     first, _ = append_rows(cache, rows[:, :, :8], rows[:, :, :8], block=3)
     append_rows(cache, rows[:, :, 8:], rows[:, :, 8:], block=2)
     assert first[0, 0, :, 0].tolist() == list(range(8))

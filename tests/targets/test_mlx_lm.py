@@ -13,9 +13,12 @@ from types import SimpleNamespace
 import families
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models import ministral3, mistral4
 
 from dflash_mlx.targets import internals
+from dflash_mlx.targets.caches import make_cache, own_cache
+from dflash_mlx.targets.caches.rows import RowCache
 from dflash_mlx.targets.parts import find_parts
 
 PACKAGE = Path(__file__).parents[2] / "dflash_mlx"
@@ -28,8 +31,8 @@ def parameters(function) -> list[str]:
 
 
 def test_a_kv_cache_is_its_three_fields():
-    """`rollback.py` and the drafter's context trim them and rely on there being nothing else."""
-    cache = internals.KVCache()
+    """A commit moves its offset back and relies on there being nothing else."""
+    cache = own_cache(internals.KVCache())
     assert vars(cache) == {"keys": None, "values": None, "offset": 0}
     rows = mx.arange(5, dtype=mx.float32).reshape(1, 1, 5, 1)
     keys, values = cache.update_and_fetch(rows, -rows)
@@ -45,15 +48,15 @@ def test_a_kv_cache_is_its_three_fields():
 
 @pytest.mark.parametrize("steps", [(3,), (1, 1), (9,), (6, 1), (1, 5, 1, 1, 1), (1,) * 10])
 def test_a_rotating_cache_made_of_its_window(steps):
-    """`caches.py` exports the window, and another cache goes on as this one does."""
-    caches = [internals.RotatingKVCache(max_size=4) for _ in range(2)]
+    """A window is exported, and another cache goes on as this one does."""
+    caches = [own_cache(internals.RotatingKVCache(max_size=4)) for _ in range(2)]
     rows = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
     for step in steps:
         at = caches[0].offset
         caches[0].update_and_fetch(*[rows[:, :, at : at + step]] * 2)
-    keys, _ = internals.window_of(caches[0])
+    keys, _ = caches[0].window()
     assert keys.reshape(-1).tolist() == list(range(max(0, at + step - 4), at + step))
-    internals.fill_window(caches[1], at + step, keys[...], keys[...])
+    caches[1].fill(at + step, keys[...], keys[...])
     for more in (1, 1, 3, 1):
         at = caches[0].offset
         seen = [cache.update_and_fetch(*[rows[:, :, at : at + more]] * 2)[0] for cache in caches]
@@ -63,36 +66,78 @@ def test_a_rotating_cache_made_of_its_window(steps):
 
 
 def test_a_rotating_cache_after_several_rows():
-    """`rollback.py` cuts its end: temporal order, `max_size - 1` older rows, no more."""
-    cache = internals.RotatingKVCache(max_size=4)
+    """A commit cuts its end: temporal order, `max_size - 1` older rows, no more."""
+    cache = own_cache(internals.RotatingKVCache(max_size=4))
     rows = mx.arange(9, dtype=mx.float32).reshape(1, 1, 9, 1)
     for start, count in ((0, 1), (1, 1), (2, 4), (6, 3)):
         keys, _ = cache.update_and_fetch(*[rows[:, :, start : start + count]] * 2)
     assert keys.reshape(-1).tolist() == [3, 4, 5, 6, 7, 8]
-    assert internals.end_of_ring(cache) == keys.shape[2] == 6 and cache.offset == 9
-    names = {"keep", "keys", "values", "offset", "max_size", "_idx"}
-    assert set(internals.fields(cache)) == names and internals.fields(cache) is vars(cache)
-    internals.cut_ring(cache, 2)
-    assert internals.end_of_ring(cache) == 4 and cache.offset == 7
+    assert cache._idx == keys.shape[2] == 6 and cache.offset == 9
+    assert set(vars(cache)) == {"keep", "keys", "values", "offset", "max_size", "_idx"}
+    cache.cut(2)
+    assert cache._idx == 4 and cache.offset == 7
     keys, _ = cache.update_and_fetch(*[rows[:, :, 7:8]] * 2)
     assert sorted(keys.reshape(-1).tolist()) == [4, 5, 6, 7]
     cache.update_and_fetch(*[rows[:, :, 8:9]] * 2)  # in place: a ring
     assert cache.keys.reshape(-1).tolist() != [5, 6, 7, 8]
-    assert internals.in_temporal_order(cache, cache.keys).reshape(-1).tolist() == [5, 6, 7, 8]
+    assert cache.in_order(cache.keys).reshape(-1).tolist() == [5, 6, 7, 8]
 
 
 def test_the_other_caches_are_their_fields():
-    """What `rollbacks.py`, `recurrent.py` and `caches.py` read and write."""
-    assert set(vars(internals.ArraysCache(2))) == {"cache", "left_padding", "lengths"}
-    assert set(vars(internals.CacheList(internals.KVCache()))) == {"caches"}
-    assert internals.ChunkedKVCache(8).trim(0) == 0
-    assert set(vars(internals.QuantizedKVCache(32, 8))) == {
-        "keys",
-        "values",
-        "offset",
-        "group_size",
-        "bits",
-    }
+    assert set(vars(own_cache(internals.ArraysCache(2)))) == {"cache", "left_padding", "lengths"}
+    assert set(vars(own_cache(internals.CacheList(internals.KVCache())))) == {"caches"}
+    assert own_cache(internals.ChunkedKVCache(8)).trim(0) == 0
+    names = {"keys", "values", "offset", "group_size", "bits"}
+    assert set(vars(own_cache(internals.QuantizedKVCache(32, 8)))) == names
+
+
+EMPTY = {
+    "full": lambda: internals.KVCache(),
+    "quantized": lambda: internals.QuantizedKVCache(32, 8),
+    "window": lambda: internals.RotatingKVCache(8),
+    "chunked": lambda: internals.ChunkedKVCache(8),
+    "arrays": lambda: internals.ArraysCache(2),
+    "parts": lambda: internals.CacheList(internals.KVCache(), internals.RotatingKVCache(8)),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+def test_our_caches_are_mlx_lms(kind):
+    """By `isinstance`, by `hasattr`, and in what they do: so a model takes them as its own."""
+    theirs = EMPTY[kind]()
+    ours = own_cache(EMPTY[kind]())
+    assert isinstance(ours, type(theirs))
+    for name in {*dir(theirs), "bits", "keys", "advance", "make_mask"}:
+        assert hasattr(ours, name) == hasattr(theirs, name), name
+    assert bool(ours) == bool(theirs), "mlx-lm asks `if cache`"
+    assert ours.is_trimmable() == theirs.is_trimmable() and ours.empty() == theirs.empty()
+    if kind in ("arrays", "parts"):
+        return
+    for rows in (3, 1, 6, 1, 1, 5):
+        if kind != "chunked":
+            for array, window in ((False, None), (True, None), (False, 4)):
+                asked = {"return_array": array, "window_size": window}
+                assert _same(ours.make_mask(rows, **asked), theirs.make_mask(rows, **asked))
+        keys, values = (mx.random.normal((1, 2, rows, 32)) for _ in "kv")
+        found = tree_flatten([ours.update_and_fetch(keys, values), ours.state])
+        expected = tree_flatten([theirs.update_and_fetch(keys, values), theirs.state])
+        for (name, x), (_, y) in zip(found, expected, strict=True):
+            assert _same(x, y), name
+
+
+def _same(x, y) -> bool:
+    return mx.array_equal(x, y).item() if isinstance(x, mx.array) else x == y
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_a_model_computes_the_same_with_our_caches(family):
+    """Prompts, single rows and several rows, bit for bit: mlx-lm asks no cache for its class."""
+    model = families.random_model(family)
+    theirs = internals.make_prompt_cache(model)
+    ours = make_cache(model, find_parts(model).owners)
+    for rows in (40, 1, 5, 1, 1):
+        tokens = mx.array([families.random_prompt(rows, rows)])
+        assert mx.array_equal(model(tokens, cache=ours), model(tokens, cache=theirs))
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v32"])
@@ -145,8 +190,7 @@ def test_this_file_tries_all_that_is_named_there():
     assert names - {"__all__"} == tried - {"py", "__all__"}
 
 
-def test_nothing_private_is_touched_elsewhere():
-    """Neither by import, nor, beside the target's models, by any name of the file above."""
+def test_nothing_private_is_imported_elsewhere():
     for path in PACKAGE.rglob("*.py"):
         if path == PACKAGE / "targets" / "internals.py":
             continue
@@ -155,8 +199,6 @@ def test_nothing_private_is_touched_elsewhere():
                 names = [alias.name for alias in node.names]
                 assert not any(name.startswith("_") for name in names), path
                 assert path.parent.name != "targets" or names == ["TokenizerWrapper"], path
-            if isinstance(node, ast.Attribute):
-                assert node.attr not in ("_idx", "_temporal_order", "make_mask"), path
 
 
 def test_the_functions_take_what_we_hand_them():
@@ -233,35 +275,23 @@ def test_which_recurrences_are_known():
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma4_dense", "deepseek_v32", "llama"])
-def test_models_ask_their_caches(family):
+def test_models_ask_their_caches(family, monkeypatch):
     """For masks and for what is kept: there a draft tree comes in."""
     model = families.random_model(family)
-    plain = internals.make_prompt_cache(model)
-    asked = internals.make_prompt_cache(model)
-    tokens, seen = mx.array([[1, 2, 3]]), []
+    caches = make_cache(model, find_parts(model).owners)
+    parts = [part for cache in caches for part in getattr(cache, "caches", (cache,))]
+    asked = []
+    for name in ("make_mask", "update_and_fetch"):
+        own = getattr(RowCache, name)
 
-    def told(name, own):
-        def call(*args, **options):
-            assert name != "mask" or set(options) <= {"return_array", "window_size"}
-            seen.append(name)
-            return own(*args, **options)
+        def call(cache, *args, name=name, own=own, **options):
+            assert name == "update_and_fetch" or set(options) <= {"return_array", "window_size"}
+            asked.append(name)
+            return own(cache, *args, **options)
 
-        return call
-
-    parts = [part for cache in asked for part in getattr(cache, "caches", (cache,))]
-    for part in parts:
-        masks, keeps = told("mask", part.make_mask), told("keep", part.update_and_fetch)
-        assert not internals.is_hooked(part)
-        internals.hook(part, masks, keeps)
-        assert internals.is_hooked(part)
-    logits = model(tokens, cache=asked)
-    assert mx.array_equal(logits, model(tokens, cache=plain))
-    assert seen.count("keep") == len(parts) and "mask" in seen
-    for part in parts:
-        internals.unhook(part)
-    model(tokens, cache=asked)
-    assert seen.count("keep") == len(parts)
-    assert not {"make_mask", "update_and_fetch"} & set(internals.fields(parts[0]))
+        monkeypatch.setattr(RowCache, name, call)
+    model(mx.array([[1, 2, 3]]), cache=caches)
+    assert asked.count("update_and_fetch") == len(parts) and "make_mask" in asked
 
 
 def test_masks_of_the_next_rows():

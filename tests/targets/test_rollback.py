@@ -17,8 +17,8 @@ from mlx_lm.models.cache import (
 from oracle import Oracle
 
 import dflash_mlx as dm
+from dflash_mlx.targets.caches import RecurrentCache, own_cache
 from dflash_mlx.targets.overrides import Overrides
-from dflash_mlx.targets.rollbacks import rollback_for
 
 
 def rows(start, count):
@@ -26,17 +26,16 @@ def rows(start, count):
     return mx.broadcast_to(mx.arange(start, start + count)[None, None, :, None], (1, 1, count, 32))
 
 
-def fill(cache, steps, rollback=None):
+def fill(cache, steps):
     """Append steps of (rows, kept) and roll back what is not kept; returns the position."""
-    at = 0
+    position = 0
     for count, kept in steps:
-        keys = rows(at, count).astype(mx.float32)
-        rollback.begin(None)
+        keys = rows(position, count).astype(mx.float32)
         cache.update_and_fetch(keys, keys)
         if kept < count:
-            rollback.commit(kept, count - kept)
-        at += kept
-    return at
+            cache.commit(range(kept), count)
+        position += kept
+    return position
 
 
 @pytest.mark.parametrize(
@@ -50,8 +49,8 @@ def fill(cache, steps, rollback=None):
     ],
 )
 def test_a_rotating_cache_shows_the_next_row_its_whole_window(steps):
-    cache = RotatingKVCache(max_size=8)
-    at = fill(cache, steps, rollback_for(cache, nn.Module()))
+    cache = own_cache(RotatingKVCache(max_size=8))
+    at = fill(cache, steps)
     assert cache.offset == at
     keys, _ = cache.update_and_fetch(rows(at, 1) * 1.0, rows(at, 1) * 1.0)
     seen = sorted(keys[0, 0, :, 0].tolist())
@@ -65,16 +64,17 @@ class OwnCache(KVCache):
 @pytest.mark.parametrize("cache", [OwnCache(), CacheList(KVCache(), OwnCache()), ArraysCache(2)])
 def test_an_unknown_cache_has_no_rollback(cache):
     """A session with one goes back to a checkpoint, and the kept rows run again."""
-    assert rollback_for(cache, nn.Module()) is None
+    own = own_cache(cache, nn.Module())
+    assert isinstance(own, type(cache)) and not own.rolls_back and not own.reads_trees
 
 
 @pytest.mark.parametrize("cache", [ChunkedKVCache(8), CacheList(KVCache(), RotatingKVCache(8))])
 def test_every_known_part_forgets_the_last_rows(cache):
-    rollback = rollback_for(cache, nn.Module())
-    parts = cache.caches if isinstance(cache, CacheList) else (cache,)
+    own = own_cache(cache)
+    parts = own.caches if isinstance(own, CacheList) else (own,)
     for part in parts:
         part.update_and_fetch(rows(0, 6), rows(0, 6))
-    rollback.commit(2, 4)
+    own.commit(range(2), 6)
     assert [part.offset for part in parts] == [2] * len(parts)
 
 
@@ -100,7 +100,8 @@ def commit_bytes(family: str, context: int) -> tuple[int, int]:
     for _ in session.prefill(random_prompt(context, 0)):
         pass
     session.verify(dm.Proposal(random_prompt(16, 1)))
-    read = arrays_of([vars(rollback) for rollback in session.rollbacks])
+    recurrent = [cache for cache in session.cache if isinstance(cache, RecurrentCache)]
+    read = arrays_of([(cache.recorded, cache._inputs, cache._before) for cache in recurrent])
     before = arrays_of([cache.state for cache in session.cache])
     session.commit(range(7))
     after = arrays_of([cache.state for cache in session.cache])
@@ -126,9 +127,9 @@ def test_a_commit_runs_no_projection_and_copies_no_state():
     states = [cache[1] for cache in session.cache[:3]]
     logits, _ = session.verify(dm.Proposal(random_prompt(16, 1)))
     mx.eval(logits)
-    for tape, state in zip(session.rollbacks[:3], states, strict=True):
-        assert tape._state is state, "held by reference"
-        held = sum(array.nbytes for array in (tape._inputs, *tape.rows))
+    for cache, state in zip(session.cache[:3], states, strict=True):
+        assert cache._before is state, "held by reference"
+        held = sum(array.nbytes for array in (cache._inputs, *cache.recorded))
         assert held < 16 * state.nbytes / 4
     called = []
     overrides = Overrides(Lock())

@@ -1,0 +1,66 @@
+"""Caches that only a checkpoint brings back: those of classes that are not known here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from ..tree import Tree
+from .base import Arrays, reference
+
+
+class GenericCache:
+    """The first base of a cache of any class: all its fields are a state.
+
+    A session goes back to a checkpoint and runs the kept rows again.
+    """
+
+    can_trim = False
+    rolls_back = False
+    reads_trees = False
+
+    def begin(self, tree: Tree) -> None:
+        """See `DraftCache`; never called."""
+        raise NotImplementedError
+
+    def commit(self, kept: Sequence[int], rows: int) -> None:
+        """See `DraftCache`; never called."""
+        raise NotImplementedError
+
+    def checkpoint(self) -> dict[str, Any]:
+        """See `DraftCache`: arrays, lists of arrays, and positions."""
+        return {
+            name: reference(value)
+            for name, value in vars(self).items()
+            if value is None or isinstance(value, mx.array | int | list)
+        }
+
+    def rewind(self, saved: dict[str, Any], rows: int) -> None:
+        """See `DraftCache`."""
+        vars(self).update({name: reference(value) for name, value in saved.items()})
+
+    def arrays(self) -> list[Any]:
+        """See `DraftCache`."""
+        return list(vars(self).values())
+
+    def export_rows(self, start: int, end: int) -> Arrays:
+        """See `DraftCache`: none."""
+        return {}
+
+    def export_state(self) -> Arrays:
+        """See `DraftCache`."""
+        return {name: mx.array(x) for name, x in self.checkpoint().items() if x is not None}
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """See `DraftCache`."""
+        numbers = {name for name, value in vars(self).items() if isinstance(value, int)}
+        vars(self).update({n: x.item() if n in numbers else x[...] for n, x in state.items()})
+
+
+@cache
+def generic_class(kind: type) -> type:
+    """A generic cache that is also a `kind`, so that the model finds what it asks for."""
+    return type(kind.__name__, (GenericCache, kind), {})

@@ -1,0 +1,66 @@
+"""A layer with several caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..internals import CacheList
+from ..tree import Tree
+from .base import Arrays, DraftCache, numbered, restore_all
+
+
+class CacheParts(CacheList):
+    """Caches of one layer, such as that of an indexer beside its attention's."""
+
+    caches: Sequence[DraftCache]
+
+    @property
+    def can_trim(self) -> bool:
+        """See `DraftCache`."""
+        return all(part.can_trim for part in self.caches)
+
+    @property
+    def rolls_back(self) -> bool:
+        """See `DraftCache`."""
+        return all(part.rolls_back for part in self.caches)
+
+    @property
+    def reads_trees(self) -> bool:
+        """See `DraftCache`."""
+        return all(part.reads_trees for part in self.caches)
+
+    def begin(self, tree: Tree) -> None:
+        """See `DraftCache`."""
+        for part in self.caches:
+            part.begin(tree)
+
+    def commit(self, kept: Sequence[int], rows: int) -> None:
+        """See `DraftCache`."""
+        for part in self.caches:
+            part.commit(kept, rows)
+
+    def checkpoint(self) -> list[Any]:
+        """See `DraftCache`."""
+        return [part.checkpoint() for part in self.caches]
+
+    def rewind(self, saved: list[Any], rows: int) -> None:
+        """See `DraftCache`."""
+        for part, state in zip(self.caches, saved, strict=True):
+            part.rewind(state, rows)
+
+    def arrays(self) -> list[Any]:
+        """See `DraftCache`."""
+        return [part.arrays() for part in self.caches]
+
+    def export_rows(self, start: int, end: int) -> Arrays:
+        """See `DraftCache`: `name` of the second part is `1.name`."""
+        return numbered([part.export_rows(start, end) for part in self.caches])
+
+    def export_state(self) -> Arrays:
+        """See `DraftCache`."""
+        return numbered([part.export_state() for part in self.caches])
+
+    def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
+        """See `DraftCache`."""
+        restore_all(self.caches, position, rows, state, room)

@@ -1,0 +1,72 @@
+"""What caches with a row of keys and values per token have in common: rejected rows and trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..tree import Tree
+
+
+class RowCache:
+    """The first base of a cache with rows, before mlx-lm's class.
+
+    A chain's rejected rows are the last ones, so its verify records nothing. A tree's verify gives
+    the model the mask of its ancestors, and the commit writes the kept path where a chain's rows
+    would be. It takes the path from the verify's own keys and values, not from the cache: a second
+    reference to the cache's arrays would make MLX copy them.
+
+    Attributes:
+        tree: what the running verify reads; None for a chain.
+    """
+
+    rolls_back = True
+    reads_trees = True
+    tree: Tree | None = None
+    _new: tuple[mx.array, mx.array]  # keys and values of the tree's rows [1, H, N, D]
+
+    def visible(self) -> tuple[int, int | None]:
+        """How many older rows a verify's rows may see, and in which window, if there is one."""
+        raise NotImplementedError
+
+    def write(self, keys: mx.array, values: mx.array, rows: int) -> None:
+        """Write keys and values [1, H, n, D] over the first of the last `rows` rows."""
+        raise NotImplementedError
+
+    def cut(self, rows: int) -> None:
+        """Forget the last rows, which are rows of the last verify."""
+        raise NotImplementedError
+
+    def begin(self, tree: Tree) -> None:
+        """See `DraftCache`."""
+        self.tree = tree
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The mask of the next N rows, as mlx-lm's caches have it: [N, K] bool, or its name."""
+        if self.tree is None:
+            return super().make_mask(  # type: ignore[misc]  # of mlx-lm's class
+                N, return_array=return_array, window_size=window_size
+            )
+        older, window = self.visible()
+        return self.tree.mask(older, window_size or window)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Append keys and values [1, H, N, D]; returns all."""
+        if self.tree is not None:
+            self._new = keys, values
+        return super().update_and_fetch(keys, values)  # type: ignore[misc]
+
+    def commit(self, kept: Sequence[int], rows: int) -> None:
+        """See `DraftCache`."""
+        if self.tree is not None:
+            if kept[-1] >= len(kept):  # rejected rows in between
+                path = mx.array(list(kept))
+                keys, values = self._new
+                self.write(keys[..., path, :], values[..., path, :], rows)
+            self.tree = None
+            del self._new
+        self.cut(rows - len(kept))
