@@ -116,10 +116,11 @@ class Folder:
         types = {name: tensor.dtype for header in headers for name, tensor in header.items()}
         if not are_plain(types):
             return config
-        method = (parts[0]["quantization_config"] or {}).get("quant_method")
+        named = parts[0]["quantization_config"] or {}
+        method = named.get("quant_method", named.get("quant_algo"))
         warnings.warn(
-            f"dflash-mlx: {self.path / 'config.json'} says quant_method {brief(method)}, but the "
-            "weights are plain: they are read as they are.",
+            f"dflash-mlx: {self.path / 'config.json'} names a quantization ({brief(method)}), but "
+            "the weights are plain: they are read as they are.",
             stacklevel=3,
         )
         plain = {name: value for name, value in config.items() if name != "quantization_config"}

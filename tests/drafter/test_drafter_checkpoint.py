@@ -80,7 +80,13 @@ def test_a_reduced_vocabulary_needs_a_head_of_its_own(tmp_path):
 
 def test_weights_of_another_quantization_are_refused_by_name(tmp_path):
     config = raw_config(quantization_config={"quant_algo": "NVFP4"})
-    save(tmp_path, config, tensors(build(raw_config())))
+    stored = tensors(build(raw_config()))
+    save(tmp_path, config, stored)
+    with pytest.warns(UserWarning, match="quantization \\('NVFP4'\\), but the weights are plain"):
+        read_drafter(Folder(tmp_path))
+
+    name = next(name for name in stored if name.endswith("q_proj.weight"))
+    save(tmp_path, config, stored | {name: stored[name].astype(mx.uint8)})
     with pytest.raises(ConfigError, match="quantization_config {'quant_algo': 'NVFP4'}"):
         read_drafter(Folder(tmp_path))
 

@@ -75,7 +75,7 @@ def test_plain_weights_of_a_config_that_names_a_quantization(
     said = {"quantization_config": {"quant_method": method, "bits": 4, "group_size": 128}}
     config |= {"text_config": {"model_type": "llama", **said}} if nested else said
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.warns(UserWarning, match=f"says quant_method '{method}', but the weights are"):
+    with pytest.warns(UserWarning, match=f"quantization \\('{method}'\\), but the weights are"):
         target = load_target(str(folder), bits=8 if method == "awq" else None)
     if method == "awq":
         assert isinstance(target.model.layers[0].mlp.up_proj, nn.QuantizedLinear)
