@@ -22,7 +22,7 @@ from dflash_mlx.loading.registry import (
     pairs,
     suggestion,
 )
-from dflash_mlx.loading.sizes import BITS, CONTEXT, MemoryNeed, memory_need, size_of
+from dflash_mlx.loading.sizes import BITS, CONTEXT, MemoryNeed, bits_on_load, memory_need, size_of
 from dflash_mlx.machine.chips import Chip, chip_named, find_chip
 from dflash_mlx.machine.facts import GB, usable_bytes, working_set
 from dflash_mlx.validation import path_kind
@@ -36,6 +36,10 @@ YOURS = "Your Mac"  # the panel that --help shows
 CHIP = "Predict speeds for M1 to M5 Max. Default: this machine's chip."
 MEMORY = "The memory of a Mac. Default: what this machine has."
 MORE_BITS = 8
+LABEL = len("drafter (default)")  # the widest label of a model's details
+MARK = " *"
+MARKED = f"* no {BITS}-bit conversion is known: 16-bit download, quantized by --target-bits {BITS}"
+DETAILS = f"GB of weights + drafter + {CONTEXT:,} tokens of context"
 SUM = f"GB: weights ({BITS}-bit, or as published) + drafter + {CONTEXT:,} tokens of context"
 
 
@@ -107,13 +111,16 @@ def models(
         rows = [_as_json(pair, mac, copies) for pair in named]
         print_json({**about, "context": CONTEXT, "pairs": rows})
     elif len(named) == 1:
-        for line in _details(named[0], mac, copies, hub):
-            stdout().print(Text(line), soft_wrap=True)
+        stdout().print(Text(f"{named[0].targets[0]}: {DETAILS}"), soft_wrap=True)
+        for label, text in _details(named[0], mac, copies, hub):
+            stdout().print(Text(f"  {label:{LABEL}}  {text}"), soft_wrap=True)
     else:
         _list(named, mac, everything or bool(name))
         here = [pair for pair in named if any(map(pair.matches, copies))]
         _note_names("Downloaded", here)
-        note("'dflash-mlx models NAME' shows downloads and drafters.")
+        note("Names are short: 'dflash-mlx models NAME' shows the full name to type.")
+    if memory is not None and chip is None and not json:
+        note("Add --chip M4 for predicted speeds.")
 
 
 def _device() -> str:
@@ -156,11 +163,12 @@ def _list(named: list[KnownPair], mac: Mac, everything: bool) -> None:
 def _print_rows(shown: list[KnownPair], mac: Mac, with_fits: bool) -> None:
     """A row for each target: its memory, and its predicted speed if the chip is known."""
     titles = ["", "GB"]
-    titles += ["plain", "drafting gains above"] if mac.chip else []
+    titles += ["plain speed", "drafting pays above"] if mac.chip else []
     titles += [""] if with_fits else []
     rows = [titles]
     for pair in shown:
-        cells = [pair.short, _sum(memory_need(pair))]
+        mark = MARK if bits_on_load(pair) else ""
+        cells = [pair.short + mark, _sum(memory_need(pair))]
         if mac.chip is not None:
             cells += _speeds(pair, mac.chip)
         if with_fits:
@@ -170,7 +178,9 @@ def _print_rows(shown: list[KnownPair], mac: Mac, with_fits: bool) -> None:
     for name, *figures in rows:
         cells = [name.ljust(widths[0])]
         cells += [cell.rjust(width) for cell, width in zip(figures, widths[1:], strict=True)]
-        stdout().print(Text(" ".join(cells).rstrip()), soft_wrap=True)
+        stdout().print(Text("  ".join(cells).rstrip()), soft_wrap=True)
+    if any(map(bits_on_load, shown)):
+        stdout().print(MARKED)
 
 
 def _sum(need: MemoryNeed | None) -> str:
@@ -182,12 +192,12 @@ def _sum(need: MemoryNeed | None) -> str:
 
 
 def _speeds(pair: KnownPair, chip: Chip) -> list[str]:
-    """Predicted plain tokens per second, and tokens per step from which drafting gains."""
+    """Predicted plain tokens per second, and tokens per step above which drafting pays."""
     size = size_of(pair)
     if size is None:
         return [NOTHING, NOTHING]
     plain = rate(1 / size.plain_seconds(chip))
-    return [f"{plain} tok/s", f"{size.gains_above(chip):.1f} tokens a step"]
+    return [f"{plain} tok/s", f"{size.gains_above(chip):.1f} tokens/step"]
 
 
 def _note_names(what: str, some: list[KnownPair]) -> None:
@@ -196,47 +206,60 @@ def _note_names(what: str, some: list[KnownPair]) -> None:
         note(f"{what}: {', '.join(pair.short for pair in some)}.")
 
 
-def _details(pair: KnownPair, mac: Mac, copies: dict[str, int], hub: Hub) -> Iterator[str]:
-    """Memory and speed of one target, what to download, and the drafters, the first one first."""
-    yield f"{pair.targets[0]}: GB of weights + drafter + {CONTEXT:,} tokens of context"
-    size = size_of(pair)
-    stored = size is not None and size.stored is not None
-    for bits in (BITS,) if stored else (BITS, MORE_BITS):
-        fits = {True: "fits", False: "does not fit", None: "size not known:"}[mac.fits(pair, bits)]
-        title = "as published" if stored else f"{bits} bits"
-        yield f"  {title:13}{_sum(memory_need(pair, bits))}  {fits} {mac.name}"
+def _details(
+    pair: KnownPair, mac: Mac, copies: dict[str, int], hub: Hub
+) -> Iterator[tuple[str, str]]:
+    """Labels and texts: memory, speed, downloads, drafters (the default first), what to type."""
+    yield from _needs(pair, mac)
     if pair.unsupported:
-        yield f"  cannot run yet: {pair.unsupported}"
+        yield "cannot run yet", pair.unsupported
+    size = size_of(pair)
     if mac.chip is not None and size is not None:
-        plain, gains = _speeds(pair, mac.chip)
-        yield f"  predicted    {plain} plainly; drafting gains above {gains}"
+        plain, pays = (cell.replace("/step", " per step") for cell in _speeds(pair, mac.chip))
+        yield "speed", f"{plain} without drafting (predicted); drafting pays above {pays}"
     drafters = [one for one in pair.drafters if one.refused is None]
     names = [pair.download, *(one.drafter for one in drafters[:1])]
     sizes = _estimated_downloads(pair) | _download_sizes(names, copies, hub)
-    yield f"  download     {pair.download}{sizes.get(pair.download, '')}"
+    bits = bits_on_load(pair)
+    on_load = " (16 bits, quantized on load)" * (bits is not None)
+    yield "download", f"{pair.download}{sizes.get(pair.download, '')}{on_load}"
     for other in pair.targets[1:]:
-        yield f"  also         {other}"
+        yield "also", other
     for place, one in enumerate(drafters):
         license = f" (license: {one.license})" * bool(one.license)
-        thoughts = " (made for answers without thoughts: --no-think)" * (one.thinking is False)
-        what = "drafts first" if place == 0 else "or --draft"
-        yield f"  {what:12} {one.drafter}{sizes.get(one.drafter, '')}{license}{thoughts}"
+        reasoning = " (trained without reasoning: use --no-think)" * (one.thinking is False)
+        label = "drafter (default)" if place == 0 else "other drafters" * (place == 1)
+        yield label, f"{one.drafter}{sizes.get(one.drafter, '')}{license}{reasoning}"
     for copy, copy_size in copies.items():
         if pair.matches(copy) or copy in {one.drafter for one in drafters}:
-            yield f"  downloaded   {copy}, {sized(copy_size)}"
+            yield "downloaded", f"{copy}, {sized(copy_size)}"
+    quantized = "" if bits is None else f" --target-bits {bits}"
     no_think = " --no-think" * (pair.drafters[0].thinking is False)
-    yield f"  try          dflash-mlx chat --model {pair.download}{no_think}"
+    yield "try", f"dflash-mlx chat --model {pair.download}{quantized}{no_think}"
+
+
+def _needs(pair: KnownPair, mac: Mac) -> Iterator[tuple[str, str]]:
+    """Labels and texts: what a target takes of the memory, and whether it fits."""
+    size = size_of(pair)
+    if size is None:
+        yield "memory", "size not known"
+        return
+    for bits in (BITS, MORE_BITS) if size.stored is None else (BITS,):
+        fits = "fits" if mac.fits(pair, bits) else "does not fit"
+        label = f"{bits} bits" if size.stored is None else "as published"
+        yield label, f"{_sum(memory_need(pair, bits))}  {fits} {mac.name}"
 
 
 def _estimated_downloads(pair: KnownPair) -> dict[str, str]:
-    """The sizes of downloads as their parameters say: of a conversion, and of the first drafter."""
-    size, found = size_of(pair), dict[str, str]()
+    """The sizes of downloads as their parameters say: of the target, and of the first drafter."""
+    size = size_of(pair)
     if size is None:
-        return found
-    if pair.conversion is not None or size.stored is not None:
-        found[pair.download] = f", about {sized(size.weights(BITS))}"
-    found[pair.drafters[0].drafter] = f", about {sized(2 * GB * size.drafter)}"
-    return found
+        return {}
+    target = size.published_weights if pair.conversion is None else size.weights(BITS)
+    return {
+        pair.download: f", about {sized(target)}",
+        pair.drafters[0].drafter: f", about {sized(2 * GB * size.drafter)}",
+    }
 
 
 def _download_sizes(names: list[str], copies: dict[str, int], hub: Hub) -> dict[str, str]:
@@ -264,6 +287,7 @@ def _as_json(pair: KnownPair, mac: Mac, copies: dict[str, int]) -> dict[str, Any
         "targets": list(pair.targets),
         "also": [asdict(other) for other in others],
         "download": pair.download,
+        "target_bits": bits_on_load(pair),  # what --target-bits has to be for `memory` to hold
         "memory": {
             str(bits): need and asdict(need) | {"total": need.total} for bits, need in needs.items()
         },

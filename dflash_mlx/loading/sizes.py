@@ -50,6 +50,12 @@ class ModelSize:
         return GB * ((self.dense + self.lookup) * dense + self.experts * self.expert * expert)
 
     @property
+    def published_weights(self) -> float:
+        """Bytes of the target's weights as published: 16 bits each unless `stored` says less."""
+        dense, expert = self.stored or (2.0, 2.0)
+        return GB * ((self.dense + self.lookup) * dense + self.experts * self.expert * expert)
+
+    @property
     def drafter_bytes(self) -> float:
         """Bytes of the drafter in memory: a large one is loaded in 4 bits, others in 16."""
         parameters = GB * self.drafter
@@ -117,6 +123,16 @@ def _sizes() -> dict[str, ModelSize]:
 def size_of(pair: KnownPair) -> ModelSize | None:
     """The size of a pair's target; None if its shapes are not known."""
     return _sizes().get(pair.short)
+
+
+def bits_on_load(pair: KnownPair) -> int | None:
+    """The bits that the download has to be quantized to on load, to take what `memory_need` says.
+
+    None for a conversion, for weights that their publisher has quantized, and if the size is not
+    known.
+    """
+    size = size_of(pair)
+    return BITS if size is not None and size.stored is None and not pair.conversion else None
 
 
 def memory_need(pair: KnownPair, bits: int = BITS) -> MemoryNeed | None:

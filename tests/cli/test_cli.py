@@ -75,8 +75,8 @@ def test_models_says_what_is_downloaded(monkeypatch):
     monkeypatch.setattr("dflash_mlx.loading.hub.Hub.copies", lambda _: copies)
     assert "Downloaded: Qwen3-8B." in run("models", "--memory", "16").stderr
     shown = run("models", "Qwen3-8B").stdout
-    assert "downloaded   mlx-community/Qwen3-8B-4bit, 4.6 GB" in shown
-    assert "downloaded   z-lab/Qwen3-8B-DFlash-b16, 1.0 GB" in shown
+    assert "downloaded         mlx-community/Qwen3-8B-4bit, 4.6 GB" in shown
+    assert "downloaded         z-lab/Qwen3-8B-DFlash-b16, 1.0 GB" in shown
     listed = json.loads(run("models", "--json").stdout)["pairs"]
     [row] = [row for row in listed if row["downloaded"]]
     assert row["drafter_bytes"] == 10**9

@@ -47,8 +47,9 @@ def test_a_pair_comes_and_goes(server):
     assert asked.count(f"/api/models/{TARGET}") == 1  # for the sizes of its files
     server.repositories["mlx-community/Qwen3-8B-4bit"] = server.repositories[TARGET]
     shown = run("models", "Qwen3-8B").stdout
-    assert "download     mlx-community/Qwen3-8B-4bit, 0.7 MB" in shown
-    assert f"drafts first {DRAFTER}, 0." in shown and f"downloaded   {TARGET}, 0.7 MB" in shown
+    assert "download           mlx-community/Qwen3-8B-4bit, 0.7 MB" in shown
+    assert f"drafter (default)  {DRAFTER}, 0." in shown
+    assert f"downloaded         {TARGET}, 0.7 MB" in shown
     listed = run("list").stdout.splitlines()
     assert len(listed) == 3 and listed[1].split() == [TARGET, "0.7", "MB", "yes"]
     removed = run("rm", TARGET)
@@ -147,6 +148,6 @@ def test_a_hub_that_does_not_answer_is_asked_once(server, monkeypatch):
     asked = Mock(side_effect=DownloadError("no answer"))
     monkeypatch.setattr(Hub, "remote_bytes", asked)
     shown = run("models", "qwen3-4b").stdout
-    assert "download     mlx-community/Qwen3-4B-4bit, about 2.3 GB\n" in shown
-    assert "drafts first z-lab/Qwen3-4B-DFlash-b16, about 1.1 GB" in shown
+    assert "download           mlx-community/Qwen3-4B-4bit, about 2.3 GB\n" in shown
+    assert "drafter (default)  z-lab/Qwen3-4B-DFlash-b16, about 1.1 GB" in shown
     assert asked.call_count == 1

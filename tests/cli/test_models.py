@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from unittest.mock import Mock
 
 import pexpect
 import pytest
@@ -11,12 +12,15 @@ from program import run
 from terminal import Terminal
 
 from dflash_mlx.cli import models
+from dflash_mlx.errors import DownloadError
+from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import pairs
+from dflash_mlx.loading.sizes import size_of
 from dflash_mlx.machine.facts import working_set
 
 README = Path(__file__).parents[2] / "README.md"
 GIB = 2**30
-SUM = re.compile(r"^(\S+) +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = +([\d.]+)(.*)$")
+SUM = re.compile(r"^(\S+)(?: \*)? +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = +([\d.]+)(.*)$")
 
 
 def listed(text):
@@ -36,7 +40,7 @@ def test_every_model_has_a_row_or_a_word(memory, chip):
         name for name in names if not re.search(rf"(^|[ ]){re.escape(name)}\b", text, re.M)
     ] == []
     rows = listed(done.stdout)
-    assert rows and len(done.stdout.splitlines()) <= models.ROWS + 2
+    assert rows and len(done.stdout.splitlines()) <= models.ROWS + 3
     limit = working_set(memory * GIB) / 1e9
     for name, (weights, drafter, context, total, _) in rows.items():
         assert total <= limit + 0.05, name
@@ -56,7 +60,7 @@ def test_gb_mean_the_same_in_every_list():
         assert parts == pytest.approx(row[:4], abs=0.051)
     details = run("models", "Qwen3-4B", "--memory", "48").stdout
     weights, drafter, context, total, _ = plain["Qwen3-4B"]
-    assert f"4 bits       {weights} + {drafter} + {context} =  {total}  fits" in details
+    assert f"4 bits             {weights} + {drafter} + {context} =  {total}  fits" in details
 
 
 def test_all_lists_what_does_not_fit_too():
@@ -71,9 +75,11 @@ def test_all_lists_what_does_not_fit_too():
 def test_a_chip_adds_predicted_speeds():
     done = run("models", "--memory", "16", "--chip", "m4")
     rows = listed(done.stdout)
+    assert re.search(r"GB +plain speed  drafting pays above$", done.stdout, re.M)
     assert "predictions, not measurements" in done.stderr
+    assert "--chip" not in done.stderr
     for *_, rest in rows.values():
-        assert re.fullmatch(r" *\d+ tok/s +\d\.\d tokens a step", rest)
+        assert re.fullmatch(r" *\d+ tok/s +\d\.\d tokens/step", rest)
     faster = listed(run("models", "--memory", "16", "--chip", "M4 Max").stdout)
     speed = {name: int(row[4].split()[0]) for name, row in rows.items()}
     assert all(int(faster[name][4].split()[0]) > speed[name] for name in speed)
@@ -100,13 +106,15 @@ def test_a_name_shows_what_drafts_first_and_what_to_type():
     shown = run("models", "mlx-community/Qwen3-8B-4bit", "--chip", "M4", "--memory", "16").stdout
     lines = [line.strip() for line in shown.splitlines()]
     assert lines[0].startswith("Qwen/Qwen3-8B: GB of weights + drafter + 16,000 tokens")
-    [first] = [line for line in lines if line.startswith("drafts first")]
-    assert "z-lab/Qwen3-8B-DFlash-b16" in first and "--no-think" in first
-    assert lines.index(first) + 1 == next(i for i, x in enumerate(lines) if "or --draft" in x)
-    assert "22 tok/s plainly; drafting gains above 2.2 tokens a step" in shown
-    assert (
-        lines[-1] == "try          dflash-mlx chat --model mlx-community/Qwen3-8B-4bit --no-think"
-    )
+    [first] = [line for line in lines if line.startswith("drafter (default)")]
+    assert "z-lab/Qwen3-8B-DFlash-b16" in first
+    assert first.endswith("(trained without reasoning: use --no-think)")
+    others = [place for place, line in enumerate(lines) if line.startswith("other drafters")]
+    assert lines.index(first) + 1 == others[0]
+    speed = "22 tok/s without drafting (predicted); drafting pays above 2.2 tokens per step"
+    assert speed in shown
+    tried = "dflash-mlx chat --model mlx-community/Qwen3-8B-4bit --no-think"
+    assert lines[-1].split(maxsplit=1) == ["try", tried]
     many = run("models", "27b", "--memory", "24")
     assert {"Qwen3.8-27B", "Ternary-Bonsai-27B"} <= listed(many.stdout).keys()
 
@@ -126,6 +134,79 @@ def test_no_name_is_a_dead_end():
     assert "Did you mean" in run("models", "qwen3-7b").stderr
     for name in ("tiny", "smollm2"):
         assert f"{name} comes with its drafter" in run("models", name).stderr
+
+
+QUANTIZED_ON_LOAD = [
+    pair.short
+    for pair in pairs()
+    if pair.conversion is None and (size := size_of(pair)) is not None and size.stored is None
+]
+
+
+@pytest.mark.parametrize("name", QUANTIZED_ON_LOAD)
+def test_what_is_promised_in_4_bits_is_tried_in_4_bits(name, monkeypatch):
+    """Without a conversion, the original is downloaded and --target-bits 4 quantizes it."""
+    monkeypatch.setattr(Hub, "remote_bytes", Mock(side_effect=DownloadError("no answer")))
+    [pair] = [pair for pair in pairs() if pair.short == name]
+    original = pair.targets[0]
+    size = size_of(pair)
+    published = 2 * (size.dense + size.lookup + size.experts * size.expert)
+    shown = run("models", original).stdout
+    assert re.search(rf"^  try .*--model {original} --target-bits 4$", shown, re.M)
+    about = f"{original}, about {published:.1f} GB (16 bits, quantized on load)"
+    assert re.search(rf"^  download +{re.escape(about)}$", shown, re.M)
+    content = json.loads(run("models", original, "--json").stdout)
+    assert content["pairs"][0]["target_bits"] == 4
+
+
+def test_the_examples_of_models_without_a_conversion(monkeypatch):
+    monkeypatch.setattr(Hub, "remote_bytes", lambda self, name: 19_300_000_000)
+    shown = run("models", "Qwen3.5-9B").stdout
+    assert "dflash-mlx chat --model Qwen/Qwen3.5-9B --target-bits 4\n" in shown
+    assert "Qwen/Qwen3.5-9B, 19.3 GB (16 bits, quantized on load)\n" in shown
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "gpt-oss-20b", "gpt-oss-120b", "MiniCPM5-2B"])
+def test_what_is_quantized_or_not_known_is_tried_as_it_is(name, monkeypatch):
+    monkeypatch.setattr(Hub, "remote_bytes", Mock(side_effect=DownloadError("no answer")))
+    shown = run("models", name).stdout
+    assert "--target-bits" not in shown and "quantized on load" not in shown
+    assert json.loads(run("models", name, "--json").stdout)["pairs"][0]["target_bits"] is None
+
+
+def test_the_list_marks_what_is_quantized_on_load():
+    meaning = "* no 4-bit conversion is known: "
+    done = run("models", "--all", "--memory", "64")
+    marked = re.findall(r"^(\S+) \* ", done.stdout, re.M)
+    assert sorted(marked) == sorted(QUANTIZED_ON_LOAD)
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(meaning) and "--target-bits 4" in last and len(last) <= 80
+    assert meaning not in run("models", "Qwen3-Coder-30B", "--json").stdout
+    assert meaning not in run("models", "gpt-oss").stdout, "no row is marked"
+
+
+def test_the_list_says_how_to_get_from_a_short_name_to_the_full_one():
+    done = run("models", "--memory", "64", "--chip", "M4")
+    full = "Names are short: 'dflash-mlx models NAME' shows the full name to type."
+    assert done.stderr.splitlines()[-1] == full
+    shown = run("models", "Qwen3-Coder-Next").stdout
+    assert "--model Qwen/Qwen3-Coder-Next" in shown
+
+
+@pytest.mark.parametrize("name", [[], ["Qwen3-8B"]])
+def test_a_mac_without_a_chip_has_no_speeds_and_is_told_so(name):
+    done = run("models", *name, "--memory", "16")
+    assert "tok/s" not in done.stdout
+    assert done.stderr.splitlines()[-1] == "Add --chip M4 for predicted speeds."
+    assert "--chip" not in run("models", *name, "--memory", "16", "--chip", "M4").stderr
+    assert not run("models", *name, "--memory", "16", "--json").stderr
+
+
+def test_a_size_that_is_not_known_is_one_line():
+    shown = run("models", "GLM-5.2", "--memory", "512").stdout
+    [line] = [line for line in shown.splitlines() if "size not known" in line]
+    assert line.split(maxsplit=1) == ["memory", "size not known"]
+    assert " bits" not in shown
 
 
 @pytest.mark.slow
