@@ -18,7 +18,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, cast
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -125,7 +125,12 @@ def explained(name: str, endpoint: str | None = None, offline: bool = False) -> 
 
 def _explain(name: str, endpoint: str | None, offline: bool, error: Exception) -> DFlashError:
     """Our error for a failed request: what happened and what to do, in one line."""
-    hub, also = endpoint or "the hub", suggestion(name)
+    also = suggestion(name)
+    hub = endpoint or constants.ENDPOINT
+    unreachable = (
+        f"cannot reach {hub} ({error_text(error.__cause__ or error)}). Check the network or proxy, "
+        "or use --offline with a downloaded model."
+    )
     if isinstance(error, GatedRepoError):
         return DownloadError(f"{name} is gated: accept its terms on its page, then {LOGIN}.")
     if isinstance(error, RepositoryNotFoundError):
@@ -134,11 +139,13 @@ def _explain(name: str, endpoint: str | None, offline: bool, error: Exception) -
     if isinstance(error, HFValidationError):
         return ModelNotFoundError(f"{name!r} cannot be the name of a repository.")
     if isinstance(error, LocalEntryNotFoundError):
-        where = "offline mode is on" if offline else f"{hub} cannot be reached"
-        return DownloadError(f"{name} is not downloaded, or not completely, and {where}.{also}")
+        why = ", and offline mode is on." if offline else f"; {unreachable}"
+        return DownloadError(f"{name} is not downloaded, or not completely{why}{also}")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
-    return DownloadError(f"{name}: no answer from {hub} ({error_text(error)}); run this again.")
+    if isinstance(error, HfHubHTTPError) or getattr(error, "filename", None):  # or of the disk
+        return DownloadError(f"{name}: no answer from {hub} ({error_text(error)}); run this again.")
+    return DownloadError(f"{name}: {unreachable}")
 
 
 def answer(settings: dict[str, Any]) -> dict[str, str]:

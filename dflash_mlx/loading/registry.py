@@ -63,7 +63,7 @@ _EMBEDDED_FOLDERS = {
     ("smollm2", "drafter"): "smollm2",
 }
 _SIMILARITY = 0.75  # of a suggested name, as difflib measures it
-_SUGGESTIONS = 3
+_SUGGESTIONS = 4
 
 
 @dataclass(frozen=True)
@@ -196,15 +196,21 @@ def short(name: str) -> str:
 
 
 def known_names() -> list[str]:
-    """Embedded and pip-installed models and drafters, and the registry's targets and drafters."""
-    names = [name for pair in pairs() for name in (*pair.targets, pair.drafters[0].drafter)]
-    return [*dict.fromkeys((EMBEDDED, f"{EMBEDDED}-dflash2", *PACKAGES, *names))]
+    """Embedded and pip-installed models and drafters, and the registry's targets and drafters.
+
+    A conversion comes before its original.
+    """
+    names = [EMBEDDED, f"{EMBEDDED}-dflash2", *PACKAGES]
+    for pair in pairs():
+        names += [pair.download, *pair.targets, pair.drafters[0].drafter]
+    return [*dict.fromkeys(names)]
 
 
 def nearest(name: str) -> list[str]:
-    """Up to three known names that are most like this one, the likeliest first.
+    """Up to four known names that are most like this one, the likeliest first.
 
-    Case and owner do not matter where the rest is the same.
+    Case and owner do not matter where the rest is the same. A conversion comes before the original
+    that is like the name.
     """
 
     def last(name: str) -> str:
@@ -212,11 +218,18 @@ def nearest(name: str) -> list[str]:
 
     known = known_names()
     if same := [one for one in known if last(name) and last(one) == last(name)]:
-        return [one for one in same if one != name]
+        return [] if name in same else _with_conversions(same)
     by_key = {key: one for one in known for key in (one.lower(), last(one))}
     close = get_close_matches(name.lower(), by_key, _SUGGESTIONS, _SIMILARITY)
     close = close or get_close_matches(last(name), by_key, _SUGGESTIONS, _SIMILARITY)
-    return [*dict.fromkeys(by_key[key] for key in close)]
+    return _with_conversions([by_key[key] for key in close])
+
+
+def _with_conversions(names: list[str]) -> list[str]:
+    """The first of these names, the conversion of each target before it."""
+    conversions = {target: pair.download for pair in pairs() for target in pair.targets}
+    both = [other for name in names for other in (conversions.get(name, name), name)]
+    return [*dict.fromkeys(both)][:_SUGGESTIONS]
 
 
 def suggestion(name: str) -> str:

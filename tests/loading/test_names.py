@@ -23,8 +23,11 @@ from dflash_mlx.loading.registry import (
         ("tinny", "tiny"),
         ("smolm2", "smollm2"),
         ("tiny-dflsh2", "tiny-dflash2"),
-        ("qwen3-8b", "Qwen/Qwen3-8B"),
-        ("Qwen3/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("qwen3-8b", "mlx-community/Qwen3-8B-4bit"),
+        ("Qwen3/Qwen3-8B", "mlx-community/Qwen3-8B-4bit"),
+        ("mlx-comunity/qwen3-8b-4bit", "mlx-community/Qwen3-8B-4bit"),
+        ("gemma-4-31B-it", "google/gemma-4-31B-it"),
+        ("Qwen3-Coder-Next", "Qwen/Qwen3-Coder-Next"),
         ("z-lab/Qwen3-8B-DFlash", "z-lab/Qwen3-8B-DFlash-b16"),
     ],
 )
@@ -59,7 +62,9 @@ def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path)
     for name in ("./tinny", "nope.gguf", "folder/nope.GGUF"):
         with pytest.raises(ModelNotFoundError, match=f"No model '{name}': there is no such folder"):
             local_path(name)
-    with pytest.raises(ModelNotFoundError, match="Did you mean Qwen/Qwen3-8B?"):
+    with pytest.raises(
+        ModelNotFoundError, match="mean mlx-community/Qwen3-8B-4bit or Qwen/Qwen3-8B?"
+    ):
         local_path("https://example.org/Qwen/Qwen3-8B/")
     (broken / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     local_path(str(broken))
@@ -108,7 +113,10 @@ def test_a_folder_here_is_a_path(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, message",
-    [("qwen3-8b", "Did you mean Qwen/Qwen3-8B?"), ("/etc", "no config.json in it")],
+    [
+        ("qwen3-8b", "Did you mean mlx-community/Qwen3-8B-4bit or Qwen/Qwen3-8B?"),
+        ("/etc", "no config.json in it"),
+    ],
 )
 def test_the_command_line_says_so(name, message):
     done = run("generate", "hi", "--model", name)
@@ -120,6 +128,7 @@ def test_the_command_line_says_so(name, message):
     ("shell", "option", "begun", "name"),
     [
         ("bash", "--model", "Qwen/Qwen3-8", "Qwen/Qwen3-8B"),
+        ("bash", "--model", "mlx-community/Qwen3-8", "mlx-community/Qwen3-8B-4bit"),
         ("zsh", "--model", "smol", "smollm2"),
         ("fish", "--draft", "z-lab/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
         ("bash", "--draft", "tiny", "tiny-dflash2"),
