@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import typer
@@ -83,6 +84,9 @@ def usage_message(error: Any) -> str:
             expected = EXPECTED.get(found["type"], "").format(**found.get("ctx", {}))
             message = message.replace("Value error, ", "")
             message = f"{name} must be {expected}, not {found['input']}" if expected else message
+    if possible := getattr(error, "possibilities", None):
+        [closest] = get_close_matches(error.option_name, possible, n=1, cutoff=0)
+        message = f"No such option: {error.option_name}. Did you mean {closest}?"
     if "unexpected extra argument" in message:
         chats = error.ctx.info_name == "chat"
         advice = "put quotes around a text of several words"

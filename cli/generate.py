@@ -66,6 +66,7 @@ COUNTERS = (  # of `Stats`, for --stats and --json
 PIPED = "The prompt. Piped text follows it; '-' puts it here."
 FILES = "Add a file to the prompt; '-' is stdin. Repeatable."
 SCHEMA = "Answer with JSON that fits this schema (JSON or a file)."
+NO_PROMPT = "No prompt: give one as an argument, or pipe it in."
 COMPLETE = "Write to FILE when the answer is complete."
 
 
@@ -189,13 +190,15 @@ def _summary(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -
     """A panel about the answer; a figure behind a ~ is estimated, not measured."""
     stats, label = result.stats, "drafted" if pair.drafts else "plain"
     rows = [(label, stats.tokens_per_second, "")]
+    estimated = ""
     if compared := len(runs.runs) > 1:
         speedup = times(runs.speedup, stats.acceptance_length)
         rows = [("plain", runs.speed("plain"), ""), (label, runs.speed(runs.chain), speedup)]
     elif pair.drafter is not None and stats.rounds >= MIN_STEPS:
         if plain := pair.plain_speed():
             speedup = f"~{times(stats.tokens_per_second / plain, stats.acceptance_length)}"
-            rows = [("~plain", plain, ""), (label, stats.tokens_per_second, speedup)]
+            estimated = "plain"
+            rows = [(estimated, plain, ""), (label, stats.tokens_per_second, speedup)]
     counts = counted(stats.output_tokens, "token")
     if pair.drafts and stats.rounds:
         steps = f"{stats.acceptance_length:.1f} tokens per step in {counted(stats.rounds, 'step')}"
@@ -215,7 +218,7 @@ def _summary(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -
         if found is not None:
             verdict = (f"no, from token {found + 1} on", "bold red")
         lines.append(Text.assemble("identical to plain decoding: ", verdict))
-    body = Group(*([speeds(rows)] if stats.rounds else []), *lines)
+    body = Group(*([speeds(rows, estimated)] if stats.rounds else []), *lines)
     return Panel.fit(body, title=Text(pair.title), title_align="left", border_style="dim")
 
 
@@ -296,10 +299,10 @@ def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = Tr
         piped = _read(STDIN)
         if piped.strip() and parts and sys.stderr.isatty():
             note(f"With {counted(len(piped.splitlines()), 'line')} of standard input.")
-        if piped.strip() or not parts:
+        if piped.strip() or (piped and not parts):
             parts.append(check_text(piped, "The piped text"))
     if not parts:
-        raise PromptError("There is no prompt: give some text, or pipe it in.")
+        raise PromptError(NO_PROMPT)
     return parts[0] if len(parts) == 1 else "\n\n".join(part.strip("\n") for part in parts)
 
 

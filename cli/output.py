@@ -114,11 +114,12 @@ def make_table(*titles: str, padding: int = 2) -> Table:
     return Table(*columns, box=None, padding=(0, padding, 0, 0), pad_edge=False)
 
 
-def speeds(rows: list[tuple[str, float, str]]) -> Table:
+def speeds(rows: list[tuple[str, float, str]], estimated: str = "") -> Table:
     """Bars of speeds, the fastest the longest.
 
     Args:
         rows: name, tokens per second, and a remark such as the speedup.
+        estimated: the name of a row whose speed is estimated, not measured: ~ marks it.
     """
     fastest = max((speed for _, speed, _ in rows), default=0.0)
     bars, figure = Column(min_width=4, max_width=BAR_WIDTH), Column(justify="right", no_wrap=True)
@@ -127,7 +128,8 @@ def speeds(rows: list[tuple[str, float, str]]) -> Table:
     table = Table.grid(name, bars, figure, remarks, padding=(0, 1))
     for label, speed, remark in rows:
         bar = Bar(fastest or 1, 0, speed, color="green" if speed == fastest else "blue")
-        table.add_row(label, bar, f"{rate(speed)} tok/s", remark)
+        mark = "~" * (label == estimated)
+        table.add_row(label, bar, f"{mark}{rate(speed)} tok/s", remark)
     return table
 
 
