@@ -74,6 +74,7 @@ def bench(
     json: bool = options.JSON,
 ) -> None:
     """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns.
+
     The drafter is measured alone and in whole blocks: `generate` adds lookup and chooses lengths.
     """
     if runs_elsewhere(machines, names, weights, context):

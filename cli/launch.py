@@ -111,7 +111,7 @@ def launch(
     port: int = PORT,
     api_key: str = option(KEY, SERVER, "KEY", "The key of the running server."),
 ) -> None:
-    """Start a coding agent on this machine's model, and a server if none runs."""
+    """Start a coding agent on a local model (starts the server if needed)."""
     program = shutil.which(agent.value)
     if program is None:
         raise ServerError(f"{agent.value} is not installed: npm install -g {PACKAGES[agent]}")

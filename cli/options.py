@@ -99,8 +99,10 @@ def named(path: str) -> Path:
 
 def targets_beginning(incomplete: str) -> list[str]:
     """The known models that a shell may complete a name to."""
-    names = (*PACKAGED, *(name for pair in pairs() for name in pair.targets))
-    return [name for name in names if name.startswith(incomplete)]
+    names = [*PACKAGED]
+    for pair in pairs():
+        names += [pair.download, *pair.targets]
+    return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
 
 def drafters_beginning(incomplete: str) -> list[str]:
@@ -158,7 +160,9 @@ class Weights:
     )
     quant_mode: str = option("affine", MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")
     group_size: int | None = option(None, MODEL, "N", "Weights per scale. Default: the mode's own.")
-    kernels: str = option(AUTO, MODEL, "auto|off|exact", "Metal kernels; exact: equal bits, too.")
+    kernels: str = option(
+        AUTO, MODEL, "auto|off|exact", "Metal kernels; exact: bit-identical to plain decoding."
+    )
     offline: bool = OFFLINE
     stock_blas: bool = STOCK_BLAS
 

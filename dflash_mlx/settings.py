@@ -247,7 +247,7 @@ class RequestSettings:
         allowed="a dict",
     )
     block_size: int | None = setting(
-        *(None, "Verify N tokens in each step. Default: what is fastest.", int, 1, MAX_INT32, "N"),
+        *(None, "Verify N tokens per step. Default: the fastest.", int, 1, MAX_INT32, "N"),
         options=("--block-size", "-b"),
     )
     tree_budget: int | Literal["auto"] | None = setting(

@@ -94,7 +94,7 @@ def _row(param: Any) -> str:
 def default_of(param: Any) -> str:
     """A default as a person would type it; empty where leaving the option out says it all."""
     default = param.default
-    if default is None or callable(default):
+    if default in (None, "") or callable(default):
         return ""
     if isinstance(default, bool):
         return f"`{param.opts[0]}`" if default else ""
