@@ -3,14 +3,18 @@
 import asyncio
 import gc
 import threading
+import weakref
 
 import mlx.core as mx
 import pytest
 from serving import FakeEngine, make_target
 from starlette.testclient import TestClient
+from tinymodels import save_drafter, save_target
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
+from dflash_mlx.cli.options import Drafting, Names, Weights
+from dflash_mlx.cli.serve import Load, ModelLoader
 from dflash_mlx.engine.engine import device_thread
 from dflash_mlx.errors import NotEnoughMemoryError, WeightsError
 from dflash_mlx.serve.app import make_app
@@ -196,6 +200,44 @@ def active():
     gc.collect()
     mx.clear_cache()
     return mx.get_active_memory()
+
+
+@pytest.mark.parametrize("draft", ["a drafter", "lookup", "none"])
+async def test_what_is_unloaded_is_freed_at_once(tmp_path, draft):
+    """Loaded as `serve` does: the model, its drafter and all that its answers made.
+
+    The first model has to go after the second was loaded, and the second while the first is back.
+    """
+    settings = {"max_tokens": 12, "think": None, "reasoning_effort": None, "tree_budget": None}
+    load = Load(memory=0.1, prefix_cache=0.01)
+    loader = ModelLoader(Weights(), Drafting(), settings, set(), load, Metrics(), None)
+
+    def offered(name):
+        model = str(save_target(tmp_path / name))
+        drafter = str(save_drafter(tmp_path / f"{name}-draft")) if draft == "a drafter" else draft
+        names = Names(model, drafter)
+        return OfferedModel(name, lambda reserved: loader.open(names, reserved=reserved)[1])
+
+    models = Models([offered("a"), offered("b")])
+
+    async def answer(name):
+        """What an answer used, without a reference that keeps it."""
+        _, handler = await models.use(name)
+        stream = await handler.start([GenerationRequest(name, "Hi", {})])
+        tokens = [token async for step in stream.steps() for token in step.event.tokens]
+        assert len(tokens) == 12
+        target, drafter = handler._engine._pair
+        used = [handler, handler._engine, target, target.model, drafter]
+        return [weakref.ref(part) for part in used if part is not None]
+
+    before = active()
+    for unloaded, kept in (("a", "b"), ("b", "a")):
+        parts = await answer(unloaded)
+        await answer(kept)
+        assert await models.unload(unloaded)
+        assert [part() for part in parts] == [None] * len(parts)
+    assert await models.unload("a")
+    assert active() - before < 2**16
 
 
 def test_eight_clients_on_each_of_two_models():
