@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from threading import get_ident
+from concurrent.futures import Future
+from threading import Thread
 from typing import TypeVar
 
 T = TypeVar("T")
+
+AGAIN = 0.1  # seconds after which a thread that goes on is told to end once more
 
 
 def run_within(seconds: float, function: Callable[[], T]) -> T:
@@ -18,13 +20,31 @@ def run_within(seconds: float, function: Callable[[], T]) -> T:
     can end a single one that takes for ever, such as 9 ** 9 ** 9, and no memory is counted: this is
     for mistakes, not for attacks.
     """
-    executor = ThreadPoolExecutor(1)
-    thread = executor.submit(get_ident).result()
-    outcome = executor.submit(function)
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        if not outcome.set_running_or_notify_cancel():
+            return
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = Thread(target=run, daemon=True)
     try:
+        thread.start()
         return outcome.result(seconds)
     finally:
-        if not outcome.done():
-            exception = ctypes.py_object(SystemExit)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), exception)
-        executor.shutdown(wait=False)
+        if not (outcome.cancel() or outcome.done()):
+            Thread(target=_end, args=(thread, outcome), daemon=True).start()
+
+
+def _end(thread: Thread, outcome: Future[T]) -> None:
+    """Raise `SystemExit` in a thread until it ends.
+
+    Once is not enough: Python drops an exception in a finalizer, which runs in any thread.
+    """
+    exception = ctypes.py_object(SystemExit)
+    while thread.is_alive() and not outcome.done():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), exception)
+        thread.join(AGAIN)

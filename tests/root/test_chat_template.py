@@ -1,5 +1,6 @@
 """Chat templates say what they say in transformers, and one that never ends is ended."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -49,6 +50,13 @@ REFUSED = [
     "{{ ''.__class__.__mro__ }}",
     "{{",
 ]
+
+
+def check_ended(threads):
+    """Whatever runs besides these threads ends."""
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -120,9 +128,7 @@ def test_a_template_that_never_ends_is_ended(template, speaker, monkeypatch):
     with monkeypatch.context() as shorter, pytest.raises(TemplateLimitError, match="takes longer"):
         shorter.setattr(chat_template, "SECONDS", 0.1)
         apply_chat_template(speaker, SAID)
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    check_ended(threads)
     speaker.chat_template = TEMPLATES[0]
     assert "hello" in apply_chat_template(speaker, SAID)
 
@@ -135,7 +141,15 @@ def test_a_template_that_fails_is_one_line(template, speaker):
     assert "\n" not in str(told.value) and len(str(told.value)) < 400
 
 
-def test_who_stops_waiting_ends_the_call():
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises `KeyboardInterrupt`: a job in the background was told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_who_stops_waiting_ends_the_call(ctrl_c):
     """As Ctrl-C does, which is raised in the thread that waits."""
     threads = set(threading.enumerate())
 
@@ -146,6 +160,19 @@ def test_who_stops_waiting_ends_the_call():
 
     with pytest.raises(KeyboardInterrupt):
         run_within(60, endless)
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    check_ended(threads)
+
+
+def test_a_call_that_does_not_hear_its_end_is_told_again():
+    """Python drops an exception in a finalizer, and garbage may be collected at any time."""
+    threads = set(threading.enumerate())
+
+    def endless():
+        for _ in range(3):
+            with contextlib.suppress(SystemExit):
+                while True:
+                    pass
+
+    with pytest.raises(TimeoutError):
+        run_within(0.01, endless)
+    check_ended(threads)
