@@ -53,7 +53,8 @@ class ServerProcess:
     """
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
-        self.name, self._log = name, TemporaryFile("w+")
+        self.name = name
+        self._log = TemporaryFile("w+")
         with socket.create_server(("127.0.0.1", 0)) as bound:
             port = bound.getsockname()[1]
         self.process = subprocess.Popen(
@@ -91,7 +92,9 @@ class ServerProcess:
         for attempt in range(ATTEMPTS):
             before = self.cpu_seconds
             try:
-                found = measure_concurrency(self.client, asked, clients, max_tokens)
+                found = measure_concurrency(
+                    self.client, prompts=asked, clients=clients, max_tokens=max_tokens
+                )
                 break
             except ServerError as error:
                 print(f"{self.name}: {error}", file=sys.stderr)
@@ -106,7 +109,8 @@ class ServerProcess:
         talk.append({"role": "user", "content": question})
         result, _ = self.client.ask(talk, max_tokens, 0.0, 0)
         talk.append({"role": "assistant", "content": result.text})
-        stats, cpu = result.stats, self.cpu_seconds - before
+        stats = result.stats
+        cpu = self.cpu_seconds - before
         return (
             f"{self.name:11}{stats.reused_tokens:5} of {stats.prompt_tokens:5} tokens reused  "
             f"first text {1e3 * stats.first_token_seconds:7,.0f} ms  {cpu:5.2f} s of CPU"

@@ -57,7 +57,8 @@ def commands(page: str) -> list[Command]:
         if line.startswith("```"):
             if language == "python":
                 found.append(Command(program, python=True))
-            language, program = (line[3:].strip() if language is None else None), ""
+            language = line[3:].strip() if language is None else None
+            program = ""
         elif language == "python":
             program += line
         elif (language is not None or line.startswith("    ")) and PROGRAMS.match(text):
@@ -77,7 +78,8 @@ def type_in(typed: list[Command], folder: Path, shell: str = "bash") -> int:
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
     with tempfile.TemporaryDirectory() as home:
         environment = kept | {"PATH": path, "HOME": home, "LANG": "C.UTF-8"}
-        pasted, program = "\n".join([*lines, "exit 0", ""]), SHELLS[shell]
+        pasted = "\n".join([*lines, "exit 0", ""])
+        program = SHELLS[shell]
         done = subprocess.run(program, cwd=folder, env=environment, input=pasted, text=True)
     return done.returncode
 

@@ -29,7 +29,10 @@ from typing import Any
 from experiment import embedded_ids, mlx_lm_tokens, options_of
 
 HERE = Path(__file__).resolve().parents[1]
-MLX_LM, PLAIN, SHIPPED, BLOCKS = "mlx-lm", "plain", "shipped", "blocks"
+MLX_LM = "mlx-lm"
+PLAIN = "plain"
+SHIPPED = "shipped"
+BLOCKS = "blocks"
 COLUMNS = ("question", "prompt", "problem", "text", "turns")  # of a suite, the first that is there
 ROWS = (1, 4, 8, 16)
 
@@ -54,14 +57,23 @@ def main() -> None:
         answer(given.worker, given.stock_blas)
         return
     if given.quick:
-        given.limit, given.max_tokens, given.bits, given.requests = 1, 48, 400, "1,8,32"
+        given.limit = 1
+        given.max_tokens = 48
+        given.bits = 400
+        given.requests = "1,8,32"
     for model in given.models.split(","):
         workers = {"": Worker(HERE, model)}
         if given.against:
             workers["before: "] = Worker(Path(given.against), model)
         print(f"\n{model}, {workers[''].ask(about=True)['blas']}", flush=True)
         methods = given.methods.split(",")
-        compare(workers, methods, prompts_of(given.data), given.limit, given.max_tokens)
+        compare(
+            workers,
+            methods=methods,
+            classes=prompts_of(given.data),
+            limit=given.limit,
+            max_tokens=given.max_tokens,
+        )
         if given.bits:
             costs = zip(ROWS, workers[""].ask(rows=ROWS)["costs"], strict=True)
             print("a step of " + ", ".join(f"{rows} rows: {cost:.2f}" for rows, cost in costs))
@@ -219,7 +231,8 @@ def _row_costs(target: Any, counts: list[int]) -> list[float]:
 
     import dflash_mlx as dm
 
-    session, (prompt, text) = target.start(()), _text_of(target, 0)
+    session = target.start(())
+    (prompt, text) = _text_of(target, 0)
     for _ in session.prefill(prompt):
         pass
     seconds: dict[int, list[float]] = defaultdict(list)
@@ -238,11 +251,15 @@ def _compare_bits(target: Any, most: int) -> tuple[int, int]:
 
     import dflash_mlx as dm
 
-    random, tokens, different, number = Random(0), 0, 0, 0
+    random = Random(0)
+    tokens = 0
+    different = 0
+    number = 0
     while tokens < most:
         prompt, text = _text_of(target, number)
         number += 1
-        plain, drafted = target.start(()), target.start(())
+        plain = target.start(())
+        drafted = target.start(())
         for session in (plain, drafted):
             for _ in session.prefill(prompt):
                 pass
@@ -258,7 +275,8 @@ def _compare_bits(target: Any, most: int) -> tuple[int, int]:
                 alone, _ = plain.verify(dm.Proposal([text[at + row]]))
                 different += not mx.array_equal(alone[0], logits[row]).item()
                 plain.commit([0])
-            at, tokens = at + right, tokens + right
+            at = at + right
+            tokens = tokens + right
     return tokens, different
 
 

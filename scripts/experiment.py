@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Primitives that read their input in place.
 VIEWS = {"AsStrided", "Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze"}
 VIEWS |= {"StopGradient", "Transpose", "Unflatten", "View"}
-Name, Result = TypeVar("Name"), TypeVar("Result")
+Name = TypeVar("Name")
+Result = TypeVar("Result")
 
 
 def options_of(doc: str | None, **defaults: Any) -> argparse.Namespace:

@@ -91,7 +91,8 @@ class Either:
     real = False
 
     def __call__(self, **definition: Any) -> Any:
-        own, other = mx.fast.metal_kernel(**definition), stand_in(**definition)
+        own = mx.fast.metal_kernel(**definition)
+        other = stand_in(**definition)
         return lambda **call: (own if self.real else other)(**call)
 
 
@@ -124,14 +125,15 @@ def target_of(config: dict[str, Any], layers: int, factory: Either | None) -> Ta
     Quantization(4, 64).apply(model)
     model.update(tree_map(lambda array: mx.zeros(array.shape, array.dtype), model.parameters()))
     # As where every product and attention of this many rows was chosen to be ours.
-    wiring = factory and wire(model, config, Kernels(factory), {}, exact=True)
+    wiring = factory and wire(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
     tokenizer = type("Tokenizer", (), {"eos_token_ids": (), "has_chat_template": False})()
-    return Target(model, tokenizer, config, "host", wiring)
+    return Target(model, tokenizer=tokenizer, config=config, name="host", wiring=wiring)
 
 
 def build(target: Target, rows: int) -> tuple[float, mx.array]:
     """Seconds that the host takes to build a verify, and its lazy logits."""
-    session, proposal = target.start(), Proposal([7] * rows)
+    session = target.start()
+    proposal = Proposal([7] * rows)
     with on_a_gpu():
         start = time.perf_counter()
         logits, _ = session.verify(proposal)
@@ -165,7 +167,7 @@ def main() -> None:
         kernels = Either()
         pairs = [[target_of(config, n * period, of) for n in (1, 2)] for of in (None, kernels)]
         mx.eval([target.model.parameters() for targets in pairs for target in targets])
-        best = fastest(pairs, kernels, args.rows, args.repeats)
+        best = fastest(pairs, kernels=kernels, rows=args.rows, repeats=args.repeats)
         micros = [1e6 * (more - less) / period for less, more in best]
         for side, targets in zip(("MLX", "ours"), pairs, strict=True):
             less, more = (graph_nodes(build(target, args.rows)[1]) for target in targets)

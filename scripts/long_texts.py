@@ -25,7 +25,9 @@ class Knowing:
     """Drafts as a network does, at its cost, but what follows in a known text."""
 
     def __init__(self, network: Any) -> None:
-        self.network, self.tap_layers, self.block_size = network, network.tap_layers, 16
+        self.network = network
+        self.tap_layers = network.tap_layers
+        self.block_size = 16
         self.text: list[int] = []
 
     def start(self, target: Any, sampler: Any) -> Any:
@@ -48,7 +50,8 @@ class Knowing:
 
 def mlx_lm_seconds(target: Any, prompt: list[int], max_tokens: int) -> Seconds:
     """The seconds of mlx-lm's own loop."""
-    start, times = time.perf_counter(), list[float]()
+    start = time.perf_counter()
+    times = list[float]()
     for _ in mlx_lm_tokens(target, prompt, max_tokens):
         times.append(time.perf_counter() - start)
     later = (times[-1] - times[1]) / (len(times) - 2)
@@ -62,7 +65,8 @@ def seconds(target: Any, drafter: Any, prompt: list[int], max_tokens: int) -> Se
     policy = None if drafter is None else dm.DraftPolicy.of(target, drafter)
     start = time.perf_counter()
     result = dm.generate(target, drafter, prompt, max_tokens=max_tokens, policy=policy)
-    total, stats = time.perf_counter() - start, result.stats
+    total = time.perf_counter() - start
+    stats = result.stats
     first = stats.first_round_seconds
     later = (stats.decode_seconds - first) / max(1, stats.rounds - 1)
     return total, stats.first_token_seconds, first, later

@@ -142,7 +142,8 @@ def support(body: type[Body], depth: int) -> dict[str, str]:
 
     Names of fields in fields have a dot. `depth` is the most parts of a name.
     """
-    schema, found = body.model_json_schema(), dict[str, str]()
+    schema = body.model_json_schema()
+    found = dict[str, str]()
     properties = schema.get("$defs", {}).get(body.__name__, schema)["properties"]
     for name, field in body.model_fields.items():
         alias = field.validation_alias or field.alias or name
@@ -176,7 +177,8 @@ def _support(schema: dict[str, Any]) -> str:
 
 def _range(schema: dict[str, Any]) -> str:
     """The bounds of a field's values, as ", 0 to 2"."""
-    low, high = schema.get("minimum"), schema.get("maximum")
+    low = schema.get("minimum")
+    high = schema.get("maximum")
     if (above := schema.get("exclusiveMinimum")) is not None:
         return f", above {above}" + (f", {high} at most" if high is not None else "")
     if "maxItems" in schema:
@@ -200,7 +202,7 @@ def targets() -> str:
         cells = "not run: its layers need Metal | "
         with suppress(ConfigError, RuntimeError):
             model = model_class(arguments.from_dict(config))
-            cells = drafting(Target(model, None, config, name))
+            cells = drafting(Target(model, tokenizer=None, config=config, name=name))
         kinds.setdefault(cells, []).append(f"`{name}`")
     lines = ["| rejected rows cost | trees | mlx-lm modules |", "|---|---|---|"]
     lines += [f"| {cells} | {', '.join(names)} |" for cells, names in kinds.items()]

@@ -164,7 +164,9 @@ def counts_of(target: dm.Target, count: int, steps: int) -> list[float]:
     while len(generator._generation_batch) < count:
         generator.next()
     settings = GenerationSettings(max_tokens=1000)
-    requests = [make_request(target, None, prompt, settings) for prompt in prompts]
+    requests = [
+        make_request(target, drafter=None, prompt=prompt, settings=settings) for prompt in prompts
+    ]
     for request in requests:
         request.resume()
         request.prefill()
@@ -189,7 +191,12 @@ def random_target(**changes: Any) -> dm.Target:
 
     config = json.loads(CONFIGS.read_text())["Qwen3-8B"] | SHAPE | changes
     tokenizer = load_target("tiny").tokenizer
-    return dm.Target(Model(ModelArgs.from_dict(config)), tokenizer, config, "of Qwen3-8B's shape")
+    return dm.Target(
+        Model(ModelArgs.from_dict(config)),
+        tokenizer=tokenizer,
+        config=config,
+        name="of Qwen3-8B's shape",
+    )
 
 
 @contextmanager
@@ -198,7 +205,8 @@ def evaluated() -> Iterator[Counter[str]]:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    own, names = (mx.eval, mx.async_eval), Counter[str]()
+    own = (mx.eval, mx.async_eval)
+    names = Counter[str]()
 
     def counted(call: Callable[..., None]) -> Callable[..., None]:
         def evaluate(*values: Any) -> None:

@@ -121,7 +121,7 @@ def mutants_of(file: str) -> Iterator[Mutant]:
         for pattern, replacement in SWAPS:
             for found in re.finditer(pattern, line.split("//")[0].split("  # ")[0]):
                 becomes = line[: found.start()] + found.expand(replacement) + line[found.end() :]
-                yield Mutant(file, number, line, becomes)
+                yield Mutant(file, number=number, line=line, becomes=becomes)
 
 
 def noticed(folder: Path, mutant: Mutant) -> bool:
@@ -153,7 +153,8 @@ def main() -> None:
     files = [options.file] if options.file else list(TESTS)
     mutants = [mutant for file in files for mutant in mutants_of(file)]
     chosen = random.Random(options.seed).sample(mutants, min(options.limit, len(mutants)))
-    folder, survivors = Path(tempfile.mkdtemp(prefix="mutants-")), 0
+    folder = Path(tempfile.mkdtemp(prefix="mutants-"))
+    survivors = 0
     copy_repository(folder)
     try:
         for count, mutant in enumerate(chosen, start=1):

@@ -27,7 +27,8 @@ TYPED = (
     "Write a Python function that reverses a string.",
     "Now one that counts the vowels in it.",
 )
-LINES, COLUMNS = 60, 80
+LINES = 60
+COLUMNS = 80
 READY = "\x1b[?2004h"  # a chat waits for a line
 TYPING = 0.02  # seconds between two keys
 NAMES = {"default": None, "brown": "yellow"}  # pyte's names of colours where Rich has others
@@ -46,7 +47,8 @@ class Recording:
     def __init__(self) -> None:
         self.screen = pyte.Screen(COLUMNS, LINES)
         self.changed: dict[int, float] = {}
-        self._stream, self._start = pyte.Stream(self.screen), time.perf_counter()
+        self._stream = pyte.Stream(self.screen)
+        self._start = time.perf_counter()
 
     def write(self, text: str) -> None:
         """Called with all that the program shows."""

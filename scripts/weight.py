@@ -91,7 +91,8 @@ def print_calls() -> None:
     sys.setprofile(None)
     ours = {code: n for code, n in codes.items() if code.co_filename.startswith(str(PACKAGE))}
     files = {code.co_filename for code in ours}
-    calls, steps = sum(codes.values()), max(1, result.stats.rounds)
+    calls = sum(codes.values())
+    steps = max(1, result.stats.rounds)
     print(f"an answer of {len(result.tokens)} tokens in {steps} steps:")
     print(f"{len(ours)} functions of ours in {len(files)} files ({len(codes)} with libraries')")
     print(f"{sum(ours.values()) / steps:.0f} calls of ours per step ({calls / steps:.0f} of all)")

@@ -22,7 +22,9 @@ from ..loading.contents import check_is_text
 from ..loading.hub import Hub
 from ..validation import UTF8, is_message, parse_json, path_kind
 
-PROTOCOL_SEED, PROTOCOL_PROMPTS, PROTOCOL_MAX_TOKENS = 42, 128, 2048
+PROTOCOL_SEED = 42
+PROTOCOL_PROMPTS = 128
+PROTOCOL_MAX_TOKENS = 2048
 # One English task of LongBench of each kind: one document, several, summary, search, code.
 LONG_TASKS = ("multifieldqa_en", "hotpotqa", "gov_report", "passage_retrieval_en", "lcc")
 
@@ -125,7 +127,8 @@ def _parse(row: dict[str, Any], source: str) -> BenchPrompt:
     valid = isinstance(messages, list) and messages and all(map(is_message, messages))
     if not valid or not all(message["content"].strip() for message in messages):
         raise DataError(f'{source}: messages need a "role" and a "content" that is not empty.')
-    category, answer = row.get("category", "prompts"), row.get("answer")
+    category = row.get("category", "prompts")
+    answer = row.get("answer")
     if not isinstance(category, str) or not isinstance(answer, str | None):
         raise DataError(f'{source}: "category" and "answer" must be text.')
     return BenchPrompt(category, tuple(messages), answer, source=source)
@@ -160,7 +163,8 @@ class Suite:
         """
         found = []
         for number, row in enumerate(_rows(path), start=1):
-            where, values = f"{name}, row {number} of {path}", list[Any]()
+            where = f"{name}, row {number} of {path}"
+            values = list[Any]()
             for names in self.columns:
                 present = [one for one in names.split("|") if one in row]
                 if not present:

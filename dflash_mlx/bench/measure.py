@@ -126,10 +126,11 @@ class Comparison:
         place, (ours, theirs) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
         gap = None
         if ours is not None and theirs is not None:
-            text, kv_bits = [*self.prompt, *plain[:place]], self.settings.get("kv_bits")
+            text = [*self.prompt, *plain[:place]]
+            kv_bits = self.settings.get("kv_bits")
             logits = next_logits(self.target, text, kv_bits)
             gap = float(logits[ours]) - float(logits[theirs])
-        return Difference(place, ours, theirs, gap)
+        return Difference(place, plain=ours, other=theirs, logit_gap=gap)
 
 
 def measure_all(
@@ -156,11 +157,13 @@ def measure_all(
     """
     first, *_ = [_encoded(target, prompt, template) for prompt in prompts]
     shorter = {**settings, "max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
-    Comparison(target, drafter, first, shorter, **further).untaught().run_all()
+    Comparison(
+        target, drafter=drafter, prompt=first, settings=shorter, **further
+    ).untaught().run_all()
 
     def ask(prompt: BenchPrompt) -> PromptRuns:
         ids = _encoded(target, prompt, template)
-        compared = Comparison(target, drafter, ids, settings, **further)
+        compared = Comparison(target, drafter=drafter, prompt=ids, settings=settings, **further)
         untaught = compared.untaught()
         compared.run_all()
         for _ in range(repeats - 1):
@@ -195,7 +198,8 @@ def run_mlx_lm(target: Target, prompt: Sequence[int], settings: Mapping[str, Any
     Args:
         settings: of ours; only max_tokens, temperature and seed count.
     """
-    max_tokens, seed = settings["max_tokens"], settings.get("seed")
+    max_tokens = settings["max_tokens"]
+    seed = settings.get("seed")
     stats = Stats(prompt_tokens=len(prompt))
     text: list[str] = []
     tokens: list[int] = []
@@ -214,14 +218,15 @@ def run_mlx_lm(target: Target, prompt: Sequence[int], settings: Mapping[str, Any
             if tokens:
                 stats.count_step(0, 0, 1)
             else:
-                start, stats.output_tokens = time.perf_counter(), 1
+                start = time.perf_counter()
+                stats.output_tokens = 1
             text.append(response.text)
             tokens.append(response.token)
             finish_reason = response.finish_reason or finish_reason
     stats.prefill_seconds = stats.first_token_seconds = start - begin
     stats.decode_seconds = time.perf_counter() - start
     stats.peak_bytes = mx.get_peak_memory()
-    return Result("".join(text), tokens, finish_reason, stats)
+    return Result("".join(text), tokens=tokens, finish_reason=finish_reason, stats=stats)
 
 
 def warm_up(target: Target, drafter: Drafter | None, block_size: int | None = None) -> None:

@@ -23,10 +23,14 @@ from ..machine.facts import nearest_there
 from ..validation import path_kind, read_json
 from .datasets import BenchPrompt
 
-FORMAT, VERSION = "dflash-mlx bench", 1
+FORMAT = "dflash-mlx bench"
+VERSION = 1
 JSON = "bench.json"
 # Names of decoding methods. Drafting with chains goes by the drafter's label ("DFlash", "lookup").
-PLAIN, DDTREE, MLX_LM, SERVER = "plain", "DDTree", "mlx-lm", "server"
+PLAIN = "plain"
+DDTREE = "DDTree"
+MLX_LM = "mlx-lm"
+SERVER = "server"
 BASELINES = (PLAIN, MLX_LM, SERVER)
 
 
@@ -192,7 +196,9 @@ def _protocol_figures(answers: Sequence[PromptRuns]) -> dict[str, Any]:
     `speedup` and `over_mlx_lm` are mean seconds per token over those of drafting. They are None
     where that method did not run.
     """
-    method, seconds, lengths = chain_method(answers[0].runs) or PLAIN, dict[str, float](), []
+    method = chain_method(answers[0].runs) or PLAIN
+    seconds = dict[str, float]()
+    lengths = []
     for name in (method, PLAIN, MLX_LM):
         runs = [one.runs[name][0].stats for one in answers if name in one.runs]
         if speeds := [stats.tokens_per_second for stats in runs if stats.tokens_per_second]:

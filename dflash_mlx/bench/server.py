@@ -75,7 +75,9 @@ class ServerClient:
         settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
         if temperature:  # mlx-lm's server does not batch requests that have a seed
             settings["seed"] = seed
-        stats, text, times = Stats(), [], []
+        stats = Stats()
+        text = []
+        times = []
         finish_reason: FinishReason = "length"
         for reasoning, content, reason in self.stream(messages, stats, **settings):
             if piece := reasoning + content:
@@ -85,7 +87,7 @@ class ServerClient:
                 finish_reason = "stop"
         stats.output_tokens = stats.output_tokens or len(text)
         gaps = [later - earlier for earlier, later in pairwise(times)]
-        return Result("".join(text), [], finish_reason, stats), gaps
+        return Result("".join(text), tokens=[], finish_reason=finish_reason, stats=stats), gaps
 
     def stream(
         self, messages: Sequence[dict[str, str]], stats: Stats, **settings: Any
@@ -95,7 +97,8 @@ class ServerClient:
         Decoding time runs from the first piece to the last; below `LEAST_SECONDS` it is 0, not
         measured. Closing the generator ends the request. Raises `ServerError`.
         """
-        start, first = time.perf_counter(), 0.0
+        start = time.perf_counter()
+        first = 0.0
         with closing(self.chunks(messages, **settings)) as chunks:
             for chunk in chunks:
                 usage = chunk.get("usage") or {}
@@ -104,7 +107,8 @@ class ServerClient:
                 stats.output_tokens = usage.get("completion_tokens", stats.output_tokens)
                 stats.reused_tokens = details.get("cached_tokens") or stats.reused_tokens
                 for choice in chunk.get("choices") or ():
-                    delta, now = choice.get("delta") or {}, time.perf_counter()
+                    delta = choice.get("delta") or {}
+                    now = time.perf_counter()
                     reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
                     content = delta.get("content") or ""
                     if reasoning or content:

@@ -24,9 +24,14 @@ WORDS = 4096  # int32 of one sum; a step of 32 requests and 17 rows each takes l
 MLX_ERRORS = (RuntimeError, ValueError, OSError)
 NO_ANSWER = "A machine of the cluster does not answer any more"
 # Forwards: a prompt's tokens, drafts; nothing to do for REST_SECONDS; the last message.
-READ, VERIFY, HEARTBEAT, STOP = "read", "verify", "heartbeat", "stop"
+READ = "read"
+VERIFY = "verify"
+HEARTBEAT = "heartbeat"
+STOP = "stop"
 REST_SECONDS = 0.2  # a rank that waits in a sum keeps a core busy
-TARGET, NUMBER = 0, "number"  # the target's number; the key of one in an argument
+# the target's number; the key of one in an argument
+TARGET = 0
+NUMBER = "number"
 
 Operation = Sequence[Any]
 
@@ -43,7 +48,8 @@ class Channel:
     """
 
     def __init__(self, group: mx.distributed.Group, pipeline: bool = False) -> None:
-        self.group, self._pipeline = group, pipeline
+        self.group = group
+        self._pipeline = pipeline
         self.sums = 0
 
     @property
@@ -91,7 +97,9 @@ class Channel:
         logits = [x for x, _ in pairs if x is not None]
         own = mx.concatenate([tap.reshape(-1) for _, tap in pairs if tap.size])
         own = mx.depends(own, logits) if logits else own
-        total, whole, start = mx.distributed.all_sum(own, group=self.group), [], 0
+        total = mx.distributed.all_sum(own, group=self.group)
+        whole = []
+        start = 0
         for logit, tap in pairs:
             part = total[start : start + tap.size].reshape(tap.shape) if tap.size else tap
             whole.append((logit, part))

@@ -60,18 +60,22 @@ class Cluster:
     ) -> None:
         self.end: Callable[[DFlashError], Any] | None = None
         self.interrupted = False
-        self._process, self._lost_once = process, threading.Lock()
+        self._process = process
+        self._lost_once = threading.Lock()
         if process is not None:
             process.lost = lambda problem: self._lost(DFlashError(problem), False)
         with ErrorWrapper(
             ClusterError, "The machines of the cluster cannot be reached", MLX_ERRORS
         ):
             group = mx.distributed.init()
-        self.channel, self._stall, self._pipeline = Channel(group, pipeline), stall, pipeline
+        self.channel = Channel(group, pipeline)
+        self._stall = stall
+        self._pipeline = pipeline
         self._whole_head: nn.Module | None = None
         self._layers = 0  # of the whole model, in a pipeline
         self._leader: Leader | None = None
-        self.rank, self.size = self.channel.rank, self.channel.size
+        self.rank = self.channel.rank
+        self.size = self.channel.size
         if self.size == 1 and (rank() or process is not None):
             raise ClusterError(
                 "MLX has joined no other machine: its backend does not work here. "

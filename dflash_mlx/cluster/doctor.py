@@ -21,12 +21,16 @@ from .hosts import Hosts
 from .member import LOST, RankProcess
 from .supervisor import ClusterProcesses
 
-FOUND, MEASURED = "found", "measured"  # messages: every rank's versions; rank 0's times; in JSON
+# messages: every rank's versions; rank 0's times; in JSON
+FOUND = "found"
+MEASURED = "measured"
 MEASURE_SECONDS = 120.0  # for ranks to start, meet and measure
 LOOK_SECONDS = 0.25
 ROWS = 16  # of a drafted step
 LARGE_BYTES = 2**23
-SUMS, SERIES = 8, 3  # sums that depend on each other, as in a forward; and how often
+# sums that depend on each other, as in a forward; and how often
+SUMS = 8
+SERIES = 3
 SUMS_PER_LAYER = 2  # mlx-lm's sharding sums after attention and after the MLP
 SAME = ("dflash-mlx", "mlx", "mlx-lm")  # versions that all machines must have
 LINK_ADVICE = 'Check ips, firewall and backend: "ring" works where RDMA (jaccl) does not.'
@@ -73,7 +77,10 @@ def check_hosts(
     Returns:
         The checks, and the times of the link in seconds; None where nothing was measured.
     """
-    versions, ended, lost, times = dict[int, dict[str, Any]](), dict[int, int](), "", None
+    versions = dict[int, dict[str, Any]]()
+    ended = dict[int, int]()
+    lost = ""
+    times = None
     ranks = ClusterProcesses(hosts, ["doctor", "--model", model])
     until = time.monotonic() + MEASURE_SECONDS
     try:
@@ -94,17 +101,24 @@ def check_hosts(
     finally:
         ranks.end()
     checks = [
-        _machine(f"rank {rank}, {host.ssh}", host.ssh, versions.get(rank), ended.get(rank))
+        _machine(
+            f"rank {rank}, {host.ssh}",
+            ssh=host.ssh,
+            versions=versions.get(rank),
+            code=ended.get(rank),
+        )
         for rank, host in enumerate(hosts.machines)
     ]
     for package in SAME:
         found = {one[package] for one in versions.values()}
         if len(found) > 1:
             advice = f"Install the same {package} on all machines."
-            checks.append(Check(package, "fail", " and ".join(sorted(found)), advice))
+            checks.append(
+                Check(package, status="fail", detail=" and ".join(sorted(found)), advice=advice)
+            )
     if times is None:
         lost = lost or f"the machines did not meet within {MEASURE_SECONDS:.0f} seconds"
-        return [*checks, Check("link", "fail", lost, LINK_ADVICE)], None
+        return [*checks, Check("link", status="fail", detail=lost, advice=LINK_ADVICE)], None
     return [*checks, Check("link", "ok", describe(times, shape))], asdict(times)
 
 
@@ -115,7 +129,7 @@ def _machine(name: str, ssh: str, versions: dict[str, Any] | None, code: int | N
         return Check(name, "ok", f"{shown}; backends: {', '.join(versions['backends'])}")
     detail = "has not answered in time" if code is None else f"dflash-mlx does not run ({code})"
     advice = f"'ssh {ssh} {sys.executable} -m dflash_mlx doctor' must work without a password."
-    return Check(name, "fail", detail, advice)
+    return Check(name, status="fail", detail=detail, advice=advice)
 
 
 def take_part(process: RankProcess | None, shape: tuple[int, int]) -> str | None:
@@ -162,7 +176,8 @@ def measure_link(group: Any, width: int) -> LinkTimes:
         """For one sum: the median of a few series, after a first. The device works in between."""
         times = []
         for _ in range(SERIES + 1):
-            start, total = time.perf_counter(), x
+            start = time.perf_counter()
+            total = x
             for _ in range(SUMS):
                 total = mx.distributed.all_sum(total * 0.5, group=group)
             mx.eval(total)
@@ -172,7 +187,7 @@ def measure_link(group: Any, width: int) -> LinkTimes:
     with ErrorWrapper(ClusterError, "The machines do not sum together", (RuntimeError,)):
         row, rows = (seconds(mx.zeros((n, width), mx.bfloat16)) for n in (1, ROWS))
         large = seconds(mx.zeros((LARGE_BYTES // 4,), mx.float32))
-    return LinkTimes(group.size(), width, row, rows, LARGE_BYTES / large)
+    return LinkTimes(group.size(), width=width, row=row, rows=rows, bandwidth=LARGE_BYTES / large)
 
 
 def describe(times: LinkTimes, shape: tuple[int, int]) -> str:

@@ -21,7 +21,9 @@ from typing import Any
 from ..errors import SettingsError
 from ..validation import brief, check_file, parse_json
 
-RING, JACCL, JACCL_RING = "ring", "jaccl", "jaccl-ring"
+RING = "ring"
+JACCL = "jaccl"
+JACCL_RING = "jaccl-ring"
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=4")
 SSH = ("ssh", *(word for option in _OPTIONS for word in ("-o", option)))
 _HERE = ("127.0.0.1", "localhost", "::1")
@@ -93,7 +95,8 @@ def read_hosts(path: Path) -> Hosts:
         raise SettingsError(f"{path}: cannot be read ({error.strerror}).") from error
     if not isinstance(content, dict):
         content = {"hosts": content}
-    backend, hosts = content.get("backend") or RING, content.get("hosts")
+    backend = content.get("backend") or RING
+    hosts = content.get("hosts")
     if backend not in (RING, JACCL, JACCL_RING):
         raise SettingsError(
             f"{path}: backend {brief(backend)} is none of {RING}, {JACCL}, {JACCL_RING}; "
@@ -115,7 +118,9 @@ def read_hosts(path: Path) -> Hosts:
 
 def _host(path: Path, host: Any) -> Host:
     try:
-        ssh, ips, rdma = host["ssh"], host.get("ips") or [], host.get("rdma") or []
+        ssh = host["ssh"]
+        ips = host.get("ips") or []
+        rdma = host.get("rdma") or []
         valid = isinstance(ips, list) and isinstance(rdma, list)
         valid = valid and all(isinstance(text, str) and text for text in (ssh, *ips))
     except (AttributeError, KeyError, TypeError):

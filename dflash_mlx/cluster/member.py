@@ -13,8 +13,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 READY = "ready"  # a server takes requests
-LOST, FAILED = "lost", "failed"  # with a reason
-GONE_CODE = LOST_CODE = 1
+# with a reason
+LOST = "lost"
+FAILED = "failed"
+GONE_CODE = 1
+LOST_CODE = 1
 MLX_RANK: Final = "MLX_RANK"
 RANK_VARIABLES: Final = (MLX_RANK, "OMPI_COMM_WORLD_RANK")  # set by launchers of MLX
 
@@ -38,7 +41,9 @@ class RankProcess:
     """
 
     def __init__(self, reading: int, writing: int, listening: int | None = None) -> None:
-        self._reading, self._writing, self._listening = reading, writing, listening
+        self._reading = reading
+        self._writing = writing
+        self._listening = listening
         self.lost: Callable[[str], Any] = lambda problem: None
         threading.Thread(target=self._read, name="dflash-line", daemon=True).start()
 

@@ -42,8 +42,10 @@ def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Mod
             f"{name}: mlx-lm does not split the heads of a {_type(model)} over machines; "
             f"{'split its layers with --pipeline' if by_layers else 'use one machine'}."
         )
-    text, size = internals.text_model(model), group.size()
-    head, before = internals.own_head(text), [_heads(layer) for layer in model.layers]
+    text = internals.text_model(model)
+    size = group.size()
+    head = internals.own_head(text)
+    before = [_heads(layer) for layer in model.layers]
     wrong = f"{name} cannot be split over {size} machines"
     if any(heads % size for one in before for heads in one[:1]):
         raise SettingsError(f"{wrong}: they do not divide its {before[0][0]} heads; {instead}.")
@@ -68,7 +70,8 @@ def split_by_layers(name: str, model: Any, group: mx.distributed.Group) -> int:
         instead = "leave --pipeline out" if hasattr(model, "shard") else "use one machine"
         raise SettingsError(f"{name}: {why}; {instead}.")
     backbone = internals.backbone(internals.text_model(model))
-    layers, size = len(backbone.layers), group.size()
+    layers = len(backbone.layers)
+    size = group.size()
     wrong = f"{name} cannot be split over {size} machines"
     if layers < size:
         raise SettingsError(f"{wrong}: it has {layers} layers; use fewer machines.")
@@ -90,7 +93,8 @@ def _type(model: Any) -> str:
 
 def _heads(layer: nn.Module) -> list[int]:
     """A layer's head counts, the queries' first."""
-    attention, mixer = internals.attention_of(layer), internals.mixer_of(layer)
+    attention = internals.attention_of(layer)
+    mixer = internals.mixer_of(layer)
     if attention is not None:
         heads = [internals.query_heads(attention)]
         keys = internals.has_key_projection(attention)

@@ -31,7 +31,8 @@ POLL_SECONDS = 0.25
 GRACE_SECONDS = 3.0  # for rank 0 to answer its clients
 SETTLE_SECONDS = 1.0  # in which a failure of one rank shows on the others
 MAX_STARTS = 3  # in a row without a server that was ready
-FAILED_CODE, INTERRUPTED_CODE = 1, 130
+FAILED_CODE = 1
+INTERRUPTED_CODE = 130
 
 
 @dataclass(eq=False)
@@ -102,7 +103,9 @@ class ClusterProcesses:
                 self._command(settings), pass_fds=inherited, start_new_session=True
             )
             line = ours.makefile("rwb", buffering=0)
-        return ClusterProcess(settings["rank"], host, process, line, line)
+        return ClusterProcess(
+            settings["rank"], host=host, process=process, reading=line, writing=line
+        )
 
     def _start_other(self, host: Host, settings: dict[str, Any]) -> ClusterProcess:
         """The line of any other rank is its stdin and stdout."""
@@ -113,7 +116,13 @@ class ClusterProcesses:
             bufsize=0,
             start_new_session=True,
         )
-        return ClusterProcess(settings["rank"], host, process, process.stdout, process.stdin)
+        return ClusterProcess(
+            settings["rank"],
+            host=host,
+            process=process,
+            reading=process.stdout,
+            writing=process.stdin,
+        )
 
     def _command(self, settings: dict[str, Any]) -> list[str]:
         return [sys.executable, "-m", MODULE, json.dumps(settings), *self._arguments]
@@ -174,7 +183,9 @@ class Supervisor:
         report: Callable[[str], None],
         listening: socket.socket | None = None,
     ) -> None:
-        self._hosts, self._arguments, self._report = hosts, arguments, report
+        self._hosts = hosts
+        self._arguments = arguments
+        self._report = report
         self._listening = listening
         self._signals = 0  # Ctrl-C and SIGTERM so far
         self._served = False  # whether the server was ready in the current run
@@ -184,7 +195,8 @@ class Supervisor:
         starts = 0
         with signals_to(self._signalled):
             while True:
-                self._served, starts = False, starts + 1
+                self._served = False
+                starts = starts + 1
                 ranks = ClusterProcesses(self._hosts, self._arguments, self._listening)
                 try:
                     code, problem = self._watch(ranks)
@@ -200,7 +212,8 @@ class Supervisor:
 
     def _watch(self, ranks: ClusterProcesses) -> tuple[int, str | None]:
         """The exit code of one run, and what failed; None if a rank has said it, or nothing did."""
-        first, forwarded = ranks.all[0].process, 0
+        first = ranks.all[0].process
+        forwarded = 0
         failures: dict[str, str] = {}
         while True:
             for rank, word, reason in ranks.receive(POLL_SECONDS):

@@ -25,7 +25,8 @@ class Watchdog:
     """
 
     def __init__(self, limit: float, stalled: Callable[[float], None]) -> None:
-        self._limit, self._stalled = limit, stalled
+        self._limit = limit
+        self._stalled = stalled
         self._longest = 0.0
         self._started: float | None = None
         self._closed = threading.Event()

@@ -77,7 +77,8 @@ class Stopwatch:
         kernels compile and are checked: it does not count, and what it takes longer is no part of
         the stopwatch's time.
         """
-        calls, fastest = (stock, ours), [float("inf"), float("inf")]
+        calls = (stock, ours)
+        fastest = [float("inf"), float("inf")]
         first = [0.0, 0.0]
         for repeat in range(self.repeats + 1):
             for at, call in enumerate(calls):
@@ -122,7 +123,16 @@ def autotune(
         def behind(wiring: Wiring, rows: int) -> Call:
             return start(wiring, rows, depth)
 
-        return _in_turns(model, config, kernels, stopwatch, behind, first, second, rows)
+        return _in_turns(
+            model,
+            config=config,
+            kernels=kernels,
+            stopwatch=stopwatch,
+            start=behind,
+            first=first,
+            second=second,
+            rows=rows,
+        )
 
     near, far = (frozenset(key_at(key, depth) for key in attention) for depth in DEPTHS)
     groups = _product_groups(model, config) | ({"attention": near} if near else {})
@@ -130,7 +140,12 @@ def autotune(
     if far:
         products = frozenset(key for key, won in rows.items() if won) - near
         name = f"attention over {DEPTHS[1]} keys"
-        timing = _time(name, products, products | far, partial(in_turns, depth=DEPTHS[1]))
+        timing = _time(
+            name,
+            without=products,
+            with_ours=products | far,
+            in_turns=partial(in_turns, depth=DEPTHS[1]),
+        )
         rows |= dict.fromkeys(far, chosen(timing.won, MOST_NODES))
         timings.append(timing)
     return rows, timings
@@ -164,10 +179,12 @@ def _choose(
     every: Keys = frozenset().union(*groups.values())
     units = frozenset(map(tensor_key, every)) if tensor_units else every
     if tensor_units:
-        with_units = _time("tensor units", every, every | units, in_turns, FIRST)
+        with_units = _time(
+            "tensor units", without=every, with_ours=every | units, in_turns=in_turns, order=FIRST
+        )
         if sum(with_units.ours.values()) < sum(with_units.stock.values()):
             every |= units
-    whole = _time("whole verify", frozenset(), every, in_turns)
+    whole = _time("whole verify", without=frozenset(), with_ours=every, in_turns=in_turns)
     stock: dict[str, dict[int, float]] = {name: {} for name in groups}
     ours: dict[str, dict[int, float]] = {name: {} for name in groups}
     runs: dict[str, list[int]] = {name: [] for name in groups}
@@ -198,7 +215,8 @@ def _time(
     name: str, without: Keys, with_ours: Keys, in_turns: InTurns, order: Sequence[int] = ORDER
 ) -> Timing:
     """Forwards with two sets of kernels in turns, while there is time."""
-    stock, ours = {}, {}
+    stock = {}
+    ours = {}
     for rows in tqdm(order, TITLE, leave=False, disable=None):
         if (taken := in_turns(without, with_ours, rows)) is None:
             break
@@ -225,7 +243,9 @@ def _in_turns(
             stack.close()
             stack.enter_context(restored(model))
             keys = (first, second)[at]
-            call = start(wire(model, config, kernels, dict.fromkeys(keys, EXACT)), rows)
+            call = start(
+                wire(model, config=config, kernels=kernels, rows=dict.fromkeys(keys, EXACT)), rows
+            )
 
         return stopwatch.both(lambda: call(), lambda: call(), ready)
 

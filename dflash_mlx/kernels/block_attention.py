@@ -82,10 +82,10 @@ def _attends(quantized: bool, tree: bool) -> Kernel:
     call = _ATTEND.replace("{tree}", ", ".join(positions or ["nullptr", "nullptr"]))
     return Kernel(
         f"block_attention{'_quantized' * quantized}{'_tree' * tree}",
-        "block_attention.metal",
-        ["queries", *stored, *positions, "numbers"],
-        ["partial", "stats"],
-        _MEMORY + (_QUANTIZED if quantized else _PLAIN) + call,
+        file="block_attention.metal",
+        inputs=["queries", *stored, *positions, "numbers"],
+        outputs=["partial", "stats"],
+        body=_MEMORY + (_QUANTIZED if quantized else _PLAIN) + call,
         copies=False,  # a cache's keys are a slice: never copy them
     )
 
@@ -94,10 +94,10 @@ def _merges(sinks: bool) -> Kernel:
     """The kernel of the second pass."""
     return Kernel(
         f"block_attention_merge{'_sinks' * sinks}",
-        "block_attention.metal",
-        ["partial", "stats", *["sinks"] * sinks, "counts"],
-        ["out"],
-        _MERGE.replace("{sinks}", "sinks" if sinks else "stats"),
+        file="block_attention.metal",
+        inputs=["partial", "stats", *["sinks"] * sinks, "counts"],
+        outputs=["out"],
+        body=_MERGE.replace("{sinks}", "sinks" if sinks else "stats"),
     )
 
 
@@ -169,18 +169,27 @@ class BlockAttention(Launcher):
         """See `Launcher.instances`: of one tile of rows, of several, and of a first token."""
         sizes = ((3, 80), (40, 80), (1, 1)) if dtype == stored else ()
         for dim, (rows, length) in product(HEAD_DIMS, sizes):
-            queries, sinks = mx.ones((1, 4, rows, dim), dtype), mx.ones(4, dtype)
+            queries = mx.ones((1, 4, rows, dim), dtype)
+            sinks = mx.ones(4, dtype)
             tree = _binary_tree(rows, length - rows)
             for keys in every_form(dtype, False, 1, 1, length, dim):
                 for of in (None, tree):
-                    yield partial(self, AttentionCall(queries, keys, keys, 0.1, tree=of))
-            yield partial(self, AttentionCall(queries, keys, keys, 0.1, sinks=sinks))
+                    yield partial(
+                        self, AttentionCall(queries, keys=keys, values=keys, scale=0.1, tree=of)
+                    )
+            yield partial(
+                self, AttentionCall(queries, keys=keys, values=keys, scale=0.1, sinks=sinks)
+            )
 
     def _check(self, like: AttentionCall) -> KernelCheck:
         """The check of calls of this form: so many rows across the end of a chunk of keys."""
-        (_, heads, rows, dim), key_heads = like.queries.shape, like.keys.shape[1]
-        length, noise = rows + 30, Noise(like.queries.dtype)
-        first, tree, sinks = CHUNK - length // 2, None, None
+        key_heads = like.keys.shape[1]
+        (_, heads, rows, dim) = like.queries.shape
+        length = rows + 30
+        noise = Noise(like.queries.dtype)
+        first = CHUNK - length // 2
+        tree = None
+        sinks = None
         key = f"attention {heads}/{key_heads} heads of {dim} in {dtype_name(like.queries)}, "
         if like.tree is None:
             key += f"a chain of {rows}"
@@ -190,15 +199,26 @@ class BlockAttention(Launcher):
         if like.window is not None:
             key += " in a window"
         if like.sinks is not None:
-            key, sinks = f"{key} with sinks", noise(heads)
+            key = f"{key} with sinks"
+            sinks = noise(heads)
         stored: list[Any] = [noise(1, key_heads, length, dim) for _ in range(2)]
         if isinstance(like.keys, AffineWeights):
-            bits, group = like.keys.bits, like.keys.group_size
+            bits = like.keys.bits
+            group = like.keys.group_size
             key += f" over {bits}-bit keys g{group}"
             stored = [AffineWeights(*mx.quantize(x, group, bits), bits, group) for x in stored]
         queries = noise(*like.queries.shape)
         keys, values = stored
-        call = AttentionCall(queries, keys, values, dim**-0.5, first, like.window, sinks, tree)
+        call = AttentionCall(
+            queries,
+            keys=keys,
+            values=values,
+            scale=dim**-0.5,
+            first=first,
+            window=like.window,
+            sinks=sinks,
+            tree=tree,
+        )
 
         def ours() -> list[mx.array]:
             return [BlockAttention(self._metal_kernel)(call)]  # which checks nothing
@@ -226,23 +246,27 @@ class BlockAttention(Launcher):
             shares = whole * tiles + (chunks - whole) * nodes * -(-group // rows)
         constants: dict[str, Constant] = {"T": queries.dtype, "D": head_dim, "CHUNK": CHUNK}
         constants |= {"BLOCKS": blocks, "TREE": tree is not None}
-        size, quantized = heads * nodes, isinstance(keys, AffineWeights)
+        size = heads * nodes
+        quantized = isinstance(keys, AffineWeights)
         if isinstance(keys, AffineWeights):
             constants |= {"BITS": keys.bits, "GROUP": keys.group_size}
         attend = self._launch(
             _attends(quantized, tree is not None),
-            constants,
-            (key_heads * 32 * simdgroups, shares, 1),
-            (32 * simdgroups, 1, 1),
+            constants=constants,
+            grid=(key_heads * 32 * simdgroups, shares, 1),
+            threadgroup=(32 * simdgroups, 1, 1),
             # Fewer than 8 elements would be declared `constant`.
-            [((chunks * size, head_dim), mx.float32), ((chunks * size + FEWEST, 2), mx.float32)],
+            outputs=[
+                ((chunks * size, head_dim), mx.float32),
+                ((chunks * size + FEWEST, 2), mx.float32),
+            ],
         )
         merge = self._launch(
             _merges(sinks is not None),
-            {"T": queries.dtype, "SINKS": sinks is not None},
-            (head_dim, size, 1),
-            (head_dim, 1, 1),
-            [(queries.shape, queries.dtype)],
+            constants={"T": queries.dtype, "SINKS": sinks is not None},
+            grid=(head_dim, size, 1),
+            threadgroup=(head_dim, 1, 1),
+            outputs=[(queries.shape, queries.dtype)],
         )
         words = np.array([first, window or _UNLIMITED, 0], np.int32)
         words[2:] = np.float32(scale).view(np.int32)
@@ -254,7 +278,8 @@ def block_attention_reference(call: AttentionCall) -> mx.array:
     """What `BlockAttention` computes, in plain MLX."""
     check(call)
     queries, keys, values, scale, first, window, sinks, tree = call
-    nodes, length = queries.shape[2], keys.shape[2]
+    nodes = queries.shape[2]
+    length = keys.shape[2]
     past = length - nodes
     if tree is None:
         rows = mx.arange(nodes)

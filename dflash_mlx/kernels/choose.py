@@ -125,7 +125,8 @@ def _read() -> dict[str, Any]:
 
 def _add(part: str, entries: Mapping[str, Any]) -> None:
     """Add entries to a part of the file, beside what other processes have written."""
-    path, content = _identity()[1], _read()
+    path = _identity()[1]
+    content = _read()
     content[part] = {**content.get(part, {}), **entries}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,9 @@ def _kernel(tree: bool) -> Kernel:
     body, name = (_TREE, "tree") if tree else (_CHAIN, "chain")
     rows, outputs = (["visits", "nodes"], ["out"]) if tree else (["rows"], ["out", "next"])
     inputs = [*Tape._fields, "queries", *rows]
-    return Kernel(f"delta_verify_{name}", "delta_rule.metal", inputs, outputs, body)
+    return Kernel(
+        f"delta_verify_{name}", file="delta_rule.metal", inputs=inputs, outputs=outputs, body=body
+    )
 
 
 class DeltaRule(Launcher):
@@ -72,9 +74,11 @@ class DeltaRule(Launcher):
     def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
         """See `Launcher.instances`: keys that lanes share evenly or not, trees of every depth."""
         for dim, rows in ((128, 12), (64, 3), (256, 63), (100, 31), (1, 1)):
-            gates, state = mx.ones((1, rows, 4)), mx.zeros((1, 4, 30, dim))
-            keys, values = mx.ones((1, rows, 2, dim), dtype), mx.ones((1, rows, 4, 30), dtype)
-            tape = Tape(keys, values, gates, gates.astype(stored), state)
+            gates = mx.ones((1, rows, 4))
+            state = mx.zeros((1, 4, 30, dim))
+            keys = mx.ones((1, rows, 2, dim), dtype)
+            values = mx.ones((1, rows, 4, 30), dtype)
+            tape = Tape(keys, values=values, decay=gates, beta=gates.astype(stored), state=state)
             yield partial(self.verify, keys, tape)
             yield partial(self.verify, keys, tape, _binary(rows))
 
@@ -120,15 +124,29 @@ class DeltaRule(Launcher):
             constants["SLOTS"] = slots
         grid = 32, -(-value_dim // _ROWS), heads  # MLX ends a threadgroup where the grid ends
         group = 32, _SIMDGROUPS if parents is None else 1, 1
-        return self._launch(_kernel(parents is not None), constants, grid, group, outputs)
+        return self._launch(
+            _kernel(parents is not None),
+            constants=constants,
+            grid=grid,
+            threadgroup=group,
+            outputs=outputs,
+        )
 
     def _check(self, like: Tape, parents: Sequence[int] | None) -> KernelCheck:
         """The check of a rule with random inputs of these shapes."""
-        noise, gates = Noise(like.keys.dtype), like.decay.shape
+        noise = Noise(like.keys.dtype)
+        gates = like.decay.shape
         (_, rows, key_heads, key_dim), (heads, value_dim) = like.keys.shape, like.values.shape[2:]
         queries, keys = (noise(*like.keys.shape) * key_dim**-0.5 for _ in range(2))
-        beta, state = noise.gates(*gates).astype(like.beta.dtype), noise(*like.state.shape)
-        tape = Tape(keys, noise(*like.values.shape), noise.gates(*gates), beta, state)
+        beta = noise.gates(*gates).astype(like.beta.dtype)
+        state = noise(*like.state.shape)
+        tape = Tape(
+            keys,
+            values=noise(*like.values.shape),
+            decay=noise.gates(*gates),
+            beta=beta,
+            state=state,
+        )
         tape = tape._replace(state=state.astype(mx.float32))
         exact = Tape(*(x.astype(mx.float32) for x in tape))
         key = f"the delta rule of {heads}/{key_heads} heads of {value_dim}x{key_dim} in "
@@ -199,7 +217,9 @@ def visits(parents: Sequence[int]) -> list[list[int]]:
         needs[node] = max([below[-1], below[-2] + 1] if len(below) > 1 else below, default=0)
         if node:
             children[parents[node]].append(node)
-    order, waiting = [], [(0, -1, 0)]  # a node, its parent's slot, the first slot that is free
+    # a node, its parent's slot, the first slot that is free
+    order = []
+    waiting = [(0, -1, 0)]
     while waiting:
         node, slot, free = waiting.pop()
         several = len(children[node]) > 1

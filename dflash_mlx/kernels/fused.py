@@ -115,8 +115,10 @@ def fuse(model: nn.Module) -> None:
             pair = [unit.gate_proj._product, unit.up_proj._product]
             gated = Product.of(pair, True) if _can_gate(unit) else None
             if gated is not None or type(unit) is SwitchGLU:
-                unit._rows, unit._top_k = unit.gate_proj._rows, unit.gate_proj._top_k
-                unit._gated, unit.__class__ = gated, UNITS[type(unit)]
+                unit._rows = unit.gate_proj._rows
+                unit._top_k = unit.gate_proj._top_k
+                unit.__class__ = UNITS[type(unit)]
+                unit._gated = gated
     for sharing in shared_inputs(model):
         groups: dict[Any, list[Any]] = {}  # by what layers have in common
         for layer in sharing:
@@ -140,7 +142,8 @@ def launches(model: nn.Module) -> Iterator[list[Any]]:
 
 def _can_gate(unit: Any) -> bool:
     """Whether gate and up of a unit can share a launch."""
-    gate, up = unit.gate_proj, unit.up_proj
+    gate = unit.gate_proj
+    up = unit.up_proj
     if "bias" in gate or "bias" in up:
         return False
     if isinstance(unit, SwitchGLU) and type(unit.activation) is not SwiGLU:

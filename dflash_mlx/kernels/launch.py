@@ -57,7 +57,8 @@ class Launch:
     """
 
     def __init__(self, name: str, kernel: Callable[..., list[mx.array]]) -> None:
-        self._name, self._kernel = name, kernel
+        self._name = name
+        self._kernel = kernel
 
     def __call__(self, inputs: list[mx.array]) -> list[mx.array]:
         """The kernel's outputs."""
@@ -78,7 +79,8 @@ class Launcher:
     def __init__(
         self, metal_kernel: KernelFactory = mx.fast.metal_kernel, proofs: Proofs | None = None
     ) -> None:
-        self._metal_kernel, self._proofs = metal_kernel, proofs or Proofs()
+        self._metal_kernel = metal_kernel
+        self._proofs = proofs or Proofs()
         self._made: dict[str, Any] = {}
         self._known: dict[Hashable, Any] = {}
 
@@ -101,7 +103,8 @@ class Launcher:
         outputs: Iterable[tuple[Sequence[int], mx.Dtype]],
     ) -> Launch:
         """A launch of a kernel with these constants, which is made once."""
-        declared, name = "", kernel.name
+        declared = ""
+        name = kernel.name
         for key, value in constants.items():
             if isinstance(value, mx.Dtype):
                 declared += f"using {key} = {METAL_TYPES[value]};\n"

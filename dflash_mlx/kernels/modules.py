@@ -201,7 +201,8 @@ def wire(
 
     Raises `SettingsError` for exact=True with a layer that no kernel of ours can run.
     """
-    layers, found = set(), list(matrices(model, config))
+    layers = set()
+    found = list(matrices(model, config))
     for path, module, matrix in found if exact else ():
         if not can_swap(module):
             raise SettingsError(
@@ -212,12 +213,12 @@ def wire(
         of = EXACT if exact else rows.get(matrix.key, NONE)
         if of and can_swap(module):
             units = kernels.tensor_units and not exact and rows.get(tensor_key(matrix.key))
-            _swap(module, matrix, kernels, of, bool(units))
+            _swap(module, matrix=matrix, kernels=kernels, rows=of, tensor_units=bool(units))
             layers.add(path)
     fuse(model)
     if exact:
         _swap_convolutions(model)
-    return Wiring(kernels, rows, exact, frozenset(layers))
+    return Wiring(kernels, rows=rows, exact=exact, layers=frozenset(layers))
 
 
 def will_be_exact(model: nn.Module, config: dict[str, Any], rows: Rows) -> bool:
@@ -260,7 +261,8 @@ def _swap_convolutions(model: nn.Module) -> None:
     """Swap the convolutions of recurrent layers."""
     for module in model.modules():
         if type(module) is nn.Conv1d and _own_channel(module):
-            module.__class__, module._rows = VerifyConv1d, EXACT
+            module.__class__ = VerifyConv1d
+            module._rows = EXACT
 
 
 def _own_channel(convolution: Any) -> bool:
@@ -297,7 +299,9 @@ def _swap(
         module.weight = aligned(module.weight)
         w = replace(w, words=module.weight, tensor_units=True)
     module.__class__ = SWAPS[type(module)]
-    module._rows, module._top_k, module._fused = rows, matrix.top_k, None
+    module._rows = rows
+    module._top_k = matrix.top_k
+    module._fused = None
     module._product = Product(kernels.experts if matrix.experts else kernels.product, [w], False)
 
 

@@ -107,4 +107,13 @@ def _matrix(module: Any, experts_of_a_token: int) -> Matrix:
     elif stacked:  # a matrix per head (MLA): together one taller matrix
         columns *= stacked[0]
     top = experts_of_a_token if experts else 0
-    return Matrix(columns, depth, size, kind, bits, group_size, experts, top)
+    return Matrix(
+        columns,
+        depth=depth,
+        size=size,
+        kind=kind,
+        bits=bits,
+        group_size=group_size,
+        experts=experts,
+        top_k=top,
+    )

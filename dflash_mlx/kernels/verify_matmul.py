@@ -36,14 +36,18 @@ from .weights import (
     traits,
 )
 
-TILE_ROWS, TILE_COLUMNS, THREADS = 16, 32, 128  # as in metal/matmul_tile.h
+# as in metal/matmul_tile.h
+TILE_ROWS = 16
+TILE_COLUMNS = 32
+THREADS = 128
 
 COUNTS = (2, 3, 4)  # of matrices that share a launch
 COLUMNS = 8  # that a check compares: at the beginning, in the middle and at the end of a matrix
 _LETTERS = "abcd"
 
 # K is split until there are this many tiles, a few per core, but no split is shorter than the last.
-ENOUGH_TILES, ENOUGH_TILES_LARGE = 256, 512
+ENOUGH_TILES = 256
+ENOUGH_TILES_LARGE = 512
 _SHORTEST_SPLIT = 512
 
 START = """threadgroup float scratch[dflash::kScratch];
@@ -107,7 +111,9 @@ class Product:
     """
 
     def __init__(self, kernels: VerifyMatmul, weights: Sequence[Weights], gated: bool) -> None:
-        self._kernels, self.weights, self._gated = kernels, weights, gated
+        self._kernels = kernels
+        self.weights = weights
+        self._gated = gated
         self._arrays = [array for w in weights for array in inputs(w)]
         self._known: dict[Any, Prepared] = {}
 
@@ -121,10 +127,13 @@ class Product:
         arrays = self._arrays
         key: Any = x.shape, x.dtype
         if experts is not None:
-            key, arrays = (*key, experts.shape), arrays + self._kernels.routing(experts)
+            key = (*key, experts.shape)
+            arrays = arrays + self._kernels.routing(experts)
         prepared = self._known.get(key)
         if prepared is None:
-            prepared = self._kernels.prepared(x, self.weights, self._gated, experts)
+            prepared = self._kernels.prepared(
+                x, weights=self.weights, gated=self._gated, experts=experts
+            )
             self._known[key] = prepared
         dtype, multiply, merge = prepared
         if dtype is not None:
@@ -193,7 +202,8 @@ class VerifyMatmul(Launcher):
         self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: Any
     ) -> KernelCheck:
         """The check of a launch with other rows of the same shape, by a few columns of each w."""
-        noise, shape = Noise(x.dtype), x.shape
+        noise = Noise(x.dtype)
+        shape = x.shape
         key = f"{prod(shape[:-1])} rows in {dtype_name(x)} by "
         if experts is not None:  # experts of its own for each row
             *tokens, top_k = experts.shape
@@ -215,7 +225,9 @@ class VerifyMatmul(Launcher):
 
         def reference() -> list[mx.array]:
             of = [dequantized(columns_of(*each)) for each in zip(weights, columns, strict=True)]
-            return self._reference(rows.astype(mx.float32), of, gated, experts)
+            return self._reference(
+                rows.astype(mx.float32), weights=of, gated=gated, experts=experts
+            )
 
         return KernelCheck(key, ours, reference)
 
@@ -233,35 +245,43 @@ class VerifyMatmul(Launcher):
     def _prepare(
         self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: Any
     ) -> Prepared:
-        check_products(x, "[N, K]", weights, gated, COUNTS[-1])
-        dtype, of = result_dtype(x, *weights), traits(weights[0])
+        check_products(x, layout="[N, K]", weights=weights, gated=gated, most=COUNTS[-1])
+        dtype = result_dtype(x, *weights)
+        of = traits(weights[0])
         columns = [w.shape[0] for w in (weights[:1] if gated else weights)]
-        rows, total = prod(x.shape[:-1]), sum(columns)
+        rows = prod(x.shape[:-1])
+        total = sum(columns)
         width = TILE_COLUMNS // (1 + gated)
         tiles = sum(-(-n // width) for n in columns)
-        splits = splits_of_k(tiles * width, x.shape[-1], gated, self._enough)
-        split, results = splits > 1, [((*x.shape[:-1], n), dtype) for n in columns]
+        splits = splits_of_k(tiles * width, depth=x.shape[-1], gate_up=gated, enough=self._enough)
+        split = splits > 1
+        results = [((*x.shape[:-1], n), dtype) for n in columns]
         # The sums' shape is not read; fewer than 8 would be declared `constant`.
         size = max(FEWEST, splits * (1 + gated) * rows * total)
         multiply = self._launch(
-            _product(len(columns), form(dtype, *weights), gated, split),
-            {"T": dtype, **of},
-            (tiles * THREADS, splits, -(-rows // TILE_ROWS)),
-            (THREADS, 1, 1),
-            [((size,), mx.float32)] if split else results,
+            _product(len(columns), form=form(dtype, *weights), gated=gated, split=split),
+            constants={"T": dtype, **of},
+            grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
+            threadgroup=(THREADS, 1, 1),
+            outputs=[((size,), mx.float32)] if split else results,
         )
         start = None if x.dtype == dtype else dtype, multiply
         if not split:
             return *start, None
         merge = self._launch(
-            _merge(len(columns), gated), {"T": dtype}, (total, rows, 1), (256, 1, 1), results
+            _merge(len(columns), gated),
+            constants={"T": dtype},
+            grid=(total, rows, 1),
+            threadgroup=(256, 1, 1),
+            outputs=results,
         )
         return *start, (merge, mx.array([splits, *columns]))
 
 
 def _product(count: int, form: str, gated: bool, split: bool) -> Kernel:
     """The kernel for so many matrices, or for a gate and its partner."""
-    names, outputs = list(_LETTERS[:count]), _outputs(count)
+    names = list(_LETTERS[:count])
+    outputs = _outputs(count)
     flags = {"gated": _literal(gated), "split": _literal(split)}
     body = START
     for at, (name, output) in enumerate(zip(names, outputs, strict=True)):
@@ -279,20 +299,23 @@ def _product(count: int, form: str, gated: bool, split: bool) -> Kernel:
     )
     return Kernel(
         f"verify_matmul_{form}{'_gate_up' * gated}{f'_{count}' * (count > 1)}{'_split' * split}",
-        f"verify_matmul{'_tensor' * (form == 'tensor')}.metal",
-        ["x", *(n for name in names + ["up"] * gated for n in input_names(name, form))],
-        ["sums"] if split else outputs,
-        body,
+        file=f"verify_matmul{'_tensor' * (form == 'tensor')}.metal",
+        inputs=["x", *(n for name in names + ["up"] * gated for n in input_names(name, form))],
+        outputs=["sums"] if split else outputs,
+        body=body,
     )
 
 
 def _merge(count: int, gated: bool) -> Kernel:
     """The kernel that adds the splits of as many results."""
-    body, outputs = _SUM.format(gated=_literal(gated)), _outputs(count)
+    body = _SUM.format(gated=_literal(gated))
+    outputs = _outputs(count)
     for at, output in enumerate(outputs, start=1):
         body += _STORE.format(at=at, output=output)
     name = f"merge_splits{'_gate_up' * gated}{f'_{count}' * (count > 1)}"
-    return Kernel(name, "merge_splits.metal", ["sums", "sizes"], outputs, body)
+    return Kernel(
+        name, file="merge_splits.metal", inputs=["sums", "sizes"], outputs=outputs, body=body
+    )
 
 
 def _outputs(count: int) -> list[str]:

@@ -52,8 +52,12 @@ def verify_matmul_moe_reference(
 def _routed(rows: mx.array, w: Weights, experts: mx.array) -> mx.array:
     """Rows [..., 1 or k, K] times the weights of their experts [..., k] -> [..., k, N]."""
     if isinstance(w, AffineWeights):
-        words, scales, biases = w.words[experts], w.scales[experts], w.biases[experts]
-        chosen = dequantized(AffineWeights(words, scales, biases, w.bits, w.group_size))
+        words = w.words[experts]
+        scales = w.scales[experts]
+        biases = w.biases[experts]
+        chosen = dequantized(
+            AffineWeights(words, scales=scales, biases=biases, bits=w.bits, group_size=w.group_size)
+        )
     else:
         chosen = w[experts].astype(mx.float32)
     return (chosen @ rows[..., None]).squeeze(-1)
@@ -69,7 +73,8 @@ class VerifyMatmulMoe(VerifyMatmul):
 
     def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
         """See `Launcher.instances`."""
-        x, experts = mx.ones((1, 256), dtype), mx.array([[0, 1]])
+        x = mx.ones((1, 256), dtype)
+        experts = mx.array([[0, 1]])
         for w in every_form(stored, False, 2, 33, 256):
             yield partial(self, x, w, experts=experts)
             yield partial(self, x, w, w, gated=True, experts=experts)
@@ -92,16 +97,17 @@ class VerifyMatmulMoe(VerifyMatmul):
     def _prepare(
         self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: mx.array
     ) -> Prepared:
-        check_products(x, "[E, N, K]", weights, gated)
+        check_products(x, layout="[E, N, K]", weights=weights, gated=gated)
         _check_routing(x, experts)
-        dtype, columns = result_dtype(x, *weights), weights[0].shape[1]
+        dtype = result_dtype(x, *weights)
+        columns = weights[0].shape[1]
         tiles = -(-columns // (TILE_COLUMNS // len(weights)))
         launch = self._launch(
             _product(form(dtype, weights[0]), gated),
-            {"T": dtype, **traits(weights[0])},
-            (tiles * THREADS, experts.size, 1),
-            (THREADS, 1, 1),
-            [((*experts.shape, columns), dtype)],
+            constants={"T": dtype, **traits(weights[0])},
+            grid=(tiles * THREADS, experts.size, 1),
+            threadgroup=(THREADS, 1, 1),
+            outputs=[((*experts.shape, columns), dtype)],
         )
         cast = None if x.dtype == dtype else dtype
         return cast, launch, None
@@ -112,10 +118,10 @@ def _product(form: str, gated: bool) -> Kernel:
     call = _CALL.format(gated=str(gated).lower(), w=matrix("w", form), up=matrix(names[-1], form))
     return Kernel(
         f"verify_matmul_moe_{form}{'_gate_up' * gated}",
-        "verify_matmul_moe.metal",
-        ["x", *(n for name in names for n in input_names(name, form)), "order", "experts"],
-        ["y"],
-        START + call,
+        file="verify_matmul_moe.metal",
+        inputs=["x", *(n for name in names for n in input_names(name, form)), "order", "experts"],
+        outputs=["y"],
+        body=START + call,
     )
 
 

@@ -18,7 +18,8 @@ from ..errors import KernelError
 from .launch import FEWEST, Constant, dtype_name, in_device_memory
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)  # the commonest first, here and below
-BITS, GROUPS = (4, 8), (64, 32, 128)
+BITS = (4, 8)
+GROUPS = (64, 32, 128)
 TENSOR_ALIGNMENT = 128  # bytes between rows of a 4-bit tensor, and of its first row
 
 
@@ -49,7 +50,8 @@ class AffineWeights:
                 f"{self.bits} bits and groups of {self.group_size}."
             )
         groups = (*self.words.shape[:-1], self.shape[-1] // self.group_size)
-        scales, biases = self.scales, self.biases
+        scales = self.scales
+        biases = self.biases
         same = scales.dtype == biases.dtype and scales.shape == biases.shape == groups
         if self.words.dtype != mx.uint32 or scales.dtype not in FLOATS or not same:
             raise KernelError(
@@ -132,7 +134,8 @@ def dequantized(w: Weights) -> mx.array:
     """The values [..., N, K] in float32, dequantized without half-precision rounding."""
     if isinstance(w, mx.array):
         return w.astype(mx.float32)
-    scales, biases = w.scales.astype(mx.float32), w.biases.astype(mx.float32)
+    scales = w.scales.astype(mx.float32)
+    biases = w.biases.astype(mx.float32)
     return mx.dequantize(w.words, scales, biases, w.group_size, w.bits)
 
 
@@ -213,4 +216,4 @@ def columns_of(w: Weights, columns: mx.array) -> Weights:
     if isinstance(w, mx.array):
         return mx.take(w, columns, axis=-2)
     words, scales, biases = (mx.take(x, columns, axis=-2) for x in (w.words, w.scales, w.biases))
-    return AffineWeights(words, scales, biases, w.bits, w.group_size)
+    return AffineWeights(words, scales=scales, biases=biases, bits=w.bits, group_size=w.group_size)

@@ -33,7 +33,8 @@ from .hub import Hub
 from .reading import MODEL_ERRORS, load_file, on_cpu
 from .registry import Name, as_name
 
-FILE, PEFT_FILE = "adapters.safetensors", "adapter_model.safetensors"
+FILE = "adapters.safetensors"
+PEFT_FILE = "adapter_model.safetensors"
 _PARTS = ("lora_a", "lora_b", "m")  # of an adapter's layers
 _KINDS = ("lora", "dora", "full")
 _OUTER = "base_model.model."
@@ -171,7 +172,8 @@ def _add_peft(adapter: Adapter, wrong: str, model: nn.Module) -> None:
             saved[f"{path}.{inner.rpartition('.')[2]}"] = array
     model.load_weights(list(saved.items()), strict=False)
     layers = [
-        (path, _peft_layer(adapter.config, path, modules[path], parts[path])) for path in parts
+        (path, _peft_layer(adapter.config, path=path, base=modules[path], parts=parts[path]))
+        for path in parts
     ]
     model.update_modules(tree_unflatten(layers))
 

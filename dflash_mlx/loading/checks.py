@@ -9,7 +9,8 @@ from ..errors import NotEnoughMemoryError
 from ..machine.facts import GB, memory_bytes, usable_bytes
 from .quantization import Quantization
 
-YES, NO = "yes", "no"
+YES = "yes"
+NO = "no"
 ON_MAC = sys.platform == "darwin"
 WHETHER = f"fits this {'Mac' if ON_MAC else 'machine'}"
 # Names of quantized conversions: Qwen3-8B-4bit, gpt-oss-20b-MXFP4-Q8.
@@ -24,7 +25,8 @@ def check_memory(name: str, needed: int, in_4_bits: int | None = None) -> None:
         needed: bytes of the weights.
         in_4_bits: their bytes if they were quantized to 4 bits; None where they cannot be.
     """
-    limit, remedy = usable_bytes(), "choose a smaller model or one in fewer bits"
+    limit = usable_bytes()
+    remedy = "choose a smaller model or one in fewer bits"
     if needed <= limit:
         return
     if in_4_bits is not None:

@@ -171,7 +171,8 @@ def bounded(name: object, model: nn.Module, config: Config) -> Config:
 def _has_window(text: Config) -> bool:
     """Whether transformers' model of a config has layers with a sliding window."""
     if "max_window_layers" in text:  # Qwen's: off by default, and only from this layer on
-        first, layers = text["max_window_layers"], text.get("num_hidden_layers")
+        first = text["max_window_layers"]
+        layers = text.get("num_hidden_layers")
         if not text.get("use_sliding_window") or (layers and first and first >= layers):
             return False
     kinds = text.get("layer_types") or ["sliding_attention"]

@@ -16,7 +16,10 @@ from ..drafter.networks import ARCHITECTURES, ASSISTANTS, DRAFTER_FIELDS, needs_
 from ..errors import DataError, DFlashError
 from ..validation import UTF8, path_kind, read_json
 
-MODEL, DRAFTER, ADAPTER, OTHER = "model", "drafter", "adapter", "other"
+MODEL = "model"
+DRAFTER = "drafter"
+ADAPTER = "adapter"
+OTHER = "other"
 ADAPTER_CONFIG = "adapter_config.json"
 BEGINNING = 4096  # bytes
 _MAX_HEADER = 2**26  # bytes of a safetensors header

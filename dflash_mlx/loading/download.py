@@ -74,7 +74,7 @@ def download(settings: dict[str, Any], blobs: Path, total: int) -> Path:
     try:
         with process:
             try:
-                _show(process, name, blobs, total)
+                _show(process, name=name, blobs=blobs, total=total)
                 assert process.stdout is not None
                 told = process.stdout.read()
             finally:
@@ -120,7 +120,7 @@ def explained(name: str, endpoint: str | None = None, offline: bool = False) -> 
     try:
         yield
     except FAILURES as error:
-        raise _explain(name, endpoint, offline, error) from error
+        raise _explain(name, endpoint=endpoint, offline=offline, error=error) from error
 
 
 def _explain(name: str, endpoint: str | None, offline: bool, error: Exception) -> DFlashError:

@@ -45,7 +45,10 @@ if TYPE_CHECKING:
     from ..kernels.modules import Kernels
 
 # What a folder holds.
-NETWORK, MODEL, HEAD, ASSISTANT = "network", "model", "head", "assistant"
+NETWORK = "network"
+MODEL = "model"
+HEAD = "head"
+ASSISTANT = "assistant"
 SAMPLE = 256  # rows of an embedding that are compared
 
 
@@ -235,14 +238,16 @@ def read_drafter(
     """
     config = _read_config(folder).within(window).for_target(num_layers)
     found = our_tensors(folder, config)
-    config, weights = settle(config, found), load_tensors(found)
+    config = settle(config, found)
+    weights = load_tensors(found)
     drafter = network_for(config)(config, weights)
     if config.kind == EAGLE3 and config.draft_vocab_size == config.vocab_size:
         weights.pop("d2t", None)  # all zeros, in some EAGLE-3 files
     load_as_stored(drafter, weights, f"{folder.path}: the weights do not fit the config,")
     if "d2t" in weights:
         offsets = np.array(weights["d2t"]).astype(np.int64)
-        ids, vocabulary = {*(offsets + np.arange(len(offsets))).tolist()}, config.vocab_size
+        ids = {*(offsets + np.arange(len(offsets))).tolist()}
+        vocabulary = config.vocab_size
         if len(ids) < len(offsets) or not ids <= {*range(vocabulary)}:
             count = f"{len(offsets)} different tokens of {vocabulary}"
             raise WeightsError(f"{folder.path}: the tensor d2t does not name {count}.")
@@ -255,21 +260,25 @@ def drop_copies(drafter: DFlash, target: Target) -> list[str]:
     Some publishers store such copies. Embeddings are compared by a sample of their rows, heads by
     their logits for a few random states. Returns what was dropped: "embedding", "head".
     """
-    config, dropped = drafter.config, list[str]()
+    config = drafter.config
+    dropped = list[str]()
     if target.hidden_size != config.hidden_size or config.vocab_size != target.vocab_size:
         return dropped
-    own_head, own_embedding = "lm_head" in drafter, "embed_tokens" in drafter
+    own_head = "lm_head" in drafter
+    own_embedding = "embed_tokens" in drafter
     if own_embedding and (own_head or not config.tie_word_embeddings):
         ids = mx.arange(0, config.vocab_size, max(1, config.vocab_size // SAMPLE))[None]
         scale = config.own_embedding_scale
-        theirs, ours = target.embed(ids), drafter.embed_tokens(ids) * scale
+        theirs = target.embed(ids)
+        ours = drafter.embed_tokens(ids) * scale
         # Targets round their products with the scale in several ways.
         if mx.allclose(theirs, ours, rtol=1e-2 if scale != 1 else 0, atol=0):
             del drafter["embed_tokens"]
             dropped.append("embedding")
     if own_head and "d2t" not in drafter:
         states = mx.random.normal((1, 4, target.hidden_size), key=mx.random.key(0))
-        theirs, ours = target.head(states), drafter.lm_head(states)
+        theirs = target.head(states)
+        ours = drafter.lm_head(states)
         tolerance = 1e-5 * mx.abs(theirs).max()
         if theirs.shape == ours.shape and (mx.abs(theirs - ours).max() <= tolerance).item():
             del drafter["lm_head"]

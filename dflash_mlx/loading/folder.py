@@ -63,7 +63,8 @@ class Folder:
     """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
-        self.path, self.name = path, name or str(path)
+        self.path = path
+        self.name = name or str(path)
         self._headers: dict[Path, dict[str, StoredTensor]] = {}
 
     def converted(self, unpacked: bool) -> Folder:
@@ -305,7 +306,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         with safe_open(file, "np") as stored:
             slices = ((name, stored.get_slice(name)) for name in stored.keys())
             return {
-                name: StoredTensor(name, file, one.get_dtype(), tuple(one.get_shape()))
+                name: StoredTensor(
+                    name, file=file, dtype=one.get_dtype(), shape=tuple(one.get_shape())
+                )
                 for name, one in slices
             }
 
@@ -324,7 +327,8 @@ def memory_needed(
     """
     total = 0.0
     for tensor in tensors:
-        count, shape = math.prod(tensor.shape), tensor.shape
+        count = math.prod(tensor.shape)
+        shape = tensor.shape
         if tensor.dtype not in _FLOATS:
             total += count * tensor.width
         elif quantization and len(shape) > 1 and shape[-1] % quantization.group_size == 0:

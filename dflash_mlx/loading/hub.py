@@ -148,7 +148,8 @@ class Hub:
     def remote_bytes(self, name: str, wanted: Sequence[str] = WANTED) -> int:
         """Bytes of a repository's files that `fetch` would bring. Raises as `fetch`."""
         if gguf := hub_gguf(name):
-            name, wanted = gguf[0], _gguf_files(gguf[1])
+            name = gguf[0]
+            wanted = _gguf_files(gguf[1])
         sizes = self._sizes(name)
         found = [*filter_repo_objects(sizes, allow_patterns=list(wanted))]
         if gguf and not found:

@@ -104,7 +104,8 @@ def load(
             warnings.warn(SLOW_PRODUCTS, stacklevel=1)  # of this line, so once whoever calls
         if fusion_may_round():
             mx.disable_compile()
-    name, hub = as_name(name), hub or Hub()
+    name = as_name(name)
+    hub = hub or Hub()
     wanted = None if draft is None else as_name(draft)
     local_path(name)  # before the registry: a misspelt name has no drafter either
     ours = _kernels(kernels, metal_kernel, cluster)
@@ -116,7 +117,9 @@ def load(
         raise SettingsError("adapter needs one machine: fuse it into the weights (mlx_lm.fuse).")
     machines = 1 if cluster is None else cluster.size
     tuned = None if adapter is None else find_adapter(adapter, hub)  # before larger downloads
-    folder, source = _find_pair(name, wanted, hub, quantization, machines)
+    folder, source = _find_pair(
+        name, wanted=wanted, hub=hub, quantization=quantization, machines=machines
+    )
     source.check_settings(draft_bits, draft_window)
     if cluster is not None and source.kind == ASSISTANT:
         raise SettingsError(f"{draft} reads keys of the target's layers: that needs one machine.")
@@ -124,9 +127,23 @@ def load(
         draft_quantization = source.quantization_beside(quantization)
     reserved += memory_needed(source.tensors, draft_quantization, float_bytes())
     exact = kernels == "exact"
-    target = open_target(folder, quantization, reserved, ours, exact, cluster, tuned)
+    target = open_target(
+        folder,
+        quantization=quantization,
+        reserved=reserved,
+        kernels=ours,
+        exact=exact,
+        cluster=cluster,
+        adapter=tuned,
+    )
     with _advice_on_drafters():
-        return target, open_drafter(source, target, draft_quantization, ours, draft_window)
+        return target, open_drafter(
+            source,
+            target=target,
+            quantization=draft_quantization,
+            kernels=ours,
+            window=draft_window,
+        )
 
 
 def _find_pair(
@@ -134,7 +151,7 @@ def _find_pair(
 ) -> tuple[Folder, DraftSource]:
     """The folders of a target and its drafter. What cannot work is refused before its download."""
     draft, with_lookup = _choose_drafter(name, wanted)
-    folder, model = find_target(name, hub, quantization, machines)
+    folder, model = find_target(name, hub=hub, quantization=quantization, machines=machines)
     with _advice_on_drafters():
         found = None if draft in (LOOKUP, NONE, MTP) else find_drafter(draft, hub, model)
     folder = complete(folder, hub)
@@ -156,7 +173,8 @@ def _find_pair(
 def _choose_drafter(name: str, draft: str | None) -> tuple[str, bool]:
     """The drafter for a target, and whether a lookup drafter joins it."""
     if draft is not None and draft != WITH_LOOKUP:
-        network, with_lookup = draft.removesuffix(WITH_LOOKUP), draft.endswith(WITH_LOOKUP)
+        network = draft.removesuffix(WITH_LOOKUP)
+        with_lookup = draft.endswith(WITH_LOOKUP)
         if with_lookup and network in (LOOKUP, NONE):
             raise SettingsError(f"draft {draft}: name a network before {WITH_LOOKUP}.")
         return network, with_lookup
@@ -207,13 +225,15 @@ def load_drafter(
     metal_kernel: KernelFactory | None = None,
 ) -> DFlash:
     """Load a drafter alone. Args and errors as of `load`."""
-    [quantization], path = _quantizations(mode, group_size, bits), as_name(path)
+    path = as_name(path)
+    [quantization] = _quantizations(mode, group_size, bits)
     if path in (LOOKUP, NONE, MTP):
         raise SettingsError(f"{path!r} needs its target: load(target, draft={path!r}).")
-    folder, ours = drafter_folder(path, hub or Hub()), _kernels(kernels, metal_kernel)
+    folder = drafter_folder(path, hub or Hub())
+    ours = _kernels(kernels, metal_kernel)
     check_weights(folder, quantization)
-    source = DraftSource(path, folder, NETWORK, {})
-    return cast(DFlash, open_drafter(source, None, quantization, ours))
+    source = DraftSource(path, folder=folder, kind=NETWORK, target={})
+    return cast(DFlash, open_drafter(source, target=None, quantization=quantization, kernels=ours))
 
 
 def drafter_folder(name: str, hub: Hub) -> Folder:

@@ -36,7 +36,8 @@ def head_tensors(folder: Folder, config: Config) -> dict[str, StoredTensor]:
     layout = LAYOUTS.get(str(config.get("model_type")))
     if layout is None:
         return {}
-    starts, found = ("",) if stands_alone(folder) else _starts(layout, config), {}
+    starts = ("",) if stands_alone(folder) else _starts(layout, config)
+    found = {}
     for name, tensor in folder.every_tensor.items():
         start = next((one for one in starts if name.startswith(one)), None)
         if start is not None:
@@ -54,7 +55,8 @@ def head_shards(folder: Folder, config: Config) -> set[str]:
     layout = LAYOUTS.get(str(config["model_type"]))
     if layout is None or folder.index is None:
         return set()
-    ours, theirs = text_config(config), text_config(folder.config)
+    ours = text_config(config)
+    theirs = text_config(folder.config)
     if any(ours.get(key) != theirs.get(key) for key in ("model_type", "hidden_size")):
         return set()
     starts = _starts(layout, config)
@@ -81,7 +83,8 @@ def read_head(folder: Folder, target: Target) -> MTPHead:
     if not found:
         raise WeightsError(why_no_head(folder, target.config))
     layout = LAYOUTS[target.config["model_type"]]
-    head, stored = MTPHead(target, layout), load_tensors(found)
+    head = MTPHead(target, layout)
+    stored = load_tensors(found)
     wrong = f"{folder.path}: the tensors of its MTP head cannot be read"
     with ErrorWrapper(WeightsError, wrong, MODEL_ERRORS):
         weights = dict(_ours(layout, without_fp8(stored), target))
@@ -89,9 +92,9 @@ def read_head(folder: Folder, target: Target) -> MTPHead:
         _centre(weights)
     load_as_stored(
         head,
-        weights,
-        f"{folder.path}: of its MTP head,",
-        lambda name: _published(layout, name, target.config),
+        weights=weights,
+        wrong=f"{folder.path}: of its MTP head,",
+        published=lambda name: _published(layout, name, target.config),
     )
     return head
 

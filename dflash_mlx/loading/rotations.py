@@ -86,11 +86,11 @@ def complete_rotations(name: object, model: nn.Module, config: Config) -> list[s
         return left_out
     if not _reads_scaling(config):
         if kind_of(scaling) in _SCALED and plain:
-            _scale(model, ropes, scaling, text.get("max_position_embeddings"))
+            _scale(model, ropes=ropes, scaling=scaling, length=text.get("max_position_embeddings"))
         else:
             left_out.append("rope_scaling")
     _set_attention_factor(model, scaling)
-    _set_longrope(name, model, scaling, text)
+    _set_longrope(name, model=model, scaling=scaling, text=text)
     return left_out
 
 

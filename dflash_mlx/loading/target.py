@@ -88,7 +88,8 @@ def open_target(
 
     Args and errors as of `load`.
     """
-    name, config = folder.name, folder.config
+    name = folder.name
+    config = folder.config
     if quantization is not None and config.get("from_gguf"):
         warnings.warn(
             f"dflash-mlx: {name} is requantized to {quantization.bits} bits where it does not keep "
@@ -97,9 +98,14 @@ def open_target(
         )
     else:
         check_not_quantized(name, quantization, folder.is_quantized)
-    check_weights(folder, quantization, reserved, 1 if cluster is None else cluster.size)
+    check_weights(
+        folder,
+        quantization=quantization,
+        reserved=reserved,
+        machines=1 if cluster is None else cluster.size,
+    )
     model, config = read_target(folder)
-    start_reading(name, model, quantization, cluster)
+    start_reading(name, model=model, quantization=quantization, cluster=cluster)
     if adapter is not None:
         adapter.add_to(name, model)
         config = config | {"adapter": adapter.config}
@@ -109,7 +115,7 @@ def open_target(
     if cluster is not None:
         target = cluster.open(model, tokenizer, config, name)
     else:
-        target = Target(model, tokenizer, config, name)
+        target = Target(model, tokenizer=tokenizer, config=config, name=name)
         check_runs(target)
         if kernels is not None:
             from .wiring import check_exact, wire_target

@@ -24,7 +24,8 @@ from ..validation import TOKENIZER_ERRORS, ErrorWrapper, brief, read_json
 from .folder import Folder
 from .reading import TOKENIZER_FILE_ERRORS
 
-RANKS, SETTINGS = "tiktoken.model", "tokenizer_config.json"
+RANKS = "tiktoken.model"
+SETTINGS = "tokenizer_config.json"
 KIMI = "TikTokenTokenizer"  # the class of tokenization_kimi.py
 FAST = "PreTrainedTokenizerFast"  # reads any tokenizer.json
 _KIMI_PATTERN = "|".join(

@@ -46,7 +46,9 @@ def wire_target(
     kernels run in exact decoding only. A launch is checked when it is first made; one that fails is
     MLX's, with a warning, or raises `KernelError` in exact decoding.
     """
-    model, config, required = target.model, target.config, bool(exact)
+    model = target.model
+    config = target.config
+    required = bool(exact)
     begin_checks(kernels)
     if stopwatch is None and kernels.on_device:
         stopwatch = Stopwatch()
@@ -61,7 +63,9 @@ def wire_target(
     if exact:
         attention.check_exact(target.pairs())
     kernels.proofs.strict = exact
-    target.wiring = replace(wire(model, config, kernels, rows, exact), required=required)
+    target.wiring = replace(
+        wire(model, config=config, kernels=kernels, rows=rows, exact=exact), required=required
+    )
     return target
 
 
@@ -69,7 +73,8 @@ def begin_checks(kernels: Kernels) -> None:
     """Have every launch of these kernels checked that has not passed on this device before."""
     kernels.proofs.proven = kernels.proofs.proven or set()
     if kernels.on_device:  # what an emulator takes says nothing
-        kernels.proofs.proven, kernels.proofs.keep = read_proofs(), store_proofs
+        kernels.proofs.proven = read_proofs()
+        kernels.proofs.keep = store_proofs
 
 
 def forms(target: Target) -> list[str]:
@@ -117,7 +122,14 @@ def time_verifies(
 
     of_attention = list(dict.fromkeys(attention.attention_keys(target.pairs())))
     try:
-        return autotune(target.model, target.config, of_attention, start, kernels, stopwatch)
+        return autotune(
+            target.model,
+            config=target.config,
+            attention=of_attention,
+            start=start,
+            kernels=kernels,
+            stopwatch=stopwatch,
+        )
     finally:
         target.wiring = None
 
@@ -147,7 +159,7 @@ def wire_drafter(drafter: nn.Module, kernels: Kernels, stopwatch: Stopwatch | No
     if rows is None and stopwatch is not None:
         rows = autotune_products(drafter, kernels, stopwatch)
         store_choices(names, rows)
-    wire(drafter, {}, kernels, rows or {})
+    wire(drafter, config={}, kernels=kernels, rows=rows or {})
 
 
 def check_exact(target: Target) -> None:
@@ -165,7 +177,8 @@ def check_exact(target: Target) -> None:
     except KernelError as error:
         if wiring.required:
             raise
-        target.wiring, wiring.kernels.proofs.strict = replace(wiring, exact=False), False
+        target.wiring = replace(wiring, exact=False)
+        wiring.kernels.proofs.strict = False
         warnings.warn(f"dflash-mlx: {error.args[0]}", stacklevel=4)
 
 
@@ -175,8 +188,10 @@ def check_rows(target: Target) -> None:
     Raises `KernelError` for a row that differs: drafted text would not be the plain text.
     """
     ids = [(7919 * i + 13) % target.vocab_size for i in range(PROMPT + WIDEST)]
-    prompt, rows = ids[:PROMPT], ids[PROMPT:]
-    together, alone = target.start(), target.start()
+    prompt = ids[:PROMPT]
+    rows = ids[PROMPT:]
+    together = target.start()
+    alone = target.start()
     for session in (together, alone):
         list(session.prefill(prompt))
     logits, _ = together.verify(Proposal(rows))

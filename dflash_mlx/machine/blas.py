@@ -106,7 +106,7 @@ def use_fast_blas(stock: bool = False, threads: int = 1, flush_denormals: bool =
         return BlasInfo("stock", None, f"dflash-mlx's own is not used: {error}")
     flushes = bool(shim.dflash_configure(int(threads), int(flush_denormals)))
     reason = f"built for this processor by {_built_by(shim)}"
-    return BlasInfo(f"dflash-{kernel}", str(path), reason, flushes)
+    return BlasInfo(f"dflash-{kernel}", path=str(path), reason=reason, flushes_denormals=flushes)
 
 
 def has_stock_blas() -> bool:

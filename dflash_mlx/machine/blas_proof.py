@@ -31,9 +31,9 @@ _DIGEST = "230e8cd230b977365ca09536eccc3ebad4e8ccb7244782cb1f347dc9a68ad460"
 def dependent_rows(library: ctypes.CDLL) -> str | None:
     """What is wrong if a row of a product has other bits than that row multiplied alone."""
     for left, right, transposed in _matrices():
-        product = _multiply(library, left, right, transposed)
+        product = _multiply(library, left=left, right=right, transposed=transposed)
         for row in range(len(left)):
-            alone = _multiply(library, left[row : row + 1], right, transposed)
+            alone = _multiply(library, left=left[row : row + 1], right=right, transposed=transposed)
             if alone.tobytes() != product[row].tobytes():
                 return "a row of a product depends on the other rows"
     return None
@@ -43,7 +43,7 @@ def other_bits(library: ctypes.CDLL) -> str | None:
     """What is wrong if the products of our library have other bits than on other machines."""
     digest = hashlib.sha256()
     for left, right, transposed in _matrices():
-        digest.update(_multiply(library, left, right, transposed).tobytes())
+        digest.update(_multiply(library, left=left, right=right, transposed=transposed).tobytes())
     if digest.hexdigest() != _DIGEST:
         return "its products have other bits than on other machines"
     return None

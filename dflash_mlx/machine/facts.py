@@ -47,7 +47,8 @@ def machine(blas: BlasInfo) -> dict[str, str]:
 
 def busy() -> str:
     """A warning if programs keep most of this machine's cores busy; empty if they do not."""
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    cores = os.cpu_count() or 1
     if load < BUSY * cores:
         return ""
     counted = "1 core" if cores == 1 else f"{cores} cores"

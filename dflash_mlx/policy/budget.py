@@ -11,7 +11,9 @@ from collections.abc import Sequence
 CREDIT = 6.0  # plain steps that a request may lose in all,
 ALLOWANCE = 0.01  # plus this share of its tokens
 CHEAP = 0.8  # a step may always lose this much where there is no debt
-FIRST, SHARE = 0.5, 0.02  # expected loss of the first draft, and per token so far, that is allowed,
+# expected loss of the first draft, and per token so far, that is allowed,
+FIRST = 0.5
+SHARE = 0.02
 MOST = 1.0  # up to this much
 FADING = 0.92  # what remains of a debt after a token
 SAVINGS = 10.0  # the most gain that is remembered
@@ -28,7 +30,9 @@ class Budget:
     """
 
     def __init__(self) -> None:
-        self._tokens, self._balance, self.recent = 0.0, 0.0, 0.0
+        self._tokens = 0.0
+        self._balance = 0.0
+        self.recent = 0.0
         self.record(cost=0.0, tokens=0)
 
     def record(self, cost: float, tokens: float) -> None:
@@ -51,7 +55,8 @@ def expected_loss(path_probs: Sequence[float], cost: float) -> float:
         path_probs: how likely each drafted row is accepted, falling.
         cost: of the step.
     """
-    loss, tokens = cost - 1, 1
+    loss = cost - 1
+    tokens = 1
     for probability in path_probs:
         if tokens >= cost:
             break

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 MOST_ROWS = 1024  # of a step, beyond what any machine could want
 SHOWN = (2, 4, 8, 12, 16)  # rows in a description
 PROBE_LOSS = 1.0  # plain steps that a probe may lose after the shortest pause
-FIRST_PAUSE, LONGEST_PAUSE = 32, 512  # plain tokens before a probe, which doubles them if it fails
+# plain tokens before a probe, which doubles them if it fails
+FIRST_PAUSE = 32
+LONGEST_PAUSE = 512
 QUICKLY = 16  # plain tokens after which a failed draft says nothing new
 TREE_MEMORY = 0.95  # weight of a tree relative to the next one
 TREE_TRIALS = 4  # trees before chains may replace them
@@ -47,11 +49,13 @@ class DraftPolicy:
     def __init__(
         self, block_size: int, trees: bool = False, slot_cost: float | None = None
     ) -> None:
-        self.block_size, self.slot_cost = block_size, slot_cost
+        self.block_size = block_size
+        self.slot_cost = slot_cost
         self.costs = StepCosts(slot_cost)
         self.trees = TreeRecord() if trees else None
         self._learnt: dict[float, AcceptanceEstimates] = {}
-        self._plain_tokens, self._pause = 0.0, FIRST_PAUSE
+        self._plain_tokens = 0.0
+        self._pause = FIRST_PAUSE
 
     @classmethod
     def of(
@@ -106,7 +110,8 @@ class DraftPolicy:
         Without estimates where none were learned at about this temperature: lookup keeps its own.
         """
         estimates = self.learnt(temperature)
-        tokens, plain = [*accumulate(estimates.path_probs, initial=1.0)], self.costs.plain_seconds
+        tokens = [*accumulate(estimates.path_probs, initial=1.0)]
+        plain = self.costs.plain_seconds
         timed = "was not timed yet" if plain is None else f"takes {1e3 * plain:.2f} ms"
         shown = f"a plain step {timed}"
         if estimates.path_probs == AcceptanceEstimates(self.block_size - 1).path_probs:
@@ -123,7 +128,10 @@ class TreeRecord:
     """Whether trees bring more tokens per second than chains."""
 
     def __init__(self) -> None:
-        self._tokens, self._cost, self._trees, self._wait = 0.0, 0.0, 0, 0
+        self._tokens = 0.0
+        self._cost = 0.0
+        self._trees = 0
+        self._wait = 0
 
     def should_draft_tree(self, chain_speed: float) -> bool:
         """Whether the next draft should be a tree, where a chain promises such a speed."""

@@ -35,7 +35,8 @@ class AcceptanceEstimates:
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Count a draft of `drafted` tokens of which the first `accepted` were right."""
-        tried, right = self._tried, self._right
+        tried = self._tried
+        right = self._right
         for slot in range(min(accepted + 1, drafted, len(tried))):
             tried[slot] = MEMORY * tried[slot] + 1
             right[slot] = MEMORY * right[slot] + (slot < accepted)
@@ -56,11 +57,14 @@ class AcceptanceEstimates:
 
     def _estimate(self) -> None:
         """Shrink each slot's own rate towards the slot before it."""
-        prior, weight, rates = FIRST, PRIOR_WEIGHT, list[float]()
+        prior = FIRST
+        weight = PRIOR_WEIGHT
+        rates = list[float]()
         for slot, (tried, right) in enumerate(zip(self._tried, self._right, strict=True)):
             rates.append((right + weight * prior) / (tried + weight))
             prior, weight = (rates[-1], NEIGHBOUR_WEIGHT) if slot else (LATER, PRIOR_WEIGHT)
-        self.rates, self.path_probs = rates, path_probabilities(rates)
+        self.rates = rates
+        self.path_probs = path_probabilities(rates)
 
 
 def path_probabilities(rates: Iterable[float]) -> list[float]:

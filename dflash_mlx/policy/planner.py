@@ -105,7 +105,7 @@ class Planner:
         """What could be verified in a step that other requests share; else as `propose`."""
         network = session.network
         if self._tree_rows is not None and width > 1 and isinstance(network, SupportsTrees):
-            return TreeCandidate(network, self._tree_rows, width, self._ready)
+            return TreeCandidate(network, rows=self._tree_rows, width=width, ready=self._ready)
         rates = session.lookup_rates(anchor, width)
         if self._takes_lookup(session, rates, width):
             propose = partial(session.propose_lookup, anchor)
@@ -165,7 +165,7 @@ class AdaptivePlanner(Planner):
         if rates := session.lookup_rates(anchor, width)[: width - 1]:
             probs = path_probabilities(rates)
             speed = max(GAIN, self._speed(length))
-            rows = self._best("lookup", probs, range(2, len(probs) + 2), speed)
+            rows = self._best("lookup", probs=probs, rows=range(2, len(probs) + 2), speed=speed)
             if rows > 1:
                 self._kind = "lookup"
                 return checked(session.propose_lookup(anchor, rows), rows)
@@ -202,7 +202,9 @@ class AdaptivePlanner(Planner):
         trees = self._trees is not None and width > 1 and not self._by_slot
         if trees and isinstance(network, SupportsTrees):
             self._kind = "tree"
-            return TreeCandidate(network, MOST_ROWS, width, partial(self._ready, left=width))
+            return TreeCandidate(
+                network, rows=MOST_ROWS, width=width, ready=partial(self._ready, left=width)
+            )
         return DraftCandidate(probs, unread=network.pending_features, left=width)
 
     def observe(self, proposal: Proposal, tokens: Sequence[int], seconds: float | None) -> None:

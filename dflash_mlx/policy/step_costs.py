@@ -16,7 +16,8 @@ import mlx.core as mx
 
 MOST_ROWS = 64  # of a tree
 # Cost of each further row, and of a draft, before any step has run.
-GPU, CPU = (0.015, 0.1), (0.08, 0.3)
+GPU = (0.015, 0.1)
+CPU = (0.08, 0.3)
 # Numbers of rows that chains may have together, besides the most.
 LENGTHS = (*range(2, 8), *(size << octave for octave in range(14) for size in (8, 12)))
 RECENT = 9  # comparisons that are kept for each number of rows,
@@ -28,7 +29,9 @@ LARGEST_RATIO = 4.0  # of a comparison, either way
 STALLED = 2.0  # times the typical cost: one such step, unless drafted token by token, moves no line
 FRESH = 8  # drafted steps before or after a plain one that are compared with it
 # Drafted steps after which a plain one runs to be timed: the first, the next ones, and later.
-FIRST, FEW, STALE = 1, 12, 64
+FIRST = 1
+FEW = 12
+STALE = 64
 PLAIN_SAMPLES = 3
 
 
@@ -51,7 +54,8 @@ class StepCosts:
         self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)  # seconds, as of one request
         self._requests = 1  # of the last plain step
         self._waiting: deque[tuple[str, int, int, float]] = deque(maxlen=FRESH)  # for a plain step
-        self._steps = self._since_plain = 0
+        self._steps = 0
+        self._since_plain = 0
 
     def cost(self, kind: str, rows: int, requests: int = 1) -> float:
         """The cost of a step of so many requests and rows in all, in plain steps of theirs."""
@@ -59,7 +63,8 @@ class StepCosts:
 
     def costs(self, kind: str, rows: Sequence[int], requests: int = 1) -> list[float]:
         """The cost of each of these numbers of rows, which are more than the requests."""
-        places, plain = rows, 1.0
+        places = rows
+        plain = 1.0
         if self._by_slot:  # known by the rows of a request
             places = [-(-one // requests) for one in rows]
         elif requests > 1:
@@ -97,14 +102,16 @@ class StepCosts:
             if not self._is_like(requests):
                 self._plain.clear()
             self._plain.append(seconds / self._plain_line(requests))
-            self._requests, self._since_plain = requests, 0
+            self._requests = requests
+            self._since_plain = 0
         latest = [*self._plain]  # copies: requests in other threads observe, too
         if latest and self._since_plain <= FRESH:
             for kind, rows, requests, seconds in [*self._waiting]:
                 if self._is_like(requests):
                     cost = seconds / _low_median(latest)
                     if self._by_slot:
-                        rows, cost = -(-rows // requests), cost / self._plain_line(requests)
+                        rows = -(-rows // requests)
+                        cost = cost / self._plain_line(requests)
                     self._kinds[kind].observe(rows, cost, self._steps)
             self._waiting.clear()
 
@@ -134,10 +141,14 @@ class CostCurve:
         if now >= self._expires and self._seen:
             self._correct(now)
             self._expires = now + FORGOTTEN // 8
-        costs, line = self._costs, self._line  # another thread may correct them
+        # another thread may correct them
+        costs = self._costs
+        line = self._line
         for one in rows:
             if one not in costs:
-                place, total, weights = log2(one), 0.0, PRIOR_WEIGHT
+                place = log2(one)
+                total = 0.0
+                weights = PRIOR_WEIGHT
                 for other, count, ratio in self._known:
                     weight = count * PER_OCTAVE ** abs(other - place)
                     total += weight * ratio
@@ -155,21 +166,33 @@ class CostCurve:
         for rows, samples in [*self._seen.items()]:
             if costs := [cost for step, cost in [*samples] if step >= now - FORGOTTEN]:
                 medians.append((rows, len(costs), _low_median(costs)))
-        line, known = self._fit(medians), []
+        line = self._fit(medians)
+        known = []
         for rows, count, cost in medians:
             ratio = min(LARGEST_RATIO, max(1 / LARGEST_RATIO, cost / _on(line, rows)))
             known.append((log2(rows), count, log(ratio)))
-        self._line, self._known, self._costs = line, known, {}  # whole, for other threads
+        # whole, for other threads
+        self._line = line
+        self._known = known
+        self._costs = {}
 
     def _fit(self, medians: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
         """The line through the medians of the costs by rows: least squares, beside the prior."""
-        n, nx, nxx, ny, nxy = PRIOR_WEIGHT, 0.0, self._stiffness, 0.0, 0.0
+        n = PRIOR_WEIGHT
+        nx = 0.0
+        nxx = self._stiffness
+        ny = 0.0
+        nxy = 0.0
         for rows, count, cost in medians:
             if count == 1 < self._stiffness and cost > STALLED * _on(self._prior, rows):
                 continue
-            x, y = rows - 1, cost - _on(self._prior, rows)
-            n, nx, nxx = n + count, nx + count * x, nxx + count * x * x
-            ny, nxy = ny + count * y, nxy + count * x * y
+            x = rows - 1
+            y = cost - _on(self._prior, rows)
+            n = n + count
+            nx = nx + count * x
+            nxx = nxx + count * x * x
+            ny = ny + count * y
+            nxy = nxy + count * x * y
         determinant = n * nxx - nx * nx
         draft, row = self._prior
         draft = max(0.0, draft + (nxx * ny - nx * nxy) / determinant)

@@ -145,7 +145,9 @@ class BlockKeys:
     """
 
     def __init__(self, root: bytes, size: int, ids: Tokens = ()) -> None:
-        self._size, self.path, self.text = size, [root], packed(())
+        self._size = size
+        self.path = [root]
+        self.text = packed(())
         self.read(ids)
 
     def read(self, ids: Tokens) -> None:
@@ -189,7 +191,9 @@ class Layout:
     def __init__(
         self, target: TargetSession, drafter: SupportsSharing, length: int, size: int
     ) -> None:
-        self._target, self._drafter, self._skipped = target, drafter, 0
+        self._target = target
+        self._drafter = drafter
+        self._skipped = 0
         if target.is_recurrent:
             # A recurrent state has one shape at all positions, but may take a node per token.
             self._skipped = max(0, length // size - 1) * size

@@ -100,10 +100,12 @@ class PrefixStore:
         self.capacity = check_integer("memory", memory, most=MAX_BYTES)
         self.reserved = 0  # bytes for live requests
         self.used = 0  # bytes of entries
-        self._target, self._drafter = target, drafter
+        self._target = target
+        self._drafter = drafter
         # In memory, keys of other pairs cannot meet.
         self._pair = b"" if folder is None else fingerprint(target, drafter)
-        self._chunk, self._stride = check_integer("chunk", chunk), check_integer("stride", stride)
+        self._chunk = check_integer("chunk", chunk)
+        self._stride = check_integer("stride", stride)
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._index = BlockIndex[Entry]()
         self._disk = None if folder is None else DiskCache(user_path(folder), disk, disk_left)
@@ -129,10 +131,10 @@ class PrefixStore:
             return target, drafter, 0
         cacheable = prompt[: max(0, len(prompt) - UNCACHED)]
         with self._lock:
-            position, held, pieces = self._find(target, drafter, cacheable, salt)
+            position, held, pieces = self._find(target, drafter=drafter, ids=cacheable, salt=salt)
         if position:
             room = len(prompt) - position + self._chunk
-            restore(target, drafter, held, pieces, room)
+            restore(target, drafter=drafter, position=held, pieces=pieces, room=room)
             if position < held:
                 target.trim_to(position)
                 drafter.trim_to(position)
@@ -142,7 +144,9 @@ class PrefixStore:
 
     def keys(self, kv_bits: int | None, salt: str, ids: Sequence[int] = ()) -> BlockKeys:
         """The keys of a request's text, which begins with `ids`, for `insert`."""
-        return BlockKeys(root_key(self._pair, kv_bits, salt, self._chunk), self._chunk, ids)
+        return BlockKeys(
+            root_key(self._pair, kv_bits=kv_bits, salt=salt, size=self._chunk), self._chunk, ids
+        )
 
     def checkpoint_positions(
         self,
@@ -189,22 +193,33 @@ class PrefixStore:
         if not len(ids) == target.position == drafter.position:
             return
         keys.read(ids)
-        path, text, size, trims = [*keys.path], keys.text, self._chunk, can_trim(target, drafter)
+        path = [*keys.path]
+        text = keys.text
+        size = self._chunk
+        trims = can_trim(target, drafter)
         with self._lock:
             new = []
             for start, (block, key) in zip(count(step=size), pairwise(path), strict=False):
                 if key not in self._entries:
-                    rows = copy_rows(target, drafter, start, start + size)
+                    rows = copy_rows(target, drafter=drafter, start=start, end=start + size)
                     own = text[start : start + size].copy()
-                    new.append(Entry(key, rows, block, own, True))
+                    new.append(Entry(key, arrays=rows, block=block, tokens=own, is_block=True))
             if checkpoint:
                 key, rest = self._end(path, text, trims)
                 path.append(key)
                 if key not in self._entries and (len(rest) or not trims):
                     start = len(ids) - len(rest)
-                    rows = copy_rows(target, drafter, start, len(ids)) if len(rest) else {}
+                    rows = (
+                        copy_rows(target, drafter=drafter, start=start, end=len(ids))
+                        if len(rest)
+                        else {}
+                    )
                     arrays = rows | copy_state(target, drafter)
-                    new.append(Entry(key, arrays, path[-2], rest.copy(), False))
+                    new.append(
+                        Entry(
+                            key, arrays=arrays, block=path[-2], tokens=rest.copy(), is_block=False
+                        )
+                    )
             self._add(new, path)
             if checkpoint:
                 self._thin_out(path[:-1], text, trims)
@@ -266,7 +281,8 @@ class PrefixStore:
         In between: how many tokens are in the arrays, of which the last may be another text's.
         """
         keys = self.keys(target.kv_bits, salt, ids)
-        text, [root, *blocks] = keys.text, keys.path
+        text = keys.text
+        [root, *blocks] = keys.path
         while True:
             path = [root, *self._cached_prefix(blocks)]
             position = held = (len(path) - 1) * self._chunk
@@ -274,11 +290,13 @@ class PrefixStore:
                 shared, last = self._longest(path[-1], text[position:])
                 if shared:
                     path.append(last)
-                    position, held = position + shared, held + len(self._entries[last].tokens)
+                    position = position + shared
+                    held = held + len(self._entries[last].tokens)
             else:
                 found = self._checkpoints(path, text)
                 position, last = found[-1] if found else (0, root)
-                held, path = position, path[: position // self._chunk + 1]
+                held = position
+                path = path[: position // self._chunk + 1]
                 path += [last] if found else []
             entries = self._read(target, path, text[:position], held)
             if len(entries) == len(path) - 1:
@@ -313,7 +331,9 @@ class PrefixStore:
 
         They hold `held` tokens: the last one, if it is in memory, may hold more than the text.
         """
-        found, layout, size = list[Entry](), None, self._chunk
+        found = list[Entry]()
+        layout = None
+        size = self._chunk
         for start, (block, key) in zip(count(step=size), pairwise(path), strict=False):
             entry = self._entries.get(key)
             if entry is None and self._disk is not None:
@@ -321,11 +341,16 @@ class PrefixStore:
                     target = self._target.start(like.tap_layers, like.kv_bits)
                     drafter = start_session(self._drafter, self._target, Sampler())
                     assert isinstance(drafter, SupportsSharing)
-                    layout = Layout(target, drafter, held, size)
+                    layout = Layout(target, drafter=drafter, length=held, size=size)
                 tokens = text[start : start + size].copy()
-                end, is_block = start + len(tokens), len(tokens) == size
+                end = start + len(tokens)
+                is_block = len(tokens) == size
                 arrays = self._disk.read(key, layout.arrays(start, end, not is_block))
-                entry = None if arrays is None else Entry(key, arrays, block, tokens, is_block)
+                entry = (
+                    None
+                    if arrays is None
+                    else Entry(key, arrays=arrays, block=block, tokens=tokens, is_block=is_block)
+                )
             if entry is None:
                 break
             found.append(entry)

@@ -62,9 +62,12 @@ class DiskCache:
     """
 
     def __init__(self, path: Path, budget: int, left_free: int) -> None:
-        self._path, self._budget, self._left_free = path / "prefix", budget, left_free
+        self._path = path / "prefix"
+        self._budget = budget
+        self._left_free = left_free
         self._files: OrderedDict[bytes, File] = OrderedDict()
-        self._index, self._lock = BlockIndex[int](), threading.Lock()
+        self._index = BlockIndex[int]()
+        self._lock = threading.Lock()
         self._warned = False
         self._last: Future[None] | None = None
         try:
@@ -93,7 +96,8 @@ class DiskCache:
         file = self._files.get(key)
         if file is None:
             return None
-        path, most = self._path / file.name, sum(x.nbytes for x in expected.values())
+        path = self._path / file.name
+        most = sum(x.nbytes for x in expected.values())
         try:
             if check_file(path, OutputError) > most + MAX_HEADER:
                 raise ValueError("too large")
@@ -221,11 +225,13 @@ class DiskCache:
         found = []
         for item in os.scandir(self._path):
             try:
-                named, status = NAME.fullmatch(item.name), item.stat(follow_symlinks=False)
+                named = NAME.fullmatch(item.name)
+                status = item.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue  # another process has just finished or removed it
             if named is not None:
-                block, location = named["block"], None
+                block = named["block"]
+                location = None
                 if block is not None:
                     location = Location(bytes.fromhex(block), int(named["length"]))
                 file = File(item.name, status.st_size, location)

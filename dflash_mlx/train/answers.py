@@ -56,7 +56,8 @@ class Answer:
     @property
     def sample(self) -> Sample:
         """Prompt and answer as a training sample."""
-        start, end = len(self.prompt), len(self.prompt) + len(self.answer)
+        start = len(self.prompt)
+        end = len(self.prompt) + len(self.answer)
         return Sample(self.prompt + self.answer, ((start, end),))
 
 
@@ -96,7 +97,9 @@ def collect_samples(
         else:
             prompts += _prompts(target, source, record)
     settings = AnswerSettings(recipe.max_tokens, recipe.rows, 4 * recipe.rows)
-    answers = answer_all(target, prompts, work / "answers.jsonl", settings, listen)
+    answers = answer_all(
+        target, prompts=prompts, path=work / "answers.jsonl", settings=settings, progress=listen
+    )
     samples += [answer.sample for answer in answers if len(answer.answer) > 1]
     samples = list(dict.fromkeys(samples))
     fitting = [sample for sample in samples if len(sample.tokens) <= target.context_length]
@@ -145,7 +148,8 @@ def answer_all(
     `sampler_at` seeds and returns the sampler of the chunk that begins at a prompt; None is greedy.
     Raises `DataError` if `path` has answers to other prompts, `OutputError` if it cannot grow.
     """
-    answers, tokens = _whole_chunks(path, prompts, settings.chunk), 0
+    answers = _whole_chunks(path, prompts, settings.chunk)
+    tokens = 0
     done = len(answers)
 
     def report() -> None:
@@ -160,7 +164,9 @@ def answer_all(
     report()
     while done < len(prompts):
         chunk = prompts[done : done + settings.chunk]
-        new = complete(target, chunk, settings, sampler_at(done), count)
+        new = complete(
+            target, prompts=chunk, settings=settings, sampler=sampler_at(done), on_token=count
+        )
         append(path, (asdict(answer) for answer in new))
         answers += new
         done = len(answers)

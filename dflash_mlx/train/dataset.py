@@ -131,7 +131,9 @@ def parse_record(line: str, where: str) -> str | Messages:
     )
 
 
-BUCKET, BUCKETS = 16, 128  # a bucket is so long at least, and a batch has so many at most
+# a bucket is so long at least, and a batch has so many at most
+BUCKET = 16
+BUCKETS = 128
 
 Arrays = tuple[mx.array, ...]
 
@@ -178,14 +180,18 @@ class BatchStream:
         seed: int,
         position: tuple[int, int] = (0, 0),
     ) -> None:
-        self._epoch, self._collate, self._tokens, self._seed = epoch, collate, tokens, seed
+        self._epoch = epoch
+        self._collate = collate
+        self._tokens = tokens
+        self._seed = seed
         self._batches: list[list[Sample]] = []
         self.position = position
         self._load()
 
     def _load(self) -> None:
         epoch, _ = self.position
-        samples, rng = self._epoch(epoch), Random(f"{self._seed} {epoch}")
+        samples = self._epoch(epoch)
+        rng = Random(f"{self._seed} {epoch}")
         self._batches = group(samples, self._tokens, rng)
 
     def next(self) -> Arrays:

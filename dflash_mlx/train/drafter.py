@@ -140,14 +140,15 @@ def draft_loss(
         A function of (parameters, ids [N, S], anchors [N, A], ends [N, A], *kept features).
     """
     config = drafter.config
-    cost = SlotLoss(drafter, target, loss_weights, tokens)
+    cost = SlotLoss(drafter, target=target, loss_weights=loss_weights, tokens=tokens)
 
     def loss(
         parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array, *kept: mx.array
     ) -> tuple[mx.array, mx.array]:
         """The loss and tau of a batch, both scalars."""
         drafter.update(parameters)
-        (n, a), block = anchors.shape, config.block_size
+        block = config.block_size
+        (n, a) = anchors.shape
         found = Features(*kept) if kept else features(target, ids, config.target_layer_ids)
         masks = mx.full((n, a, block - 1), config.mask_token_id, dtype=ids.dtype)
         first = mx.take_along_axis(ids, anchors, axis=1)[..., None]
@@ -155,7 +156,9 @@ def draft_loss(
         embeddings = drafter.embed(blocks, target)
         taps = found.taps.astype(mx.float32)
         taps = taps if scales is None else taps / scales
-        hidden = draft_hidden(drafter, embeddings.astype(mx.float32), taps, anchors)
+        hidden = draft_hidden(
+            drafter, embeddings=embeddings.astype(mx.float32), taps=taps, anchors=anchors
+        )
         hidden = hidden[:, config.first_row :].flatten(0, 1)
 
         slots = anchors[..., None] + mx.arange(1, config.drafts + 1)
@@ -163,7 +166,7 @@ def draft_loss(
         flat = mx.minimum(slots, ids.shape[1] - 1).reshape(n, -1)
         text = mx.take_along_axis(ids, flat, axis=1).reshape(slots.shape)
         labels = mx.take_along_axis(found.choices, flat - 1, axis=1).reshape(slots.shape)
-        weights = slot_weights(labels, text, inside, gamma)
+        weights = slot_weights(labels, tokens=text, inside=inside, gamma=gamma)
         # Slots after a disagreement have no weight, so the true predecessor is the text's token.
         before = mx.concatenate([first, text[..., :-1]], axis=-1)
         heads = [
@@ -226,20 +229,31 @@ def train_drafter(
     # The loss knows the tokens that can be drafted, or those of the first epoch's answers.
     own = "lm_head" in drafter or ("embed_tokens" in drafter and config.tie_word_embeddings)
     tokens = drafter.token_ids() if own else common_tokens(samples(0))
-    scales = tap_scales(target, config.target_layer_ids, samples(0), store)
+    scales = tap_scales(target, layers=config.target_layer_ids, samples=samples(0), kept=store)
     if start is not None:
         drafter.fc.weight = mx.contiguous(drafter.fc.weight * scales)
-    loss = draft_loss(drafter, target, gamma, settings.loss_weights, tokens, scales)
+    loss = draft_loss(
+        drafter,
+        target=target,
+        gamma=gamma,
+        loss_weights=settings.loss_weights,
+        tokens=tokens,
+        scales=scales,
+    )
     parameters = fit(
         loss,
-        drafter.trainable_parameters(),
-        make_optimizer(settings.optimizer, settings.learning_rate, settings.steps),
-        lambda position: BatchStream(samples, collate, settings.tokens, settings.seed, position),
-        settings.steps,
-        checkpoint,
-        progress,
-        held_out_metrics(loss, collate, held_out, settings) if held_out else None,
-        settings.every,
+        parameters=drafter.trainable_parameters(),
+        optimizer=make_optimizer(settings.optimizer, settings.learning_rate, settings.steps),
+        batches=lambda position: BatchStream(
+            samples, collate=collate, tokens=settings.tokens, seed=settings.seed, position=position
+        ),
+        steps=settings.steps,
+        checkpoint=checkpoint,
+        progress=progress,
+        validate=held_out_metrics(loss, collate=collate, held_out=held_out, settings=settings)
+        if held_out
+        else None,
+        every=settings.every,
     )
     drafter.update(parameters)
     drafter.fc.weight = drafter.fc.weight / scales
@@ -282,7 +296,9 @@ def held_out_metrics(
     compiled = mx.compile(loss)
 
     def mean(parameters: Parameters) -> tuple[float, float]:
-        rng, sums, batches = Random(settings.seed), [0.0, 0.0], 0
+        rng = Random(settings.seed)
+        sums = [0.0, 0.0]
+        batches = 0
         for batch in group(held_out, settings.tokens, rng):
             found = compiled(parameters, *collate(batch, rng))
             sums = [total + float(value) for total, value in zip(sums, found, strict=True)]

@@ -84,7 +84,9 @@ class KeptFeatures:
     """
 
     def __init__(self, target: Target, layers: Sequence[int], folder: Path) -> None:
-        self._target, self._layers, self._folder = target, layers, folder
+        self._target = target
+        self._layers = layers
+        self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, samples: Sequence[Sample], length: int) -> Features:
@@ -101,7 +103,8 @@ class KeptFeatures:
 
     def save(self, sample: Sample, found: Features) -> None:
         """Keep the features [S, ...] of a sample. Raises `OutputError`."""
-        taps, shares = found.taps.astype(mx.bfloat16), found.shares.astype(mx.float16)
+        taps = found.taps.astype(mx.bfloat16)
+        shares = found.shares.astype(mx.float16)
         stored = found._replace(taps=taps, shares=shares)
         save_arrays(self._path(sample), stored._asdict(), {})
 
@@ -123,13 +126,15 @@ def tap_scales(
     kept: KeptFeatures | None = None,
 ) -> mx.array:
     """The root mean square [K*D] of each tapped value over some samples."""
-    sums, count = mx.zeros(()), 0
+    sums = mx.zeros(())
+    count = 0
     for sample in samples[:SCALE_SAMPLES]:
         tokens = mx.array([sample.tokens])
         taps = (kept([sample], tokens.size) if kept else features(target, tokens, layers)).taps
         start = min(FIRST, len(sample.tokens) - 1)
         taps = taps[0, start:].astype(mx.float32)
-        sums, count = sums + mx.square(taps).sum(axis=0), count + len(taps)
+        sums = sums + mx.square(taps).sum(axis=0)
+        count = count + len(taps)
         mx.eval(sums)
     scales = mx.maximum(mx.sqrt(sums / count), MIN_SCALE)
     mx.eval(scales)

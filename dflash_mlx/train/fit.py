@@ -120,7 +120,8 @@ def fit(
     written, and `SettingsError` if the loss is not finite.
     """
     optimizer.init(parameters)
-    state, best = TrainingState(), parameters
+    state = TrainingState()
+    best = parameters
     if checkpoint is not None and path_kind(checkpoint) is not None:
         parameters, best, state = restore(checkpoint, parameters, optimizer)
     source = batches(state.position)
@@ -129,7 +130,8 @@ def fit(
     streams = [micro_batch_stream() for _ in range(MICRO_BATCHES)]
     pending = [source.next() for _ in streams]
     while state.step < steps:
-        state.position, results = source.position, []
+        state.position = source.position
+        results = []
         for stream, arrays in zip(streams, pending, strict=True):
             with mx.stream(stream):
                 results.append(gradient(parameters, *arrays))
@@ -146,15 +148,26 @@ def fit(
                 f"Training diverged: the loss of step {state.step} is {float(mean)}. Lower "
                 "--learning-rate and use another folder."
             )
-        held_out = apart = None
+        held_out = None
+        apart = None
         pause = every and state.step % every == 0
         if validate and pause:
             held_out, apart = validate(parameters)
             if held_out < state.best_loss:
-                best, state.best_loss = parameters, held_out
-        progress(StepReport(state.step, steps, float(mean), float(metric), held_out, apart))
+                best = parameters
+                state.best_loss = held_out
+        progress(
+            StepReport(
+                state.step,
+                steps=steps,
+                loss=float(mean),
+                metric=float(metric),
+                held_out_loss=held_out,
+                held_out_metric=apart,
+            )
+        )
         if checkpoint and pause:
-            save(checkpoint, parameters, best, optimizer, state)
+            save(checkpoint, parameters=parameters, best=best, optimizer=optimizer, state=state)
     return best if state.best_loss < float("inf") else parameters
 
 

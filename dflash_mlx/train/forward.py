@@ -46,11 +46,12 @@ def visible(attention: Attention, anchors: mx.array, context: int, block: int) -
 def attend(attention: Attention, x: mx.array, context: mx.array, anchors: mx.array) -> mx.array:
     """Attention outputs [N*A, H, B, hd] of normed rows x [N*A, B, D] over context [N, S, D]."""
     (n, a), (block, length) = anchors.shape, (x.shape[1], context.shape[1])
-    starts, groups = anchors.reshape(-1), attention.heads // attention.kv_heads
+    starts = anchors.reshape(-1)
+    groups = attention.heads // attention.kv_heads
     queries = attention.queries(x, starts) * attention.scale
     block_keys, block_values = attention.keys_values(x, starts)
     keys, values = attention.keys_values(context, 0)
-    outer, inner = visible(attention, anchors, length, block)
+    outer, inner = visible(attention, anchors=anchors, context=length, block=block)
 
     # [N*A, KV, G*B, hd] against the block; [N, KV, A*G*B, hd] against the context.
     queries = queries.reshape(n * a, attention.kv_heads, groups * block, -1)
@@ -63,7 +64,8 @@ def attend(attention: Attention, x: mx.array, context: mx.array, anchors: mx.arr
     far = mx.where(outer[:, :, None, None], far, hidden)
     near = mx.where(inner, near, hidden)
     weights = mx.softmax(mx.concatenate([far, near], axis=-1), axis=-1)
-    far, near = weights[..., :length], weights[..., length:]
+    far = weights[..., :length]
+    near = weights[..., length:]
 
     far = far.swapaxes(1, 2).reshape(n, attention.kv_heads, a * groups * block, length) @ values
     far = far.reshape(n, attention.kv_heads, a, groups * block, -1).swapaxes(1, 2)
@@ -84,7 +86,8 @@ def draft_hidden(
     Returns:
         [N*A, B, D]; row k of a block predicts the token at its anchor + k.
     """
-    context, x = drafter.fuse(taps), embeddings
+    context = drafter.fuse(taps)
+    x = embeddings
     for layer in drafter.layers:
         x = layer(x, partial(attend, layer.self_attn, context=context, anchors=anchors))
     return drafter.norm(x)

@@ -78,7 +78,8 @@ def draft_config(
 def _like(target: Target) -> dict[str, Any]:
     """Config fields that are the target's."""
     shape = text_config(target.config)
-    hidden, heads = target.hidden_size, shape["num_attention_heads"]
+    hidden = target.hidden_size
+    heads = shape["num_attention_heads"]
     rope = shape.get("rope_theta") or (shape.get("rope_parameters") or {}).get("rope_theta")
     return {
         "hidden_size": hidden,
@@ -109,7 +110,8 @@ def mask_token(target: Target, used: Iterable[int]) -> int:
 
     Raises `SettingsError` if every token is used.
     """
-    tokenizer, taken = target.tokenizer, set(used) | set(target.tokenizer.eos_token_ids)
+    tokenizer = target.tokenizer
+    taken = set(used) | set(target.tokenizer.eos_token_ids)
     special = sorted(getattr(tokenizer, "all_special_ids", []), reverse=True)
     beyond = range(len(tokenizer.get_vocab()), target.vocab_size)
     for token in (*beyond, *special, *range(target.vocab_size - 1, -1, -1)):

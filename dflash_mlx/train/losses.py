@@ -69,14 +69,16 @@ def summed(
         rows: slots per part.
     """
     names = [name for name, _ in tree_flatten(trained)]
-    count, length = len(names), hidden.shape[0]
+    count = len(names)
+    length = hidden.shape[0]
     gradient = mx.value_and_grad(part, argnums=(0, 1))
 
     @mx.custom_function
     def run(*arrays: mx.array) -> tuple[mx.array, ...]:
         """The sum [], the drafts, and the gradients of `hidden` and of `trained`."""
         tree = tree_unflatten(list(zip(names, arrays[:count], strict=True))) if count else {}
-        value, chosen = mx.array(0.0), []
+        value = mx.array(0.0)
+        chosen = []
         inward: list[mx.array] = []
         outward = [mx.zeros_like(array) for array in arrays[:count]]
         for start in range(0, length, rows):
@@ -93,7 +95,8 @@ def summed(
 
     @run.vjp
     def back(arrays: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        scale, (inward, *outward) = cotangents[0], outputs[2:]
+        scale = cotangents[0]
+        (inward, *outward) = outputs[2:]
         rest = [mx.zeros_like(array) for array in arrays[count + 1 :]]
         return [*(scale * array for array in outward), scale * inward, *rest]
 
@@ -138,12 +141,16 @@ class SlotLoss:
         loss_weights: LossWeights,
         tokens: mx.array | None,
     ) -> None:
-        self._drafter, self._target, self._mix, self._tokens = drafter, target, loss_weights, tokens
+        self._drafter = drafter
+        self._target = target
+        self._mix = loss_weights
+        self._tokens = tokens
         self._width = drafter.config.vocab_size
         if tokens is not None:
             reduced = drafter.token_ids() is not None
             rows = drafter.lm_head.weight if reduced else target.head_rows(tokens)
-            self._rows, self._width = rows.astype(mx.float32), len(tokens)
+            self._rows = rows.astype(mx.float32)
+            self._width = len(tokens)
             self._places = mx.full((drafter.config.vocab_size,), -1)  # -1: not known
             self._places[tokens] = mx.arange(len(tokens))
         has_markov = isinstance(drafter, DSpark)
@@ -161,7 +168,7 @@ class SlotLoss:
         head = self._selector or self._markov
         trained = {} if head is None else head.parameters()
         count = max(1, BOUND // (4 * LOGITS_AT_ONCE * self._width))
-        return summed(self._part, trained, hidden, columns, count)
+        return summed(self._part, trained=trained, hidden=hidden, others=columns, rows=count)
 
     def _part(
         self,
@@ -174,20 +181,31 @@ class SlotLoss:
         shares: mx.array,
     ) -> tuple[mx.array, mx.array]:
         """Loss and drafts of some slots; `trained` are the weights of the drafter's own head."""
-        known, head = self._tokens, self._selector or self._markov
+        known = self._tokens
+        head = self._selector or self._markov
         if head is not None:
             head.update(trained)
         logits = self._logits(hidden)
         if self._markov is not None:
             logits = logits + self._after(self._markov, hidden, before)
         if known is not None:
-            labels, tops = self._places[labels], self._places[tops]
-            weights, shares = weights * (labels >= 0), shares * (tops >= 0)
-            labels, tops = mx.maximum(labels, 0), mx.maximum(tops, 0)
+            labels = self._places[labels]
+            tops = self._places[tops]
+            weights = weights * (labels >= 0)
+            shares = shares * (tops >= 0)
+            labels = mx.maximum(labels, 0)
+            tops = mx.maximum(tops, 0)
         loss = self._mix.of(logits, labels, tops, shares)
         chosen = mx.argmax(mx.stop_gradient(logits), axis=-1)
         if self._selector is not None:
-            extra, chosen = selector_loss(self._selector, hidden, logits, before, labels, known)
+            extra, chosen = selector_loss(
+                self._selector,
+                hidden=hidden,
+                logits=logits,
+                before=before,
+                labels=labels,
+                ids=known,
+            )
             loss = loss + extra
         if known is not None:
             chosen = known[chosen]

@@ -103,19 +103,37 @@ def train(
     if recipe.synthesize is not None:
         shape = AnswerSettings(recipe.turn_tokens, recipe.rows, 2 * recipe.rows)
         path = work / "turns.jsonl"
-        turns = write_turns(target, recipe.synthesize, path, shape, recipe.seed, listen)
-    samples = collect_samples(target, work, recipe, turns, listen)
+        turns = write_turns(
+            target,
+            count=recipe.synthesize,
+            path=path,
+            settings=shape,
+            seed=recipe.seed,
+            progress=listen,
+        )
+    samples = collect_samples(target, work=work, recipe=recipe, turns=turns, listen=listen)
     held_out, training = split(samples, recipe)
-    raw = _shape(target, recipe, training, warm)
+    raw = _shape(target, recipe=recipe, samples=training, warm=warm)
     config = DraftConfig.from_dict(raw)
     tokens = sum(bucket_length(len(sample.tokens), recipe.tokens) for sample in training)
     in_epochs = max(1, round(EPOCHS * tokens / (2 * recipe.tokens)))
     settings = _settings(recipe, recipe.steps or in_epochs)
-    needed = memory_needed(target, config, settings, [len(s.tokens) for s in samples])
+    needed = memory_needed(
+        target, config=config, settings=settings, lengths=[len(s.tokens) for s in samples]
+    )
     check_memory(needed, settings)
     start = None if warm is None else warm[0]
     if recipe.hours is not None:
-        steps = _steps_of_hours(target, config, settings, training, start, work, recipe, begin)
+        steps = _steps_of_hours(
+            target,
+            config=config,
+            settings=settings,
+            training=training,
+            start=start,
+            work=work,
+            recipe=recipe,
+            begin=begin,
+        )
         settings = _settings(recipe, steps)
     plan = TrainingPlan(
         samples=len(training),
@@ -129,14 +147,14 @@ def train(
     listen(plan)
     drafter = train_drafter(
         target,
-        config,
-        lambda epoch: training,
-        settings,
-        held_out,
-        work / "checkpoint.safetensors",
-        listen,
-        start,
-        work / "features" if recipe.keep_features else None,
+        config=config,
+        samples=lambda epoch: training,
+        settings=settings,
+        held_out=held_out,
+        checkpoint=work / "checkpoint.safetensors",
+        progress=listen,
+        start=start,
+        kept=work / "features" if recipe.keep_features else None,
     )
     try:
         save_drafter(drafter, raw, out)
@@ -153,7 +171,7 @@ def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> Non
         turn_start(target)
     elif not recipe.keep_answers:
         user_header(target)
-    config = DraftConfig.from_dict(_shape(target, recipe, (), warm))
+    config = DraftConfig.from_dict(_shape(target, recipe=recipe, samples=(), warm=warm))
     config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     check_trainable(config)
     if recipe.draft_vocab and (config.kind == "dflash2" or (warm and "lm_head" in warm[0])):
@@ -161,7 +179,9 @@ def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> Non
     # The longest possible samples need the least memory. A file's lengths are still unknown.
     longest = recipe.turn_tokens + recipe.max_tokens if recipe.synthesize else recipe.tokens
     settings = _settings(recipe, 1)
-    check_memory(memory_needed(target, config, settings, [longest]), settings)
+    check_memory(
+        memory_needed(target, config=config, settings=settings, lengths=[longest]), settings
+    )
 
 
 def held_out_record(target: Target, sample: Sample) -> dict[str, Any]:
@@ -185,7 +205,12 @@ def _shape(
         used = {token for sample in samples for token in sample.tokens}
         mask = mask_token(target, used)
         raw = draft_config(
-            target, recipe.kind, recipe.block_size, mask, recipe.layers, recipe.causal
+            target,
+            kind=recipe.kind,
+            block_size=recipe.block_size,
+            mask_token=mask,
+            layers=recipe.layers,
+            causal=recipe.causal,
         )
     if recipe.draft_vocab is not None and samples:
         count = len(common_tokens(samples, recipe.draft_vocab))
@@ -235,7 +260,14 @@ def _steps_of_hours(
             times.append(time.monotonic())
 
         few = replace(settings, steps=TIMED_STEPS + 1, every=0)
-        train_drafter(target, config, lambda e: training, few, progress=note, start=start)
+        train_drafter(
+            target,
+            config=config,
+            samples=lambda e: training,
+            settings=few,
+            progress=note,
+            start=start,
+        )
         seconds = (times[-1] - times[0]) / TIMED_STEPS
         whole = 3600 * (recipe.hours or 0)
         left = max(whole - (times[0] - begin), STEPS_SHARE * whole)

@@ -20,7 +20,9 @@ from ..errors import DataError, PromptError
 from ..targets import Target
 from .answers import AnswerSettings, append, complete, whole_lines
 
-TEMPERATURE, MIN_P = 1.0, 0.05  # top-p would sort 262,144 tokens a step, for seconds on a CPU
+# top-p would sort 262,144 tokens a step, for seconds on a CPU
+TEMPERATURE = 1.0
+MIN_P = 0.05
 MAX_BARREN = 20  # rounds in a row without a new turn
 OPENING = 24  # tokens with which a base model opens a text
 _SENTINEL = "user turn goes here"
@@ -83,16 +85,24 @@ def write_turns(
         settings = replace(settings, max_tokens=OPENING)
     rounds = whole_lines(path)
     turns: dict[tuple[str, ...], str] = {}  # by their words
-    barren = number = 0
+    barren = 0
+    number = 0
     while len(turns) < count:
         if number == len(rounds):
-            found = _write_round(target, header, after, settings, seed * 1_000_003 + number)
+            found = _write_round(
+                target,
+                header=header,
+                after=after,
+                settings=settings,
+                seed=seed * 1_000_003 + number,
+            )
             append(path, [{"turns": found}])
             rounds.append({"turns": found})
         before = len(turns)
         for turn in rounds[number]["turns"]:
             turns.setdefault(tuple(re.findall(r"\w+", turn.lower())), turn)
-        number, barren = number + 1, 0 if len(turns) > before else barren + 1
+        number = number + 1
+        barren = 0 if len(turns) > before else barren + 1
         if barren == MAX_BARREN:
             raise DataError(
                 f"{target.name} wrote {len(turns)} different turns and now repeats itself: ask "
@@ -108,11 +118,14 @@ def _write_round(
     """Turns that ended, or openings of a text, of more than one word."""
     mx.random.seed(seed)
     sampler = make_sampler(TEMPERATURE, min_p=MIN_P)
-    answers = complete(target, [header] * settings.chunk, settings, sampler)
+    answers = complete(
+        target, prompts=[header] * settings.chunk, settings=settings, sampler=sampler
+    )
     turns = []
     for answer in answers:
         tokens = answer.answer[:-1] if answer.ended else answer.answer
-        text, whole = target.tokenizer.decode(list(tokens)), after is None or answer.ended
+        text = target.tokenizer.decode(list(tokens))
+        whole = after is None or answer.ended
         if after is not None:
             text, found, _ = text.partition(after.strip() or after)
             whole = whole or bool(found)

@@ -28,9 +28,11 @@ BARE = [family for family in WRITERS if KNOWN[family].openings]
 @pytest.mark.parametrize("width", [1, 3, 1000])
 def test_calls_in_steps_of_any_size(family, width):
     text = written(family, *CALL)
-    assert read(form_of(family), SCHEMAS, text, width) == [CALL]
+    assert read(form_of(family), schemas=SCHEMAS, text=text, width=width) == [CALL]
     several = "" if family in ("mistral", "llama3") else text
-    assert read(form_of(family), SCHEMAS, text + several, width) == [CALL] * (2 if several else 1)
+    assert read(form_of(family), schemas=SCHEMAS, text=text + several, width=width) == [CALL] * (
+        2 if several else 1
+    )
 
 
 @pytest.mark.parametrize("family", BARE)
@@ -38,7 +40,7 @@ def test_calls_in_steps_of_any_size(family, width):
 def test_the_opening_marker_is_left_out(family, end):
     text = WRITERS[family](*CALL) + KNOWN[family].end * end
     for width in (1, 1000):
-        assert read(form_of(family), SCHEMAS, text, width)[-1] == CALL
+        assert read(form_of(family), schemas=SCHEMAS, text=text, width=width)[-1] == CALL
     other = WRITERS[family]("other", {"city": "x"})
     if KNOWN[family].openings[0] != "<|tool_call_begin|>" and "deepseek" not in family:
         assert read(form_of(family), SCHEMAS, other) == [Text(other)]
@@ -58,7 +60,8 @@ def test_the_closing_marker_is_left_out(family):
 # The calls of Llama 3 are JSON, as answers may be.
 @pytest.mark.parametrize("family", [one for one in WRITERS if one != "llama3"])
 def test_tools_that_were_not_offered(family):
-    good, other = written(family, *CALL), written(family, "other", {"a": "b"})
+    good = written(family, *CALL)
+    other = written(family, "other", {"a": "b"})
     if family == "mistral":
         other = "[TOOL_CALLS]" + WRITERS[family]("other", {"a": "b"})
     assert read(form_of(family), SCHEMAS, other + good) == [("other", {"a": "b"}), CALL]
@@ -150,7 +153,8 @@ def test_arguments_by_other_names_and_without_any():
 @pytest.mark.parametrize("family", WRITERS)
 def test_calls_beside_what_is_none(family):
     """A broken call is text; words behind a call are, too; a thought may speak of a marker."""
-    known, call = KNOWN[family], written(family, "f", {"a": "b"})
+    known = KNOWN[family]
+    call = written(family, "f", {"a": "b"})
     if family not in ("mistral", "llama3", "harmony"):
         broken = f"{known.start}broken {{ {known.end}"
         found = read(form_of(family), {"f": {}}, broken + call)
@@ -212,7 +216,7 @@ def test_a_call_is_what_was_written(family, old, new, width):
     arguments = {"path": "a.py", "old": old, "new": new}
     schema = {"properties": dict.fromkeys(arguments, {"type": "string"})}
     text = written(family, "edit", arguments)
-    found = read(form_of(family), {"edit": schema}, text, width)
+    found = read(form_of(family), schemas={"edit": schema}, text=text, width=width)
     assert found == read(form_of(family), {"edit": schema}, text)
     assert found == [("edit", arguments)]
 
@@ -223,7 +227,7 @@ def test_a_call_is_what_was_written(family, old, new, width):
 def test_nothing_is_lost_and_step_borders_change_nothing(family, pieces, width):
     text = "".join(pieces)
     form = form_of(family, ("", ""))
-    small, whole = (read(form, {"edit": {}}, text, one) for one in (width, 1000))
+    small, whole = (read(form, schemas={"edit": {}}, text=text, width=one) for one in (width, 1000))
     assert small == whole
     said = "".join(part.text for part in whole if isinstance(part, Text))
     if not any(isinstance(part, tuple) for part in whole) and family != "harmony":
@@ -265,7 +269,8 @@ def test_every_parser_of_mlx_lm_is_known():
 @pytest.mark.parametrize("family", WRITERS)
 def test_markers_count_where_they_are_tokens_of_their_own(family):
     """The same text, spelled in ordinary tokens, is text, and a part of thoughts and values."""
-    start, end = KNOWN[family].start, KNOWN[family].end
+    start = KNOWN[family].start
+    end = KNOWN[family].end
     own = [one for one in ("<think>", "</think>", start, end) if one]
     target = make_target(added=own)
     ids = dict(zip(own, target.tokenizer.convert_tokens_to_ids(own), strict=True))
@@ -297,23 +302,36 @@ KINDS = (Reasoning, Text)
 @pytest.mark.parametrize("width", [1, 1000])
 def test_thoughts_and_newlines_beside_markers(width):
     def of(text, reasoning=True):
-        return read(form_of("json_tools"), SCHEMAS, text, width, starts_in_reasoning=reasoning)
+        return read(
+            form_of("json_tools"),
+            schemas=SCHEMAS,
+            text=text,
+            width=width,
+            starts_in_reasoning=reasoning,
+        )
 
     assert of("\nLet me see.\n</think>\n\nYes.\n") == [Reasoning("Let me see."), Text("Yes.\n")]
     text = "<think>a</think>b<tool_call>{}</tool_call>"
     assert of(text, False) == [Reasoning("a"), Text("b<tool_call>{}</tool_call>")]
     call = written("json_tools", "now", {})
     assert of(f"Hm.\n{call}") == [Reasoning("Hm."), ("now", {})]
-    assert read(form_of("json_tools"), {}, call, width) == [Text(call)]
+    assert read(form_of("json_tools"), schemas={}, text=call, width=width) == [Text(call)]
 
 
 @pytest.mark.parametrize("width", [1, 99])
 def test_stop_strings_look_at_the_answer(width):
     """Not at thoughts, nor at calls."""
     target = make_target(thinking="<think>")
-    form, detokenizer = AnswerFormat.of(target.tokenizer), target.tokenizer.detokenizer
+    form = AnswerFormat.of(target.tokenizer)
+    detokenizer = target.tokenizer.detokenizer
     parser = AnswerParser(form, {"f": {}}, True, detokenizer=target.tokenizer.detokenizer)
-    stream = TextStream(detokenizer, [2], ("Stop", "4S"), 999, parser.answer_length)
+    stream = TextStream(
+        detokenizer,
+        eos_ids=[2],
+        stop=("Stop", "4S"),
+        max_tokens=999,
+        stop_applies=parser.answer_length,
+    )
     before = 'Stop 4</think>Hi. <tool_call>{"name": "f", "arguments": {"a": "Stop"}}</tool_call> 4'
     tokens = target.tokenizer.encode(before + "Stop there", add_special_tokens=False)
     pieces = [stream.add(tokens[at : at + width]) for at in range(0, len(tokens), width)]
@@ -337,8 +355,11 @@ def test_what_is_in_no_answer_stops_none(family, between, width):
     text = f"{SPOKEN[family]}{between}One line.\nMore."
     pieces = [text[at : at + width] for at in range(0, len(text), width)]
     detokenizer = SimpleNamespace(add_token=lambda at: None, finalize=lambda: None)
-    parser, reader = AnswerParser(form, {}), AnswerParser(form, {})
-    stream = TextStream(detokenizer, [], ("\n",), 999, parser.answer_length)
+    parser = AnswerParser(form, {})
+    reader = AnswerParser(form, {})
+    stream = TextStream(
+        detokenizer, eos_ids=[], stop=("\n",), max_tokens=999, stop_applies=parser.answer_length
+    )
     parts = []
     for at, detokenizer.last_segment in enumerate(pieces):
         parts += reader.feed(stream.add([at]).text) if stream.finish_reason is None else []
@@ -356,7 +377,7 @@ HARMONY = (
 @pytest.mark.parametrize("width", [1, 3, 1000])
 def test_channels_of_gpt_oss(width):
     def of(text, **more):
-        return read(form_of("harmony"), SCHEMAS, text, width, **more)
+        return read(form_of("harmony"), schemas=SCHEMAS, text=text, width=width, **more)
 
     call = ("get_weather", {"city": "Rome"})
     parts = [Reasoning("Let me see."), Text("One moment."), call]
@@ -384,7 +405,7 @@ def test_channels_of_gpt_oss(width):
 )
 def test_words_without_a_channel_are_content(text, said):
     for width in (1, 1000):
-        found = read(form_of("harmony"), SCHEMAS, text, width)
+        found = read(form_of("harmony"), schemas=SCHEMAS, text=text, width=width)
         assert "".join(one.text for one in found).split() == said.split()
 
 

@@ -33,7 +33,8 @@ def without_end(number):
     """A slip: the end of a value is missing."""
 
     def slip(family, text):
-        end, parts = end_of(family), text.split(end_of(family))
+        end = end_of(family)
+        parts = text.split(end_of(family))
         kept = [end] * (len(parts) - 1)
         kept[number] = ""
         return "".join(part + then for part, then in zip(parts, [*kept, ""], strict=True))
@@ -78,7 +79,8 @@ def in_json(change):
     """A slip in the JSON that a family writes."""
 
     def slip(family, text):
-        at, end = text.index("{"), text.rindex("}") + 1
+        at = text.index("{")
+        end = text.rindex("}") + 1
         return text[:at] + change(text[at:end]) + text[end:]
 
     return slip
@@ -97,7 +99,8 @@ JSON_SLIPS = {
     "it is in a block of code": in_json(lambda json: f"```json\n{json}\n```"),
 }
 
-KIMI, DEEPSEEK = "<|tool_call_%s|>", "<｜tool▁call▁%s｜>"
+KIMI = "<|tool_call_%s|>"
+DEEPSEEK = "<｜tool▁call▁%s｜>"
 MISSING = [
     *(("kimi_k2", KIMI % one) for one in ("begin", "argument_begin", "end")),
     *(("kimi_k2", one) for one in ("functions.", ":0")),
@@ -147,18 +150,22 @@ def test_a_call_with_a_slip_is_the_call(family, name, slip, width):
     text = slip(family, right)
     if "line breaks" in name:
         call = CALL
-    assert read(form_of(family), SCHEMAS, text, width) == [call]
+    assert read(form_of(family), schemas=SCHEMAS, text=text, width=width) == [call]
     if KNOWN[family].end and family != "harmony":  # the next call is not a part of it
         after = "read", {"file": "b"}
-        found = read(form_of(family), SCHEMAS, text + written(family, *after), width)
+        found = read(
+            form_of(family), schemas=SCHEMAS, text=text + written(family, *after), width=width
+        )
         assert found == [call, after]
 
 
 @pytest.mark.parametrize("family", [one for one in WRITERS if KNOWN[one].end and one != "harmony"])
 def test_markers_too_few_and_too_many(family):
     """Between two calls, or behind one."""
-    start, end = KNOWN[family].start, KNOWN[family].end
-    first, second = written(family, *CALL), written(family, "read", {"file": "b"})
+    start = KNOWN[family].start
+    end = KNOWN[family].end
+    first = written(family, *CALL)
+    second = written(family, "read", {"file": "b"})
     calls = [CALL, ("read", {"file": "b"})]
     assert read(form_of(family), SCHEMAS, first.replace(end, "") + second) == calls
     assert read(form_of(family), SCHEMAS, first + end + second + end) == calls
@@ -172,4 +179,6 @@ def test_a_value_that_quotes_a_call_is_whole(family, width):
     quoted = written(family, *CALL)
     for value in (quoted, f"First:\n{quoted}\n{quoted}\nand so on.", f"{end_of(family)} ends it."):
         call = ("edit", {"path": "a.py", "old": value, "new": value})
-        assert read(form_of(family), SCHEMAS, written(family, *call), width) == [call]
+        assert read(form_of(family), schemas=SCHEMAS, text=written(family, *call), width=width) == [
+            call
+        ]

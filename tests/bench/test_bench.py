@@ -22,7 +22,7 @@ ASKED = BenchPrompt("sums", ({"role": "user", "content": "what is 37 + 48?"},), 
 def result(tokens: list[int], seconds: float = 1.0, text: str = "") -> Result:
     stats = Stats(output_tokens=len(tokens), rounds=2, decode_seconds=seconds)
     stats.accepted_per_round = [0, len(tokens) - 3]
-    return Result(text, tokens, "length", stats)
+    return Result(text, tokens=tokens, finish_reason="length", stats=stats)
 
 
 def compared(plain: list[Result], drafted: list[Result]) -> Comparison:
@@ -68,9 +68,11 @@ def test_a_bad_file_is_named(content, tmp_path):
 def test_drafted_runs_are_compared_with_plain_and_mlx_lm(p):
     target = tinymodels.target()
     answer = tinymodels.greedy(target, PROMPT, 24)
-    comparison = Comparison(target, None, PROMPT, {"max_tokens": 24}, {"block_size": 8})
+    comparison = Comparison(
+        target, drafter=None, prompt=PROMPT, settings={"max_tokens": 24}, drafting={"block_size": 8}
+    )
     for _ in range(3):
-        comparison.drafter = Oracle(PROMPT, answer, target.vocab_size, p)
+        comparison.drafter = Oracle(PROMPT, answer=answer, vocab_size=target.vocab_size, p=p)
         comparison.run("plain", "Oracle")
     comparison.run("mlx-lm")
     speeds = sorted(run.stats.tokens_per_second for run in comparison.runs["plain"])
@@ -93,7 +95,8 @@ def test_turns_change_their_order(monkeypatch):
     order.clear(), comparison.runs.clear()
     for comparison.trees in (None, {"tree_budget": 8}):
         comparison.run_all()
-    there, back = ["plain", "drafted", "mlx-lm"], ["mlx-lm", "DDTree", "drafted", "plain"]
+    there = ["plain", "drafted", "mlx-lm"]
+    back = ["mlx-lm", "DDTree", "drafted", "plain"]
     assert order == there + back
 
 
@@ -107,8 +110,10 @@ def test_a_difference_has_its_place_and_its_gap():
     logits = next_logits(target, [*PROMPT, *answer[:4]])
     gap = logits[answer[4]].item() - logits[wrong[4]].item()
     assert gap > 0 and found["plain"] is None
-    assert found["drafted"] == Difference(4, answer[4], wrong[4], pytest.approx(gap))
-    assert found["mlx-lm"] == Difference(3, answer[3], None, None)
+    assert found["drafted"] == Difference(
+        4, plain=answer[4], other=wrong[4], logit_gap=pytest.approx(gap)
+    )
+    assert found["mlx-lm"] == Difference(3, plain=answer[3], other=None, logit_gap=None)
     assert comparison.first_difference == 3
     comparison.settings = {"temperature": 1.0, "seed": 0}
     assert "mlx-lm" not in comparison.differences()
@@ -164,7 +169,13 @@ def test_sampled_runs_are_plain_decodings_own():
 
 def test_no_prompt_is_refused_when_half_of_the_work_is_done():
     long = BenchPrompt("sums", ({"role": "user", "content": "x" * 100_000},), source="a.jsonl, 7")
-    measured = measure_all(tinymodels.target(), None, [ASKED, long], 1, {"max_tokens": 4})
+    measured = measure_all(
+        tinymodels.target(),
+        drafter=None,
+        prompts=[ASKED, long],
+        repeats=1,
+        settings={"max_tokens": 4},
+    )
     with pytest.raises(DataError, match="^a.jsonl, 7: .* tokens"):
         next(measured)
 
@@ -176,8 +187,9 @@ def measured_as(prompt, drafted: Result, **differences) -> PromptRuns:
 
 
 def test_rows_sum_up_their_prompts():
-    right, wrong = result([1] * 6, 1.0, " 85\n"), result([1] * 5 + [2], 1.0, "86")
-    place = Difference(5, 1, 2, 0.25)
+    right = result([1] * 6, 1.0, " 85\n")
+    wrong = result([1] * 5 + [2], 1.0, "86")
+    place = Difference(5, plain=1, other=2, logit_gap=0.25)
     measured = [
         measured_as(ASKED, right),
         measured_as(BenchPrompt("tales", ASKED.messages), right),

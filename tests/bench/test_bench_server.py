@@ -30,7 +30,9 @@ class ChatServer:
     def __init__(self) -> None:
         self.deltas = [{"role": "assistant"}, {"content": "Hel"}, {"content": "lo"}]
         self.usage = {"prompt_tokens": 7, "completion_tokens": 5}
-        self.ending, self.status, self.asked = b"data: [DONE]\n\n", 200, []
+        self.ending = b"data: [DONE]\n\n"
+        self.status = 200
+        self.asked = []
         self.models = {"data": [{"id": "some-model"}]}
 
     def answer(self, request):
@@ -105,7 +107,14 @@ def test_a_server_that_is_not_there(url, chat):
 
 def test_a_conversation_goes_on(chat):
     prompt = BenchPrompt("talk", tuple(HI), then=("and now?",))
-    first, second = measure_server(ServerClient(f"{chat.url}/v1", "x"), [prompt], 2, 9, 0.0, 0)
+    first, second = measure_server(
+        ServerClient(f"{chat.url}/v1", "x"),
+        prompts=[prompt],
+        repeats=2,
+        max_tokens=9,
+        temperature=0.0,
+        seed=0,
+    )
     assert len(chat.asked) == 5  # one to warm up, then twice each
     assert [message["content"] for message in second.prompt.messages] == ["hi", "Hello", "and now?"]
     assert len(first.runs["server"]) == 2 and first.speedups("server") == []
@@ -113,7 +122,8 @@ def test_a_conversation_goes_on(chat):
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_bench_measures_a_server(exact, chat, tmp_path):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run"
+    prompts = tmp_path / "prompts.jsonl"
+    out = tmp_path / "run"
     prompts.write_text(json.dumps({"prompt": "hi", "answer": "Hello" if exact else "Hello there"}))
     options = ["--openai", chat.url, "--prompts", str(prompts), "--out", str(out), "--repeats", "2"]
     done = run("bench", *options, COLUMNS="200")
@@ -131,7 +141,9 @@ def test_bench_measures_a_server(exact, chat, tmp_path):
 def test_several_clients_at_once(chat):
     """Every prompt is asked, each client asks twice, and no more ask at once than are told to."""
     prompts = [BenchPrompt("talk", ({"role": "user", "content": word},)) for word in "abc"]
-    found = measure_concurrency(ServerClient(f"{chat.url}/v1", "x"), prompts, 4, 9)
+    found = measure_concurrency(
+        ServerClient(f"{chat.url}/v1", "x"), prompts=prompts, clients=4, max_tokens=9
+    )
     words = [body["messages"][0]["content"] for body in chat.asked]
     assert sorted(words) == ["a"] * 3 + ["b"] * 3 + ["c"] * 2
     assert found["requests"] == 8 and found["tokens"] == 8 * 5
@@ -140,7 +152,9 @@ def test_several_clients_at_once(chat):
     assert found["gap_seconds"]["p95"] >= found["gap_seconds"]["median"]
     chat.status = 500
     with pytest.raises(ServerError, match="500"):
-        measure_concurrency(ServerClient(f"{chat.url}/v1", "x"), prompts, 2, 9)
+        measure_concurrency(
+            ServerClient(f"{chat.url}/v1", "x"), prompts=prompts, clients=2, max_tokens=9
+        )
 
 
 def test_bench_shows_clients_side_by_side(chat):

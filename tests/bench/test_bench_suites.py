@@ -94,7 +94,7 @@ def serve(server: HubServer, name: str, folder: Path, rows: list[dict]) -> None:
 def test_a_suite_is_downloaded_once_and_asked(name, local, tmp_path):
     server, hub = local
     rows = ROWS[name] if isinstance(ROWS[name], list) else [ROWS[name]] * 2
-    serve(server, name, tmp_path / "repository", rows)
+    serve(server, name=name, folder=tmp_path / "repository", rows=rows)
     prompts = suite_prompts(name, hub)
     assert {prompt.category for prompt in prompts} == {name}
     files = SUITES[name].files  # a row in each but the first

@@ -39,7 +39,9 @@ def one_line_error(done) -> str:
 @pytest.fixture
 def tiny(monkeypatch):
     """A random pair instead of the one that the options ask for, so that nothing is loaded."""
-    pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
+    pair = Pair(
+        tinymodels.target(), drafter=tinymodels.random_drafter(), block_size=None, blas=HERE
+    )
     monkeypatch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_, **__: pair)
 
 
@@ -47,7 +49,9 @@ def tiny(monkeypatch):
 def folder(tmp_path_factory) -> Path:
     """A measured run with two categories."""
     with pytest.MonkeyPatch.context() as patch:
-        pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, HERE)
+        pair = Pair(
+            tinymodels.target(), drafter=tinymodels.random_drafter(), block_size=None, blas=HERE
+        )
         patch.setattr("dflash_mlx.cli.bench.open_pair", lambda *_, **__: pair)
         out = tmp_path_factory.mktemp("runs") / "deep" / "first"
         prompts = out.parents[1] / "prompts.jsonl"
@@ -92,7 +96,8 @@ def test_a_run_says_how_long_it_takes_and_shows_each_prompt(folder, tiny):
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_a_run_that_is_ended_keeps_what_it_has(options, folder, tiny, tmp_path, monkeypatch):
     """By Ctrl-C after the first of two prompts; the file is there before, as after a crash."""
-    whole, files = measure.measure_all, []
+    whole = measure.measure_all
+    files = []
 
     def until_ctrl_c(*arguments, **settings):
         measured = whole(*arguments, **settings)
@@ -196,7 +201,7 @@ def prompt(number: int, category: str = "a") -> BenchPrompt:
 
 def answer(tokens: int, seconds: float, rounds: int) -> Result:
     stats = Stats(output_tokens=tokens and 1 + tokens, decode_seconds=seconds, rounds=rounds)
-    return Result("", [0] * tokens, "length", stats)
+    return Result("", tokens=[0] * tokens, finish_reason="length", stats=stats)
 
 
 def figures(measured):
@@ -219,7 +224,8 @@ def test_means_are_those_of_answers_however_long_they_are():
         PromptRuns(prompt(1), {PLAIN: [answer(90, 3.0, 90)], "DFlash": [answer(90, 3.0, 45)]}),
     ]
     found = figures(measured)["a"]
-    plain, drafted = (0.1 + 1 / 30) / 2, (0.02 + 1 / 30) / 2
+    plain = (0.1 + 1 / 30) / 2
+    drafted = (0.02 + 1 / 30) / 2
     assert found["speedup"] == pytest.approx(plain / drafted)
     assert found["acceptance_length"] == pytest.approx((5 + 2) / 2)
     assert found["answers"] == 2 and found["over_mlx_lm"] is None

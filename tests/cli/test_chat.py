@@ -61,7 +61,12 @@ def test_a_pipe_has_the_librarys_own_text(pair):
 @pytest.fixture
 def chat() -> Chat:
     """A chat with a person, whose model answers with eight tokens of nonsense."""
-    pair = Pair(tinymodels.target(max_position_embeddings=128), None, None, BlasInfo("", None, ""))
+    pair = Pair(
+        tinymodels.target(max_position_embeddings=128),
+        drafter=None,
+        block_size=None,
+        blas=BlasInfo("", None, ""),
+    )
     settings = DEFAULTS | {"max_tokens": 8}
     chat = Chat(LocalModel(pair), settings, [])
     chat.interactive = True
@@ -69,7 +74,7 @@ def chat() -> Chat:
 
 
 def test_the_publishers_sampling_is_the_default(capsys):
-    pair = Pair(tinymodels.target(), None, None, BlasInfo("", None, ""))
+    pair = Pair(tinymodels.target(), drafter=None, block_size=None, blas=BlasInfo("", None, ""))
     pair.target.sampling_defaults = {"temperature": 0.6, "top_p": 0.95}
     assert published(pair.target, {"temperature", "top_k"}) == {"top_p": 0.95}
     chat = Chat(LocalModel(pair), DEFAULTS | {"max_tokens": 4}, [])
@@ -244,7 +249,12 @@ def test_think_says_at_once_that_a_template_has_no_switch(chat):
 
 
 def test_the_line_about_an_answer(capsys):
-    pair = Pair(tinymodels.target(), tinymodels.random_drafter(), None, BlasInfo("", None, ""))
+    pair = Pair(
+        tinymodels.target(),
+        drafter=tinymodels.random_drafter(),
+        block_size=None,
+        blas=BlasInfo("", None, ""),
+    )
     settings = DEFAULTS | {"max_tokens": 8}
     heard = told(Chat(LocalModel(pair), settings, []), capsys, "hi")
     assert re.search(r"8 tokens · [\d,.]+ tok/s · \d\.\d tokens per step · cut off by", heard)

@@ -11,11 +11,16 @@ from dflash_mlx.errors import PromptError, ServerError
 class ScriptedServer:
     """A server with fixed answers, which keeps what it was asked."""
 
-    url, model, stream = "http://there/v1", "m", ServerClient.stream
+    url = "http://there/v1"
+    model = "m"
+    stream = ServerClient.stream
 
     def __init__(self, *deltas, reason="stop", error=None):
-        self.deltas, self.reason, self.error = deltas, reason, error
-        self.asked, self.closed = [], False
+        self.deltas = deltas
+        self.reason = reason
+        self.error = error
+        self.asked = []
+        self.closed = False
 
     def chunks(self, messages, **settings):
         self.asked.append((list(messages), settings))

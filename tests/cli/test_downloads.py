@@ -17,7 +17,8 @@ from dflash_mlx.loading.gguf.convert import content_name
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import PACKAGES
 
-TARGET, DRAFTER = "somebody/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"
+TARGET = "somebody/Qwen3-8B-4bit"
+DRAFTER = "z-lab/Qwen3-8B-DFlash-b16"
 GB = 10**9
 
 

@@ -44,7 +44,7 @@ def refused(*arguments, stdin: str | bytes = "", code: int = 2) -> str:
 @pytest.fixture
 def loaded(monkeypatch) -> Pair:
     """A pair that `generate` finds loaded."""
-    pair = Pair(tinymodels.target(), tinymodels.random_drafter(), 4, BLAS)
+    pair = Pair(tinymodels.target(), drafter=tinymodels.random_drafter(), block_size=4, blas=BLAS)
     monkeypatch.setattr(command, "open_pair", lambda *_: pair)
     return pair
 
@@ -82,7 +82,8 @@ def test_the_prompt_is_the_argument_the_files_and_what_is_piped_in(
 
 
 def test_prompts_that_cannot_be_used(tmp_path):
-    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty = tmp_path / "empty.txt"
+    binary = tmp_path / "binary.txt"
     empty.write_text(" \n")
     binary.write_bytes(b"caf\xe9")
     missing = tmp_path / "nowhere.txt"
@@ -109,7 +110,12 @@ def scripted(monkeypatch) -> dict[str, object]:
     answer = generate(target, None, ids, max_tokens=13).tokens
 
     def open_pair(*_, **__) -> Pair:
-        return Pair(target, Oracle(ids, answer, target.vocab_size, script=[3, 0, 3, 2]), 4, BLAS)
+        return Pair(
+            target,
+            drafter=Oracle(ids, answer, target.vocab_size, script=[3, 0, 3, 2]),
+            block_size=4,
+            blas=BLAS,
+        )
 
     monkeypatch.setattr(command, "open_pair", open_pair)
     return {

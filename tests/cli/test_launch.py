@@ -67,7 +67,9 @@ def install(folder, name, script="#!/bin/sh\nexit 7\n"):
 @pytest.mark.parametrize("context", [262_144, 40_960, None])
 def test_claude_is_told_by_its_environment(context):
     """A limit that leaves no room behind its first prompt would have it compact at once."""
-    command, environment = agent_command(Agent.claude, "/bin/claude", URL, "m", "k", context)
+    command, environment = agent_command(
+        Agent.claude, program="/bin/claude", url=URL, model="m", key="k", context=context
+    )
     program, option, settings = command
     assert program == "/bin/claude" and option == "--settings"
     assert json.loads(settings)["permissions"]["deny"] == ["WebSearch"]
@@ -79,7 +81,9 @@ def test_claude_is_told_by_its_environment(context):
 
 @pytest.mark.parametrize("context", [40_960, None])
 def test_codex_is_told_by_its_arguments(context):
-    command, environment = agent_command(Agent.codex, "codex", URL, 'm"x', "k", context)
+    command, environment = agent_command(
+        Agent.codex, program="codex", url=URL, model='m"x', key="k", context=context
+    )
     settings = {}
     for argument in command[1:]:
         name, _, value = argument.removeprefix("-c").partition("=")
@@ -93,7 +97,9 @@ def test_codex_is_told_by_its_arguments(context):
 
 @pytest.mark.parametrize("context", [40_960, None])
 def test_opencode_is_told_by_its_environment(context):
-    _, environment = agent_command(Agent.opencode, "opencode", URL, "m", "k", context)
+    _, environment = agent_command(
+        Agent.opencode, program="opencode", url=URL, model="m", key="k", context=context
+    )
     config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
     model = config["provider"]["dflash"]["models"]["m"]
     assert config["model"] == "dflash/m" and model["modalities"]["input"] == ["text"]
@@ -139,7 +145,8 @@ def test_a_server_that_loads_is_waited_for(length, model, tmp_path, monkeypatch,
     """An agent is not started on a model whose context cannot hold its prompt."""
     monkeypatch.setattr("dflash_mlx.cli.launch.PAUSE", 0)
     install(tmp_path, "codex")
-    server.length, server.statuses = length, iter([503])
+    server.length = length
+    server.statuses = iter([503])
     options = ["--port", server.port, "--model", model]
     code, told = run("launch", "codex", *options, PATH=str(tmp_path))
     assert server.asked == ["/v1/models", "/v1/models"]
@@ -238,16 +245,20 @@ def test_this_machine_is_asked_without_a_proxy(host, direct, monkeypatch, server
 
 
 def test_its_server_has_the_drafter_and_the_adapter(monkeypatch):
-    commands, served = [], iter([None, ("mine", None)])
+    commands = []
+    served = iter([None, ("mine", None)])
     start = Mock(side_effect=lambda command, **_: commands.append(command) or Mock())
     monkeypatch.setattr("dflash_mlx.cli.launch.subprocess.Popen", start)
     monkeypatch.setattr("dflash_mlx.cli.launch._served", lambda url, key, wanted: next(served))
-    with _server("http://there", 1, "key", Names("m", "lookup", "./mine")) as (model, _):
+    with _server("http://there", port=1, key="key", names=Names("m", "lookup", "./mine")) as (
+        model,
+        _,
+    ):
         assert model == "mine"
     assert commands[0][-3:] == ["--model=m", "--draft=lookup", "--adapter=./mine"]
 
 
 def test_a_server_that_runs_keeps_its_drafter_and_it_is_told(monkeypatch, capsys):
     monkeypatch.setattr("dflash_mlx.cli.launch._served", lambda url, key, wanted: ("m", None))
-    with _server("http://there", 1, "key", Names("m", "lookup", None)):
+    with _server("http://there", port=1, key="key", names=Names("m", "lookup", None)):
         assert "keeps its own drafter, not lookup" in capsys.readouterr().err

@@ -19,13 +19,15 @@ from terminal import PASTE, Terminal
 import dflash_mlx
 from dflash_mlx.cli.answer import Writer
 
-TARGET, DRAFTER = "mlx-community/Qwen3-4B-4bit", "z-lab/Qwen3-4B-DFlash-b16"
+TARGET = "mlx-community/Qwen3-4B-4bit"
+DRAFTER = "z-lab/Qwen3-4B-DFlash-b16"
 
 
 @pytest.fixture
 def hub():
     """A hub with the embedded pair under the names of a large one."""
-    server, tiny = HubServer(), Path(dflash_mlx.__file__).parent / "tiny"
+    server = HubServer()
+    tiny = Path(dflash_mlx.__file__).parent / "tiny"
     server.repositories = {TARGET: tiny / "target", DRAFTER: tiny / "drafter"}
     with server.running():
         yield server
@@ -70,7 +72,8 @@ def test_answers_wrap_at_words(columns, size, monkeypatch):
     leader, follower = pty.openpty()
     screen = pyte.Screen(columns[0], 200)
     screen.set_mode(pyte.modes.LNM)
-    stream, output = pyte.Stream(screen), io.StringIO()
+    stream = pyte.Stream(screen)
+    output = io.StringIO()
     monkeypatch.setattr(output, "isatty", lambda: True)
     monkeypatch.setattr(output, "fileno", lambda: follower)
     with monkeypatch.context() as patch:

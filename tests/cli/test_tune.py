@@ -60,7 +60,8 @@ def test_the_table_of_timings(capsys):
 def test_what_is_fastest_is_set_before_mlx_starts(monkeypatch, tmp_path):
     """In processes of their own, in turns; a small gain, another MLX and the user's wish count."""
     speeds = {None: 50.0, 100: 50.5, 200: 60.0, 400: 0.0}
-    asked, here = [], {}
+    asked = []
+    here = {}
     monkeypatch.setattr(command_buffers, "_file", lambda: tmp_path / "kernels" / "buffers.json")
     monkeypatch.setattr(command_buffers.os, "environ", here)
 

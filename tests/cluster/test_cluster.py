@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 def test_what_is_told_is_heard(length):
     """Of any length: a message longer than one sum takes more of them."""
     told = [[4, 3, "commit", [0, 1]], ["verify", [[3, [5, 2**31], []]]], ["x" * length]]
-    channel, sent = Channel(SimpleNamespace(rank=lambda: 0)), []
+    channel = Channel(SimpleNamespace(rank=lambda: 0))
+    sent = []
     channel._sum = lambda words: sent.append(words) or words
     channel.send(told)
     size = len(json.dumps(told, separators=(",", ":")))
@@ -121,7 +122,8 @@ def test_stages_that_cannot_do_the_same(played):
 
 def test_taps_are_carried_of_those_who_have_some():
     """In one array, from which requests that tap nothing have none."""
-    one, other = mx.arange(12.0).reshape(1, 3, 4), mx.arange(20.0, 28.0).reshape(1, 2, 4)
+    one = mx.arange(12.0).reshape(1, 3, 4)
+    other = mx.arange(20.0, 28.0).reshape(1, 2, 4)
     answers = [
         (mx.ones((n, 5)), tap) for n, tap in ((3, one), (2, mx.zeros((1, 2, 0))), (2, other))
     ]

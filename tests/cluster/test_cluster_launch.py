@@ -57,7 +57,8 @@ def test_an_answer_is_given_once():
     command = ("generate", "--model", "tiny", "--no-policy", "-n", "6", QUESTION)
     with launched(*command) as ranks:
         assert ranks.wait(SECONDS) == 0
-        text, said = ranks.stdout.read(), ranks.stderr.read()
+        text = ranks.stdout.read()
+        said = ranks.stderr.read()
     assert text == run(*command).stdout, said
     assert said.count("2 machines") == 1 and "exited with" not in said and "error" not in said
 

@@ -59,9 +59,12 @@ def supervised(monkeypatch):
     """Runs a plan: the exit code, what was said, and which processes there were."""
 
     def run(plan, listening=None):
-        said, played = [], started(plan)
+        said = []
+        played = started(plan)
         monkeypatch.setattr(supervisor, "ClusterProcesses", played)
-        code = Supervisor(Hosts("ring", {}, (HERE, HERE)), [], said.append, listening).run()
+        code = Supervisor(
+            Hosts("ring", {}, (HERE, HERE)), arguments=[], report=said.append, listening=listening
+        ).run()
         return code, said, played.all_pids
 
     return run
@@ -155,7 +158,8 @@ def test_a_file_of_hosts_that_is_none(content, wrong, tmp_path):
 
 
 def test_a_file_of_hosts(tmp_path):
-    path, rdma = tmp_path / "hosts.json", [(None, "rdma_en2"), ("rdma_en2", None)]
+    path = tmp_path / "hosts.json"
+    rdma = [(None, "rdma_en2"), ("rdma_en2", None)]
     hosts = [
         {"ssh": name, "ips": [f"10.0.0.{at}"], "rdma": rdma[at]}
         for at, name in enumerate(("127.0.0.1", "mac2"))

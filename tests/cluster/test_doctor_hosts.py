@@ -20,14 +20,16 @@ class ScriptedRanks:
     """Ranks that send these messages, as (rank, word, content), or have ended with these codes."""
 
     def __init__(self, words=(), codes=(None, None)):
-        self.words, self.ended = list(words), False
+        self.words = list(words)
+        self.ended = False
         self.all = [ScriptedRank(number, code) for number, code in enumerate(codes)]
 
     def __call__(self, hosts, arguments):
         return self
 
     def receive(self, seconds):
-        lines, self.words = self.words, []
+        lines = self.words
+        self.words = []
         return [(self.all[number], word, content) for number, word, content in lines]
 
     def end(self):
@@ -36,7 +38,9 @@ class ScriptedRanks:
 
 class ScriptedRank:
     def __init__(self, number, code):
-        self.number, self.process, self.poll = number, self, lambda: code
+        self.number = number
+        self.process = self
+        self.poll = lambda: code
         self.end = f"rank {number} ended ({code})"
 
 

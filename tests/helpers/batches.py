@@ -61,9 +61,11 @@ class BatchAndSingles:
     """Requests that are verified together, each with a twin that is verified alone."""
 
     def __init__(self, target: Target, count: int, kv_bits: int | None = None, seed: int = 0):
-        self.target, self.verifier = target, BatchVerifier(target)
+        self.target = target
+        self.verifier = BatchVerifier(target)
         self.random = random.Random(seed)
-        layers, bits = (0, target.num_layers - 1), (None, kv_bits)
+        layers = (0, target.num_layers - 1)
+        bits = (None, kv_bits)
         self.together = [target.start(layers, bits[at % 2]) for at in range(count)]
         self.alone = [target.start(layers, bits[at % 2]) for at in range(count)]
         for at in range(count):

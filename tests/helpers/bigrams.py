@@ -20,10 +20,15 @@ from dflash_mlx.proposal import Proposal
 class MadeUpTarget:
     """A target without a model, with one session at a time and no text."""
 
-    name, context_length, position = "made up", 2**31, 0
-    supports_trees = can_trim = intact = True
+    name = "made up"
+    context_length = 2**31
+    position = 0
+    supports_trees = True
+    can_trim = True
+    intact = True
     can_pipeline = True
-    slot = wiring = None
+    slot = None
+    wiring = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -72,7 +77,8 @@ class Scripted(MadeUpTarget):
     It stands for a model that copies what it was shown, which no small enough model does.
     """
 
-    num_layers, hidden_size = 4, 8
+    num_layers = 4
+    hidden_size = 8
     can_pipeline = False  # it reads its rows on the host
 
     def __init__(self, prompt: Sequence[int], answer: Sequence[int], vocab_size: int) -> None:

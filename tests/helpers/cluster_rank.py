@@ -52,7 +52,8 @@ def pair() -> None:
         """The same requests on both; what the last one took."""
         equal = []
         for question in questions:
-            alone, messages = dm.generate(*whole, question, **settings), cluster.leader.messages
+            alone = dm.generate(*whole, question, **settings)
+            messages = cluster.leader.messages
             shared = settings | {"conversation": conversation}
             found = dm.generate(target, drafter, question, **shared)
             equal.append(found.tokens == alone.tokens)
@@ -155,9 +156,13 @@ def play(family: str, by: str, quick: bool) -> None:
     if cluster.rank:
         cluster.work(target)
         return
-    leader, channel, forwards, texts = cluster.leader, cluster.channel, 0, {}
+    leader = cluster.leader
+    channel = cluster.channel
+    forwards = 0
+    texts = {}
     with leader._lock:  # no heartbeat is on its way
-        messages, sums = leader.messages, channel.sums - leader.heartbeats
+        messages = leader.messages
+        sums = channel.sums - leader.heartbeats
     own = target_of(random_model(family, **wider), family)
     crowd = Crowd(own, list(zip(PROMPTS, SETTINGS, strict=True)))
     for at, shape in enumerate(("chain", "tree")[: 1 + target.supports_trees]):
@@ -169,7 +174,9 @@ def play(family: str, by: str, quick: bool) -> None:
             forwards += 1 + result.stats.rounds
         if not quick or shape == "tree":
             batch = Rounds(target, None)
-            texts[f"{shape}, three"] = three(target, crowd, drafter_of(crowd, shape), batch)
+            texts[f"{shape}, three"] = three(
+                target, crowd=crowd, drafter=drafter_of(crowd, shape), batch=batch
+            )
             forwards += 4 + batch.count
     cluster.close()  # with a last message
     alone = drafter_of(crowd, shape)
@@ -255,7 +262,8 @@ def stages() -> None:
 
     So what one of them can do with its caches, the other one cannot.
     """
-    cluster, stage = Cluster(STALL, pipeline=True), mixed_model()
+    cluster = Cluster(STALL, pipeline=True)
+    stage = mixed_model()
     cluster.shard(MIXED, stage)
     mx.eval(stage.parameters())
     target = cluster.open(stage, *OF)

@@ -28,7 +28,9 @@ class Knowing:
     def __init__(
         self, texts: Sequence[Sequence[int]], vocab_size: int, p: float, taps: tuple[int, ...] = ()
     ) -> None:
-        self.tap_layers, self.p, self.vocab_size = taps, p, vocab_size
+        self.tap_layers = taps
+        self.p = p
+        self.vocab_size = vocab_size
         self.texts = [list(text) for text in texts]
         self.branches = False
 
@@ -38,7 +40,8 @@ class Knowing:
 
 class KnowingSession(SupportsSharing):
     def __init__(self, known: Knowing, features: int) -> None:
-        self.known, self.features = known, features
+        self.known = known
+        self.features = features
         self.tokens: list[int] = []
 
     @property
@@ -67,11 +70,14 @@ class KnowingSession(SupportsSharing):
         self.tokens += tokens
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        known, so_far = self.known, [*self.tokens, anchor]
+        known = self.known
+        so_far = [*self.tokens, anchor]
         texts = [text for text in known.texts if text[: len(so_far)] == so_far]
         assert texts, "what was committed is in none of the texts"
         rest = texts[0][len(so_far) :]
-        tokens, parents, last = [anchor], [-1], 0
+        tokens = [anchor]
+        parents = [-1]
+        last = 0
         for slot in range(width - 1):
             # A matter of the place alone, and not of who else is drafted for.
             luck = random.Random(1000 * (len(so_far) + slot) + so_far[0])
@@ -95,7 +101,8 @@ class Crowd:
     def __init__(
         self, target: dm.Target, requests: Sequence[tuple[list[int], dict[str, Any]]]
     ) -> None:
-        self.target, self.requests = target, [*requests]
+        self.target = target
+        self.requests = [*requests]
         self.alone = [self.plain(*request) for request in requests]
 
     @classmethod
@@ -139,14 +146,17 @@ class Played:
         self.pair = target, drafter
         memory = MemoryBudget(
             target,
-            drafter,
-            options.get("memory"),
-            options.get("prefix"),
-            options.get("reserve", 1024),
-            together.slot_layers,
+            drafter=drafter,
+            size=options.get("memory"),
+            prefix=options.get("prefix"),
+            reserve=options.get("reserve", 1024),
+            slot_layers=together.slot_layers,
         )
         self.scheduler = BatchScheduler(
-            together, memory, options.get("most_jobs", 32), options.get("stall", 0.25)
+            together,
+            memory=memory,
+            max_running=options.get("most_jobs", 32),
+            stall=options.get("stall", 0.25),
         )
 
     def submit(self, prompt: list[int], **settings: Any) -> Job:

@@ -47,7 +47,9 @@ class Asker:
     """Asks with a seed, by clients of OpenAI and of Anthropic."""
 
     def __init__(self, chat, claude, seed):
-        self.openai, self.claude, self.seed = chat, claude, seed
+        self.openai = chat
+        self.claude = claude
+        self.seed = seed
 
     def chat(self, **more):
         more |= {"seed": self.seed, "temperature": 1}
@@ -93,7 +95,8 @@ def message_format(asker, name, schema):
 
 def required_call(asker, name, schema):
     """A call of either tool; several for one schema, as the pair makes as many as it may."""
-    tools, several = [tool(name, schema), tool("other", SUM)], schema is SUM
+    tools = [tool(name, schema), tool("other", SUM)]
+    several = schema is SUM
     answer = asker.chat(tools=tools, tool_choice="required", parallel_tool_calls=several)
     [choice] = answer.choices
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls

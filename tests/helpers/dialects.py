@@ -13,7 +13,8 @@ SCHEMA = {
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
 )
-OLLAMA, GENERATE = "/api/chat", "/api/generate"
+OLLAMA = "/api/chat"
+GENERATE = "/api/generate"
 HI = [{"role": "user", "content": "Hi"}]
 
 
@@ -82,17 +83,18 @@ class Chat:
     def read(self, got: Any) -> Said:
         """An answer, which becomes a part of the conversation."""
         [choice] = got["choices"]
-        message, usage = choice["message"], got["usage"]
+        message = choice["message"]
+        usage = got["usage"]
         self.items.append(message)
         calls = [(one["id"], one["function"]) for one in message.get("tool_calls", ())]
         tokens = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
         assert message.get("reasoning") == message.get("reasoning_content")
         return Said(
             message.get("reasoning_content"),
-            message["content"] or "",
-            [(id, one["name"], one["arguments"]) for id, one in calls],
-            choice["finish_reason"],
-            (*tokens, usage["completion_tokens"]),
+            text=message["content"] or "",
+            calls=[(id, one["name"], one["arguments"]) for id, one in calls],
+            reason=choice["finish_reason"],
+            tokens=(*tokens, usage["completion_tokens"]),
         )
 
     def result(self, id: str, text: str, failed: bool) -> None:
@@ -119,7 +121,8 @@ class Messages(Chat):
                 assert event["index"] == len(message["content"])
                 message["content"].append(event["content_block"])
             elif event["type"] == "content_block_delta":
-                block, delta = message["content"][event["index"]], event["delta"]
+                block = message["content"][event["index"]]
+                delta = event["delta"]
                 if delta["type"] == "input_json_delta":
                     block["input"] = json.loads(delta["partial_json"])
                 else:
@@ -132,17 +135,18 @@ class Messages(Chat):
         return message
 
     def read(self, got: Any) -> Said:
-        blocks, usage = got["content"], got["usage"]
+        blocks = got["content"]
+        usage = got["usage"]
         self.items.append({"role": "assistant", "content": blocks})
         thoughts = [one["thinking"] for one in blocks if one["type"] == "thinking"]
         calls = [one for one in blocks if one["type"] == "tool_use"]
         cached = usage["cache_read_input_tokens"]
         return Said(
             "".join(thoughts) or None,
-            "".join(one["text"] for one in blocks if one["type"] == "text"),
-            [(one["id"], one["name"], json.dumps(one["input"])) for one in calls],
-            got["stop_reason"],
-            (usage["input_tokens"] + cached, cached, usage["output_tokens"]),
+            text="".join(one["text"] for one in blocks if one["type"] == "text"),
+            calls=[(one["id"], one["name"], json.dumps(one["input"])) for one in calls],
+            reason=got["stop_reason"],
+            tokens=(usage["input_tokens"] + cached, cached, usage["output_tokens"]),
         )
 
     def result(self, id: str, text: str, failed: bool) -> None:
@@ -173,17 +177,18 @@ class Responses(Chat):
         return last
 
     def read(self, got: Any) -> Said:
-        output, usage = got["output"], got["usage"]
+        output = got["output"]
+        usage = got["usage"]
         self.items += output
         thoughts = [one["content"][0]["text"] for one in output if one["type"] == "reasoning"]
         calls = [one for one in output if one["type"] == "function_call"]
         cached = usage["input_tokens_details"]["cached_tokens"]
         return Said(
             "".join(thoughts) or None,
-            "".join(one["content"][0]["text"] for one in output if one["type"] == "message"),
-            [(one["call_id"], one["name"], one["arguments"]) for one in calls],
-            got["status"],
-            (usage["input_tokens"], cached, usage["output_tokens"]),
+            text="".join(one["content"][0]["text"] for one in output if one["type"] == "message"),
+            calls=[(one["call_id"], one["name"], one["arguments"]) for one in calls],
+            reason=got["status"],
+            tokens=(usage["input_tokens"], cached, usage["output_tokens"]),
         )
 
     def result(self, id: str, text: str, failed: bool) -> None:
@@ -207,10 +212,10 @@ class Ollama(Chat):
         assert got["done"] and got["total_duration"] > got["load_duration"] > 0
         return Said(
             message.get("thinking"),
-            message["content"],
-            [(id, one["name"], json.dumps(one["arguments"])) for id, one in calls],
-            got["done_reason"],
-            (got["prompt_eval_count"], None, got["eval_count"]),
+            text=message["content"],
+            calls=[(id, one["name"], json.dumps(one["arguments"])) for id, one in calls],
+            reason=got["done_reason"],
+            tokens=(got["prompt_eval_count"], None, got["eval_count"]),
         )
 
 

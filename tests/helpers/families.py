@@ -31,7 +31,9 @@ QUANTIZABLE = (  # whose keys and values can be kept in fewer bits
     *("glm4_moe", "lfm2_moe", "nemotron_h", "nanbeige"),
 )
 TOKENS = 65
-VARIED, DRAWS = 20, 8  # different tokens of a text, and models to look for it
+# different tokens of a text, and models to look for it
+VARIED = 20
+DRAWS = 8
 # Windows are 32 rows. The first prompt is longer, the second wraps them while text is generated;
 # twice more they wrap in every text.
 PROMPTS = {0: 45, 1: 20}

@@ -201,7 +201,8 @@ def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any],
         del metadata["attention.layer_norm_rms_epsilon"]
     metadata = {f"{family}.{key}": content for key, content in metadata.items()}
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[family]
-    names, tensors = gguf.get_tensor_name_map(architecture, layers), {}
+    names = gguf.get_tensor_name_map(architecture, layers)
+    tensors = {}
     if family == "gemma4":
         tensors["rope_freqs.weight"] = np.array([1.0] * 4 + [1e30] * 12, np.float32)
     for own, array in tree_flatten(model.parameters()):
@@ -218,7 +219,8 @@ def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any],
             changed = np.concatenate([tensors[theirs], changed], axis=1)
         if "in_proj_qkvz" in own:
             theirs = theirs.replace("ssm_in", "attn_qkv")
-            tensors[theirs.replace("qkv", "gate")], changed = changed[256:], changed[:256]
+            tensors[theirs.replace("qkv", "gate")] = changed[256:]
+            changed = changed[:256]
         tensors[theirs] = np.ascontiguousarray(changed)
     return {"general.architecture": family, **metadata, **vocabulary()}, tensors, model
 

@@ -25,7 +25,8 @@ FOLDERS = [
 
 def corrected(drafter: DSpark, logits: mx.array, hidden: mx.array, previous: mx.array) -> mx.array:
     """Logits [L, DV] with the bias of rows whose predecessors [L] are known."""
-    biases, state = [], drafter.markov_head.first_state(1)
+    biases = []
+    state = drafter.markov_head.first_state(1)
     for row in range(len(previous)):
         bias, state = drafter.markov_head.step(hidden[row], previous[row : row + 1], state)
         biases.append(bias[0])
@@ -46,7 +47,8 @@ class Golden:
         """What round `number` is given and has to make."""
         prefix = f"round{number}."
         found = {k.removeprefix(prefix): v for k, v in self.cases.items() if k.startswith(prefix)}
-        start, anchor = found.pop("start").item(), found.pop("anchor").item()
+        start = found.pop("start").item()
+        anchor = found.pop("anchor").item()
         return SimpleNamespace(start=start, anchor=anchor, **found)
 
     def target(self) -> SimpleNamespace:

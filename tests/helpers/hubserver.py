@@ -63,7 +63,8 @@ class HubServer:
         path = urlsplit(request.path).path
         self.requests.append((request.command, path, request.headers.get("Range")))
         parts = path.removeprefix("/api/models").removeprefix("/datasets").strip("/").split("/")
-        name, api = "/".join(parts[:2]), path.startswith("/api/")
+        name = "/".join(parts[:2])
+        api = path.startswith("/api/")
         file = self.repositories.get(name, Path()) / "/".join(parts[4:])  # name/resolve/commit
         refused = None
         if name in self.gated:

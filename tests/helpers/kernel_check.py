@@ -28,7 +28,8 @@ def kernel_factory(checked: bool = True):
 
 def relative_error(y: mx.array, truth: mx.array) -> float:
     """The largest difference, as a part of the truth's largest magnitude."""
-    y, truth = y.astype(mx.float32), truth.astype(mx.float32)
+    y = y.astype(mx.float32)
+    truth = truth.astype(mx.float32)
     return (mx.abs(y - truth).max() / mx.abs(truth).max()).item()
 
 
@@ -58,13 +59,15 @@ def within_rounding(y: mx.array, truth: np.ndarray, magnitude: np.ndarray, sums:
 
 def product(x: mx.array, w: Weights, up: Weights | None = None) -> tuple[np.ndarray, np.ndarray]:
     """x w^T in float64, silu(x w^T) x up^T with `up`; and the magnitude for `within_rounding`."""
-    rows, weights = float64(x), float64(w)
+    rows = float64(x)
+    weights = float64(w)
     if isinstance(w, AffineWeights):  # a code times scale, and a bias, may be larger than their sum
         scales, biases = (np.abs(float64(a)).repeat(w.group_size, -1) for a in (w.scales, w.biases))
         size = scales * (2**w.bits) + biases
     else:
         size = np.abs(weights)
-    truth, magnitude = rows @ weights.T, np.abs(rows) @ size.T
+    truth = rows @ weights.T
+    magnitude = np.abs(rows) @ size.T
     if up is None:
         return truth, magnitude
     other, of_other = product(x, up)
@@ -131,7 +134,8 @@ def random_parents(nodes: int, seed: int = 0) -> list[int]:
 
 def random_tree(nodes: int, seed: int = 0) -> tuple[mx.array, mx.array]:
     """Depths [N] of a random tree's nodes and, as booleans [N, N], who is whose ancestor."""
-    depths, ancestors = np.zeros(nodes, np.int32), np.eye(nodes, dtype=bool)
+    depths = np.zeros(nodes, np.int32)
+    ancestors = np.eye(nodes, dtype=bool)
     for node, parent in enumerate(random_parents(nodes, seed)):
         if parent >= 0:
             depths[node] = depths[parent] + 1

@@ -42,7 +42,8 @@ class Launches:
         self.change = change or (lambda name, call, results: results)
 
     def __call__(self, name, **arguments):
-        kernel, base = self.factory(name=name, **arguments), base_name(name)
+        kernel = self.factory(name=name, **arguments)
+        base = base_name(name)
 
         def launch(**call):
             self.counts[base] = self.counts.get(base, 0) + 1
@@ -65,23 +66,24 @@ def exact_target(
     family: str, factory, bits: int | None = 4, dtype: mx.Dtype = mx.bfloat16
 ) -> Target:
     """Such a model with all of its verify on our kernels."""
-    model, config = half_precision(family, bits, dtype), copy.deepcopy(families.CONFIGS[family])
-    wiring = wire(model, config, Kernels(factory), {}, exact=True)
-    return Target(model, families.Letters(), config, family, wiring)
+    model = half_precision(family, bits, dtype)
+    config = copy.deepcopy(families.CONFIGS[family])
+    wiring = wire(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
+    return Target(model, tokenizer=families.Letters(), config=config, name=family, wiring=wiring)
 
 
 def chosen_target(family: str, factory) -> Target:
     """Such a model in float32, where ours won from 4 rows on."""
     target = float_target(family)
     rows = {key: frozenset(range(4, max(of) + 1)) for key, of in candidates(target).items()}
-    target.wiring = wire(target.model, target.config, Kernels(factory), rows)
+    target.wiring = wire(target.model, config=target.config, kernels=Kernels(factory), rows=rows)
     return target
 
 
 def float_target(family: str) -> Target:
     """The same model on MLX's kernels alone."""
     model = half_precision(family, None, mx.float32)
-    return Target(model, families.Letters(), families.CONFIGS[family], family)
+    return Target(model, tokenizer=families.Letters(), config=families.CONFIGS[family], name=family)
 
 
 class Recorder:
@@ -112,7 +114,7 @@ class Recorder:
             arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
             outputs = list(zip(output_names, output_dtypes, strict=True))
             named = list(zip(input_names, arrays, strict=True))
-            wrapper = wrap(name, named, outputs, header, source)
+            wrapper = wrap(name, inputs=named, outputs=outputs, header=header, body=source)
             self.wrappers[wrapper.text] = wrapper
             return [mx.zeros(*each) for each in zip(output_shapes, output_dtypes, strict=True)]
 

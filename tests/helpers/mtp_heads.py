@@ -49,7 +49,8 @@ def shapes_of(family: str) -> dict[str, tuple[int, ...]]:
 
 def head_weights(family: str, seed: int = 0) -> dict[str, np.ndarray]:
     """Random tensors of a head."""
-    draws, weights = np.random.default_rng(seed), {}
+    draws = np.random.default_rng(seed)
+    weights = {}
     for name, shape in shapes_of(family).items():
         noise = draws.standard_normal(shape)
         scaled = noise / np.sqrt(shape[-1]) if len(shape) > 1 else 0.1 * noise

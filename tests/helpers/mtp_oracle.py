@@ -40,7 +40,10 @@ class Head:
     ) -> None:
         kind = "qwen" if family.startswith("qwen") else family if family == "mimo" else "deepseek"
         self.enorm, self.hnorm, self.fuse, self.layer, self.final = NAMES[kind]
-        self.kind, self.c, self.embed, self.lm_head = kind, config, embed, lm_head
+        self.kind = kind
+        self.c = config
+        self.embed = embed
+        self.lm_head = lm_head
         self.w = {name.removeprefix(prefix): np.asarray(w, F) for name, w in weights.items()}
         self.keys: list[Any] = []
         self.values: list[Any] = []
@@ -51,7 +54,8 @@ class Head:
         Returns the logits [count, V] of the drafts.
         """
         hidden = self.rows(features, tokens)[-1:]
-        kept, rows = len(self.keys), [self.normed(hidden) @ self.lm_head.T]
+        kept = len(self.keys)
+        rows = [self.normed(hidden) @ self.lm_head.T]
         while len(rows) < count:
             hidden = self.rows(self.normed(hidden), [int(rows[-1].argmax())])
             rows.append(self.normed(hidden) @ self.lm_head.T)
@@ -82,21 +86,26 @@ class Head:
         start = len(self.keys)
         self.keys.extend(k)
         self.values.extend(v)
-        keys, values = np.stack(self.keys), np.stack(self.values)
+        keys = np.stack(self.keys)
+        values = np.stack(self.values)
         visible = np.arange(len(keys))[None] <= np.arange(start, start + len(q))[:, None]
         return attend(q, keys, values, visible, F(q.shape[-1] ** -0.5))
 
     def attention(self, x: Any, positions: Any) -> Any:
-        c, p, heads = self.c, f"{self.layer}self_attn.", self.c["num_attention_heads"]
+        c = self.c
+        p = f"{self.layer}self_attn."
+        heads = self.c["num_attention_heads"]
         size = c.get("head_dim") or c["hidden_size"] // heads
         rope = c.get("rope_parameters") or c
-        q, gate = self.linear(x, f"{p}q_proj"), None
+        q = self.linear(x, f"{p}q_proj")
+        gate = None
         if self.kind == "qwen":  # per head [q ; gate]
             q, gate = np.split(q.reshape(len(x), heads, 2 * size), 2, axis=-1)
         q = q.reshape(len(x), heads, size)
         k, v = (self.linear(x, f"{p}{n}_proj").reshape(len(x), -1, size) for n in "kv")
         if f"{p}q_norm.weight" in self.w:
-            q, k = self.norm(q, f"{p}q_norm"), self.norm(k, f"{p}k_norm")
+            q = self.norm(q, f"{p}q_norm")
+            k = self.norm(k, f"{p}k_norm")
         dims = int(size * rope.get("partial_rotary_factor", 1))
         q, k = (rotate(t, positions, frequencies(dims, rope["rope_theta"])) for t in (q, k))
         out = self.attend(q, k, v)
@@ -106,8 +115,11 @@ class Head:
 
     def latent_attention(self, x: Any, positions: Any) -> Any:
         """DeepSeek's MLA, expanded. The norms in it have eps 1e-6."""
-        c, p, heads = self.c, f"{self.layer}self_attn.", self.c["num_attention_heads"]
-        nope, rank = c["qk_nope_head_dim"], c["kv_lora_rank"]
+        c = self.c
+        p = f"{self.layer}self_attn."
+        heads = self.c["num_attention_heads"]
+        nope = c["qk_nope_head_dim"]
+        rank = c["kv_lora_rank"]
         q = rms(self.linear(x, f"{p}q_a_proj"), self.w[f"{p}q_a_layernorm.weight"], 1e-6)
         q = self.linear(q, f"{p}q_b_proj").reshape(len(x), heads, -1)
         latent, turned = np.split(self.linear(x, f"{p}kv_a_proj_with_mqa"), [rank], axis=-1)

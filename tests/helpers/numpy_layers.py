@@ -28,14 +28,17 @@ def rotate(
     """RoPE of the first dimensions of x [T, H, d] at positions [T], by halves or in pairs."""
     angle = np.asarray(positions)[:, None, None] * frequencies
     cos, sin = (magnitude * f(angle).astype(x.dtype) for f in (np.cos, np.sin))
-    half, out = len(frequencies), x.copy()
+    half = len(frequencies)
+    out = x.copy()
     first, second = (
         (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
         if pairs
         else (slice(half), slice(half, 2 * half))
     )
-    a, b = x[..., first], x[..., second]
-    out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+    a = x[..., first]
+    b = x[..., second]
+    out[..., first] = a * cos - b * sin
+    out[..., second] = b * cos + a * sin
     return out
 
 

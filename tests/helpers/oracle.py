@@ -30,8 +30,11 @@ class Oracle:
         seed: int = 0,
         tap_layers: tuple[int, ...] = (),
     ) -> None:
-        self.tap_layers, self.p, self.script = tap_layers, p, script
-        self.text, self.vocab_size = [*prompt, *answer], vocab_size
+        self.tap_layers = tap_layers
+        self.p = p
+        self.script = script
+        self.text = [*prompt, *answer]
+        self.vocab_size = vocab_size
         self.random = random.Random(seed)
         self.taps: list[mx.array] = []  # what the loop handed over, [1, S, K*D] each
         self.widths: list[int] = []  # what the loop asked for, in each step

@@ -40,7 +40,8 @@ def quality(folder: Path) -> list[dict[str, Any]]:
 
     target = load_target(str(folder / "target"))
     drafter = load_drafter(str(folder / "drafter"))
-    records, tokenizer = shortest_of_each(read_prompts(folder), PER_CATEGORY), target.tokenizer
+    records = shortest_of_each(read_prompts(folder), PER_CATEGORY)
+    tokenizer = target.tokenizer
     asked = [record["messages"] for record in records]
     ids = [tokenizer.apply_chat_template(each, add_generation_prompt=True) for each in asked]
     found = batch_generate(target.model, tokenizer, ids, max_tokens=256, return_token_ids=True)

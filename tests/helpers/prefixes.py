@@ -15,7 +15,8 @@ CHUNK = 4
 
 def hashes(ids, start=0):
     """The row of every token."""
-    values, value = [], start
+    values = []
+    value = start
     for token in ids:
         value = (value * 31 + token + 1) % 2**31
         values.append(value)
@@ -26,10 +27,14 @@ class Session(SupportsSharing):
     """Rows of a target or drafter, and a state if they cannot be trimmed."""
 
     intact = True
-    is_recurrent, tap_layers = False, ()
+    is_recurrent = False
+    tap_layers = ()
 
     def __init__(self, can_trim=True, width=1, kv_bits=None):
-        self.can_trim, self.kv_bits, self.width, self.values = can_trim, kv_bits, width, []
+        self.can_trim = can_trim
+        self.kv_bits = kv_bits
+        self.width = width
+        self.values = []
 
     @property
     def position(self):
@@ -74,7 +79,9 @@ class Target:
     tokenizer = None
 
     def __init__(self, can_trim=True, width=1, seed=0):
-        self.can_trim, self.width, self.config = can_trim, width, {}
+        self.can_trim = can_trim
+        self.width = width
+        self.config = {}
         self.model = nn.Linear(2, 2, bias=False)
         self.model.weight = mx.random.normal((2, 2), key=mx.random.key(seed))
 
@@ -106,7 +113,8 @@ def request(store, prompt, answer=(), step=8, kv_bits=None, salt="", ends=()):
     for session in sessions:
         assert session.values == hashes(prompt[:held])
     assert held < len(prompt)
-    stops, keys = store.checkpoint_positions(*sessions, prompt, ends, salt), store.keys(**of)
+    stops = store.checkpoint_positions(*sessions, prompt, ends, salt)
+    keys = store.keys(**of)
     for stop in (*stops, len(prompt)):
         while target.position < stop:
             more = prompt[target.position : min(stop, target.position + step)]

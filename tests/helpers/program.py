@@ -37,7 +37,8 @@ def start(*arguments: str | Path, stdin: str = "", **options) -> subprocess.Comp
 
 def run_code(code: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process of its own, which finds our test helpers."""
-    command, options = [sys.executable, "-c", code], {"capture_output": True, "text": True}
+    command = [sys.executable, "-c", code]
+    options = {"capture_output": True, "text": True}
     return subprocess.run(command, cwd=HERE, timeout=timeout, **options)
 
 

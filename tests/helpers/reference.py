@@ -16,7 +16,8 @@ def forward(config: dict, weights: dict, taps: np.ndarray, block: np.ndarray) ->
         block: [B, D], embeddings of the anchor and the masks.
     """
     weights = {name: np.asarray(value, np.float64) for name, value in weights.items()}
-    eps, start = config["rms_norm_eps"], len(taps)
+    eps = config["rms_norm_eps"]
+    start = len(taps)
     if "hidden_dim_adapter.proj.weight" in weights:
         each = np.split(taps, len(config["target_layer_ids"]), axis=-1)
         adapter = weights["hidden_dim_adapter.proj.weight"]
@@ -30,14 +31,19 @@ def forward(config: dict, weights: dict, taps: np.ndarray, block: np.ndarray) ->
             if name.startswith(f"layers.{layer}.")
         }
         normed = rms(x, own["input_layernorm.weight"], eps)
-        seen = visible(start, len(block), config["windows"][layer], config["causal"][layer])
-        kernels = conv_kernels(config, own, "attention_conv", normed)
-        attended = attention(config, own, convolve(normed, kernels, 0), context, seen)
+        seen = visible(
+            start, block=len(block), window=config["windows"][layer], causal=config["causal"][layer]
+        )
+        kernels = conv_kernels(config, weights=own, name="attention_conv", rows=normed)
+        attended = attention(
+            config, weights=own, x=convolve(normed, kernels, 0), context=context, seen=seen
+        )
         x = x + convolve(attended, kernels, 1)
         normed = rms(x, own["post_attention_layernorm.weight"], eps)
-        kernels = conv_kernels(config, own, "mlp_conv", normed)
+        kernels = conv_kernels(config, weights=own, name="mlp_conv", rows=normed)
         rows = convolve(normed, kernels, 0)
-        gate, up = rows @ own["mlp.gate_proj.weight"].T, rows @ own["mlp.up_proj.weight"].T
+        gate = rows @ own["mlp.gate_proj.weight"].T
+        up = rows @ own["mlp.up_proj.weight"].T
         out = (gate * sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
         x = x + convolve(out, kernels, 1)
     return rms(x, weights["norm.weight"], eps)
@@ -107,9 +113,12 @@ def markov_walk(
     corrected logits over the temperature.
     """
     named = {name: np.asarray(value, np.float64) for name, value in weights.items()}
-    w1, w2 = named["markov_head.markov_w1.weight"], named["markov_head.markov_w2.weight"]
-    state, previous = np.zeros(w1.shape[1]), anchor
-    tokens, corrected = [], []
+    w1 = named["markov_head.markov_w1.weight"]
+    w2 = named["markov_head.markov_w2.weight"]
+    state = np.zeros(w1.shape[1])
+    previous = anchor
+    tokens = []
+    corrected = []
     for row, (h, base) in enumerate(zip(hidden, logits, strict=True)):
         e = w1[previous]
         inner = e
@@ -152,20 +161,24 @@ def attention(
     config: dict, weights: dict, x: np.ndarray, context: np.ndarray, seen: np.ndarray
 ) -> np.ndarray:
     """Grouped-query attention of the block over context and block, [B, D]."""
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
     rows = np.concatenate([context, x])
     start = len(context)
     eps = config["rms_norm_eps"]
-    queries, keys = project(weights, "q_proj", x, heads), project(weights, "k_proj", rows, kv_heads)
+    queries = project(weights, name="q_proj", x=x, heads=heads)
+    keys = project(weights, name="k_proj", x=rows, heads=kv_heads)
     queries = rms(queries, weights["self_attn.q_norm.weight"], eps)
     keys = rms(keys, weights["self_attn.k_norm.weight"], eps)
-    values = project(weights, "v_proj", rows, kv_heads)
+    values = project(weights, name="v_proj", x=rows, heads=kv_heads)
     frequencies, magnitude = rope_frequencies(config)
     turn = frequencies, not config.get("rope_neox", True), magnitude
     queries = rotate(queries, np.arange(start, start + len(x)), *turn)
     keys = rotate(keys, np.arange(len(rows)), *turn)
     sinks = weights.get("self_attn.attention_sink_bias")
-    out = attend(queries, keys, values, seen, config["head_dim"] ** -0.5, sinks)
+    out = attend(
+        queries, k=keys, v=values, seen=seen, scale=config["head_dim"] ** -0.5, sinks=sinks
+    )
     return linear(weights, "o_proj", out)
 
 
@@ -183,7 +196,9 @@ def rope_frequencies(config: dict) -> tuple[np.ndarray, float]:
 
     YaRN (arXiv 2309.00071): pairs that turn often keep their frequency, slow ones are interpolated.
     """
-    dims, theta, scaling = config["head_dim"], config["rope_theta"], config["rope_scaling"]
+    dims = config["head_dim"]
+    theta = config["rope_theta"]
+    scaling = config["rope_scaling"]
     frequencies = theta ** -(np.arange(0, dims, 2) / dims)
     if scaling is None:
         return frequencies, 1.0
@@ -195,13 +210,13 @@ def rope_frequencies(config: dict) -> tuple[np.ndarray, float]:
         length = scaling["original_max_position_embeddings"]
         return dims * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (
-        pair_that_turns(scaling.get("beta_fast", 32)),
-        pair_that_turns(scaling.get("beta_slow", 1)),
-    )
+    low = pair_that_turns(scaling.get("beta_fast", 32))
+    high = pair_that_turns(scaling.get("beta_slow", 1))
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dims - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dims - 1)
     slow = np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
     magnitude = scaling.get("attention_factor", 0.1 * math.log(factor) + 1)
     return frequencies * (1 - slow) + frequencies / factor * slow, magnitude

@@ -70,7 +70,8 @@ class Builder:
         return [one for part in members(kind) for one in self._values(part, depth)]
 
     def _values(self, kind: Any, depth: int) -> list[Any]:
-        origin, inner = get_origin(kind), get_args(kind)
+        origin = get_origin(kind)
+        inner = get_args(kind)
         if kind is str:
             return [self.word()]
         if kind in _PLAIN:

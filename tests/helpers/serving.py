@@ -163,7 +163,14 @@ class FakeEngine:
             tokens += ends[:1] if over and self.reason == "stop" else []
             stats.count_step(len(tokens), max(0, len(tokens) - 1), len(tokens))
             reason = self.reason if over else None
-            yield Event(text, tokens, max(0, len(tokens) - 1), len(tokens), reason, stats)
+            yield Event(
+                text,
+                tokens=tokens,
+                accepted=max(0, len(tokens) - 1),
+                drafted=len(tokens),
+                finish_reason=reason,
+                stats=stats,
+            )
 
     def prompt(self) -> str:
         """The text of the last prompt."""
@@ -188,8 +195,15 @@ class ToldEngine(FakeEngine):
         detokenizer = Detokenizer(tokenizer)
         if settings.get("continues"):
             skip_text_start(detokenizer, tokenizer)
-        stop, applies = settings.get("stop") or (), settings.get("stop_applies")
-        text = TextStream(detokenizer, tokenizer.eos_token_ids, stop, 10**6, applies)
+        stop = settings.get("stop") or ()
+        applies = settings.get("stop_applies")
+        text = TextStream(
+            detokenizer,
+            eos_ids=tokenizer.eos_token_ids,
+            stop=stop,
+            max_tokens=10**6,
+            stop_applies=applies,
+        )
         stats = Stats(prompt_tokens=len(history))
         told = tokenizer.encode("".join(self.steps), add_special_tokens=False)
         for token in [*told, *sorted(tokenizer.eos_token_ids)[:1]]:
@@ -199,14 +213,23 @@ class ToldEngine(FakeEngine):
             piece = text.add([logits.argmax().item()])
             history += piece.tokens
             stats.count_step(1, 0, 1)
-            yield Event(piece.text, piece.tokens, 0, 1, piece.finish_reason, stats)
+            yield Event(
+                piece.text,
+                tokens=piece.tokens,
+                accepted=0,
+                drafted=1,
+                finish_reason=piece.finish_reason,
+                stats=stats,
+            )
             if piece.finish_reason:
                 return
 
 
 def make_handler(engine: Any, capacity: int = 64, defaults: Any = None) -> RequestHandler:
     """The handler of a server with this engine."""
-    return RequestHandler(engine.target, engine, defaults or {}, capacity, Metrics())
+    return RequestHandler(
+        engine.target, engine=engine, defaults=defaults or {}, capacity=capacity, metrics=Metrics()
+    )
 
 
 def models_of(handler: RequestHandler, name: str = "fake") -> Models:
@@ -246,7 +269,8 @@ async def running(engine, loaded=True, drain_seconds=0.05, others=()):
         models.offered += others
         server.set_app(make_app(models, Auth(), handler.metrics), models)
     bound = listen("127.0.0.1", 0)
-    server.port, server.handler = bound.getsockname()[1], handler
+    server.port = bound.getsockname()[1]
+    server.handler = handler
     server.task = asyncio.create_task(server.serve(sockets=[bound]))
     while not server.started:
         await asyncio.sleep(0)

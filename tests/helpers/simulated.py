@@ -33,7 +33,8 @@ class Machine:
         curve = np.interp(rows, list(verify), list(verify.values()))
         curve[1:] += np.interp(rows, list(draft), list(draft.values()))[1:]
         self.costs: list[float] = curve.tolist()
-        self.noise, self.random = noise, random.Random(0)
+        self.noise = noise
+        self.random = random.Random(0)
 
     def seconds(self, rows: int) -> float:
         return 1e-3 * self.costs[rows - 1] * float(np.exp(self.random.gauss(0, self.noise)))
@@ -51,7 +52,8 @@ class Session(DraftSession):
 
 def text_of(drafter: Drafter, tokens: int, seed: int = 0) -> list[int]:
     """How many slots of a whole draft would be right at each token."""
-    luck, text = random.Random(seed), []
+    luck = random.Random(seed)
+    text = []
     for token in range(tokens):
         right = 0
         while right < LONGEST - 1 and luck.random() < drafter(token, right):
@@ -62,23 +64,29 @@ def text_of(drafter: Drafter, tokens: int, seed: int = 0) -> list[int]:
 
 def play(policy: DraftPolicy, machine: Machine, text: Sequence[int]) -> tuple[float, list[int]]:
     """The cost of a text in plain steps, and the rows of each step."""
-    planner, done, spent, rows = AdaptivePlanner(policy), 0, 0.0, []
+    planner = AdaptivePlanner(policy)
+    done = 0
+    spent = 0.0
+    rows = []
     while done < len(text):
         proposal = planner.propose(Session(), 0, min(LONGEST, len(text) - done))
         accepted = min(text[done], len(proposal) - 1)
         seconds = machine.seconds(len(proposal))
         planner.observe(proposal, [0] * (accepted + 1), seconds)
-        done, spent = done + accepted + 1, spent + machine.costs[len(proposal) - 1]
+        done = done + accepted + 1
+        spent = spent + machine.costs[len(proposal) - 1]
         rows.append(len(proposal))
     return spent, rows
 
 
 def fixed_cost(length: int, machine: Machine, text: Sequence[int]) -> float:
     """The cost of a text in plain steps if every step has so many rows."""
-    done, spent = 0, 0.0
+    done = 0
+    spent = 0.0
     while done < len(text):
         rows = min(length, len(text) - done)
-        done, spent = done + 1 + min(text[done], rows - 1), spent + machine.costs[rows - 1]
+        done = done + 1 + min(text[done], rows - 1)
+        spent = spent + machine.costs[rows - 1]
     return spent
 
 

@@ -133,7 +133,7 @@ def ending_at(target: Target, *eos_ids: int) -> Target:
     """The same model, whose text these tokens end too."""
     config = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     config["max_position_embeddings"] = target.context_length
-    return Target(target.model, wrapped(eos_ids), config, target.name)
+    return Target(target.model, tokenizer=wrapped(eos_ids), config=config, name=target.name)
 
 
 def drafter_config(**overrides: Any) -> dict[str, Any]:

@@ -32,7 +32,8 @@ class Clock(Launches):
 
     def __init__(self, taken) -> None:
         super().__init__(Recorder(), self.pass_time)
-        self.now, self.taken = 0.0, taken
+        self.now = 0.0
+        self.taken = taken
 
     def pass_time(self, name, call, results):
         self.now += self.taken(name, call)
@@ -44,7 +45,9 @@ class Counted(Stopwatch):
 
     def __init__(self, clock: Clock, seconds: float, step: float) -> None:
         super().__init__(seconds, 1, lambda: clock.now)
-        self.moved, self.step, self.calls = clock, step, 0
+        self.moved = clock
+        self.step = step
+        self.calls = 0
 
     def both(self, stock, ours, *args):
         return super().both(*(partial(self.call, one) for one in (stock, ours)), *args)
@@ -68,7 +71,12 @@ def small(monkeypatch, tmp_path):
 def started(taken, seconds=1e6, step=1.0, **changes):
     """A target, a clock, and a stopwatch with it."""
     config = families.CONFIGS["qwen3"] | changes
-    target = dm.Target(half_precision("qwen3", **changes), families.Letters(), config, "qwen3")
+    target = dm.Target(
+        half_precision("qwen3", **changes),
+        tokenizer=families.Letters(),
+        config=config,
+        name="qwen3",
+    )
     clock = Clock(taken)
     return target, clock, Counted(clock, seconds, step)
 
@@ -126,7 +134,8 @@ def test_it_ends_in_time_with_36_layers(step, rows):
 
 
 def test_what_is_timed_is_computed(monkeypatch):
-    computed, own = [], mx.eval
+    computed = []
+    own = mx.eval
     monkeypatch.setattr(mx, "eval", lambda *x: (computed.extend(x), own(*x)))
     results = [[mx.ones(4) + 1], [mx.ones(4) + 2]]
     Stopwatch(10.0, 1).both(lambda: results[0], lambda: results[1])
@@ -135,7 +144,8 @@ def test_what_is_timed_is_computed(monkeypatch):
 
 def test_compiling_takes_no_time_from_timing():
     """Kernels that compile for a minute, in the first turn, are timed for the whole 3 seconds."""
-    now, calls = [0.0], []
+    now = [0.0]
+    calls = []
     watch = Stopwatch(3.0, 2, lambda: now[0])
 
     def call():
@@ -165,7 +175,8 @@ def test_a_drafter_is_timed_once(products, wins, monkeypatch):
     monkeypatch.setattr(wiring, "begin_checks", lambda kernels: None)
     _, clock, stopwatch = timed(products, 0.0)
     for again in (False, True):
-        drafter, calls = half_precision("qwen3"), stopwatch.calls
+        drafter = half_precision("qwen3")
+        calls = stopwatch.calls
         wire_drafter(drafter, Kernels(clock), stopwatch)
         assert (stopwatch.calls == calls) == again
         assert (type(drafter.lm_head) in SWAPS.values()) == wins
@@ -175,14 +186,20 @@ def test_a_model_is_timed_once(monkeypatch):
     """By the first load that chooses. The next one, also of its drafter, reads the answer."""
     monkeypatch.setattr(wiring, "begin_checks", lambda kernels: None)
     exact, clock, stopwatch = timed(-0.01, -0.01)
-    assert wire_target(exact, Kernels(clock), True, stopwatch).wiring.exact and not stopwatch.calls
+    assert (
+        wire_target(exact, kernels=Kernels(clock), exact=True, stopwatch=stopwatch).wiring.exact
+        and not stopwatch.calls
+    )
     target, clock, stopwatch = timed(-0.01, -0.01)
-    ours = wire_target(target, Kernels(clock), False, stopwatch)
-    rows, calls = ours.wiring.rows, stopwatch.calls
+    ours = wire_target(target, kernels=Kernels(clock), exact=False, stopwatch=stopwatch)
+    rows = ours.wiring.rows
+    calls = stopwatch.calls
     assert rows == read_choices(forms(target)) and all(rows.values())
     assert ours.wiring.layers and calls
     again, *_ = timed(0.0, 0.0)
-    assert wire_target(again, Kernels(clock), None, stopwatch).wiring.exact, "free at every row"
+    assert wire_target(
+        again, kernels=Kernels(clock), exact=None, stopwatch=stopwatch
+    ).wiring.exact, "free at every row"
     assert stopwatch.calls == calls
 
 

@@ -15,13 +15,16 @@ from dflash_mlx.kernels.choose import (
 )
 from dflash_mlx.kernels.shapes import Matrix
 
-FOUR = Matrix(12288, 4096, 12288 * 4096 * 9 // 16, "affine", 4, 64)
-EIGHT = Matrix(12288, 4096, 12288 * 4096 * 17 // 16, "affine", 8, 64)
-HALF = Matrix(12288, 4096, 12288 * 4096 * 2, "float", 16)
+FOUR = Matrix(12288, depth=4096, size=12288 * 4096 * 9 // 16, kind="affine", bits=4, group_size=64)
+EIGHT = Matrix(
+    12288, depth=4096, size=12288 * 4096 * 17 // 16, kind="affine", bits=8, group_size=64
+)
+HALF = Matrix(12288, depth=4096, size=12288 * 4096 * 2, kind="float", bits=16)
 
 
 def test_attention_is_chosen_by_depth():
-    near, far = frozenset({4}), frozenset({8})
+    near = frozenset({4})
+    far = frozenset({8})
     rows = {key_at("attention", 1024): near, key_at("attention", 4096): far}
     found = [attention_rows(rows, "attention", depth) for depth in (1, 1024, 1025, 10**6)]
     assert found == [near, near, far, far] and not attention_rows(rows, "another", 1)
@@ -36,7 +39,8 @@ def test_rows_between_those_that_were_timed_follow_the_next():
 def test_choices_and_proofs_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_path):
     """Of several models beside each other. A file that says it is of another is not believed."""
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
-    model, rows = [FOUR.key, FOUR.key, HALF.key], {FOUR.key: frozenset({4, 5}), HALF.key: NONE}
+    model = [FOUR.key, FOUR.key, HALF.key]
+    rows = {FOUR.key: frozenset({4, 5}), HALF.key: NONE}
     assert read_choices(model) is None and read_proofs() == set()
     store_choices(model, rows)
     store_choices([HALF.key], {})

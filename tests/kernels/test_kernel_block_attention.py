@@ -85,7 +85,8 @@ class Case:
 
     def arguments(self) -> tuple[list[Any], dict[str, Any]]:
         """Random arguments of `block_attention`: what it takes by place, and by name."""
-        heads, quantized = self.key_heads * self.group, self.bits and (self.bits, self.bits_group)
+        heads = self.key_heads * self.group
+        quantized = self.bits and (self.bits, self.bits_group)
         shape = (heads, self.key_heads), self.nodes, self.length, self.head_dim
         args = inputs(self.dtype, *shape, quantized)
         named = {"scale": self.head_dim**-0.5, "first": self.first, "window": self.window}
@@ -149,9 +150,11 @@ def truth(queries: Any, keys: Any, values: Any, **named: Any) -> tuple[np.ndarra
     q, k, v = (
         float64(mx.array(float64(x), mx.float32).astype(dtype))[0] for x in (queries, keys, values)
     )
-    (heads, nodes, _), length = q.shape, k.shape[1]
+    length = k.shape[1]
+    (heads, nodes, _) = q.shape
     k, v = (x.repeat(heads // len(k), axis=0) for x in (k, v))
-    past, tree = length - nodes, named.get("tree")
+    past = length - nodes
+    tree = named.get("tree")
     ancestors = np.tri(nodes, dtype=bool) if tree is None else np.array(tree.ancestors)
     depths = np.arange(nodes) if tree is None else np.array(tree.positions) - named["first"] - past
     at = np.concatenate([np.arange(past), past + depths])
@@ -217,7 +220,8 @@ def test_a_row_has_the_same_bits_whatever_shares_the_call(case, kernel):
     block = kernel(queries, *stored, **named)
     for rows in range(1, case.nodes):
         known = [cut(x, case.length - case.nodes + rows) for x in stored]
-        first, last = queries[:, :, :rows], queries[:, :, rows - 1 : rows]
+        first = queries[:, :, :rows]
+        last = queries[:, :, rows - 1 : rows]
         assert same_bits(kernel(first, *known, **named), block[:, :, :rows])
         assert same_bits(kernel(last, *known, **named), block[:, :, rows - 1 : rows])
 
@@ -269,7 +273,8 @@ def test_calls_of_one_shape_share_what_is_the_same_alone(kernel):
 
 
 def test_a_long_answer_keeps_few_prepared_launches():
-    kernel, (args, named) = BlockAttention(Recorder()), Case(nodes=2).arguments()
+    kernel = BlockAttention(Recorder())
+    (args, named) = Case(nodes=2).arguments()
     for first in range(3 * MOST_STEPS):
         kernel(AttentionCall(*args, **named | {"first": first}))
     assert len(kernel._known) <= MOST_STEPS
@@ -289,7 +294,7 @@ def test_queries_keys_and_values_may_lie_in_any_order(kernel):
 @pytest.mark.parametrize("size", [1e5, -1e5])
 def test_scores_far_from_zero(kernel, dtype, size):
     """Plus or minus 1e5, over two chunks: the largest decide, wherever they are."""
-    queries, keys, values = inputs(dtype, (2, 1), 3, 530)
+    queries, keys, values = inputs(dtype, heads=(2, 1), nodes=3, length=530)
     queries = mx.zeros_like(queries)
     queries[..., 0] = 100.0
     places = mx.arange(530)
@@ -306,8 +311,10 @@ def test_scores_far_from_zero(kernel, dtype, size):
 @pytest.mark.parametrize("which,bad", [(1, mx.nan), (2, mx.nan), (2, -mx.inf)])
 def test_a_bad_key_or_value_spoils_only_rows_that_see_it(kernel, dtype, which, bad):
     """One of the draft, which earlier rows do not see, and one that a window leaves behind."""
-    past, nodes, named = 508, 9, {"scale": 0.125, "window": 20}
-    args = inputs(dtype, (4, 2), nodes, past + nodes)
+    past = 508
+    nodes = 9
+    named = {"scale": 0.125, "window": 20}
+    args = inputs(dtype, heads=(4, 2), nodes=nodes, length=past + nodes)
     depths, ancestors = random_tree(nodes)
     for tree in (None, TreeMask(past + depths, ancestors)):
         seen = np.tri(nodes, dtype=bool) if tree is None else np.array(ancestors)

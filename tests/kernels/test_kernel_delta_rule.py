@@ -70,7 +70,13 @@ def draft(
     values = mx.random.normal((1, rows, heads[1], dims[1])).astype(dtype)
     kept = mx.random.uniform(*decay, (1, rows, heads[1]))
     beta = mx.random.uniform(shape=(1, rows, heads[1])).astype(gates or dtype)
-    return queries, Tape(keys, values, kept, beta, mx.random.normal((1, heads[1], *dims[::-1])))
+    return queries, Tape(
+        keys,
+        values=values,
+        decay=kept,
+        beta=beta,
+        state=mx.random.normal((1, heads[1], *dims[::-1])),
+    )
 
 
 def taken(tape: Tape, rows, state: mx.array | None = None) -> Tape:
@@ -116,9 +122,9 @@ def check(kernel, queries: mx.array, tape: Tape, parents: list[int] | None = Non
 
 @pytest.mark.parametrize(("dtype", "rows", "heads", "dims", "tree"), CASES, ids=IDS)
 def test_kernel_and_reference_are_the_delta_rule(dtype, rows, heads, dims, tree, kernel):
-    queries, tape = draft(dtype, rows, heads, dims)
+    queries, tape = draft(dtype, rows=rows, heads=heads, dims=dims)
     parents = random_parents(rows) if tree else None
-    check(kernel, queries, tape, parents)
+    check(kernel, queries=queries, tape=tape, parents=parents)
     outputs, _, states = rule(queries, tape, parents)
     exact = Tape(*(x.astype(mx.float32) for x in tape))
     found, following = delta_verify_reference(queries.astype(mx.float32), exact, parents)
@@ -128,18 +134,20 @@ def test_kernel_and_reference_are_the_delta_rule(dtype, rows, heads, dims, tree,
 
 
 def test_the_reference_is_the_rule_of_mlx_lm():
-    queries, tape = draft(mx.float32, 5, (2, 4), (32, 8))
-    ours, theirs = delta_verify_reference(queries, tape), gated_delta_ops(queries, *tape)
+    queries, tape = draft(mx.float32, rows=5, heads=(2, 4), dims=(32, 8))
+    ours = delta_verify_reference(queries, tape)
+    theirs = gated_delta_ops(queries, *tape)
     assert all(relative_error(*of) < 1e-6 for of in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_whatever_shares_the_call(dtype, kernel):
-    queries, tape = draft(dtype, 16, (2, 4), (128, 6))
+    queries, tape = draft(dtype, rows=16, heads=(2, 4), dims=(128, 6))
     outputs, following = kernel.verify(queries, tape)
     state = tape.state
     for row in range(16):
-        one, first = slice(row, row + 1), slice(0, row + 1)
+        one = slice(row, row + 1)
+        first = slice(0, row + 1)
         y, _ = kernel.verify(queries[:, first], taken(tape, first))
         assert same_bits(y, outputs[:, first])
         alone, state = kernel.verify(queries[:, one], taken(tape, one, state))
@@ -148,7 +156,8 @@ def test_a_row_has_the_same_bits_whatever_shares_the_call(dtype, kernel):
 
 
 def test_a_node_of_a_tree_has_the_bits_of_its_path_alone(kernel):
-    (queries, tape), parents = draft(mx.bfloat16, 40, (1, 2), (64, 8)), random_parents(40, seed=1)
+    parents = random_parents(40, seed=1)
+    (queries, tape) = draft(mx.bfloat16, rows=40, heads=(1, 2), dims=(64, 8))
     outputs, _ = kernel.verify(queries, tape, parents)
     for node in (0, 1, 13, 27, 39):
         rows = mx.array(path(parents, node))
@@ -165,7 +174,8 @@ def test_a_visit_finds_its_parents_state(draws):
     """Whatever the tree: the slots are played through with nodes in the place of states."""
     parents = [-1, *(int(draw * node) for node, draw in enumerate(draws, start=1))]
     slots: dict[int, int] = {}
-    current, seen = -1, []
+    current = -1
+    seen = []
     for node, parent_slot, own_slot in visits(parents):
         assert parent_slot >= -1 and own_slot >= -1
         current = current if parent_slot < 0 else slots[parent_slot]
@@ -182,12 +192,16 @@ def test_a_visit_finds_its_parents_state(draws):
 @pytest.mark.parametrize("gates", DTYPES)
 @pytest.mark.parametrize("tree", [False, True])
 def test_one_rounding_in_every_mix_of_dtypes(kernel, dtype, gates, tree):
-    check(kernel, *draft(dtype, 9, (2, 4), (48, 6), gates), random_parents(9) if tree else None)
+    check(
+        kernel,
+        *draft(dtype, rows=9, heads=(2, 4), dims=(48, 6), gates=gates),
+        random_parents(9) if tree else None,
+    )
 
 
 @pytest.mark.parametrize("decay", [(0.0, 0.0), (1e-30, 1e-20), (1e-7, 1e-6), (1.0, 1.0)])
 def test_decays_near_nothing_and_all(kernel, decay):
-    given = draft(mx.bfloat16, 12, (1, 2), (64, 4), decay=decay)
+    given = draft(mx.bfloat16, rows=12, heads=(1, 2), dims=(64, 4), decay=decay)
     check(kernel, *given)
     check(kernel, *given, random_parents(12))
 
@@ -200,14 +214,14 @@ def test_trees_of_64_nodes(kernel, shape):
         "comb": [-1] + [(node - 1) // 2 * 2 for node in range(1, 64)],
         "chain": list(range(-1, 63)),
     }[shape]
-    given = draft(mx.float32, MOST_NODES, (1, 1), (32, 4))
+    given = draft(mx.float32, rows=MOST_NODES, heads=(1, 1), dims=(32, 4))
     y = check(kernel, *given, parents)
     if shape == "chain":
         assert same_bits(kernel.verify(*given)[0], y)
 
 
 def test_what_does_not_fit_is_refused(kernel):
-    queries, tape = draft(mx.float16, 3, (1, 2), (32, 4))
+    queries, tape = draft(mx.float16, rows=3, heads=(1, 2), dims=(32, 4))
     changes = [
         {"keys": tape.keys[:, :2]},
         {"values": tape.values[:, :, :1]},

@@ -29,7 +29,8 @@ class Refusing(Launches):
 
     def __init__(self, lazily: bool) -> None:
         super().__init__(change=self.results)
-        self.good, self.lazily = 10**9, lazily
+        self.good = 10**9
+        self.lazily = lazily
 
     def refuse(self, good: int) -> None:
         self.counts.clear()
@@ -52,10 +53,13 @@ class Refusing(Launches):
 
 def wired(family: str, factory: Launches) -> Target:
     """In float32, with all products and all attention of 2 rows and more on our kernels."""
-    model, config = half_precision(family, None, mx.float32), families.CONFIGS[family]
-    target = Target(model, families.Letters(), config, family)
+    model = half_precision(family, None, mx.float32)
+    config = families.CONFIGS[family]
+    target = Target(model, tokenizer=families.Letters(), config=config, name=family)
     ours = dict.fromkeys(candidates(target), frozenset(range(2, 17)))
-    target.wiring = wire(model, config, Kernels(factory), ours, exact=family == "qwen3_5")
+    target.wiring = wire(
+        model, config=config, kernels=Kernels(factory), rows=ours, exact=family == "qwen3_5"
+    )
     return target
 
 
@@ -101,7 +105,8 @@ def test_a_drafter_s_kernel_ends_it_too(monkeypatch, tmp_path):
     rows = frozenset(range(2, 17))
     monkeypatch.setattr(wiring, "read_choices", lambda forms: dict.fromkeys(forms, rows))
     monkeypatch.setattr(wiring, "begin_checks", lambda kernels: None)
-    factory, target = Refusing(lazily=False), float_target("qwen3")
+    factory = Refusing(lazily=False)
+    target = float_target("qwen3")
     drafter = dm.load_drafter(
         str(tinymodels.save_drafter(tmp_path, vocab_size=256, num_target_layers=4)),
         metal_kernel=factory,

@@ -76,13 +76,14 @@ def test_up_to_64_tokens_are_ours_and_more_are_not(kind, quantized):
     """Tokens, not the pairs of a token and an expert; the result is the stock one's."""
     name, make = LAYERS[kind]
     mx.random.seed(0)
-    model, launches = Alone(name, make(), quantized), Launches()
+    model = Alone(name, make(), quantized)
+    launches = Launches()
     layer = getattr(model, name)
     for part in layer.modules() if kind.endswith("biases") else ():
         if "bias" in part:
             part.bias = mx.random.normal(part.bias.shape)
     expected = {rows: call(layer, rows) for rows in (1, 33, EXACT_ROWS, EXACT_ROWS + 1)}
-    wire(model, CONFIG, Kernels(launches), {}, exact=True)
+    wire(model, config=CONFIG, kernels=Kernels(launches), rows={}, exact=True)
     for rows, y in expected.items():
         launches.counts.clear()
         assert relative_error(call(layer, rows), y) < 1e-5
@@ -94,7 +95,7 @@ def test_up_to_64_tokens_are_ours_and_more_are_not(kind, quantized):
 def test_our_experts_are_not_sorted_by_mlx_too(monkeypatch):
     """As MLX does from 64 pairs of a token and an expert on."""
     model = Alone("mlp", SwitchGLU(64, 32, 5, SwigluOAI(), bias=True), True)
-    wire(model, CONFIG, Kernels(kernel_factory()), {}, exact=True)
+    wire(model, config=CONFIG, kernels=Kernels(kernel_factory()), rows={}, exact=True)
     monkeypatch.setattr(switch_layers, "_gather_sort", None)
     assert call(model.mlp, 48).shape == (1, 48, TOP_K, 64)
 
@@ -103,9 +104,10 @@ def test_our_experts_are_not_sorted_by_mlx_too(monkeypatch):
 def test_no_tokens_are_left_to_mlx(kind):
     """As a stock layer takes them; our kernels refuse so few elements."""
     name, make = LAYERS[kind]
-    model, kernels = Alone(name, make(), False), Kernels(kernel_factory())
+    model = Alone(name, make(), False)
+    kernels = Kernels(kernel_factory())
     layer = getattr(model, name)
-    wire(model, CONFIG, kernels, {}, exact=True)
+    wire(model, config=CONFIG, kernels=kernels, rows={}, exact=True)
     assert call(layer, 0).size == 0
 
 
@@ -119,18 +121,22 @@ def test_what_has_a_kernel():
         return nn.QuantizedLinear(128, 32, False, group, bits, mode)
 
     ours = [quantized(), quantized(32, 8), nn.Linear(64, 32), nn.Embedding(8, 8)]
-    mixed, whole = quantized(), nn.Linear(64, 32)
-    mixed.biases, whole.weight = mixed.biases.astype(mx.float16), mx.ones((8, 8), mx.int32)
+    mixed = quantized()
+    whole = nn.Linear(64, 32)
+    mixed.biases = mixed.biases.astype(mx.float16)
+    whole.weight = mx.ones((8, 8), mx.int32)
     others = [quantized(bits=6), quantized(32, 4, "mxfp4"), mixed, whole, Other(64, 32), nn.SiLU()]
     assert [*map(can_swap, ours + others)] == [True] * len(ours) + [False] * len(others)
 
 
 def test_exact_is_the_default_where_it_was_measured_to_be_free():
     """At every row, of every matrix, and not on tensor units, which exact decoding keeps off."""
-    model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
+    model = half_precision("qwen3")
+    config = families.CONFIGS["qwen3"]
     every = frozenset(range(1, 17))
     free = {matrix.key: every for _, _, matrix in matrices(model, config)}
-    [one, *_], exact = free, partial(will_be_exact, model, config)
+    exact = partial(will_be_exact, model, config)
+    [one, *_] = free
     assert exact(free) and exact(free | {tensor_key(one): NONE})
     for missing in (NONE, every - {1}, every - {16}):
         assert not exact(free | {one: missing})
@@ -149,22 +155,24 @@ def test_only_convolutions_of_single_channels_are_ours():
     others += [nn.Conv1d(8, 8, 4), nn.Conv1d(8, 8, 4, groups=4), nn.Conv1d(8, 16, 4, groups=8)]
     for exact in (False, True):
         model = nn.Sequential(*ours, *others)
-        wire(model, {}, Kernels(kernel_factory()), {}, exact)
+        wire(model, config={}, kernels=Kernels(kernel_factory()), rows={}, exact=exact)
         swapped = [layer for layer in model.layers if type(layer) is VerifyConv1d]
         assert swapped == (ours if exact else [])
-    model, config = half_precision("qwen3_5"), families.CONFIGS["qwen3_5"]
-    wire(model, config, Kernels(kernel_factory()), {}, exact=True)
+    model = half_precision("qwen3_5")
+    config = families.CONFIGS["qwen3_5"]
+    wire(model, config=config, kernels=Kernels(kernel_factory()), rows={}, exact=True)
     convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv1d)]
     assert convolutions and {type(layer) for layer in convolutions} == {VerifyConv1d}
 
 
 @pytest.mark.parametrize(("q_rows", "kv_rows", "launches"), [(4, 4, [3]), (4, 5, [2]), (4, 0, [])])
 def test_only_layers_for_the_same_rows_share_a_launch(q_rows, kv_rows, launches):
-    model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
+    model = half_precision("qwen3")
+    config = families.CONFIGS["qwen3"]
     shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
     rows = {shape[256]: frozenset(range(q_rows)), shape[128]: frozenset(range(kv_rows))}
     groups = list(shared_inputs(model))
-    wire(model, config, Kernels(kernel_factory()), rows)
+    wire(model, config=config, kernels=Kernels(kernel_factory()), rows=rows)
     for layers in groups:
         given = [layer for layer in layers if getattr(layer, "_fused", None)]
         fused = Counter(layer._fused.func for layer in given)
@@ -173,14 +181,21 @@ def test_only_layers_for_the_same_rows_share_a_launch(q_rows, kv_rows, launches)
 
 def test_nothing_of_a_wiring_is_left_for_the_next():
     """The stopwatch wires with all groups and then without one: that one has to be MLX's."""
-    model, config = half_precision("qwen3"), families.CONFIGS["qwen3"]
-    kernels, every = Kernels(kernel_factory()), frozenset(range(1, 17))
+    model = half_precision("qwen3")
+    config = families.CONFIGS["qwen3"]
+    kernels = Kernels(kernel_factory())
+    every = frozenset(range(1, 17))
     rows = {matrix.key: every for _, _, matrix in matrices(model, config)}
     unit = model.layers[0].mlp
     gated = {matrix.key for _, module, matrix in matrices(model, config) if module is unit.up_proj}
     for left in (set(), gated):
         with restored(model):
-            wire(model, config, kernels, {key: of for key, of in rows.items() if key not in left})
+            wire(
+                model,
+                config=config,
+                kernels=kernels,
+                rows={key: of for key, of in rows.items() if key not in left},
+            )
             assert (type(unit) in UNITS.values()) == (not left)
 
 
@@ -188,7 +203,9 @@ def test_what_shares_a_launch_is_chosen_together():
     model = families.random_model("qwen3", head_dim=64, num_key_value_heads=1)
     groups = chosen_together(model, families.CONFIGS["qwen3"])
     shapes = [{tuple(map(int, key.split()[0].split("x"))) for key in group} for group in groups]
-    queries_and_keys, gated, out = {(256, 64), (64, 64)}, {(128, 64), (64, 128)}, {(64, 256)}
+    queries_and_keys = {(256, 64), (64, 64)}
+    gated = {(128, 64), (64, 128)}
+    out = {(64, 256)}
     assert all(group in shapes for group in (queries_and_keys, gated, out)) and len(shapes) == 3
     # The head, of 256 tokens, has the form of the queries.
     layers = sum(len(of) for group in groups for of in group.values())
@@ -196,10 +213,11 @@ def test_what_shares_a_launch_is_chosen_together():
 
 
 def test_a_swapped_layer_keeps_its_weights_and_their_names():
-    model, config = half_precision("qwen3_moe"), families.CONFIGS["qwen3_moe"]
+    model = half_precision("qwen3_moe")
+    config = families.CONFIGS["qwen3_moe"]
     before = dict(tree_flatten(model.parameters()))
     layers = dict(model.named_modules())
-    wiring = wire(model, config, Kernels(quick_factory()), {}, exact=True)
+    wiring = wire(model, config=config, kernels=Kernels(quick_factory()), rows={}, exact=True)
     after = dict(tree_flatten(model.parameters()))
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
     swapped = {path: module for path, module in model.named_modules() if path in wiring.layers}
@@ -213,9 +231,11 @@ def test_a_swapped_layer_keeps_its_weights_and_their_names():
 def test_a_gated_unit_is_fused_only_as_a_whole():
     """Not with a part that is left to MLX."""
     config = families.CONFIGS["qwen3"]
-    model, kernels, four = half_precision("qwen3"), Kernels(quick_factory()), frozenset({4})
+    model = half_precision("qwen3")
+    kernels = Kernels(quick_factory())
+    four = frozenset({4})
     shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
-    wire(model, config, kernels, {shape[128]: four})
+    wire(model, config=config, kernels=kernels, rows={shape[128]: four})
     assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
     assert type(model.layers[0].mlp) not in UNITS.values()
 
@@ -236,7 +256,13 @@ def test_gate_and_up_of_other_kinds_share_no_launch(groups, biases, shared):
         nn.QuantizedLinear(64, 128, bias, group, 4)
         for bias, group in zip(biases, groups, strict=True)
     )
-    wire(model, families.CONFIGS["qwen3"], Kernels(quick_factory()), {}, exact=True)
+    wire(
+        model,
+        config=families.CONFIGS["qwen3"],
+        kernels=Kernels(quick_factory()),
+        rows={},
+        exact=True,
+    )
     assert (type(unit) in UNITS.values()) == shared
 
 
@@ -245,6 +271,7 @@ def test_a_convolution_in_one_order_is_the_stock_one():
     layer = nn.Conv1d(8, 8, 4, groups=8)
     layer.bias = mx.random.normal((8,), key=mx.random.key(1))
     stock = layer(x)
-    layer.__class__, layer._rows = VerifyConv1d, range(1, 65)
+    layer.__class__ = VerifyConv1d
+    layer._rows = range(1, 65)
     assert mx.allclose(layer(x), stock, atol=1e-6)
     assert same_bits(layer(x)[:, 4:5], layer(x[:, 4:8]))

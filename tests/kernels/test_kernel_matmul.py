@@ -50,7 +50,7 @@ def test_affine_weights(matmul, bits, group):
     mx.random.seed(bits * group)
     shapes = itertools.cycle([(24, 1), (33, 3), (64, 4), (97, 2), (40, 7)])  # columns, groups
     for rows, (columns, groups) in zip(range(1, 17), shapes, strict=False):
-        w = random_weights((columns, groups * group), mx.bfloat16, bits, group)
+        w = random_weights((columns, groups * group), dtype=mx.bfloat16, bits=bits, group=group)
         check_products(matmul, mx.random.normal((rows, groups * group)).astype(mx.bfloat16), w)
 
 
@@ -61,7 +61,7 @@ def test_every_mix_of_dtypes(matmul, dtype, stored):
     for rows, columns, depth in ((9, 1, 8), (16, 33, 105), (7, 64, 256), (12, 3, 303), (5, 9, 90)):
         w = random_weights((columns, depth), stored)
         check_products(matmul, mx.random.normal((rows, depth)).astype(dtype), w)
-    w = random_weights((33, 384), stored, 4, 32)
+    w = random_weights((33, 384), dtype=stored, bits=4, group=32)
     check_products(matmul, mx.random.normal((9, 384)).astype(dtype), w)
 
 
@@ -92,7 +92,11 @@ def test_several_matrices(matmul, at, dtype, bits):
 def test_any_leading_dimensions(matmul, shape):
     """And more rows than a tile has."""
     mx.random.seed(4)
-    check_products(matmul, mx.random.normal(shape), random_weights((40, 128), mx.float32, 8, 32))
+    check_products(
+        matmul,
+        mx.random.normal(shape),
+        random_weights((40, 128), dtype=mx.float32, bits=8, group=32),
+    )
 
 
 KINDS = {
@@ -120,7 +124,8 @@ def test_a_row_has_the_same_bits_in_every_call(matmul, kind):
 
 def test_a_bad_row_spoils_no_other(matmul):
     mx.random.seed(6)
-    w, x = random_weights((33, 128), mx.float32, 4), mx.random.normal((16, 128))
+    w = random_weights((33, 128), mx.float32, 4)
+    x = mx.random.normal((16, 128))
     [y] = matmul(x, w)
     x[3] = mx.inf
     x[7] = mx.nan
@@ -134,7 +139,8 @@ def test_a_bad_row_spoils_no_other(matmul):
 def test_the_reference_reads_the_weights_as_they_are_packed(bits):
     """By hand: words are taken apart, the lowest bits first."""
     mx.random.seed(7)
-    w, x = random_weights((5, 96), mx.float32, bits, 32), mx.random.normal((3, 96))
+    w = random_weights((5, 96), dtype=mx.float32, bits=bits, group=32)
+    x = mx.random.normal((3, 96))
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     q = (np.array(w.words)[..., None] >> shifts & (2**bits - 1)).reshape(5, 3, 32)
     values = np.array(w.scales)[..., None] * q + np.array(w.biases)[..., None]
@@ -148,7 +154,7 @@ def test_split_sums_are_rounded_once(matmul, dtype, depth):
     """Splits of unlike lengths: 33 steps in 2, 50 in 3, 67 in 4 and 81 in 5 leave some over."""
     mx.random.seed(2)
     assert depth // 32 % splits_of_k(24, depth) > 0
-    w, up = (random_weights((24, depth), dtype, 4, 32) for _ in range(2))
+    w, up = (random_weights((24, depth), dtype=dtype, bits=4, group=32) for _ in range(2))
     x = mx.random.normal((3, depth)).astype(dtype)
     check_products(matmul, x, w)
     check_products(matmul, x, w, up, gated=True)
@@ -167,7 +173,13 @@ def test_two_sums_in_all(matmul, dtype):
 def test_a_small_bias_is_not_lost_beside_the_middle_of_the_codes(matmul, dtype, bits):
     """Codes are multiplied as signed numbers, which moves their middle into the bias."""
     words = mx.zeros((24, 64 * bits // 32), mx.uint32)
-    w = AffineWeights(words, mx.ones((24, 1), dtype), mx.full((24, 1), 2.0**-12, dtype), bits, 64)
+    w = AffineWeights(
+        words,
+        scales=mx.ones((24, 1), dtype),
+        biases=mx.full((24, 1), 2.0**-12, dtype),
+        bits=bits,
+        group_size=64,
+    )
     assert (matmul(mx.ones((3, 64), dtype), w)[0] == 2.0**-6).all().item()
 
 
@@ -177,9 +189,12 @@ def test_no_split_is_rounded_before_it_is_added(matmul, dtype, depth, splits):
     """A later one has 1 and a little, and the first one takes the 1 away again."""
     assert splits_of_k(24, depth) == splits_of_k(3 * 24, depth) == splits
     for at in range(1, splits):
-        x, w = mx.ones((2, depth), dtype), mx.zeros((24, depth), dtype)
+        x = mx.ones((2, depth), dtype)
+        w = mx.zeros((24, depth), dtype)
         start = (depth // 32 * at // splits + 1) * 32
-        w[:, 0], w[:, start], w[:, start + 1] = -1.0, 1.0, 2.0**-12
+        w[:, 0] = -1.0
+        w[:, start] = 1.0
+        w[:, start + 1] = 2.0**-12
         for y in (*matmul(x, w), *matmul(x, w, w, w)):
             assert (y == 2.0**-12).all().item(), at
         one = mx.where(mx.arange(depth) == 0, 1.0, mx.zeros_like(w))
@@ -193,22 +208,27 @@ def test_the_first_split_is_added_first(matmul):
     x = mx.ones((3, 1536))
     for places in ((0, 600, 1200), (0, 32, 64), (0, 128, 256)):
         w = mx.zeros((40, 1536))
-        w[:, places[0]], w[:, places[1]], w[:, places[2]] = 1.0, 1e8, -1e8
+        w[:, places[0]] = 1.0
+        w[:, places[1]] = 1e8
+        w[:, places[2]] = -1e8
         for y in (*matmul(x, w), *matmul(x, w, w)):
             assert (y == 0).all().item(), places
-        w[:, places[0]], w[:, places[2]] = -1e8, 1.0
+        w[:, places[0]] = -1e8
+        w[:, places[2]] = 1.0
         assert (matmul(x, w)[0] == 1).all().item(), places
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_every_code_at_every_place(matmul, bits):
     """The smallest and the largest, wherever they are in a word: x picks column after column."""
-    group, depth = 32, 64
+    group = 32
+    depth = 64
     words = mx.random.randint(0, 2**32, (40, depth * bits // 32), dtype=mx.uint32)
-    words[0], words[1] = 0, 2**32 - 1
+    words[0] = 0
+    words[1] = 2**32 - 1
     scales = mx.random.uniform(0.5, 2, (40, depth // group))
     biases = mx.random.normal((40, depth // group))
-    w = AffineWeights(words, scales, biases, bits, group)
+    w = AffineWeights(words, scales=scales, biases=biases, bits=bits, group_size=group)
     for first in range(0, depth, 16):
         [y] = matmul(mx.eye(depth)[first : first + 16], w)
         assert np.abs(float64(y) - float64(w).T[first : first + 16]).max() <= 4e-6 * 2**bits
@@ -221,8 +241,19 @@ def test_codes_are_multiplied_about_their_middle(matmul, bits):
     words = mx.random.randint(0, 2**32, (40, 64 * bits // 32), dtype=mx.uint32)
     scales = mx.random.uniform(0.5, 2, (40, 1))
     x = mx.random.randint(-9, 10, (5, 64)).astype(mx.float32)
-    [y] = matmul(x, AffineWeights(words, scales, -(2 ** (bits - 1)) * scales, bits, 64))
-    ones = AffineWeights(words, mx.ones((40, 1)), mx.full((40, 1), -(2.0 ** (bits - 1))), bits, 64)
+    [y] = matmul(
+        x,
+        AffineWeights(
+            words, scales=scales, biases=-(2 ** (bits - 1)) * scales, bits=bits, group_size=64
+        ),
+    )
+    ones = AffineWeights(
+        words,
+        scales=mx.ones((40, 1)),
+        biases=mx.full((40, 1), -(2.0 ** (bits - 1))),
+        bits=bits,
+        group_size=64,
+    )
     assert same_bits(y, (x @ dequantized(ones).T) * scales[:, 0])
 
 
@@ -231,8 +262,13 @@ def test_codes_are_multiplied_about_their_middle(matmul, bits):
 def test_gates_far_from_zero(matmul, bits, dtype):
     """silu(100) is 100 and silu(-100) nothing, though exp(100) is more than float32 holds."""
     gates = mx.array([-1000.0, -100.0, -90.0, -20.0, -1.0, 0.0, 1.0, 20.0, 100.0, 1000.0])
-    w, up, x = mx.zeros((10, 64)), mx.zeros((10, 64)), mx.zeros((2, 64), dtype)
-    w[:, 0], up[:, 1], x[:, 0], x[:, 1] = gates, 3.0, 1.0, 2.0
+    w = mx.zeros((10, 64))
+    up = mx.zeros((10, 64))
+    x = mx.zeros((2, 64), dtype)
+    w[:, 0] = gates
+    up[:, 1] = 3.0
+    x[:, 0] = 1.0
+    x[:, 1] = 2.0
     pair = [m.astype(dtype) for m in (w, up)]
     if bits:
         pair = [AffineWeights(*mx.quantize(m, 64, bits), bits, 64) for m in pair]
@@ -247,12 +283,15 @@ def test_gates_far_from_zero(matmul, bits, dtype):
 def test_a_closed_gate_is_closed_whatever_it_keeps_back(matmul, dtype):
     """Also where gate times up is more than float32 holds."""
     x, gate, up = (mx.zeros((9, 32), dtype) for _ in range(3))
-    x[:, 0], gate[:, 0], up[:, 0] = 1.0, -1e20, 1e20
+    x[:, 0] = 1.0
+    gate[:, 0] = -1e20
+    up[:, 0] = 1e20
     assert (matmul(x, gate, up, gated=True)[0] == 0).all().item()
 
 
 def test_what_does_not_fit_is_refused(matmul):
-    x, w = mx.ones((2, 128)), random_weights((16, 128), mx.float32, 4)
+    x = mx.ones((2, 128))
+    w = random_weights((16, 128), mx.float32, 4)
     eight, short = (random_weights((16, n), mx.float32, b) for n, b in ((128, 8), (64, 4)))
     for message, given, gated in (
         ("x has 64 columns, the weights have 128", (mx.ones((2, 64)), w), False),
@@ -290,7 +329,8 @@ def test_arrays_that_are_no_affine_weights_are_refused(message, changes):
 
 def test_the_first_layer_that_is_asked_multiplies_for_all(matmul):
     """In whatever order they are; another array is multiplied anew, and nothing is kept."""
-    layers, calls = [nn.Linear(128, n, bias=False) for n in (64, 32, 8)], []
+    layers = [nn.Linear(128, n, bias=False) for n in (64, 32, 8)]
+    calls = []
 
     def counted(x):
         calls.append(x)

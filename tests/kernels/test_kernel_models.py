@@ -27,7 +27,8 @@ from dflash_mlx.targets import Target
 
 pytestmark = on_gpu_or_emulator
 
-TOKENS, BLOCK = 10, 12
+TOKENS = 10
+BLOCK = 12
 PROMPT = families.random_prompt(41, seed=1)  # longer than the sliding windows
 SHORT = PROMPT[:9]
 FAMILIES = ("qwen3", "qwen3_5", "qwen3_moe", "gpt_oss")
@@ -62,8 +63,10 @@ def test_drafted_text_is_the_plain_text(family, format, trees):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_a_block_are_those_of_steps_of_one(family):
     """Bit for bit, in float32 too; the block is longer than a sliding window, a ring."""
-    target = exact_target(family, quick_factory(), 4, mx.float32)
-    text, session, steps = families.random_prompt(40, seed=5), target.start(), []
+    target = exact_target(family, factory=quick_factory(), bits=4, dtype=mx.float32)
+    text = families.random_prompt(40, seed=5)
+    session = target.start()
+    steps = []
     list(session.prefill(PROMPT))
     for token in text:
         steps.append(session.verify(Proposal([token]))[0])
@@ -74,7 +77,8 @@ def test_rows_of_a_block_are_those_of_steps_of_one(family):
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_a_verify_of_any_size_runs_where_a_stopwatch_decides(family):
     """Beyond a kernel's most rows MLX's own runs, for chains and for trees."""
-    target, stock = chosen_target(family, quick_factory()), float_target(family)
+    target = chosen_target(family, quick_factory())
+    stock = float_target(family)
     for rows in (65, 96, 256, 1024):
         text = families.random_prompt(rows, seed=rows)
         for proposal in (Proposal(text), random_tree(Random(rows), rows)):
@@ -112,7 +116,7 @@ def test_windows_do_not_make_a_tree_of_a_chain():
 def test_quantized_keys_and_values():
     target = exact_target("qwen3", quick_factory())
     plain = dm.generate(target, None, SHORT, max_tokens=12, kv_bits=8).tokens
-    oracle = Oracle(SHORT, plain, target.vocab_size, 0.7)
+    oracle = Oracle(SHORT, answer=plain, vocab_size=target.vocab_size, p=0.7)
     drafted = dm.generate(target, oracle, SHORT, max_tokens=12, block_size=8, kv_bits=8)
     assert drafted.tokens == plain
 
@@ -128,7 +132,7 @@ def test_a_kernel_whose_rows_depend_on_each_other_would_be_noticed():
 
     target = exact_target("qwen3", Launches(change=coarse))
     plain = dm.generate(target, None, SHORT, max_tokens=24).tokens
-    oracle = Oracle(SHORT, plain, target.vocab_size, 1.0)
+    oracle = Oracle(SHORT, answer=plain, vocab_size=target.vocab_size, p=1.0)
     with pytest.raises(AssertionError, match="the anchor is not the token"):
         dm.generate(target, oracle, SHORT, max_tokens=24, block_size=16)
 
@@ -182,8 +186,8 @@ def test_what_cannot_be_exact_is_refused():
     def refusal(model, family):
         with pytest.raises(SettingsError, match="leave it out") as caught:
             config = families.CONFIGS[family]
-            wiring = wire(model, config, kernels, {}, exact=True)
-            Target(model, families.Letters(), config, family, wiring)
+            wiring = wire(model, config=config, kernels=kernels, rows={}, exact=True)
+            Target(model, tokenizer=families.Letters(), config=config, name=family, wiring=wiring)
         return str(caught.value)
 
     model = families.random_model("qwen3", head_dim=HEAD)

@@ -32,7 +32,13 @@ def expert(w: Weights, index: int) -> Weights:
     """The weights of one expert."""
     if isinstance(w, mx.array):
         return w[index]
-    return AffineWeights(w.words[index], w.scales[index], w.biases[index], w.bits, w.group_size)
+    return AffineWeights(
+        w.words[index],
+        scales=w.scales[index],
+        biases=w.biases[index],
+        bits=w.bits,
+        group_size=w.group_size,
+    )
 
 
 def routes(tokens: int, chosen: int, experts: int) -> mx.array:
@@ -51,7 +57,8 @@ def check(moe, x, experts, *weights) -> mx.array:
     assert y.shape == reference.shape == (*experts.shape, w.shape[-2])
     of_all = (*experts.shape, x.shape[-1])
     rows = x if x.ndim > experts.ndim else mx.broadcast_to(x[..., None, :], of_all)
-    truth, magnitude = np.zeros(y.shape), np.zeros(y.shape)
+    truth = np.zeros(y.shape)
+    magnitude = np.zeros(y.shape)
     for at in np.ndindex(experts.shape):
         parts = [expert(each, experts[at].item()) for each in weights]
         truth[at], magnitude[at] = product(rows[at], *parts)
@@ -64,7 +71,7 @@ def check(moe, x, experts, *weights) -> mx.array:
 def test_one_row_per_token(moe, bits, group):
     mx.random.seed(group)
     for tokens, chosen, experts, columns in ((1, 1, 2, 9), (5, 3, 16, 64), (16, 8, 8, 40)):
-        w = random_weights((experts, columns, 128), mx.bfloat16, bits, group)
+        w = random_weights((experts, columns, 128), dtype=mx.bfloat16, bits=bits, group=group)
         x = mx.random.normal((tokens, 128)).astype(mx.bfloat16)
         check(moe, x, routes(tokens, chosen, experts), w)
     check(moe, x, routes(tokens, 2, experts), w)  # rows of one shape, to fewer experts
@@ -86,7 +93,9 @@ def test_one_row_per_token_and_expert(moe):
 @pytest.mark.parametrize("gated", [False, True])
 def test_one_rounding(moe, dtype, bits, group, gated):
     mx.random.seed(group)
-    weights = [random_weights((5, 40, 256), dtype, bits, group) for _ in range(1 + gated)]
+    weights = [
+        random_weights((5, 40, 256), dtype=dtype, bits=bits, group=group) for _ in range(1 + gated)
+    ]
     check(moe, mx.random.normal((6, 256)).astype(dtype), routes(6, 2, 5), *weights)
 
 
@@ -94,7 +103,7 @@ def test_one_rounding(moe, dtype, bits, group, gated):
 def test_crowds_of_every_size(moe, crowd):
     """So many rows for one expert between others: at the ends of half tiles, tiles and several."""
     mx.random.seed(crowd)
-    w = random_weights((3, 20, 64), mx.float32, 4, 32)
+    w = random_weights((3, 20, 64), dtype=mx.float32, bits=4, group=32)
     experts = mx.array([0] * 3 + [1] * crowd + [2] * 2)[:, None]
     shuffled = mx.argsort(mx.random.normal((crowd + 5,)))
     check(moe, mx.random.normal((crowd + 5, 64)), experts[shuffled], w)
@@ -105,7 +114,9 @@ def test_a_row_has_the_same_bits_in_every_call(moe, dtype, bits, gated):
     """Whether it has its experts to itself or shares them with 63 others."""
     mx.random.seed(5)
     experts = routes(64, 3, 5)  # nearly every expert has rows of most tokens
-    weights = [random_weights((5, 24, 128), dtype, bits, 32) for _ in range(1 + gated)]
+    weights = [
+        random_weights((5, 24, 128), dtype=dtype, bits=bits, group=32) for _ in range(1 + gated)
+    ]
     x = mx.random.normal((64, 128)).astype(dtype)
 
     def multiply(rows):
@@ -115,7 +126,8 @@ def test_a_row_has_the_same_bits_in_every_call(moe, dtype, bits, gated):
 
 
 def test_what_does_not_fit_is_refused(moe):
-    x, w = mx.ones((2, 128)), random_weights((4, 16, 128), mx.float32, 4)
+    x = mx.ones((2, 128))
+    w = random_weights((4, 16, 128), mx.float32, 4)
     for message, given in (
         ("are \\[E, N, K\\]", (x, w.words[0])),
         ("do not belong to experts", (mx.ones((3, 128)), w)),

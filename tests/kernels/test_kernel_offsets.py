@@ -34,8 +34,12 @@ class SparseArray(Memory):
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
-        self.name, self.size, self.flags = "sparse", prod(shape), 3
-        self.shape, self.ndim, self.dtype = shape, len(shape), dtype
+        self.name = "sparse"
+        self.size = prod(shape)
+        self.flags = 3
+        self.shape = shape
+        self.ndim = len(shape)
+        self.dtype = dtype
         storage = np.array(mx.zeros((), dtype)).dtype
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
         room = mmap.mmap(-1, 2 * AROUND + self.size * storage.itemsize, flags=flags)
@@ -67,7 +71,7 @@ class Calls:
                 memory.append(array)
             else:
                 of = described(values, parameter.suffix)
-                memory.append(Memory(parameter.name, of, False, True))
+                memory.append(Memory(parameter.name, values=of, writable=False, initialised=True))
         sizes = grid, given["threadgroup"], [*memory, output]
         library = kernel.library(wrapper)
         launch(kernel.name, kernel.build.runtime, library, *sizes, range(group, group + 1))
@@ -88,14 +92,17 @@ def stored(w, name: str) -> dict:
 def test_a_vocabulary_of_more_than_two_to_the_31_weights(bits, depth):
     """Or as many words of 8 bits, which have 2^26 scales and biases."""
     mx.random.seed(0)
-    calls, columns = Calls(), FAR // 64 + 64
-    x, w = mx.random.normal((2, depth)), random_weights((32, depth), mx.float32, bits, 128)
+    calls = Calls()
+    columns = FAR // 64 + 64
+    x = mx.random.normal((2, depth))
+    w = random_weights((32, depth), dtype=mx.float32, bits=bits, group=128)
     [y] = VerifyMatmul(calls)(x, w)
     large = {}
     for name, array in stored(w, "a").items():
         large[name] = SparseArray((columns, array.shape[1]), array.dtype)
         large[name].values[-32:] = np.array(array)
-    out, tiles = SparseArray((2, columns), mx.float32), columns // 32
+    out = SparseArray((2, columns), mx.float32)
+    tiles = columns // 32
     calls.again(out, tiles - 1, (tiles * 128, 1, 1), **large)
     assert close(out.values[:, -32:], y)
 
@@ -103,9 +110,12 @@ def test_a_vocabulary_of_more_than_two_to_the_31_weights(bits, depth):
 @pytest.mark.parametrize("bits", [None, 4])
 def test_an_expert_past_two_to_the_31(bits):
     mx.random.seed(4)
-    calls, depth, columns = Calls(), 64, 4096
+    calls = Calls()
+    depth = 64
+    columns = 4096
     count = (FAR // (depth * columns) + 2) * (8 if bits else 1)
-    w, x = random_weights((2, 32, depth), mx.float32, bits), mx.random.normal((1, depth))
+    w = random_weights((2, 32, depth), mx.float32, bits)
+    x = mx.random.normal((1, depth))
     [y] = VerifyMatmulMoe(calls)(x, w, experts=mx.full((1, 1), 1, mx.uint32))
     large = {}
     for key, array in stored(w, "w").items():

@@ -76,10 +76,13 @@ def not_a_number(results):
 def wired(family, factory, bits=4, exact=False):
     """A random target, wired as `load` does it where all of ours won."""
     config = families.CONFIGS[family]
-    target = dm.Target(half_precision(family, bits), families.Letters(), config, family)
-    kernels, rows = Kernels(factory), candidates(target)
+    target = dm.Target(
+        half_precision(family, bits), tokenizer=families.Letters(), config=config, name=family
+    )
+    kernels = Kernels(factory)
+    rows = candidates(target)
     begin_checks(kernels)
-    target.wiring = wire(target.model, config, kernels, rows, exact)
+    target.wiring = wire(target.model, config=config, kernels=kernels, rows=rows, exact=exact)
     return target
 
 
@@ -98,7 +101,7 @@ def answer(target, kv_bits=None):
 
 def found(family, factory, bits=4, exact=False, kv_bits=None):
     """What failed while a random model verified."""
-    target = wired(family, factory, bits, exact)
+    target = wired(family, factory=factory, bits=bits, exact=exact)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         answer(target, kv_bits)
@@ -151,7 +154,9 @@ def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concer
         words = "differs from its reference by"
     assert all(words in problem for problem in problems.values())
     stock = half_precision(family), families.CONFIGS[family]
-    expected = answer(dm.Target(stock[0], families.Letters(), stock[1], family))
+    expected = answer(
+        dm.Target(stock[0], tokenizer=families.Letters(), config=stock[1], name=family)
+    )
     if family == "qwen3":  # a rounding changes a router's choice
         assert mx.abs(logits - expected).max() < 0.1 * mx.abs(expected).max()
     with warnings.catch_warnings():  # said once

@@ -50,7 +50,8 @@ def test_every_file_compiles_by_itself(name):
 
 
 def test_small_inputs_are_padded_to_what_mlx_leaves_in_device_memory():
-    small, large = mx.array([[1, 2, 3]]), mx.ones((2, 4))
+    small = mx.array([[1, 2, 3]])
+    large = mx.ones((2, 4))
     assert in_device_memory(small).tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
     assert in_device_memory(large) is large
 

@@ -42,7 +42,7 @@ ROWS = frozenset(range(1, 17))
 
 def tensor_weights(shape, group=64):
     """4-bit weights for tensor units."""
-    return replace(random_weights(shape, mx.bfloat16, 4, group), tensor_units=True)
+    return replace(random_weights(shape, dtype=mx.bfloat16, bits=4, group=group), tensor_units=True)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ def test_a_product_is_rounded_once(matmul, group, gated):
 
 def test_a_row_has_the_same_bits_in_every_call(matmul):
     mx.random.seed(2)
-    w, x = tensor_weights((32, 512)), mx.random.normal((16, 512)).astype(mx.bfloat16)
+    w = tensor_weights((32, 512))
+    x = mx.random.normal((16, 512)).astype(mx.bfloat16)
     check_rows(lambda rows: matmul(x[rows], w), 16, (2, 8, 9, 16))
 
 
@@ -78,7 +79,8 @@ def test_what_tensor_units_cannot_take_runs_without():
     """Rows in another dtype; matrices that share a launch with one that does not fit."""
     launches = Launches()
     matmul = VerifyMatmul(launches)
-    w, x = tensor_weights((32, 256)), mx.ones((2, 256), mx.bfloat16)
+    w = tensor_weights((32, 256))
+    x = mx.ones((2, 256), mx.bfloat16)
     matmul(x.astype(mx.float32), w)
     matmul(x, w, replace(w, tensor_units=False))
     assert not any("tensor" in name for name in launches.counts)
@@ -128,18 +130,24 @@ CHANGES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=1)
 def target():
     """A model whose matrices fit tensor units."""
     config = families.CONFIGS["qwen3"] | CHANGES
-    return dm.Target(half_precision("qwen3", **CHANGES), families.Letters(), config, "qwen3")
+    return dm.Target(
+        half_precision("qwen3", **CHANGES),
+        tokenizer=families.Letters(),
+        config=config,
+        name="qwen3",
+    )
 
 
 def test_a_kernel_that_fails_on_tensor_units_still_runs_without():
     def wrong(name, call, results):
         return [1.1 * y if "tensor" in name else y for y in results]
 
-    tensor, kernels = target(), Kernels(Launches(change=wrong), tensor_units=True)
+    tensor = target()
+    kernels = Kernels(Launches(change=wrong), tensor_units=True)
     rows = {key: ROWS for key in candidates(tensor, True) if not key.startswith("attention")}
     expected = tensor.start().verify(dm.Proposal([7, 9]))[0]
     begin_checks(kernels)
-    tensor.wiring = wire(tensor.model, tensor.config, kernels, rows)
+    tensor.wiring = wire(tensor.model, config=tensor.config, kernels=kernels, rows=rows)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         logits = tensor.start().verify(dm.Proposal([7, 9]))[0]
@@ -150,12 +158,13 @@ def test_a_kernel_that_fails_on_tensor_units_still_runs_without():
 
 def test_exact_decoding_keeps_off_tensor_units(monkeypatch):
     """Also where they won, and it is no default where they did."""
-    launches, prompt = Launches(), [3, 1, 4, 1, 5]
+    launches = Launches()
+    prompt = [3, 1, 4, 1, 5]
     won = candidates(target(), True)
     monkeypatch.setattr(wiring, "read_choices", lambda forms: won)
     exact = wire_target(target(), Kernels(launches, tensor_units=True), True)
     plain = dm.generate(exact, None, prompt, max_tokens=5).tokens
-    oracle = Oracle(prompt, plain, exact.vocab_size, 0.5)
+    oracle = Oracle(prompt, answer=plain, vocab_size=exact.vocab_size, p=0.5)
     assert dm.generate(exact, oracle, prompt, max_tokens=5).tokens == plain
     assert exact.wiring.exact and launches.counts["verify_matmul_affine"]
     assert not any("tensor" in name for name in launches.counts)
@@ -173,15 +182,15 @@ def test_layers_of_one_form_share_a_launch():
         linear_key_head_dim=32,
         linear_value_head_dim=32,
     )
-    model, config = half_precision("qwen3_5", **changes), families.CONFIGS["qwen3_5"] | changes
-    hybrid, kernels = (
-        dm.Target(model, families.Letters(), config, ""),
-        Kernels(Recorder(), tensor_units=True),
-    )
+    model = half_precision("qwen3_5", **changes)
+    config = families.CONFIGS["qwen3_5"] | changes
+    hybrid = dm.Target(model, tokenizer=families.Letters(), config=config, name="")
+    kernels = Kernels(Recorder(), tensor_units=True)
     rows = candidates(hybrid, True)
-    wire(model, config, kernels, rows)
+    wire(model, config=config, kernels=kernels, rows=rows)
     mixer = model.layers[0].linear_attn
-    large, gates = [mixer.in_proj_qkv, mixer.in_proj_z], [mixer.in_proj_b, mixer.in_proj_a]
+    large = [mixer.in_proj_qkv, mixer.in_proj_z]
+    gates = [mixer.in_proj_b, mixer.in_proj_a]
     for layers, units in ((large, True), (gates, False)):
         assert {layer._product.weights[0].tensor_units for layer in layers} == {units}
         assert len({layer._fused.func for layer in layers}) == 1
@@ -203,6 +212,11 @@ def test_a_layer_in_another_dtype_keeps_off():
     """Choices are kept by shape: a drafter's layer may have the shape and not the dtype."""
     of = target()
     of.model.set_dtype(mx.float16)
-    wire(of.model, of.config, Kernels(Recorder(), tensor_units=True), candidates(of, True))
+    wire(
+        of.model,
+        config=of.config,
+        kernels=Kernels(Recorder(), tensor_units=True),
+        rows=candidates(of, True),
+    )
     layers = [layer for _, layer, _ in matrices(of.model, of.config)]
     assert not any(layer._product.weights[0].tensor_units for layer in layers)

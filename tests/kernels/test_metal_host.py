@@ -152,7 +152,9 @@ def test_finding_names_the_line():
 def run(body: str, *inputs: mx.array, threads: int = 64, dtype: mx.Dtype = mx.float32):
     """What `body` leaves in `out` [threads]; its inputs are a, b and c, and `t` is its thread."""
     source = f"const uint t = thread_position_in_grid.x;\n{body}"
-    kernel = EmulatedKernel("body", list("abc"[: len(inputs)]), ["out"], source)
+    kernel = EmulatedKernel(
+        "body", input_names=list("abc"[: len(inputs)]), output_names=["out"], source=source
+    )
     size = dict(grid=(threads, 1, 1), threadgroup=(threads, 1, 1))
     (out,) = kernel(inputs=inputs, output_shapes=[(threads,)], output_dtypes=[dtype], **size)
     return out
@@ -251,7 +253,8 @@ SAMPLES = {
 @pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES.keys())
 def test_wrapper_is_the_text_of_mlx(sample, tmp_path, capfd):
     """Letter for letter. Without Metal MLX cannot run a kernel, but it can export one."""
-    kernel, call = mx.fast.metal_kernel(**sample.constructor), sample.call
+    kernel = mx.fast.metal_kernel(**sample.constructor)
+    call = sample.call
 
     def function(*inputs):
         return kernel(inputs=list(inputs), verbose=True, **call)

@@ -109,10 +109,12 @@ BODY = """
 
 def kernel(changes: Iterable[tuple[str, str]] = ()) -> Wrapper:
     """A small kernel, with pieces of its text replaced."""
-    header, body = HEADER, BODY
+    header = HEADER
+    body = BODY
     for correct, wrong in changes:
         assert (header + body).count(correct) == 1, correct
-        header, body = header.replace(correct, wrong), body.replace(correct, wrong)
+        header = header.replace(correct, wrong)
+        body = body.replace(correct, wrong)
     recorder = Recorder()
     call = recorder("planted", ["x"], ["out"], body, header)
     call([mx.zeros(64)], [(8,)], [mx.float32])

@@ -167,7 +167,8 @@ def merged(folder: Path, adapter: Path, more: dict[str, Any]) -> dict[str, mx.ar
     weights = dict(mx.load(str(folder / "model.safetensors")))
     update = dict(mx.load(str(adapter / "adapter_model.safetensors")))
     for name in [name for name in update if name.endswith("lora_A.weight")]:
-        a, b = update[name], update[name.replace("lora_A", "lora_B")]
+        a = update[name]
+        b = update[name.replace("lora_A", "lora_B")]
         path = name.removeprefix("base_model.model.").replace(".lora_A", "")
         path = path if path in weights else f"model.{path}"
         projection = path.removesuffix(".weight").partition("layers.")[2].partition(".")[2]

@@ -30,14 +30,16 @@ KEYS = {
 
 def rotation(keys: dict[str, Any], dims: int, base: float) -> tuple[np.ndarray, float]:
     """Frequencies [dims / 2] and the factor of queries and keys: arXiv 2309.00071, section 3."""
-    factor, frequencies = keys["factor"], base ** -(np.arange(0, dims, 2) / dims)
+    factor = keys["factor"]
+    frequencies = base ** -(np.arange(0, dims, 2) / dims)
     if keys.get("type") != "yarn":
         return frequencies / factor, 1.0
     turns = keys["original_context_length"] * frequencies / (2 * math.pi)
     bounds = [keys.get(f"yarn_beta_{name}", usual) for name, usual in (("fast", 32), ("slow", 1))]
     slope = np.log(turns[0] / turns[1])
     low, high = (math.log(turns[0] / bound) / slope for bound in bounds)
-    low, high = max(math.floor(low), 0), min(math.ceil(high), dims - 1)
+    low = max(math.floor(low), 0)
+    high = min(math.ceil(high), dims - 1)
     kept = 1 - np.clip((np.arange(dims // 2) - low) / max(high - low, 0.001), 0, 1)
     scale = keys.get("attn_factor", 1.0) * (0.1 * math.log(factor) + 1)
     return frequencies * kept + frequencies / factor * (1 - kept), scale
@@ -65,7 +67,7 @@ def test_rope_keys_of_gguf_files_are_computed_or_refused(
     kind = metadata["general.architecture"]
     metadata = {k: v for k, v in metadata.items() if ".rope.scaling." not in k}
     more = {f"{kind}.rope.scaling.{key}": value for key, value in keys.items()}
-    write(tmp_path / "a.gguf", metadata | more, tensors, {})
+    write(tmp_path / "a.gguf", metadata=metadata | more, tensors=tensors, kinds={})
     latent = kind == "deepseek2"  # its factor is in the attention's scale
     try:
         folder = converted(tmp_path / "a.gguf", True)
@@ -106,7 +108,9 @@ def test_keys_of_gguf_files_say_what_is_computed(
 ) -> None:
     metadata, tensors, _ = gguf_of(name)
     kind = metadata["general.architecture"]
-    write(tmp_path / "a.gguf", metadata | {f"{kind}.{key}": value}, tensors, {})
+    write(
+        tmp_path / "a.gguf", metadata=metadata | {f"{kind}.{key}": value}, tensors=tensors, kinds={}
+    )
     with pytest.raises(ConfigError, match=f"{kind}.{key} is "):
         converted(tmp_path / "a.gguf", True)
 
@@ -277,7 +281,8 @@ def test_a_context_decides_which_factors_of_longrope_count(length: int, spelling
     rope = model.model.layers[0].self_attn.rope
     ones = mx.ones((1, 1, 2, 16))
     first, second = np.array(rope(ones))[0, 0]
-    left, right = second[:8], second[8:]
+    left = second[:8]
+    right = second[8:]
     angles = np.arctan2(right - left, right + left)
     assert np.allclose(angles, frequencies, rtol=1e-3, atol=1e-5)
     assert np.isclose(first[0], amplitude)

@@ -164,7 +164,7 @@ def test_the_weights_of_a_folder_mean_the_folder(things: dict[str, Path]) -> Non
 
 def test_the_first_part_of_a_split_file_under_another_name(tmp_path: Path) -> None:
     metadata, tensors, _ = gguf_of("qwen3")
-    write(tmp_path / "a.gguf", metadata, tensors, {}, most_tensors=20)
+    write(tmp_path / "a.gguf", metadata=metadata, tensors=tensors, kinds={}, most_tensors=20)
     first = sorted(tmp_path.glob("*.gguf"))[0]
     alone = tmp_path / "alone" / "model.gguf"
     alone.parent.mkdir()

@@ -62,9 +62,12 @@ def header(**changed):
     return content(WEIGHTS, len(text).to_bytes(8, "little") + text + bytes(32))
 
 
-CANNOT, TRUNCATED = "config.json: mlx-lm cannot load it", f"{WEIGHTS}: truncated, or not a safeten"
-LAYERS, TOKENIZER = "config.json: num_hidden_layers must be", "the tokenizer cannot be read"
-INDEX, UNFIT = "model.safetensors.index.json", "the weights do not fit the config"
+CANNOT = "config.json: mlx-lm cannot load it"
+TRUNCATED = f"{WEIGHTS}: truncated, or not a safeten"
+LAYERS = "config.json: num_hidden_layers must be"
+TOKENIZER = "the tokenizer cannot be read"
+INDEX = "model.safetensors.index.json"
+UNFIT = "the weights do not fit the config"
 # What is broken of a target, the error, and a part of its message.
 DAMAGE = {
     "no config": (content("config.json", None), ModelNotFoundError, "no config.json"),
@@ -183,7 +186,8 @@ def test_what_is_no_file_is_refused_and_not_waited_for(file, kind, tmp_path):
 @pytest.mark.parametrize("number", [mx.nan, mx.inf])
 def test_one_damaged_number_is_found_where_a_short_text_does_not_meet_it(number, tmp_path):
     """`dflash-mlx doctor --model` reads every weight; loading does not."""
-    folder, name = save_target(tmp_path), "model.embed_tokens.weight"
+    folder = save_target(tmp_path)
+    name = "model.embed_tokens.weight"
     weights = mx.load(str(folder / WEIGHTS))[name]
     weights[77, 5] = number
     tensors(**{name: weights})(folder)

@@ -166,6 +166,6 @@ def test_every_combination_of_keys_and_control_tokens_of_gguf_files(kind: int) -
 def test_the_ends_of_a_gguf_file_reach_its_target(tmp_path: Path) -> None:
     metadata, tensors, _ = gguf_of("qwen3")
     more = {"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 6}
-    write(tmp_path / "a.gguf", metadata | more, tensors, {})
+    write(tmp_path / "a.gguf", metadata=metadata | more, tensors=tensors, kinds={})
     target = load_target(str(tmp_path / "a.gguf"))
     assert target.tokenizer.eos_token_ids == {5, 6, metadata["tokenizer.ggml.eos_token_id"]}

@@ -36,7 +36,10 @@ def test_the_headers_tell_the_memory(tmp_path):
         "d": mx.zeros((9, 8), mx.uint32),
     }
     mx.save_safetensors(str(file), tensors)
-    a, b, c, d = 640, 650, 7, 72
+    a = 640
+    b = 650
+    c = 7
+    d = 72
     folder = Folder(tmp_path)
     assert folder.memory() == 2 * a + 2 * b + 4 * c + 4 * d
     assert folder.memory(float_bytes=4) == 4 * (a + b + c + d)
@@ -92,7 +95,8 @@ def test_nothing_smaller_is_promised_of_a_quantized_model(tmp_path):
 
 
 def test_a_pair_has_to_fit_together(tmp_path):
-    target, drafter = save_target(tmp_path / "t"), save_drafter(tmp_path / "d")
+    target = save_target(tmp_path / "t")
+    drafter = save_drafter(tmp_path / "d")
     memory = memory_bytes() / 1e9
     width = 2 if mx.default_device() == mx.Device(mx.cpu) else 1  # the CPU computes in f32
     claim(target, memory * 0.6 / width)

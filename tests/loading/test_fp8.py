@@ -18,7 +18,8 @@ BLOCK = 128
 def in_fp8(folder: Path) -> None:
     """Store a folder's projections as DeepSeek-V3 does, and beside it what that means."""
     for file in [*folder.rglob("*.safetensors")]:
-        stored, meant = {}, {}
+        stored = {}
+        meant = {}
         for name, weight in mx.load(str(file)).items():
             stored[name] = meant[name] = weight
             if weight.ndim < 2 or "proj" not in name or "conv" in name:

@@ -42,17 +42,20 @@ def one(tmp_path: Path, kind: str = "F32", **more: Any) -> tuple[Path, Arrays]:
     """A Llama whose matrices have one type, and what its tensors mean."""
     metadata, tensors, _ = gguf_of("llama")
     path = tmp_path / f"llama-{kind}.gguf"
-    return path, write(path, metadata | more, tensors, dict.fromkeys(tensors, kind))
+    return path, write(
+        path, metadata=metadata | more, tensors=tensors, kinds=dict.fromkeys(tensors, kind)
+    )
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_logits_are_those_of_the_model_that_was_written(tmp_path: Path, name: str) -> None:
     metadata, tensors, model = gguf_of(name)
-    write(tmp_path / "a.gguf", metadata, tensors, {})
+    write(tmp_path / "a.gguf", metadata=metadata, tensors=tensors, kinds={})
     ours, _ = load_model(converted(tmp_path / "a.gguf", unpacked=True))
     if hasattr(model, "tie_word_embeddings"):
         model.sanitize({})  # its head is the embedding
-    logits, truth = np.array(ours(IDS)), np.array(model(IDS))
+    logits = np.array(ours(IDS))
+    truth = np.array(model(IDS))
     assert np.abs(logits - truth).max() <= 1e-4 * np.abs(truth).max()
     half, _ = load_model(converted(tmp_path / "a.gguf", unpacked=False))
     assert half(IDS).dtype == (
@@ -97,7 +100,7 @@ def test_weights_keep_their_bits_except_on_a_cpu(tmp_path: Path, kind: str) -> N
         "blk.1.ffn_up.weight": "F16",
     }
     path = tmp_path / "mixed.gguf"
-    meant = write(path, metadata, tensors, kinds)
+    meant = write(path, metadata=metadata, tensors=tensors, kinds=kinds)
     packed, config = load_model(converted(path, unpacked=False))
     layers = packed.model.layers
     assert packed.model.embed_tokens.bits == 8
@@ -111,13 +114,15 @@ def test_weights_keep_their_bits_except_on_a_cpu(tmp_path: Path, kind: str) -> N
     unpacked, config = load_model(converted(path, unpacked=True))
     assert "quantization" not in config
     assert np.array_equal(np.array(unpacked.model.layers[0].mlp.up_proj.weight), weight)
-    logits, truth = np.array(packed(IDS).astype(mx.float32)), np.array(unpacked(IDS))
+    logits = np.array(packed(IDS).astype(mx.float32))
+    truth = np.array(unpacked(IDS))
     assert np.abs(logits - truth).max() <= 0.02 * np.abs(truth).max()
 
 
 def test_text_is_mlx_lms_own_on_the_converted_folder(tmp_path: Path) -> None:
     path, _ = one(tmp_path, "Q4_1")
-    ours, prompt = load_target(str(path)), tokenizer().encode(LINES[0])
+    ours = load_target(str(path))
+    prompt = tokenizer().encode(LINES[0])
     theirs = load_target(str(converted(path, unpacked=True)))
     assert greedy(ours, prompt, 24) == greedy(theirs, prompt, 24)
     assert ours.tokenizer.eos_token_ids == {tokenizer().eos_token_id}
@@ -152,7 +157,7 @@ def test_files_of_one_size_time_and_beginning_are_not_taken_for_each_other(tmp_p
 def test_a_split_file_is_one_model(tmp_path: Path) -> None:
     metadata, tensors, _ = gguf_of("llama")
     path, meant = one(tmp_path)
-    write(tmp_path / "s.gguf", metadata, tensors, {}, most_tensors=12)
+    write(tmp_path / "s.gguf", metadata=metadata, tensors=tensors, kinds={}, most_tensors=12)
     parts = sorted(tmp_path.glob("s-*.gguf"))
     assert len(parts) > 2
     whole, ours = (load_model(converted(one, unpacked=True))[0] for one in (path, parts[1]))
@@ -205,14 +210,16 @@ def test_llama_3s_rotation_is_known_by_its_divisors(tmp_path: Path) -> None:
     metadata, tensors, _ = gguf_of("llama")
     divisors = llama3_divisors(32, metadata["llama.rope.freq_base"], 8.0)
     path = tmp_path / "llama3.gguf"
-    write(path, metadata, tensors | {"rope_freqs.weight": divisors}, {})
+    write(path, metadata=metadata, tensors=tensors | {"rope_freqs.weight": divisors}, kinds={})
     folder = converted(path, unpacked=True)
     scaling = json.loads((folder / "config.json").read_text())["rope_scaling"]
     assert scaling["rope_type"] == "llama3" and scaling["factor"] == 8
     rope = load_model(folder)[0].model.layers[0].self_attn.rope
     theta = metadata["llama.rope.freq_base"] ** (np.arange(0, 32, 2) / 32)
     assert np.allclose(np.array(rope._freqs), theta * divisors, rtol=1e-3)
-    write(path, metadata, tensors | {"rope_freqs.weight": divisors * 1.5}, {})
+    write(
+        path, metadata=metadata, tensors=tensors | {"rope_freqs.weight": divisors * 1.5}, kinds={}
+    )
     with pytest.raises(ConfigError, match="rope_freqs"):
         converted(path, unpacked=True)
 
@@ -253,16 +260,22 @@ def test_tensors_that_are_not_understood_are_named(tmp_path: Path) -> None:
         ({"token_embd.weight": np.zeros((64, 192), np.float32)}, "token_embd"),
     ]
     for more, said in cases:
-        write(tmp_path / "a.gguf", metadata, tensors | more, {})
+        write(tmp_path / "a.gguf", metadata=metadata, tensors=tensors | more, kinds={})
         with pytest.raises((ConfigError, WeightsError), match=said):
             converted(tmp_path / "a.gguf", unpacked=True)
-    write(tmp_path / "a.gguf", metadata, tensors, {"blk.0.attn_q.weight": "F64"})
+    write(
+        tmp_path / "a.gguf",
+        metadata=metadata,
+        tensors=tensors,
+        kinds={"blk.0.attn_q.weight": "F64"},
+    )
     with pytest.raises(ConfigError, match="attn_q.weight is stored as F64"):
         converted(tmp_path / "a.gguf", unpacked=True)
 
 
 def test_a_file_drafts_for_another(tmp_path: Path) -> None:
-    path, prompt = str(one(tmp_path)[0]), tokenizer().encode(LINES[0])
+    path = str(one(tmp_path)[0])
+    prompt = tokenizer().encode(LINES[0])
     target, drafter = load(path, draft=path)
     result = generate(target, drafter, prompt, max_tokens=12)
     assert result.tokens == greedy(target, prompt, 12) and result.stats.acceptance_length > 1

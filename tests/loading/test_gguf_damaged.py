@@ -87,7 +87,7 @@ def test_counts_that_fill_a_large_file_are_not_believed(tmp_path: Path, content:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     metadata, tensors, _ = gguf_of("llama")
     path = tmp_path_factory.mktemp("gguf") / "whole.gguf"
-    write(path, metadata, tensors, dict.fromkeys(tensors, "Q8_0"))
+    write(path, metadata=metadata, tensors=tensors, kinds=dict.fromkeys(tensors, "Q8_0"))
     assert judge(path)
     return path.read_bytes()
 

@@ -127,7 +127,7 @@ def test_inspect_shows_how_a_file_is_read(tmp_path: Path) -> None:
 def test_drafts_of_every_type_keep_the_text(tmp_path: Path, kind: str) -> None:
     folder = save_target(tmp_path / "target")
     raw = drafter_config(intermediate_size=256, hidden_size=64)
-    write(tmp_path / "a.gguf", random_network(raw), raw, kind)
+    write(tmp_path / "a.gguf", drafter=random_network(raw), raw=raw, kind=kind)
     target, drafter = dm.load(str(folder), str(tmp_path / "a.gguf"))
     prompt = tokenizer().encode("user: what is 37")
     plain = dm.generate(target, None, prompt, max_tokens=20).tokens
@@ -138,7 +138,7 @@ def test_drafts_of_every_type_keep_the_text(tmp_path: Path, kind: str) -> None:
 def test_a_files_own_bits_are_kept_where_they_are_quicker(tmp_path: Path) -> None:
     raw = drafter_config()
     drafter = random_network(raw)
-    write(tmp_path / "a.gguf", drafter, raw, "Q8_0")
+    write(tmp_path / "a.gguf", drafter=drafter, raw=raw, kind="Q8_0")
     folder = converted(tmp_path / "a.gguf", unpacked=False)
     weights = mx.load(str(next(folder.glob("*.safetensors"))))
     packed = "layers.0.self_attn.q_proj"

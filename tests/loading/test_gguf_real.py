@@ -40,7 +40,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def check(target: Any, row: dict[str, Any], form: str, tie: float) -> None:
     """Compare the likeliest token behind every one of llama.cpp's."""
-    ids, tokens = row["prompt_tokens"], row[form]["tokens"]
+    ids = row["prompt_tokens"]
+    tokens = row[form]["tokens"]
     assert target.tokenizer.encode(row["prompt"]) == ids
     logits = target.model(mx.array([ids + tokens[:-1]]))[0, len(ids) - 1 :].astype(mx.float32)
     lost = np.array(logits.max(axis=-1)) - np.array(logits)[np.arange(len(tokens)), tokens]
@@ -50,7 +51,7 @@ def check(target: Any, row: dict[str, Any], form: str, tie: float) -> None:
 
 def test_it_writes_what_llama_cpp_writes(model: Any) -> None:
     name, target = model
-    check(target, TEXTS[name][1], "f32", 0.02)
+    check(target, row=TEXTS[name][1], form="f32", tie=0.02)
 
 
 @pytest.mark.matrix
@@ -60,7 +61,7 @@ def test_it_writes_what_llama_cpp_writes_after_every_prompt(
 ) -> None:
     name, target = model
     for row in TEXTS[name]:
-        check(target, row, form, tie)
+        check(target, row=row, form=form, tie=tie)
 
 
 @pytest.mark.matrix
@@ -68,7 +69,8 @@ def test_it_writes_what_llama_cpp_writes_after_every_prompt(
 def test_drafted_text_is_plain_text_beyond_the_window_and_in_a_batch(
     model: Any, draft: str
 ) -> None:
-    target, drafter = model[1], LookupDrafter()
+    target = model[1]
+    drafter = LookupDrafter()
     if draft != "lookup":
         raw = draft_config(target, "dflash", 4, mask_token=0, layers=1) | {"draft_vocab_size": 500}
         drafter = new_drafter(DraftConfig.from_dict(raw), seed=0)

@@ -182,7 +182,7 @@ def test_gemma_4s_files_have_merges_instead_of_scores() -> None:
 
 def test_a_model_writes_the_text_that_mlx_lm_writes_with_it(tmp_path: Path) -> None:
     metadata, tensors, _ = gguf_of("llama", vocab_size=MODEL.vocab_size())
-    write(tmp_path / "a.gguf", metadata | METADATA, tensors, {})
+    write(tmp_path / "a.gguf", metadata=metadata | METADATA, tensors=tensors, kinds={})
     ours = dm.load(str(tmp_path / "a.gguf"), draft="none")[0]
     theirs = mlx_lm.load(str(convert.converted(tmp_path / "a.gguf", unpacked=True)))
     prompt = [MODEL.bos_id(), *MODEL.encode("12 men work")]

@@ -27,7 +27,8 @@ from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loop import generate
 
-TARGET, DRAFTER = "somebody/Qwen3-8B-4bit", "z-lab/Qwen3-8B-DFlash-b16"
+TARGET = "somebody/Qwen3-8B-4bit"
+DRAFTER = "z-lab/Qwen3-8B-DFlash-b16"
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,8 @@ def test_a_quantized_folder_loads_as_it_is(tmp_path):
 @pytest.mark.skipif(not CPU, reason="half precision stays on a GPU")
 @pytest.mark.parametrize("bits", [None, 8])
 def test_half_precision_computes_in_f32_on_the_cpu(bits, tmp_path):
-    target_folder, draft_folder = save_target(tmp_path / "t"), save_drafter(tmp_path / "d")
+    target_folder = save_target(tmp_path / "t")
+    draft_folder = save_drafter(tmp_path / "d")
     for path in (target_folder, draft_folder):
         weights = mx.load(str(path / "model.safetensors"))
         halves = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
@@ -184,7 +185,8 @@ def test_bits_out_of_range(bits, loader, pair):
 def test_a_drafter_remembers_as_many_rows_as_it_is_told(tmp_path, window):
     """Or as its config suggests; it drafts from what it remembers, and the text is the same."""
     config = drafter_config() | {"draft_window_size": 9}
-    folder, most = save_drafter(tmp_path / "drafter"), window or 9
+    folder = save_drafter(tmp_path / "drafter")
+    most = window or 9
     (folder / "config.json").write_text(json.dumps(config))
     one = save_target(tmp_path / "target")
     target, drafter = load(str(one), str(folder), draft_window=window)
@@ -194,7 +196,8 @@ def test_a_drafter_remembers_as_many_rows_as_it_is_told(tmp_path, window):
 
 
 def test_a_large_drafter_takes_4_bits_beside_a_quantized_target(tmp_path, monkeypatch):
-    folder, four = save_drafter(tmp_path / "drafter"), Quantization(4, 64)
+    folder = save_drafter(tmp_path / "drafter")
+    four = Quantization(4, 64)
     source = DraftSource.of("it", Folder(folder), {})
     assert source.quantization_beside(four) is None
     monkeypatch.setattr("dflash_mlx.loading.drafters.LARGE_DRAFTER", 1000)
@@ -206,7 +209,8 @@ def test_a_large_drafter_takes_4_bits_beside_a_quantized_target(tmp_path, monkey
 
 
 def test_16_bits_leave_a_drafter_as_it_is(tmp_path):
-    folder, one = save_drafter(tmp_path / "drafter"), save_target(tmp_path / "target")
+    folder = save_drafter(tmp_path / "drafter")
+    one = save_target(tmp_path / "target")
     _, drafter = load(str(one), str(folder), draft_bits=16)
     assert drafter.layers[0].self_attn.q_proj.weight.dtype == mx.float32
     with pytest.raises(SettingsError, match="draft_window means nothing to lookup"):

@@ -72,7 +72,9 @@ def test_a_folder_a_broken_config_and_an_unknown_name_are_three_things(tmp_path)
 
 def test_gguf_files_where_other_programs_keep_them(tmp_path):
     """LM Studio has a folder with one file, maybe in parts or with a projector; Ollama a blob."""
-    blob, other, folder = tmp_path / "sha256-0123", tmp_path / "model", tmp_path / "Qwen3-8B-GGUF"
+    blob = tmp_path / "sha256-0123"
+    other = tmp_path / "model"
+    folder = tmp_path / "Qwen3-8B-GGUF"
     folder.mkdir()
     blob.write_bytes(b"GGUF")
     other.touch()

@@ -27,10 +27,12 @@ def pair(tmp_path_factory):
 @pytest.mark.parametrize("family", KINDS)
 def test_drafted_text_is_the_quantized_models_plain_text(family, bits):
     """Against our own loop without a drafter, and against mlx-lm's."""
-    model, prompt = random_model(family), random_prompt(40, 4)
+    model = random_model(family)
+    prompt = random_prompt(40, 4)
     Quantization(bits, 32).apply(model)
     assert any(isinstance(module, nn.QuantizedLinear) for module in model.modules())
-    target, answer = target_of(model, family), plain_tokens(model, prompt, 40)
+    target = target_of(model, family)
+    answer = plain_tokens(model, prompt, 40)
     assert generate(target, None, prompt, max_tokens=40).tokens == answer
     for p, block in ((0, 5), (0.5, 8), (0.85, 16), (1, 16)):
         oracle = Oracle(prompt, answer, 256, p=p)

@@ -17,7 +17,8 @@ MISSING = {"step3p7", "glm5_next"}  # of the table; not in this mlx-lm
 
 
 def test_every_row_is_a_pair_of_repositories_and_none_is_there_twice():
-    drafters, targets = [], []
+    drafters = []
+    targets = []
     for pair in pairs():
         drafters += [one.drafter for one in pair.drafters]
         targets += pair.targets
@@ -112,7 +113,7 @@ def test_every_target_of_the_table_loads_and_drafts_or_is_shown_as_missing(model
         assert model_type in pair.unsupported and model_type in MISSING
         return
     config = TINY[model_type]
-    target = Target(model_of(config, 0, 0), Letters(), config, model_type)
+    target = Target(model_of(config, 0, 0), tokenizer=Letters(), config=config, name=model_type)
     session = target.start((0, target.num_layers - 1))
     list(session.prefill([1, 2, 3]))
     _, taps = session.verify(dm.Proposal([4, 5, 6]))

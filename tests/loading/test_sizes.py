@@ -65,7 +65,8 @@ def test_every_size_is_checked_here():
 @pytest.mark.parametrize("name", KNOWN)
 def test_sizes_are_those_of_mlx_lm(name):
     """Parameters by the model; context by the caches of a forward that is never computed."""
-    size, model = KNOWN[name], lazy_model(name)
+    size = KNOWN[name]
+    model = lazy_model(name)
     count = size.dense + size.lookup + size.experts * size.expert
     assert count == pytest.approx(parameters(model), rel=2e-3)
     said = re.search(r"-E?([\d.]+)B", name, re.IGNORECASE)
@@ -73,7 +74,8 @@ def test_sizes_are_those_of_mlx_lm(name):
         assert count == pytest.approx(float(said[1]), rel=0.07)
     caches = make_prompt_cache(model)
     model(mx.zeros((1, 1), mx.int32), cache=caches)
-    grows = stays = 0.0
+    grows = 0.0
+    stays = 0.0
     for cache in caches:
         arrays = [array for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
         held = sum(array.nbytes for array in arrays)
@@ -107,7 +109,8 @@ def test_weights_are_those_of_the_files_on_the_hub():
 
 def test_a_need_is_a_sum():
     by_name = {pair.short: pair for pair in pairs()}
-    need, size = memory_need(by_name["Qwen3-8B"]), KNOWN["Qwen3-8B"]
+    need = memory_need(by_name["Qwen3-8B"])
+    size = KNOWN["Qwen3-8B"]
     assert need.total == size.weights(4) + size.drafter_bytes + size.context(CONTEXT)
     assert memory_need(by_name["Kimi-K2.5"]) is None
     assert registry.pair_of("Qwen3-8B-4bit").short == "Qwen3-8B"
@@ -117,7 +120,8 @@ def test_a_need_is_a_sum():
 
 @pytest.mark.parametrize("step", MAC["steps"], ids=lambda s: "{model} {chip} {rows}".format(**s))
 def test_steps_that_others_timed_on_macs(step):
-    size, chip = KNOWN[step["model"]], chip_named(step["chip"])
+    size = KNOWN[step["model"]]
+    chip = chip_named(step["chip"])
     if step["rows"] == 1:
         predicted = size.plain_seconds(chip, step["bits"])
     else:
@@ -127,7 +131,8 @@ def test_steps_that_others_timed_on_macs(step):
 
 @pytest.mark.parametrize("product", MAC["products"])
 def test_products_that_others_timed_on_macs(product):
-    chip, weights = chip_named(product["chip"]), product["columns"] * product["depth"]
+    chip = chip_named(product["chip"])
+    weights = product["columns"] * product["depth"]
     predicted = chip.reading(Quantization(4, 64).bytes_of(weights))
     if product["rows"] > 1:
         stock = product["kernels"] == "stock"
@@ -142,7 +147,8 @@ def test_predictions_are_sane(name):
     for chip in chips():
         assert 1 < size.gains_above(chip) < 17, chip.name
         assert size.plain_seconds(chip, 8) >= size.plain_seconds(chip, 4)
-    slow, fast = chip_named("M4"), chip_named("M4 Max")
+    slow = chip_named("M4")
+    fast = chip_named("M4 Max")
     assert size.plain_seconds(fast) < size.plain_seconds(slow)
 
 

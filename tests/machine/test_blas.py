@@ -281,7 +281,9 @@ def sgemm(request, tmp_path_factory):
     blas._compile(SOURCE, flags, path)
     library = ctypes.CDLL(str(path))
     assert not dependent_rows(library) and not other_bits(library)  # whatever its vectors' width
-    size, number, array = ctypes.c_int, ctypes.c_float, np.ctypeslib.ndpointer(np.float32)
+    size = ctypes.c_int
+    number = ctypes.c_float
+    array = np.ctypeslib.ndpointer(np.float32)
     library.cblas_sgemm.argtypes = [size] * 6 + [number, array, size, array, size, number]
     library.cblas_sgemm.argtypes += [array, size]
 
@@ -305,7 +307,8 @@ def numbers(*shape):
 @pytest.mark.parametrize("n, k", sorted(SHAPES))
 def test_a_row_does_not_depend_on_the_others(sgemm, n, k):
     """Nor on how the weights lie in memory, nor on the number of threads."""
-    x, w = numbers(70, k), numbers(n, k)
+    x = numbers(70, k)
+    w = numbers(n, k)
     alone = np.concatenate([sgemm(x[row : row + 1], w, tb=True) for row in range(len(x))])
     np.testing.assert_allclose(alone, x.astype(float) @ w.T.astype(float), atol=2e-5 * k**0.5)
     for rows in [*range(2, 17), 33, 64, 65, 70]:
@@ -319,7 +322,8 @@ def test_a_row_does_not_depend_on_the_others(sgemm, n, k):
 @needs_compiler
 def test_keys_that_are_masked_change_nothing(sgemm):
     """Attention weights of later tokens are 0, so a step of more rows reads more values."""
-    weights, values = numbers(3, 50), numbers(50, 64)
+    weights = numbers(3, 50)
+    values = numbers(50, 64)
     weights[:, 41:] = 0
     assert np.array_equal(sgemm(weights, values), sgemm(weights[:, :41].copy(), values[:41]))
 
@@ -328,11 +332,9 @@ def test_keys_that_are_masked_change_nothing(sgemm):
 @pytest.mark.parametrize("ta, tb", product((False, True), repeat=2))
 @pytest.mark.parametrize("m, n, k", [(1, 1, 0), (3, 5, 7), (17, 40, 33), (80, 21, 90)])
 def test_every_kind_of_product(sgemm, ta, tb, m, n, k):
-    a, b, c = (
-        numbers(*((k, m) if ta else (m, k))),
-        numbers(*((n, k) if tb else (k, n))),
-        numbers(m, n),
-    )
+    a = numbers(*((k, m) if ta else (m, k)))
+    b = numbers(*((n, k) if tb else (k, n)))
+    c = numbers(m, n)
     want = (a.T if ta else a) @ (b.T if tb else b)
     np.testing.assert_allclose(sgemm(a, b, ta, tb), want, atol=1e-4)
     found = sgemm(a, b, ta, tb, alpha=0.5, beta=-2.0, c=c)

@@ -11,7 +11,9 @@ from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.planner import AdaptivePlanner, DraftCandidate
 from dflash_mlx.proposal import Proposal
 
-PROMPT, READ = 60, 0.1  # features that a request's first draft reads; what one costs, in rows
+# features that a request's first draft reads; what one costs, in rows
+PROMPT = 60
+READ = 0.1
 # What a row costs, in a plain step of one request, and a draft.
 MACHINES = {"the embedded pair": (0.08, 0.3), "dear rows": (0.15, 0.6), "dear drafts": (0.08, 1.2)}
 
@@ -20,8 +22,10 @@ class Text:
     """A request, and how often its drafts are right."""
 
     def __init__(self, policy: DraftPolicy, rate: float) -> None:
-        self.rate, self.tokens = rate, 0
-        self.planner, self.session = AdaptivePlanner(policy), Session()
+        self.rate = rate
+        self.tokens = 0
+        self.planner = AdaptivePlanner(policy)
+        self.session = Session()
         self.session.pending_features = PROMPT
 
     def step(self, rows: int, luck: random.Random) -> int:
@@ -45,7 +49,8 @@ class Crowd:
     """
 
     def __init__(self, machine: str, rates: list[float]) -> None:
-        (self.row, self.draft), self.rates = MACHINES[machine], rates
+        self.rates = rates
+        (self.row, self.draft) = MACHINES[machine]
 
     def cost(self, rows: int, unread: float = 0.0) -> float:
         """Of a step of so many rows in all, in plain steps of one request."""
@@ -54,7 +59,8 @@ class Crowd:
 
     def best(self, tokens: int) -> float:
         """Tokens per cost of the better of plain decoding and the best constant draft length."""
-        count, found = len(self.rates), [len(self.rates) / self.cost(len(self.rates))]
+        count = len(self.rates)
+        found = [len(self.rates) / self.cost(len(self.rates))]
         for length in (1, 3, 7, 15):
             brought = sum(rate**slot for rate in self.rates for slot in range(length + 1))
             steps = tokens * count / brought
@@ -64,7 +70,8 @@ class Crowd:
 
     def play(self, policy: DraftPolicy, tokens: int, seed: int = 0) -> tuple[float, list[float]]:
         """Tokens per cost of all, and those of each request while it ran beside all others."""
-        seconds, luck = [0.0], random.Random(seed)
+        seconds = [0.0]
+        luck = random.Random(seed)
         texts = [Text(policy, rate) for rate in self.rates]
         allocator = RowAllocator(policy, lambda: seconds[0])
         while sum(text.tokens for text in texts) < tokens * len(texts):
@@ -82,10 +89,12 @@ class Crowd:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_a_batch_is_as_fast_as_the_better_of_plain_and_the_best_constant(machine):
     """It drafted on at 0.84 of plain, as a few rows of all requests seemed to cost no draft."""
-    cold, warm = [], []
+    cold = []
+    warm = []
     for requests in (2, 8, 32):
         for rate in (0.0, 0.5, 0.8, 0.97):
-            crowd, policy = Crowd(machine, [rate] * requests), DraftPolicy(LONGEST)
+            crowd = Crowd(machine, [rate] * requests)
+            policy = DraftPolicy(LONGEST)
             first, *later = (crowd.play(policy, 300, seed)[0] for seed in range(3))
             assert sum(later) / 2 > 0.95 * requests / crowd.cost(requests), "plain batching"
             cold.append(first / crowd.best(300))
@@ -95,7 +104,8 @@ def test_a_batch_is_as_fast_as_the_better_of_plain_and_the_best_constant(machine
 
 
 def test_rows_go_to_the_requests_whose_drafts_are_right():
-    crowd, policy = Crowd("the embedded pair", [0.95, 0.95, 0.7, 0.7]), DraftPolicy(LONGEST)
+    crowd = Crowd("the embedded pair", [0.95, 0.95, 0.7, 0.7])
+    policy = DraftPolicy(LONGEST)
     crowd.play(policy, 300)
     assert crowd.play(policy, 300, 1)[0] > 0.9 * crowd.best(300)
 

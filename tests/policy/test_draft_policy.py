@@ -52,11 +52,9 @@ DRAFTERS = {
 def test_it_is_nearly_as_good_as_the_best_fixed_length(machine, drafter):
     here = Machine(*MACHINES[machine])
     policies = DraftPolicy(LONGEST), [DraftPolicy(LONGEST) for _ in range(3)]
-    kept, spent, fixed = (
-        policies[0],
-        {"kept": 0.0, "new": 0.0},
-        dict.fromkeys((1, 2, 4, 8, 16), 0.0),
-    )
+    kept = policies[0]
+    spent = {"kept": 0.0, "new": 0.0}
+    fixed = dict.fromkeys((1, 2, 4, 8, 16), 0.0)
     for seed in range(3):
         text = text_of(DRAFTERS[drafter], 400, seed)
         spent["kept"] += play(kept, here, text)[0]
@@ -76,18 +74,23 @@ def test_a_request_loses_no_more_than_its_budget(draft, turn):
     here = Machine({16: 1.8}, {1: draft}, noise=0.0)
     policy = policy_with_costs(LONGEST, row=0.8 / 15, draft=draft)
     text = [15 if token < 10 * turn else 0 for token in range(900)]
-    planner, done, spent, lost = AdaptivePlanner(policy), 0, 0.0, 0.0
+    planner = AdaptivePlanner(policy)
+    done = 0
+    spent = 0.0
+    lost = 0.0
     while done < len(text):
         proposal = planner.propose(Session(), 0, min(LONGEST, len(text) - done))
         accepted = min(text[done], len(proposal) - 1)
         planner.observe(proposal, [0] * (accepted + 1), None)
-        done, spent = done + accepted + 1, spent + here.costs[len(proposal) - 1]
+        done = done + accepted + 1
+        spent = spent + here.costs[len(proposal) - 1]
         lost = max(lost, spent - done)
     assert lost <= CREDIT + ALLOWANCE * len(text) + 1
 
 
 def test_a_useless_drafter_is_tried_ever_more_rarely():
-    here, policy = Machine(*MACHINES["rows cheap"]), DraftPolicy(LONGEST)
+    here = Machine(*MACHINES["rows cheap"])
+    policy = DraftPolicy(LONGEST)
     _, rows = play(policy, here, [0] * 1000)
     tried = [place for place, count in enumerate(rows) if count > 1]
     assert 2 <= len(tried) < 40 and len([place for place in tried if place > 500]) <= 12
@@ -97,7 +100,8 @@ def test_a_useless_drafter_is_tried_ever_more_rarely():
 
 def test_a_request_of_shorter_drafts_than_the_policy_s_is_probed_too():
     """None was, as a probe waited for a draft of the policy's block size."""
-    planner, rows = AdaptivePlanner(policy_with_costs(2 * LONGEST, row=0.02)), []
+    planner = AdaptivePlanner(policy_with_costs(2 * LONGEST, row=0.02))
+    rows = []
     for _ in range(60):
         planner._estimates.learn(15, 0)
     for _ in range(60):
@@ -125,7 +129,8 @@ WRONG = {  # what two machines were measured to take when they were busy: rows a
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("drafter", ["useless", "medium", "good", "perfect"])
 def test_wrong_costs_are_corrected_by_real_steps(wrong, drafter):
-    here, policy = Machine(*MACHINES["rows dear"]), DraftPolicy(LONGEST)
+    here = Machine(*MACHINES["rows dear"])
+    policy = DraftPolicy(LONGEST)
     learnt(policy.costs, WRONG[wrong])
     for seed in range(3):
         text = text_of(DRAFTERS[drafter], 600, seed)
@@ -136,9 +141,11 @@ def test_wrong_costs_are_corrected_by_real_steps(wrong, drafter):
 
 def test_a_busy_start_does_not_keep_an_answer_plain():
     """All rows seemed dear. Probes come soon all the same, and the comparisons are forgotten."""
-    spent = best = 0.0
+    spent = 0.0
+    best = 0.0
     for seed in range(12):
-        here, policy = Machine(*MACHINES["rows cheap"]), DraftPolicy(LONGEST)
+        here = Machine(*MACHINES["rows cheap"])
+        policy = DraftPolicy(LONGEST)
         learnt(policy.costs, [(1, 1.0), (2, 2.56), (4, 3.0), (1, 1.0), (8, 3.8)])
         text = text_of(DRAFTERS["good"], 600, seed)
         spent += play(policy, here, text)[0]
@@ -192,8 +199,8 @@ def test_a_drafter_token_by_token_costs_by_the_longest_draft():
     costs = StepCosts(slot=0.2)
     assert costs.cost("chain", 9, 4) == costs.cost("chain", 12, 4) == costs.cost("chain", 3)
     for _ in range(30):
-        costs.observe("chain", 4, 1.0, 4)
-        costs.observe("chain", 9, 3.0, 4)
+        costs.observe("chain", rows=4, seconds=1.0, requests=4)
+        costs.observe("chain", rows=9, seconds=3.0, requests=4)
     assert costs.cost("chain", 9, 4) == pytest.approx(3.0, rel=0.1)
 
 
@@ -210,7 +217,8 @@ def test_estimates_follow_what_was_right():
 
 
 def test_the_expected_loss_is_a_mean():
-    paths, cost = [0.9, 0.5, 0.1], 2.6
+    paths = [0.9, 0.5, 0.1]
+    cost = 2.6
     of_tokens = {1: 0.1, 2: 0.4, 3: 0.4, 4: 0.1}
     mean = sum(p * max(0.0, cost - tokens) for tokens, p in of_tokens.items())
     assert expected_loss(paths, cost) == pytest.approx(mean)
@@ -220,7 +228,9 @@ class Finds(DraftSession):
     """Drafts of a lookup that are right at some rate, and of a network unless there is none."""
 
     def __init__(self, rates, network=True):
-        self.rates, self.kinds, self.has_network = rates, [], network
+        self.rates = rates
+        self.kinds = []
+        self.has_network = network
 
     def extend(self, taps, kept=None, tokens=()):
         raise NotImplementedError
@@ -272,7 +282,8 @@ def test_a_lookup_does_not_put_off_the_next_try_of_the_network():
 def test_plain_steps_are_pipelined_where_nothing_pays():
     """All but those at which a decision is due; and none where a lookup finds something."""
     planner = AdaptivePlanner(policy_with_costs(LONGEST, 3.0))
-    quiet, finding = Session(), Finds([0.5], network=False)
+    quiet = Session()
+    finding = Finds([0.5], network=False)
     pipelined = 0
     for _ in range(100):
         if not planner.next_is_plain(quiet, 0, LONGEST):
@@ -286,7 +297,8 @@ def test_plain_steps_are_pipelined_where_nothing_pays():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_loop_follows_the_policy_and_the_text_does_not(temperature):
     table = 3 * np.random.default_rng(0).normal(size=(40, 40))
-    target, drafter = BigramTarget(table), BigramDrafter(table)
+    target = BigramTarget(table)
+    drafter = BigramDrafter(table)
     settings = {"temperature": temperature, "seed": 3, "max_tokens": 300}
     plain = dm.generate(target, None, [0], **settings)
     policy = dm.DraftPolicy.of(target, drafter)
@@ -318,7 +330,7 @@ def test_requests_of_many_threads_teach_one_policy():
     def teach(requests: int) -> None:
         for step in range(3000):
             rows = requests + step % 5
-            costs.observe("chain", rows, 1e-3 * rows, requests)
+            costs.observe("chain", rows=rows, seconds=1e-3 * rows, requests=requests)
             costs.needs_plain_step(requests)
             assert costs.plain_seconds is None or costs.cost("chain", rows, requests) >= 1
 

@@ -10,9 +10,12 @@ from dflash_mlx.errors import SettingsError, UnsupportedTreeError
 from dflash_mlx.loop import generate
 from dflash_mlx.policy.draft_policy import DraftPolicy
 
-VOCABULARY, BLOCK, TOKENS = 24, 6, 120
+VOCABULARY = 24
+BLOCK = 6
+TOKENS = 120
 TABLE = np.random.default_rng(3).normal(size=(VOCABULARY, VOCABULARY)) * 2.5
-TARGET, PROMPT = BigramTarget(TABLE), [1, 2, 3]
+TARGET = BigramTarget(TABLE)
+PROMPT = [1, 2, 3]
 DRAFTER = TreeBigrams(TABLE)
 
 
@@ -86,7 +89,8 @@ def test_a_target_that_reads_no_trees_refuses_them_or_is_given_chains():
         def check_trees(self):
             raise UnsupportedTreeError("bigrams: draft chains.")
 
-    target, settings = Chains(TABLE), {"max_tokens": 20, "block_size": BLOCK}
+    target = Chains(TABLE)
+    settings = {"max_tokens": 20, "block_size": BLOCK}
     with pytest.raises(UnsupportedTreeError):
         generate(target, DRAFTER, PROMPT, tree_budget=16, **settings)
     assert DraftPolicy.of(target, DRAFTER, trees=True).trees is None

@@ -36,7 +36,9 @@ def pair(kind):
 
 @KINDS
 def test_chats_begin_where_others_have_been(kind):
-    here, prompt, answer = store(*pair(kind), stride=1000), text(50), text(30, 1)
+    here = store(*pair(kind), stride=1000)
+    prompt = text(50)
+    answer = text(30, 1)
     assert request(here, prompt, answer, ends=(30, 47)) == 0
     again = [*prompt, *answer, *text(9, 2)]
     assert request(here, again) == 79  # the last token of an answer is in no cache
@@ -50,7 +52,9 @@ def test_chats_begin_where_others_have_been(kind):
 
 def test_a_conversation_has_one_tail():
     """What it has outgrown goes; an earlier turn is found in what came after it."""
-    here, turn, sizes = store(Target()), text(50), []
+    here = store(Target())
+    turn = text(50)
+    sizes = []
     for seed in range(5):
         request(here, turn, text(9, seed))
         sizes.append((here.used, len(turn) + 8))
@@ -63,7 +67,8 @@ def test_a_conversation_has_one_tail():
 @KINDS
 def test_a_prompt_that_parts_is_found_up_to_there_the_third_time(kind):
     """Marks are made where a second text parts from the first: it may not be the last."""
-    here, first = store(*pair(kind), stride=1000), text(60)
+    here = store(*pair(kind), stride=1000)
+    first = text(60)
     held = [request(here, [*first[:30], *text(30, seed)]) for seed in (1, 2, 3)]
     assert held == ([0, 30, 30] if kind == (True, True) else [0, 0, 28])
 
@@ -71,7 +76,8 @@ def test_a_prompt_that_parts_is_found_up_to_there_the_third_time(kind):
 @KINDS
 def test_the_end_of_a_prompt_is_always_read(kind):
     """Two rows at least, so that they are computed as in a prompt that is read whole."""
-    here, prompt = store(*pair(kind)), text(4 * CHUNK)
+    here = store(*pair(kind))
+    prompt = text(4 * CHUNK)
     for length in range(1, len(prompt) + 1):
         assert request(here, prompt[:length]) <= max(0, length - 2)
 
@@ -92,7 +98,8 @@ def test_other_models_bits_and_people_share_nothing(tmp_path):
 @pytest.mark.parametrize("by_column", [False, True])
 def test_any_number_of_the_weights_makes_another_pair(by_column):
     """As a fine-tune that trains one token's embedding."""
-    target, found = Target(), set()
+    target = Target()
+    found = set()
     for at in (0, 12_345, 2**17 - 1, None):
         weight = mx.arange(2**17).astype(mx.bfloat16)
         if at is not None:
@@ -129,7 +136,8 @@ def test_live_requests_come_first():
 
 
 def test_a_conversation_has_few_marks_and_keeps_its_first():
-    here, prompt = store(Target(False), stride=CHUNK), text(40 * CHUNK)
+    here = store(Target(False), stride=CHUNK)
+    prompt = text(40 * CHUNK)
     request(here, prompt)
     keys = here.keys(None, "", prompt).path[1:]
     places = [entry.location for entry in here._entries.values() if entry.location is not None]
@@ -139,7 +147,9 @@ def test_a_conversation_has_few_marks_and_keeps_its_first():
 
 
 def test_a_growing_text_hashes_each_block_once(monkeypatch):
-    prompt, calls, own = text(40 * CHUNK + 3), [], blocks._hash
+    prompt = text(40 * CHUNK + 3)
+    calls = []
+    own = blocks._hash
     whole = BlockKeys(b"root", CHUNK, prompt)
     monkeypatch.setattr(blocks, "_hash", lambda *parts: calls.append(parts) or own(*parts))
     keys = BlockKeys(b"root", CHUNK)
@@ -154,19 +164,20 @@ def test_a_growing_text_hashes_each_block_once(monkeypatch):
 
 
 def test_what_did_not_end_well_is_not_kept():
-    here, prompt = store(Target()), text(20)
+    here = store(Target())
+    prompt = text(20)
     target, drafter, _ = here.open(prompt, Sampler())
     for session, missing in ((target, 0), (drafter, 4)):
         session.take(prompt[: 20 - missing])
     keys = here.keys(None, "")
-    here.insert(target, drafter, keys, prompt)  # the drafter is behind
+    here.insert(target, drafter=drafter, keys=keys, ids=prompt)  # the drafter is behind
     drafter.take(prompt[16:])
-    here.insert(target, drafter, keys, prompt[:16])  # not what they hold
+    here.insert(target, drafter=drafter, keys=keys, ids=prompt[:16])  # not what they hold
     target.intact = False
-    here.insert(target, drafter, keys, prompt)  # a forward broke off
+    here.insert(target, drafter=drafter, keys=keys, ids=prompt)  # a forward broke off
     assert used(here) == 0
     target.intact = True
-    here.insert(target, drafter, keys, prompt)
+    here.insert(target, drafter=drafter, keys=keys, ids=prompt)
     assert used(here) > 0
 
 
@@ -195,7 +206,8 @@ class Requests(RuleBasedStateMachine):
 
     @initialize(kind=st.tuples(st.booleans(), st.booleans()), memory=st.integers(1, 3000))
     def begin(self, kind, memory):
-        self.memory, self.texts = memory, [[0]]
+        self.memory = memory
+        self.texts = [[0]]
         self.here = store(*pair(kind), memory=memory)
 
     @rule(
@@ -223,7 +235,8 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def books_are_right(self):
         if hasattr(self, "here"):
-            here, entries = self.here, self.here._entries
+            here = self.here
+            entries = self.here._entries
             assert here.used == used(here) and here.used + here.reserved <= here.capacity
             found = {key for keys in here._index._after.values() for key in keys}
             assert found == set(entries)
@@ -234,7 +247,8 @@ TestRequests = Requests.TestCase
 
 
 def test_another_pair_and_wrong_numbers_are_refused():
-    target, drafter = Target(), Drafter()
+    target = Target()
+    drafter = Drafter()
     here = store(target, drafter)
     for pair in ((Target(), drafter), (target, Drafter()), (target, None)):
         with pytest.raises(SettingsError, match="of another target or drafter"):

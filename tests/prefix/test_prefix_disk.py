@@ -91,7 +91,8 @@ def other_arrays(change):
     """Damage of a file: the arrays that `change` makes of its own."""
 
     def damage(file, others):
-        buffer, (arrays, metadata) = io.BytesIO(), mx.load(str(file), return_metadata=True)
+        buffer = io.BytesIO()
+        (arrays, metadata) = mx.load(str(file), return_metadata=True)
         changed = {name: y for name, x in arrays.items() for y in change(x)}
         mx.save_safetensors(buffer, changed, metadata)
         rewritten(file, buffer.getvalue())

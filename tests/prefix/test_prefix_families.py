@@ -40,7 +40,8 @@ def check_bits(target, store, ids, held, kv_bits=None):
     session, _, found = store.open(ids, Sampler(), kv_bits)
     assert found == held
     fresh = target.start((), kv_bits)
-    found, read = logits_after(session, ids), logits_after(fresh, ids)
+    found = logits_after(session, ids)
+    read = logits_after(fresh, ids)
     # Mamba-2, and products of many rows on a fast BLAS, round by where a prefill's forwards end.
     # A rounding may choose another level of quantized keys, or other rows of DeepSeek-V4.1's.
     chooses = kv_bits is not None or target.name == "deepseek_v41"
@@ -54,7 +55,8 @@ def check_bits(target, store, ids, held, kv_bits=None):
 )
 def test_a_hit_is_a_miss_that_was_not_read(family, kv_bits, tmp_path):
     """Second turns, greedy and sampled; another prompt that parts inside; a later process."""
-    target, kept = family_target(family), {"memory": GIB, "chunk": SMALL, "folder": tmp_path}
+    target = family_target(family)
+    kept = {"memory": GIB, "chunk": SMALL, "folder": tmp_path}
     store = dm.PrefixStore(target, None, **kept)
     settings = {"kv_bits": kv_bits}
 
@@ -73,9 +75,19 @@ def test_a_hit_is_a_miss_that_was_not_read(family, kv_bits, tmp_path):
     other = [*first[:40], *small_prompt(30, seed=3)]
     assert ask(other, 1, prefix=store).stats.reused_tokens == (40 if trims else 0)
     check_bits(
-        target, store, [*other[:40], *small_prompt(20, seed=4)], 40 if trims else 32, kv_bits
+        target,
+        store=store,
+        ids=[*other[:40], *small_prompt(20, seed=4)],
+        held=40 if trims else 32,
+        kv_bits=kv_bits,
     )
-    check_bits(target, store, [*first, *small_prompt(8, seed=4)], 70 if trims else 54, kv_bits)
+    check_bits(
+        target,
+        store=store,
+        ids=[*first, *small_prompt(8, seed=4)],
+        held=70 if trims else 54,
+        kv_bits=kv_bits,
+    )
     store.flush()
     hit = ask(prompt, 5, prefix=dm.PrefixStore(target, None, **kept))
     assert hit.stats.reused_tokens and hit.tokens == ask(prompt, 5).tokens
@@ -100,18 +112,25 @@ def test_chunks_of_the_real_size(family):
 def read(store, ids, prompt):
     """Have a store read a prompt, and an answer as if it had been decoded in blocks."""
     target, drafter, _ = store.open(ids[:prompt], Sampler())
-    stops, keys = store.checkpoint_positions(target, drafter, ids[:prompt]), store.keys(None, "")
+    stops = store.checkpoint_positions(target, drafter, ids[:prompt])
+    keys = store.keys(None, "")
     while target.position < prompt:
         end = target.end_of_piece(prompt, stops)
         _, taps = target.read(ids[target.position : end], last=end == prompt)
         take(drafter, ids[: target.position], taps)
-        store.insert(target, drafter, keys, ids[: target.position], target.position in stops)
+        store.insert(
+            target,
+            drafter=drafter,
+            keys=keys,
+            ids=ids[: target.position],
+            checkpoint=target.position in stops,
+        )
     while target.position < len(ids):
         block = ids[target.position : target.position + 40]
         _, taps = target.verify(dm.Proposal(block))
         target.commit(range(len(block)))
         take(drafter, ids[: target.position], taps)
-    store.insert(target, drafter, keys, ids, checkpoint=True)
+    store.insert(target, drafter=drafter, keys=keys, ids=ids, checkpoint=True)
 
 
 def take(drafter, ids, taps):
@@ -137,7 +156,8 @@ DRAFTERS = {
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafters_go_on_as_if_they_had_read_it_all(drafter, tmp_path):
     """Their drafts are the same, out of memory and out of the folder of another store."""
-    target, make = tiny_target(), DRAFTERS[drafter]
+    target = tiny_target()
+    make = DRAFTERS[drafter]
     prompt = small_prompt(60, seed=3)
     text = [*prompt, *prompt[:30]]  # something to look up
     settings = {"memory": GIB, "chunk": SMALL, "folder": tmp_path, "disk_left": 0}
@@ -166,10 +186,11 @@ def drafts(target, drafter, text):
 
 
 def test_a_foreign_drafter_that_cannot_be_stored_reads_everything_again():
-    target, prompt = tiny_target(), small_prompt(40, seed=7)
+    target = tiny_target()
+    prompt = small_prompt(40, seed=7)
     answer = dm.generate(target, None, prompt, max_tokens=10).tokens
     for _ in range(2):
-        oracle = Oracle(prompt, answer, target.vocab_size, 0.5)
+        oracle = Oracle(prompt, answer=answer, vocab_size=target.vocab_size, p=0.5)
         store = dm.PrefixStore(target, oracle, memory=GIB, chunk=SMALL)
         result = dm.generate(target, oracle, prompt, max_tokens=10, prefix=store)
         assert result.tokens == answer and result.stats.reused_tokens == 0

@@ -26,7 +26,8 @@ def ask(text, *before):
 
 
 def test_places_where_other_prompts_part():
-    target, prompt = tiny_target(), ask("1234567890 times", SYSTEM)
+    target = tiny_target()
+    prompt = ask("1234567890 times", SYSTEM)
     ids = encode_prompt(target, prompt)
     system, answer = branch_points(target, prompt, ids)
     other = encode_prompt(target, ask("over the lazy dog", SYSTEM))
@@ -52,7 +53,8 @@ def test_a_second_chat_begins_after_the_system_prompt():
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_a_cancelled_answer_is_stored_as_far_as_it_came(family):
-    target, prompt = tiny_target(family), small_prompt(20, seed=1)
+    target = tiny_target(family)
+    prompt = small_prompt(20, seed=1)
     store = store_of(target)
     events = dm.stream_generate(target, None, prompt, max_tokens=30, prefix=store)
     tokens = [token for _ in range(15) for token in next(events).tokens]
@@ -64,8 +66,11 @@ def test_a_cancelled_answer_is_stored_as_far_as_it_came(family):
 
 
 def test_a_conversation_goes_on_with_its_own_caches_first():
-    target, drafter = tiny_target(), random_drafter()
-    store, prompt, reused = store_of(target, drafter), small_prompt(40, seed=2), []
+    target = tiny_target()
+    drafter = random_drafter()
+    store = store_of(target, drafter)
+    prompt = small_prompt(40, seed=2)
+    reused = []
     for salt in ("a", "a", "b"):
         chat = dm.Conversation(target, drafter, prefix=store, salt=salt)
         turn = prompt
@@ -77,8 +82,10 @@ def test_a_conversation_goes_on_with_its_own_caches_first():
 
 
 def test_threads_share_a_store():
-    target, drafter = tiny_target(), random_drafter()
-    store, prompts = store_of(target, drafter), [small_prompt(60, 3)[:end] for end in (40, 50, 60)]
+    target = tiny_target()
+    drafter = random_drafter()
+    store = store_of(target, drafter)
+    prompts = [small_prompt(60, 3)[:end] for end in (40, 50, 60)]
     alone = [dm.generate(target, drafter, prompt, max_tokens=8).tokens for prompt in prompts]
     found = {}
 
@@ -99,9 +106,11 @@ def test_threads_share_a_store():
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_a_job_begins_where_another_has_been(family):
     """After one that ended, one that was cancelled, and in the company of others."""
-    model, drafter = tiny_target(family), random_drafter()
+    model = tiny_target(family)
+    drafter = random_drafter()
     store = store_of(model, drafter)
-    shared, settings = small_prompt(40, seed=1), {"max_tokens": 10}
+    shared = small_prompt(40, seed=1)
+    settings = {"max_tokens": 10}
     prompts = [[*shared, *small_prompt(5, seed)] for seed in (2, 3, 4)]
     with dm.Engine(model, drafter, prefix=store) as engine:
         first = engine.submit(prompts[0], **settings).result()

@@ -22,7 +22,9 @@ from dflash_mlx.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = get_command(app).commands
-SCREEN, COLUMNS = 70, 100  # lines and columns of a terminal that is not small
+# lines and columns of a terminal that is not small
+SCREEN = 70
+COLUMNS = 100
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md")) + [ROOT / "dflash_mlx" / "tiny" / "README.md"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -68,7 +70,8 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_page_is_reached_from_the_readme():
-    reached, waiting = set(), [ROOT / "README.md"]
+    reached = set()
+    waiting = [ROOT / "README.md"]
     while waiting:
         page = waiting.pop()
         if page in reached or page.suffix != ".md":
@@ -121,7 +124,8 @@ def test_readme_enters_the_environment_before_it_uses_the_program():
 def test_every_block_runs(tmp_path):
     """Of the page about the library, typed into one program."""
     page = (ROOT / "docs" / "library.md").read_text()
-    blocks, following = re.findall(r"(?ms)^```python\n(.*?)^```$", page), "-- next --"
+    blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", page)
+    following = "-- next --"
     program = f"\nprint('{following}')\n".join(blocks)
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)

@@ -55,7 +55,8 @@ def test_a_terminal_shows_what_is_done_now_in_one_line(pip):
     program.expect(pexpect.EOF)
     program.close()
     assert program.exitstatus == 0
-    screen, shown = pyte.Screen(80, 24), []
+    screen = pyte.Screen(80, 24)
+    shown = []
     stream = pyte.Stream(screen)
     for piece in program.before.split("\r"):
         stream.feed(f"\r{piece}")

@@ -60,7 +60,8 @@ def test_settings_have_the_names_of_the_design():
 
 def test_a_repr_is_a_line():
     """In a notebook the last line of a cell is shown: no page of layers, no list of every round."""
-    target, drafter = tinymodels.target(), tinymodels.random_drafter()
+    target = tinymodels.target()
+    drafter = tinymodels.random_drafter()
     result = dm.generate(target, drafter, "x" * 500, max_tokens=90)
     for shown in map(repr, (target, drafter, result, result.stats)):
         assert "\n" not in shown and len(shown) < 250, shown

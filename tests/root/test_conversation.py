@@ -35,13 +35,14 @@ def test_a_turn_reads_only_its_own_tokens(family, p):
     """
     target = family_target(family)
     drafter = None if p is None else Knowing([], target.vocab_size, p)
-    kept, read = dm.Conversation(target, drafter), []
+    kept = dm.Conversation(target, drafter)
+    read = []
     prompt = small_prompt(30, seed=1)
     for number in range(5):
         plain = turn(target, None, prompt)
         if drafter is not None:
             drafter.texts.append([*prompt, *plain.tokens])
-        result = turn(target, drafter, prompt, kept, block_size=6)
+        result = turn(target, drafter=drafter, prompt=prompt, conversation=kept, block_size=6)
         assert result.tokens == plain.tokens
         assert kept.ids == [*prompt, *plain.tokens][:-1]
         read.append(len(prompt) - result.stats.reused_tokens)
@@ -66,10 +67,14 @@ def test_asking_again_reads_the_end_of_the_prompt_only(family, window):
     sliding = {"sliding_window": window, "layer_types": ["sliding_attention"] * 2}
     target = tiny_target(family, num_hidden_layers=4) if "next" in family else tiny_target(family)
     drafter = random_drafter(num_target_layers=target.num_layers, **(sliding if window else {}))
-    kept, prompt = dm.Conversation(target, drafter), small_prompt(200, seed=1)
+    kept = dm.Conversation(target, drafter)
+    prompt = small_prompt(200, seed=1)
     for length in (20, 150, 0):
         other = [*prompt[:-3], *small_prompt(5, seed=length)]
-        results = [turn(target, drafter, asked, kept) for asked in (prompt, prompt, other)]
+        results = [
+            turn(target, drafter=drafter, prompt=asked, conversation=kept)
+            for asked in (prompt, prompt, other)
+        ]
         for result, asked in zip(results, (prompt, prompt, other), strict=True):
             assert result.tokens == turn(target, None, asked).tokens
         reused = [result.stats.reused_tokens for result in results[1:]]
@@ -82,11 +87,21 @@ def test_asking_again_reads_the_end_of_the_prompt_only(family, window):
 def test_drafters_go_on_as_if_they_had_read_it_all(window, trees):
     """Token for token and round for round: their drafts are those of a fresh request."""
     sliding = {"sliding_window": window, "layer_types": ["sliding_attention"] * 2}
-    target, drafter = tiny_target(), random_drafter(**(sliding if window else {}))
-    kept, prompt = dm.Conversation(target, drafter), small_prompt(20, seed=3)
+    target = tiny_target()
+    drafter = random_drafter(**(sliding if window else {}))
+    kept = dm.Conversation(target, drafter)
+    prompt = small_prompt(20, seed=3)
     for number in range(4):
         fresh = turn(target, drafter, prompt, temperature=0.8, seed=number, **trees)
-        result = turn(target, drafter, prompt, kept, temperature=0.8, seed=number, **trees)
+        result = turn(
+            target,
+            drafter=drafter,
+            prompt=prompt,
+            conversation=kept,
+            temperature=0.8,
+            seed=number,
+            **trees,
+        )
         assert result.tokens == fresh.tokens
         assert result.stats.accepted_per_round == fresh.stats.accepted_per_round
         assert result.stats.reused_tokens > 0 or number == 0
@@ -95,39 +110,46 @@ def test_drafters_go_on_as_if_they_had_read_it_all(window, trees):
 
 
 def test_an_answer_that_ends_in_a_block_leaves_nothing_behind_its_end():
-    target, prompt = tiny_target(), small_prompt(10, seed=4)
+    target = tiny_target()
+    prompt = small_prompt(10, seed=4)
     answer = turn(target, None, prompt).tokens
     end = next(at for at in range(4, 9) if answer[at] not in answer[:at])
     ending = ending_at(target, answer[end])
     oracle = Knowing([[*prompt, *answer]], target.vocab_size, 1.0)
     kept = dm.Conversation(ending, oracle)
-    assert turn(ending, oracle, prompt, kept, block_size=16).tokens == answer[: end + 1]
+    assert (
+        turn(ending, drafter=oracle, prompt=prompt, conversation=kept, block_size=16).tokens
+        == answer[: end + 1]
+    )
     assert kept.ids == [*prompt, *answer[:end]]
 
 
 def test_caches_of_an_interrupted_forward_are_not_trusted():
     target = tiny_target()
-    kept, prompt = dm.Conversation(target, None), small_prompt(10, seed=6)
-    turn(target, None, prompt, kept)
+    kept = dm.Conversation(target, None)
+    prompt = small_prompt(10, seed=6)
+    turn(target, drafter=None, prompt=prompt, conversation=kept)
     kept.caches.target_session.verify(dm.Proposal([1, 2]))  # no commit: as if Ctrl-C came
-    result = turn(target, None, prompt, kept)
+    result = turn(target, drafter=None, prompt=prompt, conversation=kept)
     assert result.stats.reused_tokens == 0
     assert result.tokens == turn(target, None, prompt).tokens
 
 
 def test_a_drafter_that_cannot_resume_reads_everything_again():
-    target, prompt = tiny_target(), small_prompt(10, seed=7)
+    target = tiny_target()
+    prompt = small_prompt(10, seed=7)
     answer = turn(target, None, prompt).tokens
-    oracle = Oracle(prompt, answer, target.vocab_size, 0.5)
+    oracle = Oracle(prompt, answer=answer, vocab_size=target.vocab_size, p=0.5)
     kept = dm.Conversation(target, oracle)
-    assert turn(target, oracle, prompt, kept).tokens == answer
+    assert turn(target, drafter=oracle, prompt=prompt, conversation=kept).tokens == answer
     oracle.taps.clear()
-    again = turn(target, oracle, prompt, kept)
+    again = turn(target, drafter=oracle, prompt=prompt, conversation=kept)
     assert again.tokens == answer and again.stats.reused_tokens == 0
 
 
 def test_another_pair_is_refused():
-    target, other = tiny_target(), tiny_target("llama")
+    target = tiny_target()
+    other = tiny_target("llama")
     kept = dm.Conversation(target, None)
     for *pair, told in (
         (other, None, None, "of another target"),

@@ -29,27 +29,37 @@ def block_of(drafter, anchor):
 
 def check(golden, case, hidden, target):
     """Hidden states, logits, and with the heads of DSpark also what they add."""
-    drafter, first = golden.drafter, golden.drafter.config.first_row
+    drafter = golden.drafter
+    first = golden.drafter.config.first_row
     assert error(hidden[0], case.hidden) < 1e-4
     logits = drafter.logits(hidden, target)[0]
     assert error(logits, case.logits) < 1e-3
     if hasattr(case, "corrected"):
         rows = hidden[0, first:]
         previous = mx.concatenate([mx.array([case.anchor]), case.tokens[:-1]])
-        assert error(corrected(drafter, logits[first:], rows, previous), case.corrected) < 1e-3
+        assert (
+            error(
+                corrected(drafter, logits=logits[first:], hidden=rows, previous=previous),
+                case.corrected,
+            )
+            < 1e-3
+        )
 
 
 @given(data=st.data())
 @settings(max_examples=6)
 def test_rounds_in_ragged_steps(golden, data):
     """Whatever was drafted in between, a block sees the same context."""
-    drafter, target = golden.drafter, golden.target()
-    cache, fed = drafter.make_cache(), 0
+    drafter = golden.drafter
+    target = golden.target()
+    cache = drafter.make_cache()
+    fed = 0
     for number in range(golden.rounds):
         case = golden.case(number)
         cuts = data.draw(st.lists(st.integers(fed, case.start), max_size=3), label="cuts")
         for cut in sorted(cuts):  # a cut twice is a piece of no features
-            piece, fed = golden.context[:, fed:cut], cut
+            piece = golden.context[:, fed:cut]
+            fed = cut
             if data.draw(st.booleans(), label="with a block"):
                 rows = data.draw(st.integers(1, drafter.config.block_size), label="rows")
                 drafter(mx.random.normal((1, rows, 64)), piece, cache)
@@ -58,12 +68,13 @@ def test_rounds_in_ragged_steps(golden, data):
         block = drafter.embed(block_of(drafter, case.anchor)[None], target)
         hidden = drafter(block, golden.context[:, fed : case.start], cache)
         fed = case.start
-        check(golden, case, hidden, target)
+        check(golden, case=case, hidden=hidden, target=target)
 
 
 def test_a_session_proposes_the_golden_tokens(golden):
     drafter = golden.drafter
-    session, known = BlockSession(drafter, golden.target(), Sampler()), 0
+    session = BlockSession(drafter, golden.target(), Sampler())
+    known = 0
     for number in range(golden.rounds):
         case = golden.case(number)
         session.extend(golden.context[:, known : case.start])
@@ -74,17 +85,23 @@ def test_a_session_proposes_the_golden_tokens(golden):
 
 def test_with_noise_the_walk_is_the_golden_one(golden):
     """The published drafters draw with Gumbel noise, and so do we: shared with the target."""
-    drafter, target, seen = golden.drafter, golden.target(), 0
+    drafter = golden.drafter
+    target = golden.target()
+    seen = 0
     for number in range(golden.rounds):
         case = golden.case(number)
         if not hasattr(case, "sampled_tokens"):
             continue
-        hidden, first = case.hidden[None], drafter.config.first_row
+        hidden = case.hidden[None]
+        first = drafter.config.first_row
         temperature = case.sampled_temperature.item()
         logits = drafter.logits(hidden, target)[0, first:]
-        rows, anchor = hidden[0, first:], mx.array(case.anchor)
+        rows = hidden[0, first:]
+        anchor = mx.array(case.anchor)
         scores = drafter.widen(logits / temperature + case.sampled_noise)
-        [tokens] = drafter.choose([Slots(scores, 1 / temperature, rows, anchor)])
+        [tokens] = drafter.choose(
+            [Slots(scores, weight=1 / temperature, hidden=rows, anchor=anchor)]
+        )
         assert tokens.tolist() == case.sampled_tokens.tolist()
         seen += 1
     # The first three folders, which are older, have no such cases.

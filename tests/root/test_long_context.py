@@ -15,7 +15,8 @@ from dflash_mlx.drafter.layers import append_rows
 from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.targets.caches import FullCache, WindowCache
 
-WINDOW, CHUNK = 64, 512
+WINDOW = 64
+CHUNK = 512
 CONTEXTS = 200, 1000  # tokens, behind which caches have room for more
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
@@ -24,8 +25,10 @@ def test_rounds_without_a_draft_lose_no_feature():
     """A parked drafter is handed features row by row, many more than it lets wait."""
     config = raw_config()
     drafter = build(config)
-    target, taps = make_target(config), mx.random.normal((1, 700, 64))
-    at_once, parked = drafter.start(target), drafter.start(target)
+    target = make_target(config)
+    taps = mx.random.normal((1, 700, 64))
+    at_once = drafter.start(target)
+    parked = drafter.start(target)
     at_once.extend(taps)
     for row in range(700):
         parked.extend(taps[:, row : row + 1])
@@ -61,7 +64,8 @@ def test_after_5000_tokens_a_block_equals_full_recomputation(causal):
         assert cache[0].keys.shape[2] < WINDOW and cache[1].offset == stop
     known = 5000
     for step, rows in zip((0, 1, 5, 34), (6, 3, 6, 6), strict=True):
-        taps, known = context[:, known : known + step], known + step
+        taps = context[:, known : known + step]
+        known = known + step
         block = mx.random.normal((1, rows, 32))
         hidden = drafter(block, taps, cache)
         expected = expected_hidden(drafter, context[:, :known], block)
@@ -71,7 +75,9 @@ def test_after_5000_tokens_a_block_equals_full_recomputation(causal):
 
 def test_prefilling_32k_tokens_never_holds_their_features_together():
     """The peak stays that of a few chunks, which is what a sliding drafter needs at any length."""
-    rows, features, chunk = 32768, 8 * 64, 2048
+    rows = 32768
+    features = 8 * 64
+    chunk = 2048
     layers = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 1024}
     wide = {"hidden_size": 64, "num_target_layers": 12}
     config = raw_config(**layers, **wide, nested={"target_layer_ids": list(range(8))})
@@ -86,7 +92,8 @@ def test_prefilling_32k_tokens_never_holds_their_features_together():
         mx.eval(taps)  # as the target's prefill does
         session.extend(taps)
     mx.eval(session.propose(1, 6).tokens)
-    peak, chunk_bytes = mx.get_peak_memory() - before, chunk * features * 4
+    peak = mx.get_peak_memory() - before
+    chunk_bytes = chunk * features * 4
     print(f"peak {peak:,} bytes; a chunk's features {chunk_bytes:,}, all {rows * features * 4:,}")
     assert peak < 4 * chunk_bytes
 
@@ -128,10 +135,14 @@ def bytes_of_a_step(target, drafter, requests, context, settings):
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_a_step_copies_no_cache(family, requests, settings):
     """What grows with the context are scores: less than the keys of a single layer."""
-    target, heads = tinymodels.target(family), 2
+    target = tinymodels.target(family)
+    heads = 2
     drafter = tinymodels.random_drafter(head_dim=64) if settings else None
     short, long = (
-        bytes_of_a_step(target, drafter, requests, context, settings) for context in CONTEXTS
+        bytes_of_a_step(
+            target, drafter=drafter, requests=requests, context=context, settings=settings
+        )
+        for context in CONTEXTS
     )
     keys = heads * tinymodels.CONFIGS[family]["head_dim"] * 4 * requests
     grown = CONTEXTS[1] - CONTEXTS[0]

@@ -18,7 +18,8 @@ TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
 def longest(text, token):
     """The longest match of the end among the last places of all n-grams, by looking everywhere."""
-    whole, best = [*text, token], (0, 0)
+    whole = [*text, token]
+    best = (0, 0)
     for length in LENGTHS:
         ends = [e for e in range(length, len(text) + 1) if text[e - length : e] == whole[-length:]]
         if len(whole) < length or not ends:
@@ -44,7 +45,8 @@ def test_the_index_finds_what_a_search_finds(text, token):
 @given(TEXTS, TEXTS, st.data())
 def test_an_index_that_was_cut_is_one_that_never_saw_the_rest(text, more, data):
     kept = data.draw(st.integers(0, len(text)))
-    index, fresh = Index(), Index()
+    index = Index()
+    fresh = Index()
     index.extend(text)
     index.trim_to(kept)
     fresh.extend([*text[:kept], *more])
@@ -96,7 +98,8 @@ def test_a_file_is_repeated_with_one_name_changed():
     """Counted, not timed: forwards, and their rows at a twentieth of a plain token each."""
     prompt, answer = copying()
     assert len(answer) > 600
-    subject, drafter = Scripted(prompt, answer, 1024), LookupDrafter()
+    subject = Scripted(prompt, answer, 1024)
+    drafter = LookupDrafter()
     settings = {"max_tokens": len(answer)}
     plain = dm.generate(subject, None, prompt, **settings)
     drafted = dm.generate(subject, drafter, prompt, policy=priced(drafter), **settings)
@@ -108,7 +111,10 @@ def test_a_file_is_repeated_with_one_name_changed():
 class Wrong:
     """A network beside the lookup that knows nothing; it counts how often it is asked."""
 
-    tap_layers, block_size, identity, drafts_trees = (), 16, "wrong", False
+    tap_layers = ()
+    block_size = 16
+    identity = "wrong"
+    drafts_trees = False
 
     def start(self, target, sampler):
         return WrongSession(self)
@@ -131,7 +137,8 @@ class WrongSession(DraftSession):
 def test_beside_a_network_that_knows_nothing_the_lookup_drafts_and_the_network_rests():
     prompt, answer = copying()
     network = Wrong()
-    subject, drafter = Scripted(prompt, answer, 1024), CombinedDrafter(network)
+    subject = Scripted(prompt, answer, 1024)
+    drafter = CombinedDrafter(network)
     policy = priced(drafter)
     drafted = dm.generate(subject, drafter, prompt, max_tokens=len(answer), policy=policy)
     assert drafted.tokens == answer
@@ -142,7 +149,8 @@ def test_where_nothing_repeats_the_network_is_as_good_as_alone():
     """The embedded pair on its own prompts: no less than 0.97 of the tokens for the same work."""
     subject, network = dm.load("tiny")
     beside = CombinedDrafter(network)
-    alone_policy, beside_policy = priced(network), priced(beside)
+    alone_policy = priced(network)
+    beside_policy = priced(beside)
     works = {"alone": 0.0, "beside": 0.0}
     for prompt in embedded_prompts()[::8]:
         alone = dm.generate(subject, network, prompt.messages, max_tokens=64, policy=alone_policy)

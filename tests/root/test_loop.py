@@ -21,7 +21,7 @@ VOCABULARY = len(tokenizer())
 
 
 def oracle(answer: list[int], p: float = 1.0, prompt: list[int] = PROMPT, **options) -> Oracle:
-    return Oracle(prompt, answer, VOCABULARY, p, **options)
+    return Oracle(prompt, answer=answer, vocab_size=VOCABULARY, p=p, **options)
 
 
 def decoded(tokens: list[int]) -> str:
@@ -183,7 +183,9 @@ def test_stop_strings_anywhere_in_a_block(p):
 
 def script_for(accepted: list[int], block: int) -> tuple[list[int], list[int]]:
     """Tokens per round, and drafted rows, when round r accepts accepted[r] of block - 1."""
-    remaining, emitted, drafted = sum(a + 1 for a in accepted), [], []
+    remaining = sum(a + 1 for a in accepted)
+    emitted = []
+    drafted = []
     for count in accepted:
         drafted.append(min(block, remaining) - 1)
         emitted.append(count + 1)

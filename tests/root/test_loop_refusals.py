@@ -43,7 +43,8 @@ def test_an_mlx_module_is_a_drafter_on_every_python():
 
 
 def test_a_policy_says_how_much_a_drafter_without_a_block_size_drafts():
-    policy, drafter = DraftPolicy(40), SimpleNamespace(tap_layers=(), start=None)
+    policy = DraftPolicy(40)
+    drafter = SimpleNamespace(tap_layers=(), start=None)
     assert resolve_block_size(drafter, None, policy) == 40
     assert resolve_block_size(drafter, 5, policy) == 5
     assert resolve_block_size(random_drafter(), None, policy) == random_drafter().block_size
@@ -115,5 +116,7 @@ def test_a_drafter_of_another_target_is_refused_at_once():
 
 
 def test_more_tokens_than_anybody_could_want_are_as_many_as_the_context_has():
-    request = make_request(target(), None, PROMPT, GenerationSettings(max_tokens=10**30))
+    request = make_request(
+        target(), drafter=None, prompt=PROMPT, settings=GenerationSettings(max_tokens=10**30)
+    )
     assert request.remaining == target().context_length - len(PROMPT)

@@ -31,13 +31,17 @@ from dflash_mlx.drafter.protocol import drafts_trees
 
 pytestmark = pytest.mark.by_family
 
-TOKENS, SAMPLED = 14, {"temperature": 0.8, "seed": 7}
+TOKENS = 14
+SAMPLED = {"temperature": 0.8, "seed": 7}
 # A prompt repeats itself for the lookup, and is longer than the families' windows; two begin alike.
-LONG, SHARED = small_prompt(12, 1) * 3, 30
+LONG = small_prompt(12, 1) * 3
+SHARED = 30
 PROMPTS = [LONG, [*LONG[:SHARED], *small_prompt(9, 2)], small_prompt(5, 3)]
 
 DRAFTERS = {
-    "oracle": lambda target, texts: Knowing(texts, 256, 0.7, (0, target.num_layers - 1)),
+    "oracle": lambda target, texts: Knowing(
+        texts, vocab_size=256, p=0.7, taps=(0, target.num_layers - 1)
+    ),
     "lookup": lambda target, texts: LookupDrafter(),
     "network": lambda target, texts: dspark_for(target),
     "network and lookup": lambda target, texts: CombinedDrafter(dspark_for(target)),
@@ -80,7 +84,7 @@ def tree(target, drafter, settings, decode=alone):
 
 
 def trees(target, drafter, settings):
-    return tree(target, drafter, settings, batch)
+    return tree(target, drafter=drafter, settings=settings, decode=batch)
 
 
 def prefix(target, drafter, settings):
@@ -108,12 +112,17 @@ def threads(target, drafter, settings):
     """Each event is taken in another thread."""
     results = []
     for prompt in PROMPTS:
-        events, taken = dm.stream_generate(target, drafter, prompt, **settings), []
+        events = dm.stream_generate(target, drafter, prompt, **settings)
+        taken = []
         while not taken or taken[-1].finish_reason is None:
             with ThreadPoolExecutor(1) as pool:
                 taken.append(pool.submit(next, events).result())
         tokens = [token for event in taken for token in event.tokens]
-        results.append(dm.Result("", tokens, taken[-1].finish_reason, taken[-1].stats))
+        results.append(
+            dm.Result(
+                "", tokens=tokens, finish_reason=taken[-1].finish_reason, stats=taken[-1].stats
+            )
+        )
     return results
 
 
@@ -186,12 +195,17 @@ CHOICES["a processor"] = {"logits_processors": [never_twice]}
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.3])
 def test_however_tokens_are_chosen(temperature, choice):
-    (target, network), tokens = pair("DFlash"), 48
+    tokens = 48
+    (target, network) = pair("DFlash")
     settings = {"temperature": temperature, "seed": 11, "max_tokens": tokens} | CHOICES[choice]
     plain = dm.generate(target, None, LONG[:20], **settings)
     assert plain.stats.rounds == tokens - 1
     for p in (1.0, 0.7, None):  # nearly all that the network drafts is wrong
-        drafter = network if p is None else Oracle(LONG[:20], plain.tokens, target.vocab_size, p)
+        drafter = (
+            network
+            if p is None
+            else Oracle(LONG[:20], answer=plain.tokens, vocab_size=target.vocab_size, p=p)
+        )
         drafted = dm.generate(target, drafter, LONG[:20], **settings)
         assert drafted.tokens == plain.tokens
         assert p is None or drafted.stats.rounds < tokens - 1

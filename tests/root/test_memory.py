@@ -19,7 +19,8 @@ FULL_CARD = "cudaMallocAsync(&data, size, stream) failed: out of memory"
 def clears(monkeypatch):
     """Every call of `mx.clear_cache`."""
     target()  # loading decodes too
-    calls, own = [], mx.clear_cache
+    calls = []
+    own = mx.clear_cache
     monkeypatch.setattr(mx, "clear_cache", lambda: calls.append(own()))
     monkeypatch.setattr(session, "CPU_STEP", 128)  # tokens in a piece of a prompt
     return calls
@@ -44,10 +45,12 @@ def test_buffers_of_a_batch_go_back(clears, count, expected):
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_a_cache_grows_once_at_most_before_buffers_go_back(clears, rows):
     """Its old buffers are as large as itself, and fit no other request."""
-    one, grown = target().start(), 0
+    one = target().start()
+    grown = 0
     list(one.prefill(PROMPT))
     while one.position < 3000:
-        before, cleared = one.cache[0].keys.shape[2], len(clears)
+        before = one.cache[0].keys.shape[2]
+        cleared = len(clears)
         one.verify(dm.Proposal([1] * rows))
         one.commit(list(range(rows // 3 + 1)))
         grown += one.cache[0].keys.shape[2] > before

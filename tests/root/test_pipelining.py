@@ -38,7 +38,9 @@ class Forwards:
         self.ahead = 0
 
     def __enter__(self):
-        verify, keep, commit = TargetSession.verify, Request.keep, Request.commit
+        verify = TargetSession.verify
+        keep = Request.keep
+        commit = Request.commit
 
         def counted(session, proposal):
             self.rows.append(len(proposal))
@@ -126,7 +128,8 @@ def test_a_penalty_needs_every_token_on_the_host():
 def test_what_a_lookup_finds_meanwhile_is_drafted_a_token_later(new):
     """A text that is new for so long that nobody looks any more, and then repeats its prompt."""
     file, copy = copying()
-    prompt, answer = file[:200], [*range(700, 700 + new), *copy[:150]]
+    prompt = file[:200]
+    answer = [*range(700, 700 + new), *copy[:150]]
     rounds = []
     for ahead in (False, True):
         subject = Scripted(prompt, answer, 1024)
@@ -152,7 +155,8 @@ def test_many_are_pipelined_together_whoever_comes_and_goes(family):
     prompts = [small_prompt(10 + at, at) for at in range(3)]
     each = [settings | {"max_tokens": size} for size in SIZES]
     crowd = Crowd(target, list(zip(prompts, each, strict=True)))
-    played, jobs = Played(target, None, SharedBatch(target, None)), []
+    played = Played(target, None, SharedBatch(target, None))
+    jobs = []
     with Forwards() as forwards:
         for prompt, of in crowd.requests:
             jobs.append(played.submit(prompt, **of))
@@ -167,7 +171,8 @@ def test_many_are_pipelined_together_whoever_comes_and_goes(family):
 @pytest.mark.parametrize("many", [1, 2])
 def test_plain_steps_are_pipelined_where_drafting_never_pays(many):
     """By the policy of one request alone, or by the batch's."""
-    target, size = tiny_target(), 60
+    target = tiny_target()
+    size = 60
     prompts = [small_prompt(12, at) for at in range(many)]
     crowd = Crowd(target, [(prompt, {"max_tokens": size}) for prompt in prompts])
     policy = policy_with_costs(16, row=1.0, draft=16.0)
@@ -204,7 +209,8 @@ def test_a_step_ahead_leaves_caches_that_another_request_can_use(monkeypatch):
 class OfMyOwn:
     """A drafter that reads no features, and is told of each row by `extend`; the second breaks."""
 
-    tap_layers, breaks = (), ()
+    tap_layers = ()
+    breaks = ()
 
     def start(self, target, sampler):
         session = copy.copy(self)
@@ -221,7 +227,8 @@ class OfMyOwn:
 
 
 def test_a_pipelined_step_is_read_and_closed_in_any_thread():
-    target, tokens = tiny_target(), []
+    target = tiny_target()
+    tokens = []
     events = dm.stream_generate(target, OfMyOwn(), PROMPT, max_tokens=ANSWER, block_size=1)
     for _ in range(12):
         tokens += in_a_thread(lambda: next(events)).tokens
@@ -231,7 +238,8 @@ def test_a_pipelined_step_is_read_and_closed_in_any_thread():
 
 def test_an_error_of_one_drafter_ends_its_request_alone():
     """Before anything of the next round was computed: the others go on with it."""
-    target, drafter = tiny_target(), OfMyOwn()
+    target = tiny_target()
+    drafter = OfMyOwn()
     prompts = [PROMPT, [*PROMPT, *PROMPT, *PROMPT], [*PROMPT, 8]]
     drafter.breaks = (len(prompts[1]) + 1,)
     crowd = Crowd(target, [(prompt, {"max_tokens": 9}) for prompt in prompts])

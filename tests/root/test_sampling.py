@@ -25,15 +25,18 @@ def surprise(observed, expected):
 
     Cells that expect fewer than five are put together. p > 1e-3 is a value below 3.09.
     """
-    observed, expected = np.ravel(observed), np.ravel(expected)
+    observed = np.ravel(observed)
+    expected = np.ravel(expected)
     rare = expected < 5
     observed = np.append(observed[~rare], observed[rare].sum())
     expected = np.append(expected[~rare], expected[rare].sum())
     possible = expected > 0
     assert observed[~possible].sum() == 0, "a token that has no probability was sampled"
-    observed, expected = observed[possible], expected[possible]
+    observed = observed[possible]
+    expected = expected[possible]
     assert math.isclose(observed.sum(), expected.sum(), rel_tol=1e-5)
-    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
     scale = 2 / (9 * freedom)
     return ((statistic / freedom) ** (1 / 3) - (1 - scale)) / scale**0.5
 
@@ -87,10 +90,14 @@ def test_two_tokens_follow_the_joint_distribution(vocabulary, drafts):
     A first token without a choice comes before them, for that is the prefill's.
     """
     table = 2 * np.random.default_rng(vocabulary).normal(size=(vocabulary, vocabulary))
-    table[1], table[1, 0] = 0, 100  # token 0 comes after token 1, always
-    target, drafter = BigramTarget(table), BigramDrafter(table) if drafts else None
+    # token 0 comes after token 1, always
+    table[1] = 0
+    table[1, 0] = 100
+    target = BigramTarget(table)
+    drafter = BigramDrafter(table) if drafts else None
     settings = {"temperature": 0.9, "top_k": 8, "max_tokens": 3, "block_size": 3}
-    counts, seeds = np.zeros((vocabulary, vocabulary)), 3000
+    counts = np.zeros((vocabulary, vocabulary))
+    seeds = 3000
     accepted = 0
     for seed in range(seeds):
         result = dm.generate(target, drafter, [1], seed=seed, **settings)
@@ -102,7 +109,8 @@ def test_two_tokens_follow_the_joint_distribution(vocabulary, drafts):
 
 
 def test_noise_is_independent_across_positions_and_seeds():
-    rows, vocabulary = 64, 2000
+    rows = 64
+    vocabulary = 2000
     of = {
         seed: np.array(gumbel([(seed, at) for at in range(rows)], vocabulary))
         for seed in (0, 1, 2, 40)
@@ -165,7 +173,8 @@ def test_greedy_takes_the_largest_logit_and_the_first_of_equals():
 
 
 def test_the_seed_and_nothing_else_decides():
-    target, settings = BigramTarget(np.zeros((192, 192))), {"temperature": 1.0, "max_tokens": 24}
+    target = BigramTarget(np.zeros((192, 192)))
+    settings = {"temperature": 1.0, "max_tokens": 24}
     texts = [dm.generate(target, None, [1], seed=seed, **settings).tokens for seed in (1, 2, 1)]
     assert texts[0] == texts[2] != texts[1]
     fresh = dm.generate(target, None, [1], **settings)
@@ -205,9 +214,12 @@ def test_repetition_penalty_and_bias_are_those_of_mlx_lm(dtype):
         *(Proposal([4, 9]), Proposal([1, 1])),
     ]
     logits = mx.random.normal((sum(map(len, proposals)), 12), key=mx.random.key(2)).astype(dtype)
-    expected, biases, histories = [], [], []
+    expected = []
+    biases = []
+    histories = []
     for of, text, proposal in zip(given, texts, proposals, strict=True):
-        drafts, settings = list(proposal.tokens), RequestSettings(**of)
+        drafts = list(proposal.tokens)
+        settings = RequestSettings(**of)
         for path in proposal.paths():
             row = logits[len(expected) : len(expected) + 1]
             for processor in mlx_lm.make_logits_processors(**of):
@@ -240,9 +252,12 @@ def test_presence_and_frequency_count_the_generated_text_alone(dtype, prompt):
     """All of it and none of the prompt, the drafts of a row's path included."""
     tree = Proposal([5, 1, 2, 1, 4], (-1, 0, 0, 1, 2))
     proposals = [tree, Proposal([7, 7, 7]), Proposal([9])]
-    rows, expected, histories = [], [], []
+    rows = []
+    expected = []
+    histories = []
     for number, (of, text) in enumerate(COUNTED):
-        proposal, settings = proposals[number % 3], RequestSettings(**of)
+        proposal = proposals[number % 3]
+        settings = RequestSettings(**of)
         penalties = Penalties(settings, prompt)
         penalties.commit(text[:1])
         penalties.commit(text[1:])
@@ -289,7 +304,8 @@ def test_a_bias_forces_and_bans_in_every_precision(dtype):
 def test_of_the_smallest_top_p_the_likeliest_token_is_left(top_p):
     """To f32 the first two are 0, of which the likeliest token, too, has more above it."""
     table = np.random.default_rng(5).normal(size=(192, 192))
-    target, settings = BigramTarget(table), {"temperature": 1.0, "seed": 2, "max_tokens": 12}
+    target = BigramTarget(table)
+    settings = {"temperature": 1.0, "seed": 2, "max_tokens": 12}
     greedy = dm.generate(target, None, [1], max_tokens=12).tokens
     for drafter in (None, BigramDrafter(table)):
         assert dm.generate(target, drafter, [1], top_p=top_p, **settings).tokens == greedy
@@ -346,13 +362,15 @@ def test_what_a_processor_leaves_after_a_wrong_draft_matters_to_nobody():
 
 def test_numbers_of_numpy_and_fractions_are_numbers():
     table = np.random.default_rng(1).normal(size=(50, 50))
-    target, drafter = BigramTarget(table), BigramDrafter(table)
+    target = BigramTarget(table)
+    drafter = BigramDrafter(table)
     plain = {"max_tokens": 5, "temperature": 0.5, "seed": 3, "top_k": 9, "logit_bias": {4: 1.0}}
     others = {"max_tokens": np.int64(5), "temperature": Fraction(1, 2), "seed": np.uint32(3)}
     others |= {"top_k": np.int8(9), "logit_bias": {np.int64(4): np.float32(1)}}
     others |= {"top_p": np.float32(1), "repetition_context_size": np.int16(20)}
     expected = dm.generate(target, None, [1, 2], **plain).tokens
-    ids, block_size = [np.int64(1), np.int32(2)], np.int64(3)
+    ids = [np.int64(1), np.int32(2)]
+    block_size = np.int64(3)
     assert dm.generate(target, None, ids, **others).tokens == expected
     assert dm.generate(target, drafter, ids, block_size=block_size, **others).tokens == expected
 
@@ -391,7 +409,8 @@ def test_choices_of_many_requests_are_those_alone(ahead):
     def requests():
         for number, of in enumerate(settings):
             own = {name: value for name, value in of.items() if name != "drafts"}
-            sampler, proposal = Sampler(RequestSettings(**own), [1] * number), Proposal([2])
+            sampler = Sampler(RequestSettings(**own), [1] * number)
+            proposal = Proposal([2])
             if count := of.get("drafts"):
                 drafts = sampler.draft(mx.random.normal((count, 30), key=mx.random.key(number)))
                 proposal = Proposal(mx.concatenate([mx.array([2]), drafts.astype(mx.int32)]))

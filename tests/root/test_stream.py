@@ -56,7 +56,7 @@ class Coded:
         detokenizer = self.detokenizer
         if self.continues:
             skip_text_start(detokenizer, self.tokenizer)
-        return TextStream(detokenizer, {self.eos}, stop, max_tokens)
+        return TextStream(detokenizer, eos_ids={self.eos}, stop=stop, max_tokens=max_tokens)
 
 
 def code(names: list[str], pieces: list[bytes], basis: Any, decoder: Any, kind: Any) -> Coded:
@@ -67,13 +67,15 @@ def code(names: list[str], pieces: list[bytes], basis: Any, decoder: Any, kind: 
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False
     )
-    return Coded(fast, kind(fast), [vocabulary[name] for name in names], pieces)
+    return Coded(
+        fast, detokenizer=kind(fast), ids=[vocabulary[name] for name in names], pieces=pieces
+    )
 
 
 def byte_level(cut: list[bytes], kind: Any = BPEStreamingDetokenizer) -> Coded:
     """Qwen's and Llama's way: tokens are any bytes, so they end anywhere inside characters."""
     names = ["".join(SPELLING[byte] for byte in piece) for piece in cut]
-    return code(names, cut, SPELLING.values(), decoders.ByteLevel(), kind)
+    return code(names, pieces=cut, basis=SPELLING.values(), decoder=decoders.ByteLevel(), kind=kind)
 
 
 def sentencepiece(cut: list[str], by_bytes: list[bool]) -> Coded:
@@ -87,7 +89,7 @@ def sentencepiece(cut: list[str], by_bytes: list[bool]) -> Coded:
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     basis = [f"<0x{byte:02X}>" for byte in range(256)]
-    return code(names, pieces, basis, decoder, SPMStreamingDetokenizer)
+    return code(names, pieces=pieces, basis=basis, decoder=decoder, kind=SPMStreamingDetokenizer)
 
 
 def cut_anywhere(draw: Any, text: Any) -> list[Any]:
@@ -145,7 +147,8 @@ def test_any_tokens_in_any_rounds(kind, data):
 
     stream = coded.stream(stop, max_tokens=end + by_eos)
     tokens = coded.ids[:end] + [coded.eos] * by_eos
-    pieces, used = [], []
+    pieces = []
+    used = []
     for round_ in cut_anywhere(data.draw, tokens + coded.ids) if tokens else [coded.ids]:
         piece = stream.add(round_)
         pieces.append(piece.text)
@@ -165,7 +168,8 @@ def test_any_tokens_in_any_rounds(kind, data):
 def test_text_is_shown_as_soon_as_it_is_certain(data):
     """Without stop strings only an unfinished character is held back."""
     _, coded = draw_coded(data.draw, "naive")
-    stream, shown = coded.stream((), max_tokens=99), ""
+    stream = coded.stream((), max_tokens=99)
+    shown = ""
     for number, token in enumerate(coded.ids, start=1):
         shown += stream.add([token]).text
         assert shown == coded.text(number)
@@ -229,5 +233,5 @@ def test_ids_behind_the_vocabulary_are_no_text(padded):
     outside = [len(tokenizer) + number for number in padded]
     told = [*outside, *ids[:2], *outside, *ids[2:], *outside]
     assert text_of(tokenizer, told) == tokenizer.decode(told) == "abcd efgh"
-    pieces = TextStream(Detokenizer(tokenizer), [2], (), len(told))
+    pieces = TextStream(Detokenizer(tokenizer), eos_ids=[2], stop=(), max_tokens=len(told))
     assert "".join(pieces.add([token]).text for token in told) == "abcd efgh"

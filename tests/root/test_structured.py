@@ -45,7 +45,7 @@ def target():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token=END)
     wrapped = TokenizerWrapper(tokenizer, BPEStreamingDetokenizer)
     config = model_config("qwen3", vocab_size=len(tokenizer))
-    return Target(random_model(config), wrapped, config, "random")
+    return Target(random_model(config), tokenizer=wrapped, config=config, name="random")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.2])
@@ -64,7 +64,12 @@ def test_answers_fit_the_schema_and_drafting_does_not_change_them(target, temper
         assert 0 <= answer["sum"] <= 999 and answer["unit"] in ("km", "kg")
         assert isinstance(answer["exact"], bool) and len(answer) == 3
         for p in (1.0, 0.6, 0.0):
-            assert decode(Oracle(prompt, plain.tokens, target.vocab_size, p)).tokens == plain.tokens
+            assert (
+                decode(
+                    Oracle(prompt, answer=plain.tokens, vocab_size=target.vocab_size, p=p)
+                ).tokens
+                == plain.tokens
+            )
         drafter = random_drafter(vocab_size=target.vocab_size)
         drafted = decode(drafter)
         assert drafted.tokens == plain.tokens
@@ -77,7 +82,8 @@ class Counted(JsonSchema):
 
     def __init__(self, target):
         super().__init__(target, SCHEMA)
-        self.rows = self.masks = 0
+        self.rows = 0
+        self.masks = 0
 
     def __call__(self, tokens, logits):
         self.rows += 1
@@ -91,13 +97,15 @@ class Counted(JsonSchema):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_grammar_is_asked_for_many_rows_at_once(target, temperature):
     """Never row by row, and of drafts only where one does not fit; so are rows beside a penalty."""
-    prompt, settings = [5, 6, 7], {"temperature": temperature, "seed": 2, "max_tokens": 120}
+    prompt = [5, 6, 7]
+    settings = {"temperature": temperature, "seed": 2, "max_tokens": 120}
 
     def decode(drafter, rule, **more):
         return dm.generate(target, drafter, prompt, logits_processors=[rule], **settings, **more)
 
-    plain, rule = decode(None, Counted(target)), Counted(target)
-    knowing = Oracle(prompt, plain.tokens, target.vocab_size, 1.0)
+    plain = decode(None, Counted(target))
+    rule = Counted(target)
+    knowing = Oracle(prompt, answer=plain.tokens, vocab_size=target.vocab_size, p=1.0)
     drafted = decode(knowing, rule)
     rows = sum(width * rounds for width, rounds in drafted.stats.widths.items())
     assert drafted.tokens == plain.tokens

@@ -92,11 +92,23 @@ def test_thoughts_are_shown_apart_and_counted_apart():
     steps = [
         encode(text, add_special_tokens=False) for text in ("Hm", " so", ".\n</think>\n\nYes", ".")
     ]
-    thoughts, stats, shown = Thoughts(one, encode("Hi<think>\n")), Stats(), []
+    thoughts = Thoughts(one, encode("Hi<think>\n"))
+    stats = Stats()
+    shown = []
     for number, tokens in enumerate(steps):
         stats.rounds = number  # the first comes with the prefill
-        text, last = one.tokenizer.decode(tokens), tokens is steps[-1]
-        shown += thoughts.split(Event(text, tokens, 0, 0, "stop" if last else None, stats))
+        text = one.tokenizer.decode(tokens)
+        last = tokens is steps[-1]
+        shown += thoughts.split(
+            Event(
+                text,
+                tokens=tokens,
+                accepted=0,
+                drafted=0,
+                finish_reason="stop" if last else None,
+                stats=stats,
+            )
+        )
     assert "".join(text for text, thought in shown if thought).strip() == "Hm so."
     assert "".join(text for text, thought in shown if not thought) == "Yes."
     assert (thoughts.tokens, thoughts.rounds) == (sum(map(len, steps[:3])), 2)

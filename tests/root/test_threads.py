@@ -60,7 +60,9 @@ WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_atten
 @pytest.mark.parametrize("way", WAYS)
 def test_every_part_of_a_request_changes_threads(way):
     """Windows of the drafter, waiting features, histories, noise, trees; turns that go back."""
-    target, drafter, settings = tiny_target(), random_drafter(**WINDOW), WAYS[way]
+    target = tiny_target()
+    drafter = random_drafter(**WINDOW)
+    settings = WAYS[way]
     kept = dm.Conversation(target, drafter, settings.get("kv_bits"))
     prompt = [token % 192 for token in PROMPT]
     for cut in (0, 5, 0):
@@ -75,7 +77,9 @@ def test_every_part_of_a_request_changes_threads(way):
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_request_closed_after_its_first_token(elsewhere):
-    target, drafter, prompt = tiny_target(), random_drafter(), [*range(3, 103)]
+    target = tiny_target()
+    drafter = random_drafter()
+    prompt = [*range(3, 103)]
     kept = dm.Conversation(target, drafter)
     events = dm.stream_generate(target, drafter, prompt, max_tokens=12, conversation=kept)
     again = [*prompt, *next(events).tokens, 7]
@@ -134,14 +138,16 @@ ENDS: list[Callable[[Any], Any]] = [
 
 
 def test_a_conversation_has_one_request_at_a_time():
-    target, prompt = tiny_target(), [1, 2, 3]
+    target = tiny_target()
+    prompt = [1, 2, 3]
     kept = dm.Conversation(target, None)
 
     def begin() -> Any:
         return dm.stream_generate(target, None, prompt, max_tokens=3, conversation=kept)
 
     for ends in ENDS:
-        events, tokens = begin(), []
+        events = begin()
+        tokens = []
         for _ in range(2):  # before it is read, and while it is
             with pytest.raises(SettingsError, match="read it to its end or close it first"):
                 begin()
@@ -170,8 +176,11 @@ def test_a_request_that_failed_leaves_the_conversation_free():
 
 def test_a_session_is_not_made_of_classes_that_another_threads_forward_installed():
     """Else it would call them, and write into the other request, from then on."""
-    target, prompt = tiny_target(), [1, 2, 3]
-    inside, leave, seen = threading.Event(), threading.Event(), []
+    target = tiny_target()
+    prompt = [1, 2, 3]
+    inside = threading.Event()
+    leave = threading.Event()
+    seen = []
     overrides = Overrides(target.forward_lock)
 
     def watch(x: mx.array, result: mx.array) -> None:

@@ -22,7 +22,8 @@ from dflash_mlx.cli.launch import PACKAGES, Agent
 pytestmark = pytest.mark.anyio
 
 SECONDS = 20  # more than Codex waits for an event here; four of these are in a test
-SECRET, PICTURE = "4711", "picture.png"
+SECRET = "4711"
+PICTURE = "picture.png"
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJg"
     "gg=="
@@ -111,7 +112,9 @@ async def test_an_agent_ends_its_turns(agent, tmp_path):
     engine.picture = str(tmp_path / PICTURE)
     async with running(engine) as server:
         for arguments in COMMANDS[agent]:
-            code, said, told = await run(agent, server.port, [*arguments, "say hello"], tmp_path)
+            code, said, told = await run(
+                agent, port=server.port, arguments=[*arguments, "say hello"], folder=tmp_path
+            )
             assert code == 0, told
             assert f"Done: hello {SECRET}." in said, told
             # Codex and opencode are told that the model sees no images.
@@ -129,7 +132,8 @@ TEXT = """\
     ```
 \u00e9 \u5b57 null {"a": "b"} $HOME `x` \\
 """
-OLD, NEW = "\t    return", "\t    # </tool_call>\n\t    return"
+OLD = "\t    return"
+NEW = "\t    # </tool_call>\n\t    return"
 EDITS = {  # of each agent: the calls that write the file and change it
     "claude": [
         ("Write", lambda path: {"file_path": path, "content": TEXT}),
@@ -183,11 +187,14 @@ def test_an_agent_writes_the_file_that_was_meant(agent, family, tmp_path):
 
     async def turn():
         engine = Editor(make_target(family))
-        engine.edits, engine.family = EDITS[agent], family
+        engine.edits = EDITS[agent]
+        engine.family = family
         engine.file = str(tmp_path / "file.md")
         async with running(engine) as server:
             command = [*ALLOWED[agent], "say hello"]
-            code, said, told = await run(agent, server.port, command, tmp_path)
+            code, said, told = await run(
+                agent, port=server.port, arguments=command, folder=tmp_path
+            )
             assert code == 0 and "Done." in said, (said, told, engine.prompt()[-2000:])
 
     asyncio.run(turn())

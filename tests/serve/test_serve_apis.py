@@ -66,7 +66,8 @@ INSTRUCTIONS = {RESPONSES: {"instructions": "Be brief."}, MESSAGES: {"system": "
 
 @each_api
 def test_all_turns_reach_a_template_that_knows_no_tools(engine, api, thinking):
-    talk, more = api("Hi"), INSTRUCTIONS.get(api.path, {})
+    talk = api("Hi")
+    more = INSTRUCTIONS.get(api.path, {})
     if not more:
         talk.items.insert(0, {"role": "developer", "content": "Be brief."})
     with client(FakeEngine(thinking, ["Hm</think>", CALL])) as server:
@@ -111,7 +112,8 @@ def says(family):
 @pytest.mark.parametrize("family", WRITERS)
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_three_turns_of_every_family(family, api, streamed):
-    talk, engine = api("Write."), FakeEngine(target_of(family))
+    talk = api("Write.")
+    engine = FakeEngine(target_of(family))
     own = "|".join(map(re.escape, engine.target.tokenizer.get_added_vocab()))
     with client(engine) as server:
 
@@ -142,7 +144,8 @@ def test_the_template_of_deepseek_in_python():
     tokenizer.init_kwargs["chat_template_type"] = "deepseek_v32"
     apply = deepseek_v32.apply_chat_template
     target.tokenizer = TokenizerWrapper(tokenizer, BPEStreamingDetokenizer, [2], apply)
-    engine, talk = FakeEngine(target, [written("deepseek_v32", *CALLS[0])]), Chat("Write.")
+    engine = FakeEngine(target, [written("deepseek_v32", *CALLS[0])])
+    talk = Chat("Write.")
     with client(engine) as server:
         ((id, _, arguments),) = talk.ask(server).calls
         assert json.loads(arguments) == CALLS[0][1]
@@ -157,7 +160,8 @@ def test_results_find_their_calls_whatever_the_ids(family):
     function = {"name": "write", "arguments": '{"path": "x"}'}
     call = {"id": "call_0", "type": "function", "function": function}
     result = {"role": "tool", "tool_call_id": "call_0", "content": "one"}
-    talk, engine = Chat("Hi"), FakeEngine(target_of(family))
+    talk = Chat("Hi")
+    engine = FakeEngine(target_of(family))
     for content, second, last in ((None, "b", "lost"), ("", "call_0", "call_0")):
         calls = [call, call | {"id": second}]
         talk.items.append({"role": "assistant", "content": content, "tool_calls": calls})
@@ -226,7 +230,9 @@ def looked(api, result):
 
 @pytest.mark.parametrize("api", IMAGES)
 def test_an_image_in_the_history_is_a_line_of_text(engine, api):
-    path, image, answer = api.path, IMAGES[api], {"role": "assistant", "content": "No."}
+    path = api.path
+    image = IMAGES[api]
+    answer = {"role": "assistant", "content": "No."}
     content = [{"type": "input_text" if api is Responses else "text", "text": "this"}, image]
     read = looked(api, [image]).items
     with client(engine) as server:

@@ -26,8 +26,11 @@ class Faulty(SharedBatch):
 
     def __init__(self, target, blamed=10**9, stuck=0):
         super().__init__(target, None)
-        self.blamed, self.stuck, self.count = blamed, stuck, 0
-        self.waiting, self.freed = threading.Event(), threading.Event()
+        self.blamed = blamed
+        self.stuck = stuck
+        self.count = 0
+        self.waiting = threading.Event()
+        self.freed = threading.Event()
 
     def verify(self, turns, tokens=None):
         self.count += 1
@@ -67,7 +70,8 @@ def test_completions_keep_the_first_space(pair, prompt, tokens):
     with engine_of(pair) as engine, client(engine) as server:
         [told] = server.post(COMPLETIONS, json=body | {"logprobs": 0}).json()["choices"]
         chunks = frames(server.post(COMPLETIONS, json=body | {"stream": True}).text)
-    offsets, parts = told["logprobs"]["text_offset"], told["logprobs"]["tokens"]
+    offsets = told["logprobs"]["text_offset"]
+    parts = told["logprobs"]["tokens"]
     assert told["text"] == "".join(parts)
     assert [told["text"][at:] for at in offsets] == ["".join(parts[n:]) for n in range(tokens)]
     assert "".join(one["choices"][0]["text"] for one in chunks if one["choices"]) == told["text"]
@@ -85,7 +89,8 @@ def test_ollamas_api_answers_as_openais(pair):
 
 
 def test_a_prefilled_answer_is_continued(pair):
-    question, begun = "What is 47 plus 38?", "Let us add 47 and 38 digit"
+    question = "What is 47 plus 38?"
+    begun = "Let us add 47 and 38 digit"
     turns = user(question), {"role": "assistant", "content": begun}
     with engine_of(pair) as engine, client(engine) as server:
         asked = ask(MESSAGES, *turns, max_tokens=4)
@@ -112,7 +117,8 @@ def test_a_forward_without_memory_ends_one_answer_only(pair):
                 assert not server.handler.busy
                 return answers
 
-    sound, faulty = asyncio.run(answers_of(10**9)), asyncio.run(answers_of(60))
+    sound = asyncio.run(answers_of(10**9))
+    faulty = asyncio.run(answers_of(60))
     for at in (0, 2):
         right, found = (json.loads(answers[at][1])["choices"] for answers in (sound, faulty))
         assert faulty[at][0] == 200 and found == right

@@ -346,7 +346,8 @@ def test_every_field_is_used_refused_or_ignored_for_a_reason(api):
 
 @pytest.mark.parametrize("api", APIS)
 def test_fields_do_as_the_table_says(engine, api):
-    path, table = api.split()[1], make_docs.support(BODIES[api], depth=1)
+    path = api.split()[1]
+    table = make_docs.support(BODIES[api], depth=1)
     request = {name: value for name, value in REQUEST.items() if table.get(name) != "refused"}
     ignored = {name: {"a": 1} for name in IGNORED - set(table) if "." not in name}
     with client(engine) as server:

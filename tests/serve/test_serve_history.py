@@ -47,7 +47,9 @@ def chat_messages():
     return {one.__name__: one for one in members(openai.types.chat.ChatCompletionMessageParam)}
 
 
-BLOCKS, ITEMS, CHATS = blocks(), items(), chat_messages()
+BLOCKS = blocks()
+ITEMS = items()
+CHATS = chat_messages()
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,8 @@ def check(server, engine, path, value, *history):
     """A conversation with this value in it goes on, and each of its words is read or named."""
     answer = server.post(path, json=ask(path, *history))
     assert answer.status_code == 200, (value, answer.text)
-    prompt, ignored = engine.prompt(), answer.headers.get("x-dflash-ignored", "")
+    prompt = engine.prompt()
+    ignored = answer.headers.get("x-dflash-ignored", "")
     for way, word in texts(value):
         if word in prompt or any(map(NO_TEXT.fullmatch, way)):
             continue

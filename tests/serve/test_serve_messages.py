@@ -19,7 +19,9 @@ def test_the_stop_sequence_is_reported(target):
     assert post(engine, MESSAGES, ask(MESSAGES)).json()["stop_reason"] == "max_tokens"
     # What the text stream cut away is in the tokens still.
     tokens = target.tokenizer.encode("one two", add_special_tokens=False)
-    engine._events = lambda stats: iter([Event("one", tokens, 0, 0, "stop", stats)])
+    engine._events = lambda stats: iter(
+        [Event("one", tokens=tokens, accepted=0, drafted=0, finish_reason="stop", stats=stats)]
+    )
     answer = post(engine, MESSAGES, ask(MESSAGES, stop_sequences=["x", " two"])).json()
     assert answer["stop_reason"] == "stop_sequence" and answer["stop_sequence"] == " two"
     assert engine.submitted[-1][1]["stop"] == ["x", " two"]

@@ -46,7 +46,9 @@ class Shelf:
     """
 
     def __init__(self, *names, room=9, idle=None, make=None):
-        self.loads, self.room, self.clock = [], room, Clock()
+        self.loads = []
+        self.room = room
+        self.clock = Clock()
         self.make = make or (lambda name: FakeEngine(make_target(), reason=None))
         offered = [OfferedModel(name, self.loader(name), aliases=(f"/{name}",)) for name in names]
         self.models = Models(offered, idle, self.clock)
@@ -57,7 +59,9 @@ class Shelf:
                 raise NotEnoughMemoryError("too large")
             self.loads.append(name)
             engine = self.make(name)
-            return RequestHandler(engine.target, engine, {}, 64, Metrics())
+            return RequestHandler(
+                engine.target, engine=engine, defaults={}, capacity=64, metrics=Metrics()
+            )
 
         return load
 
@@ -74,7 +78,8 @@ def test_names_of_models(tmp_path):
     shelf = Shelf("a", "b", make=lambda name: FakeEngine(make_target()))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "model.safetensors").write_bytes(b"...")
-    shelf.models.offered[0].path, shelf.models.offered[1].path = tmp_path, tmp_path / "gone"
+    shelf.models.offered[0].path = tmp_path
+    shelf.models.offered[1].path = tmp_path / "gone"
     app = make_app(shelf.models, Auth(), Metrics())
     with TestClient(app, "http://127.0.0.1:8000") as server:
         lists = ("/v1/models", "/api/tags", "/api/ps")
@@ -132,7 +137,8 @@ async def test_a_model_waits_for_the_memory_of_another_and_both_take_turns():
 async def test_models_do_not_wait_for_each_others_loading():
     """Nor for a model that waits for memory, which a client that reads nothing does not hold."""
 
-    shelf, opened = Shelf("a", "b", "c", room=2), threading.Event()
+    shelf = Shelf("a", "b", "c", room=2)
+    opened = threading.Event()
     shelf.make = lambda name: FakeEngine(make_target())
     plain = shelf.models.offered[1].load
     shelf.models.offered[1].load = lambda bytes: opened.wait(30) and plain(bytes)
@@ -150,7 +156,8 @@ async def test_models_do_not_wait_for_each_others_loading():
 
 
 async def test_a_model_that_loads_while_the_server_stops_answers_nobody():
-    shelf, opened = Shelf("a"), threading.Event()
+    shelf = Shelf("a")
+    opened = threading.Event()
     plain = shelf.models.offered[0].load
     shelf.models.offered[0].load = lambda bytes: opened.wait(30) and plain(bytes)
     loading = asyncio.create_task(shelf.start("a"))
@@ -260,7 +267,8 @@ def test_eight_clients_on_each_of_two_models():
         return "".join([step.event.text async for step in stream.steps()])
 
     async def play():
-        shelf, before = Shelf("a", "b", idle=60, make=make), active()
+        shelf = Shelf("a", "b", idle=60, make=make)
+        before = active()
         for _ in range(2):
             asked = [(name, number) for number in range(8) for name in families]
             texts = await asyncio.gather(*(ask(shelf, *one) for one in asked))

@@ -19,7 +19,8 @@ from dflash_mlx.serve.response_store import ResponseStore
 
 def accumulated(chunks):
     """The text of each answer of a stream, and why they ended."""
-    texts, reasons = {}, set()
+    texts = {}
+    reasons = set()
     for choice in [one for chunk in chunks for one in chunk["choices"]]:
         text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
         texts[choice["index"]] = texts.get(choice["index"], "") + text
@@ -196,12 +197,20 @@ def test_tokens_of_thoughts_are_counted_as_the_model_wrote_them(thinking, stop):
     said = [*"Two and two.", "</think>", "\n", *"Yes."]
     tokens = [thinking.tokenizer.encode(one, add_special_tokens=False) for one in said]
     assert len(sum(tokens, [])) == len(said)
-    whole, last = Stats(), len(said) - 1
+    whole = Stats()
+    last = len(said) - 1
 
     def events(_):
         for number, (text, ids) in enumerate(zip(said, tokens, strict=True)):
             whole.count_step(1, 0, 1)
-            yield Event(text, ids, 0, 1, "stop" if number == last else None, whole)
+            yield Event(
+                text,
+                tokens=ids,
+                accepted=0,
+                drafted=1,
+                finish_reason="stop" if number == last else None,
+                stats=whole,
+            )
 
     engine._events = events
     usage = post(engine, CHAT, ask(CHAT, stop=stop)).json()["usage"]
@@ -239,7 +248,8 @@ def test_a_response_is_continued_by_its_id(thinking):
 
         first = get("", instructions="Be brief.").json()
         stream = get("", user("More"), previous_response_id=first["id"], stream=True)
-        prompt, last = engine.prompt(), frames(stream.text)[-1]["response"]
+        prompt = engine.prompt()
+        last = frames(stream.text)[-1]["response"]
         assert last["previous_response_id"] == first["id"] and last["store"]
         assert prompt.index("user\nHi") < prompt.index("First.") < prompt.index("user\nMore")
         assert "Be brief." not in prompt  # instructions are of one response

@@ -203,7 +203,7 @@ def test_the_page_in_a_browser(tmp_path):
     engine = Scripted(make_target("json_tools", thinking="", context=2500))
     other = FakeEngine(engine.target)
     offered = OfferedModel("other", lambda _: make_handler(other))
-    look("page.mjs", engine, tmp_path, [offered])
+    look("page.mjs", engine=engine, folder=tmp_path, others=[offered])
     assert len(other.submitted) == 1
     settings = [settings for _, settings in engine.submitted]
     assert "block_size" not in settings[0] and settings[0]["max_tokens"] == 2048

@@ -31,7 +31,8 @@ def answer_of(family):
 
 def cuts_of(answer, own, number=7):
     """Places in an answer, in every part of it, but not within a token of its own."""
-    places, start = set(), 0
+    places = set()
+    start = 0
     for _, text in answer:
         steps = range(start, start + len(text) + 1, max(1, len(text) // number))
         places |= {*steps, start + len(text)}
@@ -43,7 +44,8 @@ def cuts_of(answer, own, number=7):
 
 def behind(answer, kind, cut):
     """What the parts of a kind have behind a place of the answer."""
-    found, start = "", 0
+    found = ""
+    start = 0
     for one, text in answer:
         found += text[max(0, cut - start) :] if one == kind else ""
         start += len(text)
@@ -67,12 +69,17 @@ def own_tokens(target):
 @each_api
 @pytest.mark.parametrize("family", WRITERS)
 def test_thoughts_text_and_calls_go_on(family, api):
-    target, answer = target_of(family), answer_of(family)
-    engine, talk = ToldEngine(target), api()
+    target = target_of(family)
+    answer = answer_of(family)
+    engine = ToldEngine(target)
+    talk = api()
     with client(engine) as server:
         for number, cut in enumerate(cuts_of(answer, own_tokens(target))):
-            said = prefill(talk, engine, server, answer, cut, streamed=number % 2 == 1)
-            thought, text = behind(answer, "thought", cut), behind(answer, "text", cut)
+            said = prefill(
+                talk, engine=engine, server=server, answer=answer, cut=cut, streamed=number % 2 == 1
+            )
+            thought = behind(answer, "thought", cut)
+            text = behind(answer, "text", cut)
             call = behind(answer, "call", cut)
             calls = [(name, json.loads(arguments)) for _, name, arguments in said.calls]
             assert (said.thought or "").strip("\n") == thought.strip("\n"), cut
@@ -84,13 +91,15 @@ def test_thoughts_text_and_calls_go_on(family, api):
 @pytest.mark.parametrize("family", ["json_tools", "harmony", "deepseek_v31", "llama3"])
 def test_stop_strings_count_in_the_text_alone(family, api):
     """As in the whole answer, whose thought has the string as well."""
-    target, answer = target_of(family), answer_of(family)
-    engine, talk = ToldEngine(target), api()
+    target = target_of(family)
+    answer = answer_of(family)
+    engine = ToldEngine(target)
+    talk = api()
     more = {"options": {"stop": ["STOP"]}} if api is Ollama else {"stop": ["STOP"]}
     more = {"stop_sequences": ["STOP"]} if api is Messages else more
     with client(engine) as server:
         for cut in cuts_of(answer, own_tokens(target)):
-            said = prefill(talk, engine, server, answer, cut, **more)
+            said = prefill(talk, engine=engine, server=server, answer=answer, cut=cut, **more)
             before, stop, _ = behind(answer, "text", cut).partition("STOP")
             assert said.text == before, cut
             assert bool(said.calls) == (not stop and bool(behind(answer, "call", cut))), cut
@@ -102,10 +111,12 @@ def test_a_call_that_is_not_finished_stays_text(family, api):
     """Without what the message has of it already."""
     target = target_of(family)
     call = written(family, "write", {"path": "x"})
-    answer, engine, talk = [("text", call[: len(call) // 3])], ToldEngine(target), api()
+    answer = [("text", call[: len(call) // 3])]
+    engine = ToldEngine(target)
+    talk = api()
     with client(engine) as server:
         for cut in cuts_of(answer, own_tokens(target)):
-            said = prefill(talk, engine, server, answer, cut)
+            said = prefill(talk, engine=engine, server=server, answer=answer, cut=cut)
             assert (said.text, said.calls) == (behind(answer, "text", cut), []), cut
 
 
@@ -130,13 +141,17 @@ def test_a_schema_goes_on(family, laid_out, api):
     """The beginning and what follows are JSON together, in the layout that the client began."""
     target = target_of(family)
     thought = [] if family in HEADED else answer_of(family)[:3]
-    answer, engine, talk = [*thought, ("text", laid_out)], ToldEngine(target), api()
+    answer = [*thought, ("text", laid_out)]
+    engine = ToldEngine(target)
+    talk = api()
     with client(engine) as server:
         for cut in cuts_of(answer, own_tokens(target), 4):
             begun = behind(answer, "text", 0).removesuffix(behind(answer, "text", cut))
             if laid_out == JSON[1] and "\n" not in begun:
                 continue  # nothing says yet that the text has several lines
-            said = prefill(talk, engine, server, answer, cut, **FORMATS[api.path])
+            said = prefill(
+                talk, engine=engine, server=server, answer=answer, cut=cut, **FORMATS[api.path]
+            )
             assert (said.thought or "").strip("\n") == behind(answer, "thought", cut).strip("\n")
             assert begun + said.text == laid_out, cut
             jsonschema.validate(json.loads(begun + said.text), SCHEMA)
@@ -144,7 +159,8 @@ def test_a_schema_goes_on(family, laid_out, api):
 
 @each_api
 def test_a_beginning_that_no_answer_of_the_schema_has(api):
-    engine, talk = ToldEngine(target_of("json_tools"), ["{}"]), api()
+    engine = ToldEngine(target_of("json_tools"), ["{}"])
+    talk = api()
     talk.items = [user("Go."), {"role": "assistant", "content": 'Sure: {"a": '}]
     more = FORMATS[api.path] | {"continue_final_message": True}
     answer = post(engine, api.path, {"model": "m", "max_tokens": 9, **talk.body(**more)})
@@ -156,18 +172,23 @@ def test_a_beginning_that_no_answer_of_the_schema_has(api):
 def test_a_forced_call_goes_on(family, api):
     target = target_of(family)
     answer = [("call", written(family, "write", ARGUMENTS))]
-    engine, talk = ToldEngine(target), api()
+    engine = ToldEngine(target)
+    talk = api()
     more = {"tool_choice": {"type": "any"} if api is Messages else "required"}
     with client(engine) as server:
         for cut in cuts_of(answer, own_tokens(target)):
-            [(_, name, arguments)] = prefill(talk, engine, server, answer, cut, **more).calls
+            [(_, name, arguments)] = prefill(
+                talk, engine=engine, server=server, answer=answer, cut=cut, **more
+            ).calls
             assert (name, json.loads(arguments)) == ("write", ARGUMENTS), cut
 
 
 @pytest.mark.parametrize("path", [CHAT, OLLAMA])
 def test_log_probabilities_are_those_of_what_follows(path):
-    target, answer = target_of("json_tools"), answer_of("json_tools")[:4]
-    engine, whole = ToldEngine(target), "".join(text for _, text in answer)
+    target = target_of("json_tools")
+    answer = answer_of("json_tools")[:4]
+    engine = ToldEngine(target)
+    whole = "".join(text for _, text in answer)
     with client(engine) as server:
         for cut in cuts_of(answer, own_tokens(target)):
             engine.steps = [whole[cut:]]
@@ -205,7 +226,9 @@ def test_a_template_that_opens_or_ends_the_thought_itself(template, begun, rest,
     engine = ToldEngine(make_target("json_tools", template, thinking=""), [rest])
     talk = api()
     with client(engine) as server:
-        said = prefill(talk, engine, server, [("text", begun + rest)], len(begun))
+        said = prefill(
+            talk, engine=engine, server=server, answer=[("text", begun + rest)], cut=len(begun)
+        )
     assert (said.thought, said.text) == right
 
 
@@ -213,7 +236,8 @@ def test_a_template_that_opens_or_ends_the_thought_itself(template, begun, rest,
     "api", [Responses, Ollama, Messages], ids=["responses", "ollama", "messages"]
 )
 def test_a_turn_with_a_call_is_not_continued(api):
-    engine, talk = ToldEngine(target_of("json_tools"), ["Yes"]), api("Go.")
+    engine = ToldEngine(target_of("json_tools"), ["Yes"])
+    talk = api("Go.")
     with client(engine) as server:
         engine.steps = [written("json_tools", "write", ARGUMENTS)]
         assert talk.ask(server).calls

@@ -38,7 +38,8 @@ class Process:
 
 @pytest.fixture(scope="module")
 def server(request, tmp_path_factory):
-    ranks, hosts = request.config.getoption("--ranks"), ()
+    ranks = request.config.getoption("--ranks")
+    hosts = ()
     if ranks > 1:
         file = tmp_path_factory.mktemp("hosts") / "hosts.json"
         file.write_text(json.dumps([{"ssh": "127.0.0.1"}] * ranks))

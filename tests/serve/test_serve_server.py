@@ -96,7 +96,9 @@ async def test_headers_are_bounded(engine):
 
 
 async def test_a_request_that_starts_slowly_does_not_block_others(engine, monkeypatch):
-    begun, go_on, submit = threading.Event(), threading.Event(), engine.submit
+    begun = threading.Event()
+    go_on = threading.Event()
+    submit = engine.submit
 
     def slowly(*of, **settings):
         begun.set()
@@ -182,4 +184,6 @@ def test_the_branches_of_a_chat_reach_the_engine(engine):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     post(engine, CHAT, {"messages": chat})
     prompt, _ = engine.submitted[0]
-    assert engine.branches == branch_points(engine.target, chat, prompt, {}) != []
+    assert (
+        engine.branches == branch_points(engine.target, prompt=chat, ids=prompt, template={}) != []
+    )

@@ -18,7 +18,10 @@ from dflash_mlx.loading.registry import PACKAGED
 from dflash_mlx.train.features import features
 
 MB = 1e6
-HIDDEN, VOCABULARY, LAYERS = 576, 49_152, 30  # of SmolLM2-135M
+# of SmolLM2-135M
+HIDDEN = 576
+VOCABULARY = 49_152
+LAYERS = 30
 
 
 def test_it_is_small_and_made_for_this_model():
@@ -72,7 +75,8 @@ def test_the_real_model_finds_it_and_keeps_its_own_text():
 def test_the_recipe_keeps_the_features_of_what_plain_decoding_writes(monkeypatch):
     """Every fourth answer is sampled; a seed's answers are the same again."""
     monkeypatch.setattr(answers, "REFILL", 2)  # two at once, of four
-    target, layers = tinymodels.target("llama"), (0, 2)
+    target = tinymodels.target("llama")
+    layers = (0, 2)
     prompts = [[5, 9, 4 + i, *range(6, 7 + i % 3)] for i in range(9)]
     runs = []
     for _ in range(2):
@@ -84,7 +88,8 @@ def test_the_recipe_keeps_the_features_of_what_plain_decoding_writes(monkeypatch
         assert row.tokens[: row.start] == prompt and 1 <= len(row.answer.answer) <= 12
         if not row.sampled:
             assert row.tokens[row.start :] == tinymodels.greedy(target, prompt, 12)
-        own, known = row.features(), slice(row.start - 1, len(row.tokens) - 1)
+        own = row.features()
+        known = slice(row.start - 1, len(row.tokens) - 1)
         whole = features(target, mx.array([row.tokens]), layers)
         assert mx.allclose(own.taps[:-1], whole.taps[0, :-1], rtol=0.01, atol=0.01)
         assert mx.array_equal(own.choices[known], whole.choices[0, known])

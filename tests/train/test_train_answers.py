@@ -49,7 +49,9 @@ class Widths(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.layers, self.seen = model, model.layers, []
+        self.model = model
+        self.layers = model.layers
+        self.seen = []
 
     def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
         self.seen.append(ids.shape)
@@ -79,26 +81,41 @@ def test_an_answer_holds_the_token_that_ended_it(prompts):
 def test_a_file_cut_anywhere_grows_to_the_same(tmp_path, target, prompts):
     """Greedy, and with a sampler that the place in the file seeds."""
     for name, sampler_at in {"greedy": lambda start: None, "drawn": drawn}.items():
-        whole, part = tmp_path / f"{name}.jsonl", tmp_path / f"{name} part.jsonl"
-        answers = answer_all(target, prompts, whole, SMALL, sampler_at=sampler_at)
+        whole = tmp_path / f"{name}.jsonl"
+        part = tmp_path / f"{name} part.jsonl"
+        answers = answer_all(
+            target, prompts=prompts, path=whole, settings=SMALL, sampler_at=sampler_at
+        )
         content = whole.read_bytes()
         for length in (0, 10, len(content) // 2, int(0.9 * len(content)), len(content)):
             part.write_bytes(content[:length])
-            assert answer_all(target, prompts, part, SMALL, sampler_at=sampler_at) == answers
+            assert (
+                answer_all(
+                    target, prompts=prompts, path=part, settings=SMALL, sampler_at=sampler_at
+                )
+                == answers
+            )
             assert part.read_bytes() == content
-    same = answer_all(target, [prompts[0]] * 4, tmp_path / "a.jsonl", SMALL, sampler_at=drawn)
+    same = answer_all(
+        target,
+        prompts=[prompts[0]] * 4,
+        path=tmp_path / "a.jsonl",
+        settings=SMALL,
+        sampler_at=drawn,
+    )
     assert len({one.answer for one in same}) == 4
 
 
 def test_what_is_there_is_not_answered_again(tmp_path, target, prompts):
-    path, seen = tmp_path / "a.jsonl", []
-    answer_all(target, prompts, path, SMALL, seen.append)
+    path = tmp_path / "a.jsonl"
+    seen = []
+    answer_all(target, prompts=prompts, path=path, settings=SMALL, progress=seen.append)
     assert [p.done for p in seen if p.tokens == seen[-1].tokens][-1] == len(prompts)
     again = []
-    answer_all(target, prompts, path, SMALL, again.append)
+    answer_all(target, prompts=prompts, path=path, settings=SMALL, progress=again.append)
     assert [(p.done, p.tokens) for p in again] == [(len(prompts), 0)]
     with pytest.raises(DataError, match="other prompts"):
-        answer_all(target, prompts[::-1], path, SMALL)
+        answer_all(target, prompts=prompts[::-1], path=path, settings=SMALL)
 
 
 def test_a_full_disk_is_one_line():
@@ -114,12 +131,16 @@ def test_a_header_is_what_the_template_writes_before_a_user_speaks(target):
 def test_turns_go_on_from_a_file_and_depend_on_the_seed(tmp_path, target):
     settings = AnswerSettings(max_tokens=12, rows=4, chunk=8)
     ending = tinymodels.ending_at(target, *range(20, 60))  # so that turns end at all
-    first = write_turns(ending, 5, tmp_path / "a.jsonl", settings, seed=1)
+    first = write_turns(ending, count=5, path=tmp_path / "a.jsonl", settings=settings, seed=1)
     assert len({*first}) == 5 and all(len(turn.split()) > 1 for turn in first)
     rounds = (tmp_path / "a.jsonl").read_text().splitlines()
     (tmp_path / "b.jsonl").write_text(rounds[0] + "\n")
-    assert write_turns(ending, 5, tmp_path / "b.jsonl", settings, seed=1) == first
-    assert write_turns(ending, 5, tmp_path / "c.jsonl", settings, seed=2) != first
+    assert (
+        write_turns(ending, count=5, path=tmp_path / "b.jsonl", settings=settings, seed=1) == first
+    )
+    assert (
+        write_turns(ending, count=5, path=tmp_path / "c.jsonl", settings=settings, seed=2) != first
+    )
     assert all(END not in turn for turn in first)
 
 
@@ -128,9 +149,13 @@ def test_a_base_model_opens_texts_and_continues_them(tmp_path, target, monkeypat
     with pytest.raises(PromptError, match="--keep-answers"):
         turn_start(target)
     monkeypatch.setattr(target.tokenizer._tokenizer, "bos_token", END)
-    turns = write_turns(target, 5, tmp_path / "a.jsonl", AnswerSettings(rows=4, chunk=8), seed=1)
+    turns = write_turns(
+        target, count=5, path=tmp_path / "a.jsonl", settings=AnswerSettings(rows=4, chunk=8), seed=1
+    )
     recipe = Recipe(synthesize=5, max_tokens=6, rows=4)
-    samples = collect_samples(target, tmp_path, recipe, turns, lambda event: None)
+    samples = collect_samples(
+        target, work=tmp_path, recipe=recipe, turns=turns, listen=lambda event: None
+    )
     opened = {sample.tokens[: sample.answers[0][0]] for sample in samples}
     assert opened == {tuple(target.tokenizer.encode(turn)) for turn in turns}
 
@@ -139,7 +164,7 @@ def test_a_target_that_repeats_itself_is_told_so(tmp_path, target):
     path = tmp_path / "a.jsonl"
     path.write_text((json.dumps({"turns": ["the same words again"]}) + "\n") * 40)
     with pytest.raises(DataError, match="1 different turns.*--synthesize 1"):
-        write_turns(target, 5, path, SMALL)
+        write_turns(target, count=5, path=path, settings=SMALL)
 
 
 @pytest.mark.parametrize("short", [0, 3])
@@ -153,8 +178,12 @@ def test_rows_that_are_longer_than_the_context_are_counted(target, tmp_path, sho
     said = rf"4 of {4 + short} rows are longer than the context of .* \(8,192 tokens\)"
     if not short:
         with pytest.raises(DataError, match=f"fewer than two samples.*{said}"):
-            collect_samples(target, tmp_path, recipe, (), lambda event: None)
+            collect_samples(
+                target, work=tmp_path, recipe=recipe, turns=(), listen=lambda event: None
+            )
         return
     with pytest.warns(UserWarning, match=f"{said} and are left out"):
-        samples = collect_samples(target, tmp_path, recipe, (), lambda event: None)
+        samples = collect_samples(
+            target, work=tmp_path, recipe=recipe, turns=(), listen=lambda event: None
+        )
     assert len(samples) == short

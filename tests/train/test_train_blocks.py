@@ -12,7 +12,9 @@ from dflash_mlx.train.drafter import new_drafter
 from dflash_mlx.train.forward import draft_hidden
 from dflash_mlx.train.losses import selector_loss, slot_weights
 
-BLOCK, LENGTH, ANCHORS = 4, 20, (0, 5, 6, 16)
+BLOCK = 4
+LENGTH = 20
+ANCHORS = (0, 5, 6, 16)
 
 
 def make_drafter(**changes: object) -> DFlash:
@@ -73,7 +75,7 @@ def random_inputs(rows: int = 2) -> tuple[mx.array, mx.array, mx.array]:
 
 def test_equals_the_network_block_by_block(drafter):
     embeddings, taps, anchors = random_inputs()
-    together = draft_hidden(drafter, embeddings, taps, anchors)
+    together = draft_hidden(drafter, embeddings=embeddings, taps=taps, anchors=anchors)
     for row in range(2):
         for i, anchor in enumerate(ANCHORS):
             block = row * len(ANCHORS) + i
@@ -86,10 +88,14 @@ def test_equals_the_network_block_by_block(drafter):
 def test_the_selector_learns_to_pick_among_the_candidates():
     """Entropy and choice of every slot, one at a time, from the selector's definition."""
     drafter = make_drafter(**DFLASH2)
-    hidden, logits = mx.random.normal((2, 3, 16)), mx.random.normal((2, 3, 32))
-    before, labels = mx.array([[4, 5, 6], [7, 8, 9]]), mx.argmax(logits, axis=-1)
+    hidden = mx.random.normal((2, 3, 16))
+    logits = mx.random.normal((2, 3, 32))
+    before = mx.array([[4, 5, 6], [7, 8, 9]])
+    labels = mx.argmax(logits, axis=-1)
     labels[1, 2] = mx.argmin(logits[1, 2])  # not among the candidates
-    entropy, chosen = selector_loss(drafter.candidate_selector, hidden, logits, before, labels)
+    entropy, chosen = selector_loss(
+        drafter.candidate_selector, hidden=hidden, logits=logits, before=before, labels=labels
+    )
     selector = drafter.candidate_selector
     for row, slot in np.ndindex(2, 3):
         found = np.argsort(-np.array(logits[row, slot]))[:5]
@@ -98,7 +104,8 @@ def test_the_selector_learns_to_pick_among_the_candidates():
         scores = np.array(logits[row, slot])[found]
         scores = scores + np.array(selector.successor_codebook[mx.array(found)] @ pull)
         assert chosen[row, slot].item() == found[scores.argmax()]
-        label, expected = labels[row, slot].item(), 0.0
+        label = labels[row, slot].item()
+        expected = 0.0
         if label in found:
             right = scores[np.flatnonzero(found == label)[0]]
             expected = np.log(np.exp(scores - scores.max()).sum()) + scores.max() - right
@@ -115,5 +122,7 @@ def test_slot_weights_stop_at_the_first_disagreement():
     assert np.allclose(agreeing, decay * [1, 1, 1, 1, 0], atol=1e-6)
     # The differing slot itself still teaches what the target would say there.
     assert np.allclose(
-        slot_weights(choices, tokens, inside, 4.0), decay * [1, 1, 0, 0, 0], atol=1e-6
+        slot_weights(choices, tokens=tokens, inside=inside, gamma=4.0),
+        decay * [1, 1, 0, 0, 0],
+        atol=1e-6,
     )

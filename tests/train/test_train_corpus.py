@@ -53,7 +53,8 @@ def test_the_pairs_prompts_are_held_out(training):
     "generator", [problems.addition, problems.subtraction, problems.multiplication]
 )
 def test_arithmetic_is_right(generator):
-    rng, signs = Random(7), {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}
+    rng = Random(7)
+    signs = {"+": int.__add__, "-": int.__sub__, "x": int.__mul__}
     for turn in (generator(rng) for _ in range(300)):
         for a, sign, b, result in re.findall(r"(\d+) ([-+x]) (\d+) = (\d+)\.", turn.answer):
             assert signs[sign](int(a), int(b)) == int(result), turn.answer

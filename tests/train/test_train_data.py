@@ -137,7 +137,8 @@ def test_a_stream_goes_on_where_it_stopped():
         )
 
     whole = stream()
-    seen, positions = [], []
+    seen = []
+    positions = []
     for _ in range(40):  # crosses epochs
         positions.append(whole.position)
         seen.append(whole.next())

@@ -63,7 +63,8 @@ def flat(parameters: Any) -> dict[str, np.ndarray]:
 
 
 def assert_bitwise_equal(first: Any, second: Any) -> None:
-    first, second = flat(first), flat(second)
+    first = flat(first)
+    second = flat(second)
     assert first.keys() == second.keys()
     for name, array in first.items():
         assert np.array_equal(array, second[name]), name
@@ -72,15 +73,18 @@ def assert_bitwise_equal(first: Any, second: Any) -> None:
 def train_target(
     steps: int, optimizer: optim.Optimizer, checkpoint: Path | None = None, **settings: Any
 ) -> tuple[Any, list[StepReport]]:
-    model, reports = new_model(TARGET, seed=1), []
+    model = new_model(TARGET, seed=1)
+    reports = []
     parameters = fit(
         next_token_loss(model),
-        model.trainable_parameters(),
-        optimizer,
-        lambda position: BatchStream(sample_texts, collate, 64, 0, position),
-        steps,
-        checkpoint,
-        reports.append,
+        parameters=model.trainable_parameters(),
+        optimizer=optimizer,
+        batches=lambda position: BatchStream(
+            sample_texts, collate=collate, tokens=64, seed=0, position=position
+        ),
+        steps=steps,
+        checkpoint=checkpoint,
+        progress=reports.append,
         **settings,
     )
     return parameters, reports
@@ -108,7 +112,9 @@ def test_a_foreign_checkpoint_is_refused(tmp_path, target):
     checkpoint = tmp_path / "checkpoint.safetensors"
     train_target(1, make_optimizer("adamw", 0.01, 1), checkpoint, every=1)
     with pytest.raises(WeightsError, match="another model"):
-        train_drafter(target, DRAFTER, sample_texts, SETTINGS, checkpoint=checkpoint)
+        train_drafter(
+            target, config=DRAFTER, samples=sample_texts, settings=SETTINGS, checkpoint=checkpoint
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,12 +123,15 @@ def test_a_foreign_checkpoint_is_refused(tmp_path, target):
     ids=["DFlash2, a tied head", "DFlash, one of its own"],
 )
 def test_a_drafter_learns_any_target(family, config):
-    chosen, reports = tinymodels.target(family), []
+    chosen = tinymodels.target(family)
+    reports = []
     before = flat(chosen.model.parameters())
     settings = replace(SETTINGS, steps=25, learning_rate=1e-2)
     # Only the first label counts where a random target disagrees with the text, so learn its own.
     samples = own_samples(chosen)
-    train_drafter(chosen, config, lambda e: samples, settings, progress=reports.append)
+    train_drafter(
+        chosen, config=config, samples=lambda e: samples, settings=settings, progress=reports.append
+    )
     losses = [report.loss for report in reports]
     assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
     assert_bitwise_equal(before, chosen.model.parameters())
@@ -141,7 +150,12 @@ def test_the_best_parameters_are_returned(target):
     reports = []
     settings = replace(SETTINGS, steps=12, learning_rate=5.0, every=1)
     drafter = train_drafter(
-        target, DRAFTER, sample_texts, settings, sample_texts(), progress=reports.append
+        target,
+        config=DRAFTER,
+        samples=sample_texts,
+        settings=settings,
+        held_out=sample_texts(),
+        progress=reports.append,
     )
     losses = [report.held_out_loss for report in reports]
     best = losses.index(min(losses))
@@ -156,7 +170,9 @@ def test_training_that_diverges_is_not_gone_on_with(target):
     reports = []
     settings = replace(SETTINGS, steps=50, learning_rate=1e30)
     with pytest.raises(SettingsError, match="loss of step [2-9] is nan. Lower --learning-rate"):
-        train_drafter(target, DRAFTER, sample_texts, settings, progress=reports.append)
+        train_drafter(
+            target, config=DRAFTER, samples=sample_texts, settings=settings, progress=reports.append
+        )
     assert reports and all(np.isfinite(one.loss) for one in reports)
 
 
@@ -206,7 +222,9 @@ def loud() -> Target:
 
 @pytest.fixture(scope="module")
 def loud_config(loud) -> DraftConfig:
-    return DraftConfig.from_dict(draft_config(loud, "dspark", 4, 0, 1))
+    return DraftConfig.from_dict(
+        draft_config(loud, kind="dspark", block_size=4, mask_token=0, layers=1)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +249,9 @@ def test_a_drafter_that_knows_something_begins_as_it_is(loud, loud_config, loud_
     drafter = new_drafter(loud_config, 5)
     drafter.set_dtype(mx.bfloat16)  # as one is loaded on a GPU
     before = np.array(drafter.fc.weight.astype(mx.float32))
-    after = train_drafter(loud, loud_config, lambda e: loud_samples, SLOW, start=drafter)
+    after = train_drafter(
+        loud, config=loud_config, samples=lambda e: loud_samples, settings=SLOW, start=drafter
+    )
     assert {weight.dtype for _, weight in tree_flatten(after.parameters())} == {mx.float32}
     np.testing.assert_allclose(np.array(after.fc.weight), before, rtol=1e-3, atol=1e-6)
 
@@ -241,8 +261,15 @@ def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(
 ):
     seen: list[StepReport] = []
     settings = replace(SLOW, every=1)
-    of, held_out = (lambda e: loud_samples), loud_samples[:1]
-    drafter = train_drafter(loud, loud_config, of, settings, held_out, progress=seen.append)
+    held_out = loud_samples[:1]
+    drafter = train_drafter(
+        loud,
+        config=loud_config,
+        samples=lambda e: loud_samples,
+        settings=settings,
+        held_out=held_out,
+        progress=seen.append,
+    )
     columns = mx.sqrt(mx.square(drafter.fc.weight).mean(axis=0))
     columns *= tap_scales(loud, loud_config.target_layer_ids, loud_samples)
     assert mx.abs(columns - columns.mean()).max() < 0.5 * columns.mean()

@@ -62,7 +62,8 @@ def samples(target: Target) -> list[Sample]:
 @pytest.mark.parametrize("loss_weights", MIXES)
 def test_a_mix_is_what_its_parts_say(loss_weights):
     rng = np.random.default_rng(0)
-    logits, count = rng.normal(size=(5, 9)).astype(np.float32), 3
+    logits = rng.normal(size=(5, 9)).astype(np.float32)
+    count = 3
     p = rng.dirichlet(np.ones(9), 5)
     tops = np.argsort(-p, axis=-1)[:, :count]
     shares = np.take_along_axis(p, tops, axis=-1)
@@ -80,8 +81,12 @@ def test_a_mix_is_what_its_parts_say(loss_weights):
 def test_logits_of_all_slots_never_exist():
     """The stated bound: parts of 256 KB where all slots together would have 8 MB."""
     mx.random.seed(0)
-    count, width, vocabulary, bound = 500, 8, 4_000, 2**18
-    head, hidden = mx.random.normal((width, vocabulary)), mx.random.normal((count, width))
+    count = 500
+    width = 8
+    vocabulary = 4_000
+    bound = 2**18
+    head = mx.random.normal((width, vocabulary))
+    hidden = mx.random.normal((count, width))
     labels = mx.zeros((count,), mx.int32)
     mx.eval(head, hidden, labels)
 
@@ -91,7 +96,7 @@ def test_logits_of_all_slots_never_exist():
 
     def loss(hidden: mx.array) -> mx.array:
         rows = bound // (4 * losses.LOGITS_AT_ONCE * vocabulary)
-        return summed(part, {}, hidden, [labels], rows)[0]
+        return summed(part, trained={}, hidden=hidden, others=[labels], rows=rows)[0]
 
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -115,7 +120,7 @@ def graded(
         after = drafter.markov_head.markov_w2
         after.weight = mx.random.normal(after.weight.shape)
     arrays = AnchorCollator(5)(samples(target), Random(0))
-    loss = draft_loss(drafter, target, 2.0, loss_weights, tokens)
+    loss = draft_loss(drafter, target=target, gamma=2.0, loss_weights=loss_weights, tokens=tokens)
     return mx.value_and_grad(loss)(drafter.trainable_parameters(), *arrays)
 
 
@@ -129,7 +134,7 @@ def assert_close(ours: object, theirs: object) -> None:
 def test_neither_little_memory_nor_a_subset_of_all_changes_a_loss(target, kind, monkeypatch):
     whole = graded(target, kind, MIXES[-1])
     every = mx.arange(target.vocab_size)
-    assert_close(whole, graded(target, kind, MIXES[-1], every))
+    assert_close(whole, graded(target, kind=kind, loss_weights=MIXES[-1], tokens=every))
     monkeypatch.setattr(losses, "BOUND", 4 * 4 * target.vocab_size * 7)  # seven slots at a time
     assert_close(whole, graded(target, kind, MIXES[-1]))
 

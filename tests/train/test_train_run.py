@@ -83,7 +83,8 @@ def test_a_drafter_comes_out_that_drafts(tmp_path, target, data, kind, tokens):
 
 def test_a_run_that_was_stopped_twice_ends_with_the_same_bits(tmp_path, target, data):
     """What a kill leaves half-written is in test_train_answers; a checkpoint is written whole."""
-    chosen, steps = recipe(data, steps=4, rows=2), []
+    chosen = recipe(data, steps=4, rows=2)
+    steps = []
     for kind in (AnswerProgress, StepReport):
         seen = []
 
@@ -103,7 +104,8 @@ def test_a_run_that_was_stopped_twice_ends_with_the_same_bits(tmp_path, target, 
 
 def test_the_command_trains_and_writes_a_card(tmp_path, data):
     """Also for a tuned model, from a drafter of the original."""
-    model, out = tinymodels.save_target(tmp_path / "model"), tmp_path / "out"
+    model = tinymodels.save_target(tmp_path / "model")
+    out = tmp_path / "out"
     adapter = tinymodels.save_adapter(tmp_path / "adapter", model, "lora")
     options = ["--model", model, "--data", data, "--steps", "1", "--adapter", adapter, "--json"]
     options += ["--warm-start", tinymodels.save_drafter(tmp_path / "drafter")]
@@ -145,7 +147,8 @@ def test_hours_become_steps_once(tmp_path, target, data):
 
 
 def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path, target):
-    path, out = tmp_path / "mixed.jsonl", tmp_path / "out"
+    path = tmp_path / "mixed.jsonl"
+    out = tmp_path / "out"
     records = [{"text": line} for line in LINES]
     records += [{"prompt": "user asks", "answer": line} for line in LINES]
     path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
@@ -158,20 +161,22 @@ def test_texts_and_given_answers_are_learnt_as_they_are(tmp_path, target):
 def test_a_drafter_with_a_head_of_fewer_tokens_learns_on(tmp_path, target, data, kind):
     """Its own tokens are drafted: labels, Markov head and drafts are in their numbers."""
     tokens = mx.array([3, 5, 7, 8, 9, 11, 14, 20])
-    raw = draft_config(target, kind, 4, 1) | {"draft_vocab_size": len(tokens)}
+    raw = draft_config(target, kind=kind, block_size=4, mask_token=1) | {
+        "draft_vocab_size": len(tokens)
+    }
     warm = new_drafter(DraftConfig.from_dict(raw), seed=1)
     head = head_parts(target, tokens)
     warm.load_weights([*head.items()], strict=False)
     seen: list[Any] = []
     chosen = recipe(data, steps=30, learning_rate=0.01, keep_answers=False)
-    done = train(target, tmp_path / "out", chosen, (warm, raw), seen.append)
+    done = train(target, out=tmp_path / "out", recipe=chosen, warm=(warm, raw), listen=seen.append)
     losses = [event.loss for event in seen if isinstance(event, StepReport)]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
     assert mx.array_equal(done.drafter.token_ids(), tokens)
     assert mx.allclose(done.drafter.lm_head.weight, head["lm_head.weight"])
     assert load_drafter(str(tmp_path / "out")).token_ids().tolist() == tokens.tolist()
     with pytest.raises(SettingsError, match="--draft-vocab is not for"):
-        train(target, tmp_path / "other", recipe(data, draft_vocab=3), (warm, raw))
+        train(target, out=tmp_path / "other", recipe=recipe(data, draft_vocab=3), warm=(warm, raw))
 
 
 def test_kept_features_teach_the_same(tmp_path, target, data):
@@ -213,16 +218,23 @@ def test_it_starts_from_a_published_drafter(tmp_path, target, data):
     raw = json.loads((folder / "config.json").read_text())
     warm = load_drafter(str(folder))
     before = dict(tree_flatten(warm.parameters()))
-    done = train(target, tmp_path / "out", recipe(data, steps=1, learning_rate=1e-9), (warm, raw))
+    done = train(
+        target,
+        out=tmp_path / "out",
+        recipe=recipe(data, steps=1, learning_rate=1e-9),
+        warm=(warm, raw),
+    )
     assert done.config == raw
     for name, weight in tree_flatten(done.drafter.parameters()):
         assert mx.allclose(weight, before[name], atol=1e-5), name
-    fewer = train(target, tmp_path / "few", recipe(data, steps=1, draft_vocab=3), (warm, raw))
+    fewer = train(
+        target, out=tmp_path / "few", recipe=recipe(data, steps=1, draft_vocab=3), warm=(warm, raw)
+    )
     assert fewer.drafter.lm_head.weight.shape == (3, target.hidden_size)
     other = raw | {"hidden_size": 32}
     drafter = new_drafter(DraftConfig.from_dict(other), 0)
     with pytest.raises(IncompatibleDrafterError):
-        train(target, tmp_path / "other", recipe(data), (drafter, other))
+        train(target, out=tmp_path / "other", recipe=recipe(data), warm=(drafter, other))
 
 
 @pytest.mark.parametrize(
@@ -297,17 +309,19 @@ def test_mistakes_of_usage_are_told_first(tmp_path, options, message, monkeypatc
     ],
 )
 def test_shapes_are_judged_before_anything_is_answered(tmp_path, target, wrong, depth, said):
-    folder, warm = tinymodels.save_drafter(tmp_path / "warm", seed=3, block_size=4), None
+    folder = tinymodels.save_drafter(tmp_path / "warm", seed=3, block_size=4)
+    warm = None
     if depth is not None:
         raw = json.loads((folder / "config.json").read_text())
         warm = (load_drafter(str(folder)), raw | {"num_target_layers": depth})
     with pytest.raises(DFlashError, match=said):
-        train(target, tmp_path / "out", Recipe(synthesize=2, **wrong), warm)
+        train(target, out=tmp_path / "out", recipe=Recipe(synthesize=2, **wrong), warm=warm)
     assert not (tmp_path / "out").exists()
 
 
 def test_too_little_memory_is_told_before_anything_is_answered(tmp_path, target, data, monkeypatch):
-    out, large = tmp_path / "out", recipe(data, anchors=16, tokens=256)
+    out = tmp_path / "out"
+    large = recipe(data, anchors=16, tokens=256)
     """On a Mac the GPU's working set counts, not all of the memory."""
     little = {"max_recommended_working_set_size": 10**6}
     monkeypatch.setattr(mx, "device_info", lambda: little)
@@ -321,7 +335,8 @@ def test_answers_too_short_for_the_memory_stay_for_another_training(
     tmp_path, target, data, monkeypatch
 ):
     """How many sequences fill a batch is known when they are: then less can be asked for."""
-    seen, large = list[Any](), recipe(data, steps=1, anchors=16, tokens=256)
+    seen = list[Any]()
+    large = recipe(data, steps=1, anchors=16, tokens=256)
     train(target, tmp_path / "free", large, listen=seen.append)
     [needed] = [event.memory_bytes for event in seen if isinstance(event, TrainingPlan)]
     monkeypatch.setattr(memory, "usable_bytes", lambda: needed - 1)

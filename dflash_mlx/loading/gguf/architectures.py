@@ -23,7 +23,8 @@ from .layout import Config
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_LENGTH = 8192
 ROPE_DIVISORS = "rope_freqs.weight"
-LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+LONG = "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
 _PARTLY_ROTATED = {"phi3", "glm4", "qwen3next", "qwen35", "qwen35moe", "minimax-m2", "deepseek2"}
 _SIGMOID = 2  # of expert_gating_func
 _SOFTMAX = {"expert_gating_func": 1, "expert_weights_norm": True, "expert_weights_scale": 1.0}
@@ -44,8 +45,11 @@ class Fields:
     """The values of one architecture: `fields("block_count")`."""
 
     def __init__(self, path: object, kind: str, header: Header) -> None:
-        self.path, self.tensors = path, header.tensors
-        self._kind, self._metadata, self._read = kind, header.metadata, set[str]()
+        self.path = path
+        self.tensors = header.tensors
+        self._kind = kind
+        self._metadata = header.metadata
+        self._read = set[str]()
 
     def __call__(self, name: str, default: Any = _REQUIRED) -> Any:
         """A value, numbers of a reasonable size. Raises `ConfigError`."""
@@ -107,7 +111,8 @@ class Fields:
         As llama.cpp reads the keys: a factor without a type is linear, and YaRN's attention
         factor multiplies its usual one.
         """
-        key, divisors = "rope.scaling.", self.vector(ROPE_DIVISORS)
+        key = "rope.scaling."
+        divisors = self.vector(ROPE_DIVISORS)
         factor = self(f"{key}factor", self("rope.scale_linear", 0.0)) or 1.0
         kind = self(f"{key}type", "linear")
         kind = "none" if (kind, factor) == ("linear", 1.0) else kind
@@ -116,8 +121,10 @@ class Fields:
         attention = self(f"{key}attn_factor", 1.0)
         if kind == "none" and divisors is not None:
             return self._llama3(divisors, head_dim, theta)
-        long, short = self.vector(LONG), self.vector(SHORT)
-        usual, scaling = 1.0, {"type": kind, "factor": factor}
+        long = self.vector(LONG)
+        short = self.vector(SHORT)
+        usual = 1.0
+        scaling = {"type": kind, "factor": factor}
         if long is not None and short is not None and kind in ("none", "longrope"):
             if length > original > 1:
                 usual = math.sqrt(1 + math.log(length / original) / math.log(original))
@@ -138,7 +145,8 @@ class Fields:
         return None if scaling["type"] == "none" else scaling
 
     def _llama3(self, divisors: np.ndarray, head_dim: int, theta: float) -> Config:
-        factor, fits = float(divisors.max()), len(divisors) == head_dim // 2
+        factor = float(divisors.max())
+        fits = len(divisors) == head_dim // 2
         ours = llama3_divisors(head_dim, theta, factor)
         if not fits or not np.allclose(divisors, ours, rtol=1e-3):
             raise ConfigError(f"{self.path}: rope_freqs are not those of Llama 3.")
@@ -151,19 +159,23 @@ def read_config(path: object, header: Header) -> Config:
 
     Raises `ConfigError` for another architecture, or a field that is missing or unknown.
     """
-    kind, rows = header.metadata.get("general.architecture"), architectures()
+    kind = header.metadata.get("general.architecture")
+    rows = architectures()
     if kind not in rows:
         raise ConfigError(
             f"{path}: the architecture is {str(kind)[:40]!r}; of GGUF files, {', '.join(rows)} "
             "are read."
         )
-    row, fields = rows[kind], Fields(path, kind, header)
+    row = rows[kind]
+    fields = Fields(path, kind, header)
     layers = fields("block_count") - fields("nextn_predict_layers", 0)
     if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
         raise fields.wrong("block_count", layers)
-    heads, width = fields("attention.head_count"), fields("embedding_length")
+    heads = fields("attention.head_count")
+    width = fields("embedding_length")
     head_dim = fields("attention.key_length", width // heads)
-    rotated, theta = fields("rope.dimension_count", head_dim), fields("rope.freq_base", 10000.0)
+    rotated = fields("rope.dimension_count", head_dim)
+    theta = fields("rope.freq_base", 10000.0)
     if rotated != head_dim and kind not in _PARTLY_ROTATED:
         raise fields.wrong("rope.dimension_count", rotated)
     config = {
@@ -220,7 +232,8 @@ def _gemma(fields: Fields, config: Config) -> Config:
 def _gemma4(fields: Fields, config: Config) -> Config:
     """Two kinds of layers, with heads of two sizes; the last layers share keys and values."""
     experts = fields("expert_count", 0)
-    layers, divisors = config["num_hidden_layers"], fields.vector(ROPE_DIVISORS)
+    layers = config["num_hidden_layers"]
+    divisors = fields.vector(ROPE_DIVISORS)
     sliding = fields.by_layer("attention.sliding_window_pattern", layers)
     heads = dict(zip(sliding, fields.by_layer("attention.head_count_kv", layers), strict=True))
     sizes = fields.by_layer("feed_forward_length", layers)

@@ -28,7 +28,8 @@ from .header import Tensor, read_header
 from .layout import change_of, gguf_name, stored_shape
 
 BYTES_PER_FILE = 1 << 30
-EMBEDDING, HEAD = "token_embd.weight", "lm_head.weight"
+EMBEDDING = "token_embd.weight"
+HEAD = "lm_head.weight"
 _WIDE = {"gemma2", "gemma4"}  # too large for half precision; mlx-lm's Gemma 3 clips what is
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 
@@ -48,7 +49,9 @@ class Conversion:
     """
 
     def __init__(self, parts: Sequence[Path], unpacked: bool) -> None:
-        self._path, self.header = (path := parts[0]), read_header(parts)
+        path = parts[0]
+        self._path = path
+        self.header = read_header(parts)
         self._kind = str(self.header.metadata.get("general.architecture"))
         kind, words = contents_of(path)
         if kind != MODEL:
@@ -117,7 +120,9 @@ class Conversion:
 
     def _find_sources(self, model: nn.Module) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
         """The tensor and the shape of every parameter. Raises `ConfigError`, `WeightsError`."""
-        tensors, sources, used = self.header.tensors, {}, {ROPE_DIVISORS, LONG, SHORT}
+        tensors = self.header.tensors
+        sources = {}
+        used = {ROPE_DIVISORS, LONG, SHORT}
         layers = self.config["num_hidden_layers"]
         architecture = {kind: key for key, kind in MODEL_ARCH_NAMES.items()}[self._kind]
         names = get_tensor_name_map(architecture, layers)
@@ -160,7 +165,8 @@ class Conversion:
 
     def _parameter(self, name: str) -> dict[str, mx.array]:
         """A parameter by its name, or its quantized parts."""
-        (tensor, shape), result = self._sources[name], {}
+        result = {}
+        (tensor, shape) = self._sources[name]
         if name in self._packed:
             parts = pack(tensor.blocks(), tensor.type)
         else:

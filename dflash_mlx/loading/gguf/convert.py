@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from .drafter import DrafterConversion
 
 FORMAT = 5  # of the folders; a higher number converts every file again
-BEGINNING, SAMPLE, SAMPLES = 2**20, 2**12, 256  # bytes, bytes, and samples of a file
+# bytes, bytes, and samples of a file
+BEGINNING = 2**20
+SAMPLE = 2**12
+SAMPLES = 256
 
 
 def converted(path: Path, unpacked: bool) -> Path:

@@ -71,7 +71,8 @@ class DrafterConversion:
                 f"{self._path}: a drafter of the architecture {str(kind)[:40]!r}; of GGUF files, "
                 f"{KIND!r} is read. Its safetensors may be."
             )
-        self._unpacked, self._metadata = unpacked, header.metadata
+        self._unpacked = unpacked
+        self._metadata = header.metadata
         self._sources = {
             self._our_name(name): tensor
             for name, tensor in header.tensors.items()
@@ -116,7 +117,8 @@ class DrafterConversion:
         return ours if layer is None else ours.replace("{N}", layer[0])
 
     def _read_config(self, fields: Fields) -> dict[str, Any]:
-        layers, width = fields("block_count"), fields("embedding_length")
+        layers = fields("block_count")
+        width = fields("embedding_length")
         heads = fields("attention.head_count")
         head_dim = fields("attention.key_length", width // heads)
         theta = fields("rope.freq_base", 10000.0)

@@ -107,7 +107,8 @@ class _Reader:
     """Reads a header from front to back. What cannot be raises what its own numbers raise."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
-        self._path, self._file = path, file
+        self._path = path
+        self._file = file
         self._size = path.stat().st_size
 
     def header(self, general: bool = False) -> Header:
@@ -116,7 +117,8 @@ class _Reader:
             raise WeightsError(f"{self._path}: not a GGUF file.")
         if (version := self._integer(4)) not in (2, 3):
             raise ValueError(f"version {version}; 2 and 3 are read")
-        count, entries = self._count(MAX_ENTRIES), self._count(MAX_ENTRIES)
+        count = self._count(MAX_ENTRIES)
+        entries = self._count(MAX_ENTRIES)
         metadata: dict[str, Any] = {}
         for _ in range(entries):
             key = self._text()
@@ -127,7 +129,8 @@ class _Reader:
             return Header(metadata, {})
         described = {}
         for _ in range(count):
-            name, dimensions = self._text(), self._count(MAX_DIMENSIONS, 4)
+            name = self._text()
+            dimensions = self._count(MAX_DIMENSIONS, 4)
             shape = tuple(self._integer(8) for _ in range(dimensions))[::-1]
             described[name] = shape, self._integer(4), self._integer(8)
         if len(described) < count:
@@ -135,13 +138,13 @@ class _Reader:
         alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         base = -(-self._file.tell() // alignment) * alignment
         tensors = {
-            name: self._tensor(name, shape, kind, base + offset)
+            name: self._tensor(name, shape=shape, kind=kind, start=base + offset)
             for name, (shape, kind, offset) in described.items()
         }
         return Header(metadata, tensors)
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> Tensor:
-        tensor = Tensor(GGMLQuantizationType(kind), shape, self._path, start)
+        tensor = Tensor(GGMLQuantizationType(kind), shape=shape, file=self._path, start=start)
         if math.prod(shape) == 0 or shape[-1] % GGML_QUANT_SIZES[tensor.type][0]:
             raise ValueError(f"{name} of type {tensor.type.name} has the shape {shape}")
         if not 0 <= start <= self._size - tensor.size:
@@ -157,7 +160,8 @@ class _Reader:
             return self._text()
         if kind != GGUFValueType.ARRAY:
             return self._numbers(kind, 1)[0]
-        kind, count = self._integer(4), self._count(MAX_ITEMS)
+        kind = self._integer(4)
+        count = self._count(MAX_ITEMS)
         if kind == GGUFValueType.STRING:
             return [self._text() for _ in range(count)]
         return self._numbers(kind, count)

@@ -67,7 +67,8 @@ def _by_key_head(
     Its converter puts the first value head of each key head first, then the second of each.
     `after_keys`: queries and keys come before the values.
     """
-    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"]
+    values = config["linear_num_value_heads"]
     start = 2 * keys * config["linear_key_head_dim"] if after_keys else 0
     array = np.moveaxis(array, axis, 0)
     moved = array[start:].reshape(values // keys, keys, -1, *array.shape[1:]).swapaxes(0, 1)

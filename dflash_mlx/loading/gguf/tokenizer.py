@@ -71,7 +71,8 @@ class TokenizerFields:
     """
 
     def __init__(self, path: object, metadata: Mapping[str, Any]) -> None:
-        self.path, self.metadata = path, metadata
+        self.path = path
+        self.metadata = metadata
         with ErrorWrapper(ConfigError, f"{path}: the vocabulary is broken", TOKENIZER_ERRORS):
             self.tokens: list[str] = metadata[f"{_KEY}tokens"]
             self.types: list[int] = self("token_type", [NORMAL] * len(self.tokens))
@@ -169,11 +170,13 @@ def _sentence_piece(fields: TokenizerFields) -> Tokenizer:
     A space before each word is written as another character, before the first one too unless the
     file says no. Characters without a token are encoded as bytes.
     """
-    tokens, types = fields.tokens, fields.types
+    tokens = fields.tokens
+    types = fields.types
     if fields("model") == "gemma4":
         pairs = fields.merges()
     else:
-        scores, own = fields.metadata[f"{_KEY}scores"], {*fields.of_kind(NORMAL)}
+        scores = fields.metadata[f"{_KEY}scores"]
+        own = {*fields.of_kind(NORMAL)}
         pairs = [
             (token[:middle], token[middle:])
             for _, token in sorted(zip(scores, tokens, strict=True), key=lambda pair: -pair[0])
@@ -189,7 +192,8 @@ def _sentence_piece(fields: TokenizerFields) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE(ids, pairs, unk_token=name, fuse_unk=True, byte_fallback=BYTE in types)
     )
-    spaces, texts = normalizers.Replace(" ", _SPACE), decoders.Replace(_SPACE, " ")
+    spaces = normalizers.Replace(" ", _SPACE)
+    texts = decoders.Replace(_SPACE, " ")
     steps = [texts, decoders.ByteFallback(), decoders.Fuse()]
     if fields("add_space_prefix", True) is True:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])

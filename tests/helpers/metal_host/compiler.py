@@ -48,7 +48,8 @@ class CompilationError(RuntimeError):
 @cache
 def find_compiler() -> tuple[str, str] | None:
     """The path of g++, which MLX needs too, and its version; None where kernels cannot run."""
-    path, machine = shutil.which("g++"), (platform.system(), platform.machine())
+    path = shutil.which("g++")
+    machine = (platform.system(), platform.machine())
     if path is None or machine not in (("Linux", "x86_64"), ("Linux", "aarch64")):
         return None
     said = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
@@ -116,13 +117,21 @@ class Build:
         files = sorted((HERE / "runtime").glob("*.cpp"))
         source = "".join(f'#include "{path}"\n' for path in files)  # one unit compiles fastest
         mode = ["-DMETAL_HOST_CHECKED"] if self.checked else []
-        return self._library("runtime", source, _digest("include", "runtime"), ["-O2", *mode], [])
+        return self._library(
+            "runtime",
+            source=source,
+            included=_digest("include", "runtime"),
+            options=["-O2", *mode],
+            linked=[],
+        )
 
     def kernel(self, source: str) -> Path:
         """A kernel, linked to the runtime."""
         mode = _CHECKED if self.checked else ("-O1",)
         linked = [str(self.runtime), "-nostdlib", "-lm"]  # without the rest it links twice as fast
-        return self._library("kernel", source, _digest("include"), mode, linked)
+        return self._library(
+            "kernel", source=source, included=_digest("include"), options=mode, linked=linked
+        )
 
     def check_syntax(self, source: Path) -> None:
         """Raises CompilationError if a Metal file does not compile by itself."""

@@ -81,10 +81,10 @@ class EmulatedKernel:
         """The Metal function that MLX would compile for a call with these arguments."""
         return wrap(
             self.name,
-            list(zip(self.input_names, inputs, strict=True)),
-            list(zip(self.output_names, output_dtypes, strict=True)),
-            self.header,
-            self.source,
+            inputs=list(zip(self.input_names, inputs, strict=True)),
+            outputs=list(zip(self.output_names, output_dtypes, strict=True)),
+            header=self.header,
+            body=self.source,
         )
 
     def __call__(
@@ -106,18 +106,18 @@ class EmulatedKernel:
             arrays = [mx.contiguous(array) for array in arrays]
         wrapper = self.wrapper(arrays, output_dtypes)
         outputs = [
-            Memory(name, _output(shape, dtype), True, False)
+            Memory(name, values=_output(shape, dtype), writable=True, initialised=False)
             for name, shape, dtype in zip(
                 self.output_names, output_shapes, output_dtypes, strict=True
             )
         ]
         launch(
             self.name,
-            self.build.runtime,
-            self.library(wrapper),
-            grid,
-            threadgroup,
-            self._input_memory(wrapper, arrays) + outputs,
+            runtime=self.build.runtime,
+            library=self.library(wrapper),
+            grid=grid,
+            threadgroup=threadgroup,
+            memory=self._input_memory(wrapper, arrays) + outputs,
         )
         return [
             _mlx(memory.values, dtype) for memory, dtype in zip(outputs, output_dtypes, strict=True)
@@ -134,5 +134,5 @@ class EmulatedKernel:
         memory = []
         for parameter in wrapper.parameters[: -len(self.output_names)]:
             given = described(values[parameter.array], parameter.suffix)
-            memory.append(Memory(parameter.name, given, False, True))
+            memory.append(Memory(parameter.name, values=given, writable=False, initialised=True))
         return memory

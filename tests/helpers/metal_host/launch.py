@@ -13,7 +13,8 @@ import numpy as np
 from metal_host.compiler import load, source_line
 
 RED_ZONE = 4096  # bytes before and after every buffer, for accesses that miss it; kRedZone
-_WRITABLE, _INITIALISED = 1, 2
+_WRITABLE = 1
+_INITIALISED = 2
 
 
 class _Buffer(ctypes.Structure):
@@ -95,7 +96,7 @@ def _findings(runtime: ctypes.CDLL, library: Path) -> list[Finding]:
         if key in found:
             found[key] = replace(found[key], count=found[key].count + int(count))
         else:
-            found[key] = Finding(kind, message, key[1], int(count))
+            found[key] = Finding(kind, message=message, where=key[1], count=int(count))
     return list(found.values())
 
 
@@ -115,7 +116,8 @@ def launch(
 
     Raises CheckError for what it finds.
     """
-    host, kernel = load(runtime), load(library)
+    host = load(runtime)
+    kernel = load(library)
     image = (ctypes.c_void_p * 2).in_dll(kernel, "metal_host_image")
     buffers = (_Buffer * len(memory))(*(each.described() for each in memory))
     function = ctypes.cast(kernel.metal_host_kernel, ctypes.c_void_p)
