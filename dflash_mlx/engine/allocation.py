@@ -15,7 +15,7 @@ import numpy as np
 
 from ..policy.draft_policy import DraftPolicy
 from ..policy.planner import PROBE_ROWS, DraftCandidate, plain_steps_after
-from ..policy.step_costs import LENGTHS
+from ..policy.step_costs import CHAIN_LENGTHS
 
 GAIN = 1.05  # over plain batching: texts that draft end one by one, so batches are smaller
 READ = 10  # features that a network may read first for the price of a row,
@@ -93,7 +93,9 @@ class RowAllocator:
         if not len(probs):
             return []
         costs, count, least = self._policy.costs, len(candidates), len(candidates) + required
-        totals = LENGTHS[bisect_right(LENGTHS, least) : bisect_left(LENGTHS, least + len(probs))]
+        totals = CHAIN_LENGTHS[
+            bisect_right(CHAIN_LENGTHS, least) : bisect_left(CHAIN_LENGTHS, least + len(probs))
+        ]
         unread, left = np.array([(one.unread, one.left) for one in candidates]).T
         found: list[tuple[float, float, list[int]]] = []  # tokens per cost, expected loss, owners
         for total in (*totals, least + len(probs)):

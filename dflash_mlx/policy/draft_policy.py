@@ -1,8 +1,8 @@
-"""How many rows each step drafts and verifies: as many as bring the most tokens per second.
+"""Chooses how many rows each step drafts and verifies, to get the most tokens per second.
 
 A step of w rows commits 1 + a_1 + a_1 a_2 + ... tokens, where a_j is the acceptance rate of slot j.
-The policy divides by what such a step costs, and takes the best, which may be a plain step. A
-budget bounds what a request can lose while the estimates are wrong.
+The policy divides this by the cost of the step and takes the best length, which may be a plain
+step. A budget limits how much a request can lose while the estimates are wrong.
 """
 
 from __future__ import annotations
@@ -20,30 +20,38 @@ from .step_costs import StepCosts
 if TYPE_CHECKING:
     from ..targets import Target
 
-MOST_ROWS = 1024  # of a step, beyond what any machine could want
-SHOWN = (2, 4, 8, 12, 16)  # rows in a description
-PROBE_LOSS = 1.0  # plain steps that a probe may lose after the shortest pause
-# plain tokens before a probe, which doubles them if it fails
+# The largest block size that may be set, far above what pays off on any machine.
+MAX_BLOCK_SIZE = 1024
+# Numbers of rows that `DraftPolicy.describe` lists.
+DESCRIBED_ROWS = (2, 4, 8, 12, 16)
+# A probe that can lose this many plain steps runs after the shortest pause.
+PROBE_LOSS = 1.0
+# Plain tokens before the next probe: at first, and at most. A failed probe doubles them.
 FIRST_PAUSE = 32
 LONGEST_PAUSE = 512
-QUICKLY = 16  # plain tokens after which a failed draft says nothing new
-TREE_MEMORY = 0.95  # weight of a tree relative to the next one
-TREE_TRIALS = 4  # trees before chains may replace them
-TREE_PAUSE = 64  # drafts after which one is a tree anyway
+# A draft that fails within this many plain tokens of the last one does not double the pause.
+RETRY_TOKENS = 16
+# The weight of a tree relative to the next one.
+TREE_DECAY = 0.95
+# Trees to draft before chains may replace them.
+TREE_TRIALS = 4
+# Every draft of this number is a tree, even if chains have done better.
+TREE_PAUSE = 64
 
 
 class DraftPolicy:
-    """Chooses draft lengths. Keep it: the next request starts with what this one learnt.
+    """Chooses draft lengths. Reuse it, so that the next request starts with what this one learned.
 
     Args:
-        block_size: the most rows of a chain.
-        trees: whether it drafts trees, too, where they are better.
-        slot_cost: what each drafted token is likely to cost; see `drafter.protocol.slot_cost`.
+        block_size: the maximum number of rows in a chain.
+        trees: whether to draft trees where they do better than chains.
+        slot_cost: the typical cost of drafting one token, in plain steps, for drafters that draft
+            token by token (`drafter.protocol.slot_cost`); else None.
 
     Attributes:
         block_size, slot_cost: as given.
-        costs: of steps.
-        trees: how trees did, compared with chains; None if there are none.
+        costs: the costs of steps.
+        trees: how trees did, compared with chains; None if the policy drafts no trees.
     """
 
     def __init__(
@@ -53,7 +61,7 @@ class DraftPolicy:
         self.slot_cost = slot_cost
         self.costs = StepCosts(slot_cost)
         self.trees = TreeRecord() if trees else None
-        self._learnt: dict[float, AcceptanceEstimates] = {}
+        self._estimates: dict[float, AcceptanceEstimates] = {}  # by rounded temperature
         self._plain_tokens = 0.0
         self._pause = FIRST_PAUSE
 
@@ -61,71 +69,78 @@ class DraftPolicy:
     def of(
         cls, target: Target, drafter: Drafter | None, block_size: int = 16, trees: bool = False
     ) -> DraftPolicy:
-        """The policy of a pair. It is ready at once: costs are learnt from real steps.
+        """Create the policy of a pair. It measures nothing first: real steps teach it their costs.
 
         Args:
-            target, drafter: the pair, as `load` returns it.
-            block_size: the most rows of a step; the drafter's own limits it too.
-            trees: whether to draft trees where they are better, if the pair can.
+            target, drafter: the pair that `load` returned.
+            block_size: the maximum number of rows in a step. The drafter's block size limits it.
+            trees: whether to draft trees where they do better, if the pair supports them.
 
-        Raises `SettingsError`, also without a drafter: plain decoding drafts nothing.
+        Raises:
+            SettingsError: a setting is invalid, or there is no drafter.
         """
         check_pair(target, None)
         if not is_drafter(drafter):
             raise SettingsError(f"A policy is for a target and its drafter, not {brief(drafter)}.")
-        asked = check_integer("block_size", block_size, most=MOST_ROWS)
-        most = min(asked, drafter_block_size(drafter) or MOST_ROWS)
-        reads_trees = trees and target.supports_trees and drafts_trees(drafter)
-        return cls(most, reads_trees, slot_cost(drafter, target))
+        block_size = check_integer("block_size", block_size, most=MAX_BLOCK_SIZE)
+        limit = min(block_size, drafter_block_size(drafter) or MAX_BLOCK_SIZE)
+        uses_trees = trees and target.supports_trees and drafts_trees(drafter)
+        return cls(limit, trees=uses_trees, slot_cost=slot_cost(drafter, target))
 
-    def learnt(self, temperature: float) -> AcceptanceEstimates:
-        """What earlier requests at about this temperature have taught."""
+    def estimates_at(self, temperature: float) -> AcceptanceEstimates:
+        """The estimates that requests at about this temperature share."""
         rounded = min(2.0, round(2 * temperature) / 2)
-        if rounded not in self._learnt:
-            self._learnt[rounded] = AcceptanceEstimates(self.block_size - 1)
-        return self._learnt[rounded]
+        if rounded not in self._estimates:
+            self._estimates[rounded] = AcceptanceEstimates(self.block_size - 1)
+        return self._estimates[rounded]
 
     def should_probe(self, cost: float) -> bool:
-        """Whether it is time to draft although it does not seem to pay.
+        """Whether it is time to draft although it does not seem to pay off.
 
-        A dear probe waits longer, as it may lose more; but it comes, for costs may be wrong.
+        Expensive probes are rarer because they can lose more. They still happen because the cost
+        estimate may be wrong.
         """
         pause = self._pause * max(1.0, (cost - 1) / PROBE_LOSS)
         return self._plain_tokens >= min(pause, LONGEST_PAUSE)
 
     def count(self, drafted: bool, tokens: float, cost: float) -> None:
-        """Take in a step, for the time of the next probe."""
+        """Count a step's tokens towards the next probe."""
         if not drafted:
             self._plain_tokens += tokens
             return
         if tokens > cost:
             self._pause = FIRST_PAUSE
-        elif self._plain_tokens > QUICKLY:
+        elif self._plain_tokens > RETRY_TOKENS:
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
         self._plain_tokens = 0.0
 
     def describe(self, temperature: float = 0.0) -> list[str]:
-        """The costs and estimates that draft lengths follow from, a line each.
+        """The costs and estimates that draft lengths depend on, one line each.
 
-        Without estimates where none were learned at about this temperature: lookup keeps its own.
+        Estimates are left out if none were learned at about this temperature.
         """
-        estimates = self.learnt(temperature)
+        estimates = self.estimates_at(temperature)
         tokens = [*accumulate(estimates.path_probs, initial=1.0)]
         plain = self.costs.plain_seconds
         timed = "was not timed yet" if plain is None else f"takes {1e3 * plain:.2f} ms"
-        shown = f"a plain step {timed}"
+        plain_step = f"a plain step {timed}"
         if estimates.path_probs == AcceptanceEstimates(self.block_size - 1).path_probs:
-            return [f"{shown}; no acceptance rates were learned here (lookup keeps its own)"]
-        pairs = [(rows, self.costs.cost("chain", rows)) for rows in SHOWN if rows <= len(tokens)]
-        return [shown] + [
-            f"{rows} rows: {cost:.2f} x plain, {tokens[rows - 1]:.2f} tokens: "
-            f"{tokens[rows - 1] / cost:.2f} x the speed"
-            for rows, cost in pairs
-        ]
+            return [f"{plain_step}; no acceptance rates were learned here (lookup keeps its own)"]
+        lines = [plain_step]
+        for rows in DESCRIBED_ROWS:
+            if rows > len(tokens):
+                break
+            cost = self.costs.cost("chain", rows)
+            expected = tokens[rows - 1]
+            lines.append(
+                f"{rows} rows: {cost:.2f} x plain, {expected:.2f} tokens: "
+                f"{expected / cost:.2f} x the speed"
+            )
+        return lines
 
 
 class TreeRecord:
-    """Whether trees bring more tokens per second than chains."""
+    """Records whether trees bring more tokens per second than chains."""
 
     def __init__(self) -> None:
         self._tokens = 0.0
@@ -134,13 +149,13 @@ class TreeRecord:
         self._wait = 0
 
     def should_draft_tree(self, chain_speed: float) -> bool:
-        """Whether the next draft should be a tree, where a chain promises such a speed."""
+        """Whether the next draft should be a tree, given the expected speed of the best chain."""
         self._wait += 1
         better = self._tokens >= chain_speed * self._cost
         return self._trees < TREE_TRIALS or better or self._wait % TREE_PAUSE == 0
 
     def observe(self, tokens: int, cost: float) -> None:
-        """Take in a step that verified a tree."""
+        """Record a step that verified a tree."""
         self._trees += 1
-        self._tokens = TREE_MEMORY * self._tokens + tokens
-        self._cost = TREE_MEMORY * self._cost + cost
+        self._tokens = TREE_DECAY * self._tokens + tokens
+        self._cost = TREE_DECAY * self._cost + cost

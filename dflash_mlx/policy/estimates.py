@@ -1,4 +1,4 @@
-"""How often drafts are right: acceptance rates per slot, learnt from the steps of all requests."""
+"""Acceptance rates per draft slot, learned from the steps of all requests."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ from collections.abc import Iterable
 from itertools import accumulate
 from operator import mul
 
-FIRST = 0.8  # prior rate of slot 1,
-LATER = 0.9  # and of each later slot if those before it are right
-PRIOR_WEIGHT = 2.0  # drafts that the priors count for
-NEIGHBOUR_WEIGHT = 4.0  # drafts that a slot's rate counts for in the estimate of the next slot
-OWN_WEIGHT = 8.0  # drafts of one request that the rates of all count for
-MEMORY = 0.98  # weight of a draft relative to the next one: about the last 50 count
-PLAIN_MEMORY = 0.998  # the same per plain step, so that drafting is tried again some day
+# Prior acceptance rates: of slot 1, and of each later slot once the slots before it are accepted.
+FIRST_RATE = 0.8
+LATER_RATE = 0.9
+# The priors count as much as this many drafts.
+PRIOR_WEIGHT = 2.0
+# A slot's rate counts as much as this many drafts in the estimate of the next slot.
+NEIGHBOUR_WEIGHT = 4.0
+# The rates of all requests count as much as this many drafts of one request.
+SHARED_WEIGHT = 8.0
+# The weight of a draft relative to the next one, so that about the last 50 count.
+DECAY = 0.98
+# The same for each plain step, so that drafting is tried again eventually.
+PLAIN_DECAY = 0.998
 
 
 class AcceptanceEstimates:
-    """Acceptance rate of each slot, given that the slots before it are right.
+    """The acceptance rate of each slot, given that the slots before it were accepted.
 
     Args:
-        slots: of the longest draft.
+        slots: the number of slots in the longest draft.
 
     Attributes:
         rates: [slots].
-        path_probs: [slots], how likely each drafted row is accepted: the products of the rates.
+        path_probs: [slots], the probability that each drafted row is accepted: the products of the
+            rates.
     """
 
     def __init__(self, slots: int) -> None:
@@ -34,39 +41,46 @@ class AcceptanceEstimates:
         self._estimate()
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Count a draft of `drafted` tokens of which the first `accepted` were right."""
+        """Count a draft of `drafted` tokens, of which the first `accepted` were accepted."""
         tried = self._tried
         right = self._right
         for slot in range(min(accepted + 1, drafted, len(tried))):
-            tried[slot] = MEMORY * tried[slot] + 1
-            right[slot] = MEMORY * right[slot] + (slot < accepted)
+            tried[slot] = DECAY * tried[slot] + 1
+            right[slot] = DECAY * right[slot] + (slot < accepted)
         self._estimate()
 
     def fade(self) -> None:
-        """Count a plain step: what is known of the first slot grows older."""
+        """Count a plain step, which makes the estimate of the first slot less certain."""
         if self._tried:
-            self._tried[0] *= PLAIN_MEMORY
-            self._right[0] *= PLAIN_MEMORY
+            self._tried[0] *= PLAIN_DECAY
+            self._right[0] *= PLAIN_DECAY
             self._estimate()
 
     def seen_by(self, all_requests: AcceptanceEstimates) -> list[float]:
-        """The `path_probs` of one request, whose rates begin as those of all requests."""
-        pairs = zip(self._tried, self._right, all_requests.rates, strict=True)
-        rates = ((right + OWN_WEIGHT * rate) / (tried + OWN_WEIGHT) for tried, right, rate in pairs)
+        """The `path_probs` of one request, with the rates of all requests as priors."""
+        rates = []
+        counts = zip(self._tried, self._right, all_requests.rates, strict=True)
+        for tried, right, shared_rate in counts:
+            rates.append((right + SHARED_WEIGHT * shared_rate) / (tried + SHARED_WEIGHT))
         return path_probabilities(rates)
 
     def _estimate(self) -> None:
-        """Shrink each slot's own rate towards the slot before it."""
-        prior = FIRST
+        """Estimate each slot's rate, with the rate of the slot before it as prior."""
+        prior = FIRST_RATE
         weight = PRIOR_WEIGHT
-        rates = list[float]()
+        rates: list[float] = []
         for slot, (tried, right) in enumerate(zip(self._tried, self._right, strict=True)):
-            rates.append((right + weight * prior) / (tried + weight))
-            prior, weight = (rates[-1], NEIGHBOUR_WEIGHT) if slot else (LATER, PRIOR_WEIGHT)
+            rate = (right + weight * prior) / (tried + weight)
+            rates.append(rate)
+            if slot == 0:
+                prior = LATER_RATE
+            else:
+                prior = rate
+                weight = NEIGHBOUR_WEIGHT
         self.rates = rates
         self.path_probs = path_probabilities(rates)
 
 
 def path_probabilities(rates: Iterable[float]) -> list[float]:
-    """How likely each row of a chain is accepted, given the rate of each slot."""
+    """The probability that each row of a chain is accepted, given the rate of each slot."""
     return list(accumulate(rates, mul))

@@ -143,13 +143,13 @@ def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
     knew = []
 
     class Watched(DraftPolicy):
-        def learnt(self, temperature):
-            knew.append(sum(super().learnt(0.0).path_probs))
-            return super().learnt(temperature)
+        def estimates_at(self, temperature):
+            knew.append(sum(super().estimates_at(0.0).path_probs))
+            return super().estimates_at(temperature)
 
     pair = tinymodels.target(), tinymodels.random_drafter()
     policy = Watched(8, trees=of == "trees")
-    unknown = sum(DraftPolicy(8).learnt(0.0).path_probs)
+    unknown = sum(DraftPolicy(8).estimates_at(0.0).path_probs)
     list(measure_all(*pair, [ASKED, ASKED], 2, {"max_tokens": 16}, **{of: {"policy": policy}}))
     _warm_up, *first = knew[:3]
     assert first == [unknown] * 2

@@ -18,11 +18,11 @@ from simulated import (
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.protocol import DraftSession
-from dflash_mlx.policy.budget import ALLOWANCE, CREDIT, expected_loss
+from dflash_mlx.policy.budget import LOSS_PER_TOKEN, MAX_LOSS, expected_loss
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.estimates import AcceptanceEstimates
 from dflash_mlx.policy.planner import AdaptivePlanner
-from dflash_mlx.policy.step_costs import FORGOTTEN, STALE, StepCosts
+from dflash_mlx.policy.step_costs import MAX_AGE, STEPS_TO_REFRESH_PLAIN, StepCosts
 from dflash_mlx.proposal import Proposal
 
 MACHINES = {
@@ -85,7 +85,7 @@ def test_a_request_loses_no_more_than_its_budget(draft, turn):
         done = done + accepted + 1
         spent = spent + here.costs[len(proposal) - 1]
         lost = max(lost, spent - done)
-    assert lost <= CREDIT + ALLOWANCE * len(text) + 1
+    assert lost <= MAX_LOSS + LOSS_PER_TOKEN * len(text) + 1
 
 
 def test_a_useless_drafter_is_tried_ever_more_rarely():
@@ -184,7 +184,7 @@ def test_old_comparisons_are_forgotten():
     typical = [costs.cost("chain", rows) for rows in range(1, 17)]
     learnt(costs, [(1, 1.0), (4, 4.0)])
     assert costs.cost("chain", 4) > 2 * typical[3]
-    for _ in range(FORGOTTEN + STALE):
+    for _ in range(MAX_AGE + STEPS_TO_REFRESH_PLAIN):
         costs.observe("chain", 1, 1.0)
     assert [costs.cost("chain", rows) for rows in range(1, 17)] == pytest.approx(typical)
 
