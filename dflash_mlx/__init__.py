@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .loop import stream_generate as stream_generate
     from .machine.blas import use_fast_blas as use_fast_blas
     from .policy.draft_policy import DraftPolicy as DraftPolicy
-    from .prefix.cache import PrefixStore as PrefixStore
+    from .prefix.store import PrefixStore as PrefixStore
     from .proposal import Proposal as Proposal
     from .targets import Target as Target
 
@@ -62,7 +62,7 @@ _MODULES = {
     ".loop": "generate stream_generate",
     ".machine.blas": "use_fast_blas",
     ".policy.draft_policy": "DraftPolicy",
-    ".prefix.cache": "PrefixStore",
+    ".prefix.store": "PrefixStore",
     ".proposal": "Proposal",
     ".targets": "Target",
 }

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from .drafter.protocol import Drafter, DraftSession, SupportsResume, start_session
-from .prefix.blocks import BlockKeys
-from .prefix.cache import PrefixStore
+from .prefix.entries import BlockKeys
+from .prefix.store import PrefixStore
 from .sampling import Sampler
 from .targets import Target, TargetSession
 from .targets.session import LAST_STEP, PREFILL_STEP, PromptPiece

@@ -8,7 +8,7 @@ import weakref
 from .caches import Caches
 from .drafter.protocol import Drafter, check_pair
 from .errors import SettingsError
-from .prefix.cache import PrefixStore
+from .prefix.store import PrefixStore
 from .request import Request
 from .targets import Target
 from .targets.caches import check_kv_bits

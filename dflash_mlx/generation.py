@@ -16,7 +16,7 @@ from .errors import SettingsError
 from .events import Stats
 from .policy.draft_policy import DraftPolicy
 from .policy.planner import AdaptivePlanner, Planner
-from .prefix.cache import PrefixStore
+from .prefix.store import PrefixStore
 from .prompt import Prompt, branch_points, encode_prompt, thinking_variables
 from .request import Request
 from .sampling import Sampler

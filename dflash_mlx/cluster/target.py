@@ -13,7 +13,8 @@ import mlx.nn as nn
 
 from ..drafter.protocol import Drafter
 from ..errors import SettingsError
-from ..prefix.cache import PrefixStore
+from ..prefix.entries import Entry
+from ..prefix.store import PrefixStore
 from ..proposal import Proposal
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, Checkpoint, strip_prefix
@@ -151,13 +152,11 @@ class LeaderPrefixStore(PrefixStore):
         super().__init__(target, drafter, **settings)
         self._leader = target.leader
 
-    def _evict(self, key: bytes) -> None:
-        arrays = self._entries[key].arrays or {}
+    def _on_evict(self, entry: Entry) -> None:
         for part in ("rows", "state"):
-            piece = strip_prefix(arrays, f"target.{part}.")
+            piece = strip_prefix(entry.arrays or {}, f"target.{part}.")
             if PIECE in piece:
                 self._leader.drop(_number_of(piece))
-        super()._evict(key)
 
 
 def _by_number(argument: Any) -> Any:

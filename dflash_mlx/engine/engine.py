@@ -17,7 +17,7 @@ from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
 from ..generation import GenerationSettings, make_request, policy_of
 from ..policy.draft_policy import DraftPolicy
-from ..prefix.cache import PrefixStore
+from ..prefix.store import PrefixStore
 from ..prompt import Prompt
 from ..request import Request
 from ..sampling import Sampler

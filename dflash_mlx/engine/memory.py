@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from ..drafter.protocol import Drafter, cache_bytes
 from ..errors import NotEnoughMemoryError
-from ..prefix.cache import PrefixStore
+from ..prefix.store import PrefixStore
 from ..request import Request
 from ..targets import Target
 from ..targets.kv_slots import SPARE, capacity_for

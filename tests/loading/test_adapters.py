@@ -20,7 +20,7 @@ from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.drafter.protocol import drafts_trees
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.prefix.blocks import fingerprint
+from dflash_mlx.prefix.entries import fingerprint
 
 KINDS = {"qwen3": "dora", "qwen3_moe": "lora", "qwen3_5": "full", "deepseek_v3": "lora"}
 KINDS |= {"gpt_oss": "lora"}

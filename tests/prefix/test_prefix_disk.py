@@ -15,9 +15,9 @@ from prefixes import CHUNK, Drafter, Target, request, store
 from test_prefix import KINDS, pair, text
 
 from dflash_mlx.errors import OutputError
-from dflash_mlx.prefix.blocks import Location
-from dflash_mlx.prefix.disk import NAME
-from dflash_mlx.prefix.disk import _name as checked_name
+from dflash_mlx.prefix.disk_cache import NAME
+from dflash_mlx.prefix.disk_cache import _name as checked_name
+from dflash_mlx.prefix.entries import Location
 
 
 def files(folder):

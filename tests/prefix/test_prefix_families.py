@@ -10,7 +10,7 @@ from tinymodels import target as tiny_target
 import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
 from dflash_mlx.policy.planner import Planner
-from dflash_mlx.prefix.cache import CHUNK
+from dflash_mlx.prefix.store import BLOCK_TOKENS as CHUNK
 from dflash_mlx.sampling import Sampler
 
 GIB = 2**30

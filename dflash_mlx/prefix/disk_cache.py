@@ -1,9 +1,9 @@
-"""A prefix cache's entries on disk: a safetensors file each.
+"""Entries of the prefix cache on disk, one safetensors file each.
 
-A file's name holds its key and checksum, so the folder needs no index. A damaged file is a miss and
-is removed, and so is one that holds other arrays than its pair stores; no error here reaches a
-request. One thread writes; it computes no arrays. The program
-ends after its last file.
+A file's name contains its key and checksum, so the folder needs no index. A file that is damaged,
+or has arrays that do not fit the pair, counts as a miss and is removed. No error here reaches a
+request. A single thread writes the files; it does not compute arrays. The program ends once its
+last file is written.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ..errors import OutputError
 from ..targets.caches import Arrays
 from ..threads import clean_up_at_end
 from ..validation import check_file
-from .blocks import BlockIndex, Entry, Location
+from .entries import BlockIndex, Entry, Location
 
 NAME = re.compile(
     r"(block|checkpoint)-(?P<key>[0-9a-f]{64})"
     r"(-(?P<block>[0-9a-f]{64})-(?P<length>\d{1,9}))?-(?P<checksum>[0-9a-f]{8})\.safetensors"
 )
 UNFINISHED = re.compile(r"\.[0-9a-f]{64}\.\d+")
-MAX_HEADER = 2**20  # bytes of a file beside its arrays
-STALE_SECONDS = 3600  # after which an unfinished file was left by a process that was killed
+MAX_HEADER = 2**20  # bytes that a file may have in addition to its arrays
+STALE_SECONDS = 3600  # an unfinished file of this age was left by a process that was killed
 
 
 @dataclass
@@ -54,11 +54,12 @@ class DiskCache:
     """The files of a folder, in least-recently-used order.
 
     Args:
-        path: the files are in its subfolder `prefix`, which is created for this user only.
-        budget: bytes of all files.
-        left_free: bytes of the disk that stay free.
+        path: the folder. The files are in its subfolder `prefix`, which only this user can read.
+        budget: the maximum total size of the files, in bytes.
+        left_free: bytes that have to stay free on the disk.
 
-    Raises `OutputError` when the folder cannot be created or read.
+    Raises:
+        OutputError: the folder cannot be created or read.
     """
 
     def __init__(self, path: Path, budget: int, left_free: int) -> None:
@@ -84,46 +85,47 @@ class DiskCache:
         return key in self._files
 
     def checkpoints_after(self, block: bytes) -> set[tuple[int, bytes]]:
-        """Length and key of every checkpoint behind a block."""
+        """The length and key of every checkpoint that follows a block."""
         with self._lock:
             return {(length, key) for key, length in self._index.after(block).items()}
 
     def read(self, key: bytes, expected: Arrays) -> Arrays | None:
-        """An entry's arrays, computed; None for a damaged file, which is removed.
+        """Load an entry's arrays. Returns None if there is no file, or it was damaged and removed.
 
-        `expected` are arrays with the names, shapes and types that it must have.
+        Args:
+            key: the key of the entry.
+            expected: arrays with the names, shapes and types that the entry must have.
         """
         file = self._files.get(key)
         if file is None:
             return None
         path = self._path / file.name
-        most = sum(x.nbytes for x in expected.values())
+        expected_size = sum(array.nbytes for array in expected.values())
         try:
-            if check_file(path, OutputError) > most + MAX_HEADER:
+            if check_file(path, OutputError) > expected_size + MAX_HEADER:
                 raise ValueError("too large")
             data = path.read_bytes()
             if file.name != _name(key, file.location, data):
                 raise ValueError("wrong checksum")
             loaded: Any = mx.load(io.BytesIO(data), format="safetensors", return_metadata=True)
-            arrays, metadata = loaded
+            arrays: Arrays = loaded[0]
+            metadata = loaded[1]
             if metadata.get("key") != key.hex() or _described(arrays) != _described(expected):
                 raise ValueError("another entry")
-            numbers = [x for x in arrays.values() if mx.issubdtype(x.dtype, mx.floating)]
-            if not all(finite.item() for finite in [mx.isfinite(x).all() for x in numbers]):
+            if not _all_finite(arrays):
                 raise ValueError("not finite")
             mx.eval(arrays)
         except (OSError, OutputError, RuntimeError, ValueError):
             self.remove(key)
             return None
-        found: Arrays = arrays
-        return found
+        return arrays
 
     def write(self, path: Sequence[bytes], new: Sequence[Entry] = ()) -> None:
         """Write new entries in the background, and mark all entries of a text as used.
 
         Args:
             path: the keys of the text's entries, in order.
-            new: those that have no file yet; their arrays are computed or being computed.
+            new: the entries that have no file yet. Their arrays are computed or being computed.
         """
         with suppress(RuntimeError):  # the program is ending
             self._last = self._writer.submit(self._write_all, path, new)
@@ -139,11 +141,11 @@ class DiskCache:
             self._remove(key)
 
     def _write_all(self, path: Sequence[bytes], new: Iterable[Entry]) -> None:
-        """Runs in the writer's thread."""
+        """Write the entries and set the time of use of all files of the text."""
         try:
             for entry in new:
                 if entry.key not in self and not self._write(entry, set(path)):
-                    break  # the entries after it are useless without it
+                    break  # later entries are useless without this one
         except OSError as error:
             self._warn(OutputError.because(self._path, error))
         now = time.time_ns()
@@ -171,8 +173,8 @@ class DiskCache:
         unfinished = self._path / f".{entry.key.hex()}.{os.getpid()}"
         try:
             opened = os.open(unfinished, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-            with open(opened, "wb") as to:
-                to.write(data)
+            with open(opened, "wb") as stream:
+                stream.write(data)
             unfinished.replace(self._path / name)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -221,35 +223,47 @@ class DiskCache:
                 (self._path / file.name).unlink(missing_ok=True)
 
     def _scan(self) -> None:
-        """Find the files of earlier processes; remove unfinished ones."""
-        found = []
+        """Find the files of earlier processes, and remove unfinished ones."""
+        files = []
         for item in os.scandir(self._path):
             try:
-                named = NAME.fullmatch(item.name)
+                match = NAME.fullmatch(item.name)
                 status = item.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue  # another process has just finished or removed it
-            if named is not None:
-                block = named["block"]
+            if match is not None:
+                block = match["block"]
                 location = None
                 if block is not None:
-                    location = Location(bytes.fromhex(block), int(named["length"]))
+                    location = Location(bytes.fromhex(block), int(match["length"]))
                 file = File(item.name, status.st_size, location)
-                found.append((status.st_mtime_ns, bytes.fromhex(named["key"]), file))
+                files.append((status.st_mtime_ns, bytes.fromhex(match["key"]), file))
             elif UNFINISHED.fullmatch(item.name) and status.st_mtime < time.time() - STALE_SECONDS:
                 Path(item.path).unlink(missing_ok=True)
-        for _, key, file in sorted(found, key=lambda each: each[0]):
+        files.sort(key=lambda item: item[0])  # by time of last use
+        for _, key, file in files:
             self._add(key, file)
 
 
 def _described(arrays: Arrays) -> dict[str, Any]:
-    return {name: (x.shape, x.dtype) for name, x in arrays.items()}
+    return {name: (array.shape, array.dtype) for name, array in arrays.items()}
+
+
+def _all_finite(arrays: Arrays) -> bool:
+    """Whether no floating-point array contains NaN or an infinity."""
+    checks = []
+    for array in arrays.values():
+        if mx.issubdtype(array.dtype, mx.floating):
+            checks.append(mx.isfinite(array).all())
+    return all(check.item() for check in checks)
 
 
 def _name(key: bytes, location: Location | None, data: bytes | memoryview) -> str:
     """The name of an entry's file, with a checksum of its key and its contents."""
-    checksum = sha256(key)
-    checksum.update(data)
-    where = "" if location is None else f"-{location.block.hex()}-{location.length}"
-    kind = "block" if location is None else "checkpoint"
-    return f"{kind}-{key.hex()}{where}-{checksum.hexdigest()[:8]}.safetensors"
+    digest = sha256(key)
+    digest.update(data)
+    checksum = digest.hexdigest()[:8]
+    if location is None:
+        return f"block-{key.hex()}-{checksum}.safetensors"
+    place = f"{location.block.hex()}-{location.length}"
+    return f"checkpoint-{key.hex()}-{place}-{checksum}.safetensors"

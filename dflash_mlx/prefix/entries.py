@@ -1,8 +1,8 @@
 """Blocks, checkpoints and tails of a prefix cache, and their keys.
 
-A text is cut into blocks of equal length. The key of a block is a hash of the key before it and of
-the block's tokens; the first one hangs on a root key: the models, `kv_bits` and the salt. So equal
-keys mean equal rows, in this process or an earlier one.
+A text is cut into blocks of equal length. The key of a block is a hash of the previous key and of
+the block's tokens. The first key follows from a root key, which depends on the models, `kv_bits`
+and the salt. So equal keys mean equal rows, in this process or an earlier one.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from ..drafter.protocol import Drafter, SupportsSharing
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, strip_prefix
 
-FORMAT = 3  # of the stored arrays and their keys
-PART = 2**26  # bytes of weights that a thread hashes at once
+FORMAT = 3  # version of the stored arrays and their keys
+HASHED_BYTES = 2**26  # bytes of weights that a thread hashes at a time
 Tokens = Sequence[int] | np.ndarray
 Value = TypeVar("Value")
-_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}  # by a number's bytes
+# Unsigned types by size in bytes, to read the bits of any array.
+_UINT_OF_SIZE = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 @dataclass(frozen=True)
 class Location:
-    """The position of a checkpoint: `length` tokens after a block, fewer than a block has."""
+    """The position of a checkpoint: `length` tokens after a block, with `length` < block size."""
 
     block: bytes
     length: int
@@ -44,16 +45,16 @@ class Location:
 
 @dataclass
 class Entry:
-    """The rows of some tokens behind a block, and what a session needs to start after them.
+    """The rows of the tokens after a block, and what a session needs to start after them.
 
     The arrays share no memory with caches or other entries, so evicting an entry frees its bytes.
 
     Attributes:
-        key: of the block, checkpoint or tail.
-        arrays: contiguous, by session and name; None after eviction.
-        block: the key of the block before it, or the root's.
-        tokens: those of its rows, uint32.
-        is_block: whether it is a block; else a checkpoint or a tail.
+        key: the key of the block, checkpoint or tail.
+        arrays: contiguous arrays by session and name; None after eviction.
+        block: the key of the previous block, or the root key.
+        tokens: the tokens of its rows, uint32.
+        is_block: True for a block, False for a checkpoint or tail.
     """
 
     key: bytes
@@ -64,8 +65,8 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes."""
-        return sum(x.nbytes for x in (self.arrays or {}).values())
+        """The size of the arrays in bytes."""
+        return sum(array.nbytes for array in (self.arrays or {}).values())
 
     @property
     def location(self) -> Location | None:
@@ -73,38 +74,38 @@ class Entry:
         return None if self.is_block else Location(self.block, len(self.tokens))
 
     def shared(self, tokens: np.ndarray) -> int:
-        """How many of these tokens it begins with."""
-        most = min(len(tokens), len(self.tokens))
-        same = self.tokens[:most] == tokens[:most]
-        return most if same.all() else int(same.argmin())
+        """The number of leading tokens that the entry shares with `tokens`."""
+        limit = min(len(tokens), len(self.tokens))
+        equal = self.tokens[:limit] == tokens[:limit]
+        return limit if equal.all() else int(equal.argmin())
 
 
 class BlockIndex(Generic[Value]):
-    """What stands behind each block, by its key."""
+    """Entries by the key of the block that they follow."""
 
     def __init__(self) -> None:
         self._after: dict[bytes, dict[bytes, Value]] = {}
 
     def add(self, block: bytes, key: bytes, value: Value) -> None:
-        """Add something behind a block."""
+        """Add an entry that follows a block."""
         self._after.setdefault(block, {})[key] = value
 
     def remove(self, block: bytes, key: bytes) -> None:
-        """Remove it."""
-        found = self._after[block]
-        del found[key]
-        if not found:
+        """Remove an entry."""
+        entries = self._after[block]
+        del entries[key]
+        if not entries:
             del self._after[block]
 
     def after(self, block: bytes) -> dict[bytes, Value]:
-        """A copy of what stands behind a block."""
+        """A copy of the entries that follow a block."""
         return dict(self._after.get(block, {}))
 
 
 def fingerprint(target: Target, drafter: Drafter | None) -> bytes:
     """A hash of everything that determines the rows of a pair: weights, configs, mlx-lm.
 
-    It reads every byte of the weights, on all cores: a fine-tune may differ in a single row.
+    It reads every byte of the weights because a fine-tuned model may differ in a single row.
     """
     mlx_lm = ".".join(version("mlx-lm").split(".")[:2])
     digest = sha256(f"dflash-mlx {FORMAT}, mlx-lm {mlx_lm}".encode())
@@ -121,7 +122,7 @@ def fingerprint(target: Target, drafter: Drafter | None) -> bytes:
 def root_key(pair: bytes, kv_bits: int | None, salt: str, size: int) -> bytes:
     """The key before the first block, for a pair's `fingerprint` and a block size in tokens.
 
-    Requests with another `kv_bits` or salt share nothing.
+    Requests with different `kv_bits` or salts share nothing.
     """
     return _hash(b"root", pair, json.dumps([kv_bits, salt, size]).encode())
 
@@ -132,15 +133,15 @@ def packed(ids: Tokens) -> np.ndarray:
 
 
 class BlockKeys:
-    """A text that grows, and the keys of its full blocks: each block is hashed once.
+    """A growing text and the keys of its full blocks. Each block is hashed once.
 
     Args:
         root: the key before the first block.
-        size: tokens of a block.
-        ids: the text so far.
+        size: the number of tokens in a block.
+        ids: the tokens so far.
 
     Attributes:
-        path: the root's key, and those of the full blocks.
+        path: the root key, then the keys of the full blocks.
         text: the tokens, uint32.
     """
 
@@ -151,7 +152,7 @@ class BlockKeys:
         self.read(ids)
 
     def read(self, ids: Tokens) -> None:
-        """Add what is new of the whole text `ids`, which begins with the tokens so far."""
+        """Extend the text to `ids`, which begins with the tokens so far."""
         self.text = np.concatenate([self.text, packed(ids[len(self.text) :])])
         for end in range(len(self.path) * self._size, len(self.text) + 1, self._size):
             block = self.text[end - self._size : end].tobytes()
@@ -164,7 +165,7 @@ class BlockKeys:
 
 
 def checkpoint_key(block: bytes, tail: Tokens) -> bytes:
-    """The key of a checkpoint some tokens, fewer than a block, after a block."""
+    """The key of a checkpoint after a block and the tokens in `tail`, fewer than a block."""
     return _hash(b"checkpoint", block, packed(tail).tobytes())
 
 
@@ -180,12 +181,12 @@ def copy_state(target: TargetSession, drafter: SupportsSharing) -> Arrays:
 
 
 class Layout:
-    """What a pair stores of a text: names, shapes and types, in arrays that are never computed.
+    """The names, shapes and types of what a pair stores, as arrays that are never computed.
 
     Args:
-        target, drafter: new sessions, which are of no use afterwards.
-        length: tokens of the text.
-        size: tokens of a block.
+        target, drafter: new sessions, which cannot be used for anything else afterwards.
+        length: the number of tokens in the text.
+        size: the number of tokens in a block.
     """
 
     def __init__(
@@ -195,19 +196,26 @@ class Layout:
         self._drafter = drafter
         self._skipped = 0
         if target.is_recurrent:
-            # A recurrent state has one shape at all positions, but may take a node per token.
+            # A recurrent state has the same shape at every position, but its graph may have a node
+            # per token.
             self._skipped = max(0, length // size - 1) * size
         taps = target.dry_run(length - self._skipped)
         drafter.dry_run(mx.zeros((1, length, taps.shape[2]), taps.dtype))
 
     def arrays(self, start: int, end: int, checkpoint: bool) -> Arrays:
-        """The arrays of the tokens from `start` to `end`, the text's last ones if a checkpoint."""
-        found: Arrays = {}
+        """The arrays of the tokens from `start` to `end`.
+
+        With `checkpoint`, these are the last tokens of the text, and the states are included.
+        """
+        arrays: Arrays = {}
         if start < end:
-            first = max(0, start - self._skipped)
-            found = _named("target.rows.", self._target.rows(first, first + end - start))
-            found |= _named("draft.rows.", self._drafter.rows(start, end))
-        return found | copy_state(self._target, self._drafter) if checkpoint else found
+            target_start = max(0, start - self._skipped)
+            target_rows = self._target.rows(target_start, target_start + end - start)
+            arrays |= _named("target.rows.", target_rows)
+            arrays |= _named("draft.rows.", self._drafter.rows(start, end))
+        if checkpoint:
+            arrays |= copy_state(self._target, self._drafter)
+        return arrays
 
 
 def restore(
@@ -217,13 +225,13 @@ def restore(
     pieces: Sequence[Arrays],
     room: int,
 ) -> None:
-    """Start new sessions with `position` tokens.
+    """Put the first `position` tokens of a text into new sessions.
 
     Args:
         target, drafter: new sessions.
-        position: tokens in the pieces.
-        pieces: the arrays of blocks, then of a checkpoint, if the pair needs one.
-        room: tokens that are about to follow.
+        position: the number of tokens in the pieces.
+        pieces: the arrays of blocks, then of a checkpoint if the pair needs one.
+        room: the number of tokens that will follow soon.
     """
     session: TargetSession | SupportsSharing
     for name, session in (("target", target), ("draft", drafter)):
@@ -243,12 +251,13 @@ def _add_model(digest: Any, model: nn.Module, config: Any) -> None:
     digest.update(json.dumps(config, sort_keys=True, default=repr).encode())
     parts = []
     for name, array in sorted(tree_flatten(model.parameters())):
-        bits = np.asarray(array.view(_BITS[array.dtype.size]))
-        # Matrices may lie by column. Hashing them as they lie needs no copy.
+        bits = np.asarray(array.view(_UINT_OF_SIZE[array.dtype.size]))
+        # Matrices may be stored by column. Hashing them in memory order avoids a copy.
         by_column = bits.flags.f_contiguous
         digest.update(f"{name} {array.shape} {array.dtype} {by_column}".encode())
         content = (bits.T if by_column else bits).reshape(-1).view(np.uint8)
-        parts += [content[start : start + PART] for start in range(0, len(content), PART)]
+        for start in range(0, len(content), HASHED_BYTES):
+            parts.append(content[start : start + HASHED_BYTES])
     with ThreadPoolExecutor(os.cpu_count()) as threads:  # sha256 runs without the GIL
         for part in threads.map(lambda part: sha256(part).digest(), parts):
             digest.update(part)
