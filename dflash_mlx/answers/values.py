@@ -75,7 +75,7 @@ def read_arguments(arguments: Any, lenient: bool = False) -> dict[str, Any]:
         arguments, end = read_json(text, 0, lenient) if text else (None, 0)
         if text[end:].strip("} \n"):
             raise NotACallError("text behind the arguments")
-    if arguments is None:
+    if arguments is None or arguments == []:
         return {}
     if not isinstance(arguments, dict):
         raise NotACallError("the arguments are not an object")
@@ -197,6 +197,10 @@ def _literal(text: str, guess: bool) -> Any:
     word = text.lower().replace("none", "null")
     if word in ("true", "false", "null"):
         return json.loads(word)
+    with suppress(ValueError):
+        return int(text, 0)  # 0x1F, 1_000
+    with suppress(ValueError):
+        return _number(text)  # .5
     deep = ErrorWrapper(NotACallError, "nested too deeply", (RecursionError,))
     with suppress(NotACallError), deep:
         reader = LiteralReader(text)
@@ -216,6 +220,12 @@ _PYTHON_STRING: Final = re.compile(
     r"""|([rRuUbBfF]{1,2})(["'])((?:\\.|(?!\5)[^\\])*)\5""",
     re.DOTALL,
 )
+# Strings in a row, which Python joins.
+_ONE: Final = r"""[rRuUbBfF]{0,2}(["'])(?:\\.|(?!\%d)[^\\])*\%d"""
+_ROW: Final = re.compile(
+    rf"(?:{_ONE % (1, 1)}\s+)+{_ONE % (2, 2)}(?=\s*(?:[,)}}\]]|\Z))", re.DOTALL
+)
+_OF_ROW: Final = re.compile(r"""([rRuUbBfF]{0,2})(["'])((?:\\.|(?!\2)[^\\])*)\2""", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPES: Final = dict(zip("nrtbfav\"'\\/", "\n\r\t\b\f\a\v\"'\\/", strict=True)) | {"\n": ""}
 _BRACKETS: Final = re.compile(r"[()\[\]{}<>\n]")
@@ -228,6 +238,11 @@ def _unescape(match: re.Match[str]) -> str:
         return _ESCAPES.get(code, match[0])
     number = int(code[1:], 16)
     return chr(number) if number <= sys.maxunicode else match[0]
+
+
+def _plain(letters: str, text: str) -> str:
+    """The text of a Python string with these letters before its quote."""
+    return text if "r" in letters.lower() else _ESCAPE.sub(_unescape, text)
 
 
 class LiteralReader:
@@ -301,12 +316,15 @@ class LiteralReader:
             self.at = end + len(self._quote)
             return self._text[start:end]
         self._take("")
+        row = _ROW.match(self._text, self.at)
+        if row is not None:
+            self.at = row.end()
+            return "".join(_plain(piece[1], piece[3]) for piece in _OF_ROW.finditer(row[0]))
         match = _PYTHON_STRING.match(self._text, self.at)
         if match is not None:
             self.at = match.end()
             letters = match[1] or match[4] or ""
-            text = match[3] if match[4] is None else match[6]
-            return text if "r" in letters.lower() else _ESCAPE.sub(_unescape, text)
+            return _plain(letters, match[3] if match[4] is None else match[6])
         match = _STRING.match(self._text, self.at)
         if match is None:
             return None

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ..answers.parser import Part, Reasoning, Text
 from .body import Body, ListOf
-from .content import ContentPart, read_message
+from .content import ContentPart, ListOfParts, read_content, read_message
 from .errors import RequestError
 from .fields import (
     Effort,
@@ -62,7 +62,7 @@ class ChatMessage(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | ListOf[ContentPart] | None = None
+    content: str | ListOfParts[ContentPart] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: ListOf[ChatCall] | None = None
@@ -82,8 +82,13 @@ class ChatMessage(Body):
         if more:
             text = [ContentPart(type="text", text=content)] if isinstance(content, str) else content
             content = [*(text or ()), *more]
+        thoughts = ""
+        if isinstance(content, list):
+            thinking = [part.thinking for part in content if part.type == "thinking"]
+            thoughts = "\n".join(read_content(one, "") for one in thinking)
+            content = [part for part in content if part.type != "thinking"]
         message = read_message(role, content, "")
-        if reasoning := self.reasoning_content or self.reasoning:
+        if reasoning := self.reasoning_content or self.reasoning or thoughts:
             message["reasoning_content"] = reasoning
         calls = list(self.tool_calls or ())
         calls += [ChatCall(function=self.function_call)] if self.function_call else []

@@ -13,13 +13,13 @@ from binascii import Error
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from mimetypes import guess_type
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 from urllib.parse import unquote_to_bytes
 
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict
 from pydantic_core import to_json
 
-from .body import Body
+from .body import Body, ListOf
 from .request import instead_of
 
 # What says nothing to a model.
@@ -36,6 +36,21 @@ _CHANGES: Final = re.compile(
     r"tool_(addition|removal)|mcp_(list_tools|tool_listing)|additional_tools|tool_search_output"
     r"|configuration_update|fallback|compaction_trigger"
 )
+# Content that may say something beside its text, which then is not all of it.
+_MEDIA: Final = re.compile(r"(input_)?(image|audio|video|file)(_url)?|container_upload")
+
+PartType = TypeVar("PartType")
+
+
+def _as_list(content: Any) -> Any:
+    """The list of parts that a client means by a single part, or by texts among parts."""
+    parts = [content] if isinstance(content, dict) else content
+    if not isinstance(parts, list):
+        return parts
+    return [{"type": "text", "text": one} if isinstance(one, str) else one for one in parts]
+
+
+ListOfParts = Annotated[ListOf[PartType], BeforeValidator(_as_list)]
 
 
 class FileData(Body):
@@ -68,6 +83,12 @@ def decoded(data: str, kind: str | None) -> str | None:
     return None
 
 
+class Resource(Body):
+    """A file that a tool of MCP brings."""
+
+    text: str | None = None
+
+
 class ContentPart(FileData):
     """A part of a message."""
 
@@ -83,14 +104,24 @@ class ContentPart(FileData):
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: str | ListOfParts[ContentPart] | None = None
     file: FileData | None = None
+    resource: Resource | None = None
+    title: str | None = None
+    context: str | None = None
+    source: str | Source | None = None  # a search result's is a text
 
     @property
     def own_text(self) -> str | None:
         """The text that the part holds; None if it holds none."""
+        if self.type == "document" and isinstance(self.source, Source):
+            text = self.source.own_text
+            return None if text is None else lines(self.title, self.context, text)
         if self.type in self.known:
             return self.text or self.refusal or ""
-        return (self.file or self).file_text
+        text = self.resource.text if self.resource else self.text
+        is_all = text is not None and not _MEDIA.fullmatch(self.type)
+        return text if is_all else (self.file or self).file_text
 
     @property
     def media(self) -> str | None:
@@ -102,15 +133,40 @@ class ContentPart(FileData):
     @property
     def left_out(self) -> list[str]:
         """Words for what the part has and no model here can read."""
-        return [self.media] if self.media else []
+        inner = self.source.content if isinstance(self.source, Source) else None
+        return [*([self.media] if self.media else []), *left_out_of(inner)]
 
     def read(self) -> str:
         """The text, or a line in place of an image, audio or a file."""
         return self.own_text if self.own_text is not None else instead_of(self.media or "")
 
 
+class Source(Body):
+    """Where a document is."""
+
+    type: str = ""
+    media_type: str | None = None
+    data: str | None = None
+    content: str | ListOfParts[ContentPart] | None = None
+
+    @property
+    def own_text(self) -> str | None:
+        """The document's text; None for a PDF, and for what is elsewhere."""
+        if self.content is not None:
+            return read_content(self.content, "\n")
+        return self.data if self.type == "text" else decoded(self.data or "", self.media_type)
+
+
+ContentPart.model_rebuild()  # the two classes name each other
+
+
+def lines(*texts: str | None) -> str:
+    """The texts that there are, a line each."""
+    return "\n".join(text for text in texts if text)
+
+
 class Record(Body):
-    """What a tool or a service of another server left in a conversation, in any form.
+    """What a tool or a service of another server left in a conversation, in any form; or media.
 
     It is read as JSON, without ids, and without what is encrypted or encoded.
     """
@@ -122,11 +178,13 @@ class Record(Body):
     @property
     def media(self) -> str | None:
         """The kind of an image, audio or a file; None for what is read."""
-        return None
+        return self.type if _MEDIA.fullmatch(self.type) else None
 
     @property
     def left_out(self) -> list[str]:
         """The record's kind, if it has what is not read, or would change what follows."""
+        if self.media:
+            return [self.media]
         fields = self.model_extra or {}
         whole = bool(_readable(fields)) and not _is_hidden(fields)
         return [] if whole and not _CHANGES.fullmatch(self.type) else [self.type[:40]]
@@ -135,7 +193,7 @@ class Record(Body):
         """A line."""
         kind = self.type[:40]
         readable = _readable(self.model_extra or {})
-        if not readable:
+        if self.media or not readable:
             return instead_of(kind)
         only = next(iter(readable.values())) if len(readable) == 1 else readable
         text = only if isinstance(only, str) else to_json(readable).decode()

@@ -174,7 +174,7 @@ def template_call(id: str | None, name: str, arguments: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         with suppress(ValueError):
             value = from_json(arguments or "{}")
-    if value is None:
+    if value is None or value == []:  # PHP writes an empty object as a list
         value = {}
     if not isinstance(value, dict):  # the model wrote what is no object
         value = {"arguments": arguments}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal
 
@@ -12,7 +11,15 @@ from pydantic_core import from_json
 from ..answers.parser import Part, Reasoning, ToolCall
 from ..prompt import EFFORT
 from .body import Body, ListOf
-from .content import ContentPart, Record, decoded, left_out_of, read_content, read_message
+from .content import (
+    ContentPart,
+    ListOfParts,
+    Record,
+    left_out_of,
+    lines,
+    read_content,
+    read_message,
+)
 from .errors import RequestError, new_id
 from .fields import (
     ModelName,
@@ -23,7 +30,7 @@ from .fields import (
     sampling_settings,
     template_call,
 )
-from .request import GenerationRequest, Tool, ToolChoice, has_beginning, instead_of
+from .request import GenerationRequest, Tool, ToolChoice, has_beginning
 from .response import Event, ItemsResponse, grow
 from .steps import ResponseStream, StepOutput
 
@@ -39,22 +46,6 @@ _TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
 }
 
 
-class Source(Body):
-    """Where a document is."""
-
-    type: str = ""
-    media_type: str | None = None
-    data: str | None = None
-    content: str | ListOf[Block] | None = None
-
-    @property
-    def text(self) -> str | None:
-        """The document's text; None for a PDF, and for what is elsewhere."""
-        if self.content is not None:
-            return read_content(self.content, "\n")
-        return self.data if self.type == "text" else decoded(self.data or "", self.media_type)
-
-
 class ContentBlock(ContentPart):
     """A block of a message: text, a document, a call, a result or reasoning."""
 
@@ -65,30 +56,23 @@ class ContentBlock(ContentPart):
     name: str | None = None
     input: Any = None
     tool_use_id: str | None = None
-    content: str | ListOf[Block] | None = None
+    content: str | ListOfParts[Block] | None = None
     is_error: bool | None = None
-    title: str | None = None
-    context: str | None = None
-    source: str | Source | None = None  # a search result's is a text
 
     @property
     def own_text(self) -> str | None:
         """The text that the block holds; None if it holds none."""
         if self.type == "search_result":
             source = self.source if isinstance(self.source, str) else None
-            return _lines(self.title, source, read_content(self.content, "\n"))
-        if self.type != "document":
-            return super().own_text
-        text = self.source.text if isinstance(self.source, Source) else None
-        return None if text is None else _lines(self.title, self.context, text)
+            return lines(self.title, source, read_content(self.content, "\n"))
+        return super().own_text
 
     @property
     def left_out(self) -> list[str]:
         """Words for what the block has and no model here can read."""
         if self.type == "redacted_thinking":
             return [self.type]
-        inner = self.source.content if isinstance(self.source, Source) else self.content
-        return [*super().left_out, *left_out_of(inner)]
+        return [*super().left_out, *left_out_of(self.content)]
 
     def template_result(self) -> dict[str, Any]:
         """A `tool_result` block as chat templates take it."""
@@ -99,45 +83,16 @@ class ContentBlock(ContentPart):
         return message | {"tool_call_id": self.tool_use_id or ""}
 
 
-def _lines(*texts: str | None) -> str:
-    return "\n".join(text for text in texts if text)
-
-
-# Of Anthropic's own tools and services.
-_RECORDS: Final = re.compile(
-    r"server_tool_use|mcp_\w+|\w+_tool_result|compaction|tool_(addition|removal|reference)|fallback"
-    r"|browser_state"
-)
-
-
-class RecordBlock(Record):
-    """Any other block: a record, or an image or a file."""
-
-    @property
-    def media(self) -> str | None:
-        """The kind of an image or a file."""
-        return None if _RECORDS.fullmatch(self.type) else self.type[:40]
-
-    @property
-    def left_out(self) -> list[str]:
-        """Words for what the block has and no model here can read."""
-        return [self.media] if self.media else super().left_out
-
-    def read(self) -> str:
-        """A line."""
-        return instead_of(self.media) if self.media else super().read()
-
-
 def _class_of(block: Any) -> str:
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
     is_record = isinstance(kind, str) and kind not in (*ContentBlock.known, *_DOCUMENTS)
-    return "RecordBlock" if is_record else "ContentBlock"
+    return "Record" if is_record else "ContentBlock"
 
 
-_DOCUMENTS: Final = ("document", "search_result")
+_DOCUMENTS: Final = ("document", "search_result", "resource")
 _TURN: Final = ("tool_use", "tool_result", "thinking")  # they have fields of a message of their own
 Block = Annotated[
-    Annotated[ContentBlock, Tag("ContentBlock")] | Annotated[RecordBlock, Tag("RecordBlock")],
+    Annotated[ContentBlock, Tag("ContentBlock")] | Annotated[Record, Tag("Record")],
     Discriminator(_class_of),
 ]
 
@@ -146,7 +101,7 @@ class AnthropicMessage(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | ListOf[Block] | None = None
+    content: str | ListOfParts[Block] | None = None
 
     def for_template(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them: tool results are messages of their own."""
@@ -212,7 +167,7 @@ class CountBody(Body):
 
     model: ModelName = "default"
     messages: Annotated[ListOf[AnthropicMessage], Field(min_length=1)]
-    system: str | ListOf[Block] | None = None
+    system: str | ListOfParts[Block] | None = None
     tools: ListOf[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None

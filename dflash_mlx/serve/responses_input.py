@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Discriminator, Tag
 
 from .body import Body, ListOf
-from .content import ContentPart, Record, read_message
+from .content import ContentPart, ListOfParts, Record, read_message
 from .errors import RequestError
 from .fields import flat_name, template_call
 
@@ -31,14 +31,14 @@ class InputItem(Body):
     id: str | None = None
     type: str | None = None  # a message
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | ListOf[ContentPart] | None = None
+    content: str | ListOfParts[ContentPart] | None = None
     summary: ListOf[ContentPart] | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: Any = None
     call_id: str | None = None
     input: str | None = None
-    output: str | ListOf[ContentPart] | None = None
+    output: str | ListOfParts[ContentPart] | None = None
 
     @property
     def is_reference(self) -> bool:

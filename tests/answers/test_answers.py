@@ -464,3 +464,31 @@ def test_pythonic_strings_are_those_that_python_reads(text: str) -> None:
 def test_lfm2_writes_json_between_its_markers_too(written: str) -> None:
     text = f"<|tool_call_start|>{written}<|tool_call_end|>"
     assert read(form_of("pythonic"), {"f": {}}, text) == [("f", {"a": "x"})]
+
+
+@pytest.mark.parametrize("between", [" ", "\n    "])
+def test_pythonic_strings_in_a_row_are_one(between: str) -> None:
+    for pieces in (["'it'", "'s'"], ['"a, b)"', "'c'", 'r"\\d"'], ["'x'", "'=\\'y\\''"]):
+        source = between.join(pieces)
+        written = f"<|tool_call_start|>[f(a=[{source}, 1], b={source})]<|tool_call_end|>"
+        text = ast.literal_eval(f"({source})")
+        assert read(form_of("pythonic"), {"f": {}}, written) == [("f", {"a": [text, 1], "b": text})]
+
+
+NUMBERS = ["0x1F", "-0x10", "0b101", "0o17", "1_000", "+5", "-2", "1_0.5", ".5", "5.", "1e3"]
+
+
+@pytest.mark.parametrize("source", NUMBERS)
+def test_pythonic_numbers_are_those_that_python_reads(source: str) -> None:
+    """Where the tool takes numbers; a text stays as it was written."""
+    written = f"<|tool_call_start|>[f(a={source}, b={source})]<|tool_call_end|>"
+    schema = {"properties": {"a": {"type": "number"}, "b": {"type": "string"}}}
+    ((_, arguments),) = read(form_of("pythonic"), {"f": schema}, written)
+    assert arguments == {"a": ast.literal_eval(source), "b": source}
+
+
+@pytest.mark.parametrize("arguments", ["[]", '"[]"', "null", '""', "{}"])
+def test_a_call_without_arguments(arguments: str) -> None:
+    """An empty list is what PHP makes of an empty object."""
+    text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    assert read(form_of("json_tools"), {"f": {}}, text) == [("f", {})]

@@ -153,6 +153,58 @@ def test_documents_of_text_are_read_wherever_they_stand(server, engine, source):
         assert f"Notes\nOf May\n{WORDS}" in engine.prompt()
 
 
+WITH_TEXT = {
+    "document": {"type": "document", "source": SOURCES["base64"]},
+    "document of blocks": {"type": "document", "source": SOURCES["blocks"]},
+    "resource": {"type": "resource", "resource": {"uri": "file:///a.md", "text": WORDS}},
+    "a new kind": {"type": "brand_new", "text": WORDS},
+    "text": {"type": "text", "text": WORDS},
+}
+
+
+def results_of(content):
+    """The history of a call whose result has this content, by API."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    return {
+        CHAT: [
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": content},
+        ],
+        MESSAGES: [
+            {"role": "assistant", "content": [use]},
+            user([{"type": "tool_result", "tool_use_id": "c", "content": content}]),
+        ],
+        RESPONSES: [
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": content},
+        ],
+    }
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("kind", WITH_TEXT)
+def test_whatever_holds_text_is_read(server, engine, kind, path):
+    """Of the user and of tools: a part among others, one without a list, and bare text."""
+    part = WITH_TEXT[kind]
+    for content in ([part], part, ["Look:", part], [WORDS]):
+        for history in ([user(content)], [user("Go."), *results_of(content)[path]]):
+            answer = server.post(path, json=ask(path, *history))
+            assert answer.status_code == 200, answer.text
+            assert "x-dflash-ignored" not in answer.headers
+            assert WORDS in engine.prompt()
+
+
+@pytest.mark.parametrize("thinking", [WORDS, [{"type": "text", "text": WORDS}]])
+def test_thoughts_in_parts_of_chat_are_thoughts(server, engine, thinking):
+    """As Anthropic's blocks and Mistral's API have them."""
+    parts = [{"type": "thinking", "thinking": thinking}, {"type": "text", "text": "Said."}]
+    said = {"role": "assistant", "content": parts}
+    answer = server.post(CHAT, json=ask(CHAT, user("Go."), said, user("On.")))
+    assert answer.status_code == 200 and "x-dflash-ignored" not in answer.headers
+    assert f"{WORDS}Said." in engine.prompt()
+
+
 @pytest.mark.parametrize(("path", "part", "is_read"), FILES)
 def test_files_of_text_are_read(server, engine, path, part, is_read):
     answer = server.post(path, json=ask(path, user([part])))
@@ -169,7 +221,7 @@ def test_what_is_no_text_is_named_and_newest_refused(server, engine):
     assert server.post(MESSAGES, json=ask(MESSAGES, *earlier[:1])).status_code == 400
 
 
-@pytest.mark.parametrize("arguments", [None, "", "null", {}, "{}"])
+@pytest.mark.parametrize("arguments", [None, "", "null", {}, "{}", [], "[]"])
 @pytest.mark.parametrize("path", [CHAT, OLLAMA, RESPONSES, MESSAGES])
 def test_a_call_without_arguments(path, arguments):
     """As servers write it; templates get an empty object."""
