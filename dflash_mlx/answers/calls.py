@@ -269,7 +269,8 @@ class LiteralCalls:
 
     Attributes:
         name: a regular expression for the name and the bracket after it.
-        separator, close: what follows a key, and the last argument.
+        separator, close: what follows a key, and the last argument. Before a separator of "=", keys
+            may be missing, as in Python: the values are those of the tool's parameters in order.
         quote: the quote of strings without escapes; those of Python and JSON are read, too.
     """
 
@@ -282,10 +283,15 @@ class LiteralCalls:
         """The call at a place, and where it ends. Raises `NotACallError`."""
         match = re.compile(rf"[\s,\[]*{self.name}").match(body, at) or _no_call()
         reader = LiteralReader(body, match.end(), self.quote, lenient)
+        name = match["name"].strip()
+        schema = schemas.get(name)
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        names = list(properties) if isinstance(properties, Mapping) else []
         with ErrorWrapper(NotACallError, "nested too deeply", (RecursionError,)):
-            members = reader.members(self.separator, self.close)
+            members = reader.arguments(names) if self.separator == "=" else {}
+            members |= reader.members(self.separator, self.close)
         end = re.compile(r"[\s\]]*").match(body, reader.at)
-        return [(match["name"].strip(), members)], reader.at if end is None else end.end()
+        return [(name, members)], reader.at if end is None else end.end()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from typing import Any, Final
@@ -228,6 +228,7 @@ _ROW: Final = re.compile(
 _OF_ROW: Final = re.compile(r"""([rRuUbBfF]{0,2})(["'])((?:\\.|(?!\2)[^\\])*)\2""", re.DOTALL)
 _ESCAPE: Final = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPES: Final = dict(zip("nrtbfav\"'\\/", "\n\r\t\b\f\a\v\"'\\/", strict=True)) | {"\n": ""}
+_KEYWORD_OR_END: Final = re.compile(r"""\s*(?:\)|\Z|(?:[\w.-]+|(["'])[\w.-]+\1)\s*=(?!=))""")
 _BRACKETS: Final = re.compile(r"[()\[\]{}<>\n]")
 _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 
@@ -260,6 +261,16 @@ class LiteralReader:
 
     def __init__(self, text: str, at: int = 0, quote: str = "", lenient: bool = False) -> None:
         self._text, self.at, self._quote, self._lenient = text, at, quote, lenient
+
+    def arguments(self, names: Sequence[str]) -> dict[str, Any]:
+        """The arguments of a Python call that have no keys, after its bracket, by these names."""
+        found: dict[str, Any] = {}
+        for name in names:
+            if _KEYWORD_OR_END.match(self._text, self.at):
+                break
+            found[name] = self.value(")")
+            self._take(",")
+        return found
 
     def members(self, separator: str, close: str) -> dict[str, Any]:
         """The members of an object, after its opening bracket."""

@@ -487,6 +487,32 @@ def test_pythonic_numbers_are_those_that_python_reads(source: str) -> None:
     assert arguments == {"a": ast.literal_eval(source), "b": source}
 
 
+FOUR = {"properties": {name: {} for name in "abcd"}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("'x'", {"a": "x"}),
+        ("'b=1', 2", {"a": "b=1", "b": 2}),
+        ("'x', [1, 'y'], c={'k': 'v'}", {"a": "x", "b": [1, "y"], "c": {"k": "v"}}),
+        ("None, d=True,", {"a": None, "d": True}),
+        ("-1, (2, 3), 'z', 4", {"a": -1, "b": [2, 3], "c": "z", "d": 4}),
+        ("'it' 's', \"b\"=1", {"a": "its", "b": 1}),
+        ("", {}),
+    ],
+)
+def test_pythonic_arguments_without_keys_are_in_the_order_of_the_tools(written, arguments):
+    text = f"<|tool_call_start|>[f({written}), f(a=1)]<|tool_call_end|>"
+    assert read(form_of("pythonic"), {"f": FOUR}, text) == [("f", arguments), ("f", {"a": 1})]
+
+
+@pytest.mark.parametrize("written", ["1, 2, 3, 4, 5", "a=1, 2"])
+def test_pythonic_arguments_that_no_parameter_takes(written):
+    text = f"<|tool_call_start|>[f({written})]<|tool_call_end|>"
+    assert read(form_of("pythonic"), {"f": FOUR}, text) == [Text(text)]
+
+
 @pytest.mark.parametrize("arguments", ["[]", '"[]"', "null", '""', "{}"])
 def test_a_call_without_arguments(arguments: str) -> None:
     """An empty list is what PHP makes of an empty object."""
