@@ -144,6 +144,8 @@ def open_pair(
         from dflash_mlx.loading.reading import on_cpu
         from dflash_mlx.machine import wired
 
+    if gc.get_freeze_count() == 0:  # or models that are loaded by now would never be collected
+        gc.freeze()  # modules stay: no collection needs to look at them
     gc.set_threshold(100_000)
     before = mx.get_active_memory()
     bits = weights.target_bits, weights.draft_bits

@@ -225,6 +225,7 @@ async def test_what_is_unloaded_is_freed_at_once(tmp_path, draft):
         names = Names(model, drafter)
         return OfferedModel(name, lambda reserved: loader.open(names, reserved=reserved)[1])
 
+    gc.unfreeze()  # as a process begins: `tests/conftest.py` has frozen what was imported
     models = Models([offered("a"), offered("b")])
 
     async def answer(name):
