@@ -80,7 +80,7 @@ def _no_call() -> Any:
 
 # Tags as models write them: </parameter>, </parameter/>, </parameter=path>, <parameter=path
 _CLOSING: Final = r"</\1\\s*/?(?:=[^<>\\s]*)?\\s*(?:>|(?=\\n|\\Z))"
-_ENDING: Final = r"\1(?:[^\\S\\n]*>|\\n)"
+_ENDING: Final = r"\1(?:[^\\S\\n]*/?>|\\n)"
 
 
 def _pattern(text: str) -> str:
@@ -188,6 +188,10 @@ class TaggedCalls:
         if match is None:  # the name of a tool in an argument's tag
             match = key.match(body, at) or _no_call()
             name = match["key"].strip() if match["key"].strip() in schemas else _no_call()
+        elif match[0].rstrip().endswith("/>"):
+            name = name.rstrip("/ ")
+            if not key.match(body, match.end()):  # the tag ends itself
+                return [(name, {})], match.end()
         arguments, at = self._arguments(body, match.end(), _Names(schemas.get(name)), lenient)
         end = (self._lenient[1] if lenient else tail).match(body, at)
         at = at if end is None else end.end()

@@ -487,6 +487,23 @@ def test_pythonic_numbers_are_those_that_python_reads(source: str) -> None:
     assert arguments == {"a": ast.literal_eval(source), "b": source}
 
 
+@pytest.mark.parametrize("family", [name for name in TAGGED if KNOWN[name].calls.tail])
+@pytest.mark.parametrize("ending", ["/>", " />"])
+def test_a_tag_that_ends_itself_is_a_call_without_arguments(family, ending):
+    """Also where another call follows."""
+    syntax = KNOWN[family].calls
+    whole = written(family, "f", {})
+    head = syntax.head.strip().replace("{name}", "f")
+    tail = syntax.tail.strip()
+    assert whole.count(head) == whole.count(tail) == 1
+    before, rest = whole.split(head)
+    after = rest.split(tail)[1]
+    short = head.removesuffix(">") + ending
+    for calls, count in ((short, 1), (f"{short}\n{short}", 2), (f"{short}\n{head}\n{tail}", 2)):
+        text = before + calls + after
+        assert read(form_of(family), {"f": {}}, text) == [("f", {})] * count, text
+
+
 FOUR = {"properties": {name: {} for name in "abcd"}, "required": ["a"]}
 
 

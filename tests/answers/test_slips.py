@@ -56,7 +56,13 @@ def without_tail(family, text):
     return text.replace(KNOWN[family].calls.tail.strip() or "\0", "")
 
 
+def with_head_that_ends(family, text):
+    head = KNOWN[family].calls.head.strip().replace("{name}", "edit")
+    return text.replace(head, re.sub(">$", "/>", head))
+
+
 TAG_SLIPS = {
+    "the call's tag ends itself": with_head_that_ends,
     "the first end is missing": without_end(0),
     "the last end is missing": without_end(1),
     "both are missing": lambda family, text: text.replace(end_of(family), ""),
