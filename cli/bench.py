@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from dflash_mlx.bench import server
+from dflash_mlx.bench import server_bench
 from dflash_mlx.bench.datasets import (
     PROTOCOL_MAX_TOKENS,
     SUITES,
@@ -22,7 +22,7 @@ from dflash_mlx.bench.datasets import (
     suite_prompts,
 )
 from dflash_mlx.bench.results import check_folder, write_run
-from dflash_mlx.bench.server import ServerClient
+from dflash_mlx.bench.server_bench import ServerClient
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import EMBEDDED, NONE, known_drafter
@@ -212,7 +212,7 @@ def _tree_settings(pair: Pair, budget: int | str | None) -> dict[str, Any] | Non
 
 
 def _measure_server(
-    client: server.ServerClient,
+    client: server_bench.ServerClient,
     prompts: list[BenchPrompt],
     setup: Mapping[str, Any],
     out: Path | None,
@@ -222,12 +222,12 @@ def _measure_server(
     title = f"{client.model} · {client.url}"
     about = {"model": client.model, "title": title, "block_size": None}
     run = BenchRun({**about, **setup, "machine": computer()}, prompts, 1, out)
-    run.warm_up_tokens = min(server.WARM_UP_TOKENS, setup["max_tokens"])
-    return run.collect(server.measure_server(client, prompts, *settings, run.count))
+    run.warm_up_tokens = min(server_bench.WARM_UP_TOKENS, setup["max_tokens"])
+    return run.collect(server_bench.measure_server(client, prompts, *settings, run.count))
 
 
 def _measure_clients(
-    client: server.ServerClient,
+    client: server_bench.ServerClient,
     prompts: Sequence[BenchPrompt],
     counts: Sequence[int],
     setup: Mapping[str, Any],
@@ -243,7 +243,7 @@ def _measure_clients(
     rows = []
     for count in counts:
         with output.waiting(f"{count} at once"):
-            rows.append(server.measure_concurrency(client, prompts, count, *settings))
+            rows.append(server_bench.measure_concurrency(client, prompts, count, *settings))
     if json:
         about = {"model": client.model, "url": client.url, **setup, "machine": computer()}
         output.print_json({**about, "concurrency": rows})

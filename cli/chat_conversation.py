@@ -63,7 +63,7 @@ class ServedModel:
     pair: Pair | None = None
 
     def __init__(self, url: str, model: str | None, key: str | None) -> None:
-        from dflash_mlx.bench.server import ServerClient
+        from dflash_mlx.bench.server_bench import ServerClient
 
         self._server = ServerClient.find(url, model, key)
         self.name = self._server.model

@@ -17,8 +17,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 import dflash_mlx
-from dflash_mlx.cluster.doctor import Check, check_hosts, take_part
 from dflash_mlx.cluster.hosts import read_hosts
+from dflash_mlx.cluster.hosts_check import Check, check_hosts, take_part
 from dflash_mlx.cluster.member import LOST, LOST_CODE, RankProcess, rank
 from dflash_mlx.errors import ConfigError, DFlashError, how_to_install
 from dflash_mlx.loading.hub import Hub, find
@@ -141,7 +141,7 @@ def check_machine(blas: BlasInfo, hub: Hub) -> list[Check]:
 
 def check_model(name: str, hub: Hub) -> Check:
     """Load a target and look for weights that are NaN or infinite."""
-    from dflash_mlx.loading.target import damaged_weights
+    from dflash_mlx.loading.target_loader import damaged_weights
 
     try:
         damaged = damaged_weights(dflash_mlx.load_target(name, hub=hub).model)

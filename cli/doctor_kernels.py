@@ -22,12 +22,12 @@ from mlx_lm.models import gpt_oss, qwen3, qwen3_5, qwen3_moe
 import dflash_mlx
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.autotune import Stopwatch
-from dflash_mlx.kernels.launch import KernelFactory
+from dflash_mlx.kernels.launcher import KernelFactory
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.kernels.selfcheck import UnprovenError
 from dflash_mlx.kernels.weights import AffineWeights
+from dflash_mlx.loading.kernel_plan import check_rows, time_kernels
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.loading.wiring import check_rows, time_kernels
 from dflash_mlx.machine.blas import use_fast_blas
 from dflash_mlx.machine.facts import GB, machine
 from dflash_mlx.targets import Target

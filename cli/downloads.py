@@ -6,9 +6,9 @@ import shutil
 from pathlib import Path
 
 from dflash_mlx.errors import ModelNotFoundError
-from dflash_mlx.loading.checks import WHETHER, fits, looks_quantized
-from dflash_mlx.loading.gguf.convert import content_name
+from dflash_mlx.loading.gguf.gguf_file import content_name
 from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.memory_check import WHETHER, fits, looks_quantized
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import (
     EMBEDDED,

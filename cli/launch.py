@@ -28,7 +28,7 @@ from urllib.request import Request
 
 import typer
 
-from dflash_mlx.bench.server import open_url
+from dflash_mlx.bench.server_bench import open_url
 from dflash_mlx.errors import ServerError, SettingsError
 from dflash_mlx.loading.registry import EMBEDDED, short
 from dflash_mlx.machine.signals import signals_to

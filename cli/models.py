@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
+from dflash_mlx.loading.drafter_fields import inspect_drafter
 from dflash_mlx.loading.hub import Hub
-from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.loading.registry import (
     EMBEDDED,
     PACKAGED,

@@ -13,8 +13,8 @@ import typer
 
 import dflash_mlx
 from dflash_mlx.errors import DownloadError, ModelNotFoundError
-from dflash_mlx.loading.checks import fits_here, looks_quantized
 from dflash_mlx.loading.hub import WEIGHTS, Hub
+from dflash_mlx.loading.memory_check import fits_here, looks_quantized
 from dflash_mlx.loading.registry import (
     EMBEDDED,
     NONE,
@@ -142,7 +142,7 @@ def open_pair(
 
         from dflash_mlx.drafter.lookup import LookupDrafter
         from dflash_mlx.loading.reading import on_cpu
-        from dflash_mlx.machine import wired
+        from dflash_mlx.machine import pinned_memory
 
     if gc.get_freeze_count() == 0:  # or models that are loaded by now would never be collected
         gc.freeze()  # modules stay: no collection needs to look at them
@@ -156,7 +156,7 @@ def open_pair(
     if blas.name == "stock" and not weights.stock_blas and on_cpu():
         note(f"MLX multiplies with its own slow products, so drafting gains little: {blas.reason}.")
     if wire and member is None:
-        wired.wire(mx.get_active_memory() - before)
+        pinned_memory.wire(mx.get_active_memory() - before)
     if names.draft is None and isinstance(drafter, LookupDrafter):
         note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")
     budget, policy = steps["tree_budget"], None

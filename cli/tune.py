@@ -74,7 +74,7 @@ def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing
 
         from dflash_mlx.kernels.autotune import Stopwatch
         from dflash_mlx.kernels.modules import Kernels
-        from dflash_mlx.loading.wiring import time_kernels
+        from dflash_mlx.loading.kernel_plan import time_kernels
     if not mx.metal.is_available():
         return None
     with waiting(f"Loading {names.model}", spinner=False):

@@ -30,10 +30,10 @@ from typing import Any
 from experiment import in_turns, numbers, options_of
 
 from dflash_mlx.bench.datasets import embedded_prompts
-from dflash_mlx.bench.server import ServerClient, measure_concurrency
+from dflash_mlx.bench.server_bench import ServerClient, measure_concurrency
 from dflash_mlx.errors import ServerError
 from dflash_mlx.loading.hub import Hub, find
-from dflash_mlx.loading.load import complete
+from dflash_mlx.loading.load import ensure_downloaded
 
 MLX_LM_SERVER = (
     "import sys, dflash_mlx; dflash_mlx.use_fast_blas()\n"
@@ -150,7 +150,7 @@ def main() -> None:
         ours="",
     )
     # mlx-lm loads the folder that a GGUF file is converted to.
-    folder = str(complete(find(args.model, Hub()), Hub()).path)
+    folder = str(ensure_downloaded(find(args.model, Hub()), Hub()).path)
     ours = ["-m", "dflash_mlx", "serve", "--model", args.model, *shlex.split(args.ours)]
     commands = {"dflash-mlx": ours, "mlx-lm": ["-c", MLX_LM_SERVER, "--model", folder]}
     with ExitStack() as stack:

@@ -44,7 +44,7 @@ SECONDS = 900  # for the tests of one mutant
 
 # Tests, and the stems of the files whose code they run.
 COVERED = {
-    "test_kernel_matmul": "fragment fused gated launch matmul_tile matrix_rows merge_splits "
+    "test_kernel_matmul": "fragment fused gated launcher matmul_tile matrix_rows merge_splits "
     "verify_matmul weights",
     "test_kernel_moe": "gated matmul_tile matrix_rows verify_matmul_moe weights",
     "test_kernel_block_attention": "block_attention fragment matrix_rows",
@@ -52,10 +52,10 @@ COVERED = {
     "test_kernel_tensor": "tensor_tile verify_matmul_tensor choose autotune modules weights",
     "test_kernel_layers": "attention fused modules shapes",
     "test_kernel_selfcheck": "attention block_attention delta_rule fused modules selfcheck "
-    "shapes verify_matmul wiring",
+    "shapes verify_matmul kernel_plan",
     "test_choose": "choose shapes",
-    "test_autotune": "autotune choose shapes wiring",
-    "test_kernel_source": "source launch",
+    "test_autotune": "autotune choose shapes kernel_plan",
+    "test_kernel_source": "source launcher",
     "test_kernel_models": "attention modules",
     "test_batched test_many_requests": "batched_rows kv_slots",
     "test_tree_attention test_tree_families": "rows kv window tree_attention",

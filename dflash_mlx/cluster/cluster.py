@@ -17,7 +17,7 @@ import mlx.nn as nn
 
 from ..errors import ClusterError, DFlashError, SettingsError
 from ..loading.load import load_target
-from ..loading.target import check_runs
+from ..loading.target_loader import check_runs
 from ..targets import Target
 from ..validation import ErrorWrapper
 from .channel import MLX_ERRORS, NO_ANSWER, Channel

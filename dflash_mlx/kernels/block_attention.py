@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import KernelError
-from .launch import (
+from .launcher import (
     FEWEST,
     Calls,
     Constant,

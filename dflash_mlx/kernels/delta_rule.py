@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..errors import KernelError
-from .launch import Calls, Constant, Kernel, Launch, Launcher, dtype_name, in_device_memory
+from .launcher import Calls, Constant, Kernel, Launch, Launcher, dtype_name, in_device_memory
 from .selfcheck import KernelCheck, Noise
 from .weights import FLOATS
 

@@ -30,7 +30,7 @@ from .choose import (
 )
 from .delta_rule import DeltaRule
 from .fused import Ours, fuse, launches, of_experts
-from .launch import Calls, KernelFactory, Launcher
+from .launcher import Calls, KernelFactory, Launcher
 from .selfcheck import Proofs, UnprovenError
 from .shapes import Matrix, matrices
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, Product, VerifyMatmul

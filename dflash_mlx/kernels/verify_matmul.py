@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from .launch import FEWEST, Calls, Kernel, KernelFactory, Launch, Launcher, dtype_name
+from .launcher import FEWEST, Calls, Kernel, KernelFactory, Launch, Launcher, dtype_name
 from .selfcheck import KernelCheck, Noise, Proofs
 from .weights import (
     Weights,

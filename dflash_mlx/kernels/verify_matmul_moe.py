@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from .launch import Calls, Kernel, in_device_memory
+from .launcher import Calls, Kernel, in_device_memory
 from .verify_matmul import START, THREADS, TILE_COLUMNS, Prepared, VerifyMatmul
 from .weights import (
     AffineWeights,

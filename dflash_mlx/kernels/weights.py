@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import KernelError
-from .launch import FEWEST, Constant, dtype_name, in_device_memory
+from .launcher import FEWEST, Constant, dtype_name, in_device_memory
 
 FLOATS = (mx.bfloat16, mx.float16, mx.float32)  # the commonest first, here and below
 BITS = (4, 8)

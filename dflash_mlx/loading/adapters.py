@@ -30,7 +30,7 @@ from ..validation import (
 from .contents import ADAPTER, ADAPTER_CONFIG, contents_of
 from .folder import StoredTensor, read_header
 from .hub import Hub
-from .reading import MODEL_ERRORS, load_file, on_cpu
+from .reading import LOADING_ERRORS, load_file, on_cpu
 from .registry import Name, as_name
 
 FILE = "adapters.safetensors"
@@ -72,7 +72,7 @@ class Adapter:
         Raises `WeightsError` if it is another model's, or not complete.
         """
         wrong = f"{self.folder}: this adapter does not fit {name}"
-        with ErrorWrapper(WeightsError, wrong, MODEL_ERRORS):
+        with ErrorWrapper(WeightsError, wrong, LOADING_ERRORS):
             if self.is_peft:
                 _add_peft(self, wrong, model)
             else:

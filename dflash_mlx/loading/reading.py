@@ -1,4 +1,4 @@
-"""Reading weights: from the disk, and into a model that is quantized or sharded on the way."""
+"""Reads weights from disk, and into a model that is quantized or sharded first."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from ..validation import ErrorWrapper, TokenizersError
 from .folder import StoredTensor
 from .quantization import Quantization, mode_of
 
+# The suffix of the scales of 8-bit floats, in DeepSeek-V3's format.
 SCALES = "_scale_inv"
-MLX_ERRORS = (RuntimeError, ValueError, OSError)  # shapes and dtypes that do not fit, broken files
-# mlx-lm's classes check little of a config: they compute with it until something fails.
-MODEL_ERRORS = (
+# MLX's errors for broken files, and for shapes and dtypes that do not fit.
+MLX_ERRORS = (RuntimeError, ValueError, OSError)
+# The errors of building and loading a model with a wrong config. mlx-lm's classes check little of
+# it; they compute with it until something fails.
+LOADING_ERRORS = (
     *MLX_ERRORS,
     ArithmeticError,  # ZeroDivisionError, OverflowError: a size of 0, a number too large for C
     AssertionError,
@@ -30,7 +33,8 @@ MODEL_ERRORS = (
     MemoryError,  # a size that no machine has
     TypeError,  # text in place of a number
 )
-TOKENIZER_FILE_ERRORS = (*MODEL_ERRORS, StrictDataclassError, TokenizersError)  # transformers'
+# Transformers' errors for tokenizer files.
+TOKENIZER_FILE_ERRORS = (*LOADING_ERRORS, StrictDataclassError, TokenizersError)
 
 
 def on_cpu() -> bool:
@@ -39,7 +43,7 @@ def on_cpu() -> bool:
 
 
 def float_bytes() -> int | None:
-    """Bytes of a floating-point weight once loaded: f32 on the CPU, None for its own."""
+    """The size of a floating-point weight once loaded: 4 bytes on the CPU, None if unchanged."""
     return 4 if on_cpu() else None
 
 
@@ -47,7 +51,7 @@ class SupportsSharding(Protocol):
     """Machines that share a target, such as a `cluster.Cluster`.
 
     Attributes:
-        size: how many.
+        size: the number of machines.
     """
 
     size: int
@@ -56,41 +60,44 @@ class SupportsSharding(Protocol):
         """Reduce a model to this machine's part, before its weights are read."""
 
     def open(self, model: nn.Module, tokenizer: Any, config: dict[str, Any], name: str) -> Target:
-        """The target over all machines, from this machine's part. It has run once."""
+        """Make the target that runs on all machines from this machine's part, and run it once."""
 
 
 def load_file(file: Path) -> dict[str, mx.array]:
-    """A file's tensors by name, still on disk. Raises `WeightsError`."""
+    """The tensors of a file by name, not read yet. Raises `WeightsError`."""
     with ErrorWrapper(WeightsError, f"{file}: the weights cannot be read", MLX_ERRORS):
         return cast(dict[str, mx.array], mx.load(str(file)))
 
 
-def load_tensors(found: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
-    """Some tensors of a folder, under new names, still on disk. Raises `WeightsError`."""
-    files = {file: load_file(file) for file in {tensor.file for tensor in found.values()}}
-    return {name: files[tensor.file][tensor.name] for name, tensor in found.items()}
+def load_tensors(tensors: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
+    """Tensors of a folder under new names, not read yet. Raises `WeightsError`."""
+    paths = {tensor.file for tensor in tensors.values()}
+    files = {path: load_file(path) for path in paths}
+    return {name: files[tensor.file][tensor.name] for name, tensor in tensors.items()}
 
 
 def without_fp8(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Weights [..., M, N] in bfloat16 for 8-bit floats, lazily.
+    """Convert 8-bit floats to bfloat16, lazily. Other tensors are returned as they are.
 
     Args:
-        weights: uint8 arrays of E4M3 beside their scales [..., M / 128, N / 128], one for each
-            block, in tensors with the suffix `_scale_inv` (DeepSeek-V3's format); others as given.
+        weights: E4M3 weights [..., M, N] as uint8, with one scale per block in a tensor
+            [..., M / 128, N / 128] whose name has the suffix `_scale_inv` (DeepSeek-V3's format).
     """
-    found = dict(weights)
-    for name in [name for name in weights if f"{name}{SCALES}" in weights]:
-        scales = found.pop(f"{name}{SCALES}")
-        floats = mx.from_fp8(found[name], dtype=mx.bfloat16)
+    converted = dict(weights)
+    for name in weights:
+        if f"{name}{SCALES}" not in weights:
+            continue
+        scales = converted.pop(f"{name}{SCALES}")
+        floats = mx.from_fp8(weights[name], dtype=mx.bfloat16)
         for axis in (-2, -1) if scales.ndim > 1 else ():
             size = floats.shape[axis]
             blocks = scales.shape[axis]
-            block = 1 << (-(-size // blocks) - 1).bit_length()  # the last one may be cut
+            block = 1 << (-(-size // blocks) - 1).bit_length()  # the last block may be smaller
             scales = mx.repeat(scales, block, axis)
         if scales.ndim > 1:
             scales = scales[..., : floats.shape[-2], : floats.shape[-1]]
-        found[name] = (floats * scales).astype(mx.bfloat16)
-    return found
+        converted[name] = (floats * scales).astype(mx.bfloat16)
+    return converted
 
 
 def load_as_stored(
@@ -99,15 +106,16 @@ def load_as_stored(
     wrong: str,
     published: Callable[[str], str] = str,
 ) -> None:
-    """Give a drafter its weights, lazily; layers that are stored quantized become quantized.
+    """Load the weights of a drafter, lazily. Layers that are stored quantized become quantized.
 
     Args:
-        drafter: changed in place.
-        weights: by our names.
-        wrong: the beginning of an error.
-        published: the name of a tensor in its file, from ours.
+        drafter: the network, changed in place.
+        weights: the tensors by our names.
+        wrong: the beginning of error messages.
+        published: returns the name of a tensor in its file, given our name.
 
-    Raises `WeightsError`, naming the tensor, unless the tensors match the network.
+    Raises:
+        WeightsError: the tensors do not match the network; the message names one.
     """
 
     def stored_as(name: str, module: nn.Module) -> bool | dict[str, Any]:
@@ -135,7 +143,7 @@ def load_as_stored(
 
 
 def check_not_quantized(name: str, wanted: Quantization | None, quantized: bool) -> None:
-    """Raise `SettingsError` if weights that are quantized already should be quantized."""
+    """Raise `SettingsError` if weights that are already quantized should be quantized."""
     if wanted is not None and quantized:
         raise SettingsError(f"{name} is quantized already: leave out the bits to use it as it is.")
 
@@ -146,9 +154,9 @@ def start_reading(
     quantization: Quantization | None,
     cluster: SupportsSharding | None = None,
 ) -> None:
-    """Cast, quantize and shard the weights, and begin to read them into memory."""
+    """Cast, quantize and shard the weights, and start reading them into memory."""
     if on_cpu():
-        # MLX's CPU kernels are slow and coarse in half precision; f32 is neither.
+        # MLX's CPU kernels are slow and inexact in half precision.
         model.set_dtype(mx.float32)
     if quantization is not None:
         quantization.apply(model)

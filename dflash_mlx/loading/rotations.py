@@ -33,7 +33,7 @@ _SCALED = {"linear", "yarn", "llama3", "dynamic"}
 _LONGROPE = {"longrope", "su"}
 
 
-def spelled_for(config: Config) -> Config:
+def normalize_rope_fields(config: Config) -> Config:
     """A config whose rotation is spelled as its mlx-lm class declares it.
 
     Raises what mlx-lm raises for a model_type that it does not know.
@@ -58,7 +58,7 @@ def spelled_for(config: Config) -> Config:
     return with_text(config, given | {name: x for name, x in text.items() if x is not None})
 
 
-def complete_rotations(name: object, model: nn.Module, config: Config) -> list[str]:
+def apply_ignored_rotations(name: object, model: nn.Module, config: Config) -> list[str]:
     """Compute what mlx-lm's class left out of a config's rotations; the fields that stay left out.
 
     A scaled rotation replaces plain ones in place.
@@ -66,7 +66,7 @@ def complete_rotations(name: object, model: nn.Module, config: Config) -> list[s
     Args:
         name: of the model, for a warning.
         model: mlx-lm's model of the config; its weights are not read.
-        config: of `spelled_for`.
+        config: of `normalize_rope_fields`.
     """
     text = text_config(config)
     rotation = text | (text.get("rope_parameters") or {})

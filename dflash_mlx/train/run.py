@@ -18,7 +18,7 @@ from ..drafter.dflash import DFlash
 from ..errors import OutputError, SettingsError
 from ..targets import Target
 from ..validation import path_kind
-from .answers import AnswerProgress, AnswerSettings, collect_samples, split
+from .answer_writer import AnswerProgress, AnswerSettings, collect_samples, split
 from .dataset import Sample, bucket_length
 from .drafter import (
     DrafterSettings,
@@ -30,8 +30,8 @@ from .drafter import (
 from .fit import StepReport
 from .initial import draft_config, mask_token
 from .losses import LossWeights
-from .memory import check_memory, memory_needed
 from .recipe import EPOCHS, Recipe, claim_folder
+from .step_memory import check_memory, memory_needed
 from .synthesize import TurnProgress, turn_start, user_header, write_turns
 
 TIMED_STEPS = 4  # measured to find the number of steps for --hours

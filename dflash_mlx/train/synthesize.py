@@ -18,7 +18,7 @@ from mlx_lm.sample_utils import make_sampler
 from ..chat_template import apply_chat_template
 from ..errors import DataError, PromptError
 from ..targets import Target
-from .answers import AnswerSettings, append, complete, whole_lines
+from .answer_writer import AnswerSettings, append, complete_prompts, whole_lines
 
 # top-p would sort 262,144 tokens a step, for seconds on a CPU
 TEMPERATURE = 1.0
@@ -118,7 +118,7 @@ def _write_round(
     """Turns that ended, or openings of a text, of more than one word."""
     mx.random.seed(seed)
     sampler = make_sampler(TEMPERATURE, min_p=MIN_P)
-    answers = complete(
+    answers = complete_prompts(
         target, prompts=[header] * settings.chunk, settings=settings, sampler=sampler
     )
     turns = []

@@ -15,7 +15,7 @@ import numpy as np
 from mlx_lm.models.cache import BatchKVCache
 
 from dflash_mlx.targets import Target
-from dflash_mlx.train.answers import Answer
+from dflash_mlx.train.answer_writer import Answer
 from dflash_mlx.train.features import TOP, Features
 
 ROWS, REFILL = 64, 8  # answers written together; an eighth as many prompts are read together

@@ -15,11 +15,11 @@ from mlx_lm.sample_utils import make_sampler
 
 from dflash_mlx.prompt import encode_prompt
 from dflash_mlx.targets import Target
-from dflash_mlx.train.answers import (
+from dflash_mlx.train.answer_writer import (
     Answer,
     AnswerSettings,
     append,
-    complete,
+    complete_prompts,
     read_answers,
     whole_lines,
 )
@@ -115,7 +115,9 @@ def begin_turns(
         sampler = make_sampler(TEMPERATURE, min_p=MIN_P)
         prompts = [header + list(tokens) for tokens in encoded]
         turns = []
-        for text, answer in zip(begun, complete(target, prompts, settings, sampler), strict=True):
+        for text, answer in zip(
+            begun, complete_prompts(target, prompts, settings, sampler), strict=True
+        ):
             said = target.tokenizer.decode(list(answer.answer), skip_special_tokens=True)
             if answer.ended and said.strip():
                 turns.append((text + said).strip())

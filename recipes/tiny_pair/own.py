@@ -13,7 +13,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from dflash_mlx.prompt import encode_prompt
 from dflash_mlx.targets import Target
-from dflash_mlx.train.answers import Answer, AnswerSettings, Ids, Sampler, answer_all
+from dflash_mlx.train.answer_writer import Answer, AnswerSettings, Ids, Sampler, answer_all
 from dflash_mlx.train.dataset import Sample
 
 from . import corpus, strangers

@@ -6,7 +6,7 @@ import sys
 import time
 from statistics import fmean
 
-from dflash_mlx.train.answers import AnswerProgress
+from dflash_mlx.train.answer_writer import AnswerProgress
 from dflash_mlx.train.fit import StepReport
 
 

@@ -2,7 +2,7 @@
 
 The target was never trained on such, so its answers are nonsense; but they are its own, and a
 drafter that has only seen the corpus is wrong about most of them. Only the requests are made here:
-drafters learn what the target says to them (`dflash_mlx.train.answers`).
+drafters learn what the target says to them (`dflash_mlx.train.answer_writer`).
 """
 
 from __future__ import annotations

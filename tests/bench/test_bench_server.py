@@ -9,7 +9,7 @@ from program import run
 from webserver import web_server
 
 from dflash_mlx.bench.datasets import BenchPrompt
-from dflash_mlx.bench.server import ServerClient, measure_concurrency, measure_server
+from dflash_mlx.bench.server_bench import ServerClient, measure_concurrency, measure_server
 from dflash_mlx.errors import ServerError
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "bench.schema.json").read_text())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_mlx.bench.server import ServerClient
+from dflash_mlx.bench.server_bench import ServerClient
 from dflash_mlx.cli.chat_commands import run_command
 from dflash_mlx.cli.chat_conversation import Chat, ServedModel
 from dflash_mlx.errors import PromptError, ServerError

@@ -12,9 +12,9 @@ from tinymodels import save_drafter, save_target
 from dflash_mlx.cli import downloads, models
 from dflash_mlx.cli.pair import announce
 from dflash_mlx.errors import DownloadError
-from dflash_mlx.loading.checks import fits
-from dflash_mlx.loading.gguf.convert import content_name
+from dflash_mlx.loading.gguf.gguf_file import content_name
 from dflash_mlx.loading.hub import Hub
+from dflash_mlx.loading.memory_check import fits
 from dflash_mlx.loading.registry import PACKAGES
 
 TARGET = "somebody/Qwen3-8B-4bit"
@@ -123,13 +123,13 @@ def test_names_that_are_none(server, monkeypatch, tmp_path):
     ],
 )
 def test_what_fits_24_gigabytes(size, quantized, mac, said, monkeypatch):
-    monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 24 * GB)
+    monkeypatch.setattr("dflash_mlx.loading.memory_check.usable_bytes", lambda: 24 * GB)
     assert fits(size, quantized, mac=mac) == said
 
 
 def test_a_drafter_and_a_context_have_to_fit_too(server, monkeypatch, capsys):
     """In `pull` and `list` as in `models`: Qwen3-8B's take 3 GB beside the weights."""
-    monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 2 * GB)
+    monkeypatch.setattr("dflash_mlx.loading.memory_check.usable_bytes", lambda: 2 * GB)
     announce(TARGET, models.Hub())
     assert "machine: no (with 3.0 GB for drafter and context)" in capsys.readouterr().err
     models.Hub().fetch(TARGET)

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 from webserver import web_server
 
-from dflash_mlx.bench.server import open_url
+from dflash_mlx.bench.server_bench import open_url
 from dflash_mlx.cli.app import app
 from dflash_mlx.cli.launch import Agent, _server, agent_command
 from dflash_mlx.cli.options import Names

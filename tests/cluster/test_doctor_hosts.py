@@ -5,7 +5,7 @@ import json
 import pytest
 from program import run, start
 
-from dflash_mlx.cluster import doctor
+from dflash_mlx.cluster import hosts_check
 
 VERSIONS = {"Python": "3.11.7", "dflash-mlx": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
 
@@ -50,8 +50,8 @@ def found(rank, backends=("ring",), **versions):
 
 def checks_of(path, monkeypatch, ranks):
     """The exit code, and the checks, where the ranks answer so."""
-    monkeypatch.setattr(doctor, "ClusterProcesses", ranks)
-    monkeypatch.setattr(doctor, "MEASURE_SECONDS", 0.05)
+    monkeypatch.setattr(hosts_check, "ClusterProcesses", ranks)
+    monkeypatch.setattr(hosts_check, "MEASURE_SECONDS", 0.05)
     done = run("doctor", "--hosts", path, "--offline", "--json")
     content = json.loads(done.stdout)
     assert ranks.ended

@@ -16,7 +16,7 @@ from dflash_mlx.drafter.candidates import Slots, top_candidates
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.networks import EMBEDDING, HEAD, network_for
 from dflash_mlx.errors import SettingsError, WeightsError
-from dflash_mlx.loading.inspect import inspect_drafter
+from dflash_mlx.loading.drafter_fields import inspect_drafter
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "dflash2"
 CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 5}

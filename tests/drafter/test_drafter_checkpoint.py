@@ -10,9 +10,9 @@ from tinymodels import target
 
 from dflash_mlx.drafter.networks import EMBEDDING, HEAD, MASK
 from dflash_mlx.errors import ConfigError, IncompatibleDrafterError, WeightsError
-from dflash_mlx.loading.drafters import drop_copies, read_drafter
+from dflash_mlx.loading.drafter_fields import inspect_drafter
+from dflash_mlx.loading.drafter_loader import drop_copies, read_drafter
 from dflash_mlx.loading.folder import Folder
-from dflash_mlx.loading.inspect import inspect_drafter
 
 VOCABULARY = target().vocab_size
 FIT = {

@@ -11,7 +11,7 @@ import pytest
 from numpy_layers import attend, rms, rotate, sigmoid
 
 from dflash_mlx.drafter.stepwise import StepwiseSession
-from dflash_mlx.loading.drafters import read_drafter
+from dflash_mlx.loading.drafter_loader import read_drafter
 from dflash_mlx.loading.folder import Folder
 from dflash_mlx.sampling import Sampler
 

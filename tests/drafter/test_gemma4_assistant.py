@@ -20,7 +20,7 @@ from pairs import assistant as pair
 import dflash_mlx as dm
 from dflash_mlx.drafter.gemma4_assistant import Gemma4Assistant
 from dflash_mlx.errors import IncompatibleDrafterError, WeightsError
-from dflash_mlx.loading.drafters import DraftSource, drop_copies, open_drafter
+from dflash_mlx.loading.drafter_loader import DraftSource, drop_copies, open_drafter
 from dflash_mlx.loading.folder import Folder
 
 # Gemma 4's assistant in numpy, written from public code by somebody who had not seen this package.

@@ -10,7 +10,7 @@ from pairs import CONVOLVED, LILICORR, lilicorr, lilicorr_config
 from dflash_mlx.drafter.batch import BlockDraft, draft_batch
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.lilicorr import LatticeHead
-from dflash_mlx.loading.drafters import read_drafter
+from dflash_mlx.loading.drafter_loader import read_drafter
 from dflash_mlx.loading.folder import Folder
 
 # Names in TensorRT-LLM's test, which draws each parameter from its own name -> published names.

@@ -16,9 +16,9 @@ from tinymodels import greedy
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.mtp import LAYOUTS
 from dflash_mlx.errors import ConfigError, SettingsError, WeightsError
-from dflash_mlx.loading.drafters import DraftSource
+from dflash_mlx.loading.drafter_fields import inspect_drafter
+from dflash_mlx.loading.drafter_loader import DraftSource
 from dflash_mlx.loading.folder import Folder
-from dflash_mlx.loading.inspect import inspect_drafter
 from dflash_mlx.loading.load import load
 from dflash_mlx.loop import generate
 from dflash_mlx.sampling import Sampler

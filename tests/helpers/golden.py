@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 
 from dflash_mlx.drafter.dspark import DSpark
-from dflash_mlx.loading.drafters import read_drafter
+from dflash_mlx.loading.drafter_loader import read_drafter
 from dflash_mlx.loading.folder import Folder
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"

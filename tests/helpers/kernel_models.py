@@ -11,8 +11,8 @@ from kernel_check import kernel_factory
 from metal_host.wrapper import Wrapper, wrap
 
 from dflash_mlx.kernels.modules import Kernels, wire
+from dflash_mlx.loading.kernel_plan import candidates
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.loading.wiring import candidates
 from dflash_mlx.targets import Target
 
 HEAD = 64  # numbers in a head, the fewest that the attention kernel takes

@@ -13,8 +13,8 @@ from dflash_mlx.kernels.autotune import Stopwatch
 from dflash_mlx.kernels.choose import ROWS, read_choices, tensor_key
 from dflash_mlx.kernels.modules import SWAPS, Kernels
 from dflash_mlx.kernels.shapes import matrices
-from dflash_mlx.loading import wiring
-from dflash_mlx.loading.wiring import (
+from dflash_mlx.loading import kernel_plan
+from dflash_mlx.loading.kernel_plan import (
     candidates,
     forms,
     time_verifies,
@@ -63,7 +63,7 @@ class Counted(Stopwatch):
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
     monkeypatch.setattr(autotune, "DEPTHS", (20, 40))
-    monkeypatch.setattr(wiring, "DEPTHS", (20, 40))
+    monkeypatch.setattr(kernel_plan, "DEPTHS", (20, 40))
     monkeypatch.setattr(choose, "DEPTHS", (20, 40))
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
 
@@ -172,7 +172,7 @@ def test_waiting_for_the_layers_is_not_timed():
 
 @pytest.mark.parametrize(("products", "wins"), [(-0.05, True), (0.05, False)])
 def test_a_drafter_is_timed_once(products, wins, monkeypatch):
-    monkeypatch.setattr(wiring, "begin_checks", lambda kernels: None)
+    monkeypatch.setattr(kernel_plan, "begin_checks", lambda kernels: None)
     _, clock, stopwatch = timed(products, 0.0)
     for again in (False, True):
         drafter = half_precision("qwen3")
@@ -184,7 +184,7 @@ def test_a_drafter_is_timed_once(products, wins, monkeypatch):
 
 def test_a_model_is_timed_once(monkeypatch):
     """By the first load that chooses. The next one, also of its drafter, reads the answer."""
-    monkeypatch.setattr(wiring, "begin_checks", lambda kernels: None)
+    monkeypatch.setattr(kernel_plan, "begin_checks", lambda kernels: None)
     exact, clock, stopwatch = timed(-0.01, -0.01)
     assert (
         wire_target(exact, kernels=Kernels(clock), exact=True, stopwatch=stopwatch).wiring.exact

@@ -11,8 +11,8 @@ from kernel_models import Launches, float_target, half_precision
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.modules import Kernels, wire
-from dflash_mlx.loading import wiring
-from dflash_mlx.loading.wiring import candidates
+from dflash_mlx.loading import kernel_plan
+from dflash_mlx.loading.kernel_plan import candidates
 from dflash_mlx.targets import Target
 
 pytestmark = on_gpu_or_emulator
@@ -103,8 +103,8 @@ def test_it_ends_the_jobs_of_an_engine(lazily):
 
 def test_a_drafter_s_kernel_ends_it_too(monkeypatch, tmp_path):
     rows = frozenset(range(2, 17))
-    monkeypatch.setattr(wiring, "read_choices", lambda forms: dict.fromkeys(forms, rows))
-    monkeypatch.setattr(wiring, "begin_checks", lambda kernels: None)
+    monkeypatch.setattr(kernel_plan, "read_choices", lambda forms: dict.fromkeys(forms, rows))
+    monkeypatch.setattr(kernel_plan, "begin_checks", lambda kernels: None)
     factory = Refusing(lazily=False)
     target = float_target("qwen3")
     drafter = dm.load_drafter(

@@ -19,9 +19,9 @@ from oracle import Oracle, random_tree
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
-from dflash_mlx.loading import wiring
+from dflash_mlx.loading import kernel_plan
+from dflash_mlx.loading.kernel_plan import candidates
 from dflash_mlx.loading.quantization import Quantization
-from dflash_mlx.loading.wiring import candidates
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
 
@@ -163,7 +163,7 @@ def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
         plain = load(kernels="off")
         free = candidates(plain)
         with monkeypatch.context() as patch:
-            patch.setattr(wiring, "read_choices", lambda forms, free=free: free)
+            patch.setattr(kernel_plan, "read_choices", lambda forms, free=free: free)
             target = load()
         assert target.wiring.exact == exact
         target.start().verify(Proposal([7, 9]))
@@ -186,8 +186,8 @@ def test_what_cannot_be_exact_is_refused():
     def refusal(model, family):
         with pytest.raises(SettingsError, match="leave it out") as caught:
             config = families.CONFIGS[family]
-            wiring = wire(model, config=config, kernels=kernels, rows={}, exact=True)
-            Target(model, tokenizer=families.Letters(), config=config, name=family, wiring=wiring)
+            plan = wire(model, config=config, kernels=kernels, rows={}, exact=True)
+            Target(model, tokenizer=families.Letters(), config=config, name=family, wiring=plan)
         return str(caught.value)
 
     model = families.random_model("qwen3", head_dim=HEAD)

@@ -16,8 +16,8 @@ from dflash_mlx.kernels import choose
 from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.kernels.selfcheck import Proofs, UnprovenError
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
-from dflash_mlx.loading import load, wiring
-from dflash_mlx.loading.wiring import begin_checks, candidates
+from dflash_mlx.loading import kernel_plan, load
+from dflash_mlx.loading.kernel_plan import begin_checks, candidates
 
 pytestmark = on_gpu_or_emulator
 
@@ -208,7 +208,7 @@ def test_a_second_command_compiles_what_its_answer_launches(monkeypatch, tmp_pat
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
     every = candidates(dm.load_target(folder, bits=4, kernels="off"))
     won = {key: rows - {16} for key, rows in every.items()}  # not exact by default
-    monkeypatch.setattr(wiring, "read_choices", lambda forms: won)
+    monkeypatch.setattr(kernel_plan, "read_choices", lambda forms: won)
     runs: list[Launches] = []
 
     def on_metal(*_):
@@ -239,7 +239,7 @@ def test_exact_decoding_does_without_no_kernel(folder, monkeypatch):
     with pytest.raises(KernelError, match="Exact decoding needs our kernels: attention 4/2 heads"):
         dm.load_target(folder, **load, kernels="exact")
     free = candidates(dm.load_target(folder, bits=4, group_size=32, kernels="off"))
-    monkeypatch.setattr(wiring, "read_choices", lambda forms: free)
+    monkeypatch.setattr(kernel_plan, "read_choices", lambda forms: free)
     with pytest.warns(UserWarning, match="Exact decoding needs our kernels"):
         assert not dm.load_target(folder, **load).wiring.exact
 
@@ -265,7 +265,7 @@ def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
     with monkeypatch.context() as patch:
         model = dm.load_target(folder, bits=4, group_size=32, kernels="off")
         free = candidates(model)
-        patch.setattr(wiring, "read_choices", lambda forms: free)
+        patch.setattr(kernel_plan, "read_choices", lambda forms: free)
         with pytest.warns(UserWarning, match="has other bits here than alone"):
             assert not dm.load_target(folder, **load).wiring.exact
 

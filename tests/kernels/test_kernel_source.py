@@ -9,7 +9,7 @@ from metal_host.compiler import Build
 
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels import source
-from dflash_mlx.kernels.launch import in_device_memory
+from dflash_mlx.kernels.launcher import in_device_memory
 
 METAL = Path(__file__).parents[2] / "metal"
 

@@ -28,8 +28,8 @@ from dflash_mlx.kernels.modules import Kernels, wire
 from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.weights import aligned
-from dflash_mlx.loading import wiring
-from dflash_mlx.loading.wiring import begin_checks, candidates, wire_target
+from dflash_mlx.loading import kernel_plan
+from dflash_mlx.loading.kernel_plan import begin_checks, candidates, wire_target
 
 UNITS = mx.metal.is_available() and has_tensor_units(mx.device_info(), platform.mac_ver()[0])
 pytestmark = [
@@ -161,7 +161,7 @@ def test_exact_decoding_keeps_off_tensor_units(monkeypatch):
     launches = Launches()
     prompt = [3, 1, 4, 1, 5]
     won = candidates(target(), True)
-    monkeypatch.setattr(wiring, "read_choices", lambda forms: won)
+    monkeypatch.setattr(kernel_plan, "read_choices", lambda forms: won)
     exact = wire_target(target(), Kernels(launches, tensor_units=True), True)
     plain = dm.generate(exact, None, prompt, max_tokens=5).tokens
     oracle = Oracle(prompt, answer=plain, vocab_size=exact.vocab_size, p=0.5)

@@ -5,5 +5,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    convert = "dflash_mlx.loading.gguf.convert"  # not imported here: it starts MLX, before its BLAS
-    monkeypatch.setattr(f"{convert}.cache_folder", lambda part: tmp_path / "cache" / part)
+    # A string, because importing it would start MLX before its BLAS is set.
+    module = "dflash_mlx.loading.gguf.gguf_file"
+    monkeypatch.setattr(f"{module}.cache_folder", lambda part: tmp_path / "cache" / part)

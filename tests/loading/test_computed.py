@@ -12,11 +12,11 @@ from ggufs import ROWS, gguf_of, write
 from tinymodels import SHAPE, save_target
 
 from dflash_mlx.errors import ConfigError
-from dflash_mlx.loading.computed import bounded, model_of
+from dflash_mlx.loading.config_gaps import cap_context, model_of
 from dflash_mlx.loading.folder import Folder
-from dflash_mlx.loading.gguf.convert import converted
+from dflash_mlx.loading.gguf.gguf_file import converted
 from dflash_mlx.loading.load import load_target
-from dflash_mlx.loading.target import read_target
+from dflash_mlx.loading.target_loader import read_target
 
 YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
 KEYS = {
@@ -241,7 +241,7 @@ def test_an_attention_temperature_that_is_not_computed_bounds_the_context() -> N
     config |= {"no_rope_layers": [1, 0, 1], "use_qk_norm": True, "intermediate_size_mlp": 64}
     config |= {"attn_temperature_tuning": True, "floor_scale": 128}
     with pytest.warns(UserWarning, match="attention temperature of a, .* 127 tokens"):
-        assert bounded("a", model_of("a", config), config)["max_position_embeddings"] == 127
+        assert cap_context("a", model_of("a", config), config)["max_position_embeddings"] == 127
 
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5] * 4, "long_factor": [2.0, 4.0] * 4}

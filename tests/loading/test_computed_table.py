@@ -15,8 +15,8 @@ import mlx_lm.models
 import pytest
 from mlx.utils import tree_map
 
-from dflash_mlx.loading.computed import _table, complete, model_of
-from dflash_mlx.loading.rotations import spelled_for
+from dflash_mlx.loading.config_gaps import _table, apply_ignored_fields, model_of
+from dflash_mlx.loading.rotations import normalize_rope_fields
 from dflash_mlx.targets.internals import classes_of
 from dflash_mlx.validation import text_config
 
@@ -139,10 +139,10 @@ def test_what_mlx_lm_runs_is_not_refused(name: str) -> None:
 def test_a_module_that_the_table_does_not_know_is_refused_where_it_may_leave_something_out() -> (
     None
 ):
-    config = spelled_for(MODELS["llama"])
+    config = normalize_rope_fields(MODELS["llama"])
     model_class, arguments = classes_of(config)
     model = model_class(arguments.from_dict(config))
-    complete("a", model, config | {"hidden_act": "silu", "alibi": False})
+    apply_ignored_fields("a", model, config | {"hidden_act": "silu", "alibi": False})
     for field, value in {"hidden_act": "mish", "alibi": True, "logit_scale": 0.5}.items():
         with pytest.raises(Exception, match=f"does not compute {field}"):
-            complete("a", model, config | {field: value})
+            apply_ignored_fields("a", model, config | {field: value})

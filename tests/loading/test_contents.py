@@ -16,7 +16,7 @@ import dflash_mlx as dm
 from dflash_mlx.bench.datasets import read_prompts
 from dflash_mlx.errors import DataError, DFlashError
 from dflash_mlx.loading.contents import ADAPTER, DRAFTER, MODEL, OTHER, contents_of, of_config
-from dflash_mlx.loading.inspect import inspect_drafter
+from dflash_mlx.loading.drafter_fields import inspect_drafter
 from dflash_mlx.train.dataset import read_records
 
 DATA = Path(__file__).parents[1] / "data"

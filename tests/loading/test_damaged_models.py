@@ -12,7 +12,7 @@ from dflash_mlx.errors import WeightsError as Weights
 from dflash_mlx.loading import folder as folders
 from dflash_mlx.loading.folder import Folder, read_header
 from dflash_mlx.loading.load import load, load_drafter, load_target
-from dflash_mlx.loading.target import damaged_weights
+from dflash_mlx.loading.target_loader import damaged_weights
 
 WEIGHTS = "model.safetensors"
 

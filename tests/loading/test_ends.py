@@ -15,11 +15,11 @@ from transformers import GenerationConfig
 from dflash_mlx import Engine, generate
 from dflash_mlx.errors import ConfigError
 from dflash_mlx.loading.folder import Folder
-from dflash_mlx.loading.gguf.tokenizer import CONTROL, USER_DEFINED, end_tokens
+from dflash_mlx.loading.gguf.gguf_tokenizer import CONTROL, USER_DEFINED, end_tokens
 from dflash_mlx.loading.load import load_target
-from dflash_mlx.loading.tokenizer import read_tokenizer
+from dflash_mlx.loading.tokenizer_loader import read_tokenizer
 from dflash_mlx.structured import GrammarTokens, JsonSchema
-from dflash_mlx.train.answers import AnswerSettings, complete
+from dflash_mlx.train.answer_writer import AnswerSettings, complete_prompts
 
 ABSENT = object()
 CONFIG = (ABSENT, None, 5, [5, 6], [])
@@ -115,7 +115,7 @@ def test_everything_ends_where_generation_config_says(tmp_path: Path) -> None:
     assert answer.tokens == text and answer.finish_reason == "stop"
     with Engine(target, None) as engine:
         assert engine.submit(prompt, max_tokens=12).result().tokens == text
-    (trained,) = complete(target, [prompt], AnswerSettings(max_tokens=12))
+    (trained,) = complete_prompts(target, [prompt], AnswerSettings(max_tokens=12))
     assert list(trained.answer) == text and trained.ended
     assert GrammarTokens(target).eos_ids == {own, end}
 

@@ -8,9 +8,9 @@ import pytest
 from tinymodels import refusal, save_drafter, save_target
 
 from dflash_mlx.errors import NotEnoughMemoryError
-from dflash_mlx.loading.checks import check_memory, fits
 from dflash_mlx.loading.folder import Folder, Preview
 from dflash_mlx.loading.load import load, load_target
+from dflash_mlx.loading.memory_check import check_memory, fits
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.machine.facts import memory_bytes
 

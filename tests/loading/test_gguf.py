@@ -26,10 +26,10 @@ from dflash_mlx.errors import (
     OutputError,
     WeightsError,
 )
-from dflash_mlx.loading.gguf import conversion, convert
+from dflash_mlx.loading.gguf import conversion, gguf_file
 from dflash_mlx.loading.gguf.architectures import architectures, llama3_divisors
-from dflash_mlx.loading.gguf.blocks import PACKINGS, is_readable, pack, unpack
-from dflash_mlx.loading.gguf.convert import content_name, converted
+from dflash_mlx.loading.gguf.block_formats import PACKINGS, is_readable, pack, unpack
+from dflash_mlx.loading.gguf.gguf_file import content_name, converted
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loading.registry import PACKAGES, known_drafter
 from dflash_mlx.loop import generate
@@ -174,7 +174,7 @@ def test_a_damaged_or_interrupted_conversion_is_made_again(
     path, _ = one(tmp_path)
     monkeypatch.setattr(conversion, "BYTES_PER_FILE", 10_000)
     with monkeypatch.context() as broken, pytest.raises(OutputError, match="disk is full"):
-        broken.setattr(convert, "save_arrays", full_disk)
+        broken.setattr(gguf_file, "save_arrays", full_disk)
         converted(path, unpacked=True)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))  # for the tokenizers library, too
@@ -200,7 +200,7 @@ def test_too_little_memory_is_found_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = one(tmp_path)
-    monkeypatch.setattr("dflash_mlx.loading.checks.usable_bytes", lambda: 1000)
+    monkeypatch.setattr("dflash_mlx.loading.memory_check.usable_bytes", lambda: 1000)
     with pytest.raises(NotEnoughMemoryError):
         converted(path, unpacked=True)
     assert not [*tmp_path.glob("cache/gguf/*.part")]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dflash_mlx.errors import DFlashError, WeightsError
 from dflash_mlx.loading.gguf.conversion import Conversion
+from dflash_mlx.loading.gguf.gguf_tokenizer import build
 from dflash_mlx.loading.gguf.header import read_header
-from dflash_mlx.loading.gguf.tokenizer import build
 
 HUGE = 2**62
 

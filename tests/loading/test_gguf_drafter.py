@@ -15,9 +15,9 @@ import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.networks import network_for
 from dflash_mlx.errors import DFlashError
-from dflash_mlx.loading.gguf.convert import converted
-from dflash_mlx.loading.gguf.drafter import _TENSORS
-from dflash_mlx.loading.inspect import inspect_drafter
+from dflash_mlx.loading.drafter_fields import inspect_drafter
+from dflash_mlx.loading.gguf.gguf_drafter import _TENSORS
+from dflash_mlx.loading.gguf.gguf_file import converted
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}

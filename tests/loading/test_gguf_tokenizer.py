@@ -16,8 +16,8 @@ from tokenizers import Regex, pre_tokenizers
 
 import dflash_mlx as dm
 from dflash_mlx.errors import ConfigError
-from dflash_mlx.loading.gguf import convert
-from dflash_mlx.loading.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, build, end_tokens
+from dflash_mlx.loading.gguf import gguf_file
+from dflash_mlx.loading.gguf.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, build, end_tokens
 
 # Lines of gsm8k, HumanEval, MBPP and MT-bench (see their licences in ../docs/benchmarks.md).
 PROMPTS = [
@@ -184,7 +184,7 @@ def test_a_model_writes_the_text_that_mlx_lm_writes_with_it(tmp_path: Path) -> N
     metadata, tensors, _ = gguf_of("llama", vocab_size=MODEL.vocab_size())
     write(tmp_path / "a.gguf", metadata=metadata | METADATA, tensors=tensors, kinds={})
     ours = dm.load(str(tmp_path / "a.gguf"), draft="none")[0]
-    theirs = mlx_lm.load(str(convert.converted(tmp_path / "a.gguf", unpacked=True)))
+    theirs = mlx_lm.load(str(gguf_file.converted(tmp_path / "a.gguf", unpacked=True)))
     prompt = [MODEL.bos_id(), *MODEL.encode("12 men work")]
     told = dm.generate(ours, None, "12 men work", max_tokens=24).text
     assert told == mlx_lm.generate(theirs[0], theirs[1], prompt, max_tokens=24)

@@ -27,7 +27,7 @@ from dflash_mlx.errors import (
     SettingsError,
     WeightsError,
 )
-from dflash_mlx.loading.drafters import DraftSource
+from dflash_mlx.loading.drafter_loader import DraftSource
 from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.load import load, load_drafter, load_target
@@ -199,13 +199,13 @@ def test_a_large_drafter_takes_4_bits_beside_a_quantized_target(tmp_path, monkey
     folder = save_drafter(tmp_path / "drafter")
     four = Quantization(4, 64)
     source = DraftSource.of("it", Folder(folder), {})
-    assert source.quantization_beside(four) is None
-    monkeypatch.setattr("dflash_mlx.loading.drafters.LARGE_DRAFTER", 1000)
-    assert source.quantization_beside(four) == four
-    assert source.quantization_beside(None) is None
+    assert source.default_quantization(four) is None
+    monkeypatch.setattr("dflash_mlx.loading.drafter_loader.LARGE_DRAFTER", 1000)
+    assert source.default_quantization(four) == four
+    assert source.default_quantization(None) is None
     (folder / "config.json").write_text(json.dumps({"quantization": {"bits": 8}}))
     source = DraftSource.of("it", Folder(folder), {})
-    assert source.quantization_beside(four) is None
+    assert source.default_quantization(four) is None
 
 
 def test_16_bits_leave_a_drafter_as_it_is(tmp_path):

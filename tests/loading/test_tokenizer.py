@@ -13,7 +13,7 @@ from tokenizers import Regex, pre_tokenizers
 from dflash_mlx.errors import ConfigError
 from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.load import load_target
-from dflash_mlx.loading.tokenizer import _KIMI_PATTERN, kimi_tokenizer, read_tokenizer
+from dflash_mlx.loading.tokenizer_loader import _KIMI_PATTERN, kimi_tokenizer, read_tokenizer
 from dflash_mlx.loop import generate
 
 CODE = "raise SystemExit('code of a model was run')\n"

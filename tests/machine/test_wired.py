@@ -5,7 +5,7 @@ import pytest
 
 import cli.pair
 from cli.options import Names, Weights
-from dflash_mlx.machine import wired
+from dflash_mlx.machine import pinned_memory
 
 GB = 10**9
 
@@ -19,7 +19,7 @@ def mac(monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
-    monkeypatch.setattr(wired, "memory_bytes", lambda: 16 * GB)
+    monkeypatch.setattr(pinned_memory, "memory_bytes", lambda: 16 * GB)
     return limits
 
 
@@ -32,21 +32,21 @@ def mac(monkeypatch):
     ],
 )
 def test_weights_are_wired_as_far_as_the_mac_can(mac, monkeypatch, weights, memory, expected):
-    monkeypatch.setattr(wired, "memory_bytes", lambda: memory)
-    assert wired.wire(weights) == int(expected)
+    monkeypatch.setattr(pinned_memory, "memory_bytes", lambda: memory)
+    assert pinned_memory.wire(weights) == int(expected)
     assert mac == [int(expected)]
 
 
 def test_other_devices_wire_nothing(monkeypatch):
     monkeypatch.setattr(mx, "set_wired_limit", None)
-    assert wired.wire(5 * GB) == 0
+    assert pinned_memory.wire(5 * GB) == 0
 
 
 @pytest.mark.parametrize(("settings", "count"), [({}, 1), ({"wire": False}, 0)])
 def test_opening_a_pair_wires_its_weights(monkeypatch, settings, count):
     """Once, by what loading added; not in a server that was not asked to."""
     calls: list[int] = []
-    monkeypatch.setattr(wired, "wire", calls.append)
+    monkeypatch.setattr(pinned_memory, "wire", calls.append)
     pair = cli.pair.open_pair(Names("tiny"), Weights(), warm=False, **settings)
     assert len(calls) == count
     assert all(0 < held < 2 * mx.get_active_memory() for held in calls)

@@ -14,12 +14,12 @@ from tinymodels import END, LINES
 
 from dflash_mlx.errors import DataError, OutputError, PromptError
 from dflash_mlx.targets import Target
-from dflash_mlx.train.answers import (
+from dflash_mlx.train.answer_writer import (
     AnswerSettings,
     answer_all,
     append,
     collect_samples,
-    complete,
+    complete_prompts,
 )
 from dflash_mlx.train.recipe import Recipe
 from dflash_mlx.train.synthesize import turn_start, user_header, write_turns
@@ -38,7 +38,7 @@ def prompts(target) -> list[list[int]]:
 
 
 def test_answers_are_those_of_plain_decoding(target, prompts):
-    found = complete(target, prompts, AnswerSettings(max_tokens=8, rows=3, chunk=9))
+    found = complete_prompts(target, prompts, AnswerSettings(max_tokens=8, rows=3, chunk=9))
     for prompt, answer in zip(prompts, found, strict=True):
         assert list(answer.answer) == tinymodels.greedy(target, prompt, 8)
         assert answer.prompt == tuple(prompt)
@@ -63,7 +63,7 @@ def test_prompts_of_like_length_are_read_together(target):
     target = copy(target)
     target.model = watched = Widths(target.model)
     prompts = [[5] * (30 if i % 2 else 3) for i in range(16)]
-    answers = complete(target, prompts, AnswerSettings(max_tokens=2, rows=16, chunk=16))
+    answers = complete_prompts(target, prompts, AnswerSettings(max_tokens=2, rows=16, chunk=16))
     assert [list(answer.prompt) for answer in answers] == prompts
     read = sum(rows * width for rows, width in watched.seen if width > 1)
     assert read <= 8 * 29 + 8 * 2
@@ -72,7 +72,7 @@ def test_prompts_of_like_length_are_read_together(target):
 def test_an_answer_holds_the_token_that_ended_it(prompts):
     plain = tinymodels.greedy(tinymodels.target(), prompts[0], 8)
     ending = tinymodels.ending_at(tinymodels.target(), plain[3])
-    [answer] = complete(ending, prompts[:1], AnswerSettings(max_tokens=8))
+    [answer] = complete_prompts(ending, prompts[:1], AnswerSettings(max_tokens=8))
     assert list(answer.answer) == plain[: plain.index(plain[3]) + 1] and answer.ended
     start = len(prompts[0])
     assert answer.sample.answers == ((start, start + len(answer.answer)),)

@@ -25,8 +25,8 @@ from dflash_mlx.loading.load import load_drafter
 from dflash_mlx.loop import generate
 from dflash_mlx.machine.saving import save_arrays
 from dflash_mlx.targets import Target
-from dflash_mlx.train import answers, memory
-from dflash_mlx.train.answers import AnswerProgress
+from dflash_mlx.train import answer_writer, step_memory
+from dflash_mlx.train.answer_writer import AnswerProgress
 from dflash_mlx.train.dataset import Sample
 from dflash_mlx.train.drafter import head_parts, new_drafter
 from dflash_mlx.train.features import KeptFeatures, features
@@ -339,7 +339,7 @@ def test_answers_too_short_for_the_memory_stay_for_another_training(
     large = recipe(data, steps=1, anchors=16, tokens=256)
     train(target, tmp_path / "free", large, listen=seen.append)
     [needed] = [event.memory_bytes for event in seen if isinstance(event, TrainingPlan)]
-    monkeypatch.setattr(memory, "usable_bytes", lambda: needed - 1)
+    monkeypatch.setattr(step_memory, "usable_bytes", lambda: needed - 1)
     out = tmp_path / "out"
     with pytest.raises(NotEnoughMemoryError, match="lower --tokens"):
         train(target, out, large)
@@ -347,7 +347,7 @@ def test_answers_too_short_for_the_memory_stay_for_another_training(
     def answer(*_: Any, **__: Any) -> None:
         raise AssertionError("what was answered is answered again")
 
-    monkeypatch.setattr(answers, "complete", answer)
+    monkeypatch.setattr(answer_writer, "complete_prompts", answer)
     train(target, out, replace(large, tokens=64))
     with pytest.raises(SettingsError, match=r"other settings \(tokens\)"):  # there are steps now
         train(target, out, large)

@@ -16,7 +16,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType
 
 from ...errors import ConfigError
-from ..folder import MOST_LAYERS
+from ..folder import MAX_LAYERS
 from .header import Header
 from .layout import Config
 
@@ -169,7 +169,7 @@ def read_config(path: object, header: Header) -> Config:
     row = rows[kind]
     fields = Fields(path, kind, header)
     layers = fields("block_count") - fields("nextn_predict_layers", 0)
-    if type(layers) is not int or not 0 < layers <= MOST_LAYERS:
+    if type(layers) is not int or not 0 < layers <= MAX_LAYERS:
         raise fields.wrong("block_count", layers)
     heads = fields("attention.head_count")
     width = fields("embedding_length")

@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from ...errors import ConfigError, WeightsError
 from ...validation import ErrorWrapper
-from ..computed import model_of
+from ..config_gaps import model_of
 from ..contents import MODEL, contents_of
-from ..reading import MODEL_ERRORS
-from . import tokenizer
+from ..reading import LOADING_ERRORS
+from . import gguf_tokenizer
 from .architectures import LONG, ROPE_DIVISORS, SHORT, architectures, read_config
-from .blocks import GROUP, PACKINGS, is_readable, pack, unpack
+from .block_formats import GROUP, PACKINGS, is_readable, pack, unpack
 from .header import Tensor, read_header
 from .layout import change_of, gguf_name, stored_shape
 
@@ -68,9 +68,9 @@ class Conversion:
         if EMBEDDING not in self.header.tensors:
             raise WeightsError(f"{path}: the tensor {EMBEDDING} is missing.")
         wrong = f"{path}: its metadata describes no model of mlx-lm"
-        with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
+        with ErrorWrapper(ConfigError, wrong, LOADING_ERRORS):
             self.config = read_config(path, self.header)
-            self.config["eos_token_id"] = tokenizer.end_tokens(path, self.header.metadata)
+            self.config["eos_token_id"] = gguf_tokenizer.end_tokens(path, self.header.metadata)
             model = model_of(path, self.config)
         self._sources = self._find_sources(model)
         modules = dict(model.named_modules())
@@ -104,7 +104,7 @@ class Conversion:
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer's files. Raises `ConfigError`."""
-        tokenizer.save(self._path, self.header.metadata, folder)
+        gguf_tokenizer.save(self._path, self.header.metadata, folder)
 
     def files(self) -> Iterator[dict[str, mx.array]]:
         """The weights under mlx-lm's names, in groups for a file each."""

@@ -164,7 +164,7 @@ def answer_all(
     report()
     while done < len(prompts):
         chunk = prompts[done : done + settings.chunk]
-        new = complete(
+        new = complete_prompts(
             target, prompts=chunk, settings=settings, sampler=sampler_at(done), on_token=count
         )
         append(path, (asdict(answer) for answer in new))
@@ -174,7 +174,7 @@ def answer_all(
     return answers
 
 
-def complete(
+def complete_prompts(
     target: Target,
     prompts: Sequence[Ids],
     settings: AnswerSettings,

@@ -18,7 +18,7 @@ from ..errors import WeightsError
 from ..targets import Target
 from ..validation import ErrorWrapper, text_config
 from .folder import Folder, StoredTensor
-from .reading import MODEL_ERRORS, load_as_stored, load_tensors, without_fp8
+from .reading import LOADING_ERRORS, load_as_stored, load_tensors, without_fp8
 
 Config = dict[str, Any]
 
@@ -86,7 +86,7 @@ def read_head(folder: Folder, target: Target) -> MTPHead:
     head = MTPHead(target, layout)
     stored = load_tensors(found)
     wrong = f"{folder.path}: the tensors of its MTP head cannot be read"
-    with ErrorWrapper(WeightsError, wrong, MODEL_ERRORS):
+    with ErrorWrapper(WeightsError, wrong, LOADING_ERRORS):
         weights = dict(_ours(layout, without_fp8(stored), target))
     if layout.zero_centred and not stands_alone(folder):
         _centre(weights)

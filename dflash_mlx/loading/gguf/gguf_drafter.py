@@ -17,7 +17,7 @@ import numpy as np
 
 from ...errors import ConfigError, WeightsError
 from .architectures import Fields
-from .blocks import GROUP, PACKINGS, is_readable, pack, unpack
+from .block_formats import GROUP, PACKINGS, is_readable, pack, unpack
 from .header import Tensor, read_header
 
 KIND = "dflash"

@@ -1,4 +1,4 @@
-"""Whether weights of a size fit the memory that models may take."""
+"""Checks whether the weights of a model fit into memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _QUANTIZED = re.compile(r"-(\d[_-]?bits?|q\d|mxfp\d|nvfp4|fp8|awq|dwq)\b")
 
 
 def check_memory(name: str, needed: int, in_4_bits: int | None = None) -> None:
-    """Raise `NotEnoughMemoryError` unless weights fit into the memory that models may take.
+    """Raise `NotEnoughMemoryError` if the weights do not fit into the usable memory.
 
     Args:
-        name: the model, for the message.
-        needed: bytes of the weights.
-        in_4_bits: their bytes if they were quantized to 4 bits; None where they cannot be.
+        name: the name of the model, for the message.
+        needed: the size of the weights in bytes.
+        in_4_bits: their size if they were quantized to 4 bits; None if they cannot be.
     """
     limit = usable_bytes()
     remedy = "choose a smaller model or one in fewer bits"
@@ -39,15 +39,15 @@ def check_memory(name: str, needed: int, in_4_bits: int | None = None) -> None:
 
 
 def fits(size: float, quantized: bool = False, beside: float = 0.0, *, mac: bool = ON_MAC) -> str:
-    """Whether a target fits: "yes", "no", or the option it needs, as "with --target-bits 8".
+    """Whether a target fits: "yes", "no", or the option that it needs ("with --target-bits 8").
 
-    The limit is the one that loading enforces. On a CPU, unquantized weights compute in f32.
+    The limit is the one that loading enforces. On a CPU, unquantized weights are loaded as f32.
 
     Args:
-        size: bytes of the weights as stored.
-        quantized: whether they are quantized already; otherwise they take two bytes each.
-        beside: bytes of a drafter and a context.
-        mac: whether they run on a Mac.
+        size: the size of the stored weights in bytes.
+        quantized: whether they are already quantized; otherwise each takes two bytes.
+        beside: bytes that a drafter and the context need.
+        mac: whether the target runs on a Mac.
     """
     limit = usable_bytes() - beside
     if size * (1 if quantized or mac else 2) <= limit:
@@ -59,10 +59,10 @@ def fits(size: float, quantized: bool = False, beside: float = 0.0, *, mac: bool
 
 
 def fits_here(size: float, quantized: bool = False, beside: float = 0.0) -> str:
-    """Whether a target of this many bytes fits this machine, for a message."""
+    """A phrase for messages that says whether a target of this size fits this machine."""
     return f"{WHETHER}: {fits(size, quantized, beside)}"
 
 
 def looks_quantized(name: str) -> bool:
-    """Whether a model's name says that it is quantized; its config.json is not here yet."""
+    """Whether the name of a model that is not downloaded says that it is quantized."""
     return _QUANTIZED.search(name.lower()) is not None

@@ -18,14 +18,14 @@ from huggingface_hub.utils import WeakFileLock
 from ...errors import MissingDependencyError, OutputError, WeightsError
 from ...machine.facts import cache_folder
 from ...machine.saving import save_arrays
-from ..checks import check_memory
 from ..contents import DRAFTER, Contents, contents_of
 from ..folder import INDEX, Folder
+from ..memory_check import check_memory
 from ..registry import parts_of
 
 if TYPE_CHECKING:
     from .conversion import Conversion
-    from .drafter import DrafterConversion
+    from .gguf_drafter import DrafterConversion
 
 FORMAT = 5  # of the folders; a higher number converts every file again
 # bytes, bytes, and samples of a file
@@ -85,7 +85,7 @@ def _conversion(path: Path, unpacked: bool) -> Conversion | DrafterConversion:
     """Read a file's header. Raises the errors of `Conversion`, and `MissingDependencyError`."""
     try:
         from .conversion import Conversion
-        from .drafter import DrafterConversion
+        from .gguf_drafter import DrafterConversion
     except ImportError as error:
         if error.name != "gguf":
             raise

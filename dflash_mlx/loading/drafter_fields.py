@@ -51,8 +51,8 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
         kind = "a Gemma 4 assistant" if raw["model_type"] in ASSISTANTS else "an MTP head"
         return [ResolvedField("network", kind, "model_type"), *found]
     if of_config(raw).kind == MODEL:
-        from .mtp import head_tensors  # these two start MLX
-        from .target import is_language_model
+        from .mtp_loader import head_tensors  # these two start MLX
+        from .target_loader import is_language_model
 
         if is_language_model(raw):
             shown = (name for name in ("model_type", "vocab_size") if name in text_config(raw))
@@ -63,7 +63,7 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     config = DraftConfig.from_dict(raw, str(path if folder is None else path / "config.json"))
     tensors = {} if folder is None else our_tensors(folder, config)
     if tensors:
-        config = settle(config, tensors)
+        config = with_tensor_facts(config, tensors)
     labels = ("speculators_model_type", "architectures")
     source = next((label for label in labels if label in config.sources), "default")
     resolved = [
@@ -83,7 +83,7 @@ def _config_of_file(path: Path) -> dict[str, Any]:
     """A config.json, or what a GGUF file has in its place."""
     if path.suffix == ".json":
         return read_json(path)
-    from .gguf.convert import GGUFFile
+    from .gguf.gguf_file import GGUFFile
 
     return GGUFFile(path).config
 
@@ -95,7 +95,7 @@ def our_tensors(folder: Folder, config: DraftConfig) -> dict[str, StoredTensor]:
     return {name: tensor for name, tensor in ours.items() if name is not None}
 
 
-def settle(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> DraftConfig:
+def with_tensor_facts(config: DraftConfig, tensors: Mapping[str, StoredTensor]) -> DraftConfig:
     """A config completed from its tensors: they decide the draft vocabulary if it is left open."""
     if not config.sources.get("draft_vocab_size", "default").startswith("default"):
         return config

@@ -1,4 +1,4 @@
-"""A drafter's folder -> what drafts: a network, a language model, or a part made for one target."""
+"""Loads a drafter from a folder: a network, a language model, or a part made for one target."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ..errors import ConfigError, SettingsError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper
-from .computed import model_of
+from .config_gaps import model_of
+from .drafter_fields import our_tensors, with_tensor_facts
 from .folder import Folder, StoredTensor
-from .inspect import our_tensors, settle
-from .mtp import head_tensors, read_head, stands_alone, why_no_head
+from .mtp_loader import head_tensors, read_head, stands_alone, why_no_head
 from .quantization import LARGE_DRAFTER, Quantization, is_quantized, stored_quantization
 from .reading import (
+    LOADING_ERRORS,
     MLX_ERRORS,
-    MODEL_ERRORS,
     check_not_quantized,
     load_as_stored,
     load_tensors,
@@ -39,27 +39,29 @@ from .reading import (
     start_reading,
 )
 from .registry import LOOKUP, MTP, NONE
-from .target import is_language_model, open_target
+from .target_loader import is_language_model, open_target
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
 
-# What a folder holds.
+# Kinds of drafters.
 NETWORK = "network"
 MODEL = "model"
 HEAD = "head"
 ASSISTANT = "assistant"
-SAMPLE = 256  # rows of an embedding that are compared
+# The number of embedding rows that are compared to find out whether two embeddings are the same.
+COMPARED_ROWS = 256
 
 
 def check_drafter(folder: Folder, model: nn.Module | None) -> None:
-    """Refuse a drafter that is not understood, or that was made for another target.
+    """Refuse a drafter whose config is not understood, or that was made for another target.
 
     Args:
-        folder: with its config.json.
-        model: the target's, from `model_of`; None to check the drafter alone.
+        folder: the folder of the drafter, which needs only a config.json.
+        model: the target's model, from `model_of`; None to check only the drafter.
 
-    Raises: `ConfigError`, `IncompatibleDrafterError`.
+    Raises:
+        ConfigError, IncompatibleDrafterError: it cannot be used.
     """
     if is_language_model(folder.config):
         model_of(folder.name, folder.config)
@@ -75,17 +77,20 @@ def check_drafter(folder: Folder, model: nn.Module | None) -> None:
 
 
 def _depth_for(config: DraftConfig, model: Any) -> int:
-    """The number of layers to compare a drafter's with.
+    """The number of target layers to check a drafter's config against.
 
-    A model that loops over its layers has as many caches as it runs layers.
+    A model that loops over its layers has a cache for each time that it runs one. A config may
+    count either the layers or the runs.
     """
+    layers = len(model.layers)
+    if config.num_target_layers == layers:
+        return layers
     caches = model.make_cache() if hasattr(model, "make_cache") else ()
-    depths = [max(len(model.layers), len(caches)), len(model.layers)]
-    return depths[config.num_target_layers == depths[1]]
+    return max(layers, len(caches))
 
 
 def _read_config(folder: Folder) -> DraftConfig:
-    """A network's config. Raises `ConfigError`."""
+    """Read the config of a network. Raises `ConfigError`."""
     file = str(folder.path / "config.json")
     config = DraftConfig.from_dict(folder.config, file)
     if config.unreadable is not None:
@@ -95,14 +100,14 @@ def _read_config(folder: Folder) -> DraftConfig:
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A drafter's folder, and what is in it.
+    """Where a drafter comes from, and of which kind it is.
 
     Attributes:
-        name: as it was named.
-        folder: where it is; of "mtp", the target's.
+        name: the name that the user gave.
+        folder: its folder; for "mtp", that of the target.
         kind: `NETWORK`, `MODEL`, `HEAD`, `ASSISTANT`, `LOOKUP` or `NONE`.
-        target: the target's config.json.
-        with_lookup: whether a lookup drafter joins it.
+        target: the config.json of the target.
+        with_lookup: whether to add a lookup drafter.
     """
 
     name: str
@@ -115,7 +120,7 @@ class DraftSource:
     def of(
         cls, name: str, folder: Folder, target: dict[str, Any], with_lookup: bool = False
     ) -> DraftSource:
-        """What a folder holds for a target. Raises `ConfigError`, `WeightsError`."""
+        """Find out what a folder contains for a target. Raises `ConfigError`, `WeightsError`."""
         if name in (LOOKUP, NONE):
             kind = name
         elif head_tensors(folder, target):
@@ -126,39 +131,46 @@ class DraftSource:
             kind = ASSISTANT
         else:
             kind = MODEL if is_language_model(folder.config) else NETWORK
-        return cls(name, folder, kind, target, with_lookup)
+        return cls(name, folder=folder, kind=kind, target=target, with_lookup=with_lookup)
 
     def check_settings(self, bits: int | None, window: int | None) -> None:
-        """Raise `SettingsError` for a setting that it has no use for."""
-        for setting, value, kinds in (
-            ("draft_bits", bits, (NETWORK, MODEL, HEAD, ASSISTANT)),
-            ("draft_window", window, (NETWORK,)),
-        ):
-            if value is not None and self.kind not in kinds:
-                raise SettingsError(f"{setting} means nothing to {self.name}: leave it out.")
+        """Raise `SettingsError` for a setting that this kind of drafter does not have."""
+        unused = None
+        if bits is not None and self.kind in (LOOKUP, NONE):
+            unused = "draft_bits"
+        elif window is not None and self.kind != NETWORK:
+            unused = "draft_window"
+        if unused is not None:
+            raise SettingsError(f"{unused} means nothing to {self.name}: leave it out.")
 
     @property
     def tensors(self) -> Sequence[StoredTensor]:
-        """Its tensors, but for those that the target's memory counts, too."""
-        shared = self.kind == HEAD and not stands_alone(self.folder)
-        if shared or self.kind in (LOOKUP, NONE):
+        """The tensors of the drafter, except those that are counted with the target's."""
+        in_target = self.kind == HEAD and not stands_alone(self.folder)
+        if in_target or self.kind in (LOOKUP, NONE):
             return ()
         return [*self.folder.tensors.values()]
 
-    def quantization_beside(self, target: Quantization | None) -> Quantization | None:
-        """How it is quantized beside a target that is, on load or already; None to leave it.
+    def default_quantization(self, target: Quantization | None) -> Quantization | None:
+        """How to quantize the drafter if the user does not say; None for not at all.
 
-        A head as the target. Others in 4 bits if they are large: drafts get cheaper, not worse.
+        If the target is quantized, a head is quantized in the same way, and other drafters in 4
+        bits if they are large: that makes drafting cheaper, and drafts hardly worse.
+
+        Args:
+            target: how the target is quantized on load.
         """
         if self.kind == HEAD:
-            stored = any(
-                name.endswith(".scales") for name in head_tensors(self.folder, self.target)
-            )
-            return None if stored else target or stored_quantization(self.target)
+            names = head_tensors(self.folder, self.target)
+            if any(name.endswith(".scales") for name in names):
+                return None
+            return target or stored_quantization(self.target)
         if target is None and not is_quantized(self.target):
             return None
         size = sum(math.prod(tensor.shape) for tensor in self.tensors)
-        return None if self.folder.is_quantized or size <= LARGE_DRAFTER else Quantization(4, 64)
+        if self.folder.is_quantized or size <= LARGE_DRAFTER:
+            return None
+        return Quantization(4, 64)
 
 
 def open_drafter(
@@ -168,12 +180,18 @@ def open_drafter(
     kernels: Kernels | None,
     window: int | None = None,
 ) -> Drafter | None:
-    """Load what a source holds, and give its layers to our kernels.
+    """Load a drafter, and run its layers on our kernels.
 
-    Only a network may be loaded without its target. `window` bounds the rows that it remembers.
+    Args:
+        source: where it comes from.
+        target: the target. Only a network can be loaded without it.
+        quantization: how to quantize the weights, None for not at all.
+        kernels: our kernels, None to use only MLX's own.
+        window: the maximum number of rows that it remembers.
 
-    Raises: `ConfigError`, `WeightsError`, `NotEnoughMemoryError`, `SettingsError`,
-        `IncompatibleDrafterError`.
+    Raises:
+        ConfigError, WeightsError, NotEnoughMemoryError, SettingsError,
+        IncompatibleDrafterError.
     """
     if source.kind in (LOOKUP, NONE):
         return LookupDrafter() if source.kind == LOOKUP else None
@@ -184,9 +202,10 @@ def open_drafter(
         drafter = _read(source, target, window)
         _prepare(source.name, drafter, quantization)
     if kernels is not None:
-        from .wiring import wire_drafter
+        from .kernel_plan import wire_drafter
 
-        wire_drafter(drafter.model.model if isinstance(drafter, DraftModel) else drafter, kernels)
+        network = drafter.model.model if isinstance(drafter, DraftModel) else drafter
+        wire_drafter(network, kernels)
     if target is not None:
         drafter.check_fits(target)
         if isinstance(drafter, DFlash):
@@ -195,12 +214,12 @@ def open_drafter(
 
 
 def _prepare(name: str, drafter: nn.Module, quantization: Quantization | None) -> None:
-    """Quantize a drafter that is not, and read its weights into memory."""
+    """Quantize a drafter, if requested, and read its weights into memory."""
     quantized = any("scales" in module for module in drafter.modules())
     check_not_quantized(name, quantization, quantized)
     with ErrorWrapper(WeightsError, f"{name}: the weights cannot be used", MLX_ERRORS):
         if quantized and on_cpu():
-            # MLX's quantized products are slow on a CPU, and drafts do not change the text.
+            # MLX's quantized products are slow on a CPU.
             dequantize_model(drafter)
         start_reading(name, drafter, quantization)
         evaluate(drafter)
@@ -209,17 +228,17 @@ def _prepare(name: str, drafter: nn.Module, quantization: Quantization | None) -
 def _read(
     source: DraftSource, target: Target | None, window: int | None
 ) -> DFlash | MTPHead | Gemma4Assistant:
-    """The network, head or assistant of a source, its weights as stored and still on disk."""
+    """Make the network, head or assistant. Its weights are as stored, and not read yet."""
     folder = source.folder
     wrong = f"{folder.path / 'config.json'}: no drafter can be made of it"
-    with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
+    with ErrorWrapper(ConfigError, wrong, LOADING_ERRORS):
         if target is None or source.kind == NETWORK:
             return read_drafter(folder, window, None if target is None else target.num_layers)
         if source.kind == HEAD:
             return read_head(folder, target)
         assistant = Gemma4Assistant(folder.config, target)
     weights = load_tensors(folder.tensors)
-    weights.pop("lm_head.weight", None)  # the embedding once more
+    weights.pop("lm_head.weight", None)  # a copy of the embedding
     load_as_stored(assistant, weights, f"{folder.path}: the weights do not fit the config,")
     return assistant
 
@@ -227,22 +246,23 @@ def _read(
 def read_drafter(
     folder: Folder, window: int | None = None, num_layers: int | None = None
 ) -> DFlash:
-    """The network of a folder, its weights as stored and still on disk.
+    """Make the network of a folder. Its weights are as stored, and not read yet.
 
     Args:
-        folder: with config.json and safetensors.
-        window: bounds the rows that it remembers.
-        num_layers: the target's, if it is known.
+        folder: a folder with a config.json and safetensors files.
+        window: the maximum number of rows that the network remembers.
+        num_layers: the number of layers of the target, if it is known.
 
-    Raises: `ConfigError`, `WeightsError`.
+    Raises:
+        ConfigError, WeightsError: the config or the tensors cannot be used.
     """
     config = _read_config(folder).within(window).for_target(num_layers)
-    found = our_tensors(folder, config)
-    config = settle(config, found)
-    weights = load_tensors(found)
+    tensors = our_tensors(folder, config)
+    config = with_tensor_facts(config, tensors)
+    weights = load_tensors(tensors)
     drafter = network_for(config)(config, weights)
     if config.kind == EAGLE3 and config.draft_vocab_size == config.vocab_size:
-        weights.pop("d2t", None)  # all zeros, in some EAGLE-3 files
+        weights.pop("d2t", None)  # some EAGLE-3 files have one with only zeros
     load_as_stored(drafter, weights, f"{folder.path}: the weights do not fit the config,")
     if "d2t" in weights:
         offsets = np.array(weights["d2t"]).astype(np.int64)
@@ -255,23 +275,27 @@ def read_drafter(
 
 
 def drop_copies(drafter: DFlash, target: Target) -> list[str]:
-    """Have a drafter use the target's embedding and head instead of its own copies of them.
+    """Make a drafter use the target's embedding and head if its own are copies of them.
 
     Some publishers store such copies. Embeddings are compared by a sample of their rows, heads by
-    their logits for a few random states. Returns what was dropped: "embedding", "head".
+    their logits for a few random states.
+
+    Returns:
+        The dropped parts: "embedding", "head".
     """
     config = drafter.config
-    dropped = list[str]()
+    dropped: list[str] = []
     if target.hidden_size != config.hidden_size or config.vocab_size != target.vocab_size:
         return dropped
     own_head = "lm_head" in drafter
     own_embedding = "embed_tokens" in drafter
     if own_embedding and (own_head or not config.tie_word_embeddings):
-        ids = mx.arange(0, config.vocab_size, max(1, config.vocab_size // SAMPLE))[None]
+        stride = max(1, config.vocab_size // COMPARED_ROWS)
+        ids = mx.arange(0, config.vocab_size, stride)[None]
         scale = config.own_embedding_scale
         theirs = target.embed(ids)
         ours = drafter.embed_tokens(ids) * scale
-        # Targets round their products with the scale in several ways.
+        # Targets round the scaled embedding in different ways.
         if mx.allclose(theirs, ours, rtol=1e-2 if scale != 1 else 0, atol=0):
             del drafter["embed_tokens"]
             dropped.append("embedding")

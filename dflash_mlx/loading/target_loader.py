@@ -1,4 +1,4 @@
-"""A target's folder -> a `Target`: mlx-lm's model of its config, its weights, its tokenizer."""
+"""Loads a `Target` from a folder: mlx-lm's model of its config, its weights, its tokenizer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ..targets.internals import classes_of
 from ..threads import evaluate
 from ..validation import ErrorWrapper
 from .adapters import Adapter
-from .checks import check_memory
-from .computed import bounded, complete, computes
+from .config_gaps import apply_ignored_fields, cap_context, computes
 from .contents import MODEL, of_config
 from .folder import Folder
+from .memory_check import check_memory
 from .quantization import Quantization
 from .reading import (
+    LOADING_ERRORS,
     MLX_ERRORS,
-    MODEL_ERRORS,
     SCALES,
     SupportsSharding,
     check_not_quantized,
@@ -37,18 +37,18 @@ from .reading import (
     start_reading,
     without_fp8,
 )
-from .rotations import spelled_for
-from .tokenizer import read_tokenizer
+from .rotations import normalize_rope_fields
+from .tokenizer_loader import read_tokenizer
 
 if TYPE_CHECKING:
     from ..kernels.modules import Kernels
 
 
 def is_language_model(config: dict[str, Any]) -> bool:
-    """Whether a config.json is that of a model which mlx-lm loads, and not a drafter's."""
+    """Whether a config.json describes a model that mlx-lm loads, and not a drafter."""
     if of_config(config).kind != MODEL:
         return False
-    with suppress(KeyError, TypeError, ValueError):  # mlx-lm's, for what it does not know
+    with suppress(KeyError, TypeError, ValueError):  # mlx-lm's errors for unknown models
         return classes_of(config) is not None
     return False
 
@@ -56,22 +56,23 @@ def is_language_model(config: dict[str, Any]) -> bool:
 def check_weights(
     folder: Folder, quantization: Quantization | None, reserved: int = 0, machines: int = 1
 ) -> None:
-    """Refuse weights that do not fit the memory, by their headers or their size on the hub.
+    """Refuse weights that do not fit into memory, by their headers or their size on the hub.
 
     Args:
-        folder: the model's.
-        quantization: what happens to the weights on load.
-        reserved: bytes of other weights.
-        machines: that share them.
+        folder: the folder of the model.
+        quantization: how the weights are quantized on load, None for not at all.
+        reserved: bytes that other weights need.
+        machines: the number of machines that share the weights.
 
-    Raises `NotEnoughMemoryError`.
+    Raises:
+        NotEnoughMemoryError: the weights do not fit.
     """
 
     def needed(choice: Quantization | None) -> int:
         return folder.memory(choice, float_bytes()) // machines + reserved
 
-    smaller = not folder.is_quantized and (quantization is None or quantization.bits > 4)
-    in_4_bits = needed(Quantization(4, 64)) if smaller else None
+    can_shrink = not folder.is_quantized and (quantization is None or quantization.bits > 4)
+    in_4_bits = needed(Quantization(4, 64)) if can_shrink else None
     check_memory(folder.name, needed(quantization), in_4_bits)
 
 
@@ -84,9 +85,9 @@ def open_target(
     cluster: SupportsSharding | None = None,
     adapter: Adapter | None = None,
 ) -> Target:
-    """Load the target in a folder, if it fits beside `reserved` bytes of other weights.
+    """Load the target in a folder if it fits into memory with `reserved` bytes of other weights.
 
-    Args and errors as of `load`.
+    The arguments and errors are those of `load`.
     """
     name = folder.name
     config = folder.config
@@ -118,7 +119,7 @@ def open_target(
         target = Target(model, tokenizer=tokenizer, config=config, name=name)
         check_runs(target)
         if kernels is not None:
-            from .wiring import check_exact, wire_target
+            from .kernel_plan import check_exact, wire_target
 
             target = wire_target(target, kernels, exact or None)
             check_exact(target)
@@ -127,50 +128,59 @@ def open_target(
 
 
 def read_target(folder: Folder) -> tuple[nn.Module, dict[str, Any]]:
-    """mlx-lm's model of a folder, its weights still on disk, and the config that it computes.
+    """Make mlx-lm's model of a folder, without reading its weights yet.
 
-    Raises: `ConfigError`, `WeightsError`.
+    Returns:
+        The model, and the config that it computes.
+
+    Raises:
+        ConfigError, WeightsError: the config or a file is damaged.
     """
     for file in folder.files:
         load_file(file)  # so that an error about a file does not blame the config
     wrong = f"{folder.path / 'config.json'}: mlx-lm cannot load it"
-    with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
-        config = spelled_for(deepcopy(folder.config))  # some classes change their arguments
-        with TemporaryDirectory() as view:  # mlx-lm would read other files than the index's, too
-            Path(view, "config.json").write_text("{}")  # all of it is in `config`
+    with ErrorWrapper(ConfigError, wrong, LOADING_ERRORS):
+        config = normalize_rope_fields(
+            deepcopy(folder.config)
+        )  # some classes change their arguments
+        # mlx-lm reads every weight file in a folder, so it gets one with those of the index only.
+        with TemporaryDirectory() as view:
+            Path(view, "config.json").write_text("{}")  # all fields are in `config`
             for file in folder.files:
                 Path(view, file.name).symlink_to(file.resolve())
             model, config = load_model(
-                Path(view), lazy=True, model_config=config, get_model_classes=_reading_fp8
+                Path(view), lazy=True, model_config=config, get_model_classes=_classes_reading_fp8
             )
         model.__dict__.pop("sanitize", None)
-        complete(folder.name, model, config)
-        return model, bounded(folder.name, model, config)
+        apply_ignored_fields(folder.name, model, config)
+        return model, cap_context(folder.name, model, config)
 
 
-def _reading_fp8(config: dict[str, Any]) -> tuple[Any, Any]:
-    """mlx-lm's classes of a config, 8-bit floats becoming 16-bit ones where its own leave them."""
+def _classes_reading_fp8(config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's classes for a config. Models that do not convert 8-bit floats learn to do so."""
     model_class, arguments = classes_of(config)
 
     def build(args: Any) -> nn.Module:
         model: Any = model_class(args)
-        own = getattr(model, "sanitize", dict)
+        sanitize = getattr(model, "sanitize", dict)
         if not computes(model, "other", f"weight{SCALES}"):
-            model.sanitize = lambda weights: own(without_fp8(weights))
+            model.sanitize = lambda weights: sanitize(without_fp8(weights))
         return cast(nn.Module, model)
 
     return build, arguments
 
 
 def check_runs(target: Target) -> None:
-    """Read two tokens and drop them, and raise if that fails or gives NaN.
+    """Run two tokens through the model and drop them.
 
-    Raises `ConfigError`; `WeightsError` if weights are the cause.
+    Some fields of a config, such as the number of experts, matter only in a forward.
 
-    Some fields of a config, such as a number of experts, matter only in a forward.
+    Raises:
+        ConfigError: the forward fails or returns NaN.
+        WeightsError: it returns NaN because weights are NaN or infinite.
     """
     wrong = f"{target.name}: the model that config.json describes does not run"
-    with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
+    with ErrorWrapper(ConfigError, wrong, LOADING_ERRORS):
         session = target.start()
         for _ in session.prefill([0, 0]):
             pass
@@ -178,18 +188,18 @@ def check_runs(target: Target) -> None:
         broken = mx.isnan(logits).any().item()
         session.commit([0])
     if broken:
-        if damaged := damaged_weights(target.model):
+        damaged = damaged_weights(target.model)
+        if damaged:
             raise WeightsError(f"{target.name}: {damaged}. Download it again.")
         raise ConfigError(f"{wrong} (its logits are NaN).")
 
 
 def damaged_weights(model: nn.Module) -> str:
-    """Which parameters hold NaN or infinity, in words; empty for none. Reads every weight."""
-    damaged = [
-        name
-        for name, value in tree_flatten(model.parameters())
-        if mx.issubdtype(value.dtype, mx.floating) and not mx.isfinite(value).all().item()
-    ]
+    """Describe which parameters contain NaN or infinity; empty if none does. Reads all weights."""
+    damaged = []
+    for name, value in tree_flatten(model.parameters()):
+        if mx.issubdtype(value.dtype, mx.floating) and not mx.isfinite(value).all().item():
+            damaged.append(name)
     if not damaged:
         return ""
     return f"NaN or infinite weights in {damaged[0]}, {len(damaged)} tensors in all"
