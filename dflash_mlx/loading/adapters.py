@@ -69,7 +69,7 @@ class Adapter:
     def add_to(self, name: str, model: nn.Module) -> None:
         """Put its layers into a target, in place.
 
-        Raises `WeightsError` if it is another model's, or not complete.
+        Raises `WeightsError` if it was made for another model, or is incomplete.
         """
         wrong = f"{self.folder}: this adapter does not fit {name}"
         with ErrorWrapper(WeightsError, wrong, LOADING_ERRORS):
@@ -99,12 +99,12 @@ def find_adapter(name: Name, hub: Hub) -> Adapter:
     name = as_name(name)
     with ErrorWrapper(ModelNotFoundError, f"No adapter {brief(name)}", PATH_ERRORS):
         folder = user_path(name)
-        place = path_kind(folder)
-    if place is None:
+        path_type = path_kind(folder)
+    if path_type is None:
         if name.count("/") != 1 or name.startswith((".", "/", "~")):
             raise ModelNotFoundError(f"No adapter {name!r}: there is no such folder.")
         folder = hub.fetch(name, [FILE, PEFT_FILE]).path
-    if place == "file" and (folder.parent / ADAPTER_CONFIG).is_file():
+    if path_type == "file" and (folder.parent / ADAPTER_CONFIG).is_file():
         folder = folder.parent  # its weights were named
     kind, words = contents_of(folder)
     if kind != ADAPTER or not folder.is_dir():
@@ -116,8 +116,8 @@ def find_adapter(name: Name, hub: Hub) -> Adapter:
     is_peft = "peft_type" in config
     files = [file for file in (FILE, PEFT_FILE) if (folder / file).exists()]
     if not files:
-        wanted = PEFT_FILE if is_peft else FILE
-        raise ModelNotFoundError(f"{folder} is {words}, and there is no {wanted} in it.")
+        expected_file = PEFT_FILE if is_peft else FILE
+        raise ModelNotFoundError(f"{folder} is {words}, and there is no {expected_file} in it.")
     if is_peft:
         _check_peft(folder / ADAPTER_CONFIG, config)
         files.reverse()
@@ -208,7 +208,7 @@ def _peft_layer(
             raise WeightsError(f"{path} has no {part}")
     rank = parts["lora_a"].shape[-1]
     patterns = config.get("alpha_pattern") or {}
-    alphas = [x for name, x in patterns.items() if re.fullmatch(rf"(.*\.)?({name})", path)]
+    alphas = [value for name, value in patterns.items() if re.fullmatch(rf"(.*\.)?({name})", path)]
     alpha = alphas[0] if alphas else config["lora_alpha"]
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     layer: nn.Module = kinds["m" in parts].from_base(base, r=rank, scale=scale)

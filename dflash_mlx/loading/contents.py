@@ -75,10 +75,10 @@ class Contents(NamedTuple):
 def contents_of(path: Path) -> Contents:
     """What a file or folder is. A path that cannot be read is `OTHER`, with the reason in words."""
     try:
-        place = path_kind(path)
-        if place == "folder":
+        kind = path_kind(path)
+        if kind == "folder":
             return _of_folder(path)
-        if place == "other":
+        if kind == "other":
             return Contents(OTHER, "a pipe or a device")  # opening one may take what is in it
         with path.open("rb") as file:
             start = file.read(BEGINNING)
@@ -108,9 +108,9 @@ def of_config(config: Mapping[str, Any]) -> Contents:
     names = names if isinstance(names, list) else [names]
     labels = [config.get("speculators_model_type"), *names, config.get("model_type")]
     labels = [label for label in labels if isinstance(label, str)]
-    drafting = [label for label in labels if label in ARCHITECTURES or _DRAFTS.search(label)]
-    if drafting or (DRAFTER_FIELDS - _WEAK_FIELDS) & config.keys():
-        label = (drafting or labels or [""])[0]
+    draft_labels = [label for label in labels if label in ARCHITECTURES or _DRAFTS.search(label)]
+    if draft_labels or (DRAFTER_FIELDS - _WEAK_FIELDS) & config.keys():
+        label = (draft_labels or labels or [""])[0]
         return Contents(DRAFTER, f"a drafter ({label})" if label else "a drafter")
     kind = config.get("model_type")
     return Contents(MODEL, f"a model ({kind})" if isinstance(kind, str) else "a model")
@@ -141,14 +141,14 @@ def _of_gguf(path: Path) -> Contents:
     try:
         from .gguf.header import read_general
 
-        said = read_general(path)
+        metadata = read_general(path)
     except (ImportError, DFlashError):  # loading names what is wrong
         return Contents(MODEL, "a GGUF file")
-    architecture = str(said.get("general.architecture"))[:40]
-    kind = "mmproj" if architecture == "clip" else said.get("general.type")
+    architecture = str(metadata.get("general.architecture"))[:40]
+    kind = "mmproj" if architecture == "clip" else metadata.get("general.type")
     if kind in _GGUF_TYPES:
-        what, words = _GGUF_TYPES[kind]
-        return Contents(what, f"{words} in GGUF ({architecture})")
+        contents_kind, words = _GGUF_TYPES[kind]
+        return Contents(contents_kind, f"{words} in GGUF ({architecture})")
     if architecture in GGUF_DRAFTERS:
         return Contents(DRAFTER, f"{GGUF_DRAFTERS[architecture]} in GGUF ({architecture})")
     return Contents(MODEL, f"a model in GGUF ({architecture})")

@@ -76,16 +76,16 @@ def download(settings: dict[str, Any], blobs: Path, total: int) -> Path:
             try:
                 _show(process, name=name, blobs=blobs, total=total)
                 assert process.stdout is not None
-                told = process.stdout.read()
+                output = process.stdout.read()
             finally:
                 process.kill()
     except KeyboardInterrupt as error:
         raise DownloadInterrupt(
             f"The download of {name} is stopped. What came is kept: run this again to go on."
         ) from error
-    if not told:
+    if not output:
         raise DownloadError(f"{name}: the download ended without an answer; run this again.")
-    answer = json.loads(told)
+    answer = json.loads(output)
     if "error" in answer:
         kind: type[DFlashError] = getattr(errors, answer["error"])
         raise kind(answer["message"])
@@ -125,7 +125,7 @@ def explained(name: str, endpoint: str | None = None, offline: bool = False) -> 
 
 def _explain(name: str, endpoint: str | None, offline: bool, error: Exception) -> DFlashError:
     """Our error for a failed request: what happened and what to do, in one line."""
-    also = suggestion(name)
+    hint = suggestion(name)
     hub = endpoint or constants.ENDPOINT
     unreachable = (
         f"cannot reach {hub} ({error_text(error.__cause__ or error)}). Check the network or proxy, "
@@ -134,13 +134,13 @@ def _explain(name: str, endpoint: str | None, offline: bool, error: Exception) -
     if isinstance(error, GatedRepoError):
         return DownloadError(f"{name} is gated: accept its terms on its page, then {LOGIN}.")
     if isinstance(error, RepositoryNotFoundError):
-        found = f"{hub} has no such repository, or it is private: {LOGIN}"
-        return ModelNotFoundError(f"{name}: {found}.{also}")
+        problem = f"{hub} has no such repository, or it is private: {LOGIN}"
+        return ModelNotFoundError(f"{name}: {problem}.{hint}")
     if isinstance(error, HFValidationError):
         return ModelNotFoundError(f"{name!r} cannot be the name of a repository.")
     if isinstance(error, LocalEntryNotFoundError):
         why = ", and offline mode is on." if offline else f"; {unreachable}"
-        return DownloadError(f"{name} is not downloaded, or not completely{why}{also}")
+        return DownloadError(f"{name} is not downloaded, or not completely{why}{hint}")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return DownloadError(f"{name}: the disk is full; free some of it and run this again.")
     if isinstance(error, HfHubHTTPError) or getattr(error, "filename", None):  # or of the disk

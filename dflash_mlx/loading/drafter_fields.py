@@ -47,16 +47,16 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     folder = None if is_file else Folder(path)
     raw = _config_of_file(path) if folder is None else folder.config
     if needs_target(raw):
-        found = [ResolvedField(name, value, name) for name, value in raw.items()]
+        target_fields = [ResolvedField(name, value, name) for name, value in raw.items()]
         kind = "a Gemma 4 assistant" if raw["model_type"] in ASSISTANTS else "an MTP head"
-        return [ResolvedField("network", kind, "model_type"), *found]
+        return [ResolvedField("network", kind, "model_type"), *target_fields]
     if of_config(raw).kind == MODEL:
         from .mtp_loader import head_tensors  # these two start MLX
         from .target_loader import is_language_model
 
         if is_language_model(raw):
-            shown = (name for name in ("model_type", "vocab_size") if name in text_config(raw))
-            model = [ResolvedField(name, text_config(raw)[name], name) for name in shown]
+            names = (name for name in ("model_type", "vocab_size") if name in text_config(raw))
+            model = [ResolvedField(name, text_config(raw)[name], name) for name in names]
             count = 0 if folder is None else len(head_tensors(folder, raw))
             head = ResolvedField("MTP head", f"{count} tensors" if count else "none", "its tensors")
             return [ResolvedField("network", "a draft model", "model_type"), *model, head]

@@ -105,11 +105,11 @@ class Hub:
             return Folder(self._snapshot(name, [*BESIDE, *weights]), name)
         patterns = _gguf_files(gguf[1])
         folder = self._snapshot(gguf[0], patterns)
-        found = [file for file in folder.rglob("*.gguf") if any(map(file.match, patterns))]
-        found = [file for file in found if not file.name.startswith("mmproj")]  # of images
-        if not found:
+        files = [file for file in folder.rglob("*.gguf") if any(map(file.match, patterns))]
+        files = [file for file in files if not file.name.startswith("mmproj")]  # of images
+        if not files:
             raise self._no_gguf(*gguf)
-        return GGUFFile(min(found, key=lambda file: (len(file.name), file.name)), name)
+        return GGUFFile(min(files, key=lambda file: (len(file.name), file.name)), name)
 
     def copy(self, name: str) -> Folder | None:
         """The complete copy of a repository or GGUF file on this disk; None without one."""
@@ -151,10 +151,10 @@ class Hub:
             name = gguf[0]
             wanted = _gguf_files(gguf[1])
         sizes = self._sizes(name)
-        found = [*filter_repo_objects(sizes, allow_patterns=list(wanted))]
-        if gguf and not found:
+        names = [*filter_repo_objects(sizes, allow_patterns=list(wanted))]
+        if gguf and not names:
             raise self._no_gguf(*gguf)
-        return sum(map(sizes.__getitem__, found))
+        return sum(map(sizes.__getitem__, names))
 
     def remove(self, name: str) -> int:
         """Delete a repository's copy, complete or not. Returns the bytes that are free again.
@@ -165,7 +165,9 @@ class Hub:
         with suppress(CacheNotFound):
             cache = scan_cache_dir(self.cache)
             copies = [repo for repo in cache.repos if repo.repo_id == name]
-            if revisions := [one.commit_hash for repo in copies for one in repo.revisions]:
+            if revisions := [
+                revision.commit_hash for repo in copies for revision in repo.revisions
+            ]:
                 strategy = cache.delete_revisions(*revisions)
                 strategy.execute()
                 return strategy.expected_freed_size
@@ -179,16 +181,16 @@ class Hub:
         """A repository's files and their bytes, asked for once. Raises as `fetch`."""
         if name not in self._listed:
             with explained(name, self.endpoint, self.offline):
-                found = HfApi(self.endpoint).model_info(name, files_metadata=True, timeout=10)
-            self._listed[name] = {file.rfilename: file.size or 0 for file in found.siblings or []}
+                info = HfApi(self.endpoint).model_info(name, files_metadata=True, timeout=10)
+            self._listed[name] = {file.rfilename: file.size or 0 for file in info.siblings or []}
         return self._listed[name]
 
     def _gguf_types(self, name: str) -> list[str]:
         """The quantizations of a repository's GGUF files; none without an answer."""
-        found = set[str]()
+        types = set[str]()
         with suppress(DFlashError):
-            found = {match[1] for match in map(_GGUF_TYPE.search, self._sizes(name)) if match}
-        return sorted(found)
+            types = {match[1] for match in map(_GGUF_TYPE.search, self._sizes(name)) if match}
+        return sorted(types)
 
     def _no_gguf(self, name: str, kind: str | None = None) -> ModelNotFoundError:
         """The error for a quantization that a repository lacks, or that its name leaves open."""

@@ -190,16 +190,16 @@ def check_rows(target: Target) -> None:
     ids = [(7919 * i + 13) % target.vocab_size for i in range(PROMPT + WIDEST)]
     prompt = ids[:PROMPT]
     rows = ids[PROMPT:]
-    together = target.start()
-    alone = target.start()
-    for session in (together, alone):
+    batch_session = target.start()
+    single_session = target.start()
+    for session in (batch_session, single_session):
         list(session.prefill(prompt))
-    logits, _ = together.verify(Proposal(rows))
+    logits, _ = batch_session.verify(Proposal(rows))
     for row, token in enumerate(rows):
-        one, _ = alone.verify(Proposal([token]))
-        if not mx.array_equal(one[0], logits[row], equal_nan=True).item():
+        single_logits, _ = single_session.verify(Proposal([token]))
+        if not mx.array_equal(single_logits[0], logits[row], equal_nan=True).item():
             raise KernelError(
                 f"kernels=exact: row {row + 1} of {WIDEST} that {target.name} verifies has other "
                 "bits here than alone. Leave it out, and please report this."
             )
-        alone.commit([0])
+        single_session.commit([0])

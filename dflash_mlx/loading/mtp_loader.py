@@ -36,15 +36,15 @@ def head_tensors(folder: Folder, config: Config) -> dict[str, StoredTensor]:
     layout = LAYOUTS.get(str(config.get("model_type")))
     if layout is None:
         return {}
-    starts = ("",) if stands_alone(folder) else _starts(layout, config)
-    found = {}
+    prefixes = ("",) if stands_alone(folder) else _starts(layout, config)
+    tensors = {}
     for name, tensor in folder.every_tensor.items():
-        start = next((one for one in starts if name.startswith(one)), None)
+        start = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
         if start is not None:
-            found[name.removeprefix(start)] = tensor
+            tensors[name.removeprefix(start)] = tensor
     fuse = next(theirs for theirs, ours in layout.names.items() if ours == "fc.")
-    rows = [tensor.shape[:1] for name, tensor in found.items() if name == f"{fuse}weight"]
-    return found if rows == [(text_config(config).get("hidden_size"),)] else {}
+    rows = [tensor.shape[:1] for name, tensor in tensors.items() if name == f"{fuse}weight"]
+    return tensors if rows == [(text_config(config).get("hidden_size"),)] else {}
 
 
 def head_shards(folder: Folder, config: Config) -> set[str]:
@@ -55,12 +55,12 @@ def head_shards(folder: Folder, config: Config) -> set[str]:
     layout = LAYOUTS.get(str(config["model_type"]))
     if layout is None or folder.index is None:
         return set()
-    ours = text_config(config)
-    theirs = text_config(folder.config)
-    if any(ours.get(key) != theirs.get(key) for key in ("model_type", "hidden_size")):
+    target_text = text_config(config)
+    folder_text = text_config(folder.config)
+    if any(target_text.get(key) != folder_text.get(key) for key in ("model_type", "hidden_size")):
         return set()
-    starts = _starts(layout, config)
-    return {file for name, file in folder.index.items() if name.startswith(starts)}
+    prefixes = _starts(layout, config)
+    return {file for name, file in folder.index.items() if name.startswith(prefixes)}
 
 
 def _starts(layout: HeadLayout, config: Config) -> tuple[str, ...]:
@@ -79,12 +79,12 @@ def stands_alone(folder: Folder) -> bool:
 
 def read_head(folder: Folder, target: Target) -> MTPHead:
     """The head of a target, its weights as stored and still on disk. Raises `WeightsError`."""
-    found = head_tensors(folder, target.config)
-    if not found:
+    tensors = head_tensors(folder, target.config)
+    if not tensors:
         raise WeightsError(why_no_head(folder, target.config))
     layout = LAYOUTS[target.config["model_type"]]
     head = MTPHead(target, layout)
-    stored = load_tensors(found)
+    stored = load_tensors(tensors)
     wrong = f"{folder.path}: the tensors of its MTP head cannot be read"
     with ErrorWrapper(WeightsError, wrong, LOADING_ERRORS):
         weights = dict(_ours(layout, without_fp8(stored), target))
@@ -135,24 +135,26 @@ def _ours(
         if theirs not in layout.names:
             yield name, tensor
         elif ours is not None and ours.startswith("layers"):
-            _, layer, own = (ours + name.removeprefix(theirs)).split(".", 2)
-            layers.setdefault(layer, {})[own] = tensor
+            _, layer, inner_name = (ours + name.removeprefix(theirs)).split(".", 2)
+            layers.setdefault(layer, {})[inner_name] = tensor
         elif ours is not None:
             yield ours + name.removeprefix(theirs), tensor
     for layer, tensors in layers.items():
-        matrices = {own: tensor for own, tensor in tensors.items() if tensor.ndim > 1}
-        vectors = {own: tensor for own, tensor in tensors.items() if tensor.ndim < 2}
-        for own, tensor in {**_sanitized(matrices, target), **vectors}.items():
-            yield f"layers.{layer}.{own}", tensor
+        matrices = {inner_name: tensor for inner_name, tensor in tensors.items() if tensor.ndim > 1}
+        vectors = {inner_name: tensor for inner_name, tensor in tensors.items() if tensor.ndim < 2}
+        for inner_name, tensor in {**_sanitized(matrices, target), **vectors}.items():
+            yield f"layers.{layer}.{inner_name}", tensor
 
 
 def _sanitized(tensors: Mapping[str, mx.array], target: Target) -> dict[str, mx.array]:
     """A layer's matrices in mlx-lm's form: converted as if they were the target's last layer."""
     backbone = "backbone" if target.config["model_type"] == "nemotron_h" else "model"
-    place = f"layers.{target.num_layers - 1}."
-    given = {f"{backbone}.{place}{name}": tensor for name, tensor in tensors.items()}
+    layer_name = f"layers.{target.num_layers - 1}."
+    weights = {f"{backbone}.{layer_name}{name}": tensor for name, tensor in tensors.items()}
     model: Any = target.model
-    return {name.partition(place)[2]: tensor for name, tensor in model.sanitize(given).items()}
+    return {
+        name.partition(layer_name)[2]: tensor for name, tensor in model.sanitize(weights).items()
+    }
 
 
 def _centre(weights: dict[str, mx.array]) -> None:

@@ -29,13 +29,13 @@ _PLAIN = {"F64", "F32", "F16", "BF16"}
 _MODELOPT = "NVFP4"
 
 
-def of_modelopt(said: Mapping[str, Any], file: object) -> dict[str, Any] | None:
+def of_modelopt(content: Mapping[str, Any], file: object) -> dict[str, Any] | None:
     """The `quantization_config` that a hf_quant_config.json of NVIDIA's ModelOpt stands for.
 
     Its own form is {"producer", "quantization": {"quant_algo", ...}}; None if that names no
     algorithm, so the weights are plain. Raises `ConfigError` for one that is not read.
     """
-    settings = said.get("quantization", said)
+    settings = content.get("quantization", content)
     if not isinstance(settings, Mapping) or "quant_algo" not in settings:
         raise ConfigError(f"{file}: there is no quantization.quant_algo in it.")
     algorithm = settings["quant_algo"]
@@ -116,15 +116,15 @@ class Quantization:
         """Quantize a model in place, lazily, respecting its own `quant_predicate`."""
         import mlx.nn as nn
 
-        own = getattr(model, "quant_predicate", None)
+        model_predicate = getattr(model, "quant_predicate", None)
 
         def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
             if not hasattr(module, "to_quantized"):
                 return False
-            chosen = True if own is None else own(path, module)
-            group = chosen.get("group_size") if isinstance(chosen, dict) else self.group_size
+            choice = True if model_predicate is None else model_predicate(path, module)
+            group = choice.get("group_size") if isinstance(choice, dict) else self.group_size
             # Rows that do not divide into groups stay as they are.
-            return chosen if module.weight.shape[-1] % (group or self.group_size) == 0 else False
+            return choice if module.weight.shape[-1] % (group or self.group_size) == 0 else False
 
         nn.quantize(model, self.group_size, self.bits, mode=self.mode, class_predicate=choose)
 

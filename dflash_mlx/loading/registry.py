@@ -114,10 +114,10 @@ class KnownPair:
     @property
     def unsupported(self) -> str | None:
         """Why no target of the pair can be loaded; None if they can. Imports nothing."""
-        found = find_spec("mlx_lm")
-        folders = () if found is None else found.submodule_search_locations or ()
+        mlx_lm = find_spec("mlx_lm")
+        folders = () if mlx_lm is None else mlx_lm.submodule_search_locations or ()
         models = (Path(folder) / "models" / f"{self.model_type}.py" for folder in folders)
-        if found is None or any(map(Path.exists, models)):
+        if mlx_lm is None or any(map(Path.exists, models)):
             return None
         return f"mlx-lm {version('mlx-lm')} has no {self.model_type}"
 
@@ -133,12 +133,17 @@ class KnownPair:
 def pairs() -> tuple[KnownPair, ...]:
     """All pairs of the registry, read once."""
     text = files("dflash_mlx.loading").joinpath("registry.toml").read_text(encoding="utf-8")
-    found = []
+    known_pairs = []
     for row in tomllib.loads(text)["pair"]:
-        rows = [{"drafter": one} if isinstance(one, str) else one for one in row["drafters"]]
-        drafters = tuple(KnownDrafter(**one) for one in rows)
-        found.append(KnownPair(**row | {"targets": tuple(row["targets"]), "drafters": drafters}))
-    return tuple(found)
+        rows = [
+            {"drafter": drafter} if isinstance(drafter, str) else drafter
+            for drafter in row["drafters"]
+        ]
+        drafters = tuple(KnownDrafter(**drafter) for drafter in rows)
+        known_pairs.append(
+            KnownPair(**row | {"targets": tuple(row["targets"]), "drafters": drafters})
+        )
+    return tuple(known_pairs)
 
 
 def pair_of(name: str) -> KnownPair | None:
@@ -155,9 +160,9 @@ def known_drafter(name: str) -> str | None:
 
 
 def _drafter_of(name: str) -> str | None:
-    for own, targets in PACKAGED.items():
-        if name == own or any(_is_conversion(name, target) for target in targets):
-            return own
+    for packaged_name, targets in PACKAGED.items():
+        if name == packaged_name or any(_is_conversion(name, target) for target in targets):
+            return packaged_name
     pair = pair_of(name)
     return None if pair is None else pair.drafters[0].drafter
 
@@ -174,13 +179,20 @@ def _base_models(name: str) -> list[str]:
 
 def known_facts(drafter: str) -> KnownDrafter | None:
     """What the registry says of a drafter, by its repository."""
-    every = (one for pair in pairs() for one in pair.drafters)
-    return next((one for one in every if one.drafter == drafter), None)
+    for pair in pairs():
+        for known in pair.drafters:
+            if known.drafter == drafter:
+                return known
+    return None
 
 
 def _is_conversion(name: str, target: str) -> bool:
-    last, original = (one.rstrip("/").rpartition("/")[2].lower() for one in (name, target))
-    return last.startswith(original) and bool(_CONVERSION.fullmatch(last, len(original)))
+    """Whether a name is that of a target, with or without suffixes of conversions."""
+    conversion = name.rstrip("/").rpartition("/")[2].lower()
+    original = target.rstrip("/").rpartition("/")[2].lower()
+    if not conversion.startswith(original):
+        return False
+    return bool(_CONVERSION.fullmatch(conversion, len(original)))
 
 
 def as_name(name: Name) -> str:
@@ -209,29 +221,36 @@ def known_names() -> list[str]:
 
 
 def nearest(name: str) -> list[str]:
-    """Up to four known names that are most like this one, the likeliest first.
+    """Up to four known names that are similar to this one, the most similar first.
 
-    Case and owner do not matter where the rest is the same. A conversion comes before the original
-    that is like the name.
+    Names that differ only in case or owner count as the same. The conversion of a target comes
+    before the target.
     """
 
     def last(name: str) -> str:
         return name.rstrip("/").rpartition("/")[2].lower()
 
-    known = known_names()
-    if same := [one for one in known if last(name) and last(one) == last(name)]:
+    names = known_names()
+    same = [known for known in names if last(name) and last(known) == last(name)]
+    if same:
         return [] if name in same else _with_conversions(same)
-    by_key = {key: one for one in known for key in (one.lower(), last(one))}
-    close = get_close_matches(name.lower(), by_key, _SUGGESTIONS, _SIMILARITY)
-    close = close or get_close_matches(last(name), by_key, _SUGGESTIONS, _SIMILARITY)
+    by_key = {}
+    for known in names:
+        by_key[known.lower()] = known
+        by_key[last(known)] = known
+    close = get_close_matches(name.lower(), by_key, n=_SUGGESTIONS, cutoff=_SIMILARITY)
+    if not close:
+        close = get_close_matches(last(name), by_key, n=_SUGGESTIONS, cutoff=_SIMILARITY)
     return _with_conversions([by_key[key] for key in close])
 
 
 def _with_conversions(names: list[str]) -> list[str]:
-    """The first of these names, the conversion of each target before it."""
+    """The first of these names. The conversion of a target comes before the target."""
     conversions = {target: pair.download for pair in pairs() for target in pair.targets}
-    both = [other for name in names for other in (conversions.get(name, name), name)]
-    return [*dict.fromkeys(both)][:_SUGGESTIONS]
+    candidates = []
+    for name in names:
+        candidates += [conversions.get(name, name), name]
+    return [*dict.fromkeys(candidates)][:_SUGGESTIONS]
 
 
 def suggestion(name: str) -> str:
@@ -241,10 +260,11 @@ def suggestion(name: str) -> str:
 
 
 def local_path(name: str, part: Part = "target") -> Path | None:
-    """The folder or the GGUF file that a name means on this disk; None if it is the hub's.
+    """The folder or GGUF file on this disk that a name means; None for a repository on the hub.
 
-    Raises `ModelNotFoundError` if it is no embedded or installed model, GGUF file or model folder,
-    and cannot be the name of a hub repository.
+    Raises:
+        ModelNotFoundError: it is not an embedded or installed model, a GGUF file or a model's
+            folder, and cannot be the name of a repository either.
     """
     if (embedded := _EMBEDDED_FOLDERS.get((name, part))) is not None:
         return Path(str(files("dflash_mlx"))) / embedded
@@ -284,7 +304,7 @@ def _has_config(folder: Path) -> bool:
 
 
 def _advice(path: Path, part: Part) -> str:
-    """What to give in place of a path that is no model."""
+    """What to pass instead of a path that is not a model."""
     if contents_of(path).kind == ADAPTER:
         return "give it as --adapter, and its model as --model"
     return f"give a {'model' if part == 'target' else part}'s folder or a GGUF file"
@@ -295,8 +315,8 @@ def hub_gguf(name: str) -> tuple[str, str] | None:
     match = _HUB_GGUF.fullmatch(name)
     if match is None or not (match[1] or match[3] or match[2].lower().endswith("-gguf")):
         return None
-    here = name.startswith((".", "~")) or os.path.exists(name)
-    return None if here else (match[2], match[3] or _USUAL_GGUF)
+    is_local = name.startswith((".", "~")) or os.path.exists(name)
+    return None if is_local else (match[2], match[3] or _USUAL_GGUF)
 
 
 def _only_gguf(folder: Path) -> Path | None:
@@ -304,11 +324,11 @@ def _only_gguf(folder: Path) -> Path | None:
 
     Raises `ModelNotFoundError` if there are several.
     """
-    found = [file for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name.lower()]
-    wholes = sorted({_PART.sub(".gguf", file.name) for file in found})
-    if len(wholes) > 1:
-        raise ModelNotFoundError(f"{folder} has several GGUF files, name one: {', '.join(wholes)}.")
-    return found[0] if found else None
+    files = [file for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name.lower()]
+    models = sorted({_PART.sub(".gguf", file.name) for file in files})
+    if len(models) > 1:
+        raise ModelNotFoundError(f"{folder} has several GGUF files, name one: {', '.join(models)}.")
+    return files[0] if files else None
 
 
 def parts_of(path: Path) -> list[Path]:

@@ -202,11 +202,11 @@ def _reads_scaling(config: Config) -> bool:
     model_class, arguments = classes_of(config)
     plain = with_text(config, _unscaled(text_config(config)))
     try:
-        with_it = _state(model_class(arguments.from_dict(config)))
-        without = _state(model_class(arguments.from_dict(plain)))
+        scaled_state = _state(model_class(arguments.from_dict(config)))
+        plain_state = _state(model_class(arguments.from_dict(plain)))
     except (AttributeError, KeyError, TypeError, ValueError):
         return True  # the class cannot do without the field, so it reads it
-    return with_it != without
+    return scaled_state != plain_state
 
 
 def _state(model: nn.Module) -> list[Any]:

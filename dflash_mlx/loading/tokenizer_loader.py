@@ -122,13 +122,13 @@ def kimi_tokenizer(file: Path, settings: dict[str, Any]) -> Tokenizer:
     to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, to_letters])
     tokenizer.decoder = decoders.ByteLevel()
-    named = settings.get("added_tokens_decoder") or {}
-    last = max((int(number) for number in named), default=0)
+    entries = settings.get("added_tokens_decoder") or {}
+    last_id = max((int(number) for number in entries), default=0)
     special = []
-    for number in range(len(ranks), max(len(ranks) + _KIMI_SPECIAL, last + 1)):
-        said = named.get(str(number), {})
-        content = said.get("content", f"<|reserved_token_{number}|>")
-        special.append(AddedToken(content, special=said.get("special", True), normalized=False))
+    for number in range(len(ranks), max(len(ranks) + _KIMI_SPECIAL, last_id + 1)):
+        entry = entries.get(str(number), {})
+        content = entry.get("content", f"<|reserved_token_{number}|>")
+        special.append(AddedToken(content, special=entry.get("special", True), normalized=False))
     tokenizer.add_tokens(special)
     return tokenizer
 
@@ -148,9 +148,9 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
 def _byte_letters() -> dict[int, str]:
     """GPT-2's letter for each byte: itself where it is printable, else one behind Latin-1."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable}
-    return letters | {byte: chr(256 + number) for number, byte in enumerate(others)}
+    return letters | {byte: chr(256 + number) for number, byte in enumerate(unprintable)}
 
 
 _LETTERS = _byte_letters()

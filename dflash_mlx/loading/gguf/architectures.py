@@ -35,10 +35,10 @@ def architectures() -> dict[str, dict[str, Any]]:
     """The table: GGUF's name -> a row, with what the table says of all rows."""
     table = tomllib.loads(files(__package__).joinpath("architectures.toml").read_text("utf-8"))
     common = table.pop("all")
-    return {
-        kind: row | {part: values | row.get(part, {}) for part, values in common.items()}
-        for kind, row in table.items()
-    }
+    for row in table.values():
+        for part, values in common.items():
+            row[part] = values | row.get(part, {})
+    return table
 
 
 class Fields:
@@ -57,19 +57,22 @@ class Fields:
         value = self._metadata.get(f"{self._kind}.{name}", default)
         if value is _REQUIRED:
             raise ConfigError(f"{self.path}: {self._kind}.{name} is missing.")
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, int | float) and not 0 <= one < 2**31:
-                raise self.wrong(name, one)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and not 0 <= number < 2**31:
+                raise self.wrong(name, number)
         return value
 
     def first(self, names: str | list[Any]) -> Any:
         """The value of the first key that the file has, as the table lists them."""
         names = names if isinstance(names, list) else [names]
-        found = [self(one.rstrip("?"), None) if isinstance(one, str) else one for one in names]
-        value = next((one for one in found if one is not None), None)
-        if value is None and not names[-1].endswith("?"):
-            value = self(names[0])  # raises
-        return value
+        # Every key is looked up, because that marks it as read.
+        values = [self(key.rstrip("?"), None) if isinstance(key, str) else key for key in names]
+        for value in values:
+            if value is not None:
+                return value
+        if names[-1].endswith("?"):
+            return None
+        return self(names[0])  # raises the error for a missing key
 
     def by_layer(self, name: str, layers: int) -> list[Any]:
         """A value for each layer. Raises `ConfigError`."""
@@ -89,8 +92,9 @@ class Fields:
     def check_fixed(self, values: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a key with another value than mlx-lm's model computes with."""
         for name, value in values.items():
-            if (found := self(name, value)) != value:
-                raise self.wrong(name, found)
+            actual = self(name, value)
+            if actual != value:
+                raise self.wrong(name, actual)
 
     def wrong(self, name: str, value: Any) -> ConfigError:
         """The error for a value that cannot be."""
@@ -243,7 +247,7 @@ def _gemma4(fields: Fields, config: Config) -> Config:
     # Where a layer has no tensor of values, its keys are the values.
     with_own = range(layers - config["num_kv_shared_layers"])
     return {
-        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding],
         "num_key_value_heads": heads.get(True, heads.get(False)),
         "num_global_key_value_heads": heads.get(False),
         "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in fields.tensors for i in with_own),
@@ -292,7 +296,12 @@ def _nemotron_h(fields: Fields, config: Config) -> Config:
     layers = config["num_hidden_layers"]
     heads = fields.by_layer("attention.head_count_kv", layers)
     sizes = fields.by_layer("feed_forward_length", layers)
-    kinds = ["*" if head else mlp if size else "M" for head, size in zip(heads, sizes, strict=True)]
+    kinds = []
+    for head_count, size in zip(heads, sizes, strict=True):
+        if head_count:
+            kinds.append("*")
+        else:
+            kinds.append(mlp if size else "M")
     return {
         "num_key_value_heads": max(heads),
         "intermediate_size": max(sizes),

@@ -98,14 +98,12 @@ def pack(blocks: np.ndarray, kind: Type) -> dict[str, np.ndarray]:
 
 def _scales(heads: np.ndarray, kind: Type, zero: int) -> tuple[np.ndarray, np.ndarray]:
     """The scales and biases of all groups, in half precision."""
-    scale, *least = (
-        np.ascontiguousarray(heads[:, at : at + 2]).view(np.float16)
-        for at in range(0, min(4, heads.shape[1]), 2)
-    )
-    if not least:
+    scale = np.ascontiguousarray(heads[:, :2]).view(np.float16)
+    if heads.shape[1] < 4:  # only a scale
         return scale.reshape(-1), (-zero * scale).reshape(-1)
+    bias = np.ascontiguousarray(heads[:, 2:4]).view(np.float16)
     if kind in (Type.Q4_K, Type.Q5_K):
-        own, minimum = quants.Q4_K.get_scale_min(np.ascontiguousarray(heads[:, 4:]))
-        scale = scale.astype(np.float32) * own
-        least = [-least[0].astype(np.float32) * minimum]
-    return scale.astype(np.float16).reshape(-1), least[0].astype(np.float16).reshape(-1)
+        group_scale, group_minimum = quants.Q4_K.get_scale_min(np.ascontiguousarray(heads[:, 4:]))
+        scale = scale.astype(np.float32) * group_scale
+        bias = -bias.astype(np.float32) * group_minimum
+    return scale.astype(np.float16).reshape(-1), bias.astype(np.float16).reshape(-1)

@@ -126,29 +126,29 @@ class Conversion:
         layers = self.config["num_hidden_layers"]
         architecture = {kind: key for key, kind in MODEL_ARCH_NAMES.items()}[self._kind]
         names = get_tensor_name_map(architecture, layers)
-        own = architectures()[self._kind].get("names", {})
+        special_names = architectures()[self._kind].get("names", {})
         for name, parameter in tree_flatten(model.parameters()):
-            theirs = names.get_name(gguf_name(name, own), (".weight", ".bias", ".scale"))
-            found = theirs if theirs in tensors else f"{theirs}.weight"
-            if found not in tensors and name.endswith(HEAD):
+            suffixes = (".weight", ".bias", ".scale")
+            stored_name = names.get_name(gguf_name(name, special_names), suffixes)
+            source = stored_name if stored_name in tensors else f"{stored_name}.weight"
+            if source not in tensors and name.endswith(HEAD):
                 if hasattr(model, "tie_word_embeddings"):
                     continue  # mlx-lm's class shares the embedding by itself
-                found = EMBEDDING
-            if found not in tensors:
-                raise WeightsError(f"{self._path}: the tensor {theirs or name} is missing.")
-            # Files have no dimensions of 1; a vector may be in rows.
-            whole = stored_shape(name, parameter.shape, self._kind)
-            got, wanted = ([n for n in one if n > 1] for one in (tensors[found].shape, whole))
-            if got != wanted and (len(wanted) > 1 or math.prod(got) != parameter.size):
-                shapes = f"{tensors[found].shape} and not {parameter.shape}"
-                raise WeightsError(f"{self._path}: the tensor {found} is {shapes}.")
-            sources[name] = tensors[found], parameter.shape
-            used.add(found)
+                source = EMBEDDING
+            if source not in tensors:
+                raise WeightsError(f"{self._path}: the tensor {stored_name or name} is missing.")
+            expected = stored_shape(name, parameter.shape, self._kind)
+            if not _shapes_agree(tensors[source].shape, expected, parameter.size):
+                shapes = f"{tensors[source].shape} and not {parameter.shape}"
+                raise WeightsError(f"{self._path}: the tensor {source} is {shapes}.")
+            sources[name] = tensors[source], parameter.shape
+            used.add(source)
         shared = self.config.get("num_kv_shared_layers", 0)
         for name in tensors.keys() - used:
             match = _LAYER.match(name)
             layer = int(match[1]) if match else -1
-            # Layers behind the last draft; those that share keys and values have some all the same.
+            # Layers after the last one are an MTP head. Layers that share keys and values may have
+            # attention tensors that are not used.
             if layer < layers - shared or (layer < layers and "attn_" not in name):
                 raise ConfigError(f"{self._path}: the tensor {name} is not understood.")
         return sources
@@ -157,11 +157,15 @@ class Conversion:
         """The config's `quantization`: the commonest as a default, other layers by name."""
         packings = {name: PACKINGS[self._sources[name][0].type] for name in sorted(self._packed)}
         settings = {
-            name.removesuffix(".weight"): {"group_size": GROUP, "bits": one.bits, "mode": one.mode}
-            for name, one in packings.items()
+            name.removesuffix(".weight"): {
+                "group_size": GROUP,
+                "bits": packing.bits,
+                "mode": packing.mode,
+            }
+            for name, packing in packings.items()
         }
         usual = max(settings.values(), key=[*settings.values()].count)
-        return usual | {name: one for name, one in settings.items() if one != usual}
+        return usual | {name: packing for name, packing in settings.items() if packing != usual}
 
     def _parameter(self, name: str) -> dict[str, mx.array]:
         """A parameter by its name, or its quantized parts."""
@@ -181,3 +185,13 @@ class Conversion:
             result[name.removesuffix("weight") + part if part else name] = value
         mx.eval(result)
         return result
+
+
+def _shapes_agree(stored: Sequence[int], expected: Sequence[int], size: int) -> bool:
+    """Whether a tensor can be a parameter with `size` elements.
+
+    Dimensions of 1 do not count, because files leave them out. A vector may be stored in rows.
+    """
+    stored = [length for length in stored if length > 1]
+    expected = [length for length in expected if length > 1]
+    return stored == expected or (len(expected) <= 1 and math.prod(stored) == size)

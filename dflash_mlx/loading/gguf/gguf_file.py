@@ -103,8 +103,8 @@ def content_name(path: Path) -> str:
         with part.open("rb") as file:
             digest.update(file.read(BEGINNING))
             # Two trainings of one model may differ in nothing but their weights.
-            for at in range(BEGINNING, state.st_size, max(SAMPLE, state.st_size // SAMPLES)):
-                file.seek(at)
+            for offset in range(BEGINNING, state.st_size, max(SAMPLE, state.st_size // SAMPLES)):
+                file.seek(offset)
                 digest.update(file.read(SAMPLE))
     return digest.hexdigest()[:16]
 
@@ -121,22 +121,22 @@ def _is_complete(folder: Path) -> bool:
 def _convert(path: Path, unpacked: bool, folder: Path) -> None:
     conversion = _conversion(path, unpacked)
     check_memory(str(path), conversion.size)
-    part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
+    unfinished = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
     try:
-        conversion.save_tokenizer(part)
-        _write_json(part / "config.json", conversion.config)
-        where: dict[str, str] = {}
+        conversion.save_tokenizer(unfinished)
+        _write_json(unfinished / "config.json", conversion.config)
+        file_of: dict[str, str] = {}
         for number, weights in enumerate(conversion.files()):
-            file = part / f"model-{number:05}.safetensors"
+            file = unfinished / f"model-{number:05}.safetensors"
             save_arrays(file, weights, {"format": "mlx"})
-            where |= dict.fromkeys(weights, file.name)
-        _write_json(part / INDEX, {"weight_map": where})
+            file_of |= dict.fromkeys(weights, file.name)
+        _write_json(unfinished / INDEX, {"weight_map": file_of})
         shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
+        unfinished.rename(folder)
     finally:  # what a full disk left
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

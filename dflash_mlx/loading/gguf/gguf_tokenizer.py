@@ -92,7 +92,8 @@ class TokenizerFields:
 
     def of_kind(self, kind: int) -> list[str]:
         """The tokens of a type."""
-        return [token for token, own in zip(self.tokens, self.types, strict=True) if own == kind]
+        pairs = zip(self.tokens, self.types, strict=True)
+        return [token for token, token_kind in pairs if token_kind == kind]
 
     def merges(self) -> list[tuple[str, str]]:
         """The pairs that are merged. Tokens contain no space: it is another character in them."""
@@ -157,7 +158,7 @@ def _byte_level(fields: TokenizerFields) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ids, fields.merges(), ignore_merges="whole" in split))
     if "nfc" in split:
         tokenizer.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in split["patterns"]]
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split["patterns"]]
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="gpt2" in split)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, words])
     tokenizer.decoder = decoders.ByteLevel()
@@ -167,8 +168,8 @@ def _byte_level(fields: TokenizerFields) -> Tokenizer:
 def _sentence_piece(fields: TokenizerFields) -> Tokenizer:
     """SentencePiece's BPE, without its added tokens. Raises `ConfigError`.
 
-    A space before each word is written as another character, before the first one too unless the
-    file says no. Characters without a token are encoded as bytes.
+    The space before a word is written as another character. Unless the file says otherwise, the
+    first word has one as well. Characters without a token are encoded as bytes.
     """
     tokens = fields.tokens
     types = fields.types
@@ -176,14 +177,13 @@ def _sentence_piece(fields: TokenizerFields) -> Tokenizer:
         pairs = fields.merges()
     else:
         scores = fields.metadata[f"{_KEY}scores"]
-        own = {*fields.of_kind(NORMAL)}
-        pairs = [
-            (token[:middle], token[middle:])
-            for _, token in sorted(zip(scores, tokens, strict=True), key=lambda pair: -pair[0])
-            if token in own
-            for middle in range(1, len(token))
-            if token[:middle] in own and token[middle:] in own
-        ]
+        normal = {*fields.of_kind(NORMAL)}
+        scored = sorted(zip(scores, tokens, strict=True), key=lambda pair: -pair[0])
+        pairs = []
+        for token in [token for _, token in scored if token in normal]:
+            for middle in range(1, len(token)):
+                if token[:middle] in normal and token[middle:] in normal:
+                    pairs.append((token[:middle], token[middle:]))
     unknown = fields.special_id("unknown")
     if unknown is None and UNKNOWN in types:
         unknown = types.index(UNKNOWN)
@@ -230,12 +230,12 @@ def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
 def end_tokens(path: object, metadata: Mapping[str, Any]) -> list[int]:
     """The tokens that end a text, a turn or a message. Raises `ConfigError`."""
     fields = TokenizerFields(path, metadata)
-    found = {fields.special_id(name) for name in ("eos", "eot", "eom")}
+    ids = {fields.special_id(name) for name in ("eos", "eot", "eom")}
     ends = _ENDS & {*fields.of_kind(CONTROL), *fields.of_kind(USER_DEFINED)}
     if _OF_MESSAGES & ends:
         ends.discard(_END_OF_MESSAGE)
-    found |= {fields.tokens.index(token) for token in ends}
-    ids = sorted(number for number in found if number is not None)
+    ids |= {fields.tokens.index(token) for token in ends}
+    ids.discard(None)
     if not ids:
         raise ConfigError(f"{path}: there is no {_KEY}eos_token_id, so no text would end.")
-    return ids
+    return sorted(number for number in ids if number is not None)

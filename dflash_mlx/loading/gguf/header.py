@@ -92,8 +92,8 @@ def read_base_models(path: Path) -> list[str]:
 
     Raises `WeightsError`.
     """
-    said = read_general(path)
-    urls = (str(said[key]) for key in sorted(said) if _BASE_MODEL.fullmatch(key))
+    metadata = read_general(path)
+    urls = (str(metadata[key]) for key in sorted(metadata) if _BASE_MODEL.fullmatch(key))
     return ["/".join(url.rstrip("/").split("/")[-2:]) for url in urls]
 
 
