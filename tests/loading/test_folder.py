@@ -8,7 +8,7 @@ import pytest
 from tinymodels import refusal, save_drafter, save_target
 
 from dflash_mlx.errors import NotEnoughMemoryError
-from dflash_mlx.loading.folder import Folder, Preview
+from dflash_mlx.loading.folder import Folder, RemoteFolder
 from dflash_mlx.loading.load import load, load_target
 from dflash_mlx.loading.memory_check import check_memory, fits
 from dflash_mlx.loading.quantization import Quantization
@@ -60,7 +60,7 @@ def test_the_size_of_files_tells_the_memory_before_they_are_here(
 ):
     """16 bits a weight, 8 bits that become 16, or as they are."""
     (tmp_path / "config.json").write_text(json.dumps(config))
-    preview = Preview(tmp_path, "a model", lambda: 2048)
+    preview = RemoteFolder(tmp_path, "a model", lambda: 2048)
     assert preview.memory() == own and preview.memory(Quantization(4, 64)) == in_4_bits
     assert preview.memory(float_bytes=4) == floats
 
