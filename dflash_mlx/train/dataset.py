@@ -198,7 +198,9 @@ class BatchStream:
         """The arrays of the next batch."""
         epoch, index = self.position
         if index >= len(self._batches):
-            self.position = epoch, index = epoch + 1, 0
+            epoch += 1
+            index = 0
+            self.position = (epoch, index)
             self._load()
         self.position = (epoch, index + 1)
         rng = Random(f"{self._seed} {epoch} {index}")

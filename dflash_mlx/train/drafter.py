@@ -35,7 +35,7 @@ from .losses import LossWeights, SlotLoss, slot_weights
 
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # the paper's decays of slot weights, by block size
 CROSS_ENTROPY = LossWeights()  # the paper's loss
-# Parts that keep their own initialization: convolutions and selector of DFlash2.
+# Parts of DFlash2 that initialize themselves: its convolutions and its selector.
 OWN_START = ("_conv.", "codebook")
 
 
@@ -64,9 +64,12 @@ class DrafterSettings:
 
 
 def new_drafter(config: DraftConfig, seed: int, parts: Container[str] = ()) -> DFlash:
-    """A drafter with normal weights scaled by fan-in, and residual branches also by depth.
+    """Make a drafter with random weights, scaled by fan-in, and in residual branches by depth.
 
-    `parts` as of `DFlash`.
+    Args:
+        config: the shape of the drafter.
+        seed: seeds the weights.
+        parts: the names of tensors that it has, for `DFlash`.
     """
     mx.random.seed(seed)  # some parts initialize themselves
     drafter = network_for(config)(config, parts)
@@ -74,7 +77,7 @@ def new_drafter(config: DraftConfig, seed: int, parts: Container[str] = ()) -> D
     depth = math.sqrt(2 * config.num_hidden_layers)
     weights = []
     for name, weight in tree_flatten(drafter.parameters()):
-        if "markov_w2" in name:  # without effect; its gradient flows through the other matrix
+        if "markov_w2" in name:  # the head begins without effect
             weight = mx.zeros_like(weight)
         elif weight.ndim == 2 and not any(part in name for part in OWN_START):
             scale = weight.shape[1] ** -0.5
@@ -98,8 +101,9 @@ class AnchorCollator:
     def __call__(self, samples: list[Sample], rng: Random) -> Arrays:
         """Token ids [N, S], anchors [N, A], the ends [N, A] of their answers, kept features.
 
-        The first anchor of a sequence is the first token of an answer with a token to draft, if
-        there is one. Sequences with too few tokens repeat the first anchor with end 0 (no weight).
+        The first anchor of a sequence is the first token of an answer, if possible of one that has
+        another token to draft. Sequences with too few tokens repeat the first anchor with end 0,
+        which has no weight.
         """
         length = bucket_length(max(len(sample.tokens) for sample in samples), self.tokens)
         ids = np.zeros((len(samples), length), np.int32)
@@ -108,9 +112,11 @@ class AnchorCollator:
             ids[row, : len(sample.tokens)] = sample.tokens
             spans = [span for span in sample.answers if span[1] > span[0]]
             first = rng.choice([span for span in spans if span[1] - span[0] > 1] or spans)
-            places = [(a, end) for start, end in spans for a in range(start, end - 1)]
-            others = [place for place in places if place != first]
-            chosen = [first, *rng.sample(others, min(self.count - 1, len(others)))]
+            candidates = [
+                (position, end) for start, end in spans for position in range(start, end - 1)
+            ]
+            remaining = [candidate for candidate in candidates if candidate != first]
+            chosen = [first, *rng.sample(remaining, min(self.count - 1, len(remaining)))]
             chosen += [(first[0], 0)] * (self.count - len(chosen))
             anchors[:, row] = np.array(chosen).T
         kept = self.kept(samples, length) if self.kept else ()
@@ -125,16 +131,17 @@ def draft_loss(
     tokens: mx.array | None = None,
     scales: mx.array | None = None,
 ) -> Loss:
-    """The drafter's loss and acceptance length tau on a batch of `AnchorCollator`.
+    """Make the function that computes a drafter's loss and acceptance length tau.
 
     tau is teacher-forced: 1 + the number of correct slots before the first wrong one, averaged
     over blocks.
 
     Args:
-        gamma: decay of the slot weights.
-        loss_weights: weights of the losses.
-        tokens: the tokens that the loss is restricted to; None is the whole vocabulary.
-        scales: divisors of the taps [K*D], see `tap_scales`; None is 1.
+        drafter, target: the pair.
+        gamma: the decay of the slot weights.
+        loss_weights: the weights of the losses.
+        tokens: the tokens that the loss is restricted to; None for the whole vocabulary.
+        scales: the divisors [K*D] of the taps, from `tap_scales`; None for 1.
 
     Returns:
         A function of (parameters, ids [N, S], anchors [N, A], ends [N, A], *kept features).
@@ -148,13 +155,19 @@ def draft_loss(
         """The loss and tau of a batch, both scalars."""
         drafter.update(parameters)
         block = config.block_size
-        (n, a) = anchors.shape
-        found = Features(*kept) if kept else features(target, ids, config.target_layer_ids)
-        masks = mx.full((n, a, block - 1), config.mask_token_id, dtype=ids.dtype)
+        sequences, anchors_per_sequence = anchors.shape
+        target_features = (
+            Features(*kept) if kept else features(target, ids, config.target_layer_ids)
+        )
+        masks = mx.full(
+            (sequences, anchors_per_sequence, block - 1), config.mask_token_id, dtype=ids.dtype
+        )
         first = mx.take_along_axis(ids, anchors, axis=1)[..., None]
-        blocks = mx.concatenate([first, masks], axis=-1).reshape(n * a, block)
+        blocks = mx.concatenate([first, masks], axis=-1).reshape(
+            sequences * anchors_per_sequence, block
+        )
         embeddings = drafter.embed(blocks, target)
-        taps = found.taps.astype(mx.float32)
+        taps = target_features.taps.astype(mx.float32)
         taps = taps if scales is None else taps / scales
         hidden = draft_hidden(
             drafter, embeddings=embeddings.astype(mx.float32), taps=taps, anchors=anchors
@@ -163,15 +176,15 @@ def draft_loss(
 
         slots = anchors[..., None] + mx.arange(1, config.drafts + 1)
         inside = slots < ends[..., None]
-        flat = mx.minimum(slots, ids.shape[1] - 1).reshape(n, -1)
+        flat = mx.minimum(slots, ids.shape[1] - 1).reshape(sequences, -1)
         text = mx.take_along_axis(ids, flat, axis=1).reshape(slots.shape)
-        labels = mx.take_along_axis(found.choices, flat - 1, axis=1).reshape(slots.shape)
+        labels = mx.take_along_axis(target_features.choices, flat - 1, axis=1).reshape(slots.shape)
         weights = slot_weights(labels, tokens=text, inside=inside, gamma=gamma)
         # Slots after a disagreement have no weight, so the true predecessor is the text's token.
         before = mx.concatenate([first, text[..., :-1]], axis=-1)
         heads = [
             mx.take_along_axis(array, (flat - 1)[..., None], axis=1).flatten(0, 1)
-            for array in (found.tops, found.shares.astype(mx.float32))
+            for array in (target_features.tops, target_features.shares.astype(mx.float32))
         ]
         columns = [array.reshape(-1) for array in (labels, before, weights)]
         value, chosen = cost(hidden, *columns, *heads)
@@ -202,22 +215,24 @@ def train_drafter(
         samples: the training samples of epoch e; a file has the same list for every epoch.
         held_out: samples for validation.
         checkpoint: a file to save to, and to resume from if it exists.
-        start: the drafter whose weights it starts from; None is new ones, whose fusion weights are
-            scaled by `tap_scales`.
-        kept: a folder for `KeptFeatures`; None computes features anew in every step.
+        start: the drafter to start from; None for new weights, with fusion weights scaled by
+            `tap_scales`.
+        kept: a folder for `KeptFeatures`; None to compute the features in every step.
 
-    Raises `IncompatibleDrafterError`, `SettingsError`, `WeightsError` (another checkpoint),
-    `OutputError`.
+    Raises:
+        WeightsError: the checkpoint has other parameters.
+        IncompatibleDrafterError, SettingsError, OutputError.
     """
     parts = {} if start is None else dict(tree_flatten(start.parameters()))
     if config.draft_vocab_size < config.vocab_size and "lm_head.weight" not in parts:
         common = common_tokens(samples(0), config.draft_vocab_size)
         parts |= head_parts(target, common)
-        if (after := "markov_head.markov_w2.weight") in parts:
-            parts[after] = parts[after][common]
+        markov_rows = "markov_head.markov_w2.weight"
+        if markov_rows in parts:
+            parts[markov_rows] = parts[markov_rows][common]
     drafter = new_drafter(config, settings.seed, parts)
     drafter.load_weights([*parts.items()], strict=False)
-    drafter.set_dtype(mx.float32)  # 16 bits are too few for small steps
+    drafter.set_dtype(mx.float32)  # small steps would be rounded away in 16 bits
     drafter.check_fits(target)
     check_trainable(config)
     if "lm_head" in drafter:
@@ -226,9 +241,11 @@ def train_drafter(
     store = None if kept is None else KeptFeatures(target, config.target_layer_ids, kept)
     collate = AnchorCollator(settings.anchors, settings.tokens, store)
     gamma = GAMMAS.get(config.block_size, config.block_size / 2)
-    # The loss knows the tokens that can be drafted, or those of the first epoch's answers.
-    own = "lm_head" in drafter or ("embed_tokens" in drafter and config.tie_word_embeddings)
-    tokens = drafter.token_ids() if own else common_tokens(samples(0))
+    # The loss is restricted to the tokens that the drafter's head can draft. If it uses the
+    # target's head, it is restricted to the tokens of the first epoch's answers.
+    ties_head = "embed_tokens" in drafter and config.tie_word_embeddings
+    has_head = "lm_head" in drafter or ties_head
+    tokens = drafter.token_ids() if has_head else common_tokens(samples(0))
     scales = tap_scales(target, layers=config.target_layer_ids, samples=samples(0), kept=store)
     if start is not None:
         drafter.fc.weight = mx.contiguous(drafter.fc.weight * scales)
@@ -240,6 +257,9 @@ def train_drafter(
         tokens=tokens,
         scales=scales,
     )
+    validate = None
+    if held_out:
+        validate = held_out_metrics(loss, collate=collate, held_out=held_out, settings=settings)
     parameters = fit(
         loss,
         parameters=drafter.trainable_parameters(),
@@ -250,9 +270,7 @@ def train_drafter(
         steps=settings.steps,
         checkpoint=checkpoint,
         progress=progress,
-        validate=held_out_metrics(loss, collate=collate, held_out=held_out, settings=settings)
-        if held_out
-        else None,
+        validate=validate,
         every=settings.every,
     )
     drafter.update(parameters)
@@ -261,7 +279,7 @@ def train_drafter(
 
 
 def check_trainable(config: DraftConfig) -> None:
-    """Raise `SettingsError` for published parts that the training forward lacks."""
+    """Raise `SettingsError` if the training forward does not support a part of the drafter."""
     parts = {
         "an EAGLE-3 network": config.kind == EAGLE3,
         "LiLiCorr's head": config.kind == LILICORR,
@@ -269,22 +287,29 @@ def check_trainable(config: DraftConfig) -> None:
         "a width adapter": config.target_hidden_size != config.hidden_size,
         "attention sinks": any(config.sinks),
     }
-    if found := next((name for name, there in parts.items() if there), None):
-        raise SettingsError(f"A drafter with {found} cannot be trained further here.")
+    for name, has_part in parts.items():
+        if has_part:
+            raise SettingsError(f"A drafter with {name} cannot be trained further here.")
 
 
 def common_tokens(samples: Sequence[Sample], count: int | None = None) -> mx.array:
-    """The ids of the tokens that the answers have most often, in order; None is all they have."""
-    spans = (sample.tokens[a:b] for sample in samples for a, b in sample.answers)
-    common = Counter(token for span in spans for token in span).most_common(count)
-    return mx.array(sorted(token for token, _ in common))
+    """The sorted ids of the `count` most common tokens in the answers; None for all of them."""
+    counter: Counter[int] = Counter()
+    for sample in samples:
+        for start, end in sample.answers:
+            counter.update(sample.tokens[start:end])
+    return mx.array(sorted(token for token, _ in counter.most_common(count)))
 
 
 def head_parts(target: Target, tokens: mx.array) -> dict[str, mx.array]:
-    """The parameters of a head of its own that drafts these tokens, in order: the target's rows.
+    """The parameters of a head that drafts only these tokens: their rows of the target's head.
 
-    The target's head has a row for every token, and in a small model with a large vocabulary most
-    of the weights.
+    The target's head has a row for every token. In a small model with a large vocabulary, most of
+    the weights are in it.
+
+    Args:
+        target: the target.
+        tokens: sorted token ids.
     """
     return {"lm_head.weight": target.head_rows(tokens), "d2t": tokens - mx.arange(len(tokens))}
 
@@ -292,7 +317,10 @@ def head_parts(target: Target, tokens: mx.array) -> dict[str, mx.array]:
 def held_out_metrics(
     loss: Loss, collate: AnchorCollator, held_out: Sequence[Sample], settings: DrafterSettings
 ) -> Validation:
-    """Parameters -> mean loss and tau of the held-out samples, always with the same anchors."""
+    """Make a function that returns mean loss and tau on the held-out samples.
+
+    The anchors are the same in every call.
+    """
     compiled = mx.compile(loss)
 
     def mean(parameters: Parameters) -> tuple[float, float]:
@@ -300,8 +328,8 @@ def held_out_metrics(
         sums = [0.0, 0.0]
         batches = 0
         for batch in group(held_out, settings.tokens, rng):
-            found = compiled(parameters, *collate(batch, rng))
-            sums = [total + float(value) for total, value in zip(sums, found, strict=True)]
+            values = compiled(parameters, *collate(batch, rng))
+            sums = [total + float(value) for total, value in zip(sums, values, strict=True)]
             batches += 1
         return sums[0] / batches, sums[1] / batches
 

@@ -1,7 +1,7 @@
 """The target's features that a drafter learns from: tapped layers, choices, likeliest tokens.
 
-Only the `TOP` likeliest tokens of each distribution are kept: the rest of a vocabulary of 49,152 or
-250,000 has almost no probability. Logits exist only for as many rows as `BOUND` bytes hold.
+Only the `TOP` likeliest tokens of each distribution are kept, because the rest of a vocabulary of
+49,152 or 250,000 tokens has almost no probability. At most `BOUND` bytes of logits exist at a time.
 
 Some dimensions of a language model's hidden states are hundreds of times larger than the others
 (arXiv 2402.17762), and late layers are larger than early ones. A fusion layer that starts with
@@ -24,11 +24,15 @@ from ..machine.saving import save_arrays
 from ..targets import Target
 from .dataset import Sample
 
-TOP = 16  # tokens of each distribution
-BOUND = 256 * 2**20  # bytes of logits that exist at once
+# The number of tokens that are kept of each distribution.
+TOP = 16
+# Bytes of logits that exist at a time.
+BOUND = 256 * 2**20
+# The number of samples that `tap_scales` reads, and the smallest scale it returns.
 SCALE_SAMPLES = 32
-FIRST = 8  # tokens left out: attention sinks, whose states are unlike all others
 MIN_SCALE = 1e-6
+# The first tokens of a text do not count for the scales: attention sinks have unusual states.
+SINK_TOKENS = 8
 
 
 class Features(NamedTuple):
@@ -48,24 +52,28 @@ class Features(NamedTuple):
 
 
 def features(target: Target, tokens: mx.array, layers: Sequence[int]) -> Features:
-    """Teacher-forced features of whole sequences [N, S], lazy and without a gradient.
+    """Compute teacher-forced features of whole sequences [N, S], lazily and without a gradient.
 
-    `layers` are the layers to tap. Long sequences are read in parts, through the target's caches.
+    Long sequences are read in parts, through the target's caches.
+
+    Args:
+        target: the target.
+        tokens: [N, S].
+        layers: the layers to tap.
     """
     rows, length = tokens.shape
     top = min(TOP, target.vocab_size)
-    part = max(1, min(length, BOUND // (4 * target.vocab_size * rows)))
-    cache = make_prompt_cache(target.model) if part < length else None
-    found: list[tuple[mx.array, ...]] = []
-    for start in range(0, length, part):
-        piece = tokens[:, start : start + part]
-        if found:  # keeps MLX from computing the logits of all parts at once
-            [piece] = mx.depends([piece], [found[-1][-1]])
+    part_length = max(1, min(length, BOUND // (4 * target.vocab_size * rows)))
+    cache = make_prompt_cache(target.model) if part_length < length else None
+    parts: list[tuple[mx.array, ...]] = []
+    for start in range(0, length, part_length):
+        piece = tokens[:, start : start + part_length]
+        if parts:  # otherwise MLX may compute the logits of all parts at the same time
+            [piece] = mx.depends([piece], [parts[-1][-1]])
         logits, taps = target.features(piece, layers, cache)
-        found.append((taps, *_head(logits.astype(mx.float32), top)))
-    return Features(
-        *(mx.stop_gradient(mx.concatenate([*parts], axis=1)) for parts in zip(*found, strict=True))
-    )
+        parts.append((taps, *_head(logits.astype(mx.float32), top)))
+    joined = [mx.concatenate([*arrays], axis=1) for arrays in zip(*parts, strict=True)]
+    return Features(*map(mx.stop_gradient, joined))
 
 
 def _head(logits: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
@@ -77,10 +85,10 @@ def _head(logits: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
 
 
 class KeptFeatures:
-    """Features of samples, computed once and kept in a folder: a file for each sample.
+    """Features of samples, computed once and kept in a folder, one file per sample.
 
-    A large target's forward takes most of a step, and every epoch has the same samples. Taps are
-    stored in bf16, as most targets compute them.
+    With a large target, its forward takes most of a step, and every epoch has the same samples.
+    Taps are stored in bf16, as most targets compute them.
     """
 
     def __init__(self, target: Target, layers: Sequence[int], folder: Path) -> None:
@@ -91,8 +99,8 @@ class KeptFeatures:
 
     def __call__(self, samples: Sequence[Sample], length: int) -> Features:
         """Features of samples [N, length], zeros after a sample's end. Raises `OutputError`."""
-        found = [self._load(sample) for sample in samples]
-        return Features(*(_padded(arrays, length) for arrays in zip(*found, strict=True)))
+        loaded = [self._load(sample) for sample in samples]
+        return Features(*(_padded(arrays, length) for arrays in zip(*loaded, strict=True)))
 
     def _load(self, sample: Sample) -> Features:
         path = self._path(sample)
@@ -101,16 +109,16 @@ class KeptFeatures:
             self.save(sample, Features(*(array[0] for array in new)))
         return Features(**mx.load(str(path)))  # type: ignore[arg-type]
 
-    def save(self, sample: Sample, found: Features) -> None:
+    def save(self, sample: Sample, sample_features: Features) -> None:
         """Keep the features [S, ...] of a sample. Raises `OutputError`."""
-        taps = found.taps.astype(mx.bfloat16)
-        shares = found.shares.astype(mx.float16)
-        stored = found._replace(taps=taps, shares=shares)
+        taps = sample_features.taps.astype(mx.bfloat16)
+        shares = sample_features.shares.astype(mx.float16)
+        stored = sample_features._replace(taps=taps, shares=shares)
         save_arrays(self._path(sample), stored._asdict(), {})
 
     def _path(self, sample: Sample) -> Path:
-        of = np.array([*self._layers, -1, *sample.tokens], np.int32)
-        return self._folder / f"{sha256(of.tobytes()).hexdigest()[:32]}.safetensors"
+        key = np.array([*self._layers, -1, *sample.tokens], np.int32)
+        return self._folder / f"{sha256(key.tobytes()).hexdigest()[:32]}.safetensors"
 
 
 def _padded(arrays: Sequence[mx.array], length: int) -> mx.array:
@@ -131,7 +139,7 @@ def tap_scales(
     for sample in samples[:SCALE_SAMPLES]:
         tokens = mx.array([sample.tokens])
         taps = (kept([sample], tokens.size) if kept else features(target, tokens, layers)).taps
-        start = min(FIRST, len(sample.tokens) - 1)
+        start = min(SINK_TOKENS, len(sample.tokens) - 1)
         taps = taps[0, start:].astype(mx.float32)
         sums = sums + mx.square(taps).sum(axis=0)
         count = count + len(taps)

@@ -29,9 +29,12 @@ from ..validation import path_kind
 from .dataset import BatchStream
 
 BETAS = [0.9, 0.98]
-ADAM_SHARE = 0.15  # of Muon's learning rate, for what AdamW updates
-MICRO_BATCHES = 2  # batches whose mean gradient makes a step
-CLIP = 1.0  # the largest norm of a gradient
+# With Muon, the parameters that AdamW updates have this share of Muon's learning rate.
+ADAM_SHARE = 0.15
+# The gradient of a step is the mean of this many batches.
+MICRO_BATCHES = 2
+# Gradients are clipped to this norm.
+MAX_NORM = 1.0
 
 
 def schedule(peak: float, steps: int, warmup: float = 0.04) -> Callable[[mx.array], mx.array]:
@@ -48,9 +51,10 @@ def is_hidden_matrix(name: str, weight: mx.array) -> bool:
 
 
 def make_optimizer(name: str, learning_rate: float, steps: int) -> optim.Optimizer:
-    """The optimizer "adamw", the papers' choice for drafters, or "muon".
+    """Make the optimizer: "adamw", which the papers use for drafters, or "muon".
 
-    Muon updates hidden matrices, and AdamW at a share of the rate embeddings and vectors.
+    With "muon", Muon updates the hidden matrices, and AdamW updates embeddings and vectors at a
+    share of the learning rate.
 
     Raises `SettingsError` for another name.
     """
@@ -109,7 +113,7 @@ def fit(
     Args:
         loss: (parameters, *arrays of a batch) -> (loss, one metric to display).
         parameters: a tree of arrays to start from.
-        optimizer: new; its learning rate may be a schedule.
+        optimizer: a new optimizer. Its learning rate may be a schedule.
         batches: position -> a stream that starts there.
         steps: optimizer steps, each of `MICRO_BATCHES` batches.
         checkpoint: a file; if it exists, training resumes from it.
@@ -149,10 +153,10 @@ def fit(
                 "--learning-rate and use another folder."
             )
         held_out = None
-        apart = None
+        held_out_metric = None
         pause = every and state.step % every == 0
         if validate and pause:
-            held_out, apart = validate(parameters)
+            held_out, held_out_metric = validate(parameters)
             if held_out < state.best_loss:
                 best = parameters
                 state.best_loss = held_out
@@ -163,7 +167,7 @@ def fit(
                 loss=float(mean),
                 metric=float(metric),
                 held_out_loss=held_out,
-                held_out_metric=apart,
+                held_out_metric=held_out_metric,
             )
         )
         if checkpoint and pause:
@@ -186,9 +190,9 @@ def compiled_update(
     @partial(mx.compile, inputs=optimizer.state, outputs=optimizer.state)
     def update(parameters: Parameters, results: list) -> tuple[Parameters, mx.array, mx.array]:
         gradients = [gradient for _, gradient in results]
-        # Rounding depends on the memory layout, which a checkpoint does not store: use one layout.
+        # Rounding depends on the memory layout, which a checkpoint does not store.
         mean = tree_map(lambda *parts: mx.contiguous(mean_of(parts)), *gradients)
-        mean, _ = optim.clip_grad_norm(mean, CLIP)
+        mean, _ = optim.clip_grad_norm(mean, MAX_NORM)
         values = [value for value, _ in results]
         loss, metric = (mean_of(parts) for parts in zip(*values, strict=True))
         updated = dict(tree_flatten(optimizer.apply_gradients(mean, parameters)))
@@ -227,12 +231,12 @@ def restore(
 
     def tree(prefix: str, like: Any) -> Any:
         # In the original order, because rounding of sums depends on it.
-        found = [(name, arrays.get(f"{prefix}.{name}"), a.shape) for name, a in tree_flatten(like)]
-        if any(array is None or array.shape != shape for _, array, shape in found):
+        stored = [(name, arrays.get(f"{prefix}.{name}"), a.shape) for name, a in tree_flatten(like)]
+        if any(array is None or array.shape != shape for _, array, shape in stored):
             raise WeightsError(
                 f"{path} is a checkpoint of another model: delete it or use another file."
             )
-        return tree_unflatten([(name, array) for name, array, _ in found])
+        return tree_unflatten([(name, array) for name, array, _ in stored])
 
     resumed = tree("parameters", parameters)
     optimizer.state = tree("optimizer", optimizer.state)

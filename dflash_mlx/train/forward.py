@@ -28,7 +28,7 @@ def visible(attention: Attention, anchors: mx.array, context: int, block: int) -
         block: B, the rows of a block.
 
     Returns:
-        Booleans over the context [N, A, B, S] and over the own block [B, B].
+        Booleans over the context [N, A, B, S] and over the rows of the same block [B, B].
     """
     rows = mx.arange(block)
     queries = anchors[..., None, None] + rows[:, None]
@@ -45,7 +45,9 @@ def visible(attention: Attention, anchors: mx.array, context: int, block: int) -
 
 def attend(attention: Attention, x: mx.array, context: mx.array, anchors: mx.array) -> mx.array:
     """Attention outputs [N*A, H, B, hd] of normed rows x [N*A, B, D] over context [N, S, D]."""
-    (n, a), (block, length) = anchors.shape, (x.shape[1], context.shape[1])
+    sequences, blocks = anchors.shape
+    block = x.shape[1]
+    length = context.shape[1]
     starts = anchors.reshape(-1)
     groups = attention.heads // attention.kv_heads
     queries = attention.queries(x, starts) * attention.scale
@@ -54,11 +56,15 @@ def attend(attention: Attention, x: mx.array, context: mx.array, anchors: mx.arr
     outer, inner = visible(attention, anchors=anchors, context=length, block=block)
 
     # [N*A, KV, G*B, hd] against the block; [N, KV, A*G*B, hd] against the context.
-    queries = queries.reshape(n * a, attention.kv_heads, groups * block, -1)
-    near = (queries @ block_keys.swapaxes(-1, -2)).reshape(n, a, -1, groups, block, block)
-    wide = queries.reshape(n, a, attention.kv_heads, groups * block, -1).swapaxes(1, 2)
+    queries = queries.reshape(sequences * blocks, attention.kv_heads, groups * block, -1)
+    near = (queries @ block_keys.swapaxes(-1, -2)).reshape(
+        sequences, blocks, -1, groups, block, block
+    )
+    wide = queries.reshape(sequences, blocks, attention.kv_heads, groups * block, -1).swapaxes(1, 2)
     far = wide.flatten(2, 3) @ keys.swapaxes(-1, -2)
-    far = far.reshape(n, -1, a, groups, block, length).swapaxes(1, 2)  # [N, A, KV, G, B, S]
+    far = far.reshape(sequences, -1, blocks, groups, block, length).swapaxes(
+        1, 2
+    )  # [N, A, KV, G, B, S]
 
     hidden = mx.finfo(far.dtype).min
     far = mx.where(outer[:, :, None, None], far, hidden)
@@ -67,10 +73,15 @@ def attend(attention: Attention, x: mx.array, context: mx.array, anchors: mx.arr
     far = weights[..., :length]
     near = weights[..., length:]
 
-    far = far.swapaxes(1, 2).reshape(n, attention.kv_heads, a * groups * block, length) @ values
-    far = far.reshape(n, attention.kv_heads, a, groups * block, -1).swapaxes(1, 2)
-    near = near.reshape(n * a, attention.kv_heads, groups * block, block) @ block_values
-    return (far.flatten(0, 1) + near).reshape(n * a, attention.heads, block, -1)
+    far = (
+        far.swapaxes(1, 2).reshape(sequences, attention.kv_heads, blocks * groups * block, length)
+        @ values
+    )
+    far = far.reshape(sequences, attention.kv_heads, blocks, groups * block, -1).swapaxes(1, 2)
+    near = (
+        near.reshape(sequences * blocks, attention.kv_heads, groups * block, block) @ block_values
+    )
+    return (far.flatten(0, 1) + near).reshape(sequences * blocks, attention.heads, block, -1)
 
 
 def draft_hidden(

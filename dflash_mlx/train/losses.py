@@ -59,14 +59,17 @@ class LossWeights:
 def summed(
     part: Part, trained: Any, hidden: mx.array, others: Sequence[mx.array], rows: int
 ) -> tuple[mx.array, mx.array]:
-    """Sum `part` over all slots, `rows` at a time; returns the sum and each slot's draft.
-
-    `trained` (a tree of arrays) and `hidden` get gradients, `others` do not.
+    """Sum the loss over all slots, `rows` slots at a time.
 
     Args:
-        hidden: [M, D].
-        others: arrays of M rows each.
+        part: the function that computes the loss of some slots.
+        trained: a tree of parameters, which get gradients.
+        hidden: hidden states [M, D], which get gradients.
+        others: arrays of M rows each, which get none.
         rows: slots per part.
+
+    Returns:
+        The sum, and the draft of each slot.
     """
     names = [name for name, _ in tree_flatten(trained)]
     count = len(names)
@@ -79,34 +82,37 @@ def summed(
         tree = tree_unflatten(list(zip(names, arrays[:count], strict=True))) if count else {}
         value = mx.array(0.0)
         chosen = []
-        inward: list[mx.array] = []
-        outward = [mx.zeros_like(array) for array in arrays[:count]]
+        hidden_gradients: list[mx.array] = []
+        sums = [mx.zeros_like(array) for array in arrays[:count]]
         for start in range(0, length, rows):
             piece = [array[start : start + rows] for array in arrays[count:]]
             # Otherwise MLX may compute all parts at once and hold the logits of every slot.
-            if inward:
-                piece = mx.depends(piece, [value, inward[-1]])
-            (loss, picks), (own, toward) = gradient(tree, *piece)
+            if hidden_gradients:
+                piece = mx.depends(piece, [value, hidden_gradients[-1]])
+            (loss, picks), (parameter_gradients, hidden_gradient) = gradient(tree, *piece)
             value = value + loss
             chosen.append(picks)
-            inward.append(toward)
-            outward = [a + b for a, (_, b) in zip(outward, tree_flatten(own), strict=True)]
-        return (value, mx.concatenate(chosen), mx.concatenate(inward), *outward)
+            hidden_gradients.append(hidden_gradient)
+            sums = [
+                a + b for a, (_, b) in zip(sums, tree_flatten(parameter_gradients), strict=True)
+            ]
+        return (value, mx.concatenate(chosen), mx.concatenate(hidden_gradients), *sums)
 
     @run.vjp
     def back(arrays: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         scale = cotangents[0]
-        (inward, *outward) = outputs[2:]
+        (hidden_gradients, *sums) = outputs[2:]
         rest = [mx.zeros_like(array) for array in arrays[count + 1 :]]
-        return [*(scale * array for array in outward), scale * inward, *rest]
+        return [*(scale * array for array in sums), scale * hidden_gradients, *rest]
 
     flat = [array for _, array in tree_flatten(trained)]
-    found: Any = run(*flat, hidden, *others)
-    value, chosen = found[:2]
+    outputs_of_run: Any = run(*flat, hidden, *others)
+    value, chosen = outputs_of_run[:2]
     return value, mx.stop_gradient(chosen)
 
 
-LOGITS_AT_ONCE = 4  # arrays of the size of the logits that a part and its gradient need
+# A part and its gradient need this many arrays of the size of its logits.
+LOGITS_AT_ONCE = 4
 
 
 def slot_weights(choices: mx.array, tokens: mx.array, inside: mx.array, gamma: float) -> mx.array:
@@ -130,8 +136,8 @@ class SlotLoss:
     Args:
         drafter, target: the pair. The drafter's own head is trained, the target's is not.
         loss_weights: weights of the losses.
-        tokens: the only tokens that the loss knows [V'], so that the others cost nothing; None is
-            the whole vocabulary.
+        tokens: the tokens [V'] that the loss is restricted to, so that others cost no time; None
+            for the whole vocabulary.
     """
 
     def __init__(
@@ -151,7 +157,8 @@ class SlotLoss:
             rows = drafter.lm_head.weight if reduced else target.head_rows(tokens)
             self._rows = rows.astype(mx.float32)
             self._width = len(tokens)
-            self._places = mx.full((drafter.config.vocab_size,), -1)  # -1: not known
+            # The index of each token in `tokens`, or -1.
+            self._places = mx.full((drafter.config.vocab_size,), -1)
             self._places[tokens] = mx.arange(len(tokens))
         has_markov = isinstance(drafter, DSpark)
         self._markov = drafter.markov_head if has_markov else None
@@ -180,22 +187,22 @@ class SlotLoss:
         tops: mx.array,
         shares: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        """Loss and drafts of some slots; `trained` are the weights of the drafter's own head."""
-        known = self._tokens
+        """Loss and drafts of some slots. `trained`: the parameters of a selector or Markov head."""
+        known_tokens = self._tokens
         head = self._selector or self._markov
         if head is not None:
             head.update(trained)
         logits = self._logits(hidden)
         if self._markov is not None:
             logits = logits + self._after(self._markov, hidden, before)
-        if known is not None:
+        if known_tokens is not None:
             labels = self._places[labels]
             tops = self._places[tops]
             weights = weights * (labels >= 0)
             shares = shares * (tops >= 0)
             labels = mx.maximum(labels, 0)
             tops = mx.maximum(tops, 0)
-        loss = self._mix.of(logits, labels, tops, shares)
+        loss = self._mix.of(logits, labels=labels, tops=tops, shares=shares)
         chosen = mx.argmax(mx.stop_gradient(logits), axis=-1)
         if self._selector is not None:
             extra, chosen = selector_loss(
@@ -204,11 +211,11 @@ class SlotLoss:
                 logits=logits,
                 before=before,
                 labels=labels,
-                ids=known,
+                ids=known_tokens,
             )
             loss = loss + extra
-        if known is not None:
-            chosen = known[chosen]
+        if known_tokens is not None:
+            chosen = known_tokens[chosen]
         return (loss * weights).sum(), chosen
 
     def _logits(self, hidden: mx.array) -> mx.array:
@@ -243,13 +250,15 @@ def selector_loss(
     """The candidate selector's cross entropy over its top-k, given the true predecessors.
 
     Args:
+        selector: the selector.
         hidden, logits: of the slots, [..., D] and [..., V].
-        before, labels: the token before each slot, and the index of the right token in the logits,
-            [...].
+        before: the token before each slot, [...].
+        labels: the index of the right token in the logits, [...].
         ids: the token ids of the logits [V]; None for the whole vocabulary.
 
     Returns:
-        The entropies [...], 0 if the right token is no candidate, and the chosen indices.
+        The entropies [...], which are 0 if the right token is not a candidate, and the chosen
+        indices.
     """
     top_k = min(selector.top_k, logits.shape[-1])  # a subset may be small
     candidates = mx.argpartition(-mx.stop_gradient(logits), top_k - 1, axis=-1)[..., :top_k]

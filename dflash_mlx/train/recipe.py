@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +18,13 @@ if TYPE_CHECKING:
     from ..targets import Target
 
 # The settings that prompts and answers depend on.
-OF_ANSWERS = frozenset(
+ANSWER_SETTINGS = frozenset(
     ("target", "data", "synthesize", "keep_answers", "max_tokens", "rows", "turn_tokens", "seed")
 )
-RATES = {"adamw": 1e-3, "muon": 0.02}  # default learning rates
-EPOCHS = 6  # unless steps or hours are given, as in arXiv 2602.06036
+# The default learning rate of each optimizer.
+RATES = {"adamw": 1e-3, "muon": 0.02}
+# The number of epochs if neither steps nor hours are given, as in arXiv 2602.06036.
+EPOCHS = 6
 
 
 @described
@@ -30,71 +33,172 @@ class Recipe:
     """The settings of `train`. Raises `SettingsError`."""
 
     data: Path | None = setting(
-        *(None, "JSON lines of prompts, chats or texts; or a .txt file.", Path),
+        None,
+        "JSON lines of prompts, chats or texts; or a .txt file.",
+        kind=Path,
         form=instance_of(Path),
         allowed="a path",
         metavar="FILE",
     )
     synthesize: int | None = setting(
-        None, "Let the model write N prompts itself.", int, 2, MAX_INT32, "N"
+        None,
+        "Let the model write N prompts itself.",
+        kind=int,
+        least=2,
+        most=MAX_INT32,
+        metavar="N",
     )
     keep_answers: bool = setting(
-        *(False, "Learn the file's answers, not the model's own.", bool),
+        False,
+        "Learn the file's answers, not the model's own.",
+        kind=bool,
         options=("--keep-answers",),
     )
     max_tokens: int = setting(
-        *(256, "End an answer after N tokens.", int, 2, MAX_INT32, "N"),
+        256,
+        "End an answer after N tokens.",
+        kind=int,
+        least=2,
+        most=MAX_INT32,
+        metavar="N",
         options=("--answer-tokens",),
     )
-    rows: int = setting(24, "Answers generated together.", int, 1, MAX_INT32, "N")
-    turn_tokens: int = setting(128, "End a prompt that the model writes.", int, 1, MAX_INT32)
+    rows: int = setting(
+        24,
+        "Answers generated together.",
+        kind=int,
+        least=1,
+        most=MAX_INT32,
+        metavar="N",
+    )
+    turn_tokens: int = setting(
+        128,
+        "End a prompt that the model writes.",
+        kind=int,
+        least=1,
+        most=MAX_INT32,
+    )
     kind: str = setting(
-        *("dflash", "dflash, dflash2 or dspark.", str),
+        "dflash",
+        "dflash, dflash2 or dspark.",
+        kind=str,
         metavar="KIND",
         choices=tuple(KINDS),
     )
     block_size: int = setting(
-        8, "Rows of a block, with the known first one.", int, 2, MAX_INT32, "N"
+        8,
+        "Rows of a block, with the known first one.",
+        kind=int,
+        least=2,
+        most=MAX_INT32,
+        metavar="N",
     )
     layers: int | None = setting(
-        None, "Default: one per eight of the model's, plus one.", int, 1, MAX_INT32, "N"
+        None,
+        "Default: one per eight of the model's, plus one.",
+        kind=int,
+        least=1,
+        most=MAX_INT32,
+        metavar="N",
     )
     causal: bool = setting(
-        *(False, "Let rows of a block see only earlier rows.", bool),
+        False,
+        "Let rows of a block see only earlier rows.",
+        kind=bool,
         options=("--causal",),
     )
     draft_vocab: int | None = setting(
-        None, "Draft only the answers' N commonest tokens.", int, 1, MAX_INT32, "N"
+        None,
+        "Draft only the answers' N commonest tokens.",
+        kind=int,
+        least=1,
+        most=MAX_INT32,
+        metavar="N",
     )
-    warm_start: str | None = setting(None, "Start from this drafter.", str, metavar="NAME")
+    warm_start: str | None = setting(
+        None,
+        "Start from this drafter.",
+        kind=str,
+        metavar="NAME",
+    )
     bits: int | None = setting(
-        *(None, "Store the drafter in so many bits, not 16.", int),
+        None,
+        "Store the drafter in so many bits, not 16.",
+        kind=int,
         metavar="4|6|8",
         choices=(4, 6, 8),
         options=("--store-bits",),
     )
-    steps: int | None = setting(None, "Default: six epochs.", int, 1, MAX_INT32, "N")
+    steps: int | None = setting(
+        None,
+        "Default: six epochs.",
+        kind=int,
+        least=1,
+        most=MAX_INT32,
+        metavar="N",
+    )
     hours: float | None = setting(
         None,
         "As many steps as fit into H hours, with the answers; at least half of them.",
-        *(float, 1e-9, 1e9, "H"),
+        kind=float,
+        least=1e-9,
+        most=1e9,
+        metavar="H",
         allowed="above 0",
     )
-    anchors: int = setting(64, "Blocks per sequence and step.", int, 1, MAX_INT32, "N")
-    tokens: int = setting(1024, "Tokens of half a step.", int, 16, MAX_INT32, "N")
+    anchors: int = setting(
+        64,
+        "Blocks per sequence and step.",
+        kind=int,
+        least=1,
+        most=MAX_INT32,
+        metavar="N",
+    )
+    tokens: int = setting(
+        1024,
+        "Tokens of half a step.",
+        kind=int,
+        least=16,
+        most=MAX_INT32,
+        metavar="N",
+    )
     learning_rate: float = setting(
         None,
         "Peak. Default: the optimizer's.",
-        *(float, 1e-30, 1e30, "R"),
+        kind=float,
+        least=1e-30,
+        most=1e30,
+        metavar="R",
         allowed="above 0",
     )
     keep_features: bool = setting(
-        *(False, "Keep the model's hidden states on disk: steps do not compute them again.", bool),
+        False,
+        "Keep the model's hidden states on disk: steps do not compute them again.",
+        kind=bool,
         options=("--keep-features",),
     )
-    optimizer: str = setting("adamw", "adamw or muon.", str, metavar="NAME", choices=tuple(RATES))
-    held_out: int = setting(32, "Samples for evaluation.", int, 1, MAX_INT32)
-    seed: int = setting(0, "Seed of everything random.", int, 0, 2**SEED_BITS - 1, "N")
+    optimizer: str = setting(
+        "adamw",
+        "adamw or muon.",
+        kind=str,
+        metavar="NAME",
+        choices=tuple(RATES),
+    )
+    held_out: int = setting(
+        32,
+        "Samples for evaluation.",
+        kind=int,
+        least=1,
+        most=MAX_INT32,
+    )
+    seed: int = setting(
+        0,
+        "Seed of everything random.",
+        kind=int,
+        least=0,
+        most=2**SEED_BITS - 1,
+        metavar="N",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -114,31 +218,33 @@ class Recipe:
 def claim_folder(work: Path, target: Target, recipe: Recipe) -> None:
     """Write recipe.json. Raises `SettingsError` if the folder belongs to another recipe.
 
-    As long as the folder has answers only, settings of the training may still change.
+    As long as the folder contains only answers, the settings of the training may change.
     """
-    now = {**asdict(recipe), "data": None, "target": _identity(target)}
+    settings = {**asdict(recipe), "data": None, "target": _identity(target)}
     if recipe.data is not None:
         try:
-            now["data"] = hashlib.sha256(recipe.data.read_bytes()).hexdigest()
+            settings["data"] = hashlib.sha256(recipe.data.read_bytes()).hexdigest()
         except OSError as error:
             raise DataError(f"{recipe.data}: cannot be read ({error.strerror}).") from error
-    now = json.loads(json.dumps(now))
+    settings = json.loads(json.dumps(settings))
     path = work / "recipe.json"
     # A run that failed at its data leaves only its recipe.
-    made = {file.name for file in work.iterdir() if file.stem != path.stem}
-    if made and path_kind(path) is not None:
-        then = read_json(path)
-        bound = OF_ANSWERS if made <= {"turns.jsonl", "answers.jsonl"} else now.keys() | then.keys()
-        differing = sorted(k for k in bound if now.get(k) != then.get(k))
+    existing = {file.name for file in work.iterdir() if file.stem != path.stem}
+    if existing and path_kind(path) is not None:
+        earlier = read_json(path)
+        compared: AbstractSet[str] = settings.keys() | earlier.keys()
+        if existing <= {"turns.jsonl", "answers.jsonl"}:
+            compared = ANSWER_SETTINGS
+        differing = sorted(k for k in compared if settings.get(k) != earlier.get(k))
         if differing:
-            named = ", ".join(differing)
+            names = ", ".join(differing)
             raise SettingsError(
-                f"{work} was started with other settings ({named}): use the same settings or "
+                f"{work} was started with other settings ({names}): use the same settings or "
                 "another --out, or delete it."
             )
     part = path.with_suffix(".part")
     try:
-        part.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
         part.replace(path)
     except OSError as error:
         raise OutputError.because(path, error) from error

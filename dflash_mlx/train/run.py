@@ -1,4 +1,4 @@
-"""From a target to a drafter on disk: prompts, answers, features, training.
+"""Trains a drafter for a target and saves it: prompts, answers, features, training.
 
 All intermediate files are in OUT/work, so the same call continues an interrupted run, and ends with
 bitwise the same drafter: each stage depends only on the files of earlier ones and on the seed.
@@ -34,8 +34,10 @@ from .recipe import EPOCHS, Recipe, claim_folder
 from .step_memory import check_memory, memory_needed
 from .synthesize import TurnProgress, turn_start, user_header, write_turns
 
-TIMED_STEPS = 4  # measured to find the number of steps for --hours
-STEPS_SHARE = 0.5  # of the hours is for steps, however long prompts and answers took
+# For --hours, this many steps are timed first.
+TIMED_STEPS = 4
+# At least this share of the hours is left for steps, however long prompts and answers took.
+MIN_STEPS_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,14 @@ def train(
     begin = time.monotonic()
     turns = []
     if recipe.synthesize is not None:
-        shape = AnswerSettings(recipe.turn_tokens, recipe.rows, 2 * recipe.rows)
-        path = work / "turns.jsonl"
+        turn_settings = AnswerSettings(
+            max_tokens=recipe.turn_tokens, rows=recipe.rows, chunk=2 * recipe.rows
+        )
         turns = write_turns(
             target,
             count=recipe.synthesize,
-            path=path,
-            settings=shape,
+            path=work / "turns.jsonl",
+            settings=turn_settings,
             seed=recipe.seed,
             progress=listen,
         )
@@ -166,7 +169,7 @@ def train(
 
 
 def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> None:
-    """Raise for everything that can be checked before anything is generated or written."""
+    """Check everything that can be checked before anything is generated or written."""
     if recipe.synthesize is not None:
         turn_start(target)
     elif not recipe.keep_answers:
@@ -176,7 +179,7 @@ def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> Non
     check_trainable(config)
     if recipe.draft_vocab and (config.kind == "dflash2" or (warm and "lm_head" in warm[0])):
         raise SettingsError("--draft-vocab is not for dflash2 or a drafter with its own head.")
-    # The longest possible samples need the least memory. A file's lengths are still unknown.
+    # Long samples need less memory than short ones, and a file's lengths are not known yet.
     longest = recipe.turn_tokens + recipe.max_tokens if recipe.synthesize else recipe.tokens
     settings = _settings(recipe, 1)
     check_memory(
@@ -247,10 +250,10 @@ def _steps_of_hours(
     recipe: Recipe,
     begin: float,
 ) -> int:
-    """How many steps fit into the hours, measured once and stored.
+    """The number of steps that fit into the hours, measured once and stored.
 
-    `begin` is the start of prompts and answers, which count. A schedule that reads the clock would
-    give another drafter after every interruption.
+    The hours begin at `begin`, when the first prompt is written. The number is stored because a
+    schedule that depends on the clock would train another drafter after every interruption.
     """
     path = work / "steps.json"
     if path_kind(path) is None:
@@ -259,18 +262,18 @@ def _steps_of_hours(
         def note(report: StepReport) -> None:
             times.append(time.monotonic())
 
-        few = replace(settings, steps=TIMED_STEPS + 1, every=0)
+        short = replace(settings, steps=TIMED_STEPS + 1, every=0)
         train_drafter(
             target,
             config=config,
             samples=lambda e: training,
-            settings=few,
+            settings=short,
             progress=note,
             start=start,
         )
         seconds = (times[-1] - times[0]) / TIMED_STEPS
-        whole = 3600 * (recipe.hours or 0)
-        left = max(whole - (times[0] - begin), STEPS_SHARE * whole)
-        steps = max(1, round(left / seconds))
+        budget = 3600 * (recipe.hours or 0)
+        remaining = max(budget - (times[0] - begin), MIN_STEPS_SHARE * budget)
+        steps = max(1, round(remaining / seconds))
         path.write_text(json.dumps({"steps": steps}) + "\n", encoding="utf-8")
     return int(json.loads(path.read_text(encoding="utf-8"))["steps"])

@@ -16,8 +16,10 @@ from .dataset import bucket_length
 from .drafter import DrafterSettings
 from .features import BOUND
 
-COPIES = 5  # of the drafter in f32: weights, gradient, two of the optimizer, the best so far
-ACTIVATIONS = 40  # of width D, kept for the gradient per row and layer
+# Copies of the drafter in f32: weights, gradient, two of the optimizer, and the best so far.
+COPIES = 5
+# Activations of the hidden size that the gradient needs, per row and layer.
+ACTIVATIONS = 40
 
 
 def memory_needed(
@@ -26,22 +28,25 @@ def memory_needed(
     settings: DrafterSettings,
     lengths: Iterable[int],
 ) -> int:
-    """Estimated bytes to train a drafter of this shape, rather too many than too few.
+    """Estimate the bytes that training a drafter of this shape needs. Errs on the high side.
 
     Args:
-        lengths: tokens of each sample.
+        target: the target.
+        config: the shape of the drafter.
+        settings: the settings of the training.
+        lengths: the number of tokens in each sample.
     """
     weights = weight_bytes(target.model)
     drafter = 4 * sum(a.size for _, a in tree_flatten(network_for(config)(config).parameters()))
     step = max(_values(config, settings, bucket_length(n, settings.tokens)) for n in lengths)
-    # Two micro-batches are side by side.
+    # Two micro-batches run at the same time.
     return weights + COPIES * drafter + 2 * (4 * step + BOUND)
 
 
 def _values(config: DraftConfig, settings: DrafterSettings, length: int) -> int:
-    """Activations of a batch of sequences of this length.
+    """The number of activations in a batch of sequences of this length.
 
-    Short sequences need more: more of them fill a batch, each with all its anchors.
+    Short sequences need more memory: more of them fit into a batch, each with all its anchors.
     """
     rows = max(1, settings.tokens // length) * settings.anchors * config.block_size
     kept = ACTIVATIONS * config.hidden_size
@@ -51,8 +56,9 @@ def _values(config: DraftConfig, settings: DrafterSettings, length: int) -> int:
 
 
 def check_memory(needed: int, settings: DrafterSettings) -> None:
-    """Raise `NotEnoughMemoryError` if training needs more than models may take here."""
-    if needed > (usable := usable_bytes()):
+    """Raise `NotEnoughMemoryError` if training needs more than the usable memory."""
+    usable = usable_bytes()
+    if needed > usable:
         raise NotEnoughMemoryError(
             f"Training needs about {needed / GB:.1f} GB of memory, of which this machine can use "
             f"{usable / GB:.1f} GB: lower --tokens ({settings.tokens}), --anchors "

@@ -1,4 +1,4 @@
-"""Let the target write prompts: what a chat model says in the user's place.
+"""Lets the target write prompts: what a chat model would say as the user.
 
 An instruction-tuned model that is given only the header of a user's turn continues with a plausible
 one (Magpie, arXiv 2406.08464). A base model, without a chat template, opens a text instead. Turns
@@ -20,11 +20,13 @@ from ..errors import DataError, PromptError
 from ..targets import Target
 from .answer_writer import AnswerSettings, append, complete_prompts, whole_lines
 
-# top-p would sort 262,144 tokens a step, for seconds on a CPU
+# Sampling uses min-p because top-p would sort up to 262,144 tokens a step: seconds on a CPU.
 TEMPERATURE = 1.0
 MIN_P = 0.05
-MAX_BARREN = 20  # rounds in a row without a new turn
-OPENING = 24  # tokens with which a base model opens a text
+# Writing ends with an error after this many consecutive rounds without a new turn.
+MAX_BARREN = 20
+# The number of tokens with which a base model opens a text.
+OPENING = 24
 _SENTINEL = "user turn goes here"
 
 
@@ -39,23 +41,25 @@ class TurnProgress:
 def user_header(target: Target) -> tuple[str, str]:
     """The chat template's text before a user's first turn, and the text after it.
 
-    Raises `PromptError` without a chat template, or if the template hides the turn.
+    Raises:
+        PromptError: there is no chat template, or it leaves out the turn.
     """
     tokenizer = target.tokenizer
     if not tokenizer.has_chat_template:
         raise PromptError(f"{target.name} has no chat template: give texts, and --keep-answers.")
     messages = [{"role": "user", "content": _SENTINEL}]
     text = apply_chat_template(tokenizer, messages)
-    before, found, after = text.partition(_SENTINEL)
-    if not found:
+    before, sentinel, after = text.partition(_SENTINEL)
+    if not sentinel:
         raise PromptError(f"The chat template of {target.name} leaves out what the user says.")
     return before, after
 
 
 def turn_start(target: Target) -> tuple[list[int], str | None]:
-    """Token ids that a user's turn follows, and the text after it; BOS and None for a base model.
+    """The token ids before a user's turn, and the text after it; BOS and None for a base model.
 
-    Raises `PromptError`.
+    Raises:
+        PromptError: there is no usable chat template.
     """
     tokenizer = target.tokenizer
     if tokenizer.has_chat_template or tokenizer.bos_token_id is None:
@@ -72,13 +76,19 @@ def write_turns(
     seed: int = 0,
     progress: Callable[[TurnProgress], None] = lambda event: None,
 ) -> list[str]:
-    """Write `count` different user turns; `path` keeps them round by round.
+    """Write `count` different user turns.
 
     Args:
-        settings: `max_tokens` of a turn, `chunk` turns per round.
+        target: the model that writes them.
+        count: how many turns.
+        path: a file of finished rounds, from which an interrupted run continues.
+        settings: `max_tokens` of a turn, and `chunk` turns per round.
+        seed: seeds the sampling.
+        progress: called after every round.
 
-    Raises `PromptError` as `turn_start`, `DataError` if the target only repeats itself,
-    `OutputError`.
+    Raises:
+        DataError: the target only repeats itself.
+        PromptError, OutputError: the errors of `turn_start` and of writing the file.
     """
     header, after = turn_start(target)
     if after is None:
@@ -89,19 +99,19 @@ def write_turns(
     number = 0
     while len(turns) < count:
         if number == len(rounds):
-            found = _write_round(
+            new_turns = _write_round(
                 target,
                 header=header,
                 after=after,
                 settings=settings,
                 seed=seed * 1_000_003 + number,
             )
-            append(path, [{"turns": found}])
-            rounds.append({"turns": found})
+            append(path, [{"turns": new_turns}])
+            rounds.append({"turns": new_turns})
         before = len(turns)
         for turn in rounds[number]["turns"]:
             turns.setdefault(tuple(re.findall(r"\w+", turn.lower())), turn)
-        number = number + 1
+        number += 1
         barren = 0 if len(turns) > before else barren + 1
         if barren == MAX_BARREN:
             raise DataError(
@@ -115,7 +125,7 @@ def write_turns(
 def _write_round(
     target: Target, header: Sequence[int], after: str | None, settings: AnswerSettings, seed: int
 ) -> list[str]:
-    """Turns that ended, or openings of a text, of more than one word."""
+    """Write turns that ended, or openings of a text. Those of one word are left out."""
     mx.random.seed(seed)
     sampler = make_sampler(TEMPERATURE, min_p=MIN_P)
     answers = complete_prompts(
@@ -125,10 +135,10 @@ def _write_round(
     for answer in answers:
         tokens = answer.answer[:-1] if answer.ended else answer.answer
         text = target.tokenizer.decode(list(tokens))
-        whole = after is None or answer.ended
+        is_complete = after is None or answer.ended
         if after is not None:
-            text, found, _ = text.partition(after.strip() or after)
-            whole = whole or bool(found)
-        if whole and len(text.split()) > 1:
+            text, end, _ = text.partition(after.strip() or after)
+            is_complete = is_complete or bool(end)
+        if is_complete and len(text.split()) > 1:
             turns.append(text.strip())
     return turns

@@ -27,7 +27,7 @@ from dflash_mlx.train.drafter import (
     new_drafter,
     train_drafter,
 )
-from dflash_mlx.train.features import FIRST, features, tap_scales
+from dflash_mlx.train.features import SINK_TOKENS, features, tap_scales
 from dflash_mlx.train.fit import StepReport, fit, make_optimizer
 from dflash_mlx.train.initial import draft_config
 
@@ -239,7 +239,7 @@ def test_scales_are_root_mean_squares(loud, loud_config, loud_samples):
     values = []
     for sample in loud_samples:
         taps = np.array(features(loud, mx.array([sample.tokens]), layers).taps[0], np.float64)
-        values.append(taps[min(FIRST, len(taps) - 1) :])
+        values.append(taps[min(SINK_TOKENS, len(taps) - 1) :])
     expected = np.sqrt((np.concatenate(values) ** 2).mean(axis=0))
     np.testing.assert_allclose(scales, expected, rtol=1e-4)
     assert scales.max() > 20 * np.median(scales)
