@@ -114,7 +114,7 @@ def generate(
 
     both = {name: settings[name] for name in settings.keys() - pair.drafting.keys()}
     comparison = Comparison(pair.target, pair.drafter, ids, without_template(both), pair.drafting)
-    untaught = comparison.untaught() if compare else comparison
+    fresh = comparison.with_fresh_policy() if compare else comparison
     thoughts = Thoughts(pair.target, comparison.prompt)
     result = _stream(comparison, thoughts, shown=output is None and not json)
     comparison.runs[comparison.chain] = [result]
@@ -126,7 +126,7 @@ def generate(
             note(warning)
         tokens = counted(result.stats.output_tokens, "token")
         with waiting(f"Decoding {tokens} plainly, to compare"):
-            _compare(untaught)
+            _compare(fresh)
     if json:
         write_result(output, f"{as_text(_as_json(pair, comparison, result, thoughts))}\n")
     else:
@@ -171,19 +171,19 @@ def _stream(comparison: Comparison, thoughts: Thoughts, shown: bool) -> Result:
     return dflash_mlx.Result(text, tokens, event.finish_reason or "length", event.stats)
 
 
-def _compare(untaught: Comparison) -> None:
+def _compare(fresh: Comparison) -> None:
     """Decode plainly, and repeat both while that takes little time.
 
-    `untaught` has a policy and a drafter that have not seen this prompt: what the answer taught
+    `fresh` has a policy and a drafter that have not seen this prompt: what the answer taught
     them would show a speed that the answer did not have.
     """
     from dflash_mlx.bench.results import PLAIN
 
     start = time.perf_counter()
-    untaught.run(PLAIN)
-    runs = untaught.runs[PLAIN]
+    fresh.run(PLAIN)
+    runs = fresh.runs[PLAIN]
     while len(runs) < MAX_COMPARED and time.perf_counter() - start < COMPARE_SECONDS:
-        untaught.untaught().run(PLAIN, untaught.chain)
+        fresh.with_fresh_policy().run(PLAIN, fresh.chain)
 
 
 def _summary(pair: Pair, runs: Comparison, result: Result, thoughts: Thoughts) -> Panel:

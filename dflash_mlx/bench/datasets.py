@@ -161,12 +161,12 @@ class Suite:
         A row's user messages are one per item if the first column is a list. Raises `DataError` for
         a file of another form, and `MissingDependencyError`.
         """
-        found = []
+        prompts = []
         for number, row in enumerate(_rows(path), start=1):
             where = f"{name}, row {number} of {path}"
             values = list[Any]()
             for names in self.columns:
-                present = [one for one in names.split("|") if one in row]
+                present = [column for column in names.split("|") if column in row]
                 if not present:
                     either = " or ".join(map(repr, names.split("|")))
                     raise DataError(f"{where}: there is no column {either}.")
@@ -176,10 +176,10 @@ class Suite:
                 template = self.short_template
             turns = values[0] if isinstance(values[0], list) else [template.format(*values)]
             question = ({"role": "user", "content": turns[0]},)
-            found.append(BenchPrompt(name, question, then=tuple(turns[1:]), source=where))
-        if not found:
+            prompts.append(BenchPrompt(name, question, then=tuple(turns[1:]), source=where))
+        if not prompts:
             raise DataError(f"{path}: there is no prompt in it.")
-        return found
+        return prompts
 
 
 _SUITES = tomllib.loads(files(__package__).joinpath("suites.toml").read_text("utf-8"))

@@ -29,9 +29,11 @@ from ..targets import Target
 from .datasets import BenchPrompt
 from .results import DDTREE, MLX_LM, PLAIN, Difference, PromptRuns, ask_all
 
-PLAIN_WARM_UP = 2  # tokens
+# Tokens that are decoded before anything counts: plainly in `warm_up`, and per method.
+PLAIN_WARM_UP = 2
 WARM_UP_TOKENS = 32
-DRAFTED = "drafted"  # name of the method when the drafter is unknown
+# The name of the method if the drafter is unknown.
+DRAFTED = "drafted"
 
 
 @dataclass
@@ -39,12 +41,12 @@ class Comparison:
     """The runs of one prompt by several methods.
 
     Attributes:
-        target, drafter: see `stream_generate`.
+        target, drafter: the arguments of `stream_generate`.
         prompt: token ids.
-        settings: of `stream_generate`, for all runs; sampling with a seed.
-        drafting: further settings of drafted runs.
-        trees: the same of runs that draft trees; None leaves them out.
-        with_mlx_lm: whether mlx-lm takes part. It cannot for a target on several machines.
+        settings: settings of `stream_generate` for all runs. Sampling needs a seed.
+        drafting: further settings for drafted runs.
+        trees: further settings for runs that draft trees; None to leave these runs out.
+        with_mlx_lm: whether to run mlx-lm as well, which cannot use several machines.
         runs: the results so far, by method.
         ran: called after each run.
     """
@@ -64,10 +66,10 @@ class Comparison:
         """The name of drafting with chains."""
         return DRAFTED if self.drafter is None else label(self.drafter)
 
-    def untaught(self) -> Comparison:
+    def with_fresh_policy(self) -> Comparison:
         """A copy with fresh policies that records into the same results.
 
-        A second run of the same prompt must not profit from what the first one taught.
+        The second run of a prompt must not profit from what the policy learned in the first one.
         """
         drafting, trees = deepcopy((self.drafting, self.trees))
         return replace(self, drafting=drafting, trees=trees)
@@ -84,7 +86,7 @@ class Comparison:
         self.run(PLAIN, self.chain, *trees, *([MLX_LM] if self.with_mlx_lm else []))
 
     def _run(self, method: str) -> Result:
-        mx.reset_peak_memory()  # a benchmark run has the process to itself
+        mx.reset_peak_memory()  # nothing else runs in this process
         if method == MLX_LM:
             return run_mlx_lm(self.target, self.prompt, self.settings)
         drafter = None if method == PLAIN else self.drafter
@@ -97,40 +99,43 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Drafted over plain; 1.0 when nothing was generated."""
+        """The speed of drafting relative to plain decoding; 1.0 if nothing was generated."""
         plain = self.speed(PLAIN)
         return self.speed(self.chain) / plain if plain else 1.0
 
     @property
     def first_difference(self) -> int | None:
-        """The first position at which a drafted token is not the plain one; None if identical."""
-        found = self.differences().values()
-        return min((one.token for one in found if one is not None), default=None)
+        """The first position at which a token differs from plain decoding; None if none does."""
+        differences = self.differences().values()
+        positions = [difference.token for difference in differences if difference is not None]
+        return min(positions, default=None)
 
     def differences(self) -> dict[str, Difference | None]:
-        """By method, where its first differing run departs from the plain text; None if none does.
+        """Where the first differing run of each method departs from the plain text, or None.
 
-        mlx-lm samples with noise of its own, so its sampled texts are not compared.
+        mlx-lm samples with different noise, so its sampled texts are not compared.
         """
         plain = self.runs[PLAIN][0].tokens
-        found: dict[str, Difference | None] = {}
+        differences: dict[str, Difference | None] = {}
         for name, runs in self.runs.items():
             if name == MLX_LM and self.settings.get("temperature"):
                 continue
-            other = next((run.tokens for run in runs if run.tokens != plain), None)
-            found[name] = None if other is None else self._difference(plain, other)
-        return found
+            differing = next((run.tokens for run in runs if run.tokens != plain), None)
+            differences[name] = None if differing is None else self._difference(plain, differing)
+        return differences
 
-    def _difference(self, plain: list[int], other: list[int]) -> Difference:
-        pairs = enumerate(zip_longest(plain, other))
-        place, (ours, theirs) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+    def _difference(self, plain_tokens: list[int], other_tokens: list[int]) -> Difference:
+        pairs = enumerate(zip_longest(plain_tokens, other_tokens))
+        position, (plain_token, other_token) = next(
+            pair for pair in pairs if pair[1][0] != pair[1][1]
+        )
         gap = None
-        if ours is not None and theirs is not None:
-            text = [*self.prompt, *plain[:place]]
+        if plain_token is not None and other_token is not None:
+            text = [*self.prompt, *plain_tokens[:position]]
             kv_bits = self.settings.get("kv_bits")
             logits = next_logits(self.target, text, kv_bits)
-            gap = float(logits[ours]) - float(logits[theirs])
-        return Difference(place, plain=ours, other=theirs, logit_gap=gap)
+            gap = float(logits[plain_token]) - float(logits[other_token])
+        return Difference(position, plain=plain_token, other=other_token, logit_gap=gap)
 
 
 def measure_all(
@@ -145,30 +150,33 @@ def measure_all(
     """Measure prompts one after another, each conversation to its end.
 
     The first prompt is decoded once with every method before anything counts. All prompts are
-    encoded first, so that none is refused half-way. What a policy or a drafter learns from the
-    first run of a prompt helps the prompts after it, and no further run of the same prompt.
+    encoded first, so that none is refused half-way. What a policy learns in the first run of a
+    prompt is used for the next prompts, but not for further runs of the same prompt.
 
     Args:
+        target, drafter: the pair.
+        prompts: the first prompts of conversations.
         repeats: runs of each prompt and method.
         settings, further: attributes of `Comparison`.
         template: variables of the chat template.
 
-    Raises `PromptError` for a prompt that does not fit the target; `DataError` for one of a file.
+    Raises:
+        PromptError: a prompt does not fit the target.
+        DataError: the same, for a prompt from a file.
     """
-    first, *_ = [_encoded(target, prompt, template) for prompt in prompts]
-    shorter = {**settings, "max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
-    Comparison(
-        target, drafter=drafter, prompt=first, settings=shorter, **further
-    ).untaught().run_all()
+    encoded = [_encoded(target, prompt, template) for prompt in prompts]
+    short = {**settings, "max_tokens": min(WARM_UP_TOKENS, settings["max_tokens"])}
+    warm_up_runs = Comparison(target, drafter=drafter, prompt=encoded[0], settings=short, **further)
+    warm_up_runs.with_fresh_policy().run_all()
 
     def ask(prompt: BenchPrompt) -> PromptRuns:
         ids = _encoded(target, prompt, template)
-        compared = Comparison(target, drafter=drafter, prompt=ids, settings=settings, **further)
-        untaught = compared.untaught()
-        compared.run_all()
+        comparison = Comparison(target, drafter=drafter, prompt=ids, settings=settings, **further)
+        before = comparison.with_fresh_policy()  # has learned nothing from this prompt
+        comparison.run_all()
         for _ in range(repeats - 1):
-            untaught.untaught().run_all()
-        return PromptRuns(prompt, compared.runs, compared.differences())
+            before.with_fresh_policy().run_all()
+        return PromptRuns(prompt, comparison.runs, comparison.differences())
 
     yield from ask_all(prompts, ask)
 
@@ -192,11 +200,13 @@ def next_logits(target: Target, text: Sequence[int], kv_bits: int | None = None)
 def run_mlx_lm(target: Target, prompt: Sequence[int], settings: Mapping[str, Any]) -> Result:
     """Decode with `mlx_lm.stream_generate`, timed like our own loop.
 
-    Decoding time starts when the prefill has brought the first token, and counts the others.
-    (mlx-lm's own figure divides n tokens by n - 1 steps.)
+    Decoding time begins with the first token and covers the others. (mlx-lm itself reports n
+    tokens divided by the time of n - 1 steps.)
 
     Args:
-        settings: of ours; only max_tokens, temperature and seed count.
+        target: the target.
+        prompt: token ids.
+        settings: our settings, of which max_tokens, temperature and seed are used.
     """
     max_tokens = settings["max_tokens"]
     seed = settings.get("seed")
@@ -206,7 +216,8 @@ def run_mlx_lm(target: Target, prompt: Sequence[int], settings: Mapping[str, Any
     finish_reason: FinishReason = "length"
     if seed is not None:
         mx.random.seed(seed)
-    begin = start = time.perf_counter()
+    begin = time.perf_counter()
+    first_token = begin
     if max_tokens > 0:
         for response in mlx_lm_generate(
             target.model,
@@ -218,13 +229,14 @@ def run_mlx_lm(target: Target, prompt: Sequence[int], settings: Mapping[str, Any
             if tokens:
                 stats.count_step(0, 0, 1)
             else:
-                start = time.perf_counter()
+                first_token = time.perf_counter()
                 stats.output_tokens = 1
             text.append(response.text)
             tokens.append(response.token)
             finish_reason = response.finish_reason or finish_reason
-    stats.prefill_seconds = stats.first_token_seconds = start - begin
-    stats.decode_seconds = time.perf_counter() - start
+    stats.prefill_seconds = first_token - begin
+    stats.first_token_seconds = stats.prefill_seconds
+    stats.decode_seconds = time.perf_counter() - first_token
     stats.peak_bytes = mx.get_peak_memory()
     return Result("".join(text), tokens=tokens, finish_reason=finish_reason, stats=stats)
 

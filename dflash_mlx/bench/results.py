@@ -102,15 +102,21 @@ def ask_all(
 
 
 def run_content(setup: Mapping[str, Any], measured: Sequence[PromptRuns]) -> dict[str, Any]:
-    """Everything about a run, as JSON holds it.
+    """The JSON content that describes a run.
 
     Args:
-        setup: what ran, with which settings, on which machine.
-        measured: at least one prompt.
+        setup: what ran, with which settings, and on which machine.
+        measured: the runs of at least one prompt.
     """
     groups: dict[str, list[PromptRuns]] = {}
-    for one in measured:
-        groups.setdefault(one.prompt.category, []).append(one)
+    differences: list[dict[str, Any]] = []
+    for prompt_runs in measured:
+        prompt = prompt_runs.prompt
+        groups.setdefault(prompt.category, []).append(prompt_runs)
+        for method, difference in prompt_runs.differences.items():
+            if difference is not None:
+                place = {"category": prompt.category, "prompt": prompt.question, "method": method}
+                differences.append(place | asdict(difference))
     protocol = {category: _protocol_figures(group) for category, group in groups.items()}
     return {
         "format": FORMAT,
@@ -120,45 +126,42 @@ def run_content(setup: Mapping[str, Any], measured: Sequence[PromptRuns]) -> dic
         "protocol_figures": protocol if setup.get("protocol") else None,
         "overall": summary("all", measured),
         "categories": [summary(*group) for group in groups.items()],
-        "differences": [
-            {"category": one.prompt.category, "prompt": one.prompt.question, "method": name}
-            | asdict(difference)
-            for one in measured
-            for name, difference in one.differences.items()
-            if difference is not None
-        ],
-        "prompts": [_prompt(one) for one in measured],
+        "differences": differences,
+        "prompts": [_prompt(prompt_runs) for prompt_runs in measured],
     }
 
 
-def _prompt(one: PromptRuns) -> dict[str, Any]:
+def _prompt(prompt_runs: PromptRuns) -> dict[str, Any]:
     """Every run of one prompt, in the order of the turns."""
-    stats = {name: [run.stats for run in runs] for name, runs in one.runs.items()}
+    methods = {}
+    for name, results in prompt_runs.runs.items():
+        stats = [result.stats for result in results]
+        methods[name] = {
+            "tokens_per_second": [run.tokens_per_second for run in stats],
+            "first_token_seconds": [run.first_token_seconds for run in stats],
+            "steps": stats[0].rounds,
+        }
     return {
-        "category": one.prompt.category,
-        "prompt_tokens": one.main.stats.prompt_tokens,
-        "output_tokens": one.main.stats.output_tokens,
-        "methods": {
-            name: {
-                "tokens_per_second": [run.tokens_per_second for run in runs],
-                "first_token_seconds": [run.first_token_seconds for run in runs],
-                "steps": runs[0].rounds,
-            }
-            for name, runs in stats.items()
-        },
+        "category": prompt_runs.prompt.category,
+        "prompt_tokens": prompt_runs.main.stats.prompt_tokens,
+        "output_tokens": prompt_runs.main.stats.output_tokens,
+        "methods": methods,
     }
 
 
 def summary(category: str, measured: Sequence[PromptRuns]) -> dict[str, Any]:
-    """The figures of some prompts, by method. Tokens are those of one run of each prompt."""
-    stats = [one.main.stats for one in measured]
-    answers = [(one.main.text, one.prompt.answer) for one in measured]
-    exact = [text.strip() == answer.strip() for text, answer in answers if answer is not None]
+    """The figures of some prompts, by method. Tokens are counted in one run of each prompt."""
+    stats = [prompt_runs.main.stats for prompt_runs in measured]
+    exact = []
+    for prompt_runs in measured:
+        answer = prompt_runs.prompt.answer
+        if answer is not None:
+            exact.append(prompt_runs.main.text.strip() == answer.strip())
     return {
         "category": category,
         "prompts": len(measured),
-        "prompt_tokens": median(one.prompt_tokens for one in stats),
-        "output_tokens": sum(one.output_tokens for one in stats),
+        "prompt_tokens": median(run.prompt_tokens for run in stats),
+        "output_tokens": sum(run.output_tokens for run in stats),
         "exact": sum(exact) if exact else None,
         "with_answer": len(exact),
         "methods": {name: _method_summary(name, measured) for name in measured[0].runs},
@@ -166,16 +169,20 @@ def summary(category: str, measured: Sequence[PromptRuns]) -> dict[str, Any]:
 
 
 def _method_summary(name: str, measured: Sequence[PromptRuns]) -> dict[str, Any]:
-    """The figures of one method over all runs of some prompts; counts are of the first runs."""
-    runs = [run.stats for one in measured for run in one.runs[name]]
-    first = [one.runs[name][0].stats for one in measured]
-    compared = [one.differences[name] for one in measured if name in one.differences]
+    """The figures of one method over all runs of some prompts. Counts are from the first runs."""
+    runs = [run.stats for prompt_runs in measured for run in prompt_runs.runs[name]]
+    first = [prompt_runs.runs[name][0].stats for prompt_runs in measured]
+    compared = [
+        prompt_runs.differences[name] for prompt_runs in measured if name in prompt_runs.differences
+    ]
     steps = sum(stats.rounds for stats in first)
     timed = [stats.tokens_per_second for stats in runs if stats.decode_seconds]
     return {
         "tokens_per_second": spread(timed or [0.0]),
         "first_token_seconds": spread(stats.first_token_seconds for stats in runs),
-        "speedup": spread(speedup for one in measured for speedup in one.speedups(name)),
+        "speedup": spread(
+            speedup for prompt_runs in measured for speedup in prompt_runs.speedups(name)
+        ),
         "acceptance_length": sum(s.round_tokens for s in first) / steps if steps else None,
         "accepted": dict(sorted(Counter(n for s in first for n in s.accepted_per_round).items())),
         "peak_bytes": max(stats.peak_bytes for stats in runs) or None,
@@ -185,28 +192,37 @@ def _method_summary(name: str, measured: Sequence[PromptRuns]) -> dict[str, Any]
 
 def spread(values: Iterable[float]) -> dict[str, float] | None:
     """Median and quartiles: half of the values lie between "low" and "high"; None without any."""
-    found = list(values)
-    low, middle, high = np.quantile(found, (0.25, 0.5, 0.75)).tolist() if found else (0.0,) * 3
-    return {"low": low, "median": middle, "high": high} if found else None
+    numbers = list(values)
+    if not numbers:
+        return None
+    low, middle, high = np.quantile(numbers, (0.25, 0.5, 0.75)).tolist()
+    return {"low": low, "median": middle, "high": high}
 
 
 def _protocol_figures(answers: Sequence[PromptRuns]) -> dict[str, Any]:
-    """A suite's figures by z-lab's protocol: means over answers, whatever their length.
+    """The figures of a suite by z-lab's protocol: means over answers, whatever their length.
 
-    `speedup` and `over_mlx_lm` are mean seconds per token over those of drafting. They are None
-    where that method did not run.
+    `speedup` and `over_mlx_lm` are ratios of mean seconds per token: those of plain decoding and
+    of mlx-lm to those of drafting. They are None if that method did not run.
     """
     method = chain_method(answers[0].runs) or PLAIN
     seconds = dict[str, float]()
     lengths = []
     for name in (method, PLAIN, MLX_LM):
-        runs = [one.runs[name][0].stats for one in answers if name in one.runs]
-        if speeds := [stats.tokens_per_second for stats in runs if stats.tokens_per_second]:
+        runs = [
+            prompt_runs.runs[name][0].stats for prompt_runs in answers if name in prompt_runs.runs
+        ]
+        speeds = [stats.tokens_per_second for stats in runs if stats.tokens_per_second]
+        if speeds:
             seconds[name] = fmean(1 / speed for speed in speeds)
         if name == method:
             lengths = [stats.acceptance_length for stats in runs if stats.rounds]
 
-    over = {name: took / seconds[method] for name, took in seconds.items() if method in seconds}
+    over = {
+        name: seconds_per_token / seconds[method]
+        for name, seconds_per_token in seconds.items()
+        if method in seconds
+    }
     return {
         "answers": len(answers),
         "speedup": over.get(PLAIN),
@@ -215,17 +231,23 @@ def _protocol_figures(answers: Sequence[PromptRuns]) -> dict[str, Any]:
     }
 
 
-def describe_difference(one: Mapping[str, Any]) -> str:
+def describe_difference(difference: Mapping[str, Any]) -> str:
     """Warning line for an output that differs from plain decoding."""
-    gap = "one ended" if one["logit_gap"] is None else f"logit gap {one['logit_gap']:.2g}"
-    question = " ".join(one["prompt"].split())[:80]
-    return f"Not identical: {one['method']}, from token {one['token'] + 1} on ({gap}): {question}"
+    gap = (
+        "one ended"
+        if difference["logit_gap"] is None
+        else f"logit gap {difference['logit_gap']:.2g}"
+    )
+    question = " ".join(difference["prompt"].split())[:80]
+    place = f"{difference['method']}, from token {difference['token'] + 1} on"
+    return f"Not identical: {place} ({gap}): {question}"
 
 
 def check_folder(folder: Path) -> None:
     """Check that a run can be written to `folder`, before hours of measuring.
 
-    Raises `OutputError`: not a folder, no permission, or it holds a run already.
+    Raises:
+        OutputError: it is not a folder, cannot be written to, or already contains a run.
     """
     try:
         if path_kind(folder / JSON) is not None:

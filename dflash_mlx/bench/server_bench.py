@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException, HTTPResponse
 from ipaddress import ip_address
 from itertools import cycle, islice, pairwise
@@ -113,7 +114,8 @@ class ServerClient:
                     content = delta.get("content") or ""
                     if reasoning or content:
                         first = first or now
-                        stats.prefill_seconds = stats.first_token_seconds = first - start
+                        stats.prefill_seconds = first - start
+                        stats.first_token_seconds = stats.prefill_seconds
                         took = now - first
                         stats.decode_seconds = took if took >= LEAST_SECONDS else 0.0
                     yield reasoning, content, choice.get("finish_reason")
@@ -146,7 +148,9 @@ def measure_server(
     """
 
     def answer(prompt: BenchPrompt, length: int = max_tokens) -> Result:
-        result, _ = client.ask(prompt.messages, length, temperature, seed)
+        result, _ = client.ask(
+            prompt.messages, max_tokens=length, temperature=temperature, seed=seed
+        )
         ran()
         return result
 
@@ -171,15 +175,15 @@ def measure_concurrency(
     percentiles of the seconds to the first text and between pieces of text. Raises `ServerError`.
     """
     count = max(len(prompts), REQUESTS_PER_CLIENT * clients)
-    asked = [one.messages for one in islice(cycle(prompts), count)]
-    settings = max_tokens, temperature, seed
+    conversations = [prompt.messages for prompt in islice(cycle(prompts), count)]
+    ask = partial(client.ask, max_tokens=max_tokens, temperature=temperature, seed=seed)
     start = time.perf_counter()
     with ThreadPoolExecutor(clients) as threads:
-        answers = list(threads.map(lambda messages: client.ask(messages, *settings), asked))
+        answers = list(threads.map(ask, conversations))
     seconds = time.perf_counter() - start
     stats = [result.stats for result, _ in answers]
-    tokens = sum(one.output_tokens for one in stats)
-    waits = [one.first_token_seconds for one in stats if one.first_token_seconds]
+    tokens = sum(answer.output_tokens for answer in stats)
+    waits = [answer.first_token_seconds for answer in stats if answer.first_token_seconds]
     return {
         "clients": clients,
         "requests": len(answers),
@@ -192,9 +196,11 @@ def measure_concurrency(
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """Median and 95th percentile; nothing of no values."""
-    found = np.quantile(values, (0.5, 0.95)).round(4).tolist() if values else ()
-    return dict(zip(("median", "p95"), found, strict=False))
+    """Median and 95th percentile; empty if there are no values."""
+    if not values:
+        return {}
+    median, p95 = np.quantile(values, (0.5, 0.95)).round(4).tolist()
+    return {"median": median, "p95": p95}
 
 
 def open_url(request: Request, timeout: float) -> HTTPResponse:
@@ -206,17 +212,21 @@ def open_url(request: Request, timeout: float) -> HTTPResponse:
 
 
 def _is_here(host: str) -> bool:
-    """Whether a host, as an address or a name without a question to the network, is this machine.
+    """Whether a host name or address is this machine. Nothing is looked up in the network.
 
-    An address is this machine's if a socket can be bound to it.
+    An address belongs to this machine if a socket can be bound to it.
     """
     try:
         family = socket.AF_INET if ip_address(host).version == 4 else socket.AF_INET6
         with socket.socket(family) as probe:
             probe.bind((host, 0))
     except ValueError:
-        own = socket.gethostname().lower().removesuffix(".local")
-        return host == "localhost" or host.endswith(".localhost") or host in (own, f"{own}.local")
+        host_name = socket.gethostname().lower().removesuffix(".local")
+        return (
+            host == "localhost"
+            or host.endswith(".localhost")
+            or host in (host_name, f"{host_name}.local")
+        )
     except OSError:
         return False
     return True

@@ -157,7 +157,7 @@ def test_a_single_token_has_no_speed_to_compare(loaded):
 
 def test_it_decodes_once_unless_asked_to_compare(loaded, monkeypatch):
     runs = []
-    monkeypatch.setattr(command, "_compare", lambda untaught: runs.append(untaught.run("plain")))
+    monkeypatch.setattr(command, "_compare", lambda fresh: runs.append(fresh.run("plain")))
     once = invoke(*ASKED)
     assert not runs and "identical" not in once.stderr and "~" not in once.stderr
     twice = invoke(*ASKED, "--compare")
