@@ -16,9 +16,11 @@ import mlx.core as mx
 from .drafter.protocol import Drafter, DraftSession, SupportsResume, start_session
 from .prefix.entries import BlockKeys
 from .prefix.store import PrefixStore
+from .proposal import Proposal
 from .sampling import Sampler
 from .targets import Target, TargetSession
-from .targets.session import LAST_STEP, PREFILL_STEP, PromptPiece
+from .targets.session import LAST_STEP, PREFILL_STEP
+from .targets.span import Span
 
 MAX_CHECKPOINTS = 8  # each keeps the windows and states of target and drafter
 
@@ -145,16 +147,17 @@ class Caches:
             self.ids = list(prompt[:held])
         self._started = True
 
-    def next_piece(self, most: int = PREFILL_STEP) -> PromptPiece | None:
+    def next_piece(self, most: int = PREFILL_STEP) -> Span | None:
         """The next tokens of the prompt to read, at most so many; None at its end."""
         session = self.target_session
         prompt = self._prompt
         if session.position == len(prompt):
             return None
         end = session.end_of_piece(len(prompt), self._stops, most)
-        return PromptPiece(session, prompt[session.position : end], end == len(prompt))
+        tokens = Proposal(prompt[session.position : end])
+        return Span(session, tokens, ends_prompt=end == len(prompt))
 
-    def keep_prompt(self, piece: PromptPiece, taps: mx.array) -> None:
+    def keep_prompt(self, piece: Span, taps: mx.array) -> None:
         """Give the drafter a piece of the prompt that the target has read.
 
         A prefix cache gets its tokens, too, unless it is the last. A checkpoint is made where the
@@ -165,13 +168,14 @@ class Caches:
             piece: from `next_piece`.
             taps: its features [1, S, K*D], which may still be lazy.
         """
-        if piece.last and self._before_end is not None:
+        if piece.ends_prompt and self._before_end is not None:
             self._add_checkpoint(self._before_end)
             self._before_end = None
-        self.feed_drafter(piece.tokens, taps, range(taps.shape[1]))
+        tokens: Any = piece.proposal.tokens
+        self.feed_drafter(tokens, taps, range(taps.shape[1]))
         if len(self.ids) == len(self._prompt) - LAST_STEP:
             self._before_end = self.target_session.checkpoint()
-        if piece.last:
+        if piece.ends_prompt:
             self.draft_session.start_computing()  # another thread may take the next step
         else:
             self.store(checkpoint=len(self.ids) in self._stops)

@@ -20,29 +20,34 @@ from .policy.planner import DraftCandidate, Planner, TreeCandidate
 from .proposal import Proposal
 from .sampling import Sampler, check_choice, sample
 from .stream import Piece, TextStream
-from .targets.session import PREFILL_STEP, PromptPiece
+from .targets.rows import Rows
+from .targets.session import PREFILL_STEP
+from .targets.span import Span
 
 
 @dataclass(frozen=True)
 class Step:
-    """A verified proposal. Its arrays may be those of a forward that several requests share.
+    """Rows that the target has verified, perhaps in a forward that several requests share.
 
     Attributes:
-        proposal: the N rows that the target has verified.
+        span: the N rows of the request.
         choices: [R] integers, the target's token after each row of the forward. Lazy.
         taps: [1, R, K*D], the rows' features. Lazy.
-        first: where the proposal's rows begin among the R.
         shared: whether other requests were part of the step.
         ahead: whether it is a plain step that started before the one before it was read. The
             target's session has committed its row already.
     """
 
-    proposal: Proposal
+    span: Span
     choices: mx.array
     taps: mx.array
-    first: int = 0
     shared: bool = False
     ahead: bool = False
+
+    @property
+    def proposal(self) -> Proposal:
+        """The tokens of the rows; those of a step that started ahead are not known yet."""
+        return self.span.proposal
 
 
 class Request:
@@ -130,19 +135,17 @@ class Request:
             event = self.read(piece)
         return event
 
-    def next_piece(self, most: int = PREFILL_STEP) -> PromptPiece | None:
+    def next_piece(self, most: int = PREFILL_STEP) -> Span | None:
         """What `read` has to read next, at most so many tokens; None at the end."""
         self._clock = self._clock or time.perf_counter()
         return self.caches.next_piece(most)
 
-    def read(self, piece: PromptPiece) -> Event | None:
+    def read(self, piece: Span) -> Event | None:
         """Read a piece of what the caches do not hold; returns what `keep_read` returns."""
-        logits, taps = self.caches.target_session.read(piece.tokens, piece.last)
+        [(logits, taps)] = self.caches.target.read([piece])
         return self.keep_read(piece, logits, taps)
 
-    def keep_read(
-        self, piece: PromptPiece, logits: mx.array | None, taps: mx.array
-    ) -> Event | None:
+    def keep_read(self, piece: Span, logits: mx.array | None, taps: mx.array) -> Event | None:
         """Take in a piece of the prompt that the target has read.
 
         If the text is still empty, the last one returns the event of its first token, which the
@@ -234,9 +237,10 @@ class Request:
 
     def verify(self, proposal: Proposal) -> Step:
         """Have the target choose a token after each row, in one forward. Lazy."""
-        logits, taps = self.caches.target_session.verify(proposal)
+        span = Span(self.caches.target_session, proposal)
+        logits, taps = self.caches.target.forward(Rows([span]))
         rows = self.sampler.rows(proposal, logits.shape[-1])
-        return Step(proposal, sample([rows], logits), taps)
+        return Step(span, sample([rows], logits), taps)
 
     def can_go_ahead(self, step: Step) -> bool:
         """Whether the next step can start before this one is read: both of them are plain.
@@ -254,12 +258,11 @@ class Request:
     def go_ahead(self, step: Step) -> Step:
         """Verify the token that a plain step is about to choose: the next plain step. Lazy."""
         self.keep(step, [0], [self.anchor])
-        proposal = Proposal(step.choices)
-        session = self.caches.target_session
-        logits, taps = session.verify(proposal)
-        session.commit([0])
-        rows = self.sampler.rows(proposal, logits.shape[-1], ahead=1)
-        return Step(proposal, sample([rows], logits), taps, ahead=True)
+        span = Span(self.caches.target_session, Proposal(step.choices))
+        logits, taps = self.caches.target.forward(Rows([span]))
+        span.session.commit([0])
+        rows = self.sampler.rows(span.proposal, logits.shape[-1], ahead=1)
+        return Step(span, sample([rows], logits), taps, ahead=True)
 
     def accept(self, step: Step, choices: list[int]) -> tuple[list[int], list[int]]:
         """Follow the target's choices through the proposal.
@@ -314,8 +317,8 @@ class Request:
     def keep(self, step: Step, rows: list[int], tokens: list[int]) -> None:
         """Keep these rows of a step, which have read these tokens, in the caches of both models."""
         if not step.ahead:
-            self.caches.target_session.commit(rows)
-        self.caches.feed_drafter(tokens, step.taps, [step.first + row for row in rows])
+            step.span.session.commit(rows)
+        self.caches.feed_drafter(tokens, step.taps, [step.span.first + row for row in rows])
 
     def _account(self, step: Step, tokens: list[int], piece: Piece, ahead: Step | None) -> Event:
         """Count a step, and have the planner learn from it; its event."""

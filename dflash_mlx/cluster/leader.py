@@ -11,7 +11,7 @@ import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from ..errors import ClusterError, DFlashError
-from ..proposal import Proposal
 from ..threads import clean_up_at_end
 from ..validation import ErrorWrapper
 from .channel import (
@@ -29,7 +28,6 @@ from .channel import (
     REST_SECONDS,
     STOP,
     TARGET,
-    VERIFY,
     Channel,
     Operation,
 )
@@ -103,21 +101,6 @@ class Leader:
                 mx.eval(result)
                 self._last = time.monotonic()
             return result
-
-    def verify(
-        self,
-        forward: Callable[[Sequence[Any], Sequence[Proposal]], Result],
-        sessions: Sequence[Any],
-        proposals: Sequence[Proposal],
-    ) -> Result:
-        """Verify the sessions' proposals on all ranks; reads the proposals' tokens."""
-        drafts, known = [], []
-        for session, proposal in zip(sessions, proposals, strict=True):
-            tokens = proposal.tokens
-            ids: Any = tokens.tolist() if isinstance(tokens, mx.array) else tokens
-            drafts.append((session.number, ids, () if proposal.is_chain else proposal.parents))
-            known.append(Proposal(ids, proposal.parents))
-        return self.run(lambda: forward(sessions, known), VERIFY, drafts)
 
     def give_up(self, problem: str, stuck: bool = False) -> None:
         """End the cluster: every later forward fails with this problem."""

@@ -14,9 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..targets import Target, internals
-from ..targets.batched import BatchVerifier
-from ..targets.overrides import Overrides
-from ..targets.taps import TapRecorder
+from ..targets.taps import Runs, Taps
 from .target import LeaderTarget
 
 
@@ -30,7 +28,8 @@ class Limits(IntFlag):
 
 def limits(target: Target) -> Limits:
     """The limits of this rank's layers."""
-    able = target.supports_trees, target.start().can_trim, BatchVerifier(target).shares_forwards
+    shares = target.sharing is not None
+    able = [target.supports_trees, target.start().can_trim, shares]
     return Limits(sum(limit for limit, is_able in zip(Limits, able, strict=True) if not is_able))
 
 
@@ -45,9 +44,8 @@ class PipelineStage(Target):
         super().__init__(*of)
         self.num_layers = num_layers
 
-    def _recorder(self, layers: Sequence[int], overrides: Overrides) -> TapRecorder:
-        first = internals.first_layer(self.model)
-        return StageTaps(self, first, layers, overrides)
+    def _make_taps(self, tap_layers: Sequence[int]) -> Taps:
+        return StageTaps(self, internals.first_layer(self.model), tap_layers)
 
 
 class LeaderStage(PipelineStage, LeaderTarget):
@@ -64,32 +62,31 @@ class LeaderStage(PipelineStage, LeaderTarget):
             self.why_no_trees = "a layer on another machine"
 
 
-class StageTaps(TapRecorder):
-    """Records the tapped layers of this stage.
+class StageTaps(Taps):
+    """The tapped layers of this stage.
 
     Args:
         target: the stage.
         first: the index of its first layer.
-        indices, overrides: as for `TapRecorder`.
+        indices: as for `Taps`.
     """
 
-    def __init__(
-        self, target: Target, first: int, indices: Sequence[int], overrides: Overrides
-    ) -> None:
+    def __init__(self, target: Target, first: int, indices: Sequence[int]) -> None:
         end = first + len(target.layers)
         self._here = [first <= max(index, 0) < end for index in indices]
         own = [index for index, here in zip(indices, self._here, strict=True) if here]
-        super().__init__(target.layers, [max(index - first, -1) for index in own], overrides)
+        super().__init__(target.layers, [max(index - first, -1) for index in own])
         # Hidden states travel from stage to stage in this type.
         like = target.embed(mx.zeros((1, 1), mx.int32))
-        self._width, self._dtype = like.shape[-1], like.dtype
+        self._width = like.shape[-1]
+        self._dtype = like.dtype
 
-    def take(self, rows: int) -> mx.array:
-        """See `TapRecorder`; with zeros for the layers of other ranks."""
-        found = super().take(rows)
+    def of(self, runs: Runs, rows: int) -> mx.array:
+        """The outputs as of `Taps`, with zeros for the layers of other ranks."""
+        outputs = super().of(runs, rows)
         if all(self._here):
-            return found
-        own = iter(mx.split(found, sum(self._here), axis=-1) if any(self._here) else ())
+            return outputs
+        own = iter(mx.split(outputs, sum(self._here), axis=-1) if any(self._here) else ())
         zeros = mx.zeros((1, rows, self._width), self._dtype)
         parts = [next(own) if here else zeros for here in self._here]
         return mx.concatenate([part.astype(self._dtype) for part in parts], axis=-1)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +18,9 @@ from ..prefix.store import PrefixStore
 from ..proposal import Proposal
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, Checkpoint, strip_prefix
-from .channel import NUMBER, READ, TARGET
+from ..targets.rows import Rows, Verified
+from ..targets.span import Span
+from .channel import NUMBER, READ, TARGET, VERIFY
 from .leader import Leader
 
 CHUNK = 512  # tokens of a prompt in one forward, so that none takes long enough to seem lost
@@ -44,12 +46,36 @@ class LeaderTarget(Target):
 
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """See `Target`."""
-        with self.forward_lock:
-            return LeaderSession(self.leader, self, tap_layers, kv_bits)
+        self._taps_of(tuple(tap_layers))
+        return LeaderSession(self.leader, self, tap_layers, kv_bits)
 
-    def verify_batch(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
-        """See `Target`; runs on all ranks."""
-        return self.leader.verify(forward, sessions, proposals)
+    def forward(self, rows: Rows, logits: Literal["all", "last"] = "all") -> Verified:
+        """Verify as `Target.forward` does, on all ranks, and computed."""
+        drafts = []
+        spans = []
+        for span in rows.spans:
+            if not rows.is_prompt:
+                self.check(span.proposal)
+            tokens = span.proposal.tokens
+            ids: Any = tokens.tolist() if isinstance(tokens, mx.array) else tokens
+            parents = () if span.is_chain else span.parents
+            drafts.append((_number(span), ids, parents))
+            spans.append(Span(span.session, Proposal(ids, parents), span.ends_prompt))
+        known = Rows(spans, is_prompt=rows.is_prompt, slots=rows.slots)
+        own = super().forward
+        return self.leader.run(lambda: own(known, logits), VERIFY, drafts)
+
+    def read(self, spans: Sequence[Span]) -> list[tuple[mx.array | None, mx.array]]:
+        """Read a prompt's tokens as `Target.read` does, on all ranks."""
+        [span] = spans
+        own = super().read
+        return self.leader.run(
+            lambda: own(spans),
+            READ,
+            _number(span),
+            span.proposal.tokens,
+            span.ends_prompt,
+        )
 
     def head(self, hidden: mx.array) -> mx.array:
         """See `Target`; the whole head on rank 0."""
@@ -117,18 +143,6 @@ class LeaderSession(TargetSession):
             found = found | {PIECE: mx.array([number], mx.int32)}
         return found
 
-    def read(self, tokens: Sequence[int], last: bool) -> tuple[mx.array | None, mx.array]:
-        """See `TargetSession`; on all ranks."""
-        own = super().read
-        return self._leader.run(lambda: own(tokens, last), READ, self.number, tokens, last)
-
-    def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
-        """See `TargetSession`; on all ranks, and computed."""
-        if not proposal.is_chain:
-            self._target.check_trees()
-        own = super().verify
-        return self._leader.verify(lambda _, known: own(known[0]), [self], [proposal])
-
     @property
     def can_trim(self) -> bool:
         """See `TargetSession`; on all ranks."""
@@ -157,6 +171,13 @@ class LeaderPrefixStore(PrefixStore):
             piece = strip_prefix(entry.arrays or {}, f"target.{part}.")
             if PIECE in piece:
                 self._leader.drop(_number_of(piece))
+
+
+def _number(span: Span) -> int:
+    """The number on the other ranks of the session that the rows are for."""
+    session = span.session
+    assert isinstance(session, LeaderSession)
+    return session.number
 
 
 def _by_number(argument: Any) -> Any:

@@ -14,7 +14,9 @@ import mlx.core as mx
 from ..errors import ClusterError
 from ..proposal import Proposal
 from ..targets import Target
-from ..targets.batched import BatchVerifier
+from ..targets.kv_slots import KVSlots
+from ..targets.rows import Rows
+from ..targets.span import Span
 from ..validation import ErrorWrapper
 from .channel import (
     HEARTBEAT,
@@ -43,7 +45,7 @@ class RankWorker:
 
     def __init__(self, channel: Channel, target: Target) -> None:
         self._channel, self._target = channel, target
-        self._batch: BatchVerifier | None = None  # created for the first step of two requests
+        self._slots: KVSlots | None = None  # created for the first step of two requests
         self.objects: dict[int, Any] = {TARGET: target}
 
     def run(self, watchdog: Watchdog) -> None:
@@ -88,11 +90,13 @@ class RankWorker:
         """Read a prompt's tokens in a session, or verify drafts of one or several."""
         if kind == READ:
             session, tokens, last = arguments
-            return self.objects[session].read(tokens, last)
+            span = Span(self.objects[session], Proposal(tokens), ends_prompt=last)
+            return self._target.read([span])
         (drafts,) = arguments  # session, tokens and parents of each; a chain has no parents
-        sessions = [self.objects[session] for session, _, _ in drafts]
-        proposals = [Proposal(tokens, tuple(parents)) for _, tokens, parents in drafts]
-        if len(sessions) == 1:
-            return sessions[0].verify(proposals[0])
-        self._batch = self._batch or BatchVerifier(self._target)
-        return self._batch.verify(sessions, proposals)
+        spans = [
+            Span(self.objects[session], Proposal(tokens, tuple(parents)))
+            for session, tokens, parents in drafts
+        ]
+        if len(spans) > 1 and self._slots is None and self._target.sharing is not None:
+            self._slots = KVSlots(self._target.sharing.slot_layers)
+        return self._target.forward(Rows(spans, slots=self._slots))

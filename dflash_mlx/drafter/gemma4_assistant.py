@@ -87,10 +87,9 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
         """
         if features.shape[-1] > self._width:
             *entered, last = mx.split(features, len(self.tap_layers), axis=-1)
-            with target.forward_lock:  # another thread's forward gives these modules other classes
-                for at, x, rows in zip(self._sources.values(), entered, cache, strict=True):
-                    rows.update_and_fetch(*_keys_values(target.layers[at], x, rows.offset))
-                features = target.parts.norm(last[:, -1:])
+            for at, x, rows in zip(self._sources.values(), entered, cache, strict=True):
+                rows.update_and_fetch(*_keys_values(target.layers[at], x, rows.offset))
+            features = target.parts.norm(last[:, -1:])
         both = [target.embed(tokens[:, -1:]), features]
         x = self.pre_projection(mx.concatenate(both, axis=-1))
         seen = {

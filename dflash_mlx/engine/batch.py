@@ -15,8 +15,9 @@ from ..proposal import Proposal
 from ..request import Request, Step
 from ..sampling import sample
 from ..targets import Target, TargetSession
-from ..targets.batched import BatchVerifier
-from ..targets.session import PromptPiece
+from ..targets.kv_slots import KVSlots
+from ..targets.rows import Rows
+from ..targets.span import Span
 from .allocation import RowAllocator
 
 UNREAD = Proposal([0])  # the only row of a plain step, whose token is still on the device
@@ -48,12 +49,14 @@ class BatchItem(ErrorCapture):
         request: the request.
         candidate: the rows that could be verified.
         proposal: the rows that the target verifies for it.
+        span: these rows in the forward.
         step: the verified rows; None until then.
         event: the result; None if there is an error instead.
     """
 
     candidate: DraftCandidate | TreeCandidate
     proposal: Proposal
+    span: Span
     step: Step | None = None
     event: Event | None = None
 
@@ -78,9 +81,10 @@ class SharedBatch:
     """
 
     def __init__(self, target: Target, allocator: RowAllocator | None) -> None:
-        self._batch_verifier = BatchVerifier(target)
+        self._target = target
         self._allocator = allocator
-        self.slot_layers = self._batch_verifier.slot_layers
+        self.slot_layers = () if target.sharing is None else target.sharing.slot_layers
+        self._slots = KVSlots(self.slot_layers)
         self._steps = 0
         self._ahead: dict[Request, Step] = {}  # plain steps that have started; see `loop.decode`
 
@@ -108,7 +112,7 @@ class SharedBatch:
         for item, step in zip(running, steps, strict=True):
             with item:
                 if item.error is None:
-                    rows = slice(step.first, step.first + len(step.proposal))
+                    rows = slice(step.span.first, step.span.end)
                     accepted = item.request.accept(step, read[id(step.choices)][rows])
                     ahead = following.get(item.request)
                     item.event = item.request.commit(step, *accepted, ahead)
@@ -127,7 +131,7 @@ class SharedBatch:
         self.propose(items)
         for item in _without_errors(items):
             with item:
-                item.target_session.check(item.proposal)
+                self._target.check(item.proposal)
         if drafting := _without_errors(items):
             drafts = [item.proposal.tokens for item in drafting]
             compute([draft for draft in drafts if isinstance(draft, mx.array)], wait=False)
@@ -169,9 +173,12 @@ class SharedBatch:
         if not items:
             return {}
         tokens = steps[0].choices
-        in_order = [step.choices is tokens and step.first == at for at, step in enumerate(steps)]
+        in_order = [
+            step.choices is tokens and step.span.first == number
+            for number, step in enumerate(steps)
+        ]
         if len(steps) != tokens.size or not all(in_order):
-            rows = [step.choices[step.first : step.first + 1] for step in steps]
+            rows = [step.choices[step.span.first : step.span.end] for step in steps]
             tokens = mx.concatenate(rows)
         following = self._verify(items, len(items) > 1, tokens)
         for item in items:
@@ -196,12 +203,16 @@ class SharedBatch:
             for item in items
         ]
         choices = sample(rows, logits)
-        steps = []
-        first = 0
+        return [Step(item.span, choices, taps, shared, ahead) for item in items]
+
+    def verify(
+        self, items: Sequence[BatchItem], tokens: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """One forward: the logits [R, V] after all proposals' rows, and their taps [1, R, K*D]."""
         for item in items:
-            steps.append(Step(item.proposal, choices, taps, first, shared, ahead))
-            first += len(item.proposal)
-        return steps
+            item.span = Span(item.target_session, item.proposal)
+        rows = Rows([item.span for item in items], tokens, slots=self._slots)
+        return self._target.forward(rows)
 
     def propose(self, items: Sequence[BatchItem]) -> None:
         """Set the proposals: one request's own, or those that bring many the most tokens."""
@@ -252,21 +263,12 @@ class SharedBatch:
                 with item:
                     item.candidate = of.ready(tree)
 
-    def verify(
-        self, items: Sequence[BatchItem], tokens: mx.array | None = None
-    ) -> tuple[mx.array, mx.array]:
-        """One forward: the logits [R, V] after all proposals' rows, and their taps [1, R, K*D]."""
-        if len(items) == 1:
-            proposal = items[0].proposal if tokens is None else Proposal(tokens)
-            return items[0].target_session.verify(proposal)
-        sessions = [item.target_session for item in items]
-        return self._batch_verifier.verify(sessions, [item.proposal for item in items], tokens)
-
-    def read(self, ends: Sequence[PromptPiece]) -> list[Any]:
+    def read(self, ends: Sequence[Span]) -> list[Any]:
         """Read the ends of prompts in one forward, for `Request.read`; [] if that is impossible."""
-        if len(ends) < 2 or not self._batch_verifier.reads_prompts:
+        sharing = self._target.sharing
+        if len(ends) < 2 or sharing is None or not sharing.reads_prompts:
             return []
-        return self._batch_verifier.read(ends)
+        return self._target.read(ends)
 
     def _can_go_ahead(self, items: Sequence[BatchItem]) -> bool:
         """Whether the next step of these may start before this one is read."""

@@ -21,7 +21,8 @@ from typing import Any
 from ..errors import NotEnoughMemoryError
 from ..events import Event
 from ..request import Request
-from ..targets.session import LAST_STEP, PREFILL_STEP, PromptPiece
+from ..targets.session import LAST_STEP, PREFILL_STEP
+from ..targets.span import Span
 from .batch import BatchItem, ErrorCapture, SharedBatch
 from .job import Job
 from .memory import MemoryBudget
@@ -135,22 +136,23 @@ class BatchScheduler:
 
     def _prefill(self) -> None:
         """Read prompts in turn, up to this step's number of tokens, and their ends together."""
-        budget, ends = self._prefill_budget(), dict[_Entry, PromptPiece]()
+        budget = self._prefill_budget()
+        ends: dict[_Entry, Span] = {}
         while self._prefilling and budget > 0:
             entry = self._prefilling.popleft()
             # All chunks but the last end at multiples of CHUNK, as in unbatched prefill.
             fits = entry.request.uncached_tokens <= budget
             piece = entry.request.next_piece(budget if fits else budget // CHUNK * CHUNK or budget)
             assert piece is not None
-            budget -= len(piece.tokens)
-            if piece.last:
+            budget -= len(piece)
+            if piece.ends_prompt:
                 ends[entry] = piece
                 continue
             clock = time.perf_counter()
             if self._read(entry, piece):
                 self._prefilling.append(entry)
-            if len(piece.tokens) >= CHUNK // 2:
-                self._prefill_rate = len(piece.tokens) / (time.perf_counter() - clock)
+            if len(piece) >= CHUNK // 2:
+                self._prefill_rate = len(piece) / (time.perf_counter() - clock)
         shared, results = [entry for entry in ends if not entry.alone], []
         with ErrorCapture() as captured:
             results = self._batch.read([ends[entry] for entry in shared])
@@ -161,7 +163,7 @@ class BatchScheduler:
             else:
                 entry.has_read = self._read(entry, piece, read.get(entry))
 
-    def _read(self, entry: _Entry, piece: PromptPiece, result: Any = None) -> bool:
+    def _read(self, entry: _Entry, piece: Span, result: Any = None) -> bool:
         """Read a piece of a prompt; whether the request goes on."""
 
         def read() -> None:
@@ -169,7 +171,7 @@ class BatchScheduler:
             event = request.read(piece) if result is None else request.keep_read(piece, *result)
             if event is not None:
                 entry.job.put(event)
-            if piece.last:
+            if piece.ends_prompt:
                 request.finish_prompt()
 
         return self._goes_on(entry, read)

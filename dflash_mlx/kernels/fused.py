@@ -21,6 +21,7 @@ import mlx.nn as nn
 from mlx_lm.models import gpt_oss, llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
+from ..subclassing import stock_class
 from .selfcheck import UnprovenError
 from .verify_matmul import Product
 
@@ -154,8 +155,9 @@ def _can_gate(unit: Any) -> bool:
 def shared_inputs(model: nn.Module) -> Iterator[list[Any]]:
     """Groups of a model's layers that get the same array."""
     for module in model.modules():
-        if type(module) in _PROJECTIONS:
-            yield [getattr(module, name) for name in _PROJECTIONS[type(module)]]
+        projections = _PROJECTIONS.get(stock_class(module))
+        if projections is not None:
+            yield [getattr(module, name) for name in projections]
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:

@@ -137,7 +137,7 @@ def time_verifies(
 def _fill(target: Target, caches: Sequence[Any], depth: int) -> None:
     """Give empty caches without a window `depth` keys and values of zeros."""
     filled = []
-    for layer, cache in zip(target.owners, caches, strict=True):
+    for layer, cache in zip(target.parts.owners, caches, strict=True):
         attends = attention_of(layer)
         if isinstance(cache, FullCache) and attends is not None and has_key_projection(attends):
             shape = (1, key_heads(attends), depth + cache.step, head_size(attends))

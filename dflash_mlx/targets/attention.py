@@ -2,8 +2,8 @@
 
 In mlx-lm every attention layer calls `scaled_dot_product_attention` by a global name of its module.
 During a verify the layer's own code runs with that name bound to our function: same bytecode, other
-globals. The override is on the instances of one target and leaves nothing behind. (Setting the
-global would reach every model in the process; overriding each family's `__call__` would copy it.)
+globals. (Setting the global would reach every model in the process; overriding each family's
+`__call__` would copy it.)
 
 A layer that does not call attention by that name, or whose cache the kernel cannot read (MLA's
 latents), keeps the stock function.
@@ -25,6 +25,7 @@ from ..kernels.choose import attention_rows
 from ..kernels.selfcheck import UnprovenError
 from ..kernels.shapes import attention_key
 from ..kernels.weights import AffineWeights
+from ..subclassing import stock_class
 from .caches import FullCache, QuantizedCache, WindowCache
 from .internals import (
     ATTENTION,
@@ -37,23 +38,13 @@ from .internals import (
     query_heads,
     scaled_dot_product_attention,
 )
-from .overrides import Overrides, rebind_globals
 from .recurrences import GatedDelta, recurrence_of
+from .rows import PerRequest, SharedCache
 
 if TYPE_CHECKING:
     from ..kernels.modules import Wiring
 
 Pairs = Sequence[tuple[nn.Module | None, Any]]  # layers with their caches
-
-
-def attend_with(wiring: Wiring, layers: Sequence[nn.Module], overrides: Overrides) -> None:
-    """Have a model's attention layers use the kernel while `overrides` is installed."""
-    attend = attention_function(wiring)
-    for layer in layers:
-        attention = attention_of(layer)
-        if attention is not None and calls_attention(attention) and not is_mla(layer):
-            call = rebind_globals(type(attention).__call__, **{ATTENTION: attend})
-            overrides.replace(attention, call)
 
 
 def check_exact(pairs: Pairs) -> None:
@@ -96,7 +87,8 @@ def _can_be_exact(layer: nn.Module | None, cache: Any) -> bool:
 
 def calls_attention(attention: nn.Module) -> bool:
     """Whether a layer's own code calls attention by the global name."""
-    call = type(attention).__call__
+    stock: Any = stock_class(attention)
+    call = stock.__call__
     return isinstance(call, FunctionType) and ATTENTION in call.__code__.co_names
 
 
@@ -145,6 +137,53 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
             return scaled_dot_product_attention(*given)
 
     return attend
+
+
+def attend_each(
+    own: Callable[..., mx.array],
+    queries: mx.array,
+    keys: PerRequest,
+    values: PerRequest,
+    cache: SharedCache | None,
+    scale: float,
+    mask: PerRequest,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Have the attention function `own` attend for each request.
+
+    Args:
+        own: as `attention_function` returns it.
+        queries: [1, H, R, D] of all rows.
+        keys, values, mask: of each request.
+        cache: None for an earlier layer's keys.
+        scale, sinks: as `own` takes them.
+
+    Returns the outputs [1, H, R, Dv].
+    """
+    rows = keys.rows
+    in_slots = [
+        own(slots.rows_of(queries), slot_keys, slot_values, None, scale, slot_mask, sinks)
+        for slots, slot_keys, slot_values, slot_mask in zip(
+            rows.slot_rows, keys.in_slots, values.in_slots, mask.in_slots, strict=False
+        )
+    ]
+    numbers = rows.without_slots if in_slots else range(len(rows.spans))
+    parts = rows.split(queries, 2) if numbers else []
+    outputs = []
+    for number in numbers:
+        held = None if cache is None else cache.parts[number]
+        outputs.append(
+            own(
+                parts[number],
+                keys.parts[number],
+                values.parts[number],
+                held,
+                scale,
+                mask.parts[number],
+                sinks,
+            )
+        )
+    return rows.join(in_slots, outputs) if in_slots else mx.concatenate(outputs, axis=2)
 
 
 def _tree(mask: mx.array, past: int) -> TreeMask:

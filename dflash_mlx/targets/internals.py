@@ -35,6 +35,8 @@ from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet as Qwen3NextGatedDel
 from mlx_lm.models.rope_utils import SuScaledRoPE as SuScaledRoPE
 from mlx_lm.utils import _get_classes as classes_of
 
+from ..subclassing import stock_class
+
 __all__ = ["classes_of"]
 
 # The global name by which layers call attention.
@@ -102,14 +104,19 @@ def embed_scale(backbone: nn.Module) -> float | None:
 def attention_of(layer: nn.Module | None) -> Any:
     """A decoder layer's attention; None where it has a recurrence instead."""
     mixer = getattr(layer, "mixer", None)
-    return mixer if type(mixer) is NemotronHAttention else getattr(layer, "self_attn", None)
+    if mixer is not None and stock_class(mixer) is NemotronHAttention:
+        return mixer
+    return getattr(layer, "self_attn", None)
 
 
 def mixer_of(layer: nn.Module | None) -> Any:
     """A decoder layer's recurrence; None where it has none that is known here."""
     known = (*GATED_DELTA, *SHORT_CONVOLUTIONS, *MAMBA2)
-    mixers = (getattr(layer, name, None) for name in MIXERS)
-    return next((mixer for mixer in mixers if type(mixer) in known), None)
+    for name in MIXERS:
+        mixer = getattr(layer, name, None)
+        if mixer is not None and stock_class(mixer) in known:
+            return mixer
+    return None
 
 
 def ssm_step(
@@ -124,12 +131,12 @@ def ssm_step(
 
 def uses_no_positions(layer: nn.Module) -> bool:
     """Whether the layer uses no positional encoding (NoPE), rather than one we did not find."""
-    return type(layer).__module__.rpartition(".")[2] in NOPE
+    return stock_class(layer).__module__.rpartition(".")[2] in NOPE
 
 
 def masks_itself(layer: nn.Module | None) -> bool:
     """Whether a decoder layer's attention does not follow the mask that it gets."""
-    return type(layer).__module__.rpartition(".")[2] in OWN_MASKS
+    return layer is not None and stock_class(layer).__module__.rpartition(".")[2] in OWN_MASKS
 
 
 def has_key_projection(attention: nn.Module) -> bool:

@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import mlx.core as mx
 
 from ..memory import compute
 from .caches import FullCache
-from .session import TargetSession
+from .span import Span
 
 STEP = FullCache.step  # rows of the smallest slot
 SPARE = 4  # an array grows by this part of its slots, so that most entries copy no other rows
@@ -63,7 +63,7 @@ class SlotArray:
 
     Attributes:
         capacity: rows of a slot.
-        sessions: the requests that have a slot; it ends with its session.
+        sessions: the `TargetSession`s that have a slot, which ends with its session.
         used: how many slots are in use, or were before requests left.
         layers: per layer the keys and values of all slots, each [S * H * capacity, D]: one axis, so
             that one index says where a row goes. None while no slot is in use.
@@ -71,14 +71,12 @@ class SlotArray:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.sessions: WeakSet[TargetSession] = WeakSet()
+        self.sessions: WeakSet[Any] = WeakSet()
         self.used = 0
         self.layers: list[list[mx.array]] = []
         self._sizes: list[list[int]] = []  # rows of a slot's keys and of its values: H * capacity
 
-    def add(
-        self, entering: Mapping[TargetSession, Sequence[FullCache]], numbers: Sequence[int]
-    ) -> None:
+    def add(self, entering: Mapping[Any, Sequence[FullCache]], numbers: Sequence[int]) -> None:
         """Move the rows of these caches into new slots, behind those in use without gaps."""
         first, requests = self.used, [*entering.values()]
         if not self.layers:
@@ -106,7 +104,7 @@ class SlotArray:
         self.sessions.update(entering)
         self.used += len(entering)
 
-    def remove(self, session: TargetSession) -> None:
+    def remove(self, session: Any) -> None:
         """Free a request's slot."""
         self.sessions.discard(session)
         if not self.sessions:
@@ -178,7 +176,7 @@ class KVSlots:
         self.layers = layers
         self._arrays: dict[int, SlotArray] = {}
 
-    def arrange(self, sessions: Sequence[TargetSession]) -> None:
+    def arrange(self, spans: Sequence[Span]) -> None:
         """Have the requests that share the next forward in slots, and no others.
 
         Requests that cannot have one keep their own caches: new ones without any rows, those with
@@ -186,7 +184,8 @@ class KVSlots:
         then this is the first step of new requests, while the others' step is under way.
         """
         arrays = self._arrays.values()
-        needed = [capacity_for(one.position + len(one.proposal or ())) for one in sessions]
+        sessions = [span.session for span in spans]
+        needed = [capacity_for(span.position + len(span)) for span in spans]
         in_slots = [
             one.slot is not None and one.slot.array.capacity >= capacity
             for one, capacity in zip(sessions, needed, strict=True)
@@ -198,32 +197,19 @@ class KVSlots:
             return
         for absent in [one for array in arrays for one in array.sessions if one not in staying]:
             absent.leave_slot()
-        joining: dict[int, dict[TargetSession, Sequence[FullCache]]] = {}
-        for session, capacity, stays in zip(sessions, needed, in_slots, strict=True):
+        joining: dict[int, dict[Any, Sequence[FullCache]]] = {}
+        for span, capacity, stays in zip(spans, needed, in_slots, strict=True):
+            session = span.session
             if not stays:
                 session.leave_slot()
-                if caches := session.slot_caches(self.layers):
+                caches = session.slot_caches(self.layers) if span.is_chain else ()
+                if caches:
                     joining.setdefault(capacity, {})[session] = caches
         for array in arrays:
             array.close_gaps()
         for capacity, entering in joining.items():
             array = self._arrays.setdefault(capacity, SlotArray(capacity))
             array.add(entering, self.layers)
-
-
-class RowSpan(NamedTuple):
-    """A request's rows in a forward.
-
-    Attributes:
-        slot: the index of the request's slot.
-        first, width: the first row, and how many there are.
-        position: of the first row.
-    """
-
-    slot: int
-    first: int
-    width: int
-    position: int
 
 
 class SlotRows:
@@ -234,30 +220,32 @@ class SlotRows:
 
     Args:
         array: with n slots in use.
-        members: of each slot.
+        spans: the rows of each request that has a slot in it.
         stacked: whether the forward has the table's shape already, instead of [1, R].
     """
 
-    def __init__(self, array: SlotArray, members: Sequence[RowSpan], stacked: bool) -> None:
-        self._array, self._stacked = array, stacked
-        self._count, self._width = len(members), max(member.width for member in members)
-        self._end = max(member.position + member.width for member in members)
-        self._members = members if stacked else sorted(members)
-        self._positions = mx.array(self._table([one.position for one in self._members]))
+    def __init__(self, array: SlotArray, spans: Sequence[Span], stacked: bool) -> None:
+        self._array = array
+        self._stacked = stacked
+        self._count = len(spans)
+        self._width = max(len(span) for span in spans)
+        self._end = max(span.position + len(span) for span in spans)
+        self._spans = sorted(spans, key=lambda span: span.session.slot.index)
+        self._positions = mx.array(self._table([span.position for span in self._spans]))
         self._places: dict[int, mx.array] = {}
         self._masks: dict[int | None, mx.array] = {}
 
     def _table(self, starts: Sequence[int]) -> list[list[int]]:
         """Numbers that rise by one from row to row, [n, W], from the first row's of each slot."""
         return [
-            [start + min(row, member.width - 1) for row in range(self._width)]
-            for start, member in zip(starts, self._members, strict=True)
+            [start + min(row, len(span) - 1) for row in range(self._width)]
+            for start, span in zip(starts, self._spans, strict=True)
         ]
 
     @cached_property
     def rows(self) -> list[int]:
         """The places of the table's rows in the forward, slot by slot."""
-        table = self._table([member.first for member in self._members])
+        table = self._table([span.first for span in self._spans])
         return [row for slot in table for row in slot]
 
     @cached_property

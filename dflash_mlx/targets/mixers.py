@@ -8,63 +8,46 @@ many requests, chains of one length step together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from .caches import RecurrentCache
-from .overrides import Overrides
-from .recurrences import Recurrence, recurrence_of
-
-if TYPE_CHECKING:
-    from ..kernels.modules import Kernels
+from .recurrences import Recurrence
+from .rows import Rows
 
 
-def record_recurrence(layer: nn.Module, overrides: Overrides, kernels: Kernels | None) -> None:
-    """Have a recurrent layer read the rows of one request or many, and record them for each.
+def read_rows(recurrence: Recurrence, rows: Rows, x: mx.array, cache: Any) -> mx.array:
+    """A recurrent mixer's forward over one request's rows or many: x [1, R, D] -> [1, R, D].
+
+    What enters the recurrence is recorded in each request's cache.
 
     Args:
-        layer: the decoder layer; one with an unknown recurrence stays as it is.
-        overrides: the verify's, which the layer is added to.
-        kernels: those that the recurrence runs on; None for mlx-lm's own.
+        recurrence: the mixer's.
+        rows: the forward's rows.
+        x: the mixer's input.
+        cache: the request's `RecurrentCache`, or the `SharedCache` of many.
     """
-    if (recurrence := recurrence_of(layer)) is None:
-        return
-    recurrence.kernels = kernels
-
-    def call(mixer: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        """The mixer's forward, x [1, R, D] -> [1, R, D]; `cache` is a `BatchedCache` of many."""
-        projected = recurrence.project(x)
-        caches: Sequence[RecurrentCache] = [cache]
-        split = _alone
-        windows = None
-        if not isinstance(cache, RecurrentCache):
-            caches = cache.parts
-            split = cache.rows.split
-            windows = cache.rows.windows(recurrence.window)
-        elif cache.tree is not None:
-            windows = cache.tree.windows(recurrence.window, recurrence.window - 1)
-        inputs = [
-            mx.concatenate([each.inputs(recurrence, x.dtype), part], axis=1)
-            for each, part in zip(caches, split(projected.inputs), strict=True)
-        ]
-        entered = mx.concatenate(inputs, axis=1)
-        if windows is None:
-            convolved = recurrence.convolve(entered)
-        else:  # the inputs [window, C] of each row
-            convolved = recurrence.convolve(entered[0][windows]).swapaxes(0, 1)
-        rows = zip(*map(split, (convolved, *projected.gates)), strict=True)
-        for each, part, recorded in zip(caches, inputs, rows, strict=True):
-            each.record(recurrence, part, recorded)
-        return recurrence.output(_recur(recurrence, caches), projected.beside)
-
-    overrides.replace(recurrence.mixer, call)
-
-
-def _alone(rows: mx.array) -> Sequence[mx.array]:
-    """The rows of each request, of one."""
-    return [rows]
+    projected = recurrence.project(x)
+    caches: Sequence[RecurrentCache] = cache.parts if rows.is_shared else [cache]
+    windows = None
+    if rows.is_shared:
+        windows = rows.windows(recurrence.window)
+    elif rows.tree is not None:
+        windows = rows.tree.windows(recurrence.window, recurrence.window - 1)
+    inputs = [
+        mx.concatenate([cache.inputs(recurrence, x.dtype), part], axis=1)
+        for cache, part in zip(caches, rows.split(projected.inputs), strict=True)
+    ]
+    entered = mx.concatenate(inputs, axis=1)
+    if windows is None:
+        convolved = recurrence.convolve(entered)
+    else:  # the inputs [window, C] of each row
+        convolved = recurrence.convolve(entered[0][windows]).swapaxes(0, 1)
+    recorded = zip(*map(rows.split, (convolved, *projected.gates)), strict=True)
+    for cache, part, of_request in zip(caches, inputs, recorded, strict=True):
+        cache.record(recurrence, part, of_request)
+    return recurrence.output(_recur(recurrence, caches), projected.beside)
 
 
 def _recur(recurrence: Recurrence, caches: Sequence[RecurrentCache]) -> mx.array:

@@ -15,47 +15,86 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from .internals import (
-    DeepseekV3Attention,
-    DeepseekV32Attention,
-    attention_of,
-    scaled_dot_product_attention,
-)
-from .overrides import Overrides
+from ..subclassing import Call
+from .attention import attend_each
+from .internals import scaled_dot_product_attention
+from .rows import OneRequestCache, PerRequest
 
 
-def use_absorbed_mla(layers: list[nn.Module], overrides: Overrides) -> None:
-    """Have a model's MLA layers compute all rows in the absorbed form."""
-    for layer in layers:
-        attention = attention_of(layer)
-        if type(attention) is DeepseekV3Attention:
-            overrides.replace(attention, dense)
-        elif type(attention) is DeepseekV32Attention:
-            overrides.replace(attention, sparse)
-
-
-def dense(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-    """DeepSeek-V3's attention: x [1, L, D] -> [1, L, D]."""
+def dense(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    """DeepSeek-V3's attention over one request's rows or many: x [1, L, D] -> [1, L, D]."""
     if self.q_lora_rank is None:
         queries = self.q_proj(x)
     else:
         queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
     q, q_pe, latent, k_pe = _project(self, x, queries, cache)
-    scores = rotary_scores(self, q_pe, k_pe, mask)
-    output = scaled_dot_product_attention(
-        self.embed_q(q), latent, latent, cache=cache, scale=self.scale, mask=scores
-    )
+    queries = self.embed_q(q)
+    if isinstance(latent, PerRequest):
+        scores = PerRequest(
+            latent.rows,
+            [
+                rotary_scores(self, *parts)
+                for parts in zip(latent.rows.split(q_pe, 2), k_pe.parts, mask.parts, strict=True)
+            ],
+        )
+        output = attend_each(
+            scaled_dot_product_attention, queries, latent, latent, cache, self.scale, scores
+        )
+    else:
+        output = scaled_dot_product_attention(
+            queries,
+            latent,
+            latent,
+            cache=cache,
+            scale=self.scale,
+            mask=rotary_scores(self, q_pe, k_pe, mask),
+        )
     return _heads_to_output(self, self.unembed_out(output))
 
 
-def sparse(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
-    """DeepSeek-V3.2's attention: beyond `index_topk` rows, each query sees the rows it picks."""
+def sparse(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+    """DeepSeek-V3.2's attention: beyond `index_topk` rows, each query sees the rows it picks.
+
+    x [1, L, D] -> [1, L, D], of one request's rows or many.
+    """
     residual = self.q_a_layernorm(self.q_a_proj(x))
-    parts = _project(self, x, self.q_b_proj(residual), cache[0])
+    q, q_pe, latent, k_pe = _project(self, x, self.q_b_proj(residual), cache[0])
     picked = self.indexer(x, residual, mask, cache=cache[1])
-    return _heads_to_output(self, attend_to_picked(self, *parts, picked, mask, cache))
+    if not isinstance(latent, PerRequest):
+        output = attend_to_picked(self, q, q_pe, latent, k_pe, picked, mask, cache)
+        return _heads_to_output(self, output)
+    outputs = [
+        attend_to_picked(self, *parts)
+        for parts in zip(
+            latent.rows.split(q, 2),
+            latent.rows.split(q_pe, 2),
+            latent.parts,
+            k_pe.parts,
+            picked.parts,
+            mask.parts,
+            cache.parts,
+            strict=True,
+        )
+    ]
+    return _heads_to_output(self, mx.concatenate(outputs, axis=2))
+
+
+def indexer(own: Call) -> Call:
+    """The call of DeepSeek-V3.2's indexer over many requests, one after another.
+
+    It returns the rows that each request's queries pick, `PerRequest`.
+    """
+
+    def call(
+        self: Any, x: mx.array, residual: mx.array, mask: PerRequest, cache: Any
+    ) -> PerRequest:
+        rows = mask.rows
+        caches = map(OneRequestCache, cache.parts, rows.split(rows.offset, 0))
+        each = zip(rows.split(x), rows.split(residual), mask.parts, caches, strict=True)
+        return PerRequest(rows, [own(self, *parts) for parts in each])
+
+    return call
 
 
 def attend_to_picked(
@@ -91,7 +130,7 @@ def attend_to_picked(
 
 def _project(
     self: Any, x: mx.array, queries: mx.array, cache: Any
-) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, mx.array, Any, Any]:
     """Queries and rotated queries per head [1, H, L, .]; all latents, rotated keys [1, 1, K, .]."""
     rows = x.shape[1]
     queries = queries.reshape(1, rows, self.num_heads, self.q_head_dim).transpose(0, 2, 1, 3)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
+from functools import partial
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..subclassing import overridden
 from .internals import make_prompt_cache
-from .overrides import Overrides
 
 # What mlx-lm's models raise for a config, a cache or rows that they were not written for.
 MODEL_ERRORS = (AttributeError, IndexError, KeyError, TypeError, ValueError)
@@ -61,8 +61,8 @@ class ModelParts:
         return [*zip(self.owners, caches, strict=True), *((layer, None) for layer in others)]
 
 
-def find_parts(model: Any, lock: Lock | None = None) -> ModelParts:
-    """Find the parts of an mlx-lm model; `lock` is its target's.
+def find_parts(model: Any) -> ModelParts:
+    """Find the parts of an mlx-lm model.
 
     Raises what the model raises if it cannot run.
     """
@@ -72,12 +72,12 @@ def find_parts(model: Any, lock: Lock | None = None) -> ModelParts:
     calls: list[Call] = []
     gets: dict[int, int] = {}  # a cache's identity -> the place of its layer
     ran: list[nn.Module] = []
-    overrides = Overrides(lock or Lock())
-    for layer in {id(layer): layer for layer in layers}.values():
-        overrides.replace(layer, _watched(type(layer).__call__, calls, ran, gets))
-    for module in others:
-        overrides.replace(module, _watched(type(module).__call__, calls))
-    with overrides.installed():
+    watched = [
+        (layer, partial(_watched, calls=calls, ran=ran, gets=gets))
+        for layer in {id(layer): layer for layer in layers}.values()
+    ]
+    watched += [(module, partial(_watched, calls=calls)) for module in others]
+    with overridden(watched):
         model(mx.zeros((1, 2), mx.int32), cache=caches)
     reads = [call for call in calls if hasattr(call[0], "as_linear")]
     embedding, _, embedded = reads[0]

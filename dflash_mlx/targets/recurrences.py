@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..kernels.delta_rule import Tape
+from ..subclassing import stock_class
 from .internals import (
     GATED_DELTA,
     MAMBA2,
@@ -272,4 +273,4 @@ RECURRENCES: dict[type, type[Recurrence]] = {
 def recurrence_of(layer: nn.Module | None) -> Recurrence | None:
     """A decoder layer's recurrence; None where it has none, or one that is unknown here."""
     mixer = mixer_of(layer)
-    return None if mixer is None else RECURRENCES[type(mixer)](mixer)
+    return None if mixer is None else RECURRENCES[stock_class(mixer)](mixer)

@@ -1,20 +1,21 @@
-"""One request's caches of a target: prefill, then verify and commit in turn."""
+"""One request's caches of a target, and how many tokens they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..errors import SettingsError, UnsupportedTreeError
 from ..memory import SPAN, compute
 from ..proposal import Proposal
 from . import caches
 from .caches import Arrays, CacheParts, Checkpoint, FullCache, RecurrentCache, make_cache
-from .model import TargetModel
-from .tree import Tree
+from .parts import ModelParts
+from .rows import Rows, SharedForward, Verified
+from .span import Span
 
 PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
 CPU_STEP = 512  # on a CPU, whose attention also computes the pairs that the causal mask drops
@@ -26,39 +27,50 @@ def longest_step() -> int:
     return CPU_STEP if mx.default_device() == mx.cpu else PREFILL_STEP
 
 
-class PromptPiece(NamedTuple):
-    """Tokens of a prompt that the next forward of a session reads; `last` if they end it."""
+class Reader(Protocol):
+    """What a session asks of its `Target`."""
 
-    session: TargetSession
-    tokens: Sequence[int]
-    last: bool
+    model: nn.Module
+    parts: ModelParts
+    vocab_size: int
+
+    def forward(self, rows: Rows, logits: Literal["all", "last"] = "all") -> Verified:
+        """Read rows to verify."""
+
+    def read(self, spans: Sequence[Span]) -> list[tuple[mx.array | None, mx.array]]:
+        """Read tokens of prompts."""
+
+    def run_together(
+        self, rows: Rows, sharing: SharedForward | None, logits: Literal["all", "last"] = "all"
+    ) -> Verified:
+        """Read rows in this process only."""
 
 
 class TargetSession:
-    """One request's caches: prefill, then verify and commit in turn.
+    """One request's caches: `Target.forward` adds rows to them, and `commit` keeps some of these.
 
     Args:
         target: the model.
-        tap_layers, kv_bits: as of `Target.start`, which also holds the lock.
+        tap_layers, kv_bits: as of `Target.start`.
 
     Attributes:
+        tap_layers, kv_bits: as given.
         cache: the caches, a `DraftCache` each; fewer than layers where layers share them.
-        proposal, tree: what is verified; None after its commit, and for a chain.
+        position: committed tokens in the caches.
+        intact: False while a forward changes the caches, and after one that failed.
         can_pipeline: whether the next forward may start before its token is known. False for caches
             with windows or states, which could not forget that token again.
-        position: committed tokens in the caches.
         slot: the `kv_slots.Slot` in which a batch has this request's keys and values.
-        intact: False while a forward changes the caches, and after one that failed.
         longest: the most tokens of a prompt that one forward may read on any device.
     """
 
     longest = PREFILL_STEP
 
-    def __init__(self, target: TargetModel, tap_layers: Sequence[int], kv_bits: int | None) -> None:
-        self._target, self.tap_layers = target, tuple(tap_layers)
-        target.prepare(self.tap_layers)
-        self._verifying = target.verifying
-        self.cache = make_cache(target.model, target.owners, kv_bits)
+    def __init__(self, target: Reader, tap_layers: Sequence[int], kv_bits: int | None) -> None:
+        self._target = target
+        self.tap_layers = tuple(tap_layers)
+        self.kv_bits = kv_bits
+        self.cache = make_cache(target.model, target.parts.owners, kv_bits)
         # Caches that a forward may leave lazy, for its logits do not depend on all of them: states,
         # and the keys of an indexer that still picks every row.
         self._lazy = [
@@ -66,14 +78,12 @@ class TargetSession:
         ]
         self.can_pipeline = not self._lazy
         self._rolls_back = all(cache.rolls_back for cache in self.cache)
-        self._before: Checkpoint | None = None  # where the kept rows run again
-        self._max_rows = None if target.wiring is None else target.wiring.widest
-        self.kv_bits = kv_bits
-        self.proposal: Proposal | None = None
-        self.tree: Tree | None = None
+        self._uncommitted: Proposal | None = None  # what the last forward has read
+        self._before: Checkpoint | None = None  # before it, where the kept rows run again
         self._read_trees = False
         self.slot: Any = None
-        self.position, self.intact = 0, True
+        self.position = 0
+        self.intact = True
         self._since = 0  # tokens since freed buffers were given back
 
     def end_of_piece(self, end: int, stops: Sequence[int] = (), most: int = PREFILL_STEP) -> int:
@@ -104,75 +114,42 @@ class TargetSession:
         The logits are those after the last token; None unless these tokens are the prompt's `last`.
         Caches and logits are computed; taps may still be lazy.
         """
-        self.leave_slot()
-        self.intact = False
-        logits, taps = self.read_lazily(mx.array(list(tokens)))
-        compute([cache.state for cache in self.cache], [logits] if last else [])
-        mx.clear_cache()
-        self.intact, self._since = True, 0
-        return logits if last else None, taps
+        return self._target.read([Span(self, Proposal(tokens), ends_prompt=last)])[0]
 
     def read_lazily(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """Read tokens [S] without waiting: the logits [1, V] after them, and their taps."""
-        target, of = self._target, (tokens[None], self.cache, self.tap_layers)
-        logits, taps = target.forward(*of, target.prefilling)
-        self.position += tokens.size
-        return logits[0, -1:], taps
+        rows = Rows([Span(self, Proposal(tokens))], is_prompt=True)
+        logits, taps = self._target.run_together(rows, None, logits="last")
+        self.advance(len(rows))
+        return logits, taps
 
     def start_computing(self) -> None:
         """Leave nothing lazy in the caches: the next forward may be another thread's."""
         compute(caches.arrays_of_all(self.cache), wait=False)
 
     def verify(self, proposal: Proposal) -> tuple[mx.array, mx.array]:
-        """One forward over the proposal: logits [N, V] after each row, and its taps [1, N, K*D].
+        """Read a proposal in a forward of its own: logits [N, V] after each row, taps [1, N, K*D].
 
-        Lazy: nothing is evaluated yet. `commit` must follow before the next forward.
-        Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
-        for more rows than exact verification takes.
+        Lazy: nothing is evaluated yet. `commit` must follow before the next forward. Raises what
+        `Target.forward` raises.
         """
-        self.plan(proposal)
-        self.leave_slot()
-        self.begin()
-        # A plain step's token that is on the device comes from a step that still runs.
-        early = len(proposal) > 1 or not isinstance(proposal.tokens, mx.array)
-        logits, taps = self._verify(proposal.array(self._target.vocab_size), early)
-        if self.tree is not None and not self.tree.was_seen and not self._needs_no_masks:
-            raise UnsupportedTreeError("The target makes masks of its own: draft chains for it.")
-        return logits[0], taps
+        return self._target.forward(Rows([Span(self, proposal)]))
 
-    def _verify(self, ids: mx.array, early: bool = False) -> tuple[mx.array, mx.array]:
-        """The forward of a verify of ids [N]."""
-        target, sets = self._target, [self._verifying]
-        sets += [] if self.tree is None else [target.rotating]
-        of = ids[None], self.cache, self.tap_layers
-        return target.forward(*of, *sets, reading=[self], starts_early=early)
+    def begin(self, span: Span, all_kept: bool) -> None:
+        """Prepare the caches for a forward over these rows; `commit` must follow it.
 
-    def check(self, proposal: Proposal) -> None:
-        """Raise what `verify` raises for a proposal that the target cannot read."""
-        if self._max_rows is not None and len(proposal) > self._max_rows:
-            raise SettingsError(
-                f"exact: at most {self._max_rows} rows are verified at once; load the model with "
-                'kernels="off" (--kernels off) for more.'
-            )
-        if not proposal.is_chain:
-            self._target.check_trees()
-
-    def plan(self, proposal: Proposal) -> None:
-        """Set the next verify's proposal. Raises as `check` does, before anything has changed."""
-        self.check(proposal)
-        self.proposal, self.tree = proposal, None if proposal.is_chain else Tree(proposal)
-        if not proposal.is_chain:
-            self.leave_slot()  # and it has none from now on
-
-    def begin(self) -> None:
-        """Prepare the caches for a forward over the proposal; `commit` must follow it."""
-        assert self.proposal is not None
-        self.intact, self._read_trees = False, self._read_trees or self.tree is not None
-        if not self._rolls_back and len(self.proposal) > 1:
+        Args:
+            span: the rows.
+            all_kept: whether none of them will be rejected.
+        """
+        self.intact = False
+        self._uncommitted = span.proposal
+        if not (all_kept or self._rolls_back or len(span) == 1):
             self._before = self.checkpoint()
-        if self.tree is not None:
+        if not span.is_chain:
+            self._read_trees = True
             for cache in self.cache:
-                cache.begin(self.tree)
+                cache.begin(span)
 
     def slot_caches(self, numbers: Sequence[int]) -> list[FullCache]:
         """The caches of these numbers if they can be in a slot; else none.
@@ -181,7 +158,7 @@ class TargetSession:
         """
         found = [self.cache[number] for number in numbers]
         plain = self.position > 0 and all(isinstance(cache, FullCache) for cache in found)
-        return found if plain and self.tree is None and not self._read_trees else []
+        return found if plain and not self._read_trees else []
 
     def leave_slot(self) -> None:
         """Have the keys and values in this session's own caches, if they can be trusted."""
@@ -215,40 +192,49 @@ class TargetSession:
         return any(isinstance(cache, RecurrentCache) for cache in self.cache)
 
     @property
-    def _needs_no_masks(self) -> bool:
+    def needs_no_masks(self) -> bool:
         """Whether no layer looks at the rows before it."""
         return all(isinstance(cache, RecurrentCache) for cache in self.cache)
 
     def commit(self, kept: Sequence[int]) -> None:
-        """Keep these rows of the last verify (a path from row 0) and remove the others."""
-        assert self.proposal is not None
-        rejected = len(self.proposal) - len(kept)
+        """Keep these rows of the last forward (a path from row 0) and remove the others."""
+        proposal = self._uncommitted
+        assert proposal is not None
+        rejected = len(proposal) - len(kept)
         moved = kept[-1] >= len(kept)  # a path with rejected rows in between
         if rejected and self._before is not None:
-            self._run_again(self.proposal.array(self._target.vocab_size), len(kept))
+            self._run_again(proposal, len(kept))
         elif rejected:
             in_slot = () if self.slot is None else self.slot.layers
             for number, cache in enumerate(self.cache):
                 if number not in in_slot:  # a slot's rows end at `position`
-                    cache.commit(kept, len(self.proposal))
-        self.position += len(kept)
-        self.intact, self.proposal, self.tree, self._before = True, None, None, None
+                    cache.commit(kept, len(proposal))
+        self.advance(len(kept))
         # A cache grows by SPAN rows when those of a step do not fit: once at most before this.
         self._since += len(kept)
-        if self.slot is None and self._since >= SPAN - (len(kept) + rejected):
+        if self.slot is None and self._since >= SPAN - len(proposal):
             mx.clear_cache()
             self._since = 0
         if lazy := self.cache if moved else self._lazy:  # as `start_computing`
             compute(caches.arrays_of_all(lazy), wait=False)
 
-    def _run_again(self, ids: mx.array, kept: int) -> None:
-        """Go back to before the last verify of `ids` [N], and run its kept rows again.
+    def advance(self, rows: int) -> None:
+        """Count the rows of a forward that the caches have from now on."""
+        self.position += rows
+        self.intact = True
+        self._uncommitted = None
+        self._before = None
+
+    def _run_again(self, proposal: Proposal, kept: int) -> None:
+        """Go back to before the last forward, and run the rows again that are kept.
 
         For caches whose states have no rollback. Waits, so that the step is timed with it.
         """
-        assert self._before is not None
-        caches.rewind_all(self.cache, self.position + ids.size, self._before)
-        self._verify(ids[:kept])
+        before = self._before
+        assert before is not None
+        caches.rewind_all(self.cache, self.position + len(proposal), before)
+        tokens = proposal.array(self._target.vocab_size)[:kept]
+        self._target.run_together(Rows([Span(self, Proposal(tokens))]), None)
         compute(caches.arrays_of_all(self.cache))
 
     @property

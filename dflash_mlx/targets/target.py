@@ -1,37 +1,65 @@
-"""The target: an mlx-lm model with its tokenizer, ready to verify drafts."""
+"""The target: an mlx-lm model with its tokenizer, and the one forward that reads tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import SettingsError
-from ..validation import text_config
-from . import internals
-from .model import TargetModel
-from .parts import scale_between
+from ..errors import ConfigError, SettingsError, UnsupportedTreeError
+from ..memory import compute
+from ..proposal import Proposal
+from ..threads import clean_up_at_end, evaluate
+from ..validation import ErrorWrapper, text_config
+from . import caches, internals
+from .attention import attention_function, check_exact
+from .caches import make_cache
+from .intercept import Forward, Interception
+from .kv_slots import KVSlots
+from .parts import MODEL_ERRORS, find_parts, scale_between
+from .rows import Rows, SharedForward, Verified
 from .session import TargetSession
+from .sharing import sharing_of
+from .span import Span
+from .taps import EMBEDDING, Taps
+from .tree_attention import why_no_trees
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from ..kernels.modules import Wiring
 
+PIECE = 4  # layers of a verify that are handed to the device together
 
-class Target(TargetModel):
-    """An mlx-lm model with its tokenizer, ready to verify drafts. Its methods are the loop's.
+
+class Target:
+    """An mlx-lm model with its tokenizer, ready to verify drafts.
 
     Attributes:
+        model: the mlx-lm module.
+        name: what it was loaded as.
         tokenizer: mlx-lm's `TokenizerWrapper`.
         config: its config.json.
         context_length: tokens that it was made for.
         sampling_defaults: the publisher's sampling settings; `dm.generate` does not use them.
+        num_layers, hidden_size, vocab_size: its shape.
+        layers: the layers in this process, in the order in which they run; one that runs twice is
+            there twice. In a pipeline, other processes have the rest.
+        parts: where the model has its other parts.
+        why_no_trees: what keeps draft trees from being verified; None if they can be.
+        has_rollback: whether rejected rows leave its caches without another forward.
+        wiring: which layers run on our Metal kernels; None where none does.
+        is_distributed: whether other processes run the same forwards.
+        in_pieces: whether verifies are handed to the device `PIECE` layers at a time.
 
     Raises `ConfigError` for a model that cannot run.
     """
+
+    is_distributed = False
 
     def __init__(
         self,
@@ -41,14 +69,38 @@ class Target(TargetModel):
         name: str,
         wiring: Wiring | None = None,
     ) -> None:
-        super().__init__(model, name, wiring)
-        self.tokenizer, self.config = tokenizer, config
+        self.model = model
+        self.name = name
+        self.tokenizer = tokenizer
+        self.config = config
         self.sampling_defaults: Mapping[str, Any] = {}
         self.context_length = int(text_config(config).get("max_position_embeddings") or 2**31)
-        self._embedding, self._head = self.parts.embedding, self.parts.head
+        wrong = f"{name}: the model that config.json describes does not run"
+        with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
+            self.parts = parts = find_parts(model)
+        self.layers = parts.layers
+        self.num_layers = len(parts.layers)
+        self.hidden_size: int = parts.embedded.shape[-1]
+        self.vocab_size: int = parts.embedding.weight.shape[0]
+        self._streams: int = parts.entered.shape[0]
+        pairs = self.pairs()
+        self.has_rollback = all(cache.rolls_back for _, cache in pairs if cache is not None)
+        self.why_no_trees: str | None = "states that are rolled back by running rows again"
+        if self.has_rollback:
+            problems = (why_no_trees(layer, cache) for layer, cache in pairs)
+            self.why_no_trees = next(filter(None, problems), None)
+        if wiring is not None and wiring.exact:
+            check_exact(pairs)
+        self.wiring = wiring
         self._embed_scale = internals.embed_scale(internals.backbone(internals.text_model(model)))
         if self._embed_scale is None and not internals.first_layer(model):
-            self._embed_scale = scale_between(self.parts.embedded, self.parts.entered)
+            self._embed_scale = scale_between(parts.embedded, parts.entered)
+        evaluate(model)
+        # Where the CPU is the device, it has no time to gain by starting early.
+        self.in_pieces = mx.default_device() != mx.Device(mx.cpu)
+        self._pieces = frozenset(id(layer) for layer in self.layers[PIECE - 1 : -1 : PIECE])
+        self._taps: dict[tuple[int, ...], Taps] = {}
+        self._interception = Interception.of(model, parts)
 
     def __repr__(self) -> str:
         """The name and the shape; MLX's own of `model` lists every layer."""
@@ -59,7 +111,7 @@ class Target(TargetModel):
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Embeddings [N, S, D] of token ids [N, S], as the model feeds them to its first layer."""
-        embeddings = self._embedding(tokens)
+        embeddings = self.parts.embedding(tokens)
         return embeddings if self._embed_scale is None else embeddings * self._embed_scale
 
     def head(self, hidden: mx.array) -> mx.array:
@@ -67,11 +119,12 @@ class Target(TargetModel):
 
         Without the model's soft cap: drafters are trained on the bare head.
         """
-        return self._embedding.as_linear(hidden) if self._head is None else self._head(hidden)
+        head = self.parts.head
+        return self.parts.embedding.as_linear(hidden) if head is None else head(hidden)
 
     def head_rows(self, tokens: mx.array) -> mx.array:
         """The rows [N, D] of the head's matrix for these tokens [N]."""
-        head: Any = self._embedding if self._head is None else self._head
+        head: Any = self.parts.embedding if self.parts.head is None else self.parts.head
         if isinstance(head, nn.QuantizedLinear | nn.QuantizedEmbedding):
             biases = None if head.biases is None else head.biases[tokens]
             packed = (head.weight[tokens], head.scales[tokens], biases)
@@ -87,29 +140,72 @@ class Target(TargetModel):
             raise SettingsError(f"{self.name} does not end with a norm of its own.")
         return cast(mx.array, self.parts.norm.weight)
 
-    def features(
-        self, tokens: mx.array, layers: Sequence[int], cache: Sequence[Any] | None = None
-    ) -> tuple[mx.array, mx.array]:
-        """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of sequences [N, S].
+    @property
+    def wiring(self) -> Wiring | None:
+        """Which layers run on our Metal kernels; None where none does."""
+        return self._wiring
 
-        With a cache, the sequences go on with what it holds. Raises `SettingsError` for a layer
-        that cannot be tapped.
+    @wiring.setter
+    def wiring(self, wiring: Wiring | None) -> None:
+        self._wiring = wiring
+        self._attend = attention_function(wiring)
+        vars(self).pop("sharing", None)
+
+    @cached_property
+    def sharing(self) -> SharedForward | None:
+        """What several requests share in a forward; None if each one has its own.
+
+        Forwards are built for two new requests and never computed.
         """
-        with self.forward_lock:
-            self.prepare(tuple(layers))
-        return self.forward(tokens, cache, tuple(layers))
+        exact = self.wiring is not None and self.wiring.exact
+        last_rows = self.parts.norm_runs_once and not self.is_distributed
+        sharing = sharing_of(self.pairs(), exact, last_rows)
+        # Without a rollback, kept rows run again, request by request.
+        if sharing is None or not self.has_rollback:
+            return None
+        if not self._can_share(sharing, [Proposal([0, 0]), Proposal([0])]):
+            return None
+        if sharing.stacks and not self._can_share(sharing, [Proposal([0])] * 2, tokens=1):
+            return replace(sharing, stacks=False)
+        return sharing
+
+    def _can_share(
+        self, sharing: SharedForward, proposals: Sequence[Proposal], tokens: int = 0
+    ) -> bool:
+        """Whether a forward of these can be built, for requests with so many tokens."""
+        sessions = [self.start() for _ in proposals]
+        pairs = zip(sessions, proposals, strict=True)
+        try:
+            if tokens:
+                for session in sessions:
+                    session.dry_run(tokens)
+            spans = [Span(session, proposal) for session, proposal in pairs]
+            self.run_together(Rows(spans, slots=KVSlots(sharing.slot_layers)), sharing)
+        except MODEL_ERRORS:
+            return False
+        return True
+
+    @property
+    def supports_trees(self) -> bool:
+        """Whether draft trees can be verified; chains always can."""
+        return self.why_no_trees is None
+
+    def pairs(self) -> list[tuple[nn.Module | None, Any]]:
+        """The layers with new caches, as `ModelParts.pairs`."""
+        return self.parts.pairs(make_cache(self.model, self.parts.owners))
 
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """Begin one request whose drafter reads the outputs of `tap_layers`.
 
         Args:
-            tap_layers: the layers to read.
+            tap_layers: the layers to read; -1 is the embedding's output.
             kv_bits: 8 or 4 keeps keys and values quantized; None keeps them as they are.
 
-        Raises `SettingsError` when the model's caches cannot be quantized.
+        Raises `SettingsError` for a layer that cannot be tapped, and when the model's caches cannot
+        be quantized.
         """
-        with self.forward_lock:  # another thread's forward changes the modules' classes
-            return TargetSession(self, tap_layers, kv_bits)
+        self._taps_of(tuple(tap_layers))
+        return TargetSession(self, tap_layers, kv_bits)
 
     def cache_bytes(
         self, tokens: int, kv_bits: int | None = None, layers: Sequence[int] | None = None
@@ -120,6 +216,159 @@ class Target(TargetModel):
         """
         return self.start((), kv_bits).nbytes_after(tokens, layers)
 
-    def verify_batch(self, forward: Callable[..., Any], sessions: Any, proposals: Any) -> Any:
-        """Run a `BatchVerifier`'s forward; a distributed target also runs it on the other ranks."""
-        return forward(sessions, proposals)
+    def check(self, proposal: Proposal) -> None:
+        """Raise what `forward` raises for a proposal that this target cannot read."""
+        most = None if self.wiring is None else self.wiring.widest
+        if most is not None and len(proposal) > most:
+            raise SettingsError(
+                f"exact: at most {most} rows are verified at once; load the model with "
+                'kernels="off" (--kernels off) for more.'
+            )
+        if not proposal.is_chain:
+            self.check_trees()
+
+    def check_trees(self) -> None:
+        """Raise `UnsupportedTreeError` where draft trees cannot be verified."""
+        if self.why_no_trees is not None:
+            raise UnsupportedTreeError(
+                f"{self.name} has {self.why_no_trees}, which reads no draft trees: draft chains."
+            )
+
+    def forward(self, rows: Rows, logits: Literal["all", "last"] = "all") -> Verified:
+        """Read rows of one request or of many. Each session must commit its rows afterwards.
+
+        One forward of the model, or several: in exact decoding a forward takes at most
+        `Wiring.widest` rows, and some models read one request at a time. Whatever shares a forward,
+        every request gets the same results.
+
+        Args:
+            rows: to verify, or of prompts. All requests have the same `tap_layers`.
+            logits: "all" of the rows, or only each request's "last".
+
+        Returns:
+            The logits [R, V] after the rows, or [n, V] after each request's last row, and the rows'
+            taps [1, R, K*D]. Nothing is evaluated.
+
+        Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
+        for more rows of a request than exact verification takes; before anything has changed.
+        """
+        if not rows.is_prompt:
+            for span in rows.spans:
+                self.check(span.proposal)
+        sharing = self.sharing if rows.is_shared else None
+        results = [
+            self.run_together(part, sharing, logits) for part in self._parts_of(rows, sharing)
+        ]
+        if len(results) == 1:
+            return results[0]
+        all_logits = mx.concatenate([part_logits for part_logits, _ in results])
+        return all_logits, mx.concatenate([taps for _, taps in results], axis=1)
+
+    def read(self, spans: Sequence[Span]) -> list[tuple[mx.array | None, mx.array]]:
+        """Read tokens of prompts in one forward, and compute what the caches hold then.
+
+        Args:
+            spans: the tokens of each request; of one, unless `sharing.reads_prompts`.
+
+        Returns, for each request, the logits [1, V] after its prompt, None if the prompt goes on,
+        and the taps [1, S, K*D], which may still be lazy.
+        """
+        logits, taps = self.forward(Rows(spans, is_prompt=True), logits="last")
+        ends = [logits[n : n + 1] if span.ends_prompt else None for n, span in enumerate(spans)]
+        held = [caches.arrays_of_all(span.session.cache) for span in spans]
+        compute(held, [end for end in ends if end is not None])
+        for span in spans:
+            span.session.advance(len(span))
+        mx.clear_cache()
+        return [
+            (end, taps[:, span.first : span.end]) for end, span in zip(ends, spans, strict=True)
+        ]
+
+    def features(
+        self, tokens: mx.array, layers: Sequence[int], cache: Sequence[Any] | None = None
+    ) -> Verified:
+        """Teacher-forced logits [N, S, V] and taps [N, S, K*D] of sequences [N, S].
+
+        With a cache, the sequences go on with what it holds. Raises `SettingsError` for a layer
+        that cannot be tapped.
+        """
+        return self._run(tokens, cache, self._taps_of(tuple(layers)), Forward(rows=None))
+
+    def run_together(
+        self, rows: Rows, sharing: SharedForward | None, logits: Literal["all", "last"] = "all"
+    ) -> Verified:
+        """One forward of this process's model over rows that can share it, as `forward`."""
+        for span in rows.spans:
+            if not rows.is_shared or rows.slots is None or not span.is_chain:
+                span.session.leave_slot()
+        if rows.is_shared and rows.slots is not None:
+            rows.slots.arrange(rows.spans)
+        for span in rows.spans:
+            span.session.begin(span, all_kept=rows.is_prompt)
+        kernels = None
+        if self.wiring is not None and self.wiring.exact:
+            kernels = self.wiring.kernels
+        forward = Forward(
+            rows,
+            attend=self._attend,
+            kernels=kernels,
+            last_only=logits == "last",
+            pieces=self._pieces if self.in_pieces and rows.starts_early else frozenset(),
+        )
+        held = rows.caches(sharing)
+        ids = rows.tokens(self.vocab_size).reshape(rows.shape)
+        all_logits, taps = self._run(ids, held, self._taps_of(rows.tap_layers), forward)
+        for span in rows.spans:
+            self._check_mask(span)
+        taps = taps.reshape(1, len(rows), taps.shape[-1])
+        if logits == "last" and all_logits.shape[1] != len(rows.spans):
+            all_logits = all_logits[:, rows.ends]  # of a model whose norm does not run once
+        return all_logits.flatten(0, 1), taps
+
+    def _run(
+        self, ids: mx.array, held: Sequence[Any] | None, taps: Taps, forward: Forward
+    ) -> Verified:
+        """The model's logits of ids [N, S] with these caches, and its taps [N, S, K*D]."""
+        clean_up_at_end()
+        forward.tapped = taps.tapped
+        logits = self._interception.run(forward, lambda: self.model(ids, cache=held))
+        return logits, taps.of(forward.runs, ids.shape[1])
+
+    def _parts_of(self, rows: Rows, sharing: SharedForward | None) -> Iterator[Rows]:
+        """The rows that share a forward of the model."""
+        if not rows.is_shared:
+            yield rows
+            return
+        widths = [len(span) for span in rows.spans]
+        most = None if self.wiring is None else self.wiring.widest
+        first = 0
+        for end in range(1, len(widths) + 1):
+            is_last = sharing is None or end == len(widths)
+            if is_last or (most is not None and sum(widths[first : end + 1]) > most):
+                whole = first == 0 and end == len(widths)
+                yield rows if whole else rows.part(first, end)
+                first = end
+
+    def _check_mask(self, span: Span) -> None:
+        """Raise `UnsupportedTreeError` if a model has not asked for the mask of a tree."""
+        if not span.is_chain and not span.mask_was_read and not span.session.needs_no_masks:
+            raise UnsupportedTreeError("The target makes masks of its own: draft chains for it.")
+
+    def _taps_of(self, tap_layers: tuple[int, ...]) -> Taps:
+        """The taps of these layers. Raises `SettingsError` for a layer that cannot be tapped."""
+        taps = self._taps.get(tap_layers)
+        if taps is None:
+            if tap_layers and self._streams > 1:
+                raise SettingsError(
+                    f"{self.name} has {self._streams} streams, which cannot be tapped."
+                )
+            for layer in tap_layers:
+                if not EMBEDDING <= layer < self.num_layers:
+                    raise SettingsError(
+                        f"Layer {layer} cannot be tapped: {self.name} has {self.num_layers} layers."
+                    )
+            taps = self._taps[tap_layers] = self._make_taps(tap_layers)
+        return taps
+
+    def _make_taps(self, tap_layers: Sequence[int]) -> Taps:
+        return Taps(self.layers, tap_layers)

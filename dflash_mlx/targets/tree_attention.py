@@ -3,68 +3,20 @@
 mlx-lm's models get what depends on a row's position from outside: the attention mask from the
 cache, the rotation of queries and keys from the `rope` module, and a few get a factor for each
 query from a function. During a tree's verify the caches return the ancestor mask (`caches.rows`),
-and `rope` and that function take a row's depth for its number. So no family needs a forward of its
-own. Recurrent layers read trees in `mixers`.
+and `rope` and that function take a row's depth for its number (`intercept`). Recurrent layers read
+trees in `mixers`. Here is which layers cannot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from inspect import isfunction
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 
+from ..subclassing import stock_class
 from .caches import RecurrentCache
-from .internals import (
-    QUERY_SCALE,
-    ROPES,
-    attention_of,
-    backbone,
-    masks_itself,
-    text_model,
-    uses_no_positions,
-)
-from .overrides import Overrides, rebind_globals
-
-AXES = 9  # of a batch's positions, so that nothing but `rotate_rows` can use them
-
-
-def rotate_rows(
-    model: nn.Module, layers: Sequence[nn.Module], overrides: Overrides, tree: Callable[[], Any]
-) -> None:
-    """Have a model rotate each row by its own position: in a tree, and in a batch.
-
-    Args:
-        model: the model.
-        layers: its decoder layers.
-        overrides: of such forwards, to which the rotations are added.
-        tree: returns the `Tree` in the running forward; None if it is a batch's, whose offsets are
-            positions already.
-    """
-
-    def by_row(own: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def call(rope: nn.Module, x: mx.array, offset: Any = 0, **settings: Any) -> mx.array:
-            found, axes = tree(), offset.ndim if isinstance(offset, mx.array) else 0
-            if found is None and axes != AXES:
-                raise TypeError("The model does not rotate each row by its position.")
-            positions = offset.flatten() if axes else offset + found.depths
-            # Rows on the batch axis: there each may have its own position.
-            rows = x if len(x) > 1 else x.swapaxes(0, -2)
-            rotated = own(rope, rows, offset=positions, **settings)
-            return rotated if len(x) > 1 else rotated.swapaxes(0, -2)
-
-        return call
-
-    for rope in {id(rope): rope for layer in layers for rope in ropes(layer)}.values():
-        overrides.replace(rope, by_row(type(rope).__call__))
-    inner = backbone(text_model(model))
-    forward = type(inner).__call__
-    if scale := getattr(forward, "__globals__", {}).get(QUERY_SCALE):
-        # It returns factors [N, 1] for consecutive positions.
-        by_depth = {QUERY_SCALE: lambda *args: scale(*args)[tree().depths]}
-        overrides.replace(inner, rebind_globals(forward, **by_depth))
+from .internals import ROPES, attention_of, masks_itself, uses_no_positions
 
 
 def why_no_trees(layer: nn.Module | None, cache: Any) -> str | None:
@@ -80,12 +32,13 @@ def why_no_trees(layer: nn.Module | None, cache: Any) -> str | None:
         return f"{name} that makes its own masks"
     if cache is None and attention_of(layer) is None:
         return None  # nothing in it looks at other rows
-    found = ropes(layer)
-    unknown = [type(rope).__name__ for rope in found if type(rope).__name__ not in ROPES]
-    unknown += [name for part in layer.modules() for name in _other_rotations(type(part))]
+    rotations = ropes(layer)
+    names = [type(rope).__name__ for rope in rotations]
+    unknown = [name for name in names if name not in ROPES]
+    unknown += [name for part in layer.modules() for name in _other_rotations(stock_class(part))]
     if unknown:
         return f"positions by {unknown[0]}"
-    return None if found or uses_no_positions(layer) else f"{name} without a rope"
+    return None if rotations or uses_no_positions(layer) else f"{name} without a rope"
 
 
 def ropes(layer: nn.Module) -> list[nn.Module]:

@@ -22,6 +22,7 @@ from dflash_mlx.drafter.gemma4_assistant import Gemma4Assistant
 from dflash_mlx.errors import IncompatibleDrafterError, WeightsError
 from dflash_mlx.loading.drafter_loader import DraftSource, drop_copies, open_drafter
 from dflash_mlx.loading.folder import Folder
+from dflash_mlx.subclassing import override
 
 # Gemma 4's assistant in numpy, written from public code by somebody who had not seen this package.
 #
@@ -182,27 +183,32 @@ def test_a_mistake_would_change_the_drafts(mistake):
     assert wrong != [drafts for _, drafts, _ in found]
 
 
-def test_a_draft_waits_for_a_forward_of_another_thread():
-    """Until its end, the target's layers have the classes of a batch."""
+def test_a_draft_is_made_while_another_thread_verifies_a_tree():
+    """It calls the target's layers, which turn the other thread's rows by their depths."""
     target, assistant = pair("gemma4_dense")
-    prompt, began, goes_on = random_prompt(40, 2), Event(), Event()
+    prompt = random_prompt(40, 2)
+    inside, leave = Event(), Event()
     sessions = [assistant.start(target), assistant.start(target)]
     for _, taps in target.start(assistant.tap_layers).prefill(prompt[:-1]):
-        for each in sessions:
-            done = each.position
-            each.extend(taps, tokens=prompt[done : done + taps.shape[1]])
+        for session in sessions:
+            start = session.position
+            session.extend(taps, tokens=prompt[start : start + taps.shape[1]])
     expected = sessions[0].draft(prompt[-1], 6).tokens.tolist()
 
-    def forward():
-        with target.rotating.installed():
-            began.set()
-            goes_on.wait(0.2)
+    def waiting(own):
+        def call(layer, *args, **settings):
+            inside.set()
+            leave.wait(60)
+            return own(layer, *args, **settings)
 
-    other = Thread(target=forward)
+        return call
+
+    override(target.layers[0], waiting)
+    other = Thread(target=lambda: target.start().verify(dm.Proposal([1, 2, 3], (-1, 0, 0))))
     other.start()
-    began.wait()
+    inside.wait(60)
     assert sessions[1].draft(prompt[-1], 6).tokens.tolist() == expected
-    goes_on.set()
+    leave.set()
     other.join()
 
 

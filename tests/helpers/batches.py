@@ -15,7 +15,9 @@ from oracle import random_tree
 
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target, TargetSession
-from dflash_mlx.targets.batched import BatchVerifier
+from dflash_mlx.targets.kv_slots import KVSlots
+from dflash_mlx.targets.rows import Rows
+from dflash_mlx.targets.span import Span
 
 # MLX's reference BLAS sums every row alike; others choose how by the number of rows.
 EXACT = sys.platform == "linux" and mx.default_device() == mx.Device(mx.cpu)
@@ -57,12 +59,31 @@ def memory() -> int:
     return mx.get_active_memory()
 
 
+class SharedVerifier:
+    """Verifies proposals of one target's requests together, as an engine does."""
+
+    def __init__(self, target: Target):
+        self.target = target
+        sharing = target.sharing
+        self.slots = KVSlots(() if sharing is None else sharing.slot_layers)
+
+    def verify(
+        self,
+        sessions: Sequence[TargetSession],
+        proposals: Sequence[Proposal],
+        tokens: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """The logits [R, V] and taps [1, R, K*D] of all rows."""
+        spans = [Span(*request) for request in zip(sessions, proposals, strict=True)]
+        return self.target.forward(Rows(spans, tokens, slots=self.slots))
+
+
 class BatchAndSingles:
     """Requests that are verified together, each with a twin that is verified alone."""
 
     def __init__(self, target: Target, count: int, kv_bits: int | None = None, seed: int = 0):
         self.target = target
-        self.verifier = BatchVerifier(target)
+        self.verifier = SharedVerifier(target)
         self.random = random.Random(seed)
         layers = (0, target.num_layers - 1)
         bits = (None, kv_bits)

@@ -44,6 +44,15 @@ class MadeUpTarget:
     def check_trees(self):
         pass
 
+    def read(self, spans):
+        [span] = spans
+        logits, taps = span.session.read_prompt(span.proposal.tokens)
+        return [(logits if span.ends_prompt else None, taps)]
+
+    def forward(self, rows, logits="all"):
+        [span] = rows.spans
+        return span.session.verify(span.proposal)
+
     def leave_slot(self):
         pass
 
@@ -61,7 +70,7 @@ class BigramTarget(MadeUpTarget):
         super().__init__(len(table))
         self.table = mx.array(table.astype(np.float32))
 
-    def read(self, tokens, last):
+    def read_prompt(self, tokens):
         self.position += len(tokens)
         last = mx.array(tokens[-1:], mx.int32)
         return self.table[last], mx.zeros((1, len(tokens), 0))
@@ -86,7 +95,7 @@ class Scripted(MadeUpTarget):
         self.text = [*prompt, *answer]
         self.rows: list[int] = []  # of each forward
 
-    def read(self, tokens, last):
+    def read_prompt(self, tokens):
         self.position += len(tokens)
         logits = np.zeros((1, self.vocab_size), np.float32)
         logits[0, self.text[self.position]] = 20.0

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "dflash_mlx"
 LEVELS = [
     {"errors"},
     {"validation"},
-    {*"constraints deadline distributions machine metal smollm2 threads tiny".split()},
+    {*"constraints deadline distributions machine metal smollm2 subclassing threads tiny".split()},
     {"chat_template", "events", "kernels", "memory", "settings"},
     {"penalties", "proposal"},
     {"edits"},

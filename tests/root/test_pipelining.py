@@ -19,7 +19,7 @@ import dflash_mlx as dm
 from dflash_mlx.drafter.lookup import LookupDrafter
 from dflash_mlx.engine.batch import SharedBatch
 from dflash_mlx.request import Request
-from dflash_mlx.targets import TargetSession
+from dflash_mlx.targets import Target
 
 ANSWER = 24
 PROMPT = small_prompt(12, 3)
@@ -38,13 +38,14 @@ class Forwards:
         self.ahead = 0
 
     def __enter__(self):
-        verify = TargetSession.verify
+        forward = Target.forward
         keep = Request.keep
         commit = Request.commit
 
-        def counted(session, proposal):
-            self.rows.append(len(proposal))
-            return verify(session, proposal)
+        def counted(target, rows, logits="all"):
+            if not rows.is_prompt and not rows.is_shared:
+                self.rows.append(len(rows))
+            return forward(target, rows, logits)
 
         def kept(request, step, *rows_and_tokens):
             assert not launches(step.choices), "the device must have started on these rows before"
@@ -55,7 +56,7 @@ class Forwards:
             return commit(request, step, rows, tokens, ahead)
 
         self.patches = (
-            patch.object(TargetSession, "verify", counted),
+            patch.object(Target, "forward", counted),
             patch.object(Request, "keep", kept),
             patch.object(Request, "commit", committed),
         )
@@ -193,13 +194,13 @@ def test_a_step_ahead_leaves_caches_that_another_request_can_use(monkeypatch):
     for _ in range(10):
         played.scheduler.step()
     read = []
-    own = TargetSession.read
+    own = Target.read
 
-    def counted(session, tokens, last):
-        read.extend(tokens)
-        return own(session, tokens, last)
+    def counted(target, spans):
+        read.extend(token for span in spans for token in span.proposal.tokens)
+        return own(target, spans)
 
-    monkeypatch.setattr(TargetSession, "read", counted)
+    monkeypatch.setattr(Target, "read", counted)
     played.scheduler.preempt()
     played.run()
     assert job.result().tokens == greedy(target, PROMPT, ANSWER)
@@ -247,7 +248,7 @@ def test_an_error_of_one_drafter_ends_its_request_alone():
 
     class Counted(SharedBatch):
         def read(self, ends):
-            read.extend(token for end in ends for token in end.tokens)
+            read.extend(token for end in ends for token in end.proposal.tokens)
             return super().read(ends)
 
     played = Played(target, drafter, Counted(target, None))

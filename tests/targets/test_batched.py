@@ -1,21 +1,22 @@
 """Many requests in one forward: what each gets, and what is left in its caches, is as alone."""
 
-from threading import Lock
+import gc
+import weakref
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from batches import BatchAndSingles, same
+from batches import BatchAndSingles, SharedVerifier, same
 from families import FAMILIES, QUANTIZABLE, Letters, family_target, model_of, random_prompt
 from test_every_model import MODELS
 
 from dflash_mlx.errors import UnsupportedTreeError
 from dflash_mlx.kernels.modules import Kernels, Wiring
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.targets import Target, attention, batched_rows, kv_slots
-from dflash_mlx.targets.batched import BatchVerifier
-from dflash_mlx.targets.overrides import Overrides
-from dflash_mlx.targets.session import PromptPiece
+from dflash_mlx.subclassing import overridden
+from dflash_mlx.targets import Target, attention, kv_slots
+from dflash_mlx.targets.rows import Rows
+from dflash_mlx.targets.span import Span
 
 pytestmark = pytest.mark.by_family
 
@@ -31,7 +32,7 @@ ONE_BY_ONE = ("deepseek_v41",)  # a forward for each request
 def test_every_request_is_as_alone(family):
     """Three, eight, one, eight: of any widths, chains and trees, with any rows kept."""
     pair = BatchAndSingles(family_target(family), 8)
-    assert pair.verifier.shares_forwards is (family not in ONE_BY_ONE)
+    assert (pair.target.sharing is not None) is (family not in ONE_BY_ONE)
     for members, trees in (((6, 1, 3), False), (range(8), True), ((5,), True), (range(8), False)):
         pair.step(members, trees)
     pair.check_states()
@@ -41,7 +42,8 @@ def test_every_request_is_as_alone(family):
 def test_ends_of_prompts_are_read_together_as_alone(family):
     """Of several lengths, after nothing or a piece; the caches are right for what follows."""
     pair = BatchAndSingles(family_target(family), 4)
-    assert pair.verifier.reads_prompts is (family not in READ_ALONE)
+    sharing = pair.target.sharing
+    assert (sharing is not None and sharing.reads_prompts) is (family not in READ_ALONE)
     if family in READ_ALONE:
         return
     layers = 0, pair.target.num_layers - 1
@@ -49,13 +51,14 @@ def test_ends_of_prompts_are_read_together_as_alone(family):
         pair.together[at], pair.alone[at] = (pair.target.start(layers) for _ in range(2))
     pair.step([1])
     ends = [
-        PromptPiece(session, random_prompt(size, 7 + size), True)
+        Span(session, Proposal(random_prompt(size, 7 + size)), ends_prompt=True)
         for session, size in zip(pair.together, (9, 20, 1, 64), strict=True)
     ]
-    results = pair.verifier.read(ends)
+    results = pair.target.read(ends)
     for end, result, session in zip(ends, results, pair.alone, strict=True):
-        for found, expected in zip(result, session.read(end.tokens, last=True), strict=True):
-            assert same(found, expected)
+        alone = session.read(end.proposal.tokens, last=True)
+        for together, expected in zip(result, alone, strict=True):
+            assert same(together, expected)
     pair.step(range(4), trees=True)
     pair.check_states()
 
@@ -119,8 +122,12 @@ def test_requests_come_go_and_outgrow_their_slots(family, monkeypatch):
 
 def test_masks_of_slots_count_positions():
     """Two rows after 3, and one after 5 in both of its places."""
-    members = [kv_slots.RowSpan(0, 0, 2, 3), kv_slots.RowSpan(1, 2, 1, 5)]
-    rows = kv_slots.SlotRows(kv_slots.SlotArray(8), members, stacked=False)
+    slots = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
+    spans = [
+        Span(SimpleNamespace(position=3, slot=slots[0]), Proposal([1, 2])),
+        Span(SimpleNamespace(position=5, slot=slots[1]), Proposal([1])),
+    ]
+    rows = kv_slots.SlotRows(kv_slots.SlotArray(8), spans, stacked=False)
     for window in (None, 2, 3):
         seen = [[own - (window or 9) < key <= own for key in range(6)] for own in (3, 4, 5, 5)]
         assert rows.mask(window).reshape(4, 6).tolist() == seen
@@ -131,7 +138,7 @@ def test_layers_share_what_their_attention_looks_up(monkeypatch):
     target, asked = family_target("qwen3"), []
     target.wiring = Wiring(Kernels(lambda **_: None), {}, exact=False, layers=frozenset())
     monkeypatch.setattr(attention, "attention_rows", lambda *of: asked.append(of) or ())
-    verifier, sessions = BatchVerifier(target), [target.start((), 8) for _ in range(12)]
+    verifier, sessions = SharedVerifier(target), [target.start((), 8) for _ in range(12)]
     for length, session in enumerate(sessions, start=1):
         list(session.prefill(random_prompt(length, length)))
     asked.clear()
@@ -140,19 +147,11 @@ def test_layers_share_what_their_attention_looks_up(monkeypatch):
 
 
 def test_tokens_outside_the_vocabulary_are_its_last():
-    requests = [
-        SimpleNamespace(proposal=Proposal(tokens), position=0, slot=None)
-        for tokens in ([3, 256], mx.array([300], mx.int32))
-    ]
-    assert batched_rows.BatchRows(requests).tokens(256).tolist() == [3, 255, 255]
-
-
-def test_a_session_alone_is_its_own_verify():
-    target = family_target("qwen3")
-    session, calls = target.start(), []
-    session.verify = lambda proposal: calls.append(proposal) or (None, None)
-    assert BatchVerifier(target).verify([session], [Proposal([1])]) == (None, None)
-    assert len(calls) == 1
+    session = SimpleNamespace(position=0, slot=None)
+    proposals = [Proposal([3, 256]), Proposal(mx.array([300], mx.int32))]
+    rows = Rows([Span(session, proposal) for proposal in proposals])
+    assert rows.tokens(256).tolist() == [3, 255, 255]
+    assert Rows(rows.spans[:1]).tokens(256).tolist() == [3, 255]
 
 
 INDEXERS = ("glm_moe_dsa", "deepseek_v32")  # called for each request
@@ -162,13 +161,22 @@ WEIGHTS = ("Linear", "SwitchLinear", "MultiLinear", "Conv1d", "Embedding")
 def readings(target: Target, count: int) -> tuple[int, int]:
     """How often a step of so many requests runs the model, and a module with weights."""
     sessions, calls = [target.start() for _ in range(count)], []
-    watching = Overrides(Lock())
-    for module in target.model.modules():
-        if module is target.model or type(module).__name__ in WEIGHTS:
-            watching.watch(module, lambda *_, module=module: calls.append(module))
-    verifier = BatchVerifier(target)
+
+    def watched(own):
+        def call(module, *args, **settings):
+            calls.append(module)
+            return own(module, *args, **settings)
+
+        return call
+
+    watching = [
+        (module, watched)
+        for module in target.model.modules()
+        if module is target.model or type(module).__name__ in WEIGHTS
+    ]
+    verifier = SharedVerifier(target)
     proposals = [Proposal(random_prompt(1 + at % 3, at)) for at in range(count)]
-    with watching.installed():
+    with overridden(watching):
         verifier.verify(sessions, proposals)
     models = sum(call is target.model for call in calls)
     return models, len(calls) - models
@@ -193,17 +201,20 @@ def test_a_request_that_cannot_be_verified_leaves_the_others_as_they_were():
     sessions = [target.start(), target.start()]
     target.why_no_trees = "something"
     with pytest.raises(UnsupportedTreeError):
-        BatchVerifier(target).verify(sessions, [Proposal([1, 2]), Proposal([1, 2, 3], (-1, 0, 0))])
+        SharedVerifier(target).verify(sessions, [Proposal([1, 2]), Proposal([1, 2, 3], (-1, 0, 0))])
     assert all(session.intact for session in sessions)
 
 
 def test_nobodys_caches_are_held_on_to():
-    """A request that ends is forgotten, although the verifier goes on."""
+    """A request that ends is forgotten, although the target goes on."""
     target = family_target("glm_moe_dsa")
-    verifier = BatchVerifier(target)
+    verifier = SharedVerifier(target)
     sessions = [target.start(), target.start()]
     verifier.verify(sessions, [Proposal([1, 2]), Proposal([3])])
-    assert not target.reading
+    held = [weakref.ref(session) for session in sessions]
+    del sessions
+    gc.collect()
+    assert [session() for session in held] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +228,7 @@ def test_nobodys_caches_are_held_on_to():
 def test_models_that_share_less(name, shares):
     """Found out while a forward is built, not by name; every request is as alone all the same."""
     pair = BatchAndSingles(Target(model_of(MODELS[name], 0, 0), Letters(), MODELS[name], name), 3)
-    assert pair.verifier.shares_forwards is shares
+    assert (pair.target.sharing is not None) is shares
     for _ in range(2):
         pair.step(range(3))
     pair.check_states()

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from batches import by_proposal, states_are_same
+from batches import SharedVerifier, by_proposal, states_are_same
 from families import family_target, random_prompt
 from kernel_check import on_gpu_or_emulator, random_parents
 from kernel_models import Launches, exact_target
 
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.targets.batched import BatchVerifier
+from dflash_mlx.targets.rows import Rows
+from dflash_mlx.targets.span import Span
 
 pytestmark = on_gpu_or_emulator
 
@@ -22,7 +23,7 @@ pytestmark = on_gpu_or_emulator
 def test_every_request_is_as_alone(family):
     launches = Launches()
     target = exact_target(family, launches)
-    verifier = BatchVerifier(target)
+    verifier = SharedVerifier(target)
     tree = Proposal(random_prompt(5, 2), tuple(random_parents(5)))
     proposals = [Proposal(random_prompt(7, 1)), tree, Proposal([9])]
     together, alone = ([target.start((0, 3)) for _ in proposals] for _ in range(2))
@@ -49,7 +50,14 @@ def test_every_request_is_as_alone(family):
 def test_no_more_rows_than_the_kernels_take():
     """Requests go together as long as all their rows do."""
     target = family_target("qwen3")
-    verifier = BatchVerifier(target)
-    target.wiring = SimpleNamespace(widest=64)
-    assert list(verifier._forwards([40, 24, 1, 63, 2, 64])) == [(0, 2), (2, 4), (4, 5), (5, 6)]
-    assert list(verifier._forwards([])) == []
+    kernels = SimpleNamespace(attention=None)
+    target.wiring = SimpleNamespace(widest=64, exact=False, rows={}, kernels=kernels)
+
+    def parts(widths: list[int]) -> list[int]:
+        """How many requests share each forward."""
+        session = target.start()
+        rows = Rows([Span(session, Proposal([1] * width)) for width in widths])
+        return [len(part.spans) for part in target._parts_of(rows, target.sharing)]
+
+    assert parts([40, 24, 1, 63, 2, 64]) == [2, 2, 1, 1]
+    assert parts([64]) == [1]

@@ -2,7 +2,6 @@
 
 import random
 import sys
-from threading import Lock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,7 +19,7 @@ from families import (
 from oracle import Oracle
 
 import dflash_mlx as dm
-from dflash_mlx.targets.overrides import Overrides
+from dflash_mlx.subclassing import overridden
 from dflash_mlx.targets.taps import EMBEDDING
 
 pytestmark = pytest.mark.by_family
@@ -68,9 +67,15 @@ def test_embed_and_head_are_the_models_own(family):
     target = family_target(family)
     tokens = mx.array([random_prompt(12, 3)])
     seen = []
-    overrides = Overrides(Lock())
-    overrides.watch(target.layers[0], lambda x, _: seen.append(x))
-    with overrides.installed():
+
+    def watched(own):
+        def call(layer, x, *args, **settings):
+            seen.append(x)
+            return own(layer, x, *args, **settings)
+
+        return call
+
+    with overridden([(target.layers[0], watched)]):
         target.model(tokens)
     first = seen[0][:, :, 0] if seen[0].ndim == 4 else seen[0]  # DeepSeek-V4.1's equal streams
     assert mx.array_equal(target.embed(tokens), first)

@@ -1,7 +1,5 @@
 """Rejected rows leave each kind of cache; what that costs does not grow with the context."""
 
-from threading import Lock
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -17,8 +15,8 @@ from mlx_lm.models.cache import (
 from oracle import Oracle
 
 import dflash_mlx as dm
+from dflash_mlx.subclassing import overridden
 from dflash_mlx.targets.caches import RecurrentCache, own_cache
-from dflash_mlx.targets.overrides import Overrides
 
 
 def rows(start, count):
@@ -132,11 +130,20 @@ def test_a_commit_runs_no_projection_and_copies_no_state():
         held = sum(array.nbytes for array in (cache._inputs, *cache.recorded))
         assert held < 16 * state.nbytes / 4
     called = []
-    overrides = Overrides(Lock())
-    for module in target.model.modules():
-        if isinstance(module, nn.Linear | nn.Conv1d):
-            overrides.watch(module, lambda *_: called.append(1))
-    with overrides.installed():
+
+    def watched(own):
+        def call(*args):
+            called.append(1)
+            return own(*args)
+
+        return call
+
+    with_weights = [
+        (module, watched)
+        for module in target.model.modules()
+        if isinstance(module, nn.Linear | nn.Conv1d)
+    ]
+    with overridden(with_weights):
         session.commit(range(5))
         mx.eval([cache.state for cache in session.cache])
     assert not called

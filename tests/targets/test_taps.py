@@ -1,7 +1,5 @@
 """Taps: right, on one instance, gone afterwards, and without a trace in names or other models."""
 
-from threading import Lock
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -9,16 +7,9 @@ from tinymodels import SUPPORTED, target
 
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.targets.overrides import Overrides
-from dflash_mlx.targets.taps import TapRecorder
+from dflash_mlx.targets.taps import Taps
 
 TOKENS = mx.array([[5, 9, 2, 40, 41, 7]])
-
-
-def tapped(layers, indices) -> tuple[TapRecorder, Overrides]:
-    """Taps of these layers, and what installs them."""
-    overrides = Overrides(Lock())
-    return TapRecorder(layers, indices, overrides), overrides
 
 
 def layer_outputs(model: nn.Module, tokens: mx.array) -> list[mx.array]:
@@ -50,12 +41,14 @@ def test_a_forward_that_fails_leaves_no_outputs():
         def __call__(self, x):
             raise RuntimeError("the device was lost")
 
+    norm = type(model.parts.norm)
     model.parts.norm.__class__ = Broken
     with pytest.raises(RuntimeError, match="lost"):
         session.verify(Proposal([5, 9]))
-    model.parts.norm.__class__ = nn.RMSNorm
-    _, recorder = model._tapped[0, 2]
-    assert not recorder._runs
+    model.parts.norm.__class__ = norm
+    assert model._interception._running.forward is None
+    _, taps = model.features(TOKENS, (0, 2))
+    assert taps.shape == (1, 6, 2 * model.hidden_size)
 
 
 def test_minus_one_is_what_the_first_layer_reads():
@@ -77,11 +70,10 @@ class StreamsLayer(nn.Module):
 
 def test_layers_with_several_streams_give_what_the_next_one_reads():
     """DeepSeek-V4.1's: streams [N, S, hc, D] and the mix of them [N, S, hc]."""
-    layers = [StreamsLayer()]
-    taps, overrides = tapped(layers, [0])
-    with overrides.installed():
-        layers[0](mx.ones((1, 3, 4)))
-    assert mx.array_equal(taps.take(3), 20.5 * mx.ones((1, 3, 4)))
+    layer = StreamsLayer()
+    x = mx.ones((1, 3, 4))
+    runs = {id(layer): [(x, layer(x))]}
+    assert mx.array_equal(Taps([layer], [0]).of(runs, 3), 20.5 * mx.ones((1, 3, 4)))
 
 
 class TupleLayer(nn.Module):
@@ -91,9 +83,7 @@ class TupleLayer(nn.Module):
 
 def test_layers_that_return_tuples():
     """Gemma 4's do; the hidden states come first."""
-    layers = [TupleLayer()]
-    taps, overrides = tapped(layers, [0])
-    with overrides.installed():
-        result = layers[0](mx.zeros((1, 3, 4)))
-    assert result[1] == "something else"
-    assert mx.array_equal(taps.take(3), mx.ones((1, 3, 4)))
+    layer = TupleLayer()
+    x = mx.zeros((1, 3, 4))
+    runs = {id(layer): [(x, layer(x))]}
+    assert mx.array_equal(Taps([layer], [0]).of(runs, 3), mx.ones((1, 3, 4)))

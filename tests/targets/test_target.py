@@ -4,6 +4,7 @@ import sys
 
 import mlx.core as mx
 import pytest
+from batches import SharedVerifier
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
@@ -15,7 +16,6 @@ from tinymodels import (
 
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.targets.batched import BatchVerifier
 from dflash_mlx.targets.session import LAST_STEP, longest_step
 
 VOCABULARY = len(tokenizer())
@@ -127,7 +127,6 @@ def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.append(arrays))
     for in_pieces in (True, False):
         monkeypatch.setattr(one, "in_pieces", in_pieces)
-        monkeypatch.setattr(one, "_tapped", {})
         expected = pieces if in_pieces else 0
         session = one.start((3, 11))
         list(session.prefill([1, 2, 3]))
@@ -135,7 +134,7 @@ def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
         assert len(started) == expected
         session.commit([0])
         batch = [session, one.start((3, 11))]
-        verifier = BatchVerifier(one)
+        verifier = SharedVerifier(one)
         started.clear()
         tokens = None if pieces else mx.array([7, 8])
         results[-1] += verifier.verify(batch, [Proposal([1])] * 2, tokens)

@@ -22,7 +22,7 @@ from oracle import random_tree, separate_paths
 import dflash_mlx as dm
 from dflash_mlx.errors import UnsupportedTreeError
 from dflash_mlx.targets import Target
-from dflash_mlx.targets.tree import Tree
+from dflash_mlx.targets.span import Span
 
 #     0
 #    / \
@@ -33,7 +33,7 @@ FORK = dm.Proposal([7, 8, 9, 10, 11, 12], (-1, 0, 0, 1, 2, 2))
 
 
 def test_a_row_sees_the_past_and_its_ancestors():
-    mask = Tree(FORK).mask(held=2, window=None).tolist()
+    mask = Span(SimpleNamespace(position=0), FORK).mask(held=2, window=None).tolist()
     seen = [[column - 2 for column, visible in enumerate(row) if visible] for row in mask]
     past = [-2, -1]
     assert seen == [
@@ -48,7 +48,7 @@ def test_a_row_sees_the_past_and_its_ancestors():
 
 def test_a_window_counts_positions():
     """Row 5 is the third of its path: with a window of 3 it still sees the root, but no past."""
-    mask = Tree(FORK).mask(held=2, window=3).tolist()
+    mask = Span(SimpleNamespace(position=0), FORK).mask(held=2, window=3).tolist()
     assert mask[5] == [False, False, True, False, True, False, False, True]
     assert mask[1] == [False, True, True, True, False, False, False, False]
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..tree import Tree
+from ..span import Span
 
 Arrays = dict[str, mx.array]
 
@@ -26,7 +26,7 @@ class DraftCache(Protocol):
     rolls_back: bool
     reads_trees: bool
 
-    def begin(self, tree: Tree) -> None:
+    def begin(self, tree: Span) -> None:
         """Read this tree in the next verify. A chain needs no preparation."""
 
     def commit(self, kept: Sequence[int], rows: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..tree import Tree
+from ..span import Span
 from .base import Arrays, reference
 
 
@@ -22,7 +22,7 @@ class GenericCache:
     rolls_back = False
     reads_trees = False
 
-    def begin(self, tree: Tree) -> None:
+    def begin(self, tree: Span) -> None:
         """See `DraftCache`; never called."""
         raise NotImplementedError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..internals import CacheList
-from ..tree import Tree
+from ..span import Span
 from .base import Arrays, DraftCache, numbered, restore_all
 
 
@@ -30,7 +30,7 @@ class CacheParts(CacheList):
         """See `DraftCache`."""
         return all(part.reads_trees for part in self.caches)
 
-    def begin(self, tree: Tree) -> None:
+    def begin(self, tree: Span) -> None:
         """See `DraftCache`."""
         for part in self.caches:
             part.begin(tree)

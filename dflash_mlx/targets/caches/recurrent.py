@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..internals import ArraysCache
 from ..recurrences import Recurrence
-from ..tree import Tree
+from ..span import Span
 from .base import Arrays
 
 Rows = tuple[mx.array, ...]  # the convolution's outputs [1, N, C], then the gates [1, N, ...]
@@ -37,13 +37,13 @@ class RecurrentCache(ArraysCache):
     rolls_back = True
     reads_trees = True
     cache: list[Any]
-    tree: Tree | None = None
+    tree: Span | None = None
     recorded: Rows
     _recurrence: Recurrence
     _inputs: mx.array  # of the convolution, [1, window - 1 + N, C]
     _before: mx.array | None  # the state before the verify
 
-    def begin(self, tree: Tree) -> None:
+    def begin(self, tree: Span) -> None:
         """See `DraftCache`."""
         self.tree = tree
 
@@ -85,7 +85,7 @@ class RecurrentCache(ArraysCache):
             self.cache[1] = state
         return out
 
-    def _recur_by_depth(self, tree: Tree) -> mx.array:
+    def _recur_by_depth(self, tree: Span) -> mx.array:
         """The output [1, N, ...] of a tree's rows; those of a depth step together."""
         state = self._before
         nodes = [part.swapaxes(0, 1) for part in self.recorded]

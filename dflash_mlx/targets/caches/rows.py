@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..tree import Tree
+from ..span import Span
 
 
 class RowCache:
@@ -24,7 +24,7 @@ class RowCache:
 
     rolls_back = True
     reads_trees = True
-    tree: Tree | None = None
+    tree: Span | None = None
     _new: tuple[mx.array, mx.array]  # keys and values of the tree's rows [1, H, N, D]
 
     def visible(self) -> tuple[int, int | None]:
@@ -39,7 +39,7 @@ class RowCache:
         """Forget the last rows, which are rows of the last verify."""
         raise NotImplementedError
 
-    def begin(self, tree: Tree) -> None:
+    def begin(self, tree: Span) -> None:
         """See `DraftCache`."""
         self.tree = tree
 

@@ -1,0 +1,66 @@
+"""Single module instances that run other code than their class.
+
+Such an instance gets a subclass of its own class. Parameter names, quantization and other models of
+the same class stay as they are. (Wrapping modules would change parameter paths; patching a class
+would reach every model.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import mlx.nn as nn
+
+Call = Callable[..., Any]
+
+
+def override(module: nn.Module, make: Callable[[Call], Call]) -> None:
+    """Have `make(own)` run in place of `own`, the call that the module had so far."""
+    _set_class(module, _subclass(module, make))
+
+
+def stock_class(module: nn.Module) -> type:
+    """A module's class before any `override`."""
+    cls = type(module)
+    stock: type = getattr(cls, "stock_class", cls)
+    return stock
+
+
+@contextmanager
+def overridden(calls: Sequence[tuple[nn.Module, Callable[[Call], Call]]]) -> Iterator[None]:
+    """Override modules as `override` does, for the code inside."""
+    classes = [(module, type(module)) for module, _ in calls]
+    try:
+        for module, make in calls:
+            override(module, make)
+        yield
+    finally:
+        for module, cls in reversed(classes):
+            _set_class(module, cls)
+
+
+def rebind_globals(call: Any, **names: Any) -> Call:
+    """A function with the code of `call`, in which these global names have other values."""
+    other = FunctionType(
+        call.__code__,
+        {**call.__globals__, **names},
+        call.__name__,
+        call.__defaults__,
+        call.__closure__,
+    )
+    other.__kwdefaults__ = call.__kwdefaults__
+    return other
+
+
+def _subclass(module: nn.Module, make: Callable[[Call], Call]) -> type:
+    cls: Any = type(module)
+    fields = {"__call__": make(cls.__call__), "stock_class": stock_class(module)}
+    return type(cls.__name__, (cls,), fields)
+
+
+def _set_class(module: nn.Module, cls: type) -> None:
+    # MLX's own __setattr__ looks for parameters first.
+    object.__setattr__(module, "__class__", cls)

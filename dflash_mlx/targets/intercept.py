@@ -1,0 +1,260 @@
+"""How mlx-lm's models run our code: the one interception, installed when a target is made.
+
+Some module instances of the model get a subclass (`subclassing`). Each asks which forward of ours
+its thread runs. With none it runs mlx-lm's own code, so whoever else calls the model notices
+nothing. Otherwise
+
+    decoder layers          show their inputs and results, for taps
+    the norm before a head  reads the last rows only, where only their logits are asked for
+    rotations               turn each row by its own position, in a tree and for many requests
+    attention               calls our function, which runs kernels and parts the requests
+    MLA, recurrences        run our forward of theirs: `mla`, `mixers`
+
+So no family needs a forward of its own. Prompts that are read alone run on mlx-lm's own code.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..memory import compute
+from ..subclassing import Call, override, rebind_globals, stock_class
+from . import mla
+from .attention import attend_each, calls_attention
+from .internals import (
+    ATTENTION,
+    QUERY_SCALE,
+    DeepseekV3Attention,
+    DeepseekV32Attention,
+    attention_of,
+    backbone,
+    is_mla,
+    scaled_dot_product_attention,
+    text_model,
+)
+from .mixers import read_rows
+from .parts import ModelParts
+from .recurrences import Recurrence, recurrence_of
+from .rows import AXES, PerRequest, Rows
+from .tree_attention import ropes
+
+if TYPE_CHECKING:
+    from ..kernels.modules import Kernels
+
+
+@dataclass
+class Forward:
+    """A forward that runs, as the model's modules see it.
+
+    Attributes:
+        rows: what it reads; None for whole sequences, which run on mlx-lm's code.
+        attend: the function that layers call in place of mlx-lm's attention.
+        kernels: those that recurrences run on; None for mlx-lm's own code.
+        last_only: whether only each request's last row has logits.
+        tapped: the ids of the layers whose runs are recorded.
+        pieces: the ids of the layers after which the device may start.
+        runs: each tapped layer's inputs and results, run by run.
+    """
+
+    rows: Rows | None
+    attend: Call = scaled_dot_product_attention
+    kernels: Kernels | None = None
+    last_only: bool = False
+    tapped: frozenset[int] = frozenset()
+    pieces: frozenset[int] = frozenset()
+    runs: dict[int, list[tuple[Any, Any]]] = field(default_factory=dict)
+
+    @property
+    def verifies(self) -> bool:
+        """Whether layers run our code: for a prompt that is read alone they run mlx-lm's."""
+        return self.rows is not None and (self.rows.is_shared or not self.rows.is_prompt)
+
+    def layer_ran(self, layer: nn.Module, x: Any, result: Any) -> None:
+        """Record a run of a tapped layer, and have the device start after a piece of the model."""
+        if id(layer) in self.tapped:
+            self.runs.setdefault(id(layer), []).append((x, result))
+        if id(layer) in self.pieces:
+            compute(result[0] if isinstance(result, tuple) else result, wait=False)
+
+
+class _Running(threading.local):
+    """The forward that the calling thread runs."""
+
+    forward: Forward | None = None
+
+
+class Interception:
+    """The intercepted modules of one model, which all of its targets share.
+
+    Args:
+        model: an mlx-lm model.
+        parts: of the model.
+    """
+
+    def __init__(self, model: nn.Module, parts: ModelParts) -> None:
+        self._running = _Running()
+        for layer in _different(parts.layers):
+            override(layer, self._layer)
+            for rope in _different(ropes(layer)):
+                override(rope, self._rope)
+            if (attention := attention_of(layer)) is not None:
+                self._override_attention(attention, is_mla(layer))
+            if (recurrence := recurrence_of(layer)) is not None:
+                override(recurrence.mixer, self._mixer(recurrence))
+        if parts.norm_runs_once:
+            override(parts.norm, self._norm)
+        inner = backbone(text_model(model))
+        forward = getattr(type(inner).__call__, "__globals__", {})
+        if QUERY_SCALE in forward:
+            override(inner, self._scaled(forward[QUERY_SCALE]))
+        object.__setattr__(model, "interception", self)
+
+    @classmethod
+    def of(cls, model: nn.Module, parts: ModelParts) -> Interception:
+        """The interception of a model, which is installed if it is not there yet."""
+        installed: Interception | None = vars(model).get("interception")
+        return cls(model, parts) if installed is None else installed
+
+    def run(self, forward: Forward, call: Callable[[], mx.array]) -> mx.array:
+        """Run a forward of the model in this thread."""
+        outer = self._running.forward
+        self._running.forward = forward
+        try:
+            return call()
+        finally:
+            self._running.forward = outer
+
+    def _layer(self, own: Call) -> Call:
+        running = self._running
+
+        def call(layer: nn.Module, x: Any, *args: Any, **settings: Any) -> Any:
+            result = own(layer, x, *args, **settings)
+            if running.forward is not None:
+                running.forward.layer_ran(layer, x, result)
+            return result
+
+        return call
+
+    def _norm(self, own: Call) -> Call:
+        running = self._running
+
+        def call(norm: nn.Module, x: mx.array) -> Any:
+            forward = running.forward
+            if forward is not None and forward.last_only:
+                rows = forward.rows
+                assert rows is not None
+                x = x[:, rows.ends] if rows.is_shared else x[:, -1:]
+            return own(norm, x)
+
+        return call
+
+    def _rope(self, own: Call) -> Call:
+        running = self._running
+
+        def call(rope: nn.Module, x: mx.array, *args: Any, **settings: Any) -> Any:
+            forward = running.forward
+            if forward is None or not forward.verifies:
+                return own(rope, x, *args, **settings)
+            return _rotate(partial(own, rope), forward.rows, x, *args, **settings)
+
+        return call
+
+    def _scaled(self, scale: Call) -> Callable[[Call], Call]:
+        """The call of a model that multiplies each row's query by a factor of its position."""
+        running = self._running
+
+        def by_position(*args: Any) -> Any:
+            """The factors [N, 1] of consecutive positions, or of a tree's depths."""
+            forward = running.forward
+            if forward is None or forward.rows is None or not forward.verifies:
+                return scale(*args)
+            if forward.rows.is_shared:
+                raise TypeError("The model scales the queries of one request at a time.")
+            tree = forward.rows.tree
+            return scale(*args) if tree is None else scale(*args)[tree.depths]
+
+        return lambda own: rebind_globals(own, **{QUERY_SCALE: by_position})
+
+    def _override_attention(self, attention: Any, latent: bool) -> None:
+        kind = stock_class(attention)
+        if kind is DeepseekV3Attention:
+            override(attention, self._verified(mla.dense))
+        elif kind is DeepseekV32Attention:
+            override(attention, self._verified(mla.sparse))
+            override(attention.indexer, self._indexer)
+        elif calls_attention(attention) and not latent:
+            running = self._running
+
+            def attend(queries: mx.array, keys: Any, *args: Any, **named: Any) -> Any:
+                forward: Any = running.forward
+                if isinstance(keys, PerRequest):
+                    return attend_each(forward.attend, queries, keys, *args, **named)
+                return forward.attend(queries, keys, *args, **named)
+
+            stock: Any = kind
+            ours = rebind_globals(stock.__call__, **{ATTENTION: attend})
+            override(attention, self._verified(ours))
+
+    def _verified(self, ours: Call) -> Callable[[Call], Call]:
+        """A module that runs `ours` in place of its own code, but for prompts read alone."""
+        running = self._running
+
+        def make(own: Call) -> Call:
+            def call(module: nn.Module, *args: Any, **settings: Any) -> Any:
+                forward = running.forward
+                if forward is None or not forward.verifies:
+                    return own(module, *args, **settings)
+                return ours(module, *args, **settings)
+
+            return call
+
+        return make
+
+    def _mixer(self, recurrence: Recurrence) -> Callable[[Call], Call]:
+        """A recurrent layer's mixer that reads the rows of one request or many."""
+        running = self._running
+
+        def ours(mixer: nn.Module, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            forward: Any = running.forward
+            recurrence.kernels = forward.kernels
+            return read_rows(recurrence, forward.rows, x, cache)
+
+        return self._verified(ours)
+
+    def _indexer(self, own: Call) -> Call:
+        """An indexer of DeepSeek-V3.2 that reads many requests one after another."""
+        ours = mla.indexer(own)
+
+        def call(indexer: nn.Module, x: mx.array, residual: Any, mask: Any, cache: Any) -> Any:
+            shared = isinstance(mask, PerRequest)
+            return (ours if shared else own)(indexer, x, residual, mask, cache=cache)
+
+        return call
+
+
+def _rotate(own: Call, rows: Any, x: mx.array, offset: Any = 0, **settings: Any) -> Any:
+    """Have a rotation turn each row of x [B, H, N, D] by its own position."""
+    if rows.is_shared:
+        if not isinstance(offset, mx.array) or offset.ndim != AXES:
+            raise TypeError("The model does not rotate each row by its position.")
+        positions = offset.flatten()
+    elif rows.tree is None:
+        return own(x, offset=offset, **settings)
+    else:
+        positions = offset + rows.tree.depths
+    # Rows on the batch axis: there each may have its own position.
+    if len(x) > 1:
+        return own(x, offset=positions, **settings)
+    return own(x.swapaxes(0, -2), offset=positions, **settings).swapaxes(0, -2)
+
+
+def _different(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Each module once, as layers may run twice and share parts."""
+    return list({id(module): module for module in modules}.values())
