@@ -18,7 +18,7 @@ Known ones:
 - `QueryRows::begin`: ones in rows that are stored nowhere.
 - `SlotArray.add`: `>=` for `>`; an array that is full to the last slot is copied once more.
 - `KVSlots.arrange`: without its early return; what follows finds nothing to do then.
-- `BatchRows.windows`: windows of one size kept for all; a model's recurrent layers have one size.
+- `Rows.windows`: windows of one size kept for all; a model's recurrent layers have one size.
 - `_readable`: rows past `MOST_NODES`; nothing chooses our kernel for them.
 - `WindowCache.visible`: `max_size` alone; models ask for the window of their cache.
 - `SlotKVCache`: without `if not rows.own`; rows are split that nobody reads.
@@ -57,8 +57,8 @@ COVERED = {
     "test_autotune": "autotune choose shapes kernel_plan",
     "test_kernel_source": "source launcher",
     "test_kernel_models": "attention modules",
-    "test_batched test_many_requests": "batched_rows kv_slots",
-    "test_tree_attention test_tree_families": "rows kv window tree_attention",
+    "test_batched test_many_requests": "rows sharing kv_slots",
+    "test_tree_attention test_tree_families": "rows kv window span intercept tree_attention",
 }
 FOLDERS = ("metal", "dflash_mlx/kernels", "dflash_mlx/loading", "dflash_mlx/targets")
 # What is replaced by what, wherever it stands in a line of code.

@@ -61,6 +61,9 @@ class Forward:
         tapped: the ids of the layers whose runs are recorded.
         pieces: the ids of the layers after which the device may start.
         runs: each tapped layer's inputs and results, run by run.
+        verifies: whether layers may run our code: prompts that are read alone run mlx-lm's.
+        attends: whether attention calls our function.
+        rotates: whether rows do not follow one another.
     """
 
     rows: Rows | None
@@ -70,11 +73,16 @@ class Forward:
     tapped: frozenset[int] = frozenset()
     pieces: frozenset[int] = frozenset()
     runs: dict[int, list[tuple[Any, Any]]] = field(default_factory=dict)
+    verifies: bool = field(init=False)
+    attends: bool = field(init=False)
+    rotates: bool = field(init=False)
 
-    @property
-    def verifies(self) -> bool:
-        """Whether layers run our code: for a prompt that is read alone they run mlx-lm's."""
-        return self.rows is not None and (self.rows.is_shared or not self.rows.is_prompt)
+    def __post_init__(self) -> None:
+        rows = self.rows
+        shared = rows is not None and rows.is_shared
+        self.verifies = rows is not None and (shared or not rows.is_prompt)
+        self.attends = shared or (self.verifies and self.attend is not scaled_dot_product_attention)
+        self.rotates = shared or (rows is not None and rows.tree is not None)
 
     def layer_ran(self, layer: nn.Module, x: Any, result: Any) -> None:
         """Record a run of a tapped layer, and have the device start after a piece of the model."""
@@ -136,8 +144,9 @@ class Interception:
 
         def call(layer: nn.Module, x: Any, *args: Any, **settings: Any) -> Any:
             result = own(layer, x, *args, **settings)
-            if running.forward is not None:
-                running.forward.layer_ran(layer, x, result)
+            forward = running.forward
+            if forward is not None and (forward.tapped or forward.pieces):
+                forward.layer_ran(layer, x, result)
             return result
 
         return call
@@ -160,7 +169,7 @@ class Interception:
 
         def call(rope: nn.Module, x: mx.array, *args: Any, **settings: Any) -> Any:
             forward = running.forward
-            if forward is None or not forward.verifies:
+            if forward is None or not forward.rotates:
                 return own(rope, x, *args, **settings)
             return _rotate(partial(own, rope), forward.rows, x, *args, **settings)
 
@@ -172,13 +181,12 @@ class Interception:
 
         def by_position(*args: Any) -> Any:
             """The factors [N, 1] of consecutive positions, or of a tree's depths."""
-            forward = running.forward
-            if forward is None or forward.rows is None or not forward.verifies:
+            forward: Any = running.forward
+            if forward is None or not forward.rotates:
                 return scale(*args)
             if forward.rows.is_shared:
                 raise TypeError("The model scales the queries of one request at a time.")
-            tree = forward.rows.tree
-            return scale(*args) if tree is None else scale(*args)[tree.depths]
+            return scale(*args)[forward.rows.tree.depths]
 
         return lambda own: rebind_globals(own, **{QUERY_SCALE: by_position})
 
@@ -200,7 +208,22 @@ class Interception:
 
             stock: Any = kind
             ours = rebind_globals(stock.__call__, **{ATTENTION: attend})
-            override(attention, self._verified(ours))
+            override(attention, self._attending(ours))
+
+    def _attending(self, ours: Call) -> Callable[[Call], Call]:
+        """An attention layer whose code calls our function, where there is one to call."""
+        running = self._running
+
+        def make(own: Call) -> Call:
+            def call(module: nn.Module, *args: Any, **settings: Any) -> Any:
+                forward = running.forward
+                if forward is None or not forward.attends:
+                    return own(module, *args, **settings)
+                return ours(module, *args, **settings)
+
+            return call
+
+        return make
 
     def _verified(self, ours: Call) -> Callable[[Call], Call]:
         """A module that runs `ours` in place of its own code, but for prompts read alone."""
@@ -241,14 +264,12 @@ class Interception:
 
 def _rotate(own: Call, rows: Any, x: mx.array, offset: Any = 0, **settings: Any) -> Any:
     """Have a rotation turn each row of x [B, H, N, D] by its own position."""
-    if rows.is_shared:
-        if not isinstance(offset, mx.array) or offset.ndim != AXES:
-            raise TypeError("The model does not rotate each row by its position.")
-        positions = offset.flatten()
-    elif rows.tree is None:
-        return own(x, offset=offset, **settings)
-    else:
+    if not rows.is_shared:
         positions = offset + rows.tree.depths
+    elif isinstance(offset, mx.array) and offset.ndim == AXES:
+        positions = offset.flatten()
+    else:
+        raise TypeError("The model does not rotate each row by its position.")
     # Rows on the batch axis: there each may have its own position.
     if len(x) > 1:
         return own(x, offset=positions, **settings)
