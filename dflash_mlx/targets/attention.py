@@ -60,7 +60,7 @@ def check_exact(pairs: Pairs) -> None:
 
 def attends_exactly(pairs: Pairs) -> bool:
     """Whether kernels can compute the attention or recurrence of every layer."""
-    return all(_can_be_exact(*of) for of in pairs)
+    return all(_can_be_exact(layer, cache) for layer, cache in pairs)
 
 
 def attention_keys(pairs: Pairs) -> list[str]:
@@ -115,11 +115,20 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
     ) -> mx.array:
         """Attend with queries [1, H, N, D], as mlx-lm's `scaled_dot_product_attention` does."""
         _, heads, rows, head_dim = queries.shape
-        given = queries, keys, values, cache, scale, mask, sinks
         _, key_heads, length, _ = (keys[0] if isinstance(keys, tuple | list) else keys).shape
+        stock = functools.partial(
+            scaled_dot_product_attention,
+            queries,
+            keys,
+            values,
+            cache=cache,
+            scale=scale,
+            mask=mask,
+            sinks=sinks,
+        )
         ours = wiring.exact or rows in rows_of(length, heads, key_heads, head_dim)
         if not ours or not _readable(queries, cache, mask):
-            return scaled_dot_product_attention(*given)
+            return stock()
         tree = None
         # A window's mask says no more than the window: only a tree's has more to say.
         has_window = isinstance(cache, WindowCache)
@@ -127,20 +136,33 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
             tree = tree_of(mask, cache.offset - rows)
         window = cache.max_size if has_window else None
         if has_window:
-            keys, values = cache.in_order(keys), cache.in_order(values)
+            keys = cache.in_order(keys)
+            values = cache.in_order(values)
         elif isinstance(cache, QuantizedCache):
-            keys, values = _affine(cache, *keys), _affine(cache, *values)
-        at = scale, cache.offset - keys.shape[2], window, sinks, tree
+            keys = _affine(cache, *keys)
+            values = _affine(cache, *values)
+        first = cache.offset - keys.shape[2]
         try:
-            return kernel(AttentionCall(queries, keys, values, *at))
+            return kernel(
+                AttentionCall(
+                    queries,
+                    keys,
+                    values,
+                    scale=scale,
+                    first=first,
+                    window=window,
+                    sinks=sinks,
+                    tree=tree,
+                )
+            )
         except UnprovenError:
-            return scaled_dot_product_attention(*given)
+            return stock()
 
     return attend
 
 
 def attend_each(
-    own: Callable[..., mx.array],
+    stock: Callable[..., mx.array],
     queries: mx.array,
     keys: PerRequest,
     values: PerRequest,
@@ -149,20 +171,20 @@ def attend_each(
     mask: PerRequest,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Have the attention function `own` attend for each request.
+    """Have the attention function `stock` attend for each request.
 
     Args:
-        own: as `attention_function` returns it.
+        stock: as `attention_function` returns it.
         queries: [1, H, R, D] of all rows.
         keys, values, mask: of each request.
         cache: None for an earlier layer's keys.
-        scale, sinks: as `own` takes them.
+        scale, sinks: as `stock` takes them.
 
     Returns the outputs [1, H, R, Dv].
     """
     rows = keys.rows
     in_slots = [
-        own(slots.rows_of(queries), slot_keys, slot_values, None, scale, slot_mask, sinks)
+        stock(slots.rows_of(queries), slot_keys, slot_values, None, scale, slot_mask, sinks)
         for slots, slot_keys, slot_values, slot_mask in zip(
             rows.slot_rows, keys.in_slots, values.in_slots, mask.in_slots, strict=False
         )
@@ -173,7 +195,7 @@ def attend_each(
     for number in numbers:
         held = None if cache is None else cache.parts[number]
         outputs.append(
-            own(
+            stock(
                 parts[number],
                 keys.parts[number],
                 values.parts[number],

@@ -139,11 +139,11 @@ class Interception:
         finally:
             self._running.forward = outer
 
-    def _layer(self, own: Call) -> Call:
+    def _layer(self, stock: Call) -> Call:
         running = self._running
 
         def call(layer: nn.Module, x: Any, *args: Any, **settings: Any) -> Any:
-            result = own(layer, x, *args, **settings)
+            result = stock(layer, x, *args, **settings)
             forward = running.forward
             if forward is not None and (forward.tapped or forward.pieces):
                 forward.layer_ran(layer, x, result)
@@ -151,7 +151,7 @@ class Interception:
 
         return call
 
-    def _norm(self, own: Call) -> Call:
+    def _norm(self, stock: Call) -> Call:
         running = self._running
 
         def call(norm: nn.Module, x: mx.array) -> Any:
@@ -160,18 +160,18 @@ class Interception:
                 rows = forward.rows
                 assert rows is not None
                 x = x[:, rows.ends] if rows.is_shared else x[:, -1:]
-            return own(norm, x)
+            return stock(norm, x)
 
         return call
 
-    def _rope(self, own: Call) -> Call:
+    def _rope(self, stock: Call) -> Call:
         running = self._running
 
         def call(rope: nn.Module, x: mx.array, *args: Any, **settings: Any) -> Any:
             forward = running.forward
             if forward is None or not forward.rotates:
-                return own(rope, x, *args, **settings)
-            return _rotate(partial(own, rope), forward.rows, x, *args, **settings)
+                return stock(rope, x, *args, **settings)
+            return _rotate(partial(stock, rope), forward.rows, x, *args, **settings)
 
         return call
 
@@ -188,7 +188,7 @@ class Interception:
                 raise TypeError("The model scales the queries of one request at a time.")
             return scale(*args)[forward.rows.tree.depths]
 
-        return lambda own: rebind_globals(own, **{QUERY_SCALE: by_position})
+        return lambda stock: rebind_globals(stock, **{QUERY_SCALE: by_position})
 
     def _override_attention(self, attention: Any, latent: bool) -> None:
         kind = stock_class(attention)
@@ -214,11 +214,11 @@ class Interception:
         """An attention layer whose code calls our function, where there is one to call."""
         running = self._running
 
-        def make(own: Call) -> Call:
+        def make(stock: Call) -> Call:
             def call(module: nn.Module, *args: Any, **settings: Any) -> Any:
                 forward = running.forward
                 if forward is None or not forward.attends:
-                    return own(module, *args, **settings)
+                    return stock(module, *args, **settings)
                 return ours(module, *args, **settings)
 
             return call
@@ -229,11 +229,11 @@ class Interception:
         """A module that runs `ours` in place of its own code, but for prompts read alone."""
         running = self._running
 
-        def make(own: Call) -> Call:
+        def make(stock: Call) -> Call:
             def call(module: nn.Module, *args: Any, **settings: Any) -> Any:
                 forward = running.forward
                 if forward is None or not forward.verifies:
-                    return own(module, *args, **settings)
+                    return stock(module, *args, **settings)
                 return ours(module, *args, **settings)
 
             return call
@@ -251,18 +251,18 @@ class Interception:
 
         return self._verified(ours)
 
-    def _indexer(self, own: Call) -> Call:
+    def _indexer(self, stock: Call) -> Call:
         """An indexer of DeepSeek-V3.2 that reads many requests one after another."""
-        ours = mla.indexer(own)
+        ours = mla.indexer(stock)
 
         def call(indexer: nn.Module, x: mx.array, residual: Any, mask: Any, cache: Any) -> Any:
             shared = isinstance(mask, PerRequest)
-            return (ours if shared else own)(indexer, x, residual, mask, cache=cache)
+            return (ours if shared else stock)(indexer, x, residual, mask, cache=cache)
 
         return call
 
 
-def _rotate(own: Call, rows: Any, x: mx.array, offset: Any = 0, **settings: Any) -> Any:
+def _rotate(stock: Call, rows: Any, x: mx.array, offset: Any = 0, **settings: Any) -> Any:
     """Have a rotation turn each row of x [B, H, N, D] by its own position."""
     if not rows.is_shared:
         positions = offset + rows.tree.depths
@@ -272,8 +272,8 @@ def _rotate(own: Call, rows: Any, x: mx.array, offset: Any = 0, **settings: Any)
         raise TypeError("The model does not rotate each row by its position.")
     # Rows on the batch axis: there each may have its own position.
     if len(x) > 1:
-        return own(x, offset=positions, **settings)
-    return own(x.swapaxes(0, -2), offset=positions, **settings).swapaxes(0, -2)
+        return stock(x, offset=positions, **settings)
+    return stock(x.swapaxes(0, -2), offset=positions, **settings).swapaxes(0, -2)
 
 
 def _different(modules: Sequence[nn.Module]) -> list[nn.Module]:

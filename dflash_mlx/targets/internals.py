@@ -77,8 +77,8 @@ def backbone(text: nn.Module) -> Any:
 
 
 def own_class(layer: nn.Module) -> Any:
-    """mlx-lm's class of a layer, also while it has one of ours."""
-    return next(one for one in type(layer).__mro__ if one.__module__.startswith("mlx_lm."))
+    """mlx-lm's class of a layer that may run on our kernels."""
+    return next(cls for cls in type(layer).__mro__ if cls.__module__.startswith("mlx_lm."))
 
 
 def first_layer(model: nn.Module) -> int:

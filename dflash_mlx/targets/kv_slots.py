@@ -78,7 +78,8 @@ class SlotArray:
 
     def add(self, entering: Mapping[Any, Sequence[FullCache]], numbers: Sequence[int]) -> None:
         """Move the rows of these caches into new slots, behind those in use without gaps."""
-        first, requests = self.used, [*entering.values()]
+        first = self.used
+        requests = list(entering.values())
         if not self.layers:
             both = [(cache.keys, cache.values) for cache in requests[0]]
             self._sizes = [[x.shape[1] * self.capacity for x in pair] for pair in both]
@@ -87,20 +88,21 @@ class SlotArray:
         for caches, pair, sizes in zip(
             zip(*requests, strict=True), self.layers, self._sizes, strict=True
         ):
-            for at, name in enumerate(("keys", "values")):
-                rows = [getattr(one, name) for one in caches]
-                held, start = pair[at], first * sizes[at]
-                if start + len(rows) * sizes[at] > len(held):
+            for place, name in enumerate(("keys", "values")):
+                rows = [getattr(cache, name) for cache in caches]
+                held = pair[place]
+                start = first * sizes[place]
+                if start + len(rows) * sizes[place] > len(held):
                     spare = (first + len(rows)) // SPARE
                     new = self._padded(rows, lengths, spare)
-                    pair[at] = mx.concatenate([held[:start], new]) if start else new
+                    pair[place] = mx.concatenate([held[:start], new]) if start else new
                 else:
                     new = self._padded(rows, lengths)
                     held[start : start + len(new)] = new
             for cache in caches:
                 cache.keys = cache.values = None
-        for index, (session, own) in enumerate(entering.items(), start=first):
-            session.slot = Slot(self, index, numbers, own)
+        for index, (session, held_caches) in enumerate(entering.items(), start=first):
+            session.slot = Slot(array=self, index=index, layers=numbers, caches=held_caches)
         self.sessions.update(entering)
         self.used += len(entering)
 
@@ -114,8 +116,8 @@ class SlotArray:
         """The first rows of arrays [1, H, L, D] as slots [n * H * capacity, D], then spare ones."""
         _, heads, _, size = rows[0].shape
         x = mx.zeros((len(rows) + spare, heads, self.capacity, size), rows[0].dtype)
-        for index, (own, length) in enumerate(zip(rows, lengths, strict=True)):
-            x[index : index + 1, :, :length] = own[:, :, :length]
+        for index, (held, length) in enumerate(zip(rows, lengths, strict=True)):
+            x[index : index + 1, :, :length] = held[:, :, :length]
         return x.flatten(0, 2)
 
     def read(self, layer: int, slots: int, rows: int) -> tuple[mx.array, mx.array]:
@@ -130,8 +132,9 @@ class SlotArray:
         self, layer: int, places: Callable[[int], mx.array], keys: mx.array, values: mx.array
     ) -> None:
         """Write rows [n, H, W, D]; `places` of H are their indices [n, H, W]."""
-        for at, rows in enumerate((keys, values)):
-            self.layers[layer][at][places(self._sizes[layer][at] // self.capacity)] = rows
+        for place, rows in enumerate((keys, values)):
+            heads = self._sizes[layer][place] // self.capacity
+            self.layers[layer][place][places(heads)] = rows
 
     def copied(self, layer: int, index: int, rows: int) -> list[mx.array]:
         """A slot's keys and values [1, H, L, D], with room for more than so many rows."""
@@ -141,11 +144,14 @@ class SlotArray:
 
     def close_gaps(self) -> None:
         """Move the last slots into free ones, and shrink arrays of which most is free."""
-        self.used = count = len(self.sessions)
-        slots, moved = [one.slot for one in self.sessions if one.slot is not None], list[Any]()
-        gaps = {*range(count)} - {slot.index for slot in slots}
+        count = len(self.sessions)
+        self.used = count
+        slots = [session.slot for session in self.sessions if session.slot is not None]
+        gaps = set(range(count)) - {slot.index for slot in slots}
+        moved: list[tuple[mx.array, int, mx.array]] = []
         for slot in [slot for slot in slots if slot.index >= count]:
-            source, slot.index = slot.index, gaps.pop()
+            source = slot.index
+            slot.index = gaps.pop()
             for pair, sizes in zip(self.layers, self._sizes, strict=True):
                 for x, size in zip(pair, sizes, strict=True):
                     rows = mx.arange(source * size, (source + 1) * size)
@@ -187,16 +193,18 @@ class KVSlots:
         sessions = [span.session for span in spans]
         needed = [capacity_for(span.position + len(span)) for span in spans]
         in_slots = [
-            one.slot is not None and one.slot.array.capacity >= capacity
-            for one, capacity in zip(sessions, needed, strict=True)
+            session.slot is not None and session.slot.array.capacity >= capacity
+            for session, capacity in zip(sessions, needed, strict=True)
         ]
         if all(in_slots) and sum(array.used for array in arrays) == len(sessions):
             return  # the usual case: the same requests as in the last step
-        staying = {one for one in sessions if one.slot is not None}
+        staying = {session for session in sessions if session.slot is not None}
         if not staying and any(array.sessions for array in arrays):
             return
-        for absent in [one for array in arrays for one in array.sessions if one not in staying]:
-            absent.leave_slot()
+        held = [session for array in arrays for session in array.sessions]
+        for session in held:
+            if session not in staying:
+                session.leave_slot()
         joining: dict[int, dict[Any, Sequence[FullCache]]] = {}
         for span, capacity, stays in zip(spans, needed, in_slots, strict=True):
             session = span.session
@@ -251,9 +259,10 @@ class SlotRows:
     @cached_property
     def _index(self) -> slice | mx.array:
         """The table's rows as an index. Rows side by side are read in place."""
-        first, count = self.rows[0], len(self.rows)
-        side_by_side = self.rows == [*range(first, first + count)]
-        return slice(first, first + count) if side_by_side else mx.array(self.rows)
+        first = self.rows[0]
+        end = first + len(self.rows)
+        side_by_side = self.rows == list(range(first, end))
+        return slice(first, end) if side_by_side else mx.array(self.rows)
 
     def rows_of(self, x: mx.array) -> mx.array:
         """These rows [n, H, W, D] of a forward's rows [1, H, R, D]."""
@@ -277,7 +286,10 @@ class SlotRows:
     def mask(self, window: int | None = None) -> mx.array:
         """Which keys each row sees: [n, 1, W, L] bool."""
         if window not in self._masks:  # the same for every layer
-            own, keys = self._positions[:, None, :, None], mx.arange(self._end)
-            seen = keys <= own
-            self._masks[window] = seen if window is None else seen & (keys > own - window)
+            positions = self._positions[:, None, :, None]
+            keys = mx.arange(self._end)
+            seen = keys <= positions
+            if window is not None:
+                seen = seen & (keys > positions - window)
+            self._masks[window] = seen
         return self._masks[window]

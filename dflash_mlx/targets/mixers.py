@@ -63,8 +63,8 @@ def _recur(recurrence: Recurrence, caches: Sequence[RecurrentCache]) -> mx.array
         else:
             outputs[number] = cache.recur()
     for (_, new), together in chains.items():
-        of_all = zip(*(caches[number].recorded for number in together), strict=True)
-        convolved, *gates = (mx.concatenate(list(each)) for each in of_all)
+        recorded = zip(*(caches[number].recorded for number in together), strict=True)
+        convolved, *gates = (mx.concatenate(list(parts)) for parts in recorded)
         states = None if new else mx.concatenate([caches[number].cache[1] for number in together])
         out, states = recurrence.step(convolved, gates, states)
         assert states is not None

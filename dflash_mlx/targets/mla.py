@@ -80,7 +80,7 @@ def sparse(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.ar
     return _heads_to_output(self, mx.concatenate(outputs, axis=2))
 
 
-def indexer(own: Call) -> Call:
+def indexer(stock: Call) -> Call:
     """The call of DeepSeek-V3.2's indexer over many requests, one after another.
 
     It returns the rows that each request's queries pick, `PerRequest`.
@@ -91,8 +91,8 @@ def indexer(own: Call) -> Call:
     ) -> PerRequest:
         rows = mask.rows
         caches = map(OneRequestCache, cache.parts, rows.split(rows.offset, 0))
-        each = zip(rows.split(x), rows.split(residual), mask.parts, caches, strict=True)
-        return PerRequest(rows, [own(self, *parts) for parts in each])
+        requests = zip(rows.split(x), rows.split(residual), mask.parts, caches, strict=True)
+        return PerRequest(rows, [stock(self, *request) for request in requests])
 
     return call
 
@@ -116,8 +116,10 @@ def attend_to_picked(
     if picked is not None:
         # Each query has its own keys, so the queries become a batch of one-row steps.
         picked = picked[0, 0]  # [L, topk]
-        q, q_pe = q.transpose(2, 1, 0, 3), q_pe.transpose(2, 1, 0, 3)
-        latent, k_pe = latent[0, 0][picked][:, None], k_pe[0, 0][picked][:, None]
+        q = q.transpose(2, 1, 0, 3)
+        q_pe = q_pe.transpose(2, 1, 0, 3)
+        latent = latent[0, 0][picked][:, None]
+        k_pe = k_pe[0, 0][picked][:, None]
         if mask is not None:
             mask = mx.take_along_axis(mask, picked, axis=-1)[:, None, None]
     scores = rotary_scores(self, q_pe, k_pe, mask)
@@ -138,7 +140,8 @@ def _project(
     latent, k_pe = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
     k_pe = k_pe.reshape(1, rows, 1, self.qk_rope_head_dim).transpose(0, 2, 1, 3)
     offset = cache.offset
-    q_pe, k_pe = self.rope(q_pe, offset), self.rope(k_pe, offset)
+    q_pe = self.rope(q_pe, offset)
+    k_pe = self.rope(k_pe, offset)
     latent, k_pe = cache.update_and_fetch(self.kv_a_layernorm(latent)[:, None], k_pe)
     return q, q_pe, latent, k_pe
 

@@ -52,13 +52,16 @@ class ModelParts:
     @property
     def owners(self) -> list[nn.Module | None]:
         """For every cache the layer that gets it."""
-        return [None if at is None else self.layers[at] for at in self.layer_of_cache]
+        return [None if place is None else self.layers[place] for place in self.layer_of_cache]
 
     def pairs(self, caches: Sequence[T]) -> list[tuple[nn.Module | None, T | None]]:
         """Every cache with its layer, then the layers that have no cache of their own."""
-        own = set(self.layer_of_cache)
-        others = (layer for at, layer in enumerate(self.layers) if at not in own)
-        return [*zip(self.owners, caches, strict=True), *((layer, None) for layer in others)]
+        owners = set(self.layer_of_cache)
+        pairs: list[tuple[nn.Module | None, T | None]] = list(zip(self.owners, caches, strict=True))
+        for place, layer in enumerate(self.layers):
+            if place not in owners:
+                pairs.append((layer, None))
+        return pairs
 
 
 def find_parts(model: Any) -> ModelParts:
@@ -66,7 +69,8 @@ def find_parts(model: Any) -> ModelParts:
 
     Raises what the model raises if it cannot run.
     """
-    layers, caches = list(model.layers), make_prompt_cache(model)
+    layers = list(model.layers)
+    caches = make_prompt_cache(model)
     inside = {id(part) for layer in layers for part in layer.modules()}
     others = [part for part in model.modules() if part is not model and id(part) not in inside]
     calls: list[Call] = []
@@ -81,26 +85,35 @@ def find_parts(model: Any) -> ModelParts:
         model(mx.zeros((1, 2), mx.int32), cache=caches)
     reads = [call for call in calls if hasattr(call[0], "as_linear")]
     embedding, _, embedded = reads[0]
-    places = [at for at, call in enumerate(calls) if id(call[0]) in inside]
+    places = [place for place, call in enumerate(calls) if id(call[0]) in inside]
     entered = calls[places[0]][1] if places else embedded
     norm, head = _ending(calls[places[-1] + 1 :] if places else calls, embedded.shape[-1])
-    ends = sum(module is norm for module, _, _ in calls) == 1
-    looped = [at % len(layers) for at in range(len(caches))]  # where layers are not called
-    cached = [gets.get(id(cache)) for cache in caches] if ran else list[int | None](looped)
-    return ModelParts(embedding, norm, ends, head, ran or layers, cached, embedded, entered)
+    layer_of_cache = [gets.get(id(cache)) for cache in caches]
+    if not ran:  # the model runs its layers' parts without calling the layers
+        layer_of_cache = [number % len(layers) for number in range(len(caches))]
+    return ModelParts(
+        embedding=embedding,
+        norm=norm,
+        norm_runs_once=sum(module is norm for module, _, _ in calls) == 1,
+        head=head,
+        layers=ran or layers,
+        layer_of_cache=layer_of_cache,
+        embedded=embedded,
+        entered=entered,
+    )
 
 
-def _watched(own: Any, calls: list[Call], ran: Any = None, gets: Any = None) -> Any:
+def _watched(stock: Any, calls: list[Call], ran: Any = None, gets: Any = None) -> Any:
     """A module's call, recorded if it calls no other recorded module; a layer's also in `ran`."""
 
     def call(self: nn.Module, *args: Any, **named: Any) -> Any:
-        before, place = len(calls), None
+        before = len(calls)
         if ran is not None:
             place = len(ran)
             ran.append(self)
             for value in (*args, *named.values()):
                 gets.setdefault(id(value), place)
-        result = own(self, *args, **named)
+        result = stock(self, *args, **named)
         if len(calls) == before or ran is not None:
             calls.append((self, args[0] if args else None, result))
         return result
@@ -124,7 +137,8 @@ def scale_between(embedded: mx.array, entered: mx.array) -> float | None:
     """
     if embedded is entered or embedded.shape != entered.shape:
         return None
-    before, after = embedded.astype(mx.float32), entered.astype(mx.float32)
+    before = embedded.astype(mx.float32)
+    after = entered.astype(mx.float32)
     scale = (before * after).sum() / (before * before).sum()
     is_scale = mx.allclose(before * scale, after, rtol=0.02, atol=1e-6)
     return scale.item() if is_scale.item() and scale.item() != 1 else None  # type: ignore[return-value]

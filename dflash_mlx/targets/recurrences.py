@@ -64,8 +64,10 @@ class Recurrence:
     kernels: Kernels | None = None
 
     def __init__(self, mixer: Any) -> None:
-        self.mixer, self.convolve = mixer, mixer.conv1d
-        self.window, self.channels = int(mixer.conv_kernel_size), int(mixer.conv_dim)
+        self.mixer = mixer
+        self.convolve = mixer.conv1d
+        self.window = int(mixer.conv_kernel_size)
+        self.channels = int(mixer.conv_dim)
 
     def project(self, x: mx.array) -> Projected:
         """What the rows x [1, N, D] are before the convolution."""
@@ -105,11 +107,13 @@ class ShortConvolution(Recurrence):
     has_state = False
 
     def __init__(self, mixer: Any) -> None:
-        self.mixer, self.convolve = mixer, mixer.conv
-        self.window, self.channels = int(mixer.L_cache), int(mixer.args.hidden_size)
+        self.mixer = mixer
+        self.convolve = mixer.conv
+        self.window = int(mixer.L_cache)
+        self.channels = int(mixer.args.hidden_size)
 
     def project(self, x: mx.array) -> Projected:
-        """See `Recurrence`."""
+        """Project the rows x [1, N, D]."""
         before, after, inputs = mx.split(self.mixer.in_proj(x), 3, axis=-1)
         return Projected(before * inputs, (), after)
 
@@ -124,7 +128,7 @@ class ShortConvolution(Recurrence):
         return convolved, None
 
     def output(self, out: mx.array, beside: mx.array) -> mx.array:
-        """See `Recurrence`."""
+        """Gate and project the recurrence's output."""
         result: mx.array = self.mixer.out_proj(beside * out)
         return result
 
@@ -139,7 +143,7 @@ class Mamba2(Recurrence):
     as_prefill = False
 
     def project(self, x: mx.array) -> Projected:
-        """See `Recurrence`."""
+        """Project the rows x [1, N, D]."""
         mixer = self.mixer
         cuts = [mixer.intermediate_size, mixer.intermediate_size + mixer.conv_dim]
         gate, inputs, dt = mx.split(mixer.in_proj(x), cuts, axis=-1)
@@ -152,8 +156,9 @@ class Mamba2(Recurrence):
         state: mx.array | None,
         parents: Sequence[int] | None = None,
     ) -> tuple[mx.array, mx.array | None]:
-        """See `Recurrence`; the state is [B, H, Dh, Ds]."""
-        mixer, groups = self.mixer, self.mixer.n_groups * self.mixer.ssm_state_size
+        """Step through the rows; the state is [B, H, Dh, Ds]."""
+        mixer = self.mixer
+        groups = mixer.n_groups * mixer.ssm_state_size
         cuts = [mixer.intermediate_size, mixer.intermediate_size + groups]
         rows = (*mx.split(nn.silu(convolved), cuts, axis=-1), *gates)
         outputs = []
@@ -164,7 +169,7 @@ class Mamba2(Recurrence):
         return mx.concatenate(outputs, axis=1), state
 
     def output(self, out: mx.array, beside: mx.array) -> mx.array:
-        """See `Recurrence`."""
+        """Gate and project the recurrence's output."""
         result: mx.array = self.mixer.out_proj(self.mixer.norm(out, beside))
         return result
 
@@ -173,7 +178,7 @@ class GatedDelta(Recurrence):
     """Gated DeltaNet: Qwen3.5 and 3.6, and Qwen3-Next."""
 
     def project(self, x: mx.array) -> Projected:
-        """See `Recurrence`; gates are a and b [1, N, Hv], beside is z [1, N, Hv, Dv]."""
+        """Project the rows x [1, N, D] to gates a and b [1, N, Hv] and to z [1, N, Hv, Dv]."""
         mixer = self.mixer
         if isinstance(mixer, Qwen3NextGatedDeltaNet):
             q, k, v, z, b, a = mixer.fix_query_key_value_ordering(
@@ -193,20 +198,22 @@ class GatedDelta(Recurrence):
         state: mx.array | None,
         parents: Sequence[int] | None = None,
     ) -> tuple[mx.array, mx.array | None]:
-        """See `Recurrence`; the state is f32 [B, Hv, Dv, Dk]."""
+        """Step through the rows; the state is f32 [B, Hv, Dv, Dk]."""
         if self.kernels is not None:
             return self.kernels.delta.verify(*self._tape(convolved, gates, state), parents)
-        mixer, rows = self.mixer, self._heads(convolved)
+        mixer = self.mixer
+        rows = self._heads(convolved)
         out, state = gated_delta_update(*rows, *gates, mixer.A_log, mixer.dt_bias, state)
         return out, state
 
     def replay(
         self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
     ) -> mx.array | None:
-        """See `Recurrence`."""
+        """Step through kept rows again, for the state alone."""
         if self.kernels is not None:
             return self.kernels.delta.verify(*self._tape(convolved, gates, state))[1]
-        mixer, (_, keys, values) = self.mixer, self._heads(convolved)
+        mixer = self.mixer
+        _, keys, values = self._heads(convolved)
         if state is not None and mx.default_device() == mx.Device(mx.cpu):
             return _replay_steps(state, keys, values, *self._decay(*gates))
         # One Metal kernel; the keys stand in for the queries, which shape the output alone.
@@ -214,7 +221,7 @@ class GatedDelta(Recurrence):
         return gated_delta_update(*inputs, state)[1]
 
     def output(self, out: mx.array, beside: mx.array) -> mx.array:
-        """See `Recurrence`; summed over sharded heads."""
+        """Gate and project the recurrence's output, and sum it over sharded heads."""
         mixer = self.mixer
         result: mx.array = mixer.out_proj(mixer.norm(out, beside).flatten(2))
         group = sharding_group(mixer)
@@ -224,7 +231,8 @@ class GatedDelta(Recurrence):
         self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
     ) -> tuple[mx.array, Tape]:
         """The queries, and the other inputs of our kernels."""
-        mixer, (queries, keys, values) = self.mixer, self._heads(convolved)
+        mixer = self.mixer
+        queries, keys, values = self._heads(convolved)
         if state is None:
             state = mx.zeros((1, mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim))
         return queries, Tape(keys, values, *self._decay(*gates), state)

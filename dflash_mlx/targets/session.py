@@ -97,7 +97,8 @@ class TargetSession:
             stops: positions at which a forward ends.
             most: tokens of the forward.
         """
-        border = min(at for at in (end - LAST_STEP, *stops, end) if at > self.position)
+        ahead = (stop for stop in (end - LAST_STEP, *stops, end) if stop > self.position)
+        border = min(ahead)
         return min(border, self.position + min(most, longest_step(), self.longest))
 
     def prefill(self, tokens: Sequence[int]) -> Iterator[tuple[mx.array | None, mx.array]]:
@@ -156,13 +157,14 @@ class TargetSession:
 
         Those of a request whose drafts were trees, and quantized ones, stay as they are.
         """
-        found = [self.cache[number] for number in numbers]
-        plain = self.position > 0 and all(isinstance(cache, FullCache) for cache in found)
-        return found if plain and not self._read_trees else []
+        caches = [self.cache[number] for number in numbers]
+        plain = self.position > 0 and all(isinstance(cache, FullCache) for cache in caches)
+        return caches if plain and not self._read_trees else []
 
     def leave_slot(self) -> None:
         """Have the keys and values in this session's own caches, if they can be trusted."""
-        slot, self.slot = self.slot, None
+        slot = self.slot
+        self.slot = None
         if slot is not None:
             if self.intact:
                 slot.copy_back(self.position)

@@ -41,7 +41,7 @@ def sharing_of(pairs: Pairs, exact: bool, last_rows: bool) -> SharedForward | No
     )
     caches = sum(cache is not None for _, cache in pairs)
     recurrences = [recurrence_of(layer) for layer, _ in pairs]
-    as_prefill = all(known.as_prefill for known in recurrences if known is not None)
+    as_prefill = all(recurrence.as_prefill for recurrence in recurrences if recurrence is not None)
     as_prefill = as_prefill and not any(is_mla(layer) for layer, _ in pairs)
     reads_prompts = as_prefill and last_rows and not exact
     return SharedForward(slot_layers, len(slot_layers) == caches, reads_prompts)

@@ -53,7 +53,8 @@ def gathered(taps: mx.array, kept: Sequence[int]) -> mx.array:
     """The kept rows of features [1, N, K*D]."""
     if len(kept) == taps.shape[1]:
         return taps
-    first, end = kept[0], kept[-1] + 1
+    first = kept[0]
+    end = kept[-1] + 1
     return taps[:, first:end] if end - first == len(kept) else taps[:, mx.array(list(kept))]
 
 

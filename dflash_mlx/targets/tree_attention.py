@@ -48,6 +48,8 @@ def ropes(layer: nn.Module) -> list[nn.Module]:
 
 def _other_rotations(kind: type) -> list[str]:
     """The names by which a module's own code rotates rows otherwise than by `rope`."""
-    code = (vars(kind)[name].__code__ for name in vars(kind) if isfunction(vars(kind)[name]))
-    names = {name for one in code if one.co_name != "__init__" for name in one.co_names}
+    names: set[str] = set()
+    for name, member in vars(kind).items():
+        if isfunction(member) and name != "__init__":
+            names.update(member.__code__.co_names)
     return sorted(name for name in names - {"rope", "use_rope"} if name.endswith("rope"))

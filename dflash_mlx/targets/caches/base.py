@@ -105,11 +105,13 @@ def restore_all(
         cache.restore(position, pieces, strip_prefix(state, prefix), room)
 
 
-def numbered(each: Sequence[Arrays]) -> Arrays:
+def numbered(caches: Sequence[Arrays]) -> Arrays:
     """Arrays of several caches in one dictionary: `name` of cache 3 is `3.name`."""
-    return {
-        f"{number}.{name}": x for number, arrays in enumerate(each) for name, x in arrays.items()
-    }
+    arrays: Arrays = {}
+    for number, of_cache in enumerate(caches):
+        for name, x in of_cache.items():
+            arrays[f"{number}.{name}"] = x
+    return arrays
 
 
 def strip_prefix(arrays: Arrays, prefix: str) -> Arrays:

@@ -23,15 +23,15 @@ class GenericCache:
     reads_trees = False
 
     def begin(self, tree: Span) -> None:
-        """See `DraftCache`; never called."""
+        """Never called: it reads no trees."""
         raise NotImplementedError
 
     def commit(self, kept: Sequence[int], rows: int) -> None:
-        """See `DraftCache`; never called."""
+        """Never called: rejected rows do not leave it so."""
         raise NotImplementedError
 
     def checkpoint(self) -> dict[str, Any]:
-        """See `DraftCache`: arrays, lists of arrays, and positions."""
+        """Hold all arrays, lists of arrays and positions by reference."""
         return {
             name: reference(value)
             for name, value in vars(self).items()
@@ -39,23 +39,23 @@ class GenericCache:
         }
 
     def rewind(self, saved: dict[str, Any], rows: int) -> None:
-        """See `DraftCache`."""
+        """Go back to a checkpoint."""
         vars(self).update({name: reference(value) for name, value in saved.items()})
 
     def arrays(self) -> list[Any]:
-        """See `DraftCache`."""
+        """List the arrays that the cache consists of."""
         return list(vars(self).values())
 
     def export_rows(self, start: int, end: int) -> Arrays:
-        """See `DraftCache`: none."""
+        """Return nothing: no array is known to have a row per token."""
         return {}
 
     def export_state(self) -> Arrays:
-        """See `DraftCache`."""
+        """Name the arrays of the state."""
         return {name: mx.array(x) for name, x in self.checkpoint().items() if x is not None}
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """See `DraftCache`."""
+        """Fill the empty cache with these arrays."""
         numbers = {name for name, value in vars(self).items() if isinstance(value, int)}
         vars(self).update({n: x.item() if n in numbers else x[...] for n, x in state.items()})
 

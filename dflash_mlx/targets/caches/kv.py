@@ -22,26 +22,26 @@ class KeysAndValues(RowCache):
     step: int  # rows by which it grows
 
     def visible(self) -> tuple[int, None]:
-        """See `RowCache`."""
+        """Return the number of older rows that are seen, and the window."""
         return self.offset, None
 
     def cut(self, rows: int) -> None:
-        """See `RowCache`."""
+        """Forget the last rows."""
         self.offset -= rows
 
     def checkpoint(self) -> None:
-        """See `DraftCache`: there is no state."""
+        """Hold nothing: there is no state."""
 
     def rewind(self, saved: None, rows: int) -> None:
-        """See `DraftCache`."""
+        """Forget the rows since a checkpoint."""
         self.cut(rows)
 
     def arrays(self) -> list[Any]:
-        """See `DraftCache`."""
+        """List the arrays that the cache consists of."""
         return [self.keys, self.values]
 
     def export_state(self) -> Arrays:
-        """See `DraftCache`: none."""
+        """Return nothing: there is no state."""
         return {}
 
     def _joined(self, name: str, position: int, rows: Sequence[Arrays], room: int) -> mx.array:
@@ -72,18 +72,18 @@ class FullCache(KeysAndValues, KVCache):
         return self.keys[..., :end, :], self.values[..., :end, :]
 
     def write(self, keys: mx.array, values: mx.array, rows: int) -> None:
-        """See `RowCache`."""
+        """Write these rows over the first of the last `rows` rows."""
         start = self.offset - rows
         end = start + keys.shape[2]
         self.keys[..., start:end, :] = keys
         self.values[..., start:end, :] = values
 
     def export_rows(self, start: int, end: int) -> Arrays:
-        """See `DraftCache`: [1, H, end - start, D]."""
+        """Slice the rows of these tokens, [1, H, end - start, D]."""
         return {"keys": self.keys[..., start:end, :], "values": self.values[..., start:end, :]}
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """See `DraftCache`."""
+        """Fill the empty cache with these arrays."""
         self.keys = self._joined("keys", position, rows, room)
         self.values = self._joined("values", position, rows, room)
         self.offset = position
@@ -96,7 +96,7 @@ class QuantizedCache(KeysAndValues, QuantizedKVCache):
     group_size: int
 
     def write(self, keys: mx.array, values: mx.array, rows: int) -> None:
-        """See `RowCache`."""
+        """Write these rows over the first of the last `rows` rows."""
         start = self.offset - rows
         end = start + keys.shape[2]
         for every, new in ((self.keys, keys), (self.values, values)):
@@ -105,7 +105,7 @@ class QuantizedCache(KeysAndValues, QuantizedKVCache):
                 array[..., start:end, :] = part
 
     def export_rows(self, start: int, end: int) -> Arrays:
-        """See `DraftCache`: the three arrays of the keys are `keys.0` to `keys.2`."""
+        """Slice the rows of these tokens; the three arrays of the keys are `keys.0` to `keys.2`."""
         parts = {"keys": self.keys, "values": self.values}
         return {
             f"{name}.{number}": part[..., start:end, :]
@@ -114,7 +114,7 @@ class QuantizedCache(KeysAndValues, QuantizedKVCache):
         }
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """See `DraftCache`."""
+        """Fill the empty cache with these arrays."""
         parts = range(3)
         self.keys = tuple(self._joined(f"keys.{n}", position, rows, room) for n in parts)
         self.values = tuple(self._joined(f"values.{n}", position, rows, room) for n in parts)

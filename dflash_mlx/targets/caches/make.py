@@ -69,10 +69,10 @@ def own_cache(cache: Any, layer: nn.Module | None = None) -> Any:
     kind: type = type(cache)
     if kind is CacheList:
         return CacheParts(*map(own_cache, cache.caches))
-    own: Any = OWN.get(kind) or generic_class(kind)
+    our_class: Any = OWN.get(kind) or generic_class(kind)
     if kind is ArraysCache and recurrence_of(layer) is not None:
-        own = RecurrentCache
-    made = own.__new__(own)
+        our_class = RecurrentCache
+    made = our_class.__new__(our_class)
     vars(made).update(vars(cache))
     return made
 

@@ -44,7 +44,7 @@ class RecurrentCache(ArraysCache):
     _before: mx.array | None  # the state before the verify
 
     def begin(self, tree: Span) -> None:
-        """See `DraftCache`."""
+        """Prepare for a verify whose rows are a tree."""
         self.tree = tree
 
     def inputs(self, recurrence: Recurrence, dtype: mx.Dtype) -> mx.array:
@@ -102,7 +102,7 @@ class RecurrentCache(ArraysCache):
         return mx.concatenate(outputs)[order].swapaxes(0, 1)
 
     def commit(self, kept: Sequence[int], rows: int) -> None:
-        """See `DraftCache`: replay the recurrence over the kept rows."""
+        """Keep these rows: replay the recurrence over them from the state before."""
         recurrence = self._recurrence
         older = recurrence.window - 1
         inputs = self._inputs
@@ -118,30 +118,30 @@ class RecurrentCache(ArraysCache):
         self.tree = None
 
     def trim(self, rows: int) -> None:
-        """See `DraftCache`; never called."""
+        """Refuse: a recurrent state cannot be trimmed."""
         raise NotImplementedError
 
     def checkpoint(self) -> list[mx.array | None]:
-        """See `DraftCache`."""
+        """Hold the state by reference."""
         return [*self.cache]
 
     def rewind(self, saved: list[mx.array | None], rows: int) -> None:
-        """See `DraftCache`."""
+        """Go back to a checkpoint."""
         self.cache = [*saved]
 
     def arrays(self) -> list[Any]:
-        """See `DraftCache`."""
+        """List the arrays that the cache consists of."""
         return [self.cache]
 
     def export_rows(self, start: int, end: int) -> Arrays:
-        """See `DraftCache`: none."""
+        """Return nothing: it keeps no rows."""
         return {}
 
     def export_state(self) -> Arrays:
-        """See `DraftCache`."""
+        """Name the arrays of the state."""
         return {str(number): x for number, x in enumerate(self.cache) if x is not None}
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """See `DraftCache`."""
+        """Fill the empty cache with these arrays."""
         for name, x in state.items():
             self.cache[int(name)] = x[...]

@@ -40,7 +40,7 @@ class RowCache:
         raise NotImplementedError
 
     def begin(self, tree: Span) -> None:
-        """See `DraftCache`."""
+        """Prepare for a verify whose rows are a tree."""
         self.tree = tree
 
     def make_mask(
@@ -61,7 +61,7 @@ class RowCache:
         return super().update_and_fetch(keys, values)  # type: ignore[misc]
 
     def commit(self, kept: Sequence[int], rows: int) -> None:
-        """See `DraftCache`."""
+        """Keep these rows of the verify, and remove the others."""
         if self.tree is not None:
             if kept[-1] >= len(kept):  # rejected rows in between
                 path = mx.array(list(kept))

@@ -27,18 +27,18 @@ class WindowCache(RowCache, RotatingKVCache):
     _idx: int  # where the next row goes
 
     def visible(self) -> tuple[int, int]:
-        """See `RowCache`."""
+        """Return the number of older rows that are seen, and the window."""
         return min(self.offset, self.max_size - 1), self.max_size
 
     def write(self, keys: mx.array, values: mx.array, rows: int) -> None:
-        """See `RowCache`."""
+        """Write these rows over the first of the last `rows` rows."""
         start = self._idx - rows
         end = start + keys.shape[2]
         self.keys[..., start:end, :] = keys
         self.values[..., start:end, :] = values
 
     def cut(self, rows: int) -> None:
-        """See `RowCache`. mlx-lm's `trim` refuses once the window has wrapped."""
+        """Forget the last rows. mlx-lm's `trim` refuses once the window has wrapped."""
         end = self._idx - rows
         self.keys = self.keys[..., :end, :]
         self.values = self.values[..., :end, :]
@@ -70,28 +70,28 @@ class WindowCache(RowCache, RotatingKVCache):
         self._idx = keys.shape[2]
 
     def checkpoint(self) -> tuple[Any, ...]:
-        """See `DraftCache`."""
+        """Hold the window by reference."""
         return reference(self.keys), reference(self.values), self.offset, self._idx
 
     def rewind(self, saved: tuple[Any, ...], rows: int) -> None:
-        """See `DraftCache`."""
+        """Go back to a checkpoint."""
         keys, values, self.offset, self._idx = saved
         self.keys = reference(keys)
         self.values = reference(values)
 
     def arrays(self) -> list[Any]:
-        """See `DraftCache`."""
+        """List the arrays that the cache consists of."""
         return [self.keys, self.values]
 
     def export_rows(self, start: int, end: int) -> Arrays:
-        """See `DraftCache`: none, for most tokens' are gone."""
+        """Return nothing: most tokens' rows are gone."""
         return {}
 
     def export_state(self) -> Arrays:
-        """See `DraftCache`."""
+        """Name the keys and values of the window, in order of position."""
         keys, values = self.window()
         return {"keys": keys, "values": values}
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """See `DraftCache`."""
+        """Fill the empty cache with these arrays."""
         self.fill(position, state["keys"][...], state["values"][...])
