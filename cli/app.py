@@ -19,7 +19,8 @@ from dflash_mlx.machine.facts import installed
 
 from .failures import one_line_errors
 
-COMMANDS = {  # name -> the module beside this one with its function, and two examples
+# Name -> the module of this package and its function, and two examples.
+COMMANDS = {
     "generate": (
         "generate.generate",
         "'How many minutes are in 3 hours?' --compare",
@@ -57,25 +58,27 @@ class Commands(Mapping[str, Any]):
         return len(COMMANDS)
 
 
-PROMPTS = ("--prompt", "-p")  # of generate, where others want an option
-OTHERS = {"run": "chat --model NAME", "download": "pull NAME", "ls": "list"}  # commands of others
+# Options with which other programs take the prompt that is an argument of `generate`.
+PROMPT_OPTIONS = ("--prompt", "-p")
+# Commands of other programs -> ours.
+FOREIGN_COMMANDS = {"run": "chat --model NAME", "download": "pull NAME", "ls": "list"}
 
 
 class CheckedCommand(TyperCommand):
-    """A command that refuses options without effect, and takes the names that others use."""
+    """A command that refuses options without effect, and accepts option names of other programs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments."""
+        """Parse the arguments."""
         from .options import ALIASES
 
-        read = list[str]()
+        arguments: list[str] = []
         for arg in args:
             name, equals, value = arg.partition("=")
-            if ctx.info_name == "generate" and name in PROMPTS:
-                read += [value] if equals else []
+            if ctx.info_name == "generate" and name in PROMPT_OPTIONS:
+                arguments += [value] if equals else []
             else:
-                read.append(f"{ALIASES.get(name, name)}{equals}{value}")
-        return super().parse_args(ctx, read)
+                arguments.append(f"{ALIASES.get(name, name)}{equals}{value}")
+        return super().parse_args(ctx, arguments)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -86,16 +89,16 @@ class CheckedCommand(TyperCommand):
 
 
 @cache
-def _load_command(name: str, place: str, *examples: str) -> Any:
-    """The command that Typer makes of a function; the examples stand below its help."""
+def _load_command(name: str, path: str, *examples: str) -> Any:
+    """Make a command of a function. `path` is its module and name; the examples end the help."""
     from .options import CODER, SMALL, expand_groups
 
-    module, function = place.split(".")
-    single = typer.Typer(add_completion=False)
-    made = expand_groups(vars(import_module(f".{module}", __package__))[function])
+    module, function = path.split(".")
+    command = expand_groups(vars(import_module(f".{module}", __package__))[function])
     lines = [f"dflash-mlx {name} {example}".rstrip() for example in examples]
-    text = "\n".join(("Examples:", *lines)).replace("MODEL", SMALL).replace("CODER", CODER)
-    single.command(name, cls=CheckedCommand, epilog=text)(made)
+    epilog = "\n".join(("Examples:", *lines)).replace("MODEL", SMALL).replace("CODER", CODER)
+    single = typer.Typer(add_completion=False)
+    single.command(name, cls=CheckedCommand, epilog=epilog)(command)
     return get_command(single)
 
 
@@ -106,19 +109,23 @@ class Program(TyperGroup):
         super().__init__(**settings | {"commands": Commands()})
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of the first argument. Raises `SettingsError` for one of other programs."""
-        if args and (ours := OTHERS.get(args[0])):
-            raise SettingsError(f"There is no command {args[0]!r}: dflash-mlx {ours}.")
+        """Find the command of the first argument.
+
+        Raises `SettingsError` for a command of another program, and names ours.
+        """
+        if args and args[0] in FOREIGN_COMMANDS:
+            command = FOREIGN_COMMANDS[args[0]]
+            raise SettingsError(f"There is no command {args[0]!r}: dflash-mlx {command}.")
         return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **settings: Any) -> Any:
-        """Read the options before the command."""
+        """Parse the options before the command."""
         with one_line_errors():
             return super().make_context(*args, **settings)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        logging.disable(logging.WARNING)  # of other libraries
+        logging.disable(logging.WARNING)  # other libraries log warnings
         with one_line_errors():
             try:
                 return super().invoke(ctx)
@@ -128,7 +135,7 @@ class Program(TyperGroup):
 
 app = typer.Typer(
     cls=Program,
-    help="Speculative decoding on MLX: a model's own text, in fewer passes of the model.",
+    help="Speculative decoding on MLX: the same text as the model alone, in fewer passes.",
     epilog="Try: dflash-mlx generate 'How many minutes are in 3 hours?'",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -136,10 +143,10 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        parts = (f"{name} {installed(name) or 'not installed'}" for name in ("mlx", "mlx-lm"))
-        print(f"dflash-mlx {__version__} ({', '.join(parts)})")
+def _show_version(is_given: bool) -> None:
+    if is_given:
+        versions = [f"{name} {installed(name) or 'not installed'}" for name in ("mlx", "mlx-lm")]
+        print(f"dflash-mlx {__version__} ({', '.join(versions)})")
         raise typer.Exit()
 
 

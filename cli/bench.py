@@ -35,11 +35,11 @@ from .machines import Machines, cluster_member, runs_elsewhere
 from .options import OUTPUT, given, option
 from .pair import Pair, open_pair, template_variables
 
-PROMPTS = "What is measured"  # the group that --help shows
+PROMPTS = "What is measured"  # a panel of --help
 EMBEDDED_SUITE = "embedded"
-SUITE_LIMIT = 10  # prompts of a hub suite, unless --limit says otherwise
-PROTOCOL = "zlab"  # the one that --protocol knows
-SEED = 0  # of sampling, so that every run makes the same texts
+SUITE_LIMIT = 10  # prompts per category of a hub suite, unless --limit says otherwise
+PROTOCOL = "zlab"  # the only value of --protocol
+SEED = 0  # the seed of sampling, so that every run makes the same texts
 SUITE = f"{EMBEDDED_SUITE} (default), {', '.join(SUITES)}. Repeatable."
 FILE = 'JSONL of {"prompt" or "messages", "category", "answer"} instead.'
 LIMIT = f"Prompts per category. Default: {SUITE_LIMIT} for hub suites."
@@ -60,28 +60,45 @@ def bench(
     block_size: int | None = options.setting("block_size", help=BLOCK),
     temperature: float = options.setting("temperature"),
     thinking: dict[str, Any] = options.settings("think", "reasoning_effort"),
-    suite: list[str] | None = option(None, PROMPTS, "NAME", SUITE),
-    prompts: Path | None = option(None, PROMPTS, "FILE", FILE),
-    data: Path | None = option(None, PROMPTS, "DIR", "Read suites from here, not the hub."),
-    protocol: str | None = option(None, PROMPTS, "NAME", ZLAB),
-    limit: int | None = option(None, PROMPTS, "N", LIMIT, min=1),
-    repeats: int = option(3, PROMPTS, "N", "Runs of each prompt and method.", min=1),
+    suite: list[str] | None = option(None, panel=PROMPTS, metavar="NAME", help=SUITE),
+    prompts: Path | None = option(None, panel=PROMPTS, metavar="FILE", help=FILE),
+    data: Path | None = option(
+        None,
+        panel=PROMPTS,
+        metavar="DIR",
+        help="Read suites from here, not the hub.",
+    ),
+    protocol: str | None = option(None, panel=PROMPTS, metavar="NAME", help=ZLAB),
+    limit: int | None = option(None, panel=PROMPTS, metavar="N", help=LIMIT, min=1),
+    repeats: int = option(
+        3,
+        panel=PROMPTS,
+        metavar="N",
+        help="Runs of each prompt and method.",
+        min=1,
+    ),
     tree_budget: int | str | None = options.setting("tree_budget", help=TREES, panel=PROMPTS),
-    openai: str | None = option(None, PROMPTS, "URL", SERVED),
-    concurrency: str | None = option(None, PROMPTS, "N,N", CLIENTS),
-    out: Path | None = option(None, OUTPUT, "DIR", "Write bench.json here.", parser=options.named),
+    openai: str | None = option(None, panel=PROMPTS, metavar="URL", help=SERVED),
+    concurrency: str | None = option(None, panel=PROMPTS, metavar="N,N", help=CLIENTS),
+    out: Path | None = option(
+        None,
+        panel=OUTPUT,
+        metavar="DIR",
+        help="Write bench.json here.",
+        parser=options.nonempty_path,
+    ),
     machines: Machines,
     json: bool = options.JSON,
 ) -> None:
-    """Compare plain decoding, drafting and mlx-lm on the same prompts, taking turns.
+    """Compare plain decoding, drafting and mlx-lm on the same prompts, in turns.
 
-    The drafter is measured alone and in whole blocks: `generate` adds lookup and chooses lengths.
+    The drafter runs alone, in whole blocks. `generate` adds lookup and chooses draft lengths.
     """
-    if runs_elsewhere(machines, names, weights, context):
+    if runs_elsewhere(machines, names=names, weights=weights, context=context):
         return
     if names.draft == NONE:
         raise SettingsError(f"--draft must not be {NONE} here: name a drafter.")
-    if max_tokens < 2:  # the prefill brings the first
+    if max_tokens < 2:  # the prefill produces the first token
         raise SettingsError(f"--max-tokens must be 2 or more to measure a speed, not {max_tokens}.")
     clients = [] if concurrency is None else _numbers(concurrency)
     if protocol is not None:
@@ -90,7 +107,14 @@ def bench(
         repeats = 1
         max_tokens = max_tokens if "max_tokens" in given(context) else PROTOCOL_MAX_TOKENS
     hub = Hub(offline=weights.offline)
-    chosen = _prompts(suite, prompts, limit, hub, data, protocol is not None)
+    chosen = _choose_prompts(
+        suite,
+        file=prompts,
+        limit=limit,
+        hub=hub,
+        folder=data,
+        by_protocol=protocol is not None,
+    )
     setup: dict[str, Any] = {
         "suite": str(prompts or ", ".join(suite or [EMBEDDED_SUITE])),
         "max_tokens": max_tokens,
@@ -107,21 +131,29 @@ def bench(
     if openai is not None:
         client = ServerClient.find(openai, None if names.model == EMBEDDED else names.model)
         if clients:
-            _measure_clients(client, chosen, clients, setup, json)
+            _measure_clients(client, prompts=chosen, counts=clients, setup=setup, json=json)
             return
-        content = _measure_server(client, chosen, setup, out)
+        content = _measure_server(client, prompts=chosen, setup=setup, out=out)
     else:
         network = replace(names, draft=names.draft or known_drafter(names.model))
-        # Whole blocks: what the drafter is worth, without the policy's choice of draft length.
-        opening: dict[str, Any] = {"settings": {"block_size": block_size}}
-        opening["member"] = cluster_member(context)  # of which none has an adapter
-        content = _measure_pair(open_pair(network, weights, **opening), chosen, setup, out=out)
+        # Whole blocks show what the drafter is worth without the policy's choice of draft length.
+        loading: dict[str, Any] = {
+            "settings": {"block_size": block_size},
+            "member": cluster_member(context),
+        }
+        pair = open_pair(network, weights, **loading)
+        content = _measure_pair(pair, prompts=chosen, setup=setup, out=out)
         if names.adapter is not None and not ended_early(content):
-            gc.collect()  # the tuned target makes room
-            untuned = open_pair(replace(network, adapter=None), weights, **opening)
-            once = setup | {"repeats": 1, "tree_budget": None}
-            found = _measure_pair(untuned, chosen, once, with_mlx_lm=False)
-            content["untuned_acceptance_length"] = acceptance_of(found)
+            del pair
+            gc.collect()  # frees the tuned target before the next one is loaded
+            untuned = open_pair(replace(network, adapter=None), weights, **loading)
+            untuned_content = _measure_pair(
+                untuned,
+                prompts=chosen,
+                setup=setup | {"repeats": 1, "tree_budget": None},
+                with_mlx_lm=False,
+            )
+            content["untuned_acceptance_length"] = acceptance_of(untuned_content)
     if out is not None:
         write_run(out, content)
     if json:
@@ -133,13 +165,14 @@ def bench(
 
 
 def _numbers(text: str) -> list[int]:
-    numbers = [int(one) if one.strip().isdecimal() else 0 for one in text.split(",")]
+    """Parse the numbers of clients. Raises `SettingsError`."""
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if not all(numbers):
         raise SettingsError(f"--concurrency must be positive numbers, like 1,8, not {text!r}.")
     return numbers
 
 
-def _prompts(
+def _choose_prompts(
     suites: list[str] | None,
     file: Path | None,
     limit: int | None,
@@ -147,24 +180,24 @@ def _prompts(
     folder: Path | None,
     by_protocol: bool,
 ) -> list[BenchPrompt]:
-    """The prompts to measure. Raises `DataError` and the errors of `suite_prompts`."""
+    """Return the prompts to measure. Raises `DataError` and the errors of `suite_prompts`."""
     if file is not None:
-        chosen = read_prompts(file)
-        return chosen if limit is None else limit_per_category(chosen, limit)
+        prompts = read_prompts(file)
+        return prompts if limit is None else limit_per_category(prompts, limit)
     chosen = []
     for name in suites or [EMBEDDED_SUITE]:
         if name == EMBEDDED_SUITE:
-            found = embedded_prompts()
+            prompts = embedded_prompts()
         elif name in SUITES:
-            found = suite_prompts(name, hub, folder)
+            prompts = suite_prompts(name, hub, folder)
             if by_protocol:
-                found = choose_protocol_prompts(found)
+                prompts = choose_protocol_prompts(prompts)
             elif limit is None:
-                found = limit_per_category(found, SUITE_LIMIT)
+                prompts = limit_per_category(prompts, SUITE_LIMIT)
         else:
-            known = ", ".join((EMBEDDED_SUITE, *SUITES))
-            raise SettingsError(f"--suite must be one of {known}, not {name!r}.")
-        chosen += found if limit is None else limit_per_category(found, limit)
+            names = ", ".join((EMBEDDED_SUITE, *SUITES))
+            raise SettingsError(f"--suite must be one of {names}, not {name!r}.")
+        chosen += prompts if limit is None else limit_per_category(prompts, limit)
     return chosen
 
 
@@ -178,28 +211,41 @@ def _measure_pair(
     """Measure plain decoding, drafting and mlx-lm. Returns the content of bench.json."""
     from dflash_mlx.bench.measure import WARM_UP_TOKENS, measure_all
 
-    names = ("max_tokens", "temperature", "seed") if setup["temperature"] else ("max_tokens",)
-    settings = {name: setup[name] for name in names}
-    further: dict[str, Any] = {
-        "template": template_variables(pair.target, setup),
-        "drafting": {"block_size": pair.block_size},
-        "trees": _tree_settings(pair, setup["tree_budget"]),
-        "with_mlx_lm": with_mlx_lm and pair.member is None,
-    }
-    methods = 2 + further["with_mlx_lm"] + (further["trees"] is not None)
-    about = {"model": pair.target.name, "title": pair.title, "block_size": pair.rows}
-    run = BenchRun({**about, **setup, "machine": machine(pair.blas)}, prompts, methods, out)
-    run.warm_up_tokens = min(WARM_UP_TOKENS, setup["max_tokens"])
-    return run.collect(
-        measure_all(
-            *(pair.target, pair.drafter, prompts, setup["repeats"], settings),
-            ran=run.count,
-            **further,
-        )
+    settings = {"max_tokens": setup["max_tokens"]}
+    if setup["temperature"]:
+        settings |= {"temperature": setup["temperature"], "seed": setup["seed"]}
+    trees = _tree_settings(pair, setup["tree_budget"])
+    with_mlx_lm = with_mlx_lm and pair.member is None
+    run = BenchRun(
+        {
+            "model": pair.target.name,
+            "title": pair.title,
+            "block_size": pair.rows,
+            **setup,
+            "machine": machine(pair.blas),
+        },
+        prompts=prompts,
+        methods=2 + with_mlx_lm + (trees is not None),
+        out=out,
     )
+    run.warm_up_tokens = min(WARM_UP_TOKENS, setup["max_tokens"])
+    measured = measure_all(
+        pair.target,
+        pair.drafter,
+        prompts=prompts,
+        repeats=setup["repeats"],
+        settings=settings,
+        template=template_variables(pair.target, setup),
+        drafting={"block_size": pair.block_size},
+        trees=trees,
+        with_mlx_lm=with_mlx_lm,
+        ran=run.count,
+    )
+    return run.collect(measured)
 
 
 def _tree_settings(pair: Pair, budget: int | str | None) -> dict[str, Any] | None:
+    """Return the settings that draft trees; None without a budget."""
     from dflash_mlx import DraftPolicy
 
     if budget is None:
@@ -217,13 +263,33 @@ def _measure_server(
     setup: Mapping[str, Any],
     out: Path | None,
 ) -> dict[str, Any]:
-    """Measure a server from outside. Returns the content of bench.json. Raises `ServerError`."""
-    settings = (setup["repeats"], setup["max_tokens"], setup["temperature"], setup["seed"] or 0)
-    title = f"{client.model} · {client.url}"
-    about = {"model": client.model, "title": title, "block_size": None}
-    run = BenchRun({**about, **setup, "machine": computer()}, prompts, 1, out)
+    """Measure a server as its clients see it. Returns the content of bench.json.
+
+    Raises `ServerError`.
+    """
+    run = BenchRun(
+        {
+            "model": client.model,
+            "title": f"{client.model} · {client.url}",
+            "block_size": None,
+            **setup,
+            "machine": computer(),
+        },
+        prompts=prompts,
+        methods=1,
+        out=out,
+    )
     run.warm_up_tokens = min(server_bench.WARM_UP_TOKENS, setup["max_tokens"])
-    return run.collect(server_bench.measure_server(client, prompts, *settings, run.count))
+    measured = server_bench.measure_server(
+        client,
+        prompts,
+        repeats=setup["repeats"],
+        max_tokens=setup["max_tokens"],
+        temperature=setup["temperature"],
+        seed=setup["seed"] or 0,
+        ran=run.count,
+    )
+    return run.collect(measured)
 
 
 def _measure_clients(
@@ -237,22 +303,33 @@ def _measure_clients(
 
     Raises `ServerError`.
     """
-    settings = (setup["max_tokens"], setup["temperature"], setup["seed"] or 0)
-    with output.waiting("Asking once before anything is timed"):
-        client.ask(prompts[0].messages, min(8, settings[0]), *settings[1:])
+    max_tokens = setup["max_tokens"]
+    sampling = {"temperature": setup["temperature"], "seed": setup["seed"] or 0}
+    with output.waiting("Sending one request before anything is timed"):
+        client.ask(prompts[0].messages, max_tokens=min(8, max_tokens), **sampling)
     rows = []
     for count in counts:
         with output.waiting(f"{count} at once"):
-            rows.append(server_bench.measure_concurrency(client, prompts, count, *settings))
+            rows.append(
+                server_bench.measure_concurrency(
+                    client,
+                    prompts,
+                    clients=count,
+                    max_tokens=max_tokens,
+                    **sampling,
+                )
+            )
     if json:
         about = {"model": client.model, "url": client.url, **setup, "machine": computer()}
         output.print_json({**about, "concurrency": rows})
         return
     table = output.make_table("clients", "tok/s", "first token", "p95", "gap", "p95 ")
     for row in rows:
-        waits = (row["first_token_seconds"], row["gap_seconds"])
-        cells = [_milliseconds(wait.get(key)) for wait in waits for key in ("median", "p95")]
-        table.add_row(str(row["clients"]), output.rate(row["tokens_per_second"]), *cells)
+        cells = [str(row["clients"]), output.rate(row["tokens_per_second"])]
+        for wait in (row["first_token_seconds"], row["gap_seconds"]):
+            cells.append(_milliseconds(wait.get("median")))
+            cells.append(_milliseconds(wait.get("p95")))
+        table.add_row(*cells)
     output.stdout().print(table)
     output.note(f"{client.model} · {client.url}; speed of all clients, median waits and p95")
     if setup["busy"]:

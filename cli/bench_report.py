@@ -1,4 +1,4 @@
-"""What `dflash-mlx bench` found, as a table; and `report`, which shows it again."""
+"""The table of a benchmark's results, and `dflash-mlx report`, which shows it again."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def report(
 
 
 def acceptance_of(content: Mapping[str, Any]) -> float:
-    """Tokens per drafted step of a whole run."""
+    """Return the tokens per drafted step of a whole run."""
     methods = content["overall"]["methods"]
     return float(methods[drafting_methods(methods)[0]]["acceptance_length"] or 0)
 
 
 def ended_early(content: Mapping[str, Any]) -> bool:
-    """Whether a run was ended before its last prompt."""
+    """Whether a run was interrupted before its last prompt."""
     return len(content["prompts"]) < content.get("planned_prompts", 0)
 
 
 def show(content: Mapping[str, Any]) -> None:
     """Print the table of a run to stdout, and its notes to stderr."""
     output.stdout().print(_table(content))
-    for one in content["differences"]:
-        output.stdout().print(Text(describe_difference(one), style="red"))
+    for difference in content["differences"]:
+        output.stdout().print(Text(describe_difference(difference), style="red"))
     for category, figures in (content["protocol_figures"] or {}).items():
         output.note(f"{content['protocol']}, {category}: {_protocol_text(figures)}")
     overall = content["overall"]
@@ -54,9 +54,10 @@ def show(content: Mapping[str, Any]) -> None:
     if any(method["speedup"] for name, method in overall["methods"].items() if name != PLAIN):
         output.note("x: the median over pairs of runs of one turn, not a ratio of the columns")
     if ended_early(content):
-        left = f"{len(content['prompts'])} of {content['planned_prompts']} prompts"
-        output.note(f"Ended early, after {left}.")
-    if untuned := content.get("untuned_acceptance_length"):
+        measured = f"{len(content['prompts'])} of {content['planned_prompts']} prompts"
+        output.note(f"Ended early, after {measured}.")
+    untuned = content.get("untuned_acceptance_length")
+    if untuned:
         tuned = f"{acceptance_of(content):.2f} tokens per step with the adapter"
         output.note(f"{tuned}, {untuned:.2f} without it: the same drafter and prompts")
     if content["block_size"]:
@@ -76,46 +77,54 @@ def show(content: Mapping[str, Any]) -> None:
 
 
 def _protocol_text(figures: Mapping[str, Any]) -> str:
+    """Return one line with the means of a protocol's category."""
     parts = {
         "{:.2f}x plain": figures["speedup"],
         "{:.2f}x mlx-lm": figures["over_mlx_lm"],
         "acceptance length {:.2f}": figures["acceptance_length"],
     }
-    known = [text.format(value) for text, value in parts.items() if value is not None]
-    return f"{', '.join(known)} (means of {figures['answers']})"
+    measured = [text.format(value) for text, value in parts.items() if value is not None]
+    return f"{', '.join(measured)} (means of {figures['answers']})"
 
 
 def _table(content: Mapping[str, Any]) -> Table:
-    """Tokens per second of each method; beside it speedup and acceptance length of drafting."""
+    """Make the table: tokens per second of each method, speedup and acceptance of drafting."""
     overall = content["overall"]
     drafting = drafting_methods(overall["methods"])
-    methods = [*(name for name in overall["methods"] if name not in drafting), *drafting]
-    exact = overall["exact"] is not None
-    compared = any(method["identical"] is not None for method in overall["methods"].values())
-    titles = [t for name in methods for t in (name, *("x", "tok/step") * (name in drafting))]
-    titles += ["identical"] * compared + ["exact"] * exact
-    table = output.make_table("category", *titles, padding=1)  # 80 columns
+    methods = [name for name in overall["methods"] if name not in drafting]
+    methods += drafting
+    has_answers = overall["exact"] is not None
+    is_compared = any(method["identical"] is not None for method in overall["methods"].values())
+    titles = []
+    for name in methods:
+        titles.append(name)
+        if name in drafting:
+            titles += ["x", "tok/step"]
+    if is_compared:
+        titles.append("identical")
+    if has_answers:
+        titles.append("exact")
+    table = output.make_table("category", *titles, padding=1)  # fits into 80 columns
     for row in (*content["categories"], overall):
         cells = [row["category"], *_figures(row, methods, "median")]
-        if compared:
+        if is_compared:
             identical = min(row["methods"][name]["identical"] for name in drafting)
             cells.append(f"{identical}/{row['prompts']}")
-        if exact:
-            cells.append(
-                f"{row['exact']}/{row['with_answer']}" if row["with_answer"] else output.NOTHING
-            )
+        if has_answers:
+            exact = f"{row['exact']}/{row['with_answer']}"
+            cells.append(exact if row["with_answer"] else output.NOTHING)
         table.add_row(*cells, style="bold" if row is overall else "")
     for title, quartile in (("25%", "low"), ("75%", "high")):
         table.add_row(title, *_figures(overall, methods, quartile), style="dim")
     return table
 
 
-def _figures(row: Mapping[str, Any], methods: Sequence[str], which: str) -> Iterator[str]:
-    """The cells of a row's methods: medians, or quartiles of all runs ("low", "high")."""
+def _figures(row: Mapping[str, Any], methods: Sequence[str], statistic: str) -> Iterator[str]:
+    """Yield a row's cells: medians, or the quartiles of all runs ("low", "high")."""
     for name in methods:
         method = row["methods"][name]
-        yield output.rate(method["tokens_per_second"][which])
+        yield output.rate(method["tokens_per_second"][statistic])
         if name in drafting_methods([name]):
             acceptance = method["acceptance_length"] or 0
-            yield output.times(method["speedup"][which], acceptance)
-            yield f"{acceptance:.2f}" if which == "median" else ""
+            yield output.times(method["speedup"][statistic], acceptance)
+            yield f"{acceptance:.2f}" if statistic == "median" else ""

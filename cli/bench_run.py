@@ -1,4 +1,4 @@
-"""A benchmark as it runs: how long it will take, a line for each prompt, and what is kept."""
+"""A running benchmark: how long it will take, a line for each prompt, and its results."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class BenchRun:
     """Collects the runs of prompts.
 
     Args:
-        setup: what runs, with which settings, on which machine.
-        prompts: to measure.
-        methods: how many take turns.
-        out: the folder of bench.json, which is written after each prompt; None for none.
+        setup: the model, the settings and the machine.
+        prompts: the prompts to measure.
+        methods: how many methods take turns.
+        out: the folder for bench.json, which is written after each prompt; None writes nothing.
 
     Attributes:
-        warm_up_tokens: of the run of each method that comes before the first prompt.
+        warm_up_tokens: the tokens that each method generates before the first prompt.
     """
 
     def __init__(
@@ -43,30 +43,36 @@ class BenchRun:
         out: Path | None,
     ) -> None:
         turns = sum(1 + len(prompt.then) for prompt in prompts)
-        self._setup, self._methods, self._out = {**setup, "planned_prompts": turns}, methods, out
-        self._start, self._count, self.warm_up_tokens = 0.0, 0, 1
+        self._setup = {**setup, "planned_prompts": turns}
+        self._methods = methods
+        self._out = out
+        self._start = 0.0
+        self._count = 0  # the runs that have ended
+        self.warm_up_tokens = 1
         console = output.stderr()
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         total = methods * (1 + turns * setup["repeats"])
         self._task = self._bar.add_task("measuring", total=total)
 
     def count(self) -> None:
-        """Take in that a run ended. After the warm-up, say how long all will take at most."""
+        """Count a run that has ended. After the warm-up, print how long the benchmark may take."""
         self._count += 1
         self._bar.advance(self._task)
         if self._count == self._methods:
-            longer = self._setup["max_tokens"] / self.warm_up_tokens
-            runs = self._setup["planned_prompts"] * self._setup["repeats"]
-            seconds = (time.perf_counter() - self._start) * longer * runs
-            prompts = output.counted(self._setup["planned_prompts"], "prompt")
-            each = f"{output.counted(self._setup['repeats'], 'run')} of"
+            warm_up_seconds = time.perf_counter() - self._start
+            length_ratio = self._setup["max_tokens"] / self.warm_up_tokens
+            turns = self._setup["planned_prompts"]
+            repeats = self._setup["repeats"]
+            seconds = warm_up_seconds * length_ratio * turns * repeats
+            prompts = output.counted(turns, "prompt")
+            runs = output.counted(repeats, "run")
             methods = output.counted(self._methods, "method")
-            self._say(f"{prompts}, {each} {methods} each: at most {_duration(seconds)}.")
+            self._print(f"{prompts}, {runs} of {methods} each: at most {_duration(seconds)}.")
 
     def collect(self, measured: Iterable[PromptRuns]) -> dict[str, Any]:
         """Measure all prompts, or those before a Ctrl-C. Returns the content of bench.json."""
-        done = list[PromptRuns]()
-        content = dict[str, Any]()
+        done: list[PromptRuns] = []
+        content: dict[str, Any] = {}
         self._start = time.perf_counter()
         with self._bar:
             try:
@@ -75,19 +81,19 @@ class BenchRun:
                     content = run_content(self._setup, done)
                     if self._out is not None:
                         write_run(self._out, content)
-                    self._say(_line(prompt_runs))
+                    self._print(_line(prompt_runs))
             except KeyboardInterrupt:
                 if not done:
                     raise
         return content
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         """Print a line above the bar."""
         self._bar.console.print(text, style="dim", soft_wrap=True)
 
 
 def _line(prompt_runs: PromptRuns) -> str:
-    """The medians of one prompt in a line."""
+    """Return the medians of one prompt in a line."""
     figures = summary(prompt_runs.prompt.category, [prompt_runs])
     parts = []
     for name, method in figures["methods"].items():
@@ -102,7 +108,7 @@ def _line(prompt_runs: PromptRuns) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """A time for people: "40 seconds", "5 minutes", "2.5 hours"."""
+    """Return a time in words: "40 seconds", "5 minutes", "2.5 hours"."""
     if seconds < 90:
         return output.counted(max(1, round(seconds)), "second")
     minutes = seconds / 60

@@ -1,4 +1,4 @@
-"""The commands of a chat: a table from which /help is written."""
+"""The commands of a chat, in a table that /help prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dflash_mlx.errors import DataError, DFlashError, SettingsError
 from dflash_mlx.settings import SETTINGS
 from dflash_mlx.validation import is_message, read_json, user_path
 
-from .options import STEPS, note_without_effect
+from .options import CONVERSATION_SETTINGS, note_without_effect
 from .output import counted, error_line, note, write_file
 from .pair import template_variables
 
@@ -24,29 +24,39 @@ if TYPE_CHECKING:
 COMMAND = re.compile(r"(/[a-z]+)(?:\s+(.*))?", re.DOTALL)
 ROLES = ("system", "user", "assistant")
 THINKING = ("on", "off", *SETTINGS["reasoning_effort"].choices)
-FILE = "FILE"  # what a command needs
-NONE = "none"  # removes the system message
-OTHERS = dict.fromkeys(("exit", "quit", "/exit", "/bye"), "/quit")  # names of other programs
-OTHERS |= dict.fromkeys(("/reset", "/new"), "/clear")
+FILE = "FILE"  # the argument of a command that needs a file name
+NO_SYSTEM = "none"  # the argument of /system that removes the message
+# Commands of other programs -> ours.
+FOREIGN_COMMANDS = {
+    "exit": "/quit",
+    "quit": "/quit",
+    "/exit": "/quit",
+    "/bye": "/quit",
+    "/reset": "/clear",
+    "/new": "/clear",
+}
+# The settings that /set can change.
 NUMBERS = [
     name
-    for name, one in SETTINGS.items()
-    if one.metavar and one.kind in (int, float) and name not in STEPS
+    for name, setting in SETTINGS.items()
+    if setting.metavar and setting.kind in (int, float) and name not in CONVERSATION_SETTINGS
 ]
 
 
 def run_command(chat: Chat, line: str) -> bool:
-    """Run a line that is a command; False for a message.
+    """Run a line if it is a command. Returns False for a message.
 
     A message that begins with a space is never a command, and neither is "/usr/bin/env: what?".
     """
-    found = COMMAND.fullmatch(OTHERS.get(line.rstrip(), line.rstrip()))
-    if found is None:
+    line = line.rstrip()
+    match = COMMAND.fullmatch(FOREIGN_COMMANDS.get(line, line))
+    if match is None:
         return False
-    name, argument = found[1], (found[2] or "").strip()
+    name = match[1]
+    argument = (match[2] or "").strip()
     if name not in COMMANDS:
-        hint = _nearest(name, [*COMMANDS]) or "/help lists the commands."
-        note(f"There is no {name}. {hint} (A space before it sends it.)")
+        hint = _suggest(name, [*COMMANDS]) or "/help lists the commands."
+        note(f"There is no {name}. {hint} (To send it as a message, type a space first.)")
         return True
     try:
         if COMMANDS[name].argument == FILE and not argument:
@@ -57,15 +67,18 @@ def run_command(chat: Chat, line: str) -> bool:
     return True
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    """A question with the known name that is most like this one; empty without any."""
-    return "".join(f"Did you mean {one}?" for one in get_close_matches(name, known, n=1))
+def _suggest(name: str, names: list[str]) -> str:
+    """Return a question with the most similar name; empty if none is similar."""
+    similar = get_close_matches(name, names, n=1)
+    return f"Did you mean {similar[0]}?" if similar else ""
 
 
 def _help(chat: Chat, _: str) -> None:
     for name, command in COMMANDS.items():
-        note(f"{name + ' ' + command.argument:20}{command.help}")
-    note(f"{chr(34) * 3:20}around a message of several lines; or end lines with a \\")
+        usage = f"{name} {command.argument}"
+        note(f"{usage:20}{command.help}")
+    quotes = '"""'
+    note(f"{quotes:20}around a message of several lines; or end lines with a \\")
 
 
 def _clear(chat: Chat, _: str) -> None:
@@ -96,22 +109,28 @@ def _system(chat: Chat, text: str) -> None:
     if not text:
         note(chat.system or "There is no system message: /system TEXT sets one.")
         return
-    chat.set_system("" if text == NONE else text)
-    note("The system message is removed." if text == NONE else "The system message is set.")
+    if text == NO_SYSTEM:
+        chat.set_system("")
+        note("The system message is removed.")
+    else:
+        chat.set_system(text)
+        note("The system message is set.")
 
 
 def _set(chat: Chat, text: str) -> None:
     name, _, value = re.sub(r"(?<=[a-z])-", "_", text).replace("=", " ", 1).partition(" ")
-    name = next((one for one in NUMBERS if name in SETTINGS[one].aliases), name)
+    for number in NUMBERS:
+        if name in SETTINGS[number].aliases:
+            name = number
     if name and name not in NUMBERS:
-        hint = _nearest(name, NUMBERS) or f"The settings: {', '.join(NUMBERS)}."
+        hint = _suggest(name, NUMBERS) or f"The settings: {', '.join(NUMBERS)}."
         raise SettingsError(f"There is no setting {name!r}. {hint}")
     if value:
         changed = {name: SETTINGS[name].parse(name, value.strip())}
         chat.change(changed)
         note_without_effect({**changed, "temperature": chat.settings["temperature"]}, str)
-    for each in [name] if name else NUMBERS:
-        note(f"{each:18} {chat.settings[each]}")
+    for number in [name] if name else NUMBERS:
+        note(f"{number:18} {chat.settings[number]}")
 
 
 def _think(chat: Chat, text: str) -> None:
@@ -120,14 +139,14 @@ def _think(chat: Chat, text: str) -> None:
     if text:
         effort = None if text in ("on", "off") else text
         chat.change({"think": text != "off", "reasoning_effort": effort})
-        if chat.model.pair is not None:  # warns of what the template does not know
+        if chat.model.pair is not None:
+            # Warns if the chat template has no such switch.
             template_variables(chat.model.pair.target, chat.settings)
         else:
-            note("The server is told; its model may have no such switch.")
-    shown = {None: "as the model does by itself", True: "on", False: "off"}[
-        chat.settings.get("think")
-    ]
-    note(f"thinking: {chat.settings.get('reasoning_effort') or shown}")
+            note("The setting is sent to the server; its model may have no such switch.")
+    states = {None: "the model's default", True: "on", False: "off"}
+    state = states[chat.settings.get("think")]
+    note(f"thinking: {chat.settings.get('reasoning_effort') or state}")
 
 
 def _save(chat: Chat, name: str) -> None:
@@ -147,10 +166,10 @@ def _load(chat: Chat, name: str) -> None:
 
 
 def read_conversation(path: Path) -> Messages:
-    """The messages of a file that /save wrote. Raises `DataError`."""
+    """Read the messages from a file that /save wrote. Raises `DataError`."""
     messages: Any = read_json(path, DataError).get("messages")
-    valid = isinstance(messages, list) and all(map(is_message, messages))
-    if not valid or any(message["role"] not in ROLES for message in messages):
+    is_valid = isinstance(messages, list) and all(map(is_message, messages))
+    if not is_valid or any(message["role"] not in ROLES for message in messages):
         raise DataError(f"{path} is not a saved conversation: it has no list of messages.")
     return messages
 
@@ -160,7 +179,7 @@ def _quit(chat: Chat, _: str) -> None:
 
 
 class Command(NamedTuple):
-    """A command: what it takes, what it does in words, and the function that does it."""
+    """A command: its argument, its help, and the function that runs it."""
 
     argument: str
     help: str

@@ -1,4 +1,4 @@
-"""The conversation of a chat, and what it is with: a model in this process or behind a server."""
+"""The conversation of a chat, with a model in this process or behind a server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from itertools import chain
 from typing import Any
 
 import dflash_mlx
@@ -20,8 +19,9 @@ from .output import MIN_STEPS, counted, error_line, note, rate, times, waiting
 from .pair import Pair, explain, template_variables, without_template
 
 Messages = list[dict[str, str]]
-TOO_LONG = "context_length_exceeded"
-ALWAYS = ("temperature", "top_p", "max_tokens")  # every server knows these, with other defaults
+TOO_LONG = "context_length_exceeded"  # the code in a server's error about a long conversation
+# Sent to servers even if they have our default value, because servers have other defaults.
+ALWAYS_SENT = ("temperature", "top_p", "max_tokens")
 
 
 class LocalModel:
@@ -33,29 +33,36 @@ class LocalModel:
 
     def __init__(self, pair: Pair) -> None:
         self.pair: Pair | None = pair
-        self.name, self.title = pair.target.name, pair.title
+        self.name = pair.target.name
+        self.title = pair.title
         self._pair = pair
-        self._caches = dflash_mlx.Conversation(pair.target, pair.drafter, pair.kv_bits)
+        self._conversation = dflash_mlx.Conversation(pair.target, pair.drafter, pair.kv_bits)
 
     def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[AnswerPiece]:
         """Answer a conversation, piece by piece. Raises `PromptError` if it is too long."""
         from dflash_mlx.prompt import encode_prompt
 
-        target, drafter = self._pair.target, self._pair.drafter
+        target = self._pair.target
         ids = encode_prompt(target, messages, template_variables(target, settings))
         thoughts = Thoughts(target, ids)
-        settings |= {"policy": self._pair.policy, "conversation": self._caches}
-        for event in dflash_mlx.stream_generate(target, drafter, ids, **without_template(settings)):
-            yield AnswerPiece(thoughts.split(event), event.stats, event.finish_reason, thoughts)
+        settings = without_template(settings)
+        settings |= {"policy": self._pair.policy, "conversation": self._conversation}
+        for event in dflash_mlx.stream_generate(target, self._pair.drafter, ids, **settings):
+            yield AnswerPiece(
+                parts=thoughts.split(event),
+                stats=event.stats,
+                finish_reason=event.finish_reason,
+                thoughts=thoughts,
+            )
 
 
 class ServedModel:
-    """A model behind a server that speaks OpenAI's API. Every turn sends the whole conversation.
+    """A model behind a server with OpenAI's API. Every turn sends the whole conversation.
 
     Args:
-        url: of the server.
-        model: its name there; None takes the first one that the server offers.
-        key: the API key, if the server wants one.
+        url: the server's address.
+        model: the model's name there; None means the first one that the server offers.
+        key: the API key, if the server needs one.
 
     Raises `ServerError`.
     """
@@ -70,32 +77,35 @@ class ServedModel:
         self.title = f"{self.name} · {self._server.url}"
 
     def stream(self, messages: Messages, settings: dict[str, Any]) -> Generator[AnswerPiece]:
-        """As `LocalModel.stream`. Raises `ServerError`, too."""
-        given = {
-            "enable_thinking" if name == "think" else name: value
-            for name, value in settings.items()
-            if name in ALWAYS or value not in (SETTINGS[name].default, (), [])
-        }
-        stats, reason = Stats(seed=settings["seed"]), "stop"
+        """Answer a conversation, piece by piece.
+
+        Raises `PromptError` if it is too long, and `ServerError`.
+        """
+        fields = {}
+        for name, value in settings.items():
+            if name in ALWAYS_SENT or value not in (SETTINGS[name].default, (), []):
+                fields["enable_thinking" if name == "think" else name] = value
+        stats = Stats(seed=settings["seed"])
+        finish_reason = "stop"
         try:
-            with closing(self._server.stream(messages, stats, **given)) as pieces:
-                for reasoning, text, ended in pieces:
-                    reason = ended or reason
+            with closing(self._server.stream(messages, stats, **fields)) as pieces:
+                for reasoning, text, reason in pieces:
+                    finish_reason = reason or finish_reason
                     yield AnswerPiece([(reasoning, True), (text, False)], stats)
         except ServerError as error:
             if TOO_LONG in str(error):
                 raise PromptError("The conversation is too long for the server's model.") from error
             raise
-        yield AnswerPiece([], stats, reason)
+        yield AnswerPiece([], stats, finish_reason)
 
 
 class Chat:
     """A conversation with a model, on a terminal or in a pipe.
 
     Args:
-        model: what answers.
-        settings: of `stream_generate`, for the next answers; /set changes them.
-        messages: that were said before.
+        model: the model that answers.
+        settings: settings of `stream_generate` for the next answers; /set changes them.
+        messages: earlier messages.
         verbose: whether to explain the draft lengths after each answer.
 
     Raises `SettingsError` for settings that the model cannot use.
@@ -113,38 +123,48 @@ class Chat:
         messages: Messages,
         verbose: bool = False,
     ) -> None:
-        self.model, self.messages, self._verbose = model, messages, verbose
+        self.model = model
+        self.messages = messages
         self.settings: dict[str, Any] = {}
         self.change(settings)
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        self.leaving = self.stopped = self._streams = False
+        self.leaving = False
+        self.stopped = False
+        self._verbose = verbose
+        self._is_streaming = False  # whether the answer's first piece is there
 
     def ask(self, text: str) -> None:
         """Answer a message."""
         self.answer([*self.messages, {"role": "user", "content": text}])
 
     def answer(self, messages: Messages) -> None:
-        """Answer a conversation and go on from there; after an error all is as it was before.
+        """Answer a conversation, and continue it with the answer. An error changes nothing.
 
         Ctrl-C stops the answer and keeps its text. Raises `DFlashError` only in a pipe.
         """
-        writer, content, piece = Writer(), "", None
+        writer = Writer()
+        content = ""
+        last_piece = None
         try:
             pieces = self.model.stream(messages, dict(self.settings))
             with self._ctrl_c_stops(), closing(pieces):
-                with waiting("Reading the prompt", spinner=False):  # its thread outlives a Ctrl-C
-                    first = [one for one in [next(pieces, None)] if one is not None]
-                self._streams = True
-                for piece in chain(first, pieces):
+                # Without a spinner, because its thread would outlive a Ctrl-C.
+                with waiting("Reading the prompt", spinner=False):
+                    piece = next(pieces, None)
+                self._is_streaming = True
+                while piece is not None:
+                    last_piece = piece
                     writer.write(piece.parts)
                     content += piece.content
                     if self.stopped:
                         break
+                    piece = next(pieces, None)
         except DFlashError as error:
             if not self.interactive:
                 raise
             writer.end()
-            hint = " /clear starts a new conversation." * isinstance(error, PromptError)
+            is_prompt = isinstance(error, PromptError)
+            hint = " /clear starts a new conversation." if is_prompt else ""
             error_line(f"{error}{hint}")
             return
         except KeyboardInterrupt:
@@ -152,34 +172,35 @@ class Chat:
                 raise
             self.stopped = True
         writer.end()
-        if piece is not None:
+        if last_piece is not None:
             self.messages = [*messages, {"role": "assistant", "content": content}]
-            self._report(piece)
+            self._report(last_piece)
         elif self.stopped:
             note("Stopped before the answer; the message is not kept.")
 
     @contextmanager
     def _ctrl_c_stops(self) -> Iterator[None]:
-        """Have a person's Ctrl-C stop an answer between two steps, so that caches stay whole.
+        """Make a person's Ctrl-C stop an answer between two steps, so that caches stay intact.
 
-        Before the first piece, and the second time, it interrupts at once.
+        Before the first piece, and the second time, Ctrl-C interrupts immediately.
         """
 
         def stop(*_: object) -> None:
-            if self.stopped or not self._streams:
+            if self.stopped or not self._is_streaming:
                 raise KeyboardInterrupt
             self.stopped = True
 
-        self._streams = self.stopped = False
-        before = signal.signal(signal.SIGINT, stop) if self.interactive else None
+        self._is_streaming = False
+        self.stopped = False
+        previous = signal.signal(signal.SIGINT, stop) if self.interactive else None
         try:
             yield
         finally:
-            if before is not None:
-                signal.signal(signal.SIGINT, before)
+            if previous is not None:
+                signal.signal(signal.SIGINT, previous)
 
     def change(self, settings: dict[str, Any]) -> None:
-        """Change settings for the next answers, or raise `SettingsError` and change none."""
+        """Change settings for the next answers. An invalid one raises `SettingsError`."""
         from dflash_mlx.generation import GenerationSettings
 
         changed = with_seed(self.settings | settings)
@@ -189,34 +210,44 @@ class Chat:
         self.settings = changed
 
     def _report(self, piece: AnswerPiece) -> None:
-        """A line about an answer: its length, speed and speedup, and what was read for it."""
-        stats, pair = piece.stats, self.model.pair
-        parts = [counted(stats.output_tokens, "token")]
+        """Print a line about an answer: its length, its speed, and how its prompt was read."""
+        stats = piece.stats
+        pair = self.model.pair
+        length = counted(stats.output_tokens, "token")
         if piece.thoughts is not None and piece.thoughts.tokens:
-            parts[0] += f" ({piece.thoughts.tokens} in thoughts)"
+            length += f" ({piece.thoughts.tokens} in thoughts)"
+        parts = [length]
         if stats.decode_seconds and stats.output_tokens > MIN_STEPS:
             parts.append(f"{rate(stats.tokens_per_second)} tok/s")
-        if pair and stats.rounds >= MIN_STEPS and (plain := pair.plain_speed()):
-            speedup = times(stats.tokens_per_second / plain, stats.acceptance_length)
-            doubtful = " (other programs disturbed the timing)" * speedup.endswith("?")
-            parts.append(f"~{speedup} plain{doubtful}")
+        plain_speed = pair.plain_speed() if pair else None
+        if plain_speed and stats.rounds >= MIN_STEPS:
+            speedup = times(stats.tokens_per_second / plain_speed, stats.acceptance_length)
+            part = f"~{speedup} plain"
+            if speedup.endswith("?"):
+                part += " (other programs disturbed the timing)"
+            parts.append(part)
         if pair and pair.drafter is not None and stats.rounds:
             parts.append(f"{stats.acceptance_length:.1f} tokens per step")
         if self.stopped:
             parts.append("stopped")
         elif piece.finish_reason == "length":
             limit = pair.limit_reached(stats) if pair else "cut off by --max-tokens"
-            typed = limit.replace("--max-tokens", "/set max_tokens")
-            parts.append(typed if self.interactive else limit)
-        new = stats.prompt_tokens - stats.reused_tokens
-        note(" · ".join([*parts, f"prompt: {new} new, {stats.reused_tokens} cached"]))
+            if self.interactive:
+                limit = limit.replace("--max-tokens", "/set max_tokens")
+            parts.append(limit)
+        new_tokens = stats.prompt_tokens - stats.reused_tokens
+        parts.append(f"prompt: {new_tokens} new, {stats.reused_tokens} cached")
+        note(" · ".join(parts))
         if pair and self._verbose:
             explain(pair, stats, self.settings["temperature"])
 
     @property
     def system(self) -> str:
         """The system message; empty without one."""
-        return next((m["content"] for m in self.messages if m["role"] == "system"), "")
+        for message in self.messages:
+            if message["role"] == "system":
+                return message["content"]
+        return ""
 
     def set_system(self, text: str) -> None:
         """Set the system message, or remove it with an empty text."""
@@ -225,6 +256,8 @@ class Chat:
 
     @property
     def last_question(self) -> int | None:
-        """The index of the last message of the person."""
-        asked = [at for at, message in enumerate(self.messages) if message["role"] == "user"]
-        return asked[-1] if asked else None
+        """The index of the person's last message; None if there is none."""
+        for index in reversed(range(len(self.messages))):
+            if self.messages[index]["role"] == "user":
+                return index
+        return None

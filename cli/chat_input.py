@@ -1,4 +1,4 @@
-"""A person's line: history over sessions, completion, and messages of several lines."""
+"""Reads a person's messages, with a history, completion, and several lines per message."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ QUOTES = '"""'
 
 
 class CommandCompleter(Completer):
-    """Completes commands, file names behind /save and /load, and settings behind /set."""
+    """Completes commands, file names after /save and /load, and settings after /set."""
 
     def __init__(self) -> None:
         self._commands = WordCompleter([*COMMANDS], sentence=True)
-        path, settings = PathCompleter(expanduser=True), WordCompleter([*NUMBERS])
-        self._arguments = {"/save": path, "/load": path, "/set": settings}
+        files = PathCompleter(expanduser=True)
+        settings = WordCompleter([*NUMBERS])
+        self._arguments = {"/save": files, "/load": files, "/set": settings}
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
-        """What the text before the cursor may go on with."""
+        """Yield how the text before the cursor may continue."""
         name, space, argument = document.text_before_cursor.partition(" ")
         completer = self._arguments.get(name) if space else self._commands
         if completer is not None:
@@ -43,12 +44,12 @@ class CommandCompleter(Completer):
 
 
 def line_reader() -> Callable[[], str]:
-    """A function that reads a person's message; Ctrl-X Ctrl-E edits it in $VISUAL or $EDITOR.
+    """Return a function that reads a message; Ctrl-X Ctrl-E edits it in $VISUAL or $EDITOR.
 
     It raises `EOFError` for Ctrl-D and `KeyboardInterrupt` for Ctrl-C.
     """
-    # Pasted text is one message, because the terminal marks it. Completions go below the line,
-    # where a menu would not fit narrow terminals.
+    # Pasted text is one message, because the terminal marks it. Completions appear below the line,
+    # because a menu would not fit into narrow terminals.
     session: PromptSession[str] = PromptSession(
         history=_open_history(),
         completer=CommandCompleter(),
@@ -69,14 +70,17 @@ def is_unfinished(text: str) -> bool:
 
 
 def joined(text: str) -> str:
-    """The message without the marks of its several lines."""
+    """Remove the quotes or backslashes that join the lines of a message."""
     if text.startswith(QUOTES):
         return text.strip().removeprefix(QUOTES).removesuffix(QUOTES)
     return text.replace("\\\n", "\n")
 
 
 def _open_history() -> History:
-    """The file of earlier messages, which only its owner can read; else none that outlives this."""
+    """Open the file of earlier messages, which only its owner can read.
+
+    If that fails, the history is kept in memory.
+    """
     path = cache_folder("chat") / "history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

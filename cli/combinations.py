@@ -1,4 +1,4 @@
-"""Options that make others useless. Nothing given on the command line is ignored silently."""
+"""Refuses options that other options make useless, so that none is silently ignored."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ DRAFTING = ("block_size", "tree_budget", "no_policy", "draft_bits", "draft_windo
 WEIGHTS = [field.name for field in fields(Weights)]
 OPENAI = ("draft", "adapter", "block_size", "tree_budget", "hosts", *THINKING, *WEIGHTS)
 SERVER = ("draft", "adapter", "no_draft", "verbose", "kv_bits", *WEIGHTS, *DRAFTING)
-ANY = object()
-EXCLUDED = {  # an option as it is typed -> its parameter and value, and what has no effect beside
+ANY = object()  # matches every value that is given
+# An option as it is typed -> its parameter, its value, and the parameters that it makes useless.
+EXCLUDED = {
     "--no-draft": ("no_draft", True, ("draft", *DRAFTING)),
     "--draft none": ("draft", NONE, DRAFTING),
     "--draft lookup": ("draft", LOOKUP, ("tree_budget", "draft_bits", "draft_window")),
@@ -35,7 +36,8 @@ EXCLUDED = {  # an option as it is typed -> its parameter and value, and what ha
     "--warm-start": ("warm_start", ANY, ("kind", "block_size", "layers", "causal")),
     "--prompts": ("prompts", ANY, ("suite", "data")),
 }
-NEEDED = (  # the parameters of which one must be given, and the options that need it
+# Parameters of which one must be given, what they are called, and the parameters that need them.
+NEEDED = (
     (("server",), "--server", ("api_key",)),
     (("openai",), "--openai", ("concurrency",)),
     (("suite",), "--suite", ("data",)),
@@ -45,21 +47,28 @@ NEEDED = (  # the parameters of which one must be given, and the options that ne
 
 
 def check_combinations(context: typer.Context) -> None:
-    """Raise `SettingsError` for an option that has no effect beside the others."""
+    """Raise `SettingsError` for an option that other options make useless."""
     values = context.params
-    for typed, (name, value, others) in EXCLUDED.items():
-        if name in values and (values[name] if value is ANY else values[name] == value):
-            _refuse(context, f"cannot be combined with {typed}", others)
-    for names, typed, others in NEEDED:
-        known = any(name in values for name in names) and (typed != "--hosts" or rank() is None)
-        if known and not any(values.get(name) for name in names):
-            _refuse(context, f"needs {typed}", others)
+    for option, (name, value, useless) in EXCLUDED.items():
+        if name not in values:
+            continue
+        is_given = bool(values[name]) if value is ANY else values[name] == value
+        if is_given:
+            _refuse(context, f"cannot be combined with {option}", useless)
+    for names, option, dependent in NEEDED:
+        if option == "--hosts" and rank() is not None:
+            continue
+        has_option = any(name in values for name in names)
+        if has_option and not any(values.get(name) for name in names):
+            _refuse(context, f"needs {option}", dependent)
 
 
 def _refuse(context: typer.Context, reason: str, names: tuple[str, ...]) -> None:
-    """Raise `SettingsError` with the reason if one of these options was given, and not none."""
+    """Raise `SettingsError` with the reason if one of these parameters was given a value."""
     for parameter in context.command.params:
-        if parameter.name in given(context).intersection(names):
-            if (value := context.params[parameter.name]) is not None:
-                typed = parameter.opts if value else parameter.secondary_opts or parameter.opts
-                raise SettingsError(f"{typed[0]} {reason}.")
+        if parameter.name not in given(context).intersection(names):
+            continue
+        value = context.params[parameter.name]
+        if value is not None:
+            options = parameter.opts if value else parameter.secondary_opts or parameter.opts
+            raise SettingsError(f"{options[0]} {reason}.")

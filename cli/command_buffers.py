@@ -1,8 +1,8 @@
-"""How many launches MLX puts into a command buffer on Metal: measured by `tune`, set at the start.
+"""The size of MLX's command buffers on Metal: `tune` measures it, and later runs set it.
 
-MLX reads both numbers once, before its first launch, from the environment. Its own 50 launches or
-50 million elements are small for decoding: others measured 58 to 91 tokens a second with larger
-ones on an M1 Ultra, and no difference on an M5.
+MLX reads the limits once, before its first launch, from the environment. Its defaults of 50
+launches or 50 million elements are small for decoding: others went from 58 to 91 tokens per second
+with larger buffers on an M1 Ultra, and saw no difference on an M5.
 """
 
 import json
@@ -16,14 +16,19 @@ from pathlib import Path
 
 from dflash_mlx.machine.facts import cache_folder, installed
 
-NAMES = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
-SIZES = None, 100, 200, 400  # of both; None is MLX's own
-GAIN, REPEATS, TOKENS = 1.02, 2, 64
+NAMES = ("MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER")  # environment variables of MLX
+SIZES = (None, 100, 200, 400)  # the values of both variables to try; None is MLX's default
+MIN_SPEEDUP = 1.02  # over MLX's default; a smaller one is not kept
+REPEATS = 2
+TOKENS = 64
 PROMPT = "Count from 1 to 40."
 
 
 def apply_fastest(environment: Mapping[str, str] = os.environ) -> None:
-    """Set what won on this Mac, before MLX starts. A setting of the user's own wins."""
+    """Set the size that was fastest on this Mac, before MLX starts.
+
+    Variables that the user has set win.
+    """
     if any(name in environment for name in NAMES):
         return
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -33,39 +38,41 @@ def apply_fastest(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def find_fastest(options: list[str]) -> dict[int | None, float]:
-    """Tokens a second with each size, in processes of their own, in turns; the winner is kept.
+    """Measure tokens per second with each size, in turns, and keep the fastest size.
+
+    Each measurement runs in a new process, because MLX reads the variables once.
 
     Args:
-        options: of `generate`, which name the model.
+        options: options of `generate` that name the model.
     """
     _file().unlink(missing_ok=True)
     speeds: dict[int | None, float] = {}
     for _ in range(REPEATS):
         for size in SIZES:
             speeds[size] = max(speeds.get(size, 0.0), _tokens_per_second(options, size))
-    best = max(speeds, key=lambda size: speeds[size])
-    if best is not None and speeds[best] >= GAIN * speeds[None]:
+    fastest = max(speeds, key=lambda size: speeds[size])
+    if fastest is not None and speeds[fastest] >= MIN_SPEEDUP * speeds[None]:
         with suppress(OSError):
             _file().parent.mkdir(parents=True, exist_ok=True)
-            _file().write_text(json.dumps({"of": _identity(), "size": best}), encoding="utf-8")
+            _file().write_text(json.dumps({"of": _identity(), "size": fastest}), encoding="utf-8")
     return speeds
 
 
 def _tokens_per_second(options: list[str], size: int | None) -> float:
-    """Of a short answer in a process of its own; 0 where it fails."""
+    """Measure the speed of a short answer in a new process; 0 if that fails."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES}
     if size is not None:
         environment |= dict.fromkeys(NAMES, str(size))
     arguments = ["generate", *options, "--json", "--max-tokens", str(TOKENS), PROMPT]
     command = [sys.executable, "-m", "dflash_mlx", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if process.returncode:
         return 0.0
-    return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
+    return float(json.loads(process.stdout.splitlines()[-1])["tokens_per_second"])
 
 
 def _identity() -> list[str | None]:
-    """What the choice depends on, without MLX."""
+    """Return the versions that a measurement holds for, without importing MLX."""
     return [platform.mac_ver()[0], installed("mlx")]
 
 

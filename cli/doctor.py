@@ -1,4 +1,4 @@
-"""`dflash-mlx doctor`: does everything that decoding needs work on this machine?"""
+"""`dflash-mlx doctor`: checks that everything works on this machine that decoding needs."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from .output import counted, note, print_json, sized, stdout, waiting
 COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 INSTALL = f"{how_to_install('mlx').capitalize()}."
 REQUIRED = ("mlx", "mlx-lm")  # nothing works without these packages
-LITTLE_DISK = 10  # GB below which most models do not fit
-TOKENS = 16
+MIN_DISK_GB = 10  # most models do not fit into less
+TOKENS = 16  # generated with the embedded pair
 
 LINK = "Check these machines and their link instead (mlx.launch's file)."
 KERNELS = "On a Mac, check every Metal kernel in five minutes, and write what to send back."
@@ -55,9 +55,9 @@ WEIGHTS = "Also load this model and check its weights; with --hosts, the model t
 
 def doctor(
     context: typer.Context,
-    hosts: Path | None = options.option(None, options.MODEL, "FILE", LINK),
+    hosts: Path | None = options.option(None, panel=options.MODEL, metavar="FILE", help=LINK),
     model: str | None = options.model(None, WEIGHTS),
-    kernels: bool = options.flag("--kernels", options.MODEL, KERNELS),
+    kernels: bool = options.flag("--kernels", panel=options.MODEL, help=KERNELS),
     offline: bool = options.OFFLINE,
     stock_blas: bool = options.STOCK_BLAS,
     json: bool = options.JSON,
@@ -76,7 +76,8 @@ def doctor(
         return
     link = None
     if hosts is not None:
-        shape, machines = _shape(model or EMBEDDED, hub), read_hosts(user_path(hosts))
+        shape = _shape(model or EMBEDDED, hub)
+        machines = read_hosts(user_path(hosts))
         with waiting("Measuring the link"):
             checks, link = check_hosts(machines, model or EMBEDDED, shape)
     else:
@@ -88,7 +89,7 @@ def doctor(
 
 
 def _take_part(model: str, hub: Hub, process: RankProcess | None) -> None:
-    """Measure the link as one of the machines. Errors go to the one that asks, if one does."""
+    """Measure the link as one of several machines. Errors go to the supervisor, if there is one."""
     try:
         line = take_part(process, _shape(model, hub))
     except DFlashError as error:
@@ -101,13 +102,15 @@ def _take_part(model: str, hub: Hub, process: RankProcess | None) -> None:
 
 
 def _shape(model: str, hub: Hub) -> tuple[int, int]:
-    """A model's hidden size and number of layers. Raises `ConfigError`."""
+    """Return a model's hidden size and number of layers. Raises `ConfigError`."""
     folder = find(model, hub)
     config = text_config(folder.config)
-    found: list[Any] = [config.get(name) for name in ("hidden_size", "num_hidden_layers")]
-    if not all(map(is_integer, found)):
-        raise ConfigError(f"{folder.path}: hidden_size must be 1 or more, not {brief(found[0])}.")
-    return found[0], found[1]
+    hidden_size: Any = config.get("hidden_size")
+    layers: Any = config.get("num_hidden_layers")
+    for name, value in (("hidden_size", hidden_size), ("num_hidden_layers", layers)):
+        if not is_integer(value):
+            raise ConfigError(f"{folder.path}: {name} must be 1 or more, not {brief(value)}.")
+    return hidden_size, layers
 
 
 def _report(checks: Sequence[Check], json: bool, link: dict[str, Any] | None) -> None:
@@ -115,27 +118,36 @@ def _report(checks: Sequence[Check], json: bool, link: dict[str, Any] | None) ->
     failed = any(check.status == "fail" for check in checks)
     if json:
         content: dict[str, Any] = {"ok": not failed, "checks": [asdict(check) for check in checks]}
-        print_json(content | ({} if link is None else {"link": link}))
+        if link is not None:
+            content["link"] = link
+        print_json(content)
     else:
         table = Table.grid("", "", Column(overflow="fold"), padding=(0, 2))  # paths are long
         for check in checks:
-            advice = (f"\n{check.advice}" * bool(check.advice), COLORS[check.status])
-            status = Text(check.status, style=f"bold {COLORS[check.status]}")
-            table.add_row(status, check.name, Text.assemble(check.detail, advice))
+            color = COLORS[check.status]
+            text = Text(check.detail)
+            if check.advice:
+                text.append(f"\n{check.advice}", style=color)
+            table.add_row(Text(check.status, style=f"bold {color}"), check.name, text)
         stdout().print(table)
     if failed:
         raise typer.Exit(1)
 
 
 def check_machine(blas: BlasInfo, hub: Hub) -> list[Check]:
-    """All checks of this machine; those that need MLX only where it is installed."""
-    checks = [_python(), _packages(), _disk(hub), _hub(hub)]
+    """Run all checks of this machine. Those that use MLX run only if the others pass."""
+    checks = [_check_python(), _check_packages(), _check_disk(hub), _check_hub(hub)]
     if all(check.status != "fail" for check in checks):
         from dflash_mlx.loading.reading import on_cpu
 
-        checks += [_chip(on_cpu()), *([_compiler(), _blas(blas)] if on_cpu() else []), _pair()]
-    if warning := busy():
-        checks.append(Check("load", "warn", warning, "Close other programs before you measure."))
+        checks.append(_check_chip(on_cpu()))
+        if on_cpu():
+            checks += [_check_compiler(), _check_blas(blas)]
+        checks.append(_check_pair())
+    warning = busy()
+    if warning:
+        advice = "Close other programs before you measure."
+        checks.append(_warning("load", warning, advice))
     return checks
 
 
@@ -146,112 +158,127 @@ def check_model(name: str, hub: Hub) -> Check:
     try:
         damaged = damaged_weights(dflash_mlx.load_target(name, hub=hub).model)
     except DFlashError as error:
-        return Check("model", "fail", str(error), "Or try another: see 'dflash-mlx models'.")
+        return _failure("model", str(error), "Or try another: see 'dflash-mlx models'.")
     if damaged:
-        return Check("model", "fail", f"{name}: {damaged}", "Download it again.")
-    return Check("model", "ok", f"{name}: loads, all weights are finite")
+        return _failure("model", f"{name}: {damaged}", "Download it again.")
+    return _success("model", f"{name}: loads, all weights are finite")
 
 
-def _python() -> Check:
+def _success(name: str, detail: str) -> Check:
+    return Check(name=name, status="ok", detail=detail)
+
+
+def _warning(name: str, detail: str, advice: str) -> Check:
+    return Check(name=name, status="warn", detail=detail, advice=advice)
+
+
+def _failure(name: str, detail: str, advice: str) -> Check:
+    return Check(name=name, status="fail", detail=detail, advice=advice)
+
+
+def _check_python() -> Check:
     system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.platform == "darwin" and platform.machine() != "arm64":
-        return Check("Python", "fail", system, "MLX needs Apple silicon and a native Python.")
-    return Check("Python", "ok", system)
+        return _failure("Python", system, "MLX needs Apple silicon and a native Python.")
+    return _success("Python", system)
 
 
-def _packages() -> Check:
-    """Installed versions against the supported ones; nothing works without MLX and mlx-lm."""
+def _check_packages() -> Check:
+    """Compare installed versions with the supported ones."""
     try:
-        wanted = [Requirement(line) for line in requires(DISTRIBUTION) or ()]
+        requirements = [Requirement(line) for line in requires(DISTRIBUTION) or ()]
     except PackageNotFoundError:  # a source tree that was not installed
-        wanted = [Requirement("mlx"), Requirement("mlx-lm")]
-    wrong = []
-    for needed in wanted:
-        if needed.marker is not None and not needed.marker.evaluate({"extra": "mlx"}):
+        requirements = [Requirement("mlx"), Requirement("mlx-lm")]
+    problems = []
+    for requirement in requirements:
+        name = requirement.name
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": "mlx"}):
             continue
-        found = installed(needed.name)
-        if found is None and needed.name in REQUIRED:
-            return Check("packages", "fail", f"{needed.name} is not installed", INSTALL)
-        if found is None or not needed.specifier.contains(found, prereleases=True):
-            wrong.append(f"{needed.name} {found or 'not installed'}, needs {needed.specifier}")
-    if wrong:
-        return Check("packages", "warn", "; ".join(wrong), INSTALL)
+        version = installed(name)
+        if version is None and name in REQUIRED:
+            return _failure("packages", f"{name} is not installed", INSTALL)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            problems.append(f"{name} {version or 'not installed'}, needs {requirement.specifier}")
+    if problems:
+        return _warning("packages", "; ".join(problems), INSTALL)
     versions = ", ".join(f"{name} {installed(name)}" for name in REQUIRED)
-    return Check("packages", "ok", f"{versions}; all versions are supported")
+    return _success("packages", f"{versions}; all versions are supported")
 
 
-def _disk(hub: Hub) -> Check:
-    """The room for downloads, and what this program keeps itself."""
+def _check_disk(hub: Hub) -> Check:
+    """Check the space for downloads, and show what dflash-mlx has cached."""
     cache = cache_folder("")
     try:
         free = shutil.disk_usage(nearest_there(hub.folder)).free / GB
     except OSError as error:
         detail = f"{hub.folder}: {error.strerror}"
-        return Check("disk", "warn", detail, "No model can be downloaded to there.")
+        return _warning("disk", detail, "Models cannot be downloaded to this folder.")
     detail = f"{free:.0f} GB free in {hub.folder}; {sized(bytes_in(cache))} cached in {cache}"
-    if free < LITTLE_DISK:
-        return Check("disk", "warn", detail, "A model needs several GB: free some of the disk.")
-    return Check("disk", "ok", detail)
+    if free < MIN_DISK_GB:
+        return _warning("disk", detail, "A model needs several GB: free some disk space.")
+    return _success("disk", detail)
 
 
-def _hub(hub: Hub) -> Check:
+def _check_hub(hub: Hub) -> Check:
     if hub.offline:
-        return Check("hub", "ok", "not asked: --offline")
+        return _success("hub", "not asked: --offline")
     try:
         seconds = hub.ping()
     except DFlashError as error:
-        return Check("hub", "warn", str(error), "--offline uses what is downloaded.")
-    return Check("hub", "ok", f"{hub.url} answers in {seconds:.1f} s")
+        return _warning("hub", str(error), "--offline uses what is downloaded.")
+    return _success("hub", f"{hub.url} answers in {seconds:.1f} s")
 
 
-def _chip(cpu: bool) -> Check:
-    """The chip, and what decides whose kernels verify a block of rows on it."""
+def _check_chip(is_cpu: bool) -> Check:
+    """Describe the chip, and where MLX decodes."""
     import mlx.core as mx
 
     name = str(mx.device_info().get("device_name", "unknown"))
-    takes = f"{name}, models and caches may take {sized(usable_bytes())}"
-    if cpu:
+    memory = f"{name}, models and caches may take {sized(usable_bytes())}"
+    if is_cpu:
         cores = counted(int(computer()["cores"]), "core")
-        return Check("chip", "ok", f"{name}, {cores}; MLX decodes on the CPU")
+        return _success("chip", f"{name}, {cores}; MLX decodes on the CPU")
     if not mx.metal.is_available():
-        return Check("chip", "warn", f"{takes}; MLX decodes on CUDA", "Use --no-draft for now.")
+        return _warning("chip", f"{memory}; MLX decodes on CUDA", "Use --no-draft for now.")
     if find_chip(name) is None:
-        advice = "Please report this chip with its results of 'dflash-mlx bench'."
-        return Check("chip", "warn", f"{name}: unknown to 'models'", advice)
-    return Check("chip", "ok", f"{takes}; each model's first load times MLX's kernels and ours")
+        advice = "Please report this chip, with the results of 'dflash-mlx bench'."
+        return _warning("chip", f"{name}: unknown to 'models'", advice)
+    return _success("chip", f"{memory}; each model's first load times MLX's kernels and ours")
 
 
-def _compiler() -> Check:
-    """On Linux MLX compiles fused operations with g++ on first use."""
+def _check_compiler() -> Check:
+    """Look for g++, with which MLX compiles fused operations on Linux."""
     path = shutil.which("g++")
     if path is None:
-        return Check("g++", "warn", "not found", "MLX cannot fuse operations: install g++.")
+        return _warning("g++", "not found", "MLX cannot fuse operations: install g++.")
     if fusion_may_round():
-        return Check("g++", "ok", f"{path} may round fused operations, so MLX fuses none")
-    return Check("g++", "ok", path)
+        return _success("g++", f"{path} may round fused operations, so MLX fuses none")
+    return _success("g++", path)
 
 
-def _blas(blas: BlasInfo) -> Check:
+def _check_blas(blas: BlasInfo) -> Check:
     detail = f"{blas.name}: {blas.reason}"
     if blas.name == "stock":
-        return Check("BLAS", "warn", detail, "It is slow for several rows: drafting gains little.")
+        advice = "It is slow for several rows, so drafting gains little."
+        return _warning("BLAS", detail, advice)
     if blas.name == "preloaded":
-        return Check("BLAS", "warn", detail, "dflash-mlx's own is not used: leave out LD_PRELOAD.")
-    return Check("BLAS", "ok", detail)
+        advice = "It replaces the BLAS of dflash-mlx: unset LD_PRELOAD."
+        return _warning("BLAS", detail, advice)
+    return _success("BLAS", detail)
 
 
-def _pair() -> Check:
-    """The embedded pair writes a few tokens, plainly and drafted."""
-    name, prompt = "embedded pair", [{"role": "user", "content": "Count from 1 to 9."}]
+def _check_pair() -> Check:
+    """Generate a few tokens with the embedded pair, with and without drafting."""
+    name = "embedded pair"
+    prompt = [{"role": "user", "content": "Count from 1 to 9."}]
     try:
         target, drafter = dflash_mlx.load("tiny")
         plain = dflash_mlx.generate(target, None, prompt, max_tokens=TOKENS)
         drafted = dflash_mlx.generate(target, drafter, prompt, max_tokens=TOKENS)
     except DFlashError as error:
-        return Check(name, "fail", str(error), "Install dflash-mlx again.")
+        return _failure(name, str(error), "Install dflash-mlx again.")
     if plain.tokens != drafted.tokens:
-        return Check(name, "fail", "drafted text differs from plain text", "Please report this.")
+        return _failure(name, "drafted text differs from plain text", "Please report this.")
     rate = drafted.stats.acceptance_length
-    return Check(
-        name, "ok", f"{len(plain.tokens)} tokens identical to plain, {rate:.1f} tokens per step"
-    )
+    tokens = len(plain.tokens)
+    return _success(name, f"{tokens} tokens identical to plain, {rate:.1f} tokens per step")

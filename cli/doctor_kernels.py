@@ -1,8 +1,8 @@
-"""`dflash-mlx doctor --kernels`: what only a Mac can tell of our kernels, in at most five minutes.
+"""`dflash-mlx doctor --kernels`: checks of our kernels that need a Mac, in at most five minutes.
 
-Every library is compiled in every instance and compared with its reference, rows of small models
-are held against the same rows one by one, layers of published models are timed against MLX's, and
-memory is sampled over a long answer. One file holds it all.
+It compiles every instance of every kernel and compares it with its reference, compares rows of
+small models with the same rows one by one, times layers of published models against MLX's kernels,
+and samples memory during a long answer. One file holds all results.
 """
 
 from __future__ import annotations
@@ -36,21 +36,38 @@ from .output import note, waiting
 
 FILE = Path("dflash-mlx-kernels.json")
 WHERE = "the project's issues (template 'Results from a Mac')"
-SECONDS, TUNING = 200.0, 30.0  # of checking instances; of timing a model
-TOKENS, SAMPLE = 2000, 100  # of the long answer; how often memory is read
-# N and K of 4-bit layers of Qwen3-8B, Qwen3.5-9B, Qwen3.6-27B and gpt-oss-20b.
+CHECK_SECONDS = 200.0  # for checking instances
+TUNING_SECONDS = 30.0  # for timing a model
+TOKENS = 2000  # of the long answer
+TOKENS_PER_SAMPLE = 100  # how often memory is sampled
+CALLS = 4  # of a product in one timing
+# (N, K) of 4-bit layers of Qwen3-8B, Qwen3.5-9B, Qwen3.6-27B and gpt-oss-20b.
 SHAPES = ((4096, 4096), (1024, 4096), (12288, 4096), (4096, 12288), (17408, 5120), (2880, 4096))
-SMALL = dict(
-    hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=64, vocab_size=512, rms_norm_eps=1e-6, rope_theta=1e6,
-    max_position_embeddings=4096, tie_word_embeddings=False,
-)  # fmt: skip
-MOE = dict(num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1)
-HYBRID = dict(
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
-    linear_value_head_dim=32, linear_conv_kernel_dim=4, full_attention_interval=4,
-    partial_rotary_factor=0.25,
-)  # fmt: skip
+# The configuration that all small models share.
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1}
+HYBRID = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+}
+# Family -> the module of mlx-lm, and what its configuration adds to `SMALL`.
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (qwen3, {}),
     "qwen3_moe": (
@@ -63,28 +80,34 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def check_instances(kernels: Kernels, seconds: float) -> tuple[int, int]:
-    """Check every instance while there is time: how many were, and how many are left.
+    """Check every instance while there is time. Returns how many were checked, and how many not.
 
-    What fails is in `kernels.proofs.broken` afterwards.
+    Failures are in `kernels.proofs.broken` afterwards.
     """
-    kernels.proofs.proven, start = set(), time.perf_counter()
-    calls, checked = list(kernels.instances()), 0
+    kernels.proofs.proven = set()
+    start = time.perf_counter()
+    calls = list(kernels.instances())
+    checked = 0
     for call in calls:
         if time.perf_counter() - start > seconds:
             break
         try:
             mx.eval(call())
         except UnprovenError:
-            pass  # among the broken
+            pass  # already in `broken`
         except KernelError as error:
-            kernels.proofs.broken.setdefault(str(error.args[0]), str(error.args[0]))
+            message = str(error.args[0])
+            kernels.proofs.broken.setdefault(message, message)
         checked += 1
     return checked, len(calls) - checked
 
 
 def check_families(metal_kernel: KernelFactory) -> dict[str, str]:
-    """Small random models, 4-bit, all on our kernels: rows of a verify are the rows alone."""
-    wrong = {}
+    """Check that rows of a verify equal the same rows alone, in small 4-bit models of each family.
+
+    All layers run on our kernels. Returns the errors by family.
+    """
+    errors = {}
     for family, (module, changes) in FAMILIES.items():
         config = SMALL | changes | {"model_type": family}
         mx.random.seed(0)
@@ -95,74 +118,93 @@ def check_families(metal_kernel: KernelFactory) -> dict[str, str]:
         tokenizer = type("Tokenizer", (), {"eos_token_ids": (), "has_chat_template": False})()
         try:
             wiring = wire(model, config, Kernels(metal_kernel), {}, exact=True)
-            check_rows(Target(model, tokenizer, config, family, wiring))
+            target = Target(model, tokenizer, config=config, name=family, wiring=wiring)
+            check_rows(target)
         except (KernelError, RuntimeError) as error:
-            wrong[family] = str(error.args[0])
-    return wrong
+            errors[family] = str(error.args[0])
+    return errors
 
 
 def time_shapes(kernels: Kernels) -> dict[str, list[float]]:
-    """Milliseconds of MLX's product and of ours, by shape and rows."""
-    found = {}
+    """Time MLX's quantized product and ours. Returns milliseconds by shape and rows."""
+    milliseconds = {}
     for (columns, depth), rows in product(SHAPES, (4, 16)):
         values = mx.random.normal((columns, depth), key=mx.random.key(1)).astype(mx.bfloat16)
-        w = AffineWeights(*mx.quantize(values, group_size=64, bits=4), 4, 64)
+        weights = AffineWeights(*mx.quantize(values, group_size=64, bits=4), 4, 64)
         x = mx.ones((rows, depth), mx.bfloat16)
-        stock = partial(mx.quantized_matmul, x, w.words, w.scales, w.biases, True, 64, 4)
-        ours = partial(kernels.product, x, w)
-        taken = Stopwatch(repeats=5).both(partial(_four, stock), partial(_four, ours))
-        if taken is not None:
-            found[f"{rows} rows by {columns}x{depth}"] = [250 * seconds for seconds in taken]
-    return found
+        stock = partial(
+            mx.quantized_matmul,
+            x,
+            weights.words,
+            scales=weights.scales,
+            biases=weights.biases,
+            transpose=True,
+            group_size=64,
+            bits=4,
+        )
+        ours = partial(kernels.product, x, weights)
+        times = Stopwatch(repeats=5).both(partial(_repeat, stock), partial(_repeat, ours))
+        if times is not None:
+            milliseconds[f"{rows} rows by {columns}x{depth}"] = [
+                1e3 * seconds / CALLS for seconds in times
+            ]
+    return milliseconds
 
 
-def _four(call: Callable[[], Any]) -> list[Any]:
-    """Several calls, or waiting for the device would be timed."""
-    return [call() for _ in range(4)]
+def _repeat(call: Callable[[], Any]) -> list[Any]:
+    """Make several calls, so that waiting for the device counts less."""
+    return [call() for _ in range(CALLS)]
 
 
 def sample_memory(model: str) -> list[list[float]]:
-    """GB in use and GB of freed buffers that MLX keeps, every 100 tokens of a long answer."""
+    """Generate a long answer, and sample GB in use and GB of freed buffers that MLX keeps."""
     target, drafter = dflash_mlx.load(model)
     samples: list[list[float]] = []
     tokens = 0
     for event in dflash_mlx.stream_generate(target, drafter, "Count from 1.", max_tokens=TOKENS):
         tokens += len(event.tokens)
-        if tokens >= SAMPLE * (len(samples) + 1):
+        if tokens >= TOKENS_PER_SAMPLE * (len(samples) + 1):
             samples.append([mx.get_active_memory() / GB, mx.get_cache_memory() / GB])
     return samples
 
 
 def report(model: str | None, file: Path = FILE) -> bool:
-    """Check, time and write everything; say it in three lines. Whether all is right."""
+    """Run all checks, write the results, and print three lines. Returns whether all passed."""
     if not mx.metal.is_available():
         note(
             "doctor --kernels needs a Mac: without Metal it cannot compile our kernels, compare "
             "them with their references, or time them. Nothing was checked."
         )
         return False
-    start, kernels = time.perf_counter(), Kernels(mx.fast.metal_kernel)
+    start = time.perf_counter()
+    kernels = Kernels(mx.fast.metal_kernel)
     content: dict[str, Any] = {"machine": machine(use_fast_blas())}
     content["tensor units"] = kernels.tensor_units
     with warnings.catch_warnings(), waiting("Compiling and checking every kernel"):
         warnings.simplefilter("ignore")
-        checked, left = check_instances(kernels, SECONDS)
-        content |= {"checked": checked, "not reached": left}
+        checked, not_reached = check_instances(kernels, CHECK_SECONDS)
+        content["checked"] = checked
+        content["not reached"] = not_reached
         content["seconds of compiling and checking"] = time.perf_counter() - start
-        content["failures"] = kernels.proofs.broken | check_families(mx.fast.metal_kernel)
-        content["milliseconds, MLX and ours"] = timed = time_shapes(kernels)
+        failures = kernels.proofs.broken | check_families(mx.fast.metal_kernel)
+        content["failures"] = failures
+        milliseconds = time_shapes(kernels)
+        content["milliseconds, MLX and ours"] = milliseconds
     if model is not None:
         with waiting(f"Timing verifies of {model}"):
             target = dflash_mlx.load_target(model, kernels="off")
-            _, timings = time_kernels(target, Kernels(), Stopwatch(TUNING, 3))
-            content["verifies"] = [[one.key, dict(one.stock), dict(one.ours)] for one in timings]
+            _, timings = time_kernels(target, Kernels(), Stopwatch(TUNING_SECONDS, 3))
+            content["verifies"] = [
+                [timing.key, dict(timing.stock), dict(timing.ours)] for timing in timings
+            ]
     with waiting("Sampling memory"):
         content["memory"] = sample_memory(model or "tiny")
     file.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    failures = content["failures"]
-    slower = [key for key, (mlx, ours) in timed.items() if ours > mlx]
-    wrong = f"{len(failures)} wrong{': ' * bool(failures)}{', '.join(failures)}"
-    note(f"{checked} calls checked, {left} not reached, {wrong}")
+    slower = [shape for shape, (mlx, ours) in milliseconds.items() if ours > mlx]
+    wrong = f"{len(failures)} wrong"
+    if failures:
+        wrong += f": {', '.join(failures)}"
+    note(f"{checked} calls checked, {not_reached} not reached, {wrong}")
     note(f"Slower than MLX's: {', '.join(slower) or 'none of those timed'}")
     note(f"Please send {file} to {WHERE}.")
     return not failures

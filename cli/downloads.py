@@ -1,4 +1,4 @@
-"""`dflash-mlx pull`, `list` and `rm`: the models on this disk."""
+"""`dflash-mlx pull`, `list` and `rm`: downloaded models."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .output import make_table, note, print_json, sized, stdout
 from .pair import announce, on_hub
 
 REPOSITORY = "A Hugging Face repository (owner/name, for GGUF files owner/name:TYPE)."
-NAME = argument(..., REPOSITORY, autocompletion=options.targets_beginning)
+NAME = argument(..., REPOSITORY, autocompletion=options.complete_target)
 
 
 def pull(
     *,
     name: str = NAME,
-    no_draft: bool = flag("--no-draft", MODEL, "Do not download the drafter."),
+    no_draft: bool = flag("--no-draft", panel=MODEL, help="Do not download the drafter."),
     offline: bool = options.OFFLINE,
 ) -> None:
     """Download a model and its known drafter, and print where they are."""
@@ -41,10 +41,12 @@ def pull(
     if not on_hub(name):
         note(f"{name} is on this disk already.")
         return
-    drafter, hub = known_drafter(name), Hub(offline=offline)
+    drafter = known_drafter(name)
+    hub = Hub(offline=offline)
     from dflash_mlx.loading.load import find_drafter, find_target  # starts MLX
 
-    _, model = find_target(name, hub, Quantization(4, 64))  # --target-bits 4 may follow
+    # Quantized, because the user may load it with --target-bits 4.
+    _, model = find_target(name, hub, Quantization(4, 64))
     announce(name, hub)
     names = [name]
     if drafter is None and not no_draft:
@@ -53,18 +55,18 @@ def pull(
         names.append(drafter)
         find_drafter(drafter, hub, model)
         announce(drafter, hub, drafter=True)
-    for one in names:
-        print(f"{one}  {hub.fetch(one, update=True).path}", flush=True)
+    for repository in names:
+        print(f"{repository}  {hub.fetch(repository, update=True).path}", flush=True)
 
 
 def list_(*, json: bool = options.JSON) -> None:
     """List the downloaded models with their sizes."""
     copies = Hub().copies()
-    fit = {
-        name: fits(size, looks_quantized(name), bytes_beside(name)) for name, size in copies.items()
-    }
+    verdicts = {}  # whether each model fits
+    for name, size in copies.items():
+        verdicts[name] = fits(size, looks_quantized(name), bytes_beside(name))
     if json:
-        rows = [{"name": name, "bytes": copies[name], "fits": fit[name]} for name in copies]
+        rows = [{"name": name, "bytes": copies[name], "fits": verdicts[name]} for name in copies]
         print_json({"models": rows})
         return
     if not copies:
@@ -73,25 +75,25 @@ def list_(*, json: bool = options.JSON) -> None:
         return
     table = make_table("name", "size", WHETHER)
     for name, size in copies.items():
-        table.add_row(name, sized(size), fit[name])
+        table.add_row(name, sized(size), verdicts[name])
     stdout().print(table)
 
 
-def _downloaded(incomplete: str) -> list[str]:
-    """The downloaded models that a shell may complete a name to."""
+def _complete_downloaded(incomplete: str) -> list[str]:
+    """Return the downloaded models whose names begin with a text, for completion in a shell."""
     return [name for name in Hub().copies() if name.startswith(incomplete)]
 
 
-def rm(*, name: str = argument(..., REPOSITORY, autocompletion=_downloaded)) -> None:
+def rm(*, name: str = argument(..., REPOSITORY, autocompletion=_complete_downloaded)) -> None:
     """Delete a downloaded model from this disk."""
     if name == EMBEDDED:
         raise ModelNotFoundError(f"{name} is part of dflash-mlx and cannot be deleted.")
     if name in PACKAGES:
-        package, folder = PACKAGES[name][0], cache_folder("gguf")
-        unpacked = [*folder.glob(f"{content_name(packaged(name))}*")]
+        package = PACKAGES[name][0]
+        unpacked = [*cache_folder("gguf").glob(f"{content_name(packaged(name))}*")]
         freed = sum(map(bytes_in, unpacked))
-        for one in filter(Path.is_dir, unpacked):
-            shutil.rmtree(one)
+        for folder in filter(Path.is_dir, unpacked):
+            shutil.rmtree(folder)
         note(f"Deleted what {name} unpacked: {sized(freed)} freed. pip uninstall {package}")
         return
     note(f"Deleted {name}: {sized(Hub().remove(name))} freed.")

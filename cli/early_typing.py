@@ -1,4 +1,4 @@
-"""What a person types before anything is asked."""
+"""Discards what a person types before the program asks for input."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from contextlib import contextmanager
 
 @contextmanager
 def ignore_typing() -> Iterator[None]:
-    """Neither show nor keep what is typed or pasted meanwhile. Ctrl-C still interrupts.
+    """Neither show nor keep what is typed or pasted in this context. Ctrl-C still interrupts.
 
-    A terminal would show it in the middle of the line that says what is waited for, and keep it
-    for the next prompt.
+    A terminal would show it in the middle of a progress line, and keep it for the next prompt.
     """
     if not sys.stdin.isatty():
         yield
         return
     import termios
 
-    before = termios.tcgetattr(sys.stdin)
+    original = termios.tcgetattr(sys.stdin)
     silent = termios.tcgetattr(sys.stdin)
     silent[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, before)
+        termios.tcsetattr(sys.stdin, termios.TCSAFLUSH, original)

@@ -1,4 +1,4 @@
-"""How an error becomes one line on stderr and an exit code."""
+"""Turns errors into one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ from dflash_mlx.settings import SETTINGS
 
 from .output import error_line, note
 
-FAILED, USAGE = 1, 2
-# Options that the library names in another way than the command line.
-LONG_NAMES = "|".join(k for k, v in SETTINGS.items() if "_" in k and v.metavar)
-WRONG_USAGE = (SettingsError, PromptError, UnsupportedTreeError)
-UsageError: Any = typer.BadParameter.__base__  # of arguments; Typer exports no more of it
-EXPECTED = {  # by the kind of a validation error of pydantic's
+# Exit codes.
+FAILED = 1
+USAGE = 2
+# A pattern of settings that the library spells with _ and the command line with -.
+LONG_NAMES = "|".join(name for name, setting in SETTINGS.items() if "_" in name and setting.metavar)
+WRONG_USAGE = (SettingsError, PromptError, UnsupportedTreeError)  # they exit with `USAGE`
+UsageError: Any = typer.BadParameter.__base__  # Typer does not export it
+# The type of a validation error of pydantic -> the allowed values in words.
+EXPECTED = {
     "int_parsing": "a whole number",
     "float_parsing": "a number",
     "greater_than_equal": "at least {ge}",
@@ -52,15 +55,18 @@ def one_line_errors() -> Iterator[None]:
         error_line(usage_message(error))
         raise typer.Exit(USAGE) from error
     except DFlashError as error:
-        from .options import spelled
+        from .options import option_name
 
-        named = re.sub(rf"\b({LONG_NAMES})\b", lambda found: spelled(found[0]), str(error))
-        error_line(named if isinstance(error, SettingsError) else str(error))
+        message = str(error)
+        if isinstance(error, SettingsError):
+            message = re.sub(rf"\b({LONG_NAMES})\b", lambda name: option_name(name[0]), message)
+        error_line(message)
         raise typer.Exit(USAGE if isinstance(error, WRONG_USAGE) else FAILED) from error
     except ValueError as error:
-        if (known := error_of_import(error)) is None:
+        import_error = error_of_import(error)
+        if import_error is None:
             raise
-        error_line(str(known))
+        error_line(str(import_error))
         raise typer.Exit(FAILED) from error
     except OSError as error:
         if error.errno == errno.EPIPE:  # Typer exits quietly
@@ -72,24 +78,38 @@ def one_line_errors() -> Iterator[None]:
 
 
 def usage_message(error: Any) -> str:
-    """What is wrong with the arguments, in words for people, and where they are explained."""
-    parameter, cause = getattr(error, "param", None), error.__cause__
+    """Return what is wrong with the arguments, and where to read about them."""
     message = error.format_message()
-    if parameter is not None:
-        named = parameter.opts[0].startswith("-")
-        name = parameter.opts[0] if named else (parameter.metavar or parameter.name).upper()
-        message = f"{name}: {error.message.rstrip('.')}" if error.message else f"{name} is missing"
-        if hasattr(cause, "errors"):
-            (found, *_) = cause.errors()
-            expected = EXPECTED.get(found["type"], "").format(**found.get("ctx", {}))
-            message = message.replace("Value error, ", "")
-            message = f"{name} must be {expected}, not {found['input']}" if expected else message
-    if possible := getattr(error, "possibilities", None):
-        [closest] = get_close_matches(error.option_name, possible, n=1, cutoff=0)
+    if getattr(error, "param", None) is not None:
+        message = _parameter_message(error)
+    possibilities = getattr(error, "possibilities", None)
+    if possibilities:
+        [closest] = get_close_matches(error.option_name, possibilities, n=1, cutoff=0)
         message = f"No such option: {error.option_name}. Did you mean {closest}?"
     if "unexpected extra argument" in message:
-        chats = error.ctx.info_name == "chat"
-        advice = "put quotes around a text of several words"
-        message += f": {'type it when the chat has begun' if chats else advice}"
-    help = f" See '{error.ctx.command_path} --help'." if error.ctx else ""
-    return f"{message.removesuffix('.')}{'' if message.endswith('?') else '.'}{help}"
+        if error.ctx.info_name == "chat":
+            message += ": type it when the chat has begun"
+        else:
+            message += ": put quotes around a text of several words"
+    if not message.endswith("?"):
+        message = f"{message.removesuffix('.')}."
+    if error.ctx:
+        message += f" See '{error.ctx.command_path} --help'."
+    return message
+
+
+def _parameter_message(error: Any) -> str:
+    """Return what is wrong with the value of one parameter, without the final dot."""
+    parameter = error.param
+    name = parameter.opts[0]
+    if not name.startswith("-"):  # an argument
+        name = (parameter.metavar or parameter.name).upper()
+    if not error.message:
+        return f"{name} is missing"
+    if hasattr(error.__cause__, "errors"):
+        details = error.__cause__.errors()[0]
+        expected = EXPECTED.get(details["type"], "").format(**details.get("ctx", {}))
+        if expected:
+            return f"{name} must be {expected}, not {details['input']}"
+    text = error.message.rstrip(".").replace("Value error, ", "")
+    return f"{name}: {text}"

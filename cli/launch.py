@@ -1,7 +1,7 @@
-"""`dflash-mlx launch`: a coding agent that uses the model on this machine.
+"""`dflash-mlx launch`: starts a coding agent that uses a model on this machine.
 
-Environment variables and arguments configure the agent; none of its files change. They win over the
-agent's own settings files, which may name another server. Where they cannot, launch stops.
+Environment variables and arguments configure the agent. They change none of its files, but win over
+its settings files, which may name another server. Where they cannot win, launch stops.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from dflash_mlx.machine.signals import signals_to
 from . import options
 from .options import CODER, argument, option
 from .output import note, waiting
-from .serve import PORT, SERVER
+from .serve_options import PORT, SERVER
 
 TIMEOUT: Final = 5.0  # seconds for a server on this machine to answer
-PAUSE: Final = 0.2  # seconds between two questions
+PAUSE: Final = 0.2  # seconds between two requests while the server starts
 LONGEST_WAIT: Final = 600.0  # seconds for another process to load its model
-LOADING: Final = 503  # the status until the model is loaded
-LEAST_CONTEXT: Final = 20_000  # tokens that Claude Code alone says at the start
-# Claude Code keeps 13,000 tokens and those of an answer free. In a context of less than this it
-# would compact its own first prompt, so it learns the limit from the server's error.
-LEAST_TOLD: Final = 48_000
-UNKNOWN: Final = 2**31  # the context length of a model that does not say its own
-KEY: Final = "dflash-mlx"  # agents want one, and a server without keys takes any
+LOADING: Final = 503  # the status of a server that loads its model
+MIN_CONTEXT: Final = 20_000  # tokens; the first prompt of Claude Code is about as long
+# Claude Code keeps 13,000 tokens and the length of an answer free. In a context of less than this
+# it would compact its first prompt, so we do not tell it the limit: the server's error does.
+MIN_CONTEXT_TO_TELL: Final = 48_000
+UNKNOWN_CONTEXT: Final = 2**31  # what the server reports if a model does not name its context
+KEY: Final = "dflash-mlx"  # agents need a key, and a server without keys accepts any
 
 
 class Agent(StrEnum):
@@ -58,27 +58,36 @@ class Agent(StrEnum):
     opencode = "opencode"
 
 
-PACKAGES: Final = {  # in npm
+NPM_PACKAGES: Final = {
     Agent.claude: "@anthropic-ai/claude-code",
     Agent.codex: "@openai/codex",
     Agent.opencode: "opencode-ai",
 }
-# Claude Code uses another API where CLAUDE_CODE_USE_... is set.
+# Claude Code uses another API if CLAUDE_CODE_USE_... is set.
 CLOUDS: Final = ("BEDROCK", "VERTEX", "FOUNDRY", "MANTLE", "ANTHROPIC_AWS", "GATEWAY")
 
-OPENCODE_AGENTS: Final = "build plan general explore title summary compaction".split()
+# The agents that opencode has built in.
+OPENCODE_AGENTS: Final = (
+    "build",
+    "plan",
+    "general",
+    "explore",
+    "title",
+    "summary",
+    "compaction",
+)
 
 
-class Elsewhere(NamedTuple):
-    """What would have an agent use another server in spite of our settings."""
+class ServerOverrides(NamedTuple):
+    """Arguments and files that would make an agent use another server in spite of our settings."""
 
     arguments: str  # a pattern of the agent's own arguments
     files: tuple[str, ...]  # patterns of settings files that win over ours
-    content: str  # a pattern of what such a file may not set
+    content: str  # a pattern of what such a file must not set
 
 
-ELSEWHERE: Final = {
-    Agent.claude: Elsewhere(
+OVERRIDES: Final = {
+    Agent.claude: ServerOverrides(
         "--settings(=|$)",
         (
             "/etc/claude-code/managed-settings*/*.json",
@@ -90,12 +99,12 @@ ELSEWHERE: Final = {
         ),
         rf'"(ANTHROPIC_\w*(URL|KEY|TOKEN|MODEL)|CLAUDE_CODE_USE_({"|".join(CLOUDS)}))"\s*:',
     ),
-    Agent.codex: Elsewhere(  # a profile won over arguments until Codex refused it
+    Agent.codex: ServerOverrides(  # older versions of Codex let a profile win over arguments
         r"(-p|--profile|--oss|--local-provider)(=|$)|(-c|--config=)?(model_provider|profile)\s*=",
         ("${CODEX_HOME}/config.toml", "~/.codex/config.toml", ".codex/config.toml"),
         r"\A(?:(?!\s*\[)[^\n]*\n)*\s*profile\s*=",
     ),
-    Agent.opencode: Elsewhere(
+    Agent.opencode: ServerOverrides(
         "(-m|--model)(=|$)",
         ("/etc/opencode/opencode.json*", "/Library/Application Support/opencode/opencode.json*"),
         r'"(small_model|model|provider|(en|dis)abled_providers)"\s*:',
@@ -109,100 +118,144 @@ def launch(
     arguments: list[str] | None = argument(None, "The agent's own arguments, after --."),
     names: options.Names,
     port: int = PORT,
-    api_key: str = option(KEY, SERVER, "KEY", "The key of the running server."),
+    api_key: str = option(
+        KEY,
+        panel=SERVER,
+        metavar="KEY",
+        help="The key of the running server.",
+    ),
 ) -> None:
     """Start a coding agent on a local model (starts the server if needed)."""
     program = shutil.which(agent.value)
     if program is None:
-        raise ServerError(f"{agent.value} is not installed: npm install -g {PACKAGES[agent]}")
-    refuse_elsewhere(agent, arguments or [])
+        raise ServerError(f"{agent.value} is not installed: npm install -g {NPM_PACKAGES[agent]}")
+    refuse_overrides(agent, arguments or [])
     if not port:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    with signals_to(_end), _server(url, port, api_key, names) as (model, context):
-        if context is not None and context < LEAST_CONTEXT:
+    with signals_to(_exit), _server(url, port, key=api_key, names=names) as (model, context):
+        if context is not None and context < MIN_CONTEXT:
             raise SettingsError(
                 f"{model} has a context of {context:,} tokens, and agents begin with "
-                f"{LEAST_CONTEXT:,}: choose another --model, such as {CODER}."
+                f"{MIN_CONTEXT:,}: choose another --model, such as {CODER}."
             )
         wanted = short(names.adapter or names.model)
         if wanted not in (EMBEDDED, model):
-            note(f"{url} already serves {model}, not {wanted}: another --port starts anew.")
-        command, environment = agent_command(agent, program, url, model, api_key, context)
+            note(f"{url} already serves {model}, not {wanted}: another --port starts a new server.")
+        command, environment = agent_command(
+            agent,
+            program,
+            url=url,
+            model=model,
+            key=api_key,
+            context=context,
+        )
         note(f"{agent.value}: {model} at {url}")
         with signals_to(_leave_ctrl_c):
             command += arguments or ()
-            done = subprocess.run(command, env={**os.environ, **environment}, check=False)
-    raise typer.Exit(done.returncode)
+            process = subprocess.run(command, env={**os.environ, **environment}, check=False)
+    raise typer.Exit(process.returncode)
 
 
-def refuse_elsewhere(agent: Agent, arguments: list[str]) -> None:
-    """Raise `SettingsError` if an argument or a settings file may name the agent another server."""
-    known = ELSEWHERE[agent]
-    for given in arguments:
-        if re.match(known.arguments, given):
-            raise SettingsError(f"launch names the server: {given} may name another. Leave it out.")
-    for pattern in known.files:
+def refuse_overrides(agent: Agent, arguments: list[str]) -> None:
+    """Raise `SettingsError` if an argument or a settings file may name another server."""
+    overrides = OVERRIDES[agent]
+    for word in arguments:
+        if re.match(overrides.arguments, word):
+            raise SettingsError(f"launch names the server: {word} may name another. Leave it out.")
+    for pattern in overrides.files:
         for file in glob(os.path.expanduser(os.path.expandvars(pattern))):
-            if found := re.search(known.content, Path(file).read_text(errors="replace")):
+            match = re.search(overrides.content, Path(file).read_text(errors="replace"))
+            if match is not None:
+                setting = match[0].split()[-1].strip(" =:")
                 raise SettingsError(
                     f"{file} may name {agent.value} another server, and wins over launch: "
-                    f"remove {found[0].split()[-1].strip(' =:')} there."
+                    f"remove {setting} there."
                 )
 
 
 def agent_command(
     agent: Agent, program: str, url: str, model: str, key: str, context: int | None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that has an agent use this server and model, and what its environment needs.
+    """Return the command that starts an agent on a server and a model, and its environment.
 
-    Agents are told the model's context length, if it is known, that it sees no images, and that the
+    Agents learn the model's context length, if it is known, that it sees no images, and that the
     server does not search the web. They reach this machine without a proxy.
     """
-    output = context // 8 if context else 0  # tokens of an answer
-    direct = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
-    direct = ",".join(filter(None, (direct, "127.0.0.1", "localhost")))
-    environment = {"NO_PROXY": direct, "no_proxy": direct}
+    no_proxy = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    no_proxy = ",".join(filter(None, (no_proxy, "127.0.0.1", "localhost")))
+    environment = {"NO_PROXY": no_proxy, "no_proxy": no_proxy}
     if agent is Agent.claude:
-        models = (f"DEFAULT_{name}_MODEL" for name in ("FABLE", "HAIKU", "OPUS", "SONNET"))
-        names = [f"ANTHROPIC_{name}" for name in ("MODEL", "SMALL_FAST_MODEL", *models)]
-        environment |= dict.fromkeys([*names, "CLAUDE_CODE_SUBAGENT_MODEL"], model)
-        environment |= {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key}
-        unset = ["ANTHROPIC_API_KEY", "ANTHROPIC_CUSTOM_HEADERS"]
-        unset += [f"CLAUDE_CODE_USE_{name}" for name in CLOUDS]
-        environment |= dict.fromkeys(unset, "")
-        environment["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] = "1"
-        if context and context >= LEAST_TOLD:
-            environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(context)
-            environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(output)
-        # An `env` of --settings wins over those of the user's and the project's files, and these
-        # over the environment.
+        environment |= _claude_environment(url, model, key=key, context=context)
+        # An `env` of --settings wins over the `env` of the user's and the project's files, which
+        # win over the environment.
         settings = {"env": environment, "permissions": {"deny": ["WebSearch"]}}
         return [program, "--settings", json.dumps(settings)], environment
     if agent is Agent.codex:
-        provider = {
-            "name": "dflash-mlx",
-            "base_url": f"{url}/v1",
-            "env_key": "DFLASH_API_KEY",
-            "wire_api": "responses",
-        }
-        given: dict[str, Any] = {f"model_providers.dflash.{k}": v for k, v in provider.items()}
-        given |= {"model_provider": "dflash", "model": model, "web_search": "disabled"}
-        given |= {"features.view_image": False, "features.image_generation": False}
-        if context:
-            given["model_context_window"] = context
-        options = [f"-c{name}={json.dumps(value)}" for name, value in given.items()]
-        return [program, *options], environment | {"DFLASH_API_KEY": key}
-    described = {"name": model, "attachment": False}
-    described["modalities"] = {"input": ["text"], "output": ["text"]}
+        command = [program, *_codex_options(url, model, context)]
+        return command, environment | {"DFLASH_API_KEY": key}
+    config = _opencode_config(url, model, key=key, context=context)
+    return [program], environment | {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
+
+
+def _answer_tokens(context: int) -> int:
+    """Return how many tokens of a context an answer may take."""
+    return context // 8
+
+
+def _claude_environment(url: str, model: str, key: str, context: int | None) -> dict[str, str]:
+    """Return the environment variables of Claude Code."""
+    model_names = ["ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"]
+    for size in ("FABLE", "HAIKU", "OPUS", "SONNET"):
+        model_names.append(f"ANTHROPIC_DEFAULT_{size}_MODEL")
+    unset = ["ANTHROPIC_API_KEY", "ANTHROPIC_CUSTOM_HEADERS"]
+    unset += [f"CLAUDE_CODE_USE_{cloud}" for cloud in CLOUDS]
+    environment = {
+        **dict.fromkeys(model_names, model),
+        **dict.fromkeys(unset, ""),
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": key,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    }
+    if context and context >= MIN_CONTEXT_TO_TELL:
+        environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(context)
+        environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(_answer_tokens(context))
+    return environment
+
+
+def _codex_options(url: str, model: str, context: int | None) -> list[str]:
+    """Return the options of Codex that set its configuration."""
+    config: dict[str, Any] = {
+        "model_providers.dflash.name": "dflash-mlx",
+        "model_providers.dflash.base_url": f"{url}/v1",
+        "model_providers.dflash.env_key": "DFLASH_API_KEY",
+        "model_providers.dflash.wire_api": "responses",
+        "model_provider": "dflash",
+        "model": model,
+        "web_search": "disabled",
+        "features.view_image": False,
+        "features.image_generation": False,
+    }
     if context:
-        described["limit"] = {"context": context, "output": output}
-    config = {
+        config["model_context_window"] = context
+    return [f"-c{name}={json.dumps(value)}" for name, value in config.items()]
+
+
+def _opencode_config(url: str, model: str, key: str, context: int | None) -> dict[str, Any]:
+    """Return the configuration of opencode."""
+    model_config: dict[str, Any] = {
+        "name": model,
+        "attachment": False,
+        "modalities": {"input": ["text"], "output": ["text"]},
+    }
+    if context:
+        model_config["limit"] = {"context": context, "output": _answer_tokens(context)}
+    return {
         "model": f"dflash/{model}",
         "small_model": f"dflash/{model}",
-        # Agents of the user's files may name models elsewhere: built-in ones use ours, and opencode
-        # refuses the others.
+        # Agents in the user's files may name models of other servers. The built-in agents use ours,
+        # and opencode refuses the others.
         "agent": {name: {"model": f"dflash/{model}"} for name in OPENCODE_AGENTS},
         "enabled_providers": ["dflash"],
         "provider": {
@@ -210,40 +263,48 @@ def agent_command(
                 "npm": "@ai-sdk/openai-compatible",
                 "name": "dflash-mlx",
                 "options": {"baseURL": f"{url}/v1", "apiKey": key},
-                "models": {model: described},
+                "models": {model: model_config},
             }
         },
     }
-    return [program], environment | {"OPENCODE_CONFIG_CONTENT": json.dumps(config)}
 
 
 @contextmanager
 def _server(
     url: str, port: int, key: str, names: options.Names
 ) -> Iterator[tuple[str, int | None]]:
-    """Model and context of the server at this address, or of one that ends with the agent."""
+    """Use the server at this address, or start one that ends with the agent.
+
+    Yields the name and the context length of its model.
+    """
     command = [sys.executable, "-m", "dflash_mlx", "serve", "--port", str(port)]
     command += [f"--{name}={value}" for name, value in asdict(names).items() if value]
-    wanted = short(names.adapter or names.model)  # what `serve` calls it
-    server, end = None, time.monotonic() + LONGEST_WAIT
+    wanted = short(names.adapter or names.model)  # the name that `serve` gives the model
+    server = None
+    end = time.monotonic() + LONGEST_WAIT
     with tempfile.TemporaryFile() as log:
         try:
             with waiting(f"Waiting for a server of {wanted} at {url}"):
-                while not isinstance(served := _served(url, key, wanted), tuple):
+                served = _served(url, key, wanted)
+                while not isinstance(served, tuple):
                     if server is None and served is None:
-                        # Its own session, so that Ctrl-C reaches only the agent.
-                        own: Any = {"stdout": log, "stderr": log, "start_new_session": True}
-                        server = subprocess.Popen(command, **own)
+                        server = subprocess.Popen(
+                            command,
+                            stdout=log,
+                            stderr=log,
+                            start_new_session=True,  # so that Ctrl-C reaches only the agent
+                        )
                     elif server is None and time.monotonic() > end:
                         raise ServerError(f"{url} still answers {LOADING}: give another --port.")
                     elif server is not None and server.poll() is not None:
-                        log.seek(0)
-                        told = log.read().decode(errors="replace").strip().splitlines()
-                        last = told[-1].removeprefix("error: ") if told else "The server ended."
-                        raise ServerError(last)
+                        raise ServerError(_last_line(log))
                     time.sleep(PAUSE)
+                    served = _served(url, key, wanted)
             if server is None and names.draft:
-                note(f"{url} keeps its own drafter, not {names.draft}: another --port starts anew.")
+                note(
+                    f"{url} keeps its own drafter, not {names.draft}: another --port starts a new "
+                    "server."
+                )
             yield served
         finally:
             if server is not None:
@@ -251,19 +312,31 @@ def _server(
                 server.wait()
 
 
-def _served(url: str, key: str, wanted: str) -> tuple[str, int | None] | int | None:
-    """A server's model and context length, `LOADING` while it loads, or None without a server.
+def _last_line(log: Any) -> str:
+    """Return the last line of a server's log, which is its error."""
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return lines[-1].removeprefix("error: ") if lines else "The server ended."
 
-    Of several models it is the wanted one, or the first. The context length is None where the
-    server does not tell it. Raises `ServerError`.
+
+def _served(url: str, key: str, wanted: str) -> tuple[str, int | None] | int | None:
+    """Ask a server for its model's name and context length.
+
+    Returns `LOADING` while it loads, and None if there is no server. Of several models it returns
+    the wanted one, or the first. The context length is None if the server does not report it.
+
+    Raises `ServerError`.
     """
     try:
-        asked = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
-        with open_url(asked, TIMEOUT) as response:
+        request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+        with open_url(request, TIMEOUT) as response:
             models = json.load(response)["data"]
-            model = next((one for one in models if one["id"] == wanted), models[0])
-            context = int(model.get("context_length") or UNKNOWN)
-            return str(model["id"]), context if context < UNKNOWN else None
+            model = models[0]
+            for offered in models:
+                if offered["id"] == wanted:
+                    model = offered
+            context = int(model.get("context_length") or UNKNOWN_CONTEXT)
+            return str(model["id"]), context if context < UNKNOWN_CONTEXT else None
     except HTTPError as error:
         with error:
             if error.code == LOADING:
@@ -276,12 +349,12 @@ def _served(url: str, key: str, wanted: str) -> tuple[str, int | None] | int | N
         return None
 
 
-def _end(number: int, _: Any) -> None:
+def _exit(number: int, _: Any) -> None:
     """End this program, and with it the server, on SIGTERM and on Ctrl-C."""
     sys.exit(128 + number)
 
 
 def _leave_ctrl_c(number: int, frame: Any) -> None:
-    """Leave Ctrl-C to the agent. With SIG_IGN the agent would ignore it, too."""
+    """Leave Ctrl-C to the agent. With SIG_IGN the agent would ignore it as well."""
     if number != signal.SIGINT:
-        _end(number, frame)
+        _exit(number, frame)

@@ -1,4 +1,4 @@
-"""`--hosts` and what belongs to it: one command on several machines."""
+"""`--hosts` and its options: one command runs on several machines."""
 
 from __future__ import annotations
 
@@ -25,18 +25,31 @@ from .output import note
 if TYPE_CHECKING:
     from dflash_mlx.cluster.cluster import Cluster
 
-CLUSTER: Final = "dflash_mlx.cluster"  # key of rank 0's cluster in a context
+CLUSTER: Final = "dflash_mlx.cluster"  # the key of rank 0's cluster in a Typer context
 
 
 @dataclass(frozen=True)
 class Machines:
     """The machines that share the model."""
 
-    hosts: Path | None = option(None, MODEL, "FILE", "Share the model (mlx.launch's file).")
-    stall_seconds: float = option(
-        20.0, MODEL, "S", "Give up a machine silent for S seconds.", min=1
+    hosts: Path | None = option(
+        None,
+        panel=MODEL,
+        metavar="FILE",
+        help="Share the model (mlx.launch's file).",
     )
-    pipeline: bool = flag("--pipeline", MODEL, "Split the layers over them, not the heads.")
+    stall_seconds: float = option(
+        20.0,
+        panel=MODEL,
+        metavar="S",
+        help="Give up a machine silent for S seconds.",
+        min=1,
+    )
+    pipeline: bool = flag(
+        "--pipeline",
+        panel=MODEL,
+        help="Split the layers over them, not the heads.",
+    )
 
 
 def runs_elsewhere(
@@ -46,12 +59,16 @@ def runs_elsewhere(
     context: typer.Context,
     listen: Callable[[], socket.socket] | None = None,
 ) -> bool:
-    """Start the command on all machines, or take part as one of them; whether it is done then.
+    """Start the command on all machines, or follow rank 0 as one of them.
 
-    Rank 0 meets the others here and goes on. They try to reach it for a few seconds only, so
-    nothing slow may come before.
+    Returns whether that was the whole command. On rank 0, and without several machines, it is not.
+    The other ranks try to reach rank 0 for a few seconds only, so nothing slow may come first.
 
     Args:
+        machines: the options.
+        names: the model.
+        weights: how weights are loaded.
+        context: the context of the command.
         listen: makes a server's socket.
     """
     if machines.hosts is not None:
@@ -59,7 +76,8 @@ def runs_elsewhere(
         _supervise(machines, listen)
     if rank() is None:
         return False
-    process, cluster = context.find_object(RankProcess), None
+    process = context.find_object(RankProcess)
+    cluster = None
     try:
         local_path(names.model)  # raises before the seconds that MLX takes to start
         dflash_mlx.use_fast_blas(stock=weights.stock_blas)
@@ -72,51 +90,57 @@ def runs_elsewhere(
             return False
         cluster.follow(names.model, weights.target_bits, **weights.settings)
     except DFlashError as error:
-        if cluster is not None and cluster.interrupted:  # rank 0 was interrupted, too, and left
+        if cluster is not None and cluster.interrupted:  # rank 0 was interrupted as well, and left
             raise KeyboardInterrupt from error
         if not rank():
             raise
         if process is None:
             raise ClusterError(f"rank {rank()} ({socket.gethostname()}): {error}") from error
-        process.send(FAILED, str(error))  # the supervisor reports one for all
+        process.send(FAILED, str(error))  # the supervisor prints one error for all ranks
         raise typer.Exit(LOST_CODE) from error
     return True
 
 
 def _supervise(machines: Machines, listen: Callable[[], socket.socket] | None) -> None:
-    """Start the command on all machines, and exit as it does."""
+    """Start the command on all machines, and exit with its code."""
     from dflash_mlx.cluster.hosts import read_hosts
     from dflash_mlx.cluster.supervisor import Supervisor
 
     assert machines.hosts is not None
     hosts = read_hosts(user_path(machines.hosts))
-    bound = None if listen is None else listen()
-    raise typer.Exit(Supervisor(hosts, _arguments(), note, bound).run())
+    listening = None if listen is None else listen()
+    supervisor = Supervisor(
+        hosts,
+        _arguments_without_hosts(),
+        report=note,
+        listening=listening,
+    )
+    raise typer.Exit(supervisor.run())
 
 
-def _arguments() -> list[str]:
-    """The arguments of this command without `--hosts`."""
-    given, found = iter(sys.argv[1:]), []
-    for argument in given:
+def _arguments_without_hosts() -> list[str]:
+    arguments = []
+    remaining = iter(sys.argv[1:])
+    for argument in remaining:
         if argument == "--hosts":
-            next(given)
+            next(remaining)
         elif not argument.startswith("--hosts="):
-            found.append(argument)
-    return found
+            arguments.append(argument)
+    return arguments
 
 
 def cluster_member(context: typer.Context) -> Cluster | None:
-    """Rank 0 of the machines that share the model; None where this machine is alone."""
+    """Return rank 0 of the machines that share the model; None if this machine is alone."""
     cluster: Cluster | None = context.meta.get(CLUSTER)
     return None if cluster is None or cluster.size == 1 else cluster
 
 
 def stdin_ends(context: typer.Context) -> bool:
-    """Whether stdin comes to an end: mlx.launch never closes that of its ranks."""
+    """Whether stdin ever ends. mlx.launch does not close the stdin of its ranks."""
     return MLX_RANK not in os.environ or context.find_object(RankProcess) is not None
 
 
 def inherited_socket(context: typer.Context) -> socket.socket | None:
-    """A server's socket, on which a supervisor listens when this process does not."""
+    """Return the socket on which the supervisor listens for this server, if there is one."""
     process = context.find_object(RankProcess)
     return None if process is None else process.inherited_socket()

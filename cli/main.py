@@ -1,4 +1,4 @@
-"""The console script. It imports nothing slow, so that Ctrl-C is quiet from the first moment."""
+"""The console script. It imports nothing slow, so that Ctrl-C is quiet from the start."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ import warnings
 from functools import partial
 from types import FrameType
 
-TYPE_CHECKING = False  # typing's own takes a third of the start-up time
+TYPE_CHECKING = False  # importing it from typing takes a third of the start-up time
 if TYPE_CHECKING:
     from typing import Any
 
-INTERRUPTED = 130  # the exit code of shells
-IMPORTING = "<frozen importlib._bootstrap>"  # the file of frames that import
-CLEAN = "\r\x1b[K\x1b[?25h"  # clears a line that says what is waited for, and shows the cursor
+INTERRUPTED = 130  # the exit code that shells use after Ctrl-C
+IMPORTING = "<frozen importlib._bootstrap>"  # the file name of a frame that imports
+CLEAN = "\r\x1b[K\x1b[?25h"  # clears the line on a terminal, and shows the cursor
 
 
 def _format_warning(message: Warning | str, *_: object, **__: object) -> str:
-    """A warning as one line, without the source line that raised it.
+    """Format a warning as one line, without the source line that raised it.
 
-    On a terminal it takes the place of what `output.waiting` says there.
+    On a terminal it overwrites the line of `output.waiting`.
     """
     return f"\r\x1b[K{message}\n" if sys.stderr.isatty() else f"{message}\n"
 
 
 def _interrupt(terminal: list[Any] | None, _: int, frame: FrameType | None) -> None:
-    """On Ctrl-C raise `KeyboardInterrupt`; while modules are imported, end the process at once.
+    """Handle Ctrl-C: raise `KeyboardInterrupt`, or end the process if a module is being imported.
 
-    Libraries lose an exception there, print it, or abort.
+    Libraries lose, print or abort on an exception during their import.
 
     Args:
-        terminal: the attributes to leave behind; None if stdin is not a terminal.
+        terminal: the terminal's attributes to restore; None if stdin is not a terminal.
+        frame: the frame that runs.
     """
     while frame is not None:
         if frame.f_code.co_filename == IMPORTING:
@@ -50,14 +51,15 @@ def _interrupt(terminal: list[Any] | None, _: int, frame: FrameType | None) -> N
 def main() -> None:
     """Run the command line and exit: 0, 1 (error), 2 (usage) or 130 (Ctrl-C).
 
-    A failure that a person can act on is one line on stderr; see `app.Program`.
+    `app.Program` prints an error that a person can act on as one line on stderr.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell ignores it
+    # A shell starts background jobs with SIGINT ignored. Leave it so.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         terminal = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
         signal.signal(signal.SIGINT, partial(_interrupt, terminal))
     gc.set_threshold(1_000_000)  # imports make many objects and hardly any garbage
     warnings.formatwarning = _format_warning
-    # Notes say so.
+    # Commands print these as notes.
     warnings.filterwarnings("ignore", "dflash-mlx: no drafter is known")
     warnings.filterwarnings("ignore", "dflash-mlx: MLX's own matrix products are slow")
     for stream in (sys.stdout, sys.stderr):
@@ -74,4 +76,4 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     finally:
-        gc.freeze()  # or the interpreter looks at every object again before it ends
+        gc.freeze()  # otherwise the interpreter visits every object again before it ends

@@ -1,4 +1,4 @@
-"""`dflash-mlx models`: the models with a known drafter, and those that fit a Mac."""
+"""`dflash-mlx models`: the models with a known drafter, and which of them fit a Mac."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ from . import options
 from .options import OUTPUT, argument, flag, option
 from .output import NOTHING, note, print_json, rate, sized, stdout
 
-ROWS = 9  # of the list, so that it fits a screen; what is left out is named below it
-YOURS = "Your Mac"  # the panel that --help shows
+MAX_ROWS = 9  # rows of the list, so that it fits a screen; other models are named below it
+YOURS = "Your Mac"  # a panel of --help
 CHIP = "Predict speeds for M1 to M5 Max. Default: this machine's chip."
 MEMORY = "The memory of a Mac. Default: what this machine has."
-MORE_BITS = 8
-LABEL = len("drafter (default)")  # the widest label of a model's details
+MORE_BITS = 8  # shown besides `BITS` in the details of a model
+LABEL_WIDTH = len("drafter (default)")  # the widest label in the details of a model
+# Marks models that need --target-bits, and explains the mark below the list.
 MARK = " *"
 MARKED = f"* no {BITS}-bit conversion is known: 16-bit download, quantized by --target-bits {BITS}"
 DETAILS = f"GB of weights + drafter + {CONTEXT:,} tokens of context"
@@ -48,9 +49,9 @@ class Mac:
     """The machine that models are listed for.
 
     Attributes:
-        limit: bytes that models may take.
-        chip: None if it is not known; then nothing is predicted.
-        name: for people, "an M4 with 16 GB".
+        limit: how many bytes models may take.
+        chip: the chip; None if it is unknown, so that no speed is predicted.
+        name: the machine in words, such as "an M4 with 16 GB".
     """
 
     limit: float
@@ -59,19 +60,26 @@ class Mac:
 
     @classmethod
     def of(cls, chip: str | None, memory: int | None) -> Mac:
-        """The Mac that was named, or this machine. Raises `SettingsError` for an unknown chip."""
+        """Make the Mac of the options, or this machine.
+
+        Raises `SettingsError` for an unknown chip.
+        """
         limit = usable_bytes() if memory is None else working_set(memory * 2**30)
-        here = chip is None and memory is None
-        found = find_chip(_device()) if here else None
+        named_chip = None
         if chip is not None:
-            found = chip_named(chip)
-        name = "this machine" if found is None else f"an {found.name}"
+            named_chip = chip_named(chip)
+        elif memory is None:
+            named_chip = find_chip(_device())
+        if named_chip is not None:
+            name = f"an {named_chip.name}"
+        else:
+            name = "this machine" if memory is None else "a Mac"
         if memory is not None:
-            name = f"{name if found else 'a Mac'} with {memory} GB"
-        return cls(limit, found, name)
+            name = f"{name} with {memory} GB"
+        return cls(limit=limit, chip=named_chip, name=name)
 
     def fits(self, pair: KnownPair, bits: int = BITS) -> bool | None:
-        """Whether a target, its drafter and a context fit; None if its size is not known."""
+        """Whether a target, its drafter and a context fit; None if the size is unknown."""
         if pair.unsupported:
             return False
         need = memory_need(pair, bits)
@@ -80,12 +88,19 @@ class Mac:
 
 def models(
     name: str = argument("", "Show these models, their drafters and downloads.", metavar="NAME"),
-    everything: bool = flag("--all", OUTPUT, "Show all that fit, and those that do not."),
-    memory: int | None = option(None, YOURS, "GB", MEMORY, min=1),
-    chip: str | None = option(None, YOURS, "NAME", CHIP),
+    everything: bool = flag(
+        "--all",
+        panel=OUTPUT,
+        help="Show all that fit, and those that do not.",
+    ),
+    memory: int | None = option(None, panel=YOURS, metavar="GB", help=MEMORY, min=1),
+    chip: str | None = option(None, panel=YOURS, metavar="NAME", help=CHIP),
     json: bool = options.JSON,
     inspect: Path | None = option(
-        None, OUTPUT, "PATH", "Show how a drafter's config.json is read."
+        None,
+        panel=OUTPUT,
+        metavar="PATH",
+        help="Show how a drafter's config.json is read.",
     ),
 ) -> None:
     """List the models with a known drafter that fit this machine, or a Mac that you name."""
@@ -93,38 +108,45 @@ def models(
         _inspect(inspect, json)
         return
     if name in PACKAGED and not json:
-        whence = "'make real' installs it" if name in PACKAGES else "it is built in"
-        note(f"{name} comes with its drafter: {whence}.")
+        source = "'make real' installs it" if name in PACKAGES else "it is built in"
+        note(f"{name} comes with its drafter: {source}.")
         return
-    named = _named(name)
-    if not named and name not in PACKAGED:
+    matching = _find_pairs(name)
+    if not matching and name not in PACKAGED:
         raise ModelNotFoundError(
-            f"No model {name!r} has a known drafter.{suggestion(name)} A model drafts without one, "
-            "too: with its MTP head, from its own text, or with a smaller model (--draft NAME)."
+            f"No model {name!r} has a known drafter.{suggestion(name)} Models can draft without "
+            "one: with an MTP head, from the text itself, or with a smaller model (--draft NAME)."
         )
     mac = Mac.of(chip, memory)
     hub = Hub()
     copies = hub.copies()
     if json:
-        about: dict[str, Any] = {"embedded": EMBEDDED, "prediction": True, "bytes": mac.limit}
-        about["chip"] = mac.chip and mac.chip.name
-        rows = [_as_json(pair, mac, copies) for pair in named]
-        print_json({**about, "context": CONTEXT, "pairs": rows})
-    elif len(named) == 1:
-        stdout().print(Text(f"{named[0].targets[0]}: {DETAILS}"), soft_wrap=True)
-        for label, text in _details(named[0], mac, copies, hub):
-            stdout().print(Text(f"  {label:{LABEL}}  {text}"), soft_wrap=True)
+        print_json(
+            {
+                "embedded": EMBEDDED,
+                "prediction": True,
+                "bytes": mac.limit,
+                "chip": mac.chip and mac.chip.name,
+                "context": CONTEXT,
+                "pairs": [_as_json(pair, mac, copies) for pair in matching],
+            }
+        )
+        return
+    if len(matching) == 1:
+        pair = matching[0]
+        stdout().print(Text(f"{pair.targets[0]}: {DETAILS}"), soft_wrap=True)
+        for label, text in _details(pair, mac, copies=copies, hub=hub):
+            stdout().print(Text(f"  {label:{LABEL_WIDTH}}  {text}"), soft_wrap=True)
     else:
-        _list(named, mac, everything or bool(name))
-        here = [pair for pair in named if any(map(pair.matches, copies))]
-        _note_names("Downloaded", here)
+        _print_list(matching, mac, everything or bool(name))
+        _note_names("Downloaded", [pair for pair in matching if any(map(pair.matches, copies))])
         note("Names are short: 'dflash-mlx models NAME' shows the full name to type.")
-    if memory is not None and chip is None and not json:
+    if memory is not None and chip is None:
         note("Add --chip M4 for predicted speeds.")
 
 
 def _device() -> str:
-    """This machine's chip, as MLX calls it; empty without MLX."""
+    """Return MLX's name of this machine's chip; empty without MLX."""
     with suppress(ImportError):
         import mlx.core as mx
 
@@ -132,41 +154,47 @@ def _device() -> str:
     return ""
 
 
-def _named(name: str) -> list[KnownPair]:
-    """The pair that a name means, else all whose targets have it in their names."""
+def _find_pairs(name: str) -> list[KnownPair]:
+    """Return the pair with this name, or all pairs whose targets contain it in their names."""
     exact = [pair for pair in pairs() if name and pair.matches(name)]
     return exact or [pair for pair in pairs() if name.lower() in str(pair.targets).lower()]
 
 
-def _list(named: list[KnownPair], mac: Mac, everything: bool) -> None:
+def _print_list(matching: list[KnownPair], mac: Mac, everything: bool) -> None:
     """Print the largest models that fit, and name all others."""
-    runs = [pair for pair in named if not pair.unsupported]
-    needs = {pair: need for pair in runs if (need := memory_need(pair)) is not None}
-    largest_first = sorted(needs, key=lambda pair: -needs[pair].total)
-    fitting = [pair for pair in largest_first if needs[pair].total <= mac.limit]
-    large = [pair for pair in largest_first if pair not in fitting]
-    shown = [*large, *fitting] if everything else fitting[:ROWS]
+    supported = [pair for pair in matching if not pair.unsupported]
+    totals = {}  # bytes that each pair needs
+    for pair in supported:
+        need = memory_need(pair)
+        if need is not None:
+            totals[pair] = need.total
+    largest_first = sorted(totals, key=lambda pair: -totals[pair])
+    fitting = [pair for pair in largest_first if totals[pair] <= mac.limit]
+    too_large = [pair for pair in largest_first if pair not in fitting]
+    listed = [*too_large, *fitting] if everything else fitting[:MAX_ROWS]
     stdout().print(SUM, style="bold")
-    if shown:
-        _print_rows(shown, mac, with_fits=everything)
+    if listed:
+        _print_rows(listed, mac, with_fits=everything)
     else:
         stdout().print("None of them fits.")
     if not everything:
-        _note_names("Smaller", fitting[ROWS:])
-        _note_names("Too large", large)
-    _note_names("Size not known", [pair for pair in runs if pair not in needs])
-    _note_names("Not in this mlx-lm", [pair for pair in named if pair.unsupported])
-    predictions = " Speeds are predictions, not measurements." * (mac.chip is not None)
+        _note_names("Smaller", fitting[MAX_ROWS:])
+        _note_names("Too large", too_large)
+    _note_names("Size not known", [pair for pair in supported if pair not in totals])
+    _note_names("Not in this mlx-lm", [pair for pair in matching if pair.unsupported])
+    predictions = " Speeds are predictions, not measurements." if mac.chip is not None else ""
     note(f"Room on {mac.name}: {sized(mac.limit)}.{predictions}")
 
 
-def _print_rows(shown: list[KnownPair], mac: Mac, with_fits: bool) -> None:
-    """A row for each target: its memory, and its predicted speed if the chip is known."""
+def _print_rows(listed: list[KnownPair], mac: Mac, with_fits: bool) -> None:
+    """Print each target's memory, and its predicted speed if the chip is known."""
     titles = ["", "GB"]
-    titles += ["plain speed", "drafting pays above"] if mac.chip else []
-    titles += [""] if with_fits else []
+    if mac.chip is not None:
+        titles += ["plain speed", "drafting pays above"]
+    if with_fits:
+        titles.append("")
     rows = [titles]
-    for pair in shown:
+    for pair in listed:
         mark = MARK if bits_on_load(pair) else ""
         cells = [pair.short + mark, _sum(memory_need(pair))]
         if mac.chip is not None:
@@ -175,24 +203,25 @@ def _print_rows(shown: list[KnownPair], mac: Mac, with_fits: bool) -> None:
             cells.append("fits" if mac.fits(pair) else "too large")
         rows.append(cells)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *figures in rows:
-        cells = [name.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(figures, widths[1:], strict=True)]
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        for column in range(1, len(row)):
+            cells.append(row[column].rjust(widths[column]))
         stdout().print(Text("  ".join(cells).rstrip()), soft_wrap=True)
-    if any(map(bits_on_load, shown)):
+    if any(map(bits_on_load, listed)):
         stdout().print(MARKED)
 
 
 def _sum(need: MemoryNeed | None) -> str:
-    """A need as a sum, such as "4.6 + 0.6 + 2.4 =  7.6"."""
+    """Return a need of memory as a sum in GB, such as "4.6 + 0.6 + 2.4 =  7.6"."""
     if need is None:
         return NOTHING
-    parts = (f"{part / GB:.1f}" for part in (need.weights, need.drafter, need.context))
+    parts = [f"{part / GB:.1f}" for part in (need.weights, need.drafter, need.context)]
     return f"{' + '.join(parts)} = {need.total / GB:4.1f}"
 
 
 def _speeds(pair: KnownPair, chip: Chip) -> list[str]:
-    """Predicted plain tokens per second, and tokens per step above which drafting pays."""
+    """Return predicted plain tokens per second, and tokens per step above which drafting pays."""
     size = size_of(pair)
     if size is None:
         return [NOTHING, NOTHING]
@@ -200,46 +229,63 @@ def _speeds(pair: KnownPair, chip: Chip) -> list[str]:
     return [f"{plain} tok/s", f"{size.gains_above(chip):.1f} tokens/step"]
 
 
-def _note_names(what: str, some: list[KnownPair]) -> None:
-    """Name models that have no row."""
-    if some:
-        note(f"{what}: {', '.join(pair.short for pair in some)}.")
+def _note_names(label: str, unlisted: list[KnownPair]) -> None:
+    """Name models that have no row in the list."""
+    if unlisted:
+        note(f"{label}: {', '.join(pair.short for pair in unlisted)}.")
 
 
 def _details(
     pair: KnownPair, mac: Mac, copies: dict[str, int], hub: Hub
 ) -> Iterator[tuple[str, str]]:
-    """Labels and texts: memory, speed, downloads, drafters (the default first), what to type."""
-    yield from _needs(pair, mac)
+    """Yield labels and texts about a model: memory, speed, downloads, drafters, what to type.
+
+    Args:
+        pair: the model with its drafters.
+        mac: the machine.
+        copies: downloaded models -> bytes.
+        hub: tells the sizes of downloads.
+    """
+    yield from _memory_details(pair, mac)
     if pair.unsupported:
         yield "cannot run yet", pair.unsupported
-    size = size_of(pair)
-    if mac.chip is not None and size is not None:
-        plain, pays = (cell.replace("/step", " per step") for cell in _speeds(pair, mac.chip))
-        yield "speed", f"{plain} without drafting (predicted); drafting pays above {pays}"
-    drafters = [one for one in pair.drafters if one.refused is None]
-    names = [pair.download, *(one.drafter for one in drafters[:1])]
+    if mac.chip is not None and size_of(pair) is not None:
+        plain, pays_above = _speeds(pair, mac.chip)
+        pays_above = pays_above.replace("/step", " per step")
+        yield "speed", f"{plain} without drafting (predicted); drafting pays above {pays_above}"
+    drafters = [facts for facts in pair.drafters if facts.refused is None]
+    names = [pair.download]
+    if drafters:
+        names.append(drafters[0].drafter)
     sizes = _estimated_downloads(pair) | _download_sizes(names, copies, hub)
     bits = bits_on_load(pair)
-    on_load = " (16 bits, quantized on load)" * (bits is not None)
-    yield "download", f"{pair.download}{sizes.get(pair.download, '')}{on_load}"
+    download = f"{pair.download}{sizes.get(pair.download, '')}"
+    if bits is not None:
+        download += " (16 bits, quantized on load)"
+    yield "download", download
     for other in pair.targets[1:]:
         yield "also", other
-    for place, one in enumerate(drafters):
-        license = f" (license: {one.license})" * bool(one.license)
-        reasoning = " (trained without reasoning: use --no-think)" * (one.thinking is False)
-        label = "drafter (default)" if place == 0 else "other drafters" * (place == 1)
-        yield label, f"{one.drafter}{sizes.get(one.drafter, '')}{license}{reasoning}"
+    for index, facts in enumerate(drafters):
+        text = f"{facts.drafter}{sizes.get(facts.drafter, '')}"
+        if facts.license:
+            text += f" (license: {facts.license})"
+        if facts.thinking is False:
+            text += " (trained without reasoning: use --no-think)"
+        labels = ("drafter (default)", "other drafters")
+        yield labels[index] if index < len(labels) else "", text
     for copy, copy_size in copies.items():
-        if pair.matches(copy) or copy in {one.drafter for one in drafters}:
+        if pair.matches(copy) or any(facts.drafter == copy for facts in drafters):
             yield "downloaded", f"{copy}, {sized(copy_size)}"
-    quantized = "" if bits is None else f" --target-bits {bits}"
-    no_think = " --no-think" * (pair.drafters[0].thinking is False)
-    yield "try", f"dflash-mlx chat --model {pair.download}{quantized}{no_think}"
+    command = f"dflash-mlx chat --model {pair.download}"
+    if bits is not None:
+        command += f" --target-bits {bits}"
+    if pair.drafters[0].thinking is False:
+        command += " --no-think"
+    yield "try", command
 
 
-def _needs(pair: KnownPair, mac: Mac) -> Iterator[tuple[str, str]]:
-    """Labels and texts: what a target takes of the memory, and whether it fits."""
+def _memory_details(pair: KnownPair, mac: Mac) -> Iterator[tuple[str, str]]:
+    """Yield labels and texts about the memory that a target needs, and whether it fits."""
     size = size_of(pair)
     if size is None:
         yield "memory", "size not known"
@@ -251,7 +297,7 @@ def _needs(pair: KnownPair, mac: Mac) -> Iterator[tuple[str, str]]:
 
 
 def _estimated_downloads(pair: KnownPair) -> dict[str, str]:
-    """The sizes of downloads as their parameters say: of the target, and of the first drafter."""
+    """Estimate the sizes of downloads from their parameters, for the target and first drafter."""
     size = size_of(pair)
     if size is None:
         return {}
@@ -263,34 +309,35 @@ def _estimated_downloads(pair: KnownPair) -> dict[str, str]:
 
 
 def _download_sizes(names: list[str], copies: dict[str, int], hub: Hub) -> dict[str, str]:
-    """The sizes of downloads, as the hub has them; none where it does not answer."""
-    found = dict[str, str]()
+    """Ask the hub for the sizes of downloads. The result lacks those that it does not tell."""
+    sizes: dict[str, str] = {}
     with suppress(DownloadError):
         for name in names:
             with suppress(ModelNotFoundError):
-                found[name] = f", {sized(copies.get(name) or hub.remote_bytes(name))}"
-    return found
+                sizes[name] = f", {sized(copies.get(name) or hub.remote_bytes(name))}"
+    return sizes
 
 
 def _as_json(pair: KnownPair, mac: Mac, copies: dict[str, int]) -> dict[str, Any]:
+    """Return a pair's entry in --json."""
     drafter, *others = pair.drafters
     size = size_of(pair)
-    stored = size is not None and size.stored is not None
+    is_stored = size is not None and size.stored is not None
     predicted: dict[str, float | None] = {"plain": None, "gains_above": None}
     if mac.chip is not None and size is not None:
         predicted["plain"] = 1 / size.plain_seconds(mac.chip)
         predicted["gains_above"] = size.gains_above(mac.chip)
-    widths = (BITS,) if stored else (BITS, MORE_BITS)
-    needs = {bits: memory_need(pair, bits) for bits in widths}
+    needs: dict[str, Any] = {}
+    for bits in (BITS,) if is_stored else (BITS, MORE_BITS):
+        need = memory_need(pair, bits)
+        needs[str(bits)] = need and asdict(need) | {"total": need.total}
     return {
         "drafter": drafter.drafter,
         "targets": list(pair.targets),
         "also": [asdict(other) for other in others],
         "download": pair.download,
-        "target_bits": bits_on_load(pair),  # what --target-bits has to be for `memory` to hold
-        "memory": {
-            str(bits): need and asdict(need) | {"total": need.total} for bits, need in needs.items()
-        },
+        "target_bits": bits_on_load(pair),  # the --target-bits that `memory` assumes
+        "memory": needs,
         "fits": mac.fits(pair),
         **predicted,
         "unsupported": pair.unsupported,
@@ -301,7 +348,7 @@ def _as_json(pair: KnownPair, mac: Mac, copies: dict[str, int]) -> dict[str, Any
 
 
 def _inspect(path: Path, json: bool) -> None:
-    """Print what each field of a drafter's config was resolved to, and from where."""
+    """Print the value of each field of a drafter's config, and its source."""
     if path_kind(path) is None:
         from dflash_mlx.loading.load import drafter_folder
 

@@ -1,4 +1,4 @@
-"""Options that several commands share. Related ones are a group, see `expand_groups`."""
+"""Options that several commands share. Related options form a group (`expand_groups`)."""
 
 from __future__ import annotations
 
@@ -15,127 +15,183 @@ import typer
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import EMBEDDED, LOOKUP, MTP, NONE, PACKAGED, pairs
-from dflash_mlx.settings import SEED_BITS, SETTINGS, RequestSettings, Setting
+from dflash_mlx.settings import SEED_BITS, SETTINGS, RequestSettings, Setting, settings_of
 
 from .output import note
 
-KEPT_BITS = 16  # of --draft-bits: as they are
-MODEL, DECODING, OUTPUT = "Model", "Decoding", "Output"  # the panels that --help shows
-AUTO = "auto"  # of --tree-budget
-MAX_TOKENS = 4096  # of an answer, in every command that answers
-HOT = 2  # the highest temperature that the APIs of others allow
-STEPS = ("block_size", "tree_budget", "kv_bits")  # settings of a whole conversation
+KEPT_BITS = 16  # the value of --draft-bits that does not quantize
+# The panels that --help shows.
+MODEL = "Model"
+DECODING = "Decoding"
+OUTPUT = "Output"
+AUTO = "auto"  # the value of --tree-budget and --kernels that means: choose for me
+MAX_TOKENS = 4096  # the default of every command that answers
+HIGHEST_USUAL_TEMPERATURE = 2  # what the APIs of others allow
+CONVERSATION_SETTINGS = ("block_size", "tree_budget", "kv_bits")  # fixed for a conversation
 # Real models to name instead of the embedded one, in 4 bits: 2.3 GB and 17 GB.
-SMALL, CODER = (f"mlx-community/Qwen3-{name}-4bit" for name in ("4B", "Coder-30B-A3B-Instruct"))
+SMALL = "mlx-community/Qwen3-4B-4bit"
+CODER = "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit"
 
 
-def spelled(parameter: str) -> str:
-    """A parameter as an option of the command line."""
+def option_name(parameter: str) -> str:
+    """Return the option of the command line that belongs to a parameter."""
     return f"--{parameter.replace('_', '-')}"
 
 
-ALIASES = {spelled(alias): spelled(name) for name, one in SETTINGS.items() for alias in one.aliases}
+# Hidden options: other names of settings.
+ALIASES = {
+    option_name(alias): option_name(name)
+    for name, described in SETTINGS.items()
+    for alias in described.aliases
+}
 ALIASES |= {"--draft-model": "--draft", "--no-thinking": "--no-think"}
 
 
-def option(default: Any, panel: str, metavar: str, help: str, *names: str, **limits: Any) -> Any:
-    """An option with a value, ... if required; without names it is called like the parameter."""
+def option(
+    default: Any,
+    *names: str,
+    panel: str,
+    help: str,
+    metavar: str = "",
+    **limits: Any,
+) -> Any:
+    """Declare an option with a value.
+
+    Args:
+        default: the default value; ... for an option that is required.
+        names: the names, if they do not follow from the parameter's.
+        panel: the panel of --help that shows the option.
+        help: the text of --help.
+        metavar: what --help calls the value.
+        limits: more arguments of `typer.Option`, such as `min`.
+    """
     info = typer.Option(*names, metavar=metavar, help=help, rich_help_panel=panel, **limits)
-    return _declared(default, info)
+    return _declare(default, info)
 
 
-def flag(name: str, panel: str, help: str) -> Any:
-    """A switch."""
-    return option(False, panel, "", help, name)
+def flag(name: str, *, panel: str, help: str) -> Any:
+    """Declare a switch that is off by default."""
+    return option(False, name, panel=panel, help=help)
 
 
 def argument(default: Any, help: str, **settings: Any) -> Any:
-    """A word without a name."""
-    return _declared(default, typer.Argument(help=help, **settings))
+    """Declare an argument that has no option name."""
+    return _declare(default, typer.Argument(help=help, **settings))
 
 
 def setting(
     name: str,
+    *,
     default: Any = None,
     help: str = "",
     panel: str = DECODING,
     table: Mapping[str, Setting] = SETTINGS,
 ) -> Any:
-    """The option of a setting, which its description checks."""
-    one = table[name]
-    shown = one.options[0] if one.options else spelled(name)
+    """Declare the option of a setting, whose description checks the value."""
+    described = table[name]
+    shown_name = described.options[0] if described.options else option_name(name)
     info = typer.Option(
-        *one.options,
-        metavar=one.metavar,
-        help=help or one.help,
+        *described.options,
+        metavar=described.metavar,
+        help=help or described.help,
         rich_help_panel=panel,
         show_default=not name.endswith("penalty"),
-        callback=lambda value: one.parse(shown, value),
+        callback=lambda value: described.parse(shown_name, value),
     )
     kinds: dict[type, Any] = {bool: bool | None, object: list[str] | None}
-    kind = kinds.get(one.kind, str | None)  # `parse` reads numbers
-    return _declared(one.default if default is None else default, info, kind)
+    kind = kinds.get(described.kind, str | None)  # `parse` reads numbers
+    return _declare(described.default if default is None else default, info, kind)
 
 
 def settings(*names: str, of: Any = RequestSettings, panel: str = DECODING, **defaults: Any) -> Any:
-    """The options of a dataclass's settings, all if none is named, for a command as a dict."""
-    table = {one.name: one.metadata["setting"] for one in fields(of)}
-    chosen = names or [name for name, one in table.items() if one.metavar or one.options]
-    return {one: setting(one, defaults.get(one), panel=panel, table=table) for one in chosen}
+    """Declare the options of a settings dataclass. The command gets their values as a dict.
+
+    Args:
+        names: the settings; all that have options if none is named.
+        of: the dataclass.
+        panel: the panel of --help that shows them.
+        defaults: default values that differ from the dataclass's.
+    """
+    table = settings_of(of)
+    if not names:
+        names = tuple(
+            name for name, described in table.items() if described.metavar or described.options
+        )
+    return {
+        name: setting(name, default=defaults.get(name), panel=panel, table=table) for name in names
+    }
 
 
-def _declared(default: Any, info: Any, kind: Any = None) -> Any:
-    """A field of a group of options, or the default of a command's parameter."""
+def _declare(default: Any, info: Any, kind: Any = None) -> Any:
+    """Make a field of a group of options, or the default of a command's parameter."""
     metadata = {"info": info, "kind": kind}
     return field(default=MISSING if default is ... else default, metadata=metadata)
 
 
-def named(path: str) -> Path:
-    """The path of an option. An empty one, as of an unset variable, would be the current folder."""
+def nonempty_path(path: str) -> Path:
+    """Parse the path of an option. An empty one would mean the current folder."""
     if not path:
         raise typer.BadParameter("the name is empty")
     return Path(path)
 
 
-def targets_beginning(incomplete: str) -> list[str]:
-    """The known models that a shell may complete a name to."""
+def complete_target(incomplete: str) -> list[str]:
+    """Return the known models whose names begin with a text, for completion in a shell."""
     names = [*PACKAGED]
     for pair in pairs():
         names += [pair.download, *pair.targets]
     return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
 
-def drafters_beginning(incomplete: str) -> list[str]:
-    """The known drafters that a shell may complete a name to."""
-    known = (one.drafter for pair in pairs() for one in pair.drafters if one.refused is None)
-    names = (LOOKUP, NONE, MTP, f"{EMBEDDED}-dflash2", *known)
+def complete_drafter(incomplete: str) -> list[str]:
+    """Return the known drafters whose names begin with a text, for completion in a shell."""
+    names = [LOOKUP, NONE, MTP, f"{EMBEDDED}-dflash2"]
+    for pair in pairs():
+        names += [facts.drafter for facts in pair.drafters if facts.refused is None]
     return [name for name in names if name.startswith(incomplete)]
 
 
 def model(default: Any, help: str) -> Any:
-    """--model."""
-    names = ("--model", "-m")
-    return option(default, MODEL, "NAME", help, *names, autocompletion=targets_beginning)
+    """Declare --model."""
+    return option(
+        default,
+        "--model",
+        "-m",
+        panel=MODEL,
+        metavar="NAME",
+        help=help,
+        autocompletion=complete_target,
+    )
 
 
 MODEL_NAME = model(EMBEDDED, "Folder, GGUF, hub name or smollm2.")
 DRAFT = option(
     None,
-    MODEL,
-    "NAME",
-    "Drafter, smaller model, mtp (the model's head), lookup, NAME+lookup or none. "
-    "Default: the known one, else mtp.",
     "--draft",
     "-d",
-    autocompletion=drafters_beginning,
+    panel=MODEL,
+    metavar="NAME",
+    help="Drafter, smaller model, mtp (the model's head), lookup, NAME+lookup or none. "
+    "Default: the known one, else mtp.",
+    autocompletion=complete_drafter,
 )
-ADAPTER = option(None, MODEL, "PATH", "LoRA of mlx_lm.lora or PEFT: folder or name.")
-TARGET_BITS = option(None, MODEL, "4|8", "Quantize the model's weights on load.")
-OFFLINE = flag("--offline", MODEL, "Use only what is already downloaded.")
-STOCK_BLAS = flag("--stock-blas", MODEL, "On Linux, keep MLX's own slow BLAS.")
-SYSTEM = option(None, DECODING, "TEXT", "A system message.")
-VERBOSE = flag("--verbose", OUTPUT, "Explain the draft lengths; show the seed.")
-JSON = flag("--json", OUTPUT, "Print one JSON object and nothing else.")
+ADAPTER = option(
+    None,
+    panel=MODEL,
+    metavar="PATH",
+    help="LoRA of mlx_lm.lora or PEFT: folder or name.",
+)
+TARGET_BITS = option(
+    None,
+    panel=MODEL,
+    metavar="4|8",
+    help="Quantize the model's weights on load.",
+)
+OFFLINE = flag("--offline", panel=MODEL, help="Use only what is already downloaded.")
+STOCK_BLAS = flag("--stock-blas", panel=MODEL, help="On Linux, keep MLX's own slow BLAS.")
+SYSTEM = option(None, panel=DECODING, metavar="TEXT", help="A system message.")
+VERBOSE = flag("--verbose", panel=OUTPUT, help="Explain the draft lengths; show the seed.")
+JSON = flag("--json", panel=OUTPUT, help="Print one JSON object and nothing else.")
 
 
 @dataclass(frozen=True)
@@ -153,103 +209,145 @@ class Weights:
 
     target_bits: int | None = TARGET_BITS
     draft_bits: int | None = option(
-        None, MODEL, "4|8|16", "Quantize the drafter's on load; 16 keeps them."
+        None,
+        panel=MODEL,
+        metavar="4|8|16",
+        help="Quantize the drafter's on load; 16 keeps them.",
     )
     draft_window: int | None = option(
-        None, MODEL, "N", "Tokens that the drafter remembers. Default: all.", min=1
+        None,
+        panel=MODEL,
+        metavar="N",
+        help="Tokens that the drafter remembers. Default: all.",
+        min=1,
     )
-    quant_mode: str = option("affine", MODEL, "MODE", "affine, mxfp4, mxfp8 or nvfp4.")
-    group_size: int | None = option(None, MODEL, "N", "Weights per scale. Default: the mode's own.")
+    quant_mode: str = option(
+        "affine",
+        panel=MODEL,
+        metavar="MODE",
+        help="affine, mxfp4, mxfp8 or nvfp4.",
+    )
+    group_size: int | None = option(
+        None,
+        panel=MODEL,
+        metavar="N",
+        help="Weights per scale. Default: the mode's own.",
+    )
     kernels: str = option(
-        AUTO, MODEL, "auto|off|exact", "Metal kernels; exact: bit-identical to plain decoding."
+        AUTO,
+        panel=MODEL,
+        metavar="auto|off|exact",
+        help="Metal kernels; exact: bit-identical to plain decoding.",
     )
     offline: bool = OFFLINE
     stock_blas: bool = STOCK_BLAS
 
     def __post_init__(self) -> None:
-        kept = self.draft_bits == KEPT_BITS
-        for bits in (self.target_bits, None if kept else self.draft_bits):
+        draft_bits = None if self.draft_bits == KEPT_BITS else self.draft_bits
+        for bits in (self.target_bits, draft_bits):
             Quantization.of(bits, self.quant_mode, self.group_size)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of `dflash_mlx.load`, without the bits of the two models."""
-        quantization = {"mode": self.quant_mode, "group_size": self.group_size}
-        return {**quantization, "hub": Hub(offline=self.offline), "kernels": self.kernels}
+        """Arguments of `dflash_mlx.load`, except the bits of the two models."""
+        return {
+            "mode": self.quant_mode,
+            "group_size": self.group_size,
+            "hub": Hub(offline=self.offline),
+            "kernels": self.kernels,
+        }
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """What drafts, and how much."""
+    """Whether to draft, and how many tokens."""
 
-    no_draft: bool = flag("--no-draft", MODEL, "Decode without a drafter.")
+    no_draft: bool = flag("--no-draft", panel=MODEL, help="Decode without a drafter.")
     no_policy: bool = flag(
-        "--no-policy", DECODING, "Draft whole blocks, even where that is slower."
+        "--no-policy",
+        panel=DECODING,
+        help="Draft whole blocks, even where that is slower.",
     )
 
 
 def with_seed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with a seed if one is needed, so that a second run can use the same."""
+    """Add a seed to the settings if they need one, so that a second run can use the same."""
     if settings["temperature"] > 0 and settings["seed"] is None:
         return {**settings, "seed": secrets.randbits(SEED_BITS)}
     return dict(settings)
 
 
-def note_without_effect(settings: Mapping[str, Any], shown: Callable[[str], str] = spelled) -> None:
-    """Say which settings change nothing at temperature 0, and that a high one makes noise."""
-    samples = [name for name, value in settings.items() if SETTINGS[name].samples]
+def note_without_effect(
+    settings: Mapping[str, Any], display_name: Callable[[str], str] = option_name
+) -> None:
+    """Print which settings have no effect at temperature 0, and warn of a high temperature."""
+    samples = [name for name in settings if SETTINGS[name].samples]
     useless = [name for name in samples if settings[name] != SETTINGS[name].default]
-    if useless and not settings["temperature"]:
-        note(f"{', '.join(map(shown, useless))} has no effect at temperature 0.")
-    if settings["temperature"] > HOT:
-        note(f"At temperature {settings['temperature']:g} any token may come: 0.2 to 1 is usual.")
+    temperature = settings["temperature"]
+    if useless and not temperature:
+        note(f"{', '.join(map(display_name, useless))} has no effect at temperature 0.")
+    if temperature > HIGHEST_USUAL_TEMPERATURE:
+        note(f"At temperature {temperature:g} any token may come: 0.2 to 1 is usual.")
 
 
 def given(context: typer.Context) -> set[str]:
-    """The parameters that were given on the command line."""
+    """Return the parameters that were given on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
 
 
-def typed(context: typer.Context) -> list[str]:
-    """The options that were given, for another command that has them, too."""
-    chosen = [one for one in context.command.params if one.name in given(context)]
-    values = [(one.opts[0], context.params[str(one.name)]) for one in chosen]
-    return [name if value is True else f"{name}={value}" for name, value in values]
+def given_options(context: typer.Context) -> list[str]:
+    """Return the options that were given, to pass them on to another command."""
+    arguments = []
+    for parameter in context.command.params:
+        if parameter.name in given(context):
+            name = parameter.opts[0]
+            value = context.params[str(parameter.name)]
+            arguments.append(name if value is True else f"{name}={value}")
+    return arguments
 
 
 def expand_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn the options of a command into parameters for Typer, those of its groups among them.
+    """Replace the groups of options in a command's signature by their options, for Typer.
 
-    A group is a dataclass, `chat(*, names: Names)`, or the dict of `settings`.
+    A group is a dataclass, as in `chat(*, names: Names)`, or the dict of `settings`.
     """
+    # Parameter of the command -> the class of the group, and the names of its options.
     groups: dict[str, tuple[Any, list[str]]] = {}
-    parameters = []
+    parameters: list[Parameter] = []
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in signature(command).parameters.items():
-        made, default = hints[name], parameter.default
-        if is_dataclass(made):
-            types = get_type_hints(made)
-            groups[name] = made, [one.name for one in fields(made)]
-            parameters += [_parameter(one.name, one, types[one.name]) for one in fields(made)]
-        elif isinstance(default, dict):
-            groups[name] = dict, list(default)
-            parameters += [_parameter(one, declared) for one, declared in default.items()]
+        kind = hints[name]
+        if is_dataclass(kind):
+            declarations = fields(kind)
+            types = get_type_hints(kind)
+            groups[name] = (kind, [declaration.name for declaration in declarations])
+            for declaration in declarations:
+                parameters.append(
+                    _parameter(declaration.name, declaration, types[declaration.name])
+                )
+        elif isinstance(parameter.default, dict):
+            groups[name] = (dict, list(parameter.default))
+            for key, declaration in parameter.default.items():
+                parameters.append(_parameter(key, declaration))
         else:
-            parameters.append(_parameter(name, default, made))
+            parameters.append(_parameter(name, parameter.default, kind))
 
     @wraps(command)
-    def grouped(**given: Any) -> None:
-        for name, (make, names) in groups.items():
-            given[name] = make(**{one: given.pop(one) for one in names})
-        command(**given)
+    def call_with_groups(**arguments: Any) -> None:
+        for name, (make_group, keys) in groups.items():
+            arguments[name] = make_group(**{key: arguments.pop(key) for key in keys})
+        command(**arguments)
 
-    vars(grouped)["__signature__"] = Signature(parameters)
-    grouped.__annotations__ = {one.name: one.annotation for one in parameters}
-    return grouped
+    vars(call_with_groups)["__signature__"] = Signature(parameters)
+    call_with_groups.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in parameters
+    }
+    return call_with_groups
 
 
 def _parameter(name: str, default: Any, kind: Any = str | None) -> Parameter:
+    """Make a parameter of a command for Typer."""
     if isinstance(default, Field):
         kind = Annotated[default.metadata["kind"] or kind, default.metadata["info"]]
         default = Parameter.empty if default.default is MISSING else default.default

@@ -1,4 +1,4 @@
-"""What people and programs see: results on stdout, everything about them on stderr, and files."""
+"""Output for people and programs: results on stdout, everything else on stderr, and files."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from dflash_mlx.errors import OutputError
 from dflash_mlx.validation import path_kind
 
 BAR_WIDTH = 28
-CLEAR_LINE = "\r\x1b[K"  # of a terminal
-NOTHING = "-"  # an empty cell
+CLEAR_LINE = "\r\x1b[K"  # clears a terminal's line
+NOTHING = "-"  # shown in an empty cell
 MIN_STEPS = 3  # the speed of fewer steps says little
-NOISE = 1.05  # of a measured speedup
+NOISE = 1.05  # how far a measured speedup may exceed its limit by chance
 DOUBTFUL = "?: a speedup above the tokens of a step: other programs disturbed the timing"
 
 
 def stderr() -> Console:
-    """The console for progress, logs and summaries; plain text when it is not a terminal."""
+    """Return the console for progress, logs and summaries; plain text if it is no terminal."""
     return Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
 
 
 def stdout() -> Console:
-    """The console for results; plain text when it is not a terminal."""
+    """Return the console for results; plain text if it is no terminal."""
     return Console(highlight=False, force_terminal=sys.stdout.isatty())
 
 
@@ -52,12 +52,13 @@ def note(message: str) -> None:
 
 @contextmanager
 def waiting(message: str, spinner: bool = True) -> Iterator[None]:
-    """Say on a terminal's stderr what is waited for, until it is there.
+    """Show on a terminal what the program is doing, until the context ends.
 
-    A `spinner` would print each state of a progress bar as a line. Without one the line stands
-    still, and a bar takes its place.
+    Use `spinner=False` around work that draws a progress bar. A spinner would print every state of
+    the bar as a new line. Without one, the bar overwrites the message.
     """
-    console, text = stderr(), Text(f"{message} ...", no_wrap=True, overflow="ellipsis")
+    console = stderr()
+    text = Text(f"{message} ...", no_wrap=True, overflow="ellipsis")
     if not console.is_terminal or console.is_dumb_terminal:
         yield
     elif spinner:
@@ -72,24 +73,28 @@ def waiting(message: str, spinner: bool = True) -> Iterator[None]:
 
 
 def counted(number: int, thing: str) -> str:
-    """A number and its noun: "1 step", "82 steps"."""
+    """Return a number with its noun: "1 step", "82 steps"."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def sized(size: float) -> str:
-    """Bytes for people, to one decimal."""
+    """Return bytes in MB or GB, with one decimal."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def rate(speed: float) -> str:
-    """Tokens per second, with a decimal below 10; "-" where nothing could be measured."""
-    return f"{speed:,.{1 if speed < 9.95 else 0}f}" if speed else NOTHING
+    """Return tokens per second, with a decimal below 10; "-" if nothing could be measured."""
+    if not speed:
+        return NOTHING
+    return f"{speed:.1f}" if speed < 9.95 else f"{speed:,.0f}"
 
 
 def times(speedup: float, acceptance: float | None) -> str:
-    """A speedup. A "?" marks one above the tokens of a step, which no step can bring."""
-    mark = "?" * (acceptance is not None and speedup > NOISE * acceptance)
-    return f"{speedup:.2f}x{mark}" if speedup >= 0.01 else "<0.01x"
+    """Return a speedup, with a "?" if it exceeds the tokens per step, its upper limit."""
+    if speedup < 0.01:
+        return "<0.01x"
+    is_doubtful = acceptance is not None and speedup > NOISE * acceptance
+    return f"{speedup:.2f}x{'?' if is_doubtful else ''}"
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -98,38 +103,42 @@ def print_json(content: dict[str, Any]) -> None:
 
 
 def as_text(content: dict[str, Any]) -> str:
-    """A JSON object in one line."""
+    """Return a JSON object in one line."""
     return json.dumps(content, ensure_ascii=False)
 
 
 def make_table(*titles: str, padding: int = 2) -> Table:
-    """A table without lines: names on the left, short figures on the right.
+    """Make a table without lines: names on the left, short figures on the right.
 
     Args:
-        titles: of the columns.
+        titles: the titles of the columns.
         padding: spaces between two columns.
     """
-    name, *figures = titles
-    columns = [Column(name, overflow="fold"), *(Column(t, justify="right") for t in figures)]
+    columns = [Column(titles[0], overflow="fold")]
+    columns += [Column(title, justify="right") for title in titles[1:]]
     return Table(*columns, box=None, padding=(0, padding, 0, 0), pad_edge=False)
 
 
-def speeds(rows: list[tuple[str, float, str]], estimated: str = "") -> Table:
-    """Bars of speeds, the fastest the longest.
+def speeds(rows: list[tuple[str, float, str]], estimated_row: str = "") -> Table:
+    """Make a table with bars of speeds. The fastest speed has the longest bar.
 
     Args:
         rows: name, tokens per second, and a remark such as the speedup.
-        estimated: the name of a row whose speed is estimated, not measured: ~ marks it.
+        estimated_row: the name of a row whose speed is estimated, not measured. A ~ marks it.
     """
     fastest = max((speed for _, speed, _ in rows), default=0.0)
-    bars, figure = Column(min_width=4, max_width=BAR_WIDTH), Column(justify="right", no_wrap=True)
-    remarks = Column(style="bold green", no_wrap=True)
-    name = Column(no_wrap=True, overflow="fold")  # never shortened for an empty remark
-    table = Table.grid(name, bars, figure, remarks, padding=(0, 1))
-    for label, speed, remark in rows:
-        bar = Bar(fastest or 1, 0, speed, color="green" if speed == fastest else "blue")
-        mark = "~" * (label == estimated)
-        table.add_row(label, bar, f"{mark}{rate(speed)} tok/s", remark)
+    table = Table.grid(
+        Column(no_wrap=True, overflow="fold"),  # names, never shortened for an empty remark
+        Column(min_width=4, max_width=BAR_WIDTH),
+        Column(justify="right", no_wrap=True),
+        Column(style="bold green", no_wrap=True),
+        padding=(0, 1),
+    )
+    for name, speed, remark in rows:
+        color = "green" if speed == fastest else "blue"
+        bar = Bar(fastest or 1, 0, speed, color=color)
+        mark = "~" if name == estimated_row else ""
+        table.add_row(name, bar, f"{mark}{rate(speed)} tok/s", remark)
     return table
 
 
@@ -138,14 +147,15 @@ def check_writable(path: Path) -> None:
     try:
         if path_kind(path) == "folder":
             raise OutputError(f"{path} is a folder: give --output a file.")
+        # Try it, because permissions do not tell whether a disk is read-only.
         with tempfile.TemporaryFile(dir=path.resolve().parent):
-            pass  # permissions alone would not show a read-only disk
+            pass
     except OSError as error:
         raise OutputError.because(path, error) from error
 
 
 def write_result(path: Path | None, text: str) -> None:
-    """Write a text to a file as `write_file`, or to stdout if it is None."""
+    """Write a text to a file like `write_file`, or to stdout if `path` is None."""
     if path is not None:
         write_file(path, text)
     else:
@@ -153,7 +163,7 @@ def write_result(path: Path | None, text: str) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a whole file, or leave what was there. Raises `OutputError`.
+    """Write a whole file. If that fails, an existing file stays as it was. Raises `OutputError`.
 
     A device or a pipe, such as /dev/null or a shell's >(...), is written to and not replaced.
     """
@@ -167,7 +177,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a text beside a file, then put it in the file's place. Raises `OSError`."""
+    """Write a text to a temporary file in the same folder, then rename it. Raises `OSError`."""
     partial = path.with_name(f".{path.name[:100]}.unfinished")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -175,7 +185,7 @@ def _replace(path: Path, text: str) -> None:
                 partial.chmod(path.stat().st_mode)
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())  # some disks report only now that they are full
+            os.fsync(file.fileno())  # some disks report only here that they are full
         partial.replace(path)
     except OSError:
         with suppress(OSError):

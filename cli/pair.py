@@ -1,4 +1,4 @@
-"""From options to a loaded target and drafter, in the one order that works: BLAS, MLX, weights."""
+"""Loads the target and the drafter of the options: first the BLAS, then MLX, then the weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,16 @@ from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.facts import cache_folder
 from dflash_mlx.validation import UTF8, path_kind, user_path
 
-from .options import AUTO, SMALL, STEPS, Drafting, Names, Weights, given, spelled
+from .options import (
+    AUTO,
+    CONVERSATION_SETTINGS,
+    SMALL,
+    Drafting,
+    Names,
+    Weights,
+    given,
+    option_name,
+)
 from .output import note, sized, waiting
 
 if TYPE_CHECKING:
@@ -47,10 +56,15 @@ WHOLE_BLOCKS = Drafting(no_policy=True)
 
 @dataclass(frozen=True)
 class Pair:
-    """A loaded target and its drafter; `drafter` is None for plain decoding.
+    """A loaded target and its drafter, with the settings that all requests share.
 
     Attributes:
-        member: this machine among several that share the target.
+        target: the model that answers.
+        drafter: None for plain decoding.
+        block_size, kv_bits, tree_budget: settings of `stream_generate`.
+        blas: the BLAS that MLX uses.
+        policy: chooses the draft lengths; None drafts whole blocks.
+        member: this machine among several that share the target; None if it is alone.
     """
 
     target: Target
@@ -64,43 +78,52 @@ class Pair:
 
     @property
     def rows(self) -> int:
-        """Tokens verified at once."""
+        """How many tokens a step verifies at most."""
         from dflash_mlx.generation import resolve_block_size
 
         return resolve_block_size(self.drafter, self.block_size)
 
     @property
     def drafts(self) -> str:
-        """What drafts, in words: "DFlash and lookup"; empty without a drafter."""
+        """The drafter in words, such as "DFlash and lookup"; empty without a drafter."""
         from dflash_mlx.drafter.protocol import label
 
         return "" if self.drafter is None else label(self.drafter).replace("+", " and ")
 
     @property
     def drafting(self) -> dict[str, Any]:
-        """The settings that say how it drafts."""
-        steps = {"block_size": self.block_size, "tree_budget": self.tree_budget}
-        return {"policy": self.policy, **steps}
+        """The settings of `stream_generate` that say how to draft."""
+        return {
+            "policy": self.policy,
+            "block_size": self.block_size,
+            "tree_budget": self.tree_budget,
+        }
 
     @property
     def title(self) -> str:
         """The model and what its speed depends on, in a few words."""
-        drafting = "no drafter" if self.drafter is None else f"block size {self.rows}"
         if self.tree_budget is not None:
             drafting = "trees" if self.tree_budget == AUTO else f"trees of {self.tree_budget}"
         elif self.policy is not None:
             drafting = "adaptive block size"
-        exact = " · exact" if self.target.wiring and self.target.wiring.exact else ""
-        machines = "" if self.member is None else f" · {self.member.size} machines"
-        return f"{short(self.target.name)} · {drafting} · {self.blas.name}{exact}{machines}"
+        elif self.drafter is not None:
+            drafting = f"block size {self.rows}"
+        else:
+            drafting = "no drafter"
+        parts = [short(self.target.name), drafting, self.blas.name]
+        if self.target.wiring and self.target.wiring.exact:
+            parts.append("exact")
+        if self.member is not None:
+            parts.append(f"{self.member.size} machines")
+        return " · ".join(parts)
 
     def plain_speed(self) -> float | None:
-        """Estimated tokens per second of plain decoding; None where no plain step was timed."""
+        """Estimate tokens per second of plain decoding; None if no plain step was timed."""
         seconds = self.policy and self.policy.costs.plain_seconds
         return 1 / seconds if seconds else None
 
     def limit_reached(self, stats: Stats) -> str:
-        """The limit behind the finish reason "length"."""
+        """Return the limit that ended an answer whose finish reason is "length"."""
         if stats.prompt_tokens + stats.output_tokens >= self.target.context_length:
             return "the context is full"
         return "cut off by --max-tokens"
@@ -119,22 +142,26 @@ def open_pair(
     """Choose the BLAS, load the weights and make a policy.
 
     Args:
-        settings: of requests; a policy needs to know them.
+        names: the model, the drafter and the adapter.
+        weights: how weights are loaded.
+        drafting: whether to draft, and how many tokens.
+        settings: the settings of requests, on which the policy depends.
         warm: whether to run a few steps first, so that MLX compiles before anything is timed.
-        member: this machine among several that share the target.
-        reserved: bytes of memory that the weights leave to others.
-        wire: whether a Mac keeps the weights in memory; never one of several machines.
+        member: this machine among several that share the target; None if it is alone.
+        reserved: bytes of memory to leave free.
+        wire: whether a Mac pins the weights in memory. One of several machines never does.
 
     Raises the errors of `dflash_mlx.load` and `MissingDependencyError`.
     """
+    settings = settings or {}
     draft = NONE if drafting.no_draft else names.draft
-    steps = {name: (settings or {}).get(name) for name in STEPS}
+    shared = {name: settings.get(name) for name in CONVERSATION_SETTINGS}
     local_path(names.model)  # raises before the seconds that MLX takes to start
     hub = Hub(offline=weights.offline)
-    # Before MLX is imported, as by `announce`, which asks how much memory there is.
+    # Choose the BLAS before MLX is imported. `announce` imports it to ask for the free memory.
     blas = dflash_mlx.use_fast_blas(stock=weights.stock_blas)
     announce(names.model, hub)
-    with suppress(ModelNotFoundError, DownloadError):  # loading reports it
+    with suppress(ModelNotFoundError, DownloadError):  # loading will raise it
         announce(draft or known_drafter(names.model), hub, drafter=True)
     with waiting("Starting MLX"):
         load = dflash_mlx.load
@@ -144,35 +171,52 @@ def open_pair(
         from dflash_mlx.loading.reading import on_cpu
         from dflash_mlx.machine import pinned_memory
 
-    if gc.get_freeze_count() == 0:  # or models that are loaded by now would never be collected
-        gc.freeze()  # modules stay: no collection needs to look at them
+    # Freeze modules, which no collection needs to visit. Once models are loaded that would keep
+    # them forever.
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
     gc.set_threshold(100_000)
-    before = mx.get_active_memory()
-    bits = weights.target_bits, weights.draft_bits
-    loading = weights.settings | {"adapter": names.adapter, "cluster": member}
-    loading |= {"draft_window": weights.draft_window, "reserved": reserved}
+    bytes_before = mx.get_active_memory()
     with waiting(f"Loading {names.model}", spinner=False):  # downloads and conversions have bars
-        target, drafter = load(names.model, draft, *bits, **loading)
+        target, drafter = load(
+            names.model,
+            draft,
+            target_bits=weights.target_bits,
+            draft_bits=weights.draft_bits,
+            draft_window=weights.draft_window,
+            adapter=names.adapter,
+            cluster=member,
+            reserved=reserved,
+            **weights.settings,
+        )
     if blas.name == "stock" and not weights.stock_blas and on_cpu():
         note(f"MLX multiplies with its own slow products, so drafting gains little: {blas.reason}.")
     if wire and member is None:
-        pinned_memory.wire(mx.get_active_memory() - before)
+        pinned_memory.wire(mx.get_active_memory() - bytes_before)
     if names.draft is None and isinstance(drafter, LookupDrafter):
         note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")
-    budget, policy = steps["tree_budget"], None
-    whole_blocks = drafting.no_policy or steps["block_size"] or isinstance(budget, int)
-    if drafter is not None and not whole_blocks:
+    budget = shared["tree_budget"]
+    drafts_whole_blocks = drafting.no_policy or shared["block_size"] or isinstance(budget, int)
+    policy = None
+    if drafter is not None and not drafts_whole_blocks:
         policy = dflash_mlx.DraftPolicy.of(target, drafter, trees=budget is not None)
-    pair = Pair(target, drafter, blas=blas, policy=policy, member=member, **steps)
+    pair = Pair(
+        target=target,
+        drafter=drafter,
+        blas=blas,
+        policy=policy,
+        member=member,
+        **shared,
+    )
     if warm:
         warm_up(target, drafter, pair.block_size)
-    if drafter is not None and "think" in (settings or {}):
-        note_training(target, names, settings or {})
+    if drafter is not None and "think" in settings:
+        note_training(target, names, settings)
     return pair
 
 
 def warm_up(target: Target, drafter: Drafter | None, block_size: int | None) -> None:
-    """Run a few steps, so that compiling kernels is not timed; says how much that is."""
+    """Run a few steps, so that compiling kernels is not timed. Says how many tokens that takes."""
     from dflash_mlx.bench import measure
 
     tokens = measure.warm_up_tokens(drafter, block_size)
@@ -181,40 +225,50 @@ def warm_up(target: Target, drafter: Drafter | None, block_size: int | None) -> 
 
 
 def template_variables(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat template's variables for thinking or not; warns of what it does not know."""
+    """Return the chat template's variables for thinking or not. Warns if it has none."""
     from dflash_mlx.prompt import thinking_variables
 
     return thinking_variables(target.tokenizer, settings["think"], settings["reasoning_effort"])
 
 
 def without_template(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings but those of the chat template, for a prompt of token ids."""
+    """Remove the settings of the chat template, for a prompt of token ids."""
     return {name: settings[name] for name in settings if name not in ("think", "reasoning_effort")}
 
 
 def note_training(target: Target, names: Names, settings: Mapping[str, Any]) -> None:
-    """Say if the drafter was trained on answers that think and these do not, or the reverse."""
+    """Print a note if the drafter was trained on answers that think and these will not, or reverse.
+
+    The acceptance rate suffers from such a mismatch.
+    """
     from dflash_mlx.prompt import thinks
 
     drafter = (names.draft or known_drafter(names.model) or "").removesuffix(WITH_LOOKUP)
     facts = known_facts(drafter)
     if facts is None or facts.thinking is None:
         return
-    now = thinks(target.tokenizer, template_variables(target, settings))
-    if now is not None and now != facts.thinking:
-        kind, option = ("with", "--think") if facts.thinking else ("without", "--no-think")
-        note(f"{drafter} was trained on answers {kind} thoughts: {option} may be faster.")
+    will_think = thinks(target.tokenizer, template_variables(target, settings))
+    if will_think is None or will_think == facts.thinking:
+        return
+    if facts.thinking:
+        note(f"{drafter} was trained on answers with thoughts: --think may be faster.")
+    else:
+        note(f"{drafter} was trained on answers without thoughts: --no-think may be faster.")
 
 
 def note_toy(context: typer.Context) -> None:
-    """Say that the embedded model is a toy, where no model was named; once a day."""
+    """Print once a day that the embedded model is a toy, if no model was named."""
     if "model" not in given(context) and is_first_today("toy"):
         note(TOY)
 
 
-def is_first_today(what: str) -> bool:
-    """Whether this was not asked today. A date that cannot be kept is every time the first."""
-    today, path = date.today().isoformat(), cache_folder("said") / what
+def is_first_today(name: str) -> bool:
+    """Whether this is the first call with a name today.
+
+    The date is kept in a file. If it cannot be written, every call is the first.
+    """
+    today = date.today().isoformat()
+    path = cache_folder("said") / name
     with suppress(OSError):
         if path.exists() and path.read_text(UTF8) == today:
             return False
@@ -224,48 +278,64 @@ def is_first_today(what: str) -> bool:
 
 
 def published(target: Target, chosen: Collection[str]) -> dict[str, Any]:
-    """The publisher's sampling settings without those that were chosen; says what they are."""
-    found = {k: v for k, v in target.sampling_defaults.items() if k not in chosen}
-    if found:
-        note(f"Sampling as published: {', '.join(f'{k} {v:g}' for k, v in found.items())}.")
-    return found
+    """Return and print the publisher's sampling settings, without those that the user chose."""
+    defaults = _defaults_without(target, chosen)
+    if defaults:
+        texts = [f"{name} {value:g}" for name, value in defaults.items()]
+        note(f"Sampling as published: {', '.join(texts)}.")
+    return defaults
 
 
 def note_sampling(target: Target, chosen: Collection[str]) -> None:
-    """Say how the publisher samples, where nothing was chosen and decoding is greedy."""
-    found = {spelled(k): v for k, v in target.sampling_defaults.items() if k not in chosen}
-    if found.get("--temperature"):
-        options = " ".join(f"{name} {value:g}" for name, value in found.items())
-        note(f"Decoding is greedy. The model's publisher recommends {options}.")
+    """Print the publisher's sampling settings if decoding is greedy only by default."""
+    defaults = _defaults_without(target, chosen)
+    if defaults.get("temperature"):
+        options = [f"{option_name(name)} {value:g}" for name, value in defaults.items()]
+        note(f"Decoding is greedy. The model's publisher recommends {' '.join(options)}.")
+
+
+def _defaults_without(target: Target, chosen: Collection[str]) -> dict[str, Any]:
+    defaults = target.sampling_defaults
+    return {name: value for name, value in defaults.items() if name not in chosen}
 
 
 def explain(pair: Pair, stats: Stats, temperature: float) -> None:
-    """Explain the draft lengths of a generation, and show its seed."""
+    """Print the draft lengths of an answer and why they were chosen, and its seed."""
     note(f"steps x rows: {steps_by_rows(stats.widths)}")
     if pair.tree_budget is not None:
         note(f"of these, trees: {steps_by_rows(stats.trees)}")
     if stats.seed is not None:
         note(f"seed: {stats.seed}")
-    for line in pair.policy.describe(temperature) if pair.policy else ():
-        note(line)
+    if pair.policy is not None:
+        for line in pair.policy.describe(temperature):
+            note(line)
 
 
 def steps_by_rows(widths: Mapping[int, int]) -> str:
-    """How many steps verified how many rows: "3 x 8, 1 x 16"."""
+    """Return how many steps verified how many rows, such as "3 x 8, 1 x 16"."""
     return ", ".join(f"{count} x {rows}" for rows, count in sorted(widths.items())) or "none"
 
 
 def announce(name: str | None, hub: Hub, drafter: bool = False) -> None:
-    """Say how much will be downloaded, and whether a target fits. Raises as `Hub.fetch`."""
+    """Print how much will be downloaded, and whether a target fits.
+
+    Raises the errors of `Hub.fetch`.
+    """
     name = (name or "").removesuffix(WITH_LOOKUP)
-    if on_hub(name) and not hub.offline and hub.downloaded(name) is None:
-        size = hub.remote_bytes(name, WEIGHTS)
-        beside = bytes_beside(name)
-        fits = "" if drafter else f", {fits_here(size, looks_quantized(name), beside)}"
-        more = f" (with {sized(beside)} for drafter and context)" * bool(beside and not drafter)
-        note(f"{'drafter ' * drafter}{name}: {sized(size)} to download{fits}{more}")
+    if not on_hub(name) or hub.offline or hub.downloaded(name) is not None:
+        return
+    size = hub.remote_bytes(name, WEIGHTS)
+    if drafter:
+        note(f"drafter {name}: {sized(size)} to download")
+        return
+    other_bytes = bytes_beside(name)
+    line = f"{name}: {sized(size)} to download, "
+    line += fits_here(size, looks_quantized(name), other_bytes)
+    if other_bytes:
+        line += f" (with {sized(other_bytes)} for drafter and context)"
+    note(line)
 
 
 def on_hub(name: str) -> bool:
-    """Whether a name is a repository's, and not a file or folder here."""
+    """Whether a name is a repository's, and not a file or folder on this disk."""
     return "/" in name and path_kind(user_path(name)) is None

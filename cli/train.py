@@ -1,4 +1,4 @@
-"""`dflash-mlx train`: a drafter for any model, trained on the machine it will run on."""
+"""`dflash-mlx train`: trains a drafter for any model, on the machine where it will run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,18 @@ def train(
     offline: bool = options.OFFLINE,
     stock_blas: bool = options.STOCK_BLAS,
     out: Path = option(
-        ..., OUTPUT, "DIR", "Folder for the drafter, and to resume from.", parser=options.named
+        ...,
+        panel=OUTPUT,
+        metavar="DIR",
+        help="Folder for the drafter, and to resume from.",
+        parser=options.nonempty_path,
     ),
     choices: dict[str, Any] = options.settings(of=Recipe, panel="Training"),
-    json: bool = flag("--json", OUTPUT, "Print JSON lines and nothing else."),
+    json: bool = flag("--json", panel=OUTPUT, help="Print JSON lines and nothing else."),
 ) -> None:
     """Train a drafter for a model. If interrupted, the same command resumes."""
-    warm_start, hub = choices["warm_start"], Hub(offline=offline)
+    warm_start = choices["warm_start"]
+    hub = Hub(offline=offline)
     blas = dflash_mlx.use_fast_blas(stock=stock_blas, flush_denormals=True)
     recipe = Recipe(**choices)
     with waiting(f"Loading {model}", spinner=False):
@@ -43,20 +48,30 @@ def train(
 
     from .train_report import JsonProgress, ProgressBar, measure_held_out, write_card
 
-    out, begin = user_path(out), time.monotonic()
+    out = user_path(out)
+    start = time.monotonic()
     progress = JsonProgress() if json else ProgressBar()
     with progress:
-        done = train_drafter(target, out, recipe, warm, progress)
-    hours = (time.monotonic() - begin) / 3600
+        trained = train_drafter(target, out, recipe=recipe, warm=warm, listen=progress)
+    hours = (time.monotonic() - start) / 3600
     with waiting("Measuring the drafter on held-out prompts"):
         scores = measure_held_out(target, out)
-    write_card(target, adapter, recipe, done, scores, hours, blas, out)
+    write_card(
+        target,
+        adapter=adapter,
+        recipe=recipe,
+        trained=trained,
+        scores=scores,
+        hours=hours,
+        blas=blas,
+        out=out,
+    )
     progress.end(scores, out)
     note(f"{out / 'work'} is no longer needed.")
 
 
 def _load_warm(name: str, hub: Hub) -> tuple[DFlash, dict[str, Any]]:
-    """A drafter to start from, and its config.json."""
+    """Load a drafter to start from, and its config.json."""
     from mlx_lm.utils import dequantize_model
 
     from dflash_mlx.loading.load import drafter_folder

@@ -1,4 +1,4 @@
-"""What people see of a training: its progress, what the drafter reaches, and its model card."""
+"""What people see of a training run: its progress, the drafter's scores, and its model card."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ if TYPE_CHECKING:
     from dflash_mlx.train.recipe import Recipe
     from dflash_mlx.train.run import Event, Trained
 
-LINE_SECONDS = 30.0  # between two lines where there is no terminal
-MEASURED, MAX_TOKENS = 16, 256  # held-out prompts, and tokens of each answer
+LINE_SECONDS = 30.0  # between two lines of progress, without a terminal
+MEASURED_PROMPTS = 16  # held-out prompts to answer
+MAX_TOKENS = 256  # of each answer
 
 
 @dataclass(frozen=True)
 class Scores:
-    """A drafter on held-out prompts, greedy, with whole blocks."""
+    """How a drafter does on held-out prompts, with greedy decoding and whole blocks."""
 
     prompts: int
     identical: int  # answers equal to those of plain decoding
-    tokens_per_round: float  # acceptance length over all prompts
-    speedup: float  # over plain decoding, the median prompt's
+    tokens_per_round: float  # the acceptance length over all prompts
+    speedup: float  # over plain decoding, the median of all prompts
 
     @property
     def shown_speedup(self) -> str:
-        """The speedup for people, marked if it cannot be."""
+        """The speedup as text, with a mark if it is impossible."""
         return times(self.speedup, self.tokens_per_round)
 
 
 def measure_held_out(target: Target, out: Path) -> Scores:
-    """Answer the prompts of held_out.jsonl plainly and with the stored drafter."""
+    """Answer the prompts of held_out.jsonl, with the stored drafter and without."""
     from dflash_mlx.bench.datasets import BenchPrompt
     from dflash_mlx.bench.measure import Comparison, warm_up
     from dflash_mlx.bench.results import PLAIN, PromptRuns, summary
@@ -51,35 +52,48 @@ def measure_held_out(target: Target, out: Path) -> Scores:
     warm_up(target, drafter)
     lines = (out / "held_out.jsonl").read_text(encoding="utf-8").split("\n")
     runs = []
-    for line in list(filter(None, lines))[:MEASURED]:
-        one = Comparison(target, drafter, json.loads(line)["ids"], {"max_tokens": MAX_TOKENS})
-        one.run(PLAIN, one.chain)
-        runs.append(PromptRuns(BenchPrompt("held out", ()), one.runs, one.differences()))
-    found = summary("held out", runs)["methods"][one.chain]
-    length, speedup = found["acceptance_length"] or 1.0, found["speedup"]["median"]
-    return Scores(len(runs), found["identical"], length, speedup)
+    method = ""
+    for line in list(filter(None, lines))[:MEASURED_PROMPTS]:
+        comparison = Comparison(
+            target,
+            drafter,
+            prompt=json.loads(line)["ids"],
+            settings={"max_tokens": MAX_TOKENS},
+        )
+        method = comparison.chain
+        comparison.run(PLAIN, method)
+        prompt = BenchPrompt("held out", ())
+        runs.append(PromptRuns(prompt, comparison.runs, comparison.differences()))
+    figures = summary("held out", runs)["methods"][method]
+    return Scores(
+        prompts=len(runs),
+        identical=figures["identical"],
+        tokens_per_round=figures["acceptance_length"] or 1.0,
+        speedup=figures["speedup"]["median"],
+    )
 
 
 def write_card(
     target: Target,
+    *,
     adapter: str | None,
     recipe: Recipe,
-    done: Trained,
+    trained: Trained,
     scores: Scores,
     hours: float,
     blas: BlasInfo,
     out: Path,
 ) -> None:
-    """Write README.md: what the drafter reaches, and how it was trained. Raises `OutputError`."""
-    plan, config = done.plan, done.config
+    """Write README.md with the drafter's scores and its training. Raises `OutputError`."""
+    plan = trained.plan
     data = f"the file {recipe.data.name}" if recipe.data else "prompts written by the target"
     answers = "the file's answers" if recipe.keep_answers else "the target's own greedy answers"
-    settings = {k: v for k, v in asdict(recipe).items() if v is not None and k != "data"}
     model = target.name if adapter is None else f"{target.name} --adapter {adapter}"
+    computer = ", ".join(f"{name} {value}" for name, value in machine(blas).items())
     lines = [
         f"# A drafter for {Path(target.name).name}",
         "",
-        "It drafts tokens that the target verifies, so the text stays the target's own.",
+        "It drafts tokens that the target verifies, so the text is the same as without drafting.",
         "",
         f"    dflash-mlx generate --model {model} --draft {out} 'Hello'",
         "",
@@ -90,28 +104,32 @@ def write_card(
         f"| {scores.prompts} | {scores.tokens_per_round:.2f} | {scores.shown_speedup} |"
         f" {scores.identical} of {scores.prompts} |",
         "",
-        f"Greedy, at most {MAX_TOKENS} tokens, blocks of {config['block_size']} rows, on: "
-        + ", ".join(f"{name} {value}" for name, value in machine(blas).items())
-        + ".",
+        f"Greedy, at most {MAX_TOKENS} tokens, blocks of {trained.config['block_size']} rows, "
+        f"on: {computer}.",
         "",
-        *([DOUBTFUL + ".", ""] if scores.shown_speedup.endswith("?") else []),
+    ]
+    if scores.shown_speedup.endswith("?"):
+        lines += [f"{DOUBTFUL}.", ""]
+    lines += [
         "## Training",
         "",
         f"{plan.samples:,} samples with {plan.answer_tokens:,} tokens of answers: {data}, with "
         f"{answers}. {plan.steps:,} steps of {plan.tokens_of_step:,} tokens; the last run took "
         f"{hours:.2f} hours.",
         "",
-        *(f"- {name}: {value}" for name, value in settings.items()),
-        "",
     ]
-    write_file(out / "README.md", "\n".join(lines))
+    for name, value in asdict(recipe).items():
+        if value is not None and name != "data":
+            lines.append(f"- {name}: {value}")
+    write_file(out / "README.md", "\n".join([*lines, ""]))
 
 
 class JsonProgress(nullcontext[None]):
     """Prints a JSON object for each event."""
 
     def __call__(self, event: Event) -> None:
-        print(json.dumps({"event": _describe(event)[0], **asdict(event)}), flush=True)
+        stage, _, _, _ = _describe(event)
+        print(json.dumps({"event": stage, **asdict(event)}), flush=True)
 
     def end(self, scores: Scores, out: Path) -> None:
         """Print the last object."""
@@ -119,16 +137,22 @@ class JsonProgress(nullcontext[None]):
 
 
 class ProgressBar:
-    """Draws a bar on stderr, or prints a line from time to time where it is no terminal."""
+    """Draws a bar on stderr. Without a terminal it prints a line from time to time."""
 
     def __init__(self) -> None:
         console = stderr()
-        text = TextColumn("{task.description}")
-        columns = (SpinnerColumn(), text, BarColumn(), TimeRemainingColumn())
-        hidden = not console.is_terminal
-        self._bar = Progress(*columns, console=console, transient=True, disable=hidden)
-        self._task, self._noted = self._bar.add_task("reading the data", total=None), 0.0
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("reading the data", total=None)
         self._stage = ""
+        self._last_line = 0.0  # when the last line was printed
 
     def __enter__(self) -> ProgressBar:
         self._bar.start()
@@ -142,19 +166,22 @@ class ProgressBar:
     def __call__(self, event: Event) -> None:
         stage, done, total, text = _describe(event)
         if stage != self._stage:
-            self._bar.reset(self._task)  # the time that is left is that of a stage
+            self._bar.reset(self._task)  # the remaining time is that of the stage
             self._stage = stage
-        begins = stage == "plan"  # the first step takes a while: the bar only moves
-        title, whole = (f"step 1 of {total:,}", None) if begins else (text, total)
-        self._bar.update(self._task, description=title, total=whole, completed=done)
-        measured = getattr(event, "held_out_metric", None) is not None
-        due = measured or done >= total or time.monotonic() - self._noted > LINE_SECONDS
-        if stage == "plan" or (due and self._bar.disable):
-            self._noted = time.monotonic()
+        if stage == "plan":  # the first step takes a while, so the bar shows no progress
+            title = f"step 1 of {total:,}"
+            self._bar.update(self._task, description=title, total=None, completed=done)
+        else:
+            self._bar.update(self._task, description=text, total=total, completed=done)
+        is_measured = getattr(event, "held_out_metric", None) is not None
+        is_old = time.monotonic() - self._last_line > LINE_SECONDS
+        is_due = is_measured or done >= total or is_old
+        if stage == "plan" or (is_due and self._bar.disable):
+            self._last_line = time.monotonic()
             self._bar.console.print(text, style="dim", soft_wrap=True)  # above the bar
 
     def end(self, scores: Scores, out: Path) -> None:
-        """Print what the drafter reaches, and how to use it."""
+        """Print the drafter's scores, and how to use it."""
         table = make_table("held-out prompts", "tokens/step", "speedup", "identical")
         table.add_row(
             str(scores.prompts),
@@ -169,23 +196,23 @@ class ProgressBar:
 
 
 def _describe(event: Event) -> tuple[str, int, int, str]:
-    """The stage of an event, how much of it is done, all of it, and a text."""
-    found: Any = event
+    """Return the stage of an event, how much of it is done, its total, and a text."""
+    fields: Any = event  # the fields depend on the class, whose module imports MLX
     match type(event).__name__:
         case "TurnProgress":
-            text = f"prompts {found.turns:,} of {found.wanted:,}"
-            return "turns", found.turns, found.wanted, text
+            text = f"prompts {fields.turns:,} of {fields.wanted:,}"
+            return "turns", fields.turns, fields.wanted, text
         case "AnswerProgress":
-            text = f"answers {found.done:,} of {found.prompts:,}, {found.tokens:,} tokens"
-            return "answers", found.done, found.prompts, text
+            text = f"answers {fields.done:,} of {fields.prompts:,}, {fields.tokens:,} tokens"
+            return "answers", fields.done, fields.prompts, text
         case "TrainingPlan":
             text = (
-                f"{found.samples:,} samples with {found.answer_tokens:,} tokens of answers "
-                f"({found.held_out} more held out), {found.steps:,} steps; about "
-                f"{found.memory_bytes / GB:.1f} GB of memory"
+                f"{fields.samples:,} samples with {fields.answer_tokens:,} tokens of answers "
+                f"({fields.held_out} more held out), {fields.steps:,} steps; about "
+                f"{fields.memory_bytes / GB:.1f} GB of memory"
             )
-            return "plan", 0, found.steps, text
-    text = f"step {found.step:,} of {found.steps:,}: loss {found.loss:.3f}"
-    if found.held_out_metric is not None:
-        text += f", held out {found.held_out_metric:.2f} tokens per step"
-    return "step", found.step, found.steps, text
+            return "plan", 0, fields.steps, text
+    text = f"step {fields.step:,} of {fields.steps:,}: loss {fields.loss:.3f}"
+    if fields.held_out_metric is not None:
+        text += f", held out {fields.held_out_metric:.2f} tokens per step"
+    return "step", fields.step, fields.steps, text

@@ -1,4 +1,4 @@
-"""`dflash-mlx tune`: choose kernels for a model on Metal, and show what its steps take."""
+"""`dflash-mlx tune`: chooses kernels for a model on Metal, and times its steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from .pair import Pair, open_pair
 if TYPE_CHECKING:
     from dflash_mlx.kernels.autotune import Timing
 
-MILLISECONDS = 1e3
-PROMPT, TOKENS = "Count from 1 to 40.", 48
-ROWS = (1, 2, 4, 8, 12, 16)
-SECONDS, REPEATS = 60.0, 5  # of timing kernels; loading takes 3 and 2
+MILLISECONDS = 1e3  # per second
+PROMPT = "Count from 1 to 40."
+TOKENS = 48
+TIMED_ROWS = (1, 2, 4, 8, 12, 16)
+# How long to time kernels, and how often. A model's first load takes 3 seconds and 2 repeats.
+KERNEL_SECONDS = 60.0
+KERNEL_REPEATS = 5
 
 
 def tune(
@@ -36,27 +39,35 @@ def tune(
 ) -> None:
     """On Metal, choose the faster kernels; anywhere, show what the steps of a model take."""
     warning = busy()
-    # Only on macOS, because elsewhere there is no Metal, and the BLAS has to come before MLX.
-    kernels = _time_kernels(names, weights) if sys.platform == "darwin" else None
-    buffers = dict[int | None, float]()
-    if kernels is not None:
-        with waiting("Timing MLX's command buffers in processes of their own"):
-            buffers = find_fastest(options.typed(context))
-    pair = open_pair(names, weights)  # with the kernels that have just won
+    # Only on macOS: elsewhere there is no Metal, and the BLAS must be chosen before MLX starts.
+    timings = _time_kernels(names, weights) if sys.platform == "darwin" else None
+    speeds: dict[int | None, float] = {}  # by the size of command buffers
+    if timings is not None:
+        with waiting("Timing MLX's command buffers in new processes"):
+            speeds = find_fastest(options.given_options(context))
+    pair = open_pair(names, weights)  # with the kernels that were fastest
     with waiting("Timing steps of each length"):
-        steps = {rows: _milliseconds(pair, rows, kv_bits) for rows in ROWS if rows <= pair.rows}
+        steps = {
+            rows: _milliseconds(pair, rows, kv_bits) for rows in TIMED_ROWS if rows <= pair.rows
+        }
     if json:
-        content: dict[str, Any] = {"model": pair.target.name, "milliseconds": steps}
-        timed = None if kernels is None else [asdict(row) for row in kernels]
-        sizes = {str(size or "default"): speed for size, speed in buffers.items()}
-        print_json(content | {"kernels": timed, "command_buffers": sizes})
+        content: dict[str, Any] = {
+            "model": pair.target.name,
+            "milliseconds": steps,
+            "kernels": None if timings is None else [asdict(timing) for timing in timings],
+            "command_buffers": {str(size or "default"): speed for size, speed in speeds.items()},
+        }
+        print_json(content)
         return
-    if kernels is not None:
-        stdout().print(_kernel_table(kernels), "")
-        found = ", ".join(f"{size or 'default'} {rate(one)}" for size, one in buffers.items())
-        note(f"Tokens a second by launches per command buffer: {found}; the fastest is used")
-    table = make_table("rows of a step", *(f"{rows}" for rows in steps))
-    table.add_row("milliseconds", *(f"{taken:,.2f}" for taken in steps.values()))
+    if timings is not None:
+        stdout().print(_kernel_table(timings), "")
+        texts = [f"{size or 'default'} {rate(speed)}" for size, speed in speeds.items()]
+        note(
+            f"Tokens per second by launches per command buffer: {', '.join(texts)}; "
+            "the fastest is used"
+        )
+    table = make_table("rows of a step", *map(str, steps))
+    table.add_row("milliseconds", *(f"{milliseconds:,.2f}" for milliseconds in steps.values()))
     stdout().print(table)
     note(f"{pair.title}; decoding learns these figures by itself")
     if warning:
@@ -64,9 +75,9 @@ def tune(
 
 
 def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing] | None:
-    """Time the kernels for a model, longer than loading does, and keep the answer.
+    """Time the kernels for a model, longer than its first load does, and keep the results.
 
-    None without Metal. Raises the errors of `dflash_mlx.load_target`.
+    Returns None without Metal. Raises the errors of `dflash_mlx.load_target`.
     """
     with waiting("Starting MLX"):
         load_target = dflash_mlx.load_target
@@ -81,28 +92,37 @@ def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing
         settings = weights.settings | {"adapter": names.adapter, "kernels": "off"}
         target = load_target(names.model, weights.target_bits, **settings)
     with waiting("Timing MLX's kernels and ours in turns"):
-        return time_kernels(target, Kernels(), Stopwatch(SECONDS, REPEATS))[1]
+        stopwatch = Stopwatch(KERNEL_SECONDS, KERNEL_REPEATS)
+        _, timings = time_kernels(target, Kernels(), stopwatch)
+        return timings
 
 
 def _kernel_table(timings: list[Timing]) -> Table:
-    """The timings, without / with each group of our kernels."""
+    """Make a table of the timings, without and with each group of our kernels."""
     counts = sorted({rows for timing in timings for rows in timing.stock})
     table = make_table("milliseconds of a verify, without/with our kernels", *map(str, counts))
     for timing in timings:
-        cells = [
-            f"{MILLISECONDS * timing.stock[rows]:.3g}/{MILLISECONDS * timing.ours[rows]:.3g}"
-            if rows in timing.stock
-            else NOTHING
-            for rows in counts
-        ]
-        table.add_row(timing.key, *cells)
+        cells = [timing.key]
+        for rows in counts:
+            if rows in timing.stock:
+                stock = MILLISECONDS * timing.stock[rows]
+                ours = MILLISECONDS * timing.ours[rows]
+                cells.append(f"{stock:.3g}/{ours:.3g}")
+            else:
+                cells.append(NOTHING)
+        table.add_row(*cells)
     return table
 
 
 def _milliseconds(pair: Pair, rows: int, kv_bits: int | None) -> float:
-    """Of a step that verifies so many rows, its draft included."""
+    """Time a step that verifies this many rows, including its draft."""
     result = dflash_mlx.generate(
-        pair.target, pair.drafter, PROMPT, block_size=rows, kv_bits=kv_bits, max_tokens=TOKENS
+        pair.target,
+        pair.drafter,
+        PROMPT,
+        block_size=rows,
+        kv_bits=kv_bits,
+        max_tokens=TOKENS,
     )
     stats = result.stats
     return MILLISECONDS * stats.decode_seconds / max(1, stats.rounds)

@@ -1,4 +1,4 @@
-"""DFlash speculative decoding for MLX: a model's own text, in fewer passes of the model.
+"""DFlash speculative decoding for MLX: the same text as the model alone, in fewer passes.
 
     import dflash_mlx as dm
 
@@ -6,21 +6,21 @@
     messages = [{"role": "user", "content": "What is 37 plus 48?"}]
     print(dm.generate(target, drafter, messages, policy="auto").text)
 
-Messages go through the target's chat template. Text is used as it is, for models without a template
-and for text to continue.
+Messages go through the target's chat template. Text is used unchanged: for models without a
+template, and to continue a text.
 
-With policy="auto" each step drafts as many tokens as pay; without it, a whole block. A policy of
-your own, `dm.DraftPolicy.of(target, drafter)`, keeps what it learns from request to request.
+With policy="auto" each step drafts as many tokens as pay off; without it, a full block. To keep
+what a policy learns from request to request, make one with `dm.DraftPolicy.of(target, drafter)`.
 
-The public names are imported on first use, so `import dflash_mlx` does not import MLX: the errors
-and `use_fast_blas` work without it, and a BLAS can be loaded before it.
+Public names are imported on first use, so `import dflash_mlx` does not import MLX. The errors and
+`use_fast_blas` work without MLX, and a BLAS can be loaded before it.
 """
 
 from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # typing's own takes a third of the start-up time
+TYPE_CHECKING = False  # importing it from typing takes a third of the start-up time
 if TYPE_CHECKING:
     from typing import Any
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public names by module.
+# The public names of each module.
 _MODULES = {
     ".conversation": "Conversation",
     ".drafter.config": "DraftConfig",
@@ -66,15 +66,15 @@ _MODULES = {
     ".proposal": "Proposal",
     ".targets": "Target",
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted(_HOME)
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(_HOME[name], __name__), name)
+        return getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
     except ModuleNotFoundError as error:
         if error.name not in ("mlx", "mlx.core", "mlx_lm"):
             raise

@@ -1,6 +1,6 @@
-"""Acceptance: from the root, follow the child that equals the target's choice.
+"""Acceptance: starting at the root, follow the child that equals the target's choice.
 
-One rule for chains and trees, greedy and sampled: the choices already contain the noise.
+One rule serves chains and trees, greedy and sampled: the choices already contain the noise.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ def accept(
 
     Args:
         tokens: [N] the proposal's token ids, the anchor first.
-        parents: [N] the row of each node's parent, -1 for the root, parents before children.
-        choices: [N] the token the target chose after each node's path.
+        parents: [N] the row of each node's parent, -1 for the root. Parents precede children.
+        choices: [N] the token that the target chose after each node's path.
 
     Returns:
-        The kept rows, from the root down, and the token that the target chose after each of them:
-        the new tokens, the next anchor last.
+        The kept rows from the root down, and the token that the target chose after each of them.
+        These are the new tokens; the last one is the next anchor.
     """
-    kept, new = [0], [choices[0]]
+    kept = [0]
+    new = [choices[0]]
     for row in range(1, len(tokens)):
         # Children come after their parents, so one pass finds the whole path. If siblings repeat a
         # token, the first one wins.

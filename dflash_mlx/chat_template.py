@@ -1,8 +1,9 @@
-"""Chat messages -> text, by the chat template of a model.
+"""Turns chat messages into text with the chat template of a model.
 
-A template is a program that comes with the model. transformers runs it in jinja2's sandbox, for a
-limited time: one that never ends would keep a server's thread for ever. Nothing is passed but what
-the caller sets: mlx-lm's `TokenizerWrapper` would tell every template to think or not.
+A template is a program that comes with the model. transformers runs it in jinja2's sandbox, and we
+stop it after some time: a template that never ends would keep a server's thread forever. Templates
+get only the variables that the caller sets. mlx-lm's `TokenizerWrapper` would also tell every
+template whether to think.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from .deadline import run_within
 from .errors import PromptError, SettingsError
 from .validation import ErrorWrapper, brief
 
-SECONDS = 10.0  # of a template
-# What jinja2, transformers, and templates that are Python code raise for messages.
+TEMPLATE_SECONDS = 10.0  # how long a template may run
+# What jinja2, transformers, and templates that are Python code raise for invalid messages.
 _ERRORS = (
     TemplateError,
     ArithmeticError,
@@ -34,15 +35,13 @@ _ERRORS = (
     ValueError,
 )
 SWITCHES = ("enable_thinking", "thinking")  # what templates call the switch for thinking
-# Variables that cannot be set: parameters of apply_chat_template, and the conversation.
-_RESERVED = {
-    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-    *("messages", "tokenizer"),
-} - {"tools", "documents"}
+_PARAMETERS = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+# Variables that a caller cannot set, because apply_chat_template or this module sets them.
+_RESERVED = (_PARAMETERS | {"messages", "tokenizer"}) - {"tools", "documents"}
 
 
 class TemplateLimitError(PromptError):
-    """A template took longer than it may, and would do so again."""
+    """A template ran too long. It would do so again."""
 
 
 def apply_chat_template(
@@ -52,11 +51,11 @@ def apply_chat_template(
     continue_final_message: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a chat.
+    """Turn a chat into text.
 
     Args:
-        tokenizer: mlx-lm's `TokenizerWrapper`, or transformers' own.
-        messages: with "role" and "content".
+        tokenizer: mlx-lm's `TokenizerWrapper`, or a tokenizer of transformers.
+        messages: the chat, each message with "role" and "content".
         add_generation_prompt: open the assistant's turn at the end.
         continue_final_message: leave the last message's turn open instead.
         settings: more variables of the template, such as tools.
@@ -69,66 +68,76 @@ def apply_chat_template(
     for name in settings:
         if name in _RESERVED or not isinstance(name, str):
             raise SettingsError(f"chat_template_kwargs cannot set {brief(name)}.")
-    how = {
+    arguments = {
         "tokenize": False,
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
         **settings,
     }
-    own, is_code = _own(tokenizer)
     copies = list(map(dict, messages))
-    render = partial(_by_code, tokenizer, copies, how)
-    if not is_code:
-        render = partial(own.apply_chat_template, copies, **how)
+    if _template_is_code(tokenizer):
+        render = partial(_render_by_code, tokenizer, copies, arguments)
+    else:
+        render = partial(_unwrapped(tokenizer).apply_chat_template, copies, **arguments)
     with ErrorWrapper(PromptError, "The chat template refuses these messages", _ERRORS):
         try:
-            return str(run_within(SECONDS, render))
+            return str(run_within(TEMPLATE_SECONDS, render))
         except TimeoutError as error:
-            message = f"The chat template takes longer than {SECONDS:g} seconds."
+            message = f"The chat template takes longer than {TEMPLATE_SECONDS:g} seconds."
             raise TemplateLimitError(message) from error
         except ValueError as error:
             if "continue_final_message is set" not in str(error):
                 raise
+            # The message of transformers would repeat the whole chat.
             message = "The chat template leaves out the message to continue."
-            raise PromptError(message) from error  # transformers' own repeats the whole chat
+            raise PromptError(message) from error
 
 
-def _own(tokenizer: Any) -> tuple[Any, bool]:
-    """transformers' tokenizer, and whether its chat template is code."""
-    base = PreTrainedTokenizerBase
-    is_bare = isinstance(tokenizer, base)
-    own = tokenizer if is_bare else tokenizer._tokenizer
-    is_code = type(own).apply_chat_template is not base.apply_chat_template
-    return own, is_code or not (is_bare or tokenizer._chat_template is None)
+def _unwrapped(tokenizer: Any) -> Any:
+    """Return transformers' tokenizer, without mlx-lm's wrapper."""
+    is_wrapped = not isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer._tokenizer if is_wrapped else tokenizer
 
 
-def _by_code(tokenizer: Any, messages: list[Any], how: dict[str, Any]) -> str:
-    """The text of a template that is code: a tokenizer's own method, or a function of mlx-lm's."""
-    if any(name in how for name in SWITCHES):
-        return str(tokenizer.apply_chat_template(messages, **how))
-    own, _ = _own(tokenizer)
-    function = None if own is tokenizer else tokenizer._chat_template
+def _template_is_code(tokenizer: Any) -> bool:
+    """Whether Python code of the model, or of mlx-lm, replaces the template."""
+    unwrapped = _unwrapped(tokenizer)
+    method = type(unwrapped).apply_chat_template
+    if method is not PreTrainedTokenizerBase.apply_chat_template:
+        return True
+    return unwrapped is not tokenizer and tokenizer._chat_template is not None
+
+
+def _render_by_code(tokenizer: Any, messages: list[Any], arguments: dict[str, Any]) -> str:
+    """Turn a chat into text with a method of the tokenizer, or with a function of mlx-lm."""
+    if any(name in arguments for name in SWITCHES):
+        return str(tokenizer.apply_chat_template(messages, **arguments))
+    unwrapped = _unwrapped(tokenizer)
+    function = None if unwrapped is tokenizer else tokenizer._chat_template
     if function is None:
-        return str(own.apply_chat_template(messages, **how))
-    del how["tokenize"]
-    return str(function(messages, **how))
+        return str(unwrapped.apply_chat_template(messages, **arguments))
+    del arguments["tokenize"]
+    return str(function(messages, **arguments))
 
 
 def thinking_switches(tokenizer: Any, think: bool) -> dict[str, bool]:
-    """The variables that make a chat template think, or not; empty if it has no switch."""
+    """Return the variables that turn a chat template's thinking on or off.
+
+    The result is empty if the template has no such switch.
+    """
     return {name: think for name in SWITCHES if template_reads(tokenizer, name)}
 
 
 def template_reads(tokenizer: Any, name: str) -> bool:
     """Whether a chat template mentions a variable.
 
-    One that is code may read any; its switch has its first name for mlx-lm.
+    A template that is code may read any. mlx-lm always calls its switch `enable_thinking`.
     """
-    own, is_code = _own(tokenizer)
-    if is_code:
+    if _template_is_code(tokenizer):
         return name != SWITCHES[1]
-    if own.chat_template is None:
+    unwrapped = _unwrapped(tokenizer)
+    if unwrapped.chat_template is None:
         return False
-    # Neither a field of that name nor a text: message.thinking, 'thinking'.
+    # A variable, but neither a field (message.thinking) nor a string ('thinking').
     variable = rf"(?<![\w.'\"]){name}(?![\w'\"])"
-    return re.search(variable, own.get_chat_template() or "") is not None
+    return re.search(variable, unwrapped.get_chat_template() or "") is not None

@@ -1,4 +1,4 @@
-"""A call that is ended if it takes too long."""
+"""Calls a function and stops it if it takes too long."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ AGAIN = 0.1  # seconds after which a thread that goes on is told to end once mor
 
 
 def run_within(seconds: float, function: Callable[[], T]) -> T:
-    """What a function returns or raises. Raises `TimeoutError` if it takes longer.
+    """Call a function, and return or raise what it does. Raises `TimeoutError` after `seconds`.
 
-    It runs in a thread of its own, which is then ended between two instructions of Python. Nothing
-    can end a single one that takes for ever, such as 9 ** 9 ** 9, and no memory is counted: this is
-    for mistakes, not for attacks.
+    The function runs in a new thread, which is stopped between two instructions of Python. Nothing
+    can stop a single instruction that takes forever, such as 9 ** 9 ** 9, and memory is not
+    limited: this guards against mistakes, not attacks.
     """
     outcome: Future[T] = Future()
 

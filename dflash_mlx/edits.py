@@ -1,14 +1,13 @@
-"""What changes a request's logits before a token is chosen of them, in mlx-lm's order.
+"""Changes to logits before tokens are sampled: bias, penalties, processors and constraints.
 
-These are a bias, penalties, processors and constraints. All rows of many requests are changed at
-once. Only processors run row by row, each row with the history of its own path. They wait for the
-device only if they read token ids on the host. Those that are a `TokenConstraint` and come last are
-applied to all rows at once.
+Their order is mlx-lm's. The rows of many requests are changed at once. Only processors run row by
+row, each with the history of the row's path. They wait for the device only if they read token ids
+on the host. Processors that come last and are a `TokenConstraint` apply to all rows at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,18 +24,18 @@ from .validation import brief
 
 
 class LogitEdits:
-    """The changes to one request's logits, and the text so far that they look at.
+    """The changes to one request's logits, and the text so far that they depend on.
 
     Args:
-        settings: of the request.
-        prompt: its token ids.
+        settings: the request's settings.
+        prompt: the request's token ids.
 
     Attributes:
-        bias: token -> addend.
-        penalties: of the request.
-        constraints: of the answer; None if there are none.
+        bias: token -> number to add to its logit; None for no bias.
+        penalties: the request's penalties.
+        constraints: the constraints on the answer; None if there are none.
         history: the token ids so far, [H] int32; None if no processor reads them.
-        read_text: whether a token's logits depend on the token before it.
+        read_text: whether a token's logits depend on the tokens before it.
     """
 
     def __init__(self, settings: RequestSettings, prompt: Sequence[int]) -> None:
@@ -61,24 +60,26 @@ class LogitEdits:
             mx.async_eval(self.history)  # the next step may run in another thread
 
     def process(self, proposal: Proposal, logits: mx.array) -> mx.array:
-        """The logits [N, V] after the processors, each row with the history of its path."""
+        """Run the processors on the logits [N, V], each row with the history of its path."""
         if self.history is None:
             return logits
         tokens = proposal.array(logits.shape[-1]).astype(mx.int32)
         rows = []
         for row, path in enumerate(proposal.paths()):
-            seen = [self.history, tokens[mx.array(path)]] if path else [self.history]
-            rows.append(self._process_row(mx.concatenate(seen), logits[row : row + 1]))
+            history = self.history
+            if path:
+                history = mx.concatenate([history, tokens[mx.array(path)]])
+            rows.append(self._process_row(history, logits[row : row + 1]))
         return mx.concatenate(rows)
 
     def masks(self, proposal: Proposal, vocab_size: int) -> list[np.ndarray | None]:
-        """For each row, which tokens the constraints allow, [V] of bool; None if all."""
+        """Return which tokens the constraints allow in each row, [V] of bool; None for all."""
         if self.constraints is None:
             return [None] * len(proposal)
         tokens = proposal.array(vocab_size).astype(mx.int32)
         masks = self.constraints.masks(tokens, proposal.paths())
         if any(mask is not None and mask.shape != (vocab_size,) for mask in masks):
-            raise SettingsError("A constraint must return masks of the vocabulary.")
+            raise SettingsError(f"A constraint must return masks of shape ({vocab_size},).")
         return masks
 
     def draft_scores(
@@ -88,10 +89,10 @@ class LogitEdits:
         scores_of: Callable[[mx.array], mx.array],
         noise: mx.array | None,
     ) -> mx.array:
-        """A drafter's scores [L, V], each row's after the drafts of those before it.
+        """Return a drafter's scores [L, V]; each row's history ends with the drafts before it.
 
         Args:
-            logits: of the drafter, [L, V].
+            logits: the drafter's logits, [L, V].
             before: [k] tokens that were drafted before these; None for none.
             scores_of: turns edited logits into scores.
             noise: [L, V], added to the scores to choose drafts; None for greedy drafts.
@@ -100,56 +101,66 @@ class LogitEdits:
         if not self.read_text:
             return scores_of(logits)
         drafts = mx.array([], mx.int32) if before is None else before.astype(mx.int32)
-        drafted: Any = drafts.tolist() if self.constraints is not None else []
-        others = self.history is not None or self.penalties.active
-        if self.constraints is not None and not others:
-            return self.constraints.drafts(logits, noise, scores_of, drafted)
+        host_drafts: Any = drafts.tolist() if self.constraints is not None else []
+        has_other_edits = self.history is not None or self.penalties.active
+        if self.constraints is not None and not has_other_edits:
+            return self.constraints.drafts(
+                logits,
+                noise=noise,
+                scores_of=scores_of,
+                before=host_drafts,
+            )
         rows = []
         for slot in range(len(logits)):
-            path = self.penalties, drafts, [range(len(drafts))]
-            row = penalize([path], logits[slot : slot + 1])
+            history = (self.penalties, drafts, [range(len(drafts))])
+            row = penalize([history], logits[slot : slot + 1])
             if self.history is not None:
                 row = self._process_row(mx.concatenate([self.history, drafts]), row)
             if self.constraints is not None:
-                row = self.constraints.restrict_row(row, drafted)
+                row = self.constraints.restrict_row(row, host_drafts)
             row = scores_of(row)
             rows.append(row)
-            token = (row if noise is None else row + noise[slot]).argmax(axis=-1)
+            noisy = row if noise is None else row + noise[slot]
+            token = noisy.argmax(axis=-1)
             drafts = mx.concatenate([drafts, token.astype(mx.int32)])
             if self.constraints is not None:
-                drafted += token.tolist()
+                host_drafts += token.tolist()
         return mx.concatenate(rows)
 
     def _process_row(self, history: mx.array, logits: mx.array) -> mx.array:
+        """Run the processors on the logits [1, V] of one row, after a history [H]."""
         for processor in self._processors:
             processed = processor(history, logits)
-            if not isinstance(processed, mx.array) or processed.shape != logits.shape:
-                is_array = isinstance(processed, mx.array)
-                what = processed.shape if is_array else brief(processed)
+            is_array = isinstance(processed, mx.array)
+            if not is_array or processed.shape != logits.shape:
+                returned = processed.shape if is_array else brief(processed)
                 raise SettingsError(
-                    f"A logits processor must return logits of shape {logits.shape}, not {what}."
+                    f"A logits processor must return logits of shape {logits.shape}, not "
+                    f"{returned}."
                 )
             logits = processed
         return logits
 
 
-# One request's changes, its rows, and what is entered around its own processors and constraints.
+# One request's changes, its rows, and a context in which its own processors and constraints run.
 EditedRows = tuple[LogitEdits, Proposal, AbstractContextManager[Any]]
 
 
 def edit(requests: Sequence[EditedRows], logits: mx.array) -> mx.array:
-    """The logits [N, V] of many requests' rows after the changes of each request."""
-    biases = [edits.bias for edits, proposal, _ in requests for _ in range(len(proposal))]
+    """Apply each request's changes to the logits [N, V] of many requests' rows."""
     vocab_size = logits.shape[-1]
+    biases: list[Mapping[int, float] | None] = []
+    for edits, proposal, _ in requests:
+        biases += [edits.bias] * len(proposal)
     logits = add_bias(biases, logits)
-    if not any(edits.read_text for edits, *_ in requests):
+    if not any(edits.read_text for edits, _, _ in requests):
         return logits
-    paths = [
+    histories = [
         (edits.penalties, proposal.array(vocab_size).astype(mx.int32), proposal.paths())
         for edits, proposal, _ in requests
     ]
-    logits = penalize(paths, logits)
-    if any(edits.history is not None for edits, *_ in requests):
+    logits = penalize(histories, logits)
+    if any(edits.history is not None for edits, _, _ in requests):
         processed = []
         first = 0
         for edits, proposal, guard in requests:
@@ -159,7 +170,7 @@ def edit(requests: Sequence[EditedRows], logits: mx.array) -> mx.array:
                 rows = edits.process(proposal, rows)
             processed.append(rows)
         logits = mx.concatenate(processed)
-    if any(edits.constraints is not None for edits, *_ in requests):
+    if any(edits.constraints is not None for edits, _, _ in requests):
         compute(logits, wait=False)
         masks: list[np.ndarray | None] = []
         for edits, proposal, guard in requests:

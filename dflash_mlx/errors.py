@@ -1,26 +1,26 @@
-"""Every error a caller can act on: one line that says what is wrong and what to do.
+"""Every error that a caller can act on. Each is one line that says what is wrong and what to do.
 
     DFlashError
     ├── MissingDependencyError     a package of an extra is not installed
-    ├── SettingsError              a setting out of range or not supported; also a ValueError
-    ├── PromptError                a prompt that cannot be used: empty, too long for the context
-    ├── ModelNotFoundError         no model under this name or path
+    ├── SettingsError              a setting is out of range or not supported; also a ValueError
+    ├── PromptError                a prompt cannot be used: it is empty, or too long for the context
+    ├── ModelNotFoundError         there is no model with this name or path
     ├── DownloadError              the hub cannot be reached, refuses, or the disk is full
-    ├── WeightsError               weight files missing, truncated or not matching their config
+    ├── WeightsError               weight files are missing, truncated or do not match their config
     ├── NotEnoughMemoryError       the weights do not fit into this machine, or memory ran out
-    ├── ConfigError                a config.json with a field that is missing or not understood
-    ├── IncompatibleDrafterError   a drafter made for another target
-    ├── UnsupportedTreeError       a draft tree for a target that reads chains only
-    ├── ProposalError              a drafter returned something that is not a draft
-    ├── KernelError                a Metal kernel does not take these shapes, or fails
-    ├── DataError                  a file of prompts, samples or a schema that cannot be used
+    ├── ConfigError                a field of a config.json is missing or not understood
+    ├── IncompatibleDrafterError   a drafter was made for another target
+    ├── UnsupportedTreeError       the target cannot verify draft trees, only chains
+    ├── ProposalError              a drafter returned an invalid draft
+    ├── KernelError                a Metal kernel does not support these shapes, or fails
+    ├── DataError                  a file of prompts, samples or a schema cannot be used
     ├── EngineError                an engine is used after it was closed
     ├── ClusterError               machines that share a model cannot connect, or lost each other
-    ├── OutputError                results cannot be written: no permission, no room
-    └── ServerError                a server to measure cannot be reached, or refuses
+    ├── OutputError                results cannot be written: no permission, no space
+    └── ServerError                a server that is measured cannot be reached, or refuses
 
-The command line prints only the message; a traceback is a bug. It exits with 2 if the class says
-that what was asked for is wrong (`cli.failures.WRONG_USAGE`), and with 1 for all others.
+The command line prints only the message; a traceback is a bug. It exits with 2 for errors that mean
+wrong usage (`cli.failures.WRONG_USAGE`), and with 1 for all others.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class DFlashError(Exception):
     """The base class of this package's errors."""
 
     def __str__(self) -> str:
-        """The message in one line, even if a path or a library's text in it has several."""
+        """Return the message as one line, even if it quotes a path or a text of several lines."""
         return "".join(map(_in_line, super().__str__()))
 
 
 def _in_line(character: str) -> str:
-    """A character, escaped if it would break the line or control the terminal."""
+    """Escape a character that would break the line or control the terminal."""
     if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp"):
         return character.encode("unicode_escape").decode()
     return character
@@ -53,12 +53,12 @@ class MissingDependencyError(DFlashError):
 
     @classmethod
     def of(cls, missing: str, extra: str) -> MissingDependencyError:
-        """What is missing, and the extra that installs it."""
+        """Make the error for what is missing, and name the extra that installs it."""
         return cls(f"{missing}: {how_to_install(extra)}")
 
 
 def how_to_install(extra: str) -> str:
-    """The command to run."""
+    """Return the command that installs an extra."""
     return f'in a clone of dflash-mlx, run pip install -e ".[{extra}]"'
 
 
@@ -67,15 +67,15 @@ class SettingsError(DFlashError, ValueError):
 
 
 class PromptError(DFlashError):
-    """A prompt that cannot be used."""
+    """A prompt cannot be used."""
 
 
 class ModelNotFoundError(DFlashError):
-    """No model under this name or path."""
+    """There is no model with this name or path."""
 
 
 class DownloadError(DFlashError):
-    """A model cannot be fetched: no network, no access, no room on the disk."""
+    """A model cannot be downloaded: no network, no access, no space on the disk."""
 
 
 class WeightsError(DFlashError):
@@ -95,18 +95,18 @@ class IncompatibleDrafterError(DFlashError):
 
 
 class UnsupportedTreeError(DFlashError):
-    """The target can read chains but no draft trees."""
+    """The target can verify chains, but not draft trees."""
 
 
 class ProposalError(DFlashError):
-    """A drafter returned no valid draft: wrong anchor, bad parents, too many rows."""
+    """A drafter returned an invalid draft: wrong anchor, bad parents, too many rows."""
 
 
 class KernelError(DFlashError):
     """A Metal kernel does not support these shapes or dtypes, or fails."""
 
     def __str__(self) -> str:
-        """The message, with the remedy."""
+        """Return the message, and what to do."""
         return f'{super().__str__()} kernels="off" (--kernels off) loads a model without ours.'
 
 
@@ -123,7 +123,7 @@ class DataError(DFlashError):
 
 
 def error_of_import(error: ValueError) -> DFlashError | None:
-    """Our error for the one that mlx-lm's import raises if few files may be open, else None."""
+    """Return our error if mlx-lm's import failed because too few files may be open, else None."""
     if "raise maximum limit" not in str(error):
         return None
     return DFlashError(
@@ -133,15 +133,15 @@ def error_of_import(error: ValueError) -> DFlashError | None:
 
 
 class OutputError(DFlashError):
-    """Results cannot be written to their place."""
+    """Results cannot be written."""
 
     @classmethod
     def because(cls, path: Path, error: OSError) -> OutputError:
-        """The error for a file or folder that could not be written because of `error`."""
+        """Make the error for a file or folder that could not be written because of `error`."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return cls(f"{path}: the disk is full, nothing was written; free some of it.")
-        return cls(f"{path}: cannot be written ({error.strerror}); choose another place.")
+            return cls(f"{path}: the disk is full, nothing was written; free some space.")
+        return cls(f"{path}: cannot be written ({error.strerror}); choose another path.")
 
 
 class ServerError(DFlashError):
-    """A server to measure cannot be reached, refuses, or answers wrongly."""
+    """A server that is measured cannot be reached, refuses, or sends an invalid answer."""

@@ -1,4 +1,4 @@
-"""What a generation returns: an event per step, a result, and the request's counters."""
+"""The values that a generation returns: an event per step, a result, and counters."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ FinishReason = Literal["stop", "length", "cancelled"]  # only `Job.cancel` cance
 class Stats:
     """Counters of one request.
 
-    The prefill brings the first token. A *round* is one step after it, with one verify forward of
-    the target. It adds one token or more, so plain decoding has one round per further token.
-    Acceptance and speed count the rounds' tokens only.
+    The prefill produces the first token. A *round* is one step after it, with one verify forward of
+    the target. It adds one or more tokens, so plain decoding has one round for each token after the
+    first. Acceptance and speed count only the tokens of rounds.
 
-    MLX counts peak memory per process, so `peak_bytes` includes whatever ran before or beside this
-    request. To measure one request, run it alone after `mx.reset_peak_memory()`.
+    MLX measures peak memory per process, so `peak_bytes` includes whatever ran before this request
+    or at the same time. To measure one request, run it alone after `mx.reset_peak_memory()`.
     """
 
     prompt_tokens: int = 0
-    reused_tokens: int = 0  # of the prompt, already in the caches
-    output_tokens: int = 0  # with the EOS token, if there is one
+    reused_tokens: int = 0  # prompt tokens that were already in the caches
+    output_tokens: int = 0  # including the EOS token, if there is one
     rounds: int = 0
     drafted_tokens: int = 0  # rows verified beyond the anchor
     accepted_tokens: int = 0  # drafted tokens in the output
-    prefill_seconds: float = 0.0  # with the choice of the first token
-    decode_seconds: float = 0.0  # of all rounds
-    first_round_seconds: float = 0.0  # of them: the drafter reads the prompt in the first one
+    prefill_seconds: float = 0.0  # including the choice of the first token
+    decode_seconds: float = 0.0  # the time of all rounds
+    first_round_seconds: float = 0.0  # the first round, in which the drafter reads the prompt
     first_token_seconds: float = 0.0  # from the start to the first token
     peak_bytes: int = 0  # MLX's peak memory in this process so far
     block_size: int = 1  # the most rows of a round; 1 is plain decoding
-    seed: int | None = None  # of the sampling noise; None for greedy decoding
+    seed: int | None = None  # the seed of the sampling noise; None for greedy decoding
     accepted_per_round: list[int] = field(default_factory=list)
-    widths: dict[int, int] = field(default_factory=dict)  # rows -> rounds with as many
-    trees: dict[int, int] = field(default_factory=dict)  # the same, of draft trees only
+    widths: dict[int, int] = field(default_factory=dict)  # rows -> number of rounds with that many
+    trees: dict[int, int] = field(default_factory=dict)  # the same, only for draft trees
 
     def __repr__(self) -> str:
-        """The most important counters in one line."""
+        """Return the most important counters in one line."""
         return (
             f"Stats(output_tokens={self.output_tokens}, rounds={self.rounds}, "
             f"acceptance_length={self.acceptance_length:.2f}, "
@@ -48,7 +48,14 @@ class Stats:
         )
 
     def count_step(self, drafted: int, accepted: int, emitted: int, tree: bool = False) -> None:
-        """Add a step: its drafted and accepted rows, its new tokens, whether it drafted a tree."""
+        """Count one step.
+
+        Args:
+            drafted: the number of drafted rows.
+            accepted: how many of them were accepted.
+            emitted: the number of new tokens.
+            tree: whether the step drafted a tree.
+        """
         self.rounds += 1
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
@@ -61,7 +68,7 @@ class Stats:
 
     @property
     def round_tokens(self) -> int:
-        """Output tokens of the rounds: all but the first, which is the prefill's."""
+        """Output tokens of the rounds: all but the first, which the prefill produced."""
         return max(0, self.output_tokens - 1)
 
     @property
@@ -76,16 +83,16 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of drafted tokens that the target kept, 0..1."""
+        """The share of drafted tokens that the target accepted, from 0 to 1."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
 
 @dataclass(frozen=True)
 class Event:
-    """What the prefill or one step added.
+    """The text and tokens that the prefill or one step added.
 
     `text` can lag behind `tokens`: characters are held back while their UTF-8 bytes are incomplete,
-    or while they may start a stop string.
+    or while they may be the start of a stop string.
     """
 
     text: str
@@ -101,11 +108,11 @@ class Result:
     """A finished generation."""
 
     text: str
-    tokens: list[int]  # with the EOS token, if one ended the text
+    tokens: list[int]  # including the EOS token, if one ended the text
     finish_reason: FinishReason
     stats: Stats
 
     def __repr__(self) -> str:
-        """One line: the start of the text, why it ended, and the counters."""
+        """Return one line with the start of the text, why it ended, and the counters."""
         reason = f"finish_reason={self.finish_reason!r}"
         return f"Result(text={brief(self.text)}, {reason}, stats={self.stats!r})"

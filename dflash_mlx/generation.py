@@ -20,19 +20,19 @@ from .prefix.store import PrefixStore
 from .prompt import Prompt, branch_points, encode_prompt, thinking_variables
 from .request import Request
 from .sampling import Sampler
-from .settings import RequestSettings, described, instance_of, setting
+from .settings import RequestSettings, instance_of, setting, with_field_docs
 from .stream import Detokenizer, TextStream, skip_text_start
 from .targets import Target
 from .validation import check_integer
 
-DEFAULT_BLOCK_SIZE = 16
-AUTO: Final = "auto"
+DEFAULT_BLOCK_SIZE = 16  # rows of a step, without a policy and a size of the drafter
+AUTO: Final = "auto"  # the value of `policy` and `tree_budget` that means: choose for me
 
 Settings = ParamSpec("Settings")
 T = TypeVar("T")
 
 
-@described
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(RequestSettings):
     """Everything a caller can set for one generation.
@@ -45,19 +45,19 @@ class GenerationSettings(RequestSettings):
         None,
         'Chooses the draft length of each step, unless `block_size` is given. "auto" makes one for '
         "this request; one of your own learns for later requests. None drafts whole blocks.",
-        form=lambda value: value if value == AUTO or isinstance(value, DraftPolicy) else None,
+        convert=lambda value: value if value == AUTO or isinstance(value, DraftPolicy) else None,
         allowed='None, "auto" or dm.DraftPolicy.of(target, drafter)',
     )
     conversation: Conversation | None = setting(
         None,
         "Keeps the caches for the next request, which then reads only its new tokens.",
-        form=instance_of(Conversation),
+        convert=instance_of(Conversation),
         allowed="None or dm.Conversation(...)",
     )
     prefix: PrefixStore | None = setting(
         None,
         "A `PrefixStore` of the pair, shared by many requests. A conversation has its own.",
-        form=instance_of(PrefixStore),
+        convert=instance_of(PrefixStore),
         allowed="None or dm.PrefixStore(target, drafter, memory=...)",
     )
 
@@ -65,16 +65,18 @@ class GenerationSettings(RequestSettings):
         super().__post_init__()
         if self.conversation is not None and (self.prefix is not None or self.salt):
             name = "salt" if self.prefix is None else "prefix"
-            raise SettingsError(f"{name}: give it to the Conversation, when that is made.")
+            raise SettingsError(f"{name}: give it to the Conversation instead.")
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> GenerationSettings:
-        """Settings by name. Raises `SettingsError` for an unknown name too."""
-        known = cls.__dataclass_fields__
+        """Make settings from a mapping. Raises `SettingsError` for an unknown name as well."""
+        names = cls.__dataclass_fields__
         for name in settings:
-            if name not in known:
-                near = get_close_matches(name, known, n=1)
-                hint = f"Did you mean {near[0]}?" if near else "See help(dflash_mlx.generate)."
+            if name not in names:
+                similar = get_close_matches(name, names, n=1)
+                hint = "See help(dflash_mlx.generate)."
+                if similar:
+                    hint = f"Did you mean {similar[0]}?"
                 raise SettingsError(f"There is no setting {name!r}. {hint}")
         return cls(**settings)
 
@@ -84,20 +86,20 @@ def with_settings(
 ) -> Callable[
     [Callable[..., T]], Callable[Concatenate[Target, Drafter | None, Prompt, Settings], T]
 ]:
-    """Have type checkers, `help` and `signature` see the settings in place of `**settings`."""
+    """Show the settings in place of `**settings` to type checkers, `help` and `signature`."""
 
     def decorate(
         function: Callable[..., T],
     ) -> Callable[Concatenate[Target, Drafter | None, Prompt, Settings], T]:
         written = signature(function)
-        pair = [
+        parameters = [
             parameter
             for parameter in written.parameters.values()
             if parameter.kind is not Parameter.VAR_KEYWORD
         ]
-        fields = signature(settings).parameters.values()
-        named = [field.replace(kind=Parameter.KEYWORD_ONLY) for field in fields]
-        vars(function)["__signature__"] = written.replace(parameters=[*pair, *named])
+        for parameter in signature(settings).parameters.values():
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+        vars(function)["__signature__"] = written.replace(parameters=parameters)
         return function
 
     return decorate
@@ -106,43 +108,59 @@ def with_settings(
 def make_request(
     target: Target, drafter: Drafter | None, prompt: Prompt, settings: GenerationSettings
 ) -> Request:
-    """Check a request and make its state; no forward runs and no cache is filled yet.
+    """Check a request and make its state. No forward runs, and no cache is filled yet.
 
     Args:
         target, drafter, prompt: as in `stream_generate`.
-        settings: of this request.
+        settings: the settings of this request.
 
-    Raises what `stream_generate` raises at once.
+    Raises the errors that `stream_generate` raises immediately.
     """
     check_pair(target, drafter)
     policy = policy_of(target, drafter, settings.policy, trees=settings.tree_budget == AUTO)
     block_size = resolve_block_size(drafter, settings.block_size, policy)
     settings.check_vocabulary(target.vocab_size)
+    tokenizer = target.tokenizer
     template = dict(settings.chat_template_kwargs or {})
     if settings.think is not None or settings.reasoning_effort is not None:
-        wanted = settings.think, settings.reasoning_effort
-        template |= thinking_variables(target.tokenizer, *wanted)
+        template |= thinking_variables(tokenizer, settings.think, settings.reasoning_effort)
     ids = encode_prompt(target, prompt, template)
-    kv_bits, conversation = settings.kv_bits, settings.conversation
+    conversation = settings.conversation
     if conversation is None:
-        caches = Caches(target, drafter, kv_bits, settings.prefix, settings.salt)
+        caches = Caches(
+            target,
+            drafter,
+            kv_bits=settings.kv_bits,
+            prefix=settings.prefix,
+            salt=settings.salt,
+        )
     else:
-        conversation.check(target, drafter, kv_bits)
+        conversation.check(target, drafter, settings.kv_bits)
         caches = conversation.caches
-    planner = make_planner(target, drafter, settings, policy)
+    planner = make_planner(target, drafter, settings=settings, policy=policy)
     sampler = Sampler(settings, ids)
-    tokenizer = target.tokenizer
     detokenizer = Detokenizer(tokenizer)
     if settings.continues:
         skip_text_start(detokenizer, tokenizer)
-    max_tokens = min(settings.max_tokens, target.context_length - len(ids))
-    ends, stop, applies = tokenizer.eos_token_ids, settings.stop or (), settings.stop_applies
-    text = TextStream(detokenizer, ends, stop, max_tokens, applies)
-    stats = Stats(prompt_tokens=len(ids), block_size=block_size, seed=sampler.seed)
+    text = TextStream(
+        detokenizer,
+        eos_ids=tokenizer.eos_token_ids,
+        stop=settings.stop or (),
+        max_tokens=min(settings.max_tokens, target.context_length - len(ids)),
+        stop_applies=settings.stop_applies,
+    )
     branches = settings.branches
     if branches is None and caches.prefix is not None:
-        branches = branch_points(target, prompt, ids, template)
-    request = Request(caches, ids, sampler, planner, text, stats, branches or ())
+        branches = branch_points(target, prompt, ids=ids, template=template)
+    request = Request(
+        caches,
+        prompt=ids,
+        sampler=sampler,
+        planner=planner,
+        text=text,
+        stats=Stats(prompt_tokens=len(ids), block_size=block_size, seed=sampler.seed),
+        branches=branches or (),
+    )
     if conversation is not None:
         conversation.open(request)
     return request
@@ -154,7 +172,7 @@ def policy_of(
     policy: DraftPolicy | Literal["auto"] | None,
     trees: bool = False,
 ) -> DraftPolicy | None:
-    """The policy that a setting means for a pair: "auto" is a new one, if there is a drafter."""
+    """Return the policy that a setting selects. "auto" is a new one, if there is a drafter."""
     if policy != AUTO:
         return policy
     return None if drafter is None else DraftPolicy.of(target, drafter, trees=trees)
@@ -166,10 +184,12 @@ def make_planner(
     settings: GenerationSettings,
     policy: DraftPolicy | None,
 ) -> Planner:
-    """The planner that a request's settings ask for, with this policy.
+    """Make the planner that a request's settings ask for.
 
-    Raises `SettingsError` for trees of a drafter that drafts none, and
-    `UnsupportedTreeError` when the target cannot read them; "auto" is a chain then.
+    `tree_budget="auto"` drafts chains where the drafter or the target does not support trees.
+
+    Raises `SettingsError` for a number as `tree_budget` and a drafter that drafts no trees, and
+    `UnsupportedTreeError` for one and a target that cannot verify trees.
     """
     tree_budget = settings.tree_budget
     if tree_budget == AUTO:
@@ -192,20 +212,23 @@ def make_planner(
 def resolve_block_size(
     drafter: Drafter | None, requested: int | None = None, policy: DraftPolicy | None = None
 ) -> int:
-    """The most rows of a step. Raises `SettingsError` for a size the drafter was not made for.
+    """Return the most rows of a step.
 
-    A policy decides for a drafter that can draft any number of rows.
+    The policy decides it for a drafter that can draft any number of rows.
+
+    Raises `SettingsError` for a size that the drafter was not made for.
     """
     if requested is not None:
         requested = check_integer("block_size", requested)
     if drafter is None:
         return 1
     largest = drafter_block_size(drafter)
-    if requested is None:
-        return largest or (DEFAULT_BLOCK_SIZE if policy is None else policy.block_size)
-    if largest is not None and requested > largest:
-        raise SettingsError(
-            f"block_size {requested} is more than the {largest} that this drafter can have: "
-            "give less."
-        )
-    return requested
+    if requested is not None:
+        if largest is not None and requested > largest:
+            raise SettingsError(
+                f"block_size {requested} is more than this drafter's {largest}: lower it."
+            )
+        return requested
+    if largest is not None:
+        return largest
+    return DEFAULT_BLOCK_SIZE if policy is None else policy.block_size

@@ -1,4 +1,4 @@
-"""A prompt in any of its forms -> token ids that the target can read."""
+"""Converts a prompt in any of its forms to token ids that the target can read."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-EFFORT = "reasoning_effort"  # what chat templates call the amount of thinking
+EFFORT = "reasoning_effort"  # the variable of chat templates that says how much to think
 SYSTEM_ROLES = ("system", "developer")
 
 _FORMS = "A prompt is text, a list of token ids, or a list of messages with 'role' and 'content'."
-_ARRAY_HINT = " Of an array of token ids, give array.tolist()."
+_ARRAY_HINT = " For an array of token ids, give array.tolist()."
 
 
 def encode_prompt(
     target: Target, prompt: Prompt, template: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a prompt.
+    """Convert a prompt to token ids.
 
     Args:
-        target: the model that reads it.
-        prompt: text, encoded as it is (with the tokenizer's own special tokens, as mlx-lm does);
-            token ids; or chat messages ({"role", "content"}), put through the chat template.
-        template: further variables of the chat template.
+        target: the model that reads the prompt.
+        prompt: text, which is encoded unchanged, with the special tokens that the tokenizer adds
+            (as in mlx-lm); token ids; or chat messages ({"role", "content"}), which go through the
+            chat template.
+        template: more variables of the chat template.
 
     Raises:
-        PromptError: empty, none of these forms, ids outside the vocabulary, no chat template or one
-            that fails, or as long as the context, which leaves no room for an answer.
+        PromptError: the prompt is empty or has another form; an id is outside the vocabulary; there
+            is no chat template, or it fails; or the prompt fills the whole context, which leaves no
+            room for an answer.
     """
     ids = token_ids(target.tokenizer, prompt, template)
     check_ids(target, ids)
     if len(ids) >= target.context_length:
         raise PromptError(
-            f"The prompt has {len(ids)} tokens; with room for an answer {target.name} reads "
-            f"at most {target.context_length - 1}: shorten it."
+            f"The prompt has {len(ids)} tokens, but {target.name} reads at most "
+            f"{target.context_length - 1} and then has room for an answer: shorten it."
         )
     return ids
 
@@ -55,7 +57,7 @@ def check_ids(target: Target, ids: Sequence[int]) -> None:
     if not ids:
         raise PromptError("The prompt is empty: give some text, token ids or messages.")
     if min(ids) < 0 or max(ids) >= target.vocab_size:
-        outside = next(i for i in ids if not 0 <= i < target.vocab_size)
+        outside = next(token for token in ids if not 0 <= token < target.vocab_size)
         raise PromptError(
             f"Token id {brief(outside)} is outside the target's vocabulary of {target.vocab_size}."
         )
@@ -64,53 +66,54 @@ def check_ids(target: Target, ids: Sequence[int]) -> None:
 def thinking_variables(
     tokenizer: Any, think: bool | None = None, reasoning_effort: str | None = None
 ) -> dict[str, Any]:
-    """The chat template's variables for thinking or not, and how much.
+    """Return the chat template's variables that switch thinking on or off, and say how much.
 
-    Warns of what the template does not know.
+    Warns if the template has no such variable.
 
     Args:
         tokenizer: mlx-lm's `TokenizerWrapper`.
         think: whether to think; None leaves it to the template.
         reasoning_effort: "low", "medium" or "high"; None leaves it to the template.
     """
-    found: dict[str, Any] = {}
-    switch = f"think={think} ({'--think' if think else '--no-think'})"
-    has_amount = template_reads(tokenizer, EFFORT)
-    wanted = (
-        (switch, think, thinking_switches(tokenizer, bool(think))),
-        (
-            "reasoning_effort (--reasoning-effort)",
-            reasoning_effort,
-            {EFFORT: reasoning_effort} if has_amount else {},
-        ),
+    variables: dict[str, Any] = {}
+    if think is not None:
+        switches = thinking_switches(tokenizer, think)
+        variables |= switches
+        if not switches:
+            _warn_without_effect(f"think={think} ({'--think' if think else '--no-think'})")
+    if reasoning_effort is not None:
+        if template_reads(tokenizer, EFFORT):
+            variables[EFFORT] = reasoning_effort
+        else:
+            _warn_without_effect("reasoning_effort (--reasoning-effort)")
+    return variables
+
+
+def _warn_without_effect(setting: str) -> None:
+    warnings.warn(
+        f"dflash-mlx: {setting} changes nothing: this model's chat template has no such switch.",
+        stacklevel=3,
     )
-    for setting, value, variables in wanted:
-        found |= {} if value is None else variables
-        if value is not None and not variables:
-            warnings.warn(
-                f"dflash-mlx: {setting} changes nothing: this model's chat template has no such "
-                "switch.",
-                stacklevel=2,
-            )
-    return found
 
 
 def thinks(tokenizer: Any, template: Mapping[str, Any]) -> bool | None:
-    """Whether the template with these variables has answers think; None if it has no switch."""
+    """Whether the model thinks with these template variables; None if it has no switch."""
     switches = thinking_switches(tokenizer, True)
     if not switches:
         return None
     sample = [{"role": "user", "content": "?"}]
-    thinking = {**template, **switches}
-    return _apply_template(tokenizer, sample, template=template) == _apply_template(
-        tokenizer, sample, template=thinking
-    )
+    prompt = _apply_template(tokenizer, sample, template=template)
+    thinking_prompt = _apply_template(tokenizer, sample, template={**template, **switches})
+    return prompt == thinking_prompt
 
 
 def token_ids(
     tokenizer: Any, prompt: Prompt, template: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a prompt, not checked against a target. Raises `PromptError` if it is none."""
+    """Convert a prompt to token ids, without the checks that need a target.
+
+    Raises `PromptError` for an invalid prompt.
+    """
     if isinstance(prompt, str):
         if not prompt:
             return []
@@ -133,32 +136,43 @@ def token_ids(
 def branch_points(
     target: Target, prompt: Prompt, ids: Sequence[int], template: Mapping[str, Any] | None = None
 ) -> list[int]:
-    """Positions where other prompts are likely to diverge from this one, for the prefix store.
+    """Find where other prompts are likely to diverge from this one, for the prefix store.
 
-    These are the end of the system messages, where another chat begins, and the start of the
-    generation prompt, which the next turn may not repeat. Text and token ids have none.
+    These positions are the end of the system messages, where another chat begins, and the start of
+    the generation prompt, which the next turn may not repeat. Text and token ids have none.
 
     Args:
         target: the model that reads the prompt.
-        prompt: in any form.
+        prompt: the prompt, in any form.
         ids: the prompt's token ids, from `encode_prompt`.
-        template: as for `encode_prompt`.
+        template: more variables of the chat template, the same as for `encode_prompt`.
     """
     if isinstance(prompt, str) or not any(isinstance(item, Mapping) for item in prompt):
         return []
     messages: list[Any] = list(prompt)
-    roles = [message["role"] for message in messages]
-    system = next((at for at, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
+    system = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
     variants = [(messages, False)]
     if system:
-        variants.append(([*messages[:system], {"role": "user", "content": ""}], True))
+        variants.append(([*system, {"role": "user", "content": ""}], True))
     points = set()
     for variant, generation_prompt in variants:
         with suppress(PromptError):  # a template may refuse messages that no user wrote
-            other = _apply_template(target.tokenizer, variant, generation_prompt, template)
-            pairs = zip(ids, other, strict=False)
-            points.add(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            variant_ids = _apply_template(
+                target.tokenizer,
+                variant,
+                generation_prompt=generation_prompt,
+                template=template,
+            )
+            points.add(_shared_length(ids, variant_ids))
     return sorted(points - {0})
+
+
+def _shared_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Count the tokens that two prompts share at their beginning."""
+    length = 0
+    while length < min(len(first), len(second)) and first[length] == second[length]:
+        length += 1
+    return length
 
 
 def _apply_template(
@@ -167,38 +181,40 @@ def _apply_template(
     generation_prompt: bool = True,
     template: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of messages, put through the chat template. Raises `PromptError`."""
+    """Convert messages to token ids with the chat template. Raises `PromptError`."""
     texts = list(map(_with_text, messages))
     text = apply_chat_template(tokenizer, texts, generation_prompt, settings=template)
-    return encode_text(tokenizer, text, False)
+    return encode_text(tokenizer, text, add_special_tokens=False)
 
 
 def encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text. Raises `PromptError` if the tokenizer cannot encode it."""
+    """Convert a text to token ids. Raises `PromptError` if the tokenizer cannot encode it."""
     with ErrorWrapper(PromptError, "The tokenizer cannot encode this prompt", TOKENIZER_ERRORS):
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content, if it is a list of parts, is their joined text.
+    """Join the content of a message to one text, if it is a list of parts.
 
-    A text template would print a list as Python does, and one for images would add placeholders
+    A template for text would print a list as Python does, and one for images would add placeholders
     that nothing fills. Raises `PromptError` for a part that is not text.
     """
     content = message["content"]
     if isinstance(content, str):
         _check_text(content)
     if not isinstance(content, list):
-        # None: the message is tool calls alone. A mapping: some templates print tool results.
+        # None: the message has only tool calls. A mapping: some templates print tool results.
         if not isinstance(content, str | Mapping | None):
             raise PromptError(
-                f"A message's content is text, or parts of text, not {brief(content)}."
+                f"A message's content must be text, or parts of text, not {brief(content)}."
             )
         return message
     for part in content:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else part
-            raise PromptError(f"A message's content is text, or parts of text, not {brief(kind)}.")
+            raise PromptError(
+                f"A message's content must be text, or parts of text, not {brief(kind)}."
+            )
     return _with_text({**message, "content": "".join(part["text"] for part in content)})
 
 
@@ -207,8 +223,8 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = brief(text[error.start])
+        surrogate = brief(text[error.start])
         raise PromptError(
-            f"The prompt is not text: its character {error.start + 1} is {half}, a surrogate "
-            "without its other half."
+            f"The prompt is not valid text: its character {error.start + 1} is {surrogate}, a "
+            "surrogate without its other half."
         ) from error

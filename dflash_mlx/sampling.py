@@ -1,14 +1,14 @@
-"""From logits to the token at each position, by one function that drafter and target share.
+"""Samples the token at each position, with one function that drafter and target share.
 
-The token at absolute position i is argmax(log p + G(seed, i)): p is the processed distribution,
-and G is Gumbel noise over the vocabulary that depends only on the seed and the position. That is a
-sample of p, and a fixed function of the logits. So a seed's text is the same with and without a
+The token at absolute position i is argmax(log p + G(seed, i)). p is the processed distribution, and
+G is Gumbel noise over the vocabulary that depends only on the seed and the position. The result is
+a sample of p, and a fixed function of the logits. So a seed gives the same text with and without a
 drafter, and a draft is accepted if it equals the target's choice, as in greedy decoding. The
-drafter uses the same noise, so it mostly drafts what the target will choose.
+drafter uses the same noise, so it usually drafts what the target will choose.
 
-The settings and their order are mlx-lm's: what changes the logits (`edits`), top-p, min-p, top-k,
-temperature. All rows of many requests are chosen at once. With penalties or processors, drafts are
-chosen one after the other.
+The settings and their order are mlx-lm's: changes to the logits (`edits`), top-p, min-p, top-k,
+temperature. The tokens of all rows of many requests are sampled at once. With penalties or
+processors, drafts are sampled one after the other.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from .errors import SettingsError
 from .proposal import Proposal
 from .settings import SEED_BITS, SETTINGS, RequestSettings
 
-# Scores [L, V] of the next tokens, and the factor of the logits in them. A chain takes the best; a
-# tree's probabilities are the softmax.
+# Scores [L, V] of the next tokens, and the factor by which logits count in them. A chain drafts the
+# best scores; a tree takes their softmax as probabilities.
 DraftScores = tuple[mx.array, float]
 
 # Drafts are the best of scores + noise / DRAFT_SCALE. 1 is right for a drafter whose distribution
-# is the target's; one that is less sure than it should be needs more (docs/experiments.md).
+# equals the target's; a less confident drafter needs more (docs/experiments.md).
 DRAFT_SCALE = 2.0
 
-NO_CHOICE = -1  # in place of a token, if the logits leave none
+NO_CHOICE = -1  # stands for a token if the logits leave none
 
 
 class Sampler:
-    """What chooses one request's tokens: the settings, the seed, and the text so far.
+    """Samples one request's tokens. It holds the settings, the seed, and the text so far.
 
     Args:
-        settings: how to choose; None is greedy.
-        prompt: its token ids.
+        settings: how to sample; None is greedy.
+        prompt: the request's token ids.
 
     Attributes:
-        settings: as given.
-        temperature: of the settings.
-        seed: of the noise; None if greedy.
-        edits: what changes the logits; None if nothing does.
-        can_pipeline: whether a token can be chosen before the one before it is on the host.
-        group: equal in requests whose rows `sample` chooses in one operation: whether anything
-            edits the logits, and the truncation.
+        settings: the settings.
+        temperature: the temperature in the settings.
+        seed: the seed of the noise; None if greedy.
+        edits: the changes to the logits; None if there are none.
+        can_pipeline: whether a token can be sampled before the previous one is on the host.
+        group: `sample` samples the rows of requests with equal groups in one operation. The group
+            says whether anything edits the logits, and how the distribution is truncated.
     """
 
     def __init__(self, settings: RequestSettings | None = None, prompt: Sequence[int] = ()) -> None:
@@ -67,9 +67,9 @@ class Sampler:
             truncation = [getattr(settings, name) for name in samples if name != "seed"]
         self.edits = LogitEdits(settings, prompt) if settings.edits_logits else None
         self.can_pipeline = self.edits is None or not self.edits.read_text
-        self.group = self.edits is not None, self.temperature, *truncation
+        self.group = (self.edits is not None, self.temperature, *truncation)
         self._plain = self.edits is None and self.temperature == 0
-        self._position = len(prompt)  # of the next token
+        self._position = len(prompt)  # the position of the next token
         self._noise: mx.array | None = None  # [R, V], from position `_noise_start` on
         self._noise_start = 0
 
@@ -80,13 +80,13 @@ class Sampler:
         ahead: int = 0,
         guard: AbstractContextManager[Any] | None = None,
     ) -> SampledRows:
-        """The rows of a proposal for `sample`.
+        """Describe the rows of a proposal for `sample`.
 
         Args:
-            proposal: N rows.
-            vocab_size: of the logits after them.
-            ahead: tokens before the proposal that are not committed yet (`can_pipeline`).
-            guard: see `SampledRows`.
+            proposal: the N rows.
+            vocab_size: the size of the vocabulary.
+            ahead: how many tokens before the proposal are not committed yet (`can_pipeline`).
+            guard: a context in which the request's processors and constraints run.
         """
         noise = None
         key = None
@@ -96,38 +96,56 @@ class Sampler:
             else:
                 noise = self._noise_rows(ahead + max(proposal.depths) + 1, vocab_size)[ahead:]
                 noise = noise if proposal.is_chain else noise[mx.array(proposal.depths)]
-        guard = guard or nullcontext()
-        return SampledRows(self.settings, self.group, proposal, noise, key, self.edits, guard)
+        return SampledRows(
+            settings=self.settings,
+            group=self.group,
+            proposal=proposal,
+            noise=noise,
+            noise_key=key,
+            edits=self.edits,
+            guard=guard or nullcontext(),
+        )
 
     def noise_key(self, ahead: int) -> tuple[int, int]:
-        """The seed, and the position of the token after `ahead` more: the key of its noise."""
+        """Return the key of a token's noise: the seed, and its position.
+
+        `ahead` counts the tokens before it that are not committed yet.
+        """
         assert self.seed is not None
         return self.seed, self._position + ahead
 
     def draft(self, logits: mx.array) -> mx.array:
-        """Draft the next L tokens [L] from the drafter's logits [L, V]. Lazy."""
+        """Draft the next L tokens [L] from the drafter's logits [L, V]. The result is lazy."""
         scores, _ = self.draft_scores(logits)
         return scores.argmax(axis=-1)
 
     def draft_scores(self, logits: mx.array, before: mx.array | None = None) -> DraftScores:
-        """The scores of the next L tokens, from the drafter's logits [L, V].
+        """Return the scores of the next L tokens, from the drafter's logits [L, V].
 
-        `before` are the tokens [k] that a drafter which drafts one by one has drafted before them.
+        A drafter that drafts token by token passes the tokens [k] it has drafted so far as
+        `before`.
         """
         if self._plain:
             return logits, 1.0
         scores_of = partial(token_scores, self.settings)
         noise = None
         if self.temperature > 0:
-            # One row more than drafts, because the target also chooses after the last one.
+            # Make one row more than there are drafts: the target also samples after the last draft.
             first = 0 if before is None else len(before)
             noise = self._noise_rows(first + len(logits) + 1, logits.shape[-1])[first:-1]
             noise = noise / DRAFT_SCALE
         if self.edits is None:
             scores = scores_of(logits)
         else:
-            scores = self.edits.draft_scores(logits, before, scores_of, noise)
-        return (scores, 1.0) if noise is None else (scores + noise, 1 / self.temperature)
+            scores = self.edits.draft_scores(
+                logits,
+                before=before,
+                scores_of=scores_of,
+                noise=noise,
+            )
+        if noise is None:
+            return scores, 1.0
+        return scores + noise, 1 / self.temperature
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Add tokens to the text, the next anchor last."""
@@ -137,18 +155,19 @@ class Sampler:
 
     @property
     def _kept_noise(self) -> int:
-        """How many of the next positions have their noise already."""
+        """How many of the next positions already have their noise."""
         end = 0 if self._noise is None else self._noise_start + len(self._noise)
         return max(0, end - self._position)
 
     def _noise_rows(self, rows: int, vocab_size: int) -> mx.array:
-        """The noise [rows, V] of the next positions; rows that a step did not use are kept."""
+        """Return the noise [rows, V] of the next positions. Rows that no step used are kept."""
         assert self.seed is not None
-        passed = self._position - self._noise_start
-        made = self._kept_noise
-        parts = [] if self._noise is None or not made else [self._noise[passed:]]
-        if made < rows:
-            keys = [self.noise_key(ahead) for ahead in range(made, rows)]
+        kept = self._kept_noise
+        parts = []
+        if self._noise is not None and kept:
+            parts.append(self._noise[self._position - self._noise_start :])
+        if kept < rows:
+            keys = [self.noise_key(ahead) for ahead in range(kept, rows)]
             parts.append(gumbel(keys, vocab_size))
         noise = mx.concatenate(parts) if len(parts) > 1 else parts[0]
         self._noise = noise
@@ -157,13 +176,13 @@ class Sampler:
 
 
 class SampledRows(NamedTuple):
-    """The rows of one request, and all that decides which token the target chooses after each.
+    """The rows of one request, and everything that decides which tokens the target chooses.
 
     Attributes:
-        settings: of the request.
-        group: see `Sampler.group`.
+        settings: the request's settings.
+        group: requests with equal groups are sampled in one operation (`Sampler.group`).
         proposal: the N rows.
-        noise: [N, V] of the tokens after them; None if greedy, or to be made of `noise_key`.
+        noise: [N, V] for the tokens after the rows; None if greedy, or if `noise_key` makes it.
         noise_key: the seed and the position of a single row's noise.
         edits: what changes the logits; None if nothing does.
         guard: entered around what runs for this request only, as its processors.
@@ -181,34 +200,37 @@ class SampledRows(NamedTuple):
 def sample(requests: Sequence[SampledRows], logits: mx.array) -> mx.array:
     """Choose the target's token after each row of many requests' proposals.
 
-    A pure function: it changes nothing of what it is given. Rows of requests of one
-    `Sampler.group` are chosen in one operation. It is lazy, unless a processor is not. If a guard
-    suppresses an error, its rows' choices mean nothing.
+    This is a pure function: it does not change its arguments. Rows of requests with equal groups
+    are sampled in one operation. The result is lazy, unless a processor waits for the device. If a
+    guard suppresses an error, the choices for its rows mean nothing.
 
     Args:
-        requests: whose proposals have R rows together.
-        logits: [R, V] after the rows.
+        requests: the requests, whose proposals have R rows in total.
+        logits: [R, V], the logits after the rows.
 
     Returns the choices [R], integers; `NO_CHOICE` where the edited logits leave no token.
     """
-    groups: dict[Any, list[tuple[int, SampledRows]]] = {}
-    first = 0
+    groups: dict[Any, list[SampledRows]] = {}
+    rows_of_group: dict[Any, list[int]] = {}
+    end = 0
     for request in requests:
-        groups.setdefault(request.group, []).append((first, request))
-        first += len(request.proposal)
+        start = end
+        end += len(request.proposal)
+        groups.setdefault(request.group, []).append(request)
+        rows_of_group.setdefault(request.group, []).extend(range(start, end))
     if len(groups) == 1:
         return _sample_group(requests, logits)
-    rows: list[int] = []
-    parts: list[mx.array] = []
-    for group in groups.values():
-        places = [first + row for first, each in group for row in range(len(each.proposal))]
-        parts.append(_sample_group([request for _, request in group], logits[mx.array(places)]))
-        rows += places
-    return mx.concatenate(parts)[mx.argsort(mx.array(rows))]
+    order: list[int] = []
+    choices: list[mx.array] = []
+    for key, group in groups.items():
+        rows = rows_of_group[key]
+        choices.append(_sample_group(group, logits[mx.array(rows)]))
+        order += rows
+    return mx.concatenate(choices)[mx.argsort(mx.array(order))]
 
 
 def _sample_group(requests: Sequence[SampledRows], logits: mx.array) -> mx.array:
-    """The choices [N] of requests of one group."""
+    """Choose the tokens [N] after the rows of requests of one group."""
     settings = requests[0].settings
     edited = [
         (request.edits, request.proposal, request.guard)
@@ -221,13 +243,13 @@ def _sample_group(requests: Sequence[SampledRows], logits: mx.array) -> mx.array
     choices = scores.argmax(axis=-1)
     if not edited:
         return choices
-    # argmax would return token 0 if all are NaN or -inf; +inf and noise make NaN.
-    none = mx.isnan(scores).any(axis=-1) | mx.isinf(scores.max(axis=-1))
-    return mx.where(none, NO_CHOICE, choices.astype(mx.int32))
+    # argmax would return token 0 if all scores are NaN or -inf. Noise turns +inf into NaN.
+    has_no_choice = mx.isnan(scores).any(axis=-1) | mx.isinf(scores.max(axis=-1))
+    return mx.where(has_no_choice, NO_CHOICE, choices.astype(mx.int32))
 
 
 def _noise_of(requests: Sequence[SampledRows], vocab_size: int) -> mx.array:
-    """The noise [N, V] of all rows; in one operation if no drafter has made some of it."""
+    """Return the noise [N, V] of all rows, in one operation if no drafter made some of it."""
     keys = [request.noise_key for request in requests if request.noise_key is not None]
     if len(keys) == len(requests):
         return gumbel(keys, vocab_size)
@@ -242,9 +264,9 @@ def _noise_of(requests: Sequence[SampledRows], vocab_size: int) -> mx.array:
 
 
 def token_scores(settings: RequestSettings, logits: mx.array) -> mx.array:
-    """The scores [N, V] of tokens, from edited logits [N, V].
+    """Turn edited logits [N, V] into the scores [N, V] of tokens.
 
-    These are f32 log-probabilities up to a constant per row, which changes no choice. At
+    Scores are f32 log-probabilities, up to a constant per row that does not change the choice. At
     temperature 0 they are the logits.
     """
     if settings.temperature == 0:
@@ -263,7 +285,7 @@ def token_scores(settings: RequestSettings, logits: mx.array) -> mx.array:
 def check_choice(token: int) -> None:
     """Raise `SettingsError` if processors, penalties or a bias left no token to choose.
 
-    After a rejected draft that is no error, so only accepted rows are checked.
+    That is no error after a rejected draft, so only accepted rows are checked.
     """
     if token == NO_CHOICE:
         raise SettingsError(

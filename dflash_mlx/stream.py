@@ -1,6 +1,6 @@
-"""From tokens to text: which characters are certain, and where the text ends.
+"""Turns tokens into text: which characters are certain, and where the text ends.
 
-A step can bring many tokens at once. They are taken one by one, so that EOS, a stop string and
+A step can bring many tokens at once. They are added one by one, so that EOS, a stop string and
 `max_tokens` end the text at exactly the token where plain decoding would have ended it.
 """
 
@@ -15,7 +15,7 @@ from .validation import TOKENIZER_ERRORS, ErrorWrapper
 
 
 class Piece(NamedTuple):
-    """What one step added: certain text, the tokens used, and why the text ended, if it did."""
+    """The text that one step added, the tokens it used, and why the text ended, if it did."""
 
     text: str
     tokens: list[int]
@@ -26,16 +26,15 @@ class TextStream:
     """Incremental text of one request.
 
     Characters are held back while their bytes are incomplete, or while they may be the start of a
-    stop string. The stop string, the EOS token's text and everything after are never emitted.
+    stop string. The stop string, the EOS token's text and everything after them are never emitted.
 
     Args:
-        detokenizer: a fresh `Detokenizer`, or what has its methods.
+        detokenizer: a fresh `Detokenizer`, or an object with its methods.
         eos_ids: the token ids that end the text.
         stop: strings that end the text, wherever token borders fall.
-        max_tokens: the most tokens to take, an EOS token included.
-        stop_applies: (token, text) -> whether stop strings count in the text that a token has
-            added, or in how many of its last characters. It is called once per token; None is
-            everywhere.
+        max_tokens: the most tokens to add, including an EOS token.
+        stop_applies: (token, text) -> how many of the last characters that a token has added may
+            match stop strings; True is all. It is called once per token. None means all characters.
 
     Attributes:
         remaining: tokens that may still come.
@@ -50,8 +49,10 @@ class TextStream:
         max_tokens: int,
         stop_applies: Callable[[int, str], int] | None = None,
     ) -> None:
-        self._detokenizer, self._eos_ids = detokenizer, frozenset(eos_ids)
-        self._stop, self._stop_applies = tuple(stop), stop_applies
+        self._detokenizer = detokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._stop = tuple(stop)
+        self._stop_applies = stop_applies
         self.remaining = max_tokens
         self.finish_reason: FinishReason | None = None if max_tokens > 0 else "length"
         self._held = ""
@@ -59,14 +60,15 @@ class TextStream:
         self._tokenizer_errors = ErrorWrapper(ConfigError, message, TOKENIZER_ERRORS)
 
     def add(self, tokens: Sequence[int]) -> Piece:
-        """Take a step's tokens, up to the end of the text.
+        """Add a step's tokens, up to the end of the text.
 
         Raises `ConfigError` for a token that the tokenizer does not know.
         """
         used: list[int] = []
         text = ""
-        open_ended = self.finish_reason is None
-        for token, segment in self._segments(tokens[: self.remaining] if open_ended else ()):
+        if self.finish_reason is not None:
+            return Piece(text, used, self.finish_reason)
+        for token, segment in self._segments(tokens[: self.remaining]):
             used.append(token)
             text += self._add_token(token, segment)
             if self.finish_reason is not None:
@@ -74,18 +76,19 @@ class TextStream:
         return Piece(text, used, self.finish_reason)
 
     def _segments(self, tokens: Sequence[int]) -> list[tuple[int, str | None]]:
-        """Each token with the text that it completes, up to an EOS token, which has None."""
-        found: list[tuple[int, str | None]] = []
+        """Pair each token with the text that it completes. An EOS token comes last, with None."""
+        segments: list[tuple[int, str | None]] = []
         with self._tokenizer_errors:
             for token in tokens:
                 if token in self._eos_ids:
-                    return [*found, (token, None)]
+                    segments.append((token, None))
+                    break
                 self._detokenizer.add_token(token)
-                found.append((token, self._detokenizer.last_segment))
-        return found
+                segments.append((token, self._detokenizer.last_segment))
+        return segments
 
     def _add_token(self, token: int, text: str | None) -> str:
-        """The text that is certain after one more token."""
+        """Add one token with its text, and return the text that is certain now."""
         self.remaining -= 1
         if text is None:
             self.finish_reason = "stop"
@@ -103,27 +106,28 @@ class TextStream:
         if self.remaining == 0:
             self.finish_reason = "length"
             return before + self._finalize()
-        return before + self._release(possible_start(self._held, self._stop))
+        return before + self._release(partial_match_length(self._held, self._stop))
 
     def _finalize(self) -> str:
-        """The rest of the text, up to a stop string that it completes."""
+        """Return the rest of the text, up to a stop string that it completes."""
         with self._tokenizer_errors:
             self._detokenizer.finalize()
-            # A text that ends inside a character ends before it.
+            # Drop an incomplete character at the end.
             self._held += self._detokenizer.last_segment.rstrip("\ufffd")
         if self._stop:
             self._cut_at_stop()
         return self._held
 
     def _release(self, keep: int) -> str:
-        """The held text without its last `keep` characters."""
+        """Release all but the last `keep` characters of the held text."""
         border = len(self._held) - keep
-        text, self._held = self._held[:border], self._held[border:]
+        text = self._held[:border]
+        self._held = self._held[border:]
         return text
 
     def _cut_at_stop(self) -> bool:
-        """End the text before the first complete stop string; whether there is one."""
-        starts = [start for stop in self._stop if (start := self._held.find(stop)) >= 0]
+        """End the text before the first complete stop string. Returns whether there is one."""
+        starts = [self._held.find(stop) for stop in self._stop if stop in self._held]
         if not starts:
             return False
         self._held = self._held[: min(starts)]
@@ -131,18 +135,20 @@ class TextStream:
         return True
 
 
-def possible_start(text: str, strings: Collection[str]) -> int:
-    """How many of a text's last characters may be the start of one of the strings."""
-    longest = max((len(one) - 1 for one in strings), default=0)
-    firsts = {one[0] for one in strings}  # there may be hundreds
+def partial_match_length(text: str, strings: Collection[str]) -> int:
+    """Return how many of a text's last characters may be the start of one of the strings."""
+    longest = max((len(string) - 1 for string in strings), default=0)
+    # There may be hundreds of strings: compare their first characters before anything else.
+    first_characters = {string[0] for string in strings}
     for length in range(min(longest, len(text)), 0, -1):
-        if text[-length] in firsts and any(one.startswith(text[-length:]) for one in strings):
+        ending = text[-length:]
+        if ending[0] in first_characters and any(string.startswith(ending) for string in strings):
             return length
     return 0
 
 
 class Detokenizer:
-    """mlx-lm's streaming detokenizer, by which an id that the tokenizer has not is no text.
+    """mlx-lm's streaming detokenizer, except that unknown ids have no text.
 
     A model's embedding may have more rows than its vocabulary. mlx-lm writes "!" for such an id.
 
@@ -152,29 +158,29 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._detokenizer = tokenizer.detokenizer
-        # One without a map decodes with the tokenizer, which has no text for such an id.
-        self._size = len(getattr(self._detokenizer, "tokenmap", ())) or None
+        # A detokenizer without a map uses the tokenizer, which has no text for unknown ids anyway.
+        self._vocab_size = len(getattr(self._detokenizer, "tokenmap", ())) or None
 
     def add_token(self, token: int) -> None:
-        """Take the next token."""
-        if self._size is None or token < self._size:
+        """Add the next token."""
+        if self._vocab_size is None or token < self._vocab_size:
             self._detokenizer.add_token(token)
 
     @property
     def last_segment(self) -> str:
-        """The text that is certain and was not read yet."""
+        """The text that is certain and has not been read yet."""
         text: str = self._detokenizer.last_segment
         return text
 
     def finalize(self) -> None:
-        """Take the end of the text."""
+        """End the text."""
         self._detokenizer.finalize()
 
 
 def skip_text_start(detokenizer: Any, tokenizer: Any) -> None:
     """Prepare a fresh streaming detokenizer for tokens that continue a text.
 
-    mlx-lm's detokenizers drop a space at the start of a text, so this one gets a token first.
+    mlx-lm's detokenizers drop a space at the start of a text, so this adds a token first.
     """
     ids = tokenizer.encode("a", add_special_tokens=False)[-1:] or range(len(tokenizer))
     detokenizer.add_token(next(token for token in ids if tokenizer.decode([token]).strip()))
@@ -182,10 +188,10 @@ def skip_text_start(detokenizer: Any, tokenizer: Any) -> None:
 
 
 def text_of(tokenizer: Any, tokens: Sequence[int], continues: bool = False) -> str:
-    """The text that a `TextStream` without stop strings makes of these tokens.
+    """Return the text that a `TextStream` without stop strings makes of these tokens.
 
     Args:
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
         tokens: token ids.
         continues: whether the tokens continue a text.
     """

@@ -1,1 +1,1 @@
-"""What a model's answer is made of: text, reasoning and calls, as its family writes them."""
+"""Parts of a model's answer: text, reasoning and calls, in the syntax of its family."""

@@ -1,9 +1,9 @@
-"""How families write calls. One description serves the parser and the grammar of forced calls.
+"""The syntax of each family's calls, for the parser and for the grammar of forced calls.
 
 Each syntax reads the text between a family's markers into names and arguments, which `values`
-types. A call that has not ended as its family ends it is not a call: the marker behind it may be a
-part of one of its strings. At the end of the answer it is read `lenient`: models drop closing tags
-and brackets, in long contexts above all.
+types. A call that does not end as its family ends it is not a call yet: the marker behind it may be
+part of one of its strings. At the end of the answer calls are read leniently, because models drop
+closing tags and brackets, especially in long contexts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,26 @@ from functools import cached_property
 from typing import Any, Final
 
 from ..validation import ErrorWrapper
-from .values import LiteralReader, NotACallError, Raw, read_arguments, read_json
+from .call_patterns import pattern_for
+from .literals import LiteralReader, NotACallError, Raw
+from .values import read_arguments, read_json
 
-Call = tuple[str, dict[str, Any]]  # a name, and arguments that are not typed yet
-Schemas = Mapping[str, Any]  # of the arguments, by the names of the tools
+Call = tuple[str, dict[str, Any]]  # the name, and arguments that are not typed yet
+Schemas = Mapping[str, Any]  # the schemas of the arguments, by the names of the tools
 
-_FENCE: Final = r"\s*(?:```\w*\s*)?"  # some models write a block of code
+_FENCE: Final = r"\s*(?:```\w*\s*)?"  # some models put JSON into a block of code
 _JSON: Final = re.compile(rf"{_FENCE}(?=\[?\s*\{{)")
-_AFTER_JSON: Final = re.compile(r"[\s,;}\]`]*")  # separators, and brackets too many
-# What mlx-lm's parsers raise for a text that is not as they expect.
-_RAISED: Final = (AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError)
+_AFTER_JSON: Final = re.compile(r"[\s,;}\]`]*")  # separators and surplus brackets
+# What mlx-lm's parsers raise for unexpected text.
+_LIBRARY_ERRORS: Final = (
+    AttributeError,
+    LookupError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+# Members of a JSON object that may hold the name, and the arguments, of a call.
 _NAMES: Final = ("name", "function", "tool_name", "tool")
 _ARGUMENTS: Final = ("arguments", "parameters", "args")
 
@@ -32,81 +42,70 @@ _ARGUMENTS: Final = ("arguments", "parameters", "args")
 def read_calls(
     syntax: CallSyntax, body: str, schemas: Schemas, lenient: bool = False
 ) -> tuple[list[Call], str]:
-    """The calls that a text begins with, and the rest of it, which only `lenient` allows.
+    """Read the calls at the beginning of a text. Returns them and the rest of the text.
+
+    Only `lenient` allows a rest.
 
     Raises `NotACallError` if there are none.
     """
     if isinstance(syntax, LibraryCalls):
         return syntax.calls(body, schemas), ""
     json = _JSON.match(body)
-    found, at = list[Call](), json.end() if json else 0
+    position = json.end() if json else 0
+    calls: list[Call] = []
     try:
-        while not found or body[at:].strip():
-            calls, at = (
-                _json_calls(body, at, lenient) if json else syntax.read(body, at, schemas, lenient)
-            )
-            found += calls
+        while not calls or body[position:].strip():
+            if json:
+                more, position = _read_json_calls(body, position, lenient)
+            else:
+                more, position = syntax.read(
+                    body, position=position, schemas=schemas, lenient=lenient
+                )
+            calls += more
     except NotACallError:
-        if not (found and lenient):
+        if not (calls and lenient):
             raise
-    return found, body[at:]
+    return calls, body[position:]
 
 
-def _json_calls(body: str, at: int, lenient: bool) -> tuple[list[Call], int]:
-    """The call of an object, or those of a list."""
-    value, at = read_json(body, at, lenient)
-    calls = [_named_call(one) for one in (value if isinstance(value, list) else [value])]
-    after = _AFTER_JSON.match(body, at)
-    return calls or _no_call(), at if after is None else after.end()
+def _read_json_calls(body: str, position: int, lenient: bool) -> tuple[list[Call], int]:
+    """Read the call in a JSON object, or the calls in a list of them, and return their end."""
+    value, position = read_json(body, position, lenient)
+    objects = value if isinstance(value, list) else [value]
+    if not objects:
+        raise NotACallError("no call")
+    calls = [_named_call(member) for member in objects]
+    return calls, _end_of(_AFTER_JSON, body, position)
 
 
-def _named_call(found: Any) -> Call:
-    """The call of an object with a name. Raises `NotACallError`."""
-    if isinstance(found, Mapping) and isinstance(found.get("function"), Mapping):
-        found = found["function"]
-    if not isinstance(found, Mapping):
+def _end_of(pattern: re.Pattern[str], body: str, position: int) -> int:
+    """Return the end of a pattern's match at a position; the position itself without a match."""
+    match = pattern.match(body, position)
+    return position if match is None else match.end()
+
+
+def _named_call(call: Any) -> Call:
+    """Read a call from a JSON object with a name. Raises `NotACallError`."""
+    if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
+        call = call["function"]
+    if not isinstance(call, Mapping):
         raise NotACallError("no object")
-    name = next((found[key] for key in _NAMES if key in found), None)
-    key = next((key for key in _ARGUMENTS if key in found), None)
+    name = next((call[key] for key in _NAMES if key in call), None)
+    key = next((key for key in _ARGUMENTS if key in call), None)
     # Other members may be the arguments by another name.
-    if not isinstance(name, str) or (key is None and set(found) - {*_NAMES, "type", "id"}):
+    has_others = bool(set(call) - {*_NAMES, "type", "id"})
+    if not isinstance(name, str) or (key is None and has_others):
         raise NotACallError("no name")
-    return str(name), read_arguments(found.get(key))
-
-
-def _no_call() -> Any:
-    raise NotACallError("no call")
-
-
-# Tags as models write them: </parameter>, </parameter/>, </parameter=path>, <parameter=path
-_CLOSING: Final = r"</\1\\s*/?(?:=[^<>\\s]*)?\\s*(?:>|(?=\\n|\\Z))"
-_ENDING: Final = r"\1(?:[^\\S\\n]*/?>|\\n)"
-
-
-def _pattern(text: str) -> str:
-    """A pattern for text with {name} or {key}, in which white space and small slips are free."""
-    pattern = re.escape(text.strip()).replace(r'\ string="\{text\}"', "")
-    pattern = re.sub(r"(</\w+>)\\\n(<\w+>)$", r"(?:\1\\s*(?:\2)?|\\s*\2)", pattern)  # one is enough
-    pattern = re.sub("</([^<>]+)>", _CLOSING, pattern)
-    pattern = pattern.replace("｜DSML｜", "(?:[｜|]+DSML[｜|]+)?").replace("atem:", "(?:atem:)?")
-    for group, characters in (("name", r"[^\s<>\"{}]+"), ("key", r"[^<>\"\n]+")):
-        named = rf"(?P<{group}>{characters})"
-        attribute = rf"[^<>]*?\bname\s*=\s*[\"']?(?P<{group}>[^<>\"'\n]+)[\"']?[^<>\n]*?"
-        pattern = pattern.replace(rf'name="\{{{group}\}}"', attribute)
-        pattern = pattern.replace(rf"=\{{{group}\}}", rf"(?:=|\s+(?:name=)?)[\"']?{named}[\"']?")
-        pattern = pattern.replace(rf"\{{{group}\}}", named)
-        pattern = re.sub(rf"(\(\?P<{group}>.*)>$", _ENDING, pattern, flags=re.DOTALL)
-    pattern = re.sub(r"(?:\\[ \n])+", r"\\s*", pattern)
-    return pattern + ("\n?" if text.endswith("\n") else "")
+    return str(name), read_arguments(call.get(key))
 
 
 @dataclass(frozen=True)
 class JsonCalls:
-    """Calls whose arguments are JSON.
+    """The syntax of calls whose arguments are JSON.
 
     Attributes:
-        head, tail: the text around the arguments; the head has the {name}.
-        name: a regular expression for the head; empty if the name is a part of the JSON.
+        head, tail: the text around the arguments; the head contains {name}.
+        name: a regular expression for the head; empty if the name is part of the JSON.
     """
 
     head: str = '\n{"name": "{name}", "arguments": '
@@ -115,41 +114,51 @@ class JsonCalls:
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        tail = _AFTER_JSON.pattern + _pattern(self.tail.strip("\n`"))
+        """The patterns of the head and the tail."""
+        tail = _AFTER_JSON.pattern + pattern_for(self.tail.strip("\n`"))
         return re.compile(rf"\s*{self.name or '(?!)'}{_FENCE}"), re.compile(tail)
 
-    def read(self, body: str, at: int, schemas: Schemas, lenient: bool) -> tuple[list[Call], int]:
-        """The call at a place, and where it ends. Raises `NotACallError`."""
-        (head, tail), arguments = self._patterns, None
-        match = head.match(body, at) or _no_call()
-        at = match.end()
-        if not (self.tail and tail.match(body, at)) and at < len(body):
-            last = body.find(self.tail.strip("\n`"), at) if lenient and self.tail else -1
-            text = body if last < 0 else body[:last].rstrip("\n `")
-            arguments, at = read_json(text, at, lenient)
-        end = tail.match(body, at)
-        if end is None and not (lenient or head.match(body, at)):
+    def read(
+        self, body: str, position: int, schemas: Schemas, lenient: bool
+    ) -> tuple[list[Call], int]:
+        """Read the call at a position. Returns it and its end. Raises `NotACallError`."""
+        head, tail = self._patterns
+        match = head.match(body, position)
+        if match is None:
+            raise NotACallError("no call")
+        position = match.end()
+        arguments = None
+        has_no_arguments = bool(self.tail and tail.match(body, position))
+        if not has_no_arguments and position < len(body):
+            tail_start = -1
+            if lenient and self.tail:
+                tail_start = body.find(self.tail.strip("\n`"), position)
+            text = body if tail_start < 0 else body[:tail_start].rstrip("\n `")
+            arguments, position = read_json(text, position, lenient)
+        call = (match["name"].strip(), read_arguments(arguments))
+        if tail.match(body, position):
+            return [call], _end_of(tail, body, position)
+        if not (lenient or head.match(body, position)):
             raise NotACallError("no end")
-        end = end or _AFTER_JSON.match(body, at)
-        call = match["name"].strip(), read_arguments(arguments)
-        return [call], at if end is None else end.end()
+        return [call], _end_of(_AFTER_JSON, body, position)
 
 
-_OTHER_END: Final = re.compile(r"\n?</([\w:.｜-]+)\s*/?>\Z")  # of a value whose own is missing
+# A closing tag at the end of a value whose own closing tag is missing.
+_OTHER_END: Final = re.compile(r"\n?</([\w:.｜-]+)\s*/?>\Z")
 
 
 @dataclass(frozen=True)
 class TaggedCalls:
-    """Calls with a tag for each argument, whose value is bare text.
+    """The syntax of calls with a tag for each argument, whose value is bare text.
 
-    A value may have the text of its own end, as this line has </parameter>. It ends where a tag of
-    the call follows, and as many tags have ended in it as have begun. Where ends are missing,
-    arguments do not nest: the tag of another argument of the tool ends a value.
+    A value may contain the text of its own closing tag, as this line contains </parameter>. It ends
+    where a tag of the call follows, and as many tags have ended in it as have begun. If closing
+    tags are missing, arguments do not nest: the tag of another argument of the tool ends a value.
 
     Attributes:
-        head, tail: the text around a call; the head has the {name}. Without a tail, the marker ends
-            it.
-        key, value_end: the text around a value; the first one has the {key}, and perhaps {text},
+        head, tail: the text around a call; the head contains {name}. Without a tail, the family's
+            marker ends the call.
+        key, value_end: the text around a value; the key contains {key}, and maybe {text}, which is
             true for a string.
     """
 
@@ -160,122 +169,174 @@ class TaggedCalls:
 
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
-        """Those of head, key, a value's end, tail, and the tail with what may follow."""
-        head, key, tail = (rf"\s*{_pattern(one)}" for one in (self.head, self.key, self.tail))
+        """The patterns of head, key, end of a value, tail, and tail with what may follow it."""
+        head = rf"\s*{pattern_for(self.head)}"
+        key = rf"\s*{pattern_for(self.key)}"
+        tail = rf"\s*{pattern_for(self.tail)}"
         newline = "\n?" if self.value_end.startswith("\n") else ""
-        end = newline + _pattern(self.value_end.strip())
+        end = newline + pattern_for(self.value_end.strip())
         last = tail + (rf"\s*(?:{head}|\Z)" if self.tail else r"\s*\Z")
         return tuple(map(re.compile, (head, key, end, tail, last)))
 
     @cached_property
-    def _lenient(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Those of a key's tag, and of a tail behind ends too many."""
+    def _lenient_patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """The patterns of a key's tag, and of a tail that surplus closing tags may precede."""
         _, _, end, tail, _ = self._patterns
-        loose = rf"(?:\s*{end.pattern})*{tail.pattern}" + ("" if self.tail else r"\Z")
-        return re.compile(_pattern(self.key)), re.compile(loose)
+        loose_tail = rf"(?:\s*{end.pattern})*{tail.pattern}" + ("" if self.tail else r"\Z")
+        return re.compile(pattern_for(self.key)), re.compile(loose_tail)
 
     @property
     def beginning(self) -> str:
         """A pattern for the beginning of a call with arguments."""
-        head, key, *_ = self._patterns
+        head, key, _, _, _ = self._patterns
         return head.pattern + key.pattern
 
-    def read(self, body: str, at: int, schemas: Schemas, lenient: bool) -> tuple[list[Call], int]:
-        """The call at a place, and where it ends. Raises `NotACallError`."""
-        head, key, _, tail, _ = self._patterns
-        match = head.match(body, at) if self.tail or not at else None
-        name = match["name"].strip() if match else ""
-        if match is None:  # the name of a tool in an argument's tag
-            match = key.match(body, at) or _no_call()
-            name = match["key"].strip() if match["key"].strip() in schemas else _no_call()
-        elif match[0].rstrip().endswith("/>"):
-            name = name.rstrip("/ ")
-            if not key.match(body, match.end()):  # the tag ends itself
-                return [(name, {})], match.end()
-        arguments, at = self._arguments(body, match.end(), _Names(schemas.get(name)), lenient)
-        end = (self._lenient[1] if lenient else tail).match(body, at)
-        at = at if end is None else end.end()
-        # The tag of an argument that cannot be read is no text behind the call.
-        lost = body[at:].lstrip().startswith(self.key.partition("{")[0].rstrip("="))
-        if (end is None and not lenient) or lost or (not self.tail and body[at:].strip()):
+    def read(
+        self, body: str, position: int, schemas: Schemas, lenient: bool
+    ) -> tuple[list[Call], int]:
+        """Read the call at a position. Returns it and its end. Raises `NotACallError`."""
+        _, key, _, tail, _ = self._patterns
+        _, loose_tail = self._lenient_patterns
+        name, position, closes_itself = self._read_name(body, position, schemas)
+        if closes_itself and not key.match(body, position):
+            return [(name, {})], position
+        arguments, position = self._read_arguments(
+            body,
+            position,
+            parameters=_Parameters(schemas.get(name)),
+            lenient=lenient,
+        )
+        match = (loose_tail if lenient else tail).match(body, position)
+        if match is not None:
+            position = match.end()
+        rest = body[position:].lstrip()
+        # A tag of an argument in the rest could not be read, so the rest is not text.
+        key_start = self.key.partition("{")[0].rstrip("=")
+        lacks_end = match is None and not lenient
+        if lacks_end or rest.startswith(key_start) or (rest and not self.tail):
             raise NotACallError("no end")
-        return [(name, arguments)], at
+        return [(name, arguments)], position
 
-    def _arguments(
-        self, body: str, at: int, names: _Names, lenient: bool
+    def _read_name(self, body: str, position: int, schemas: Schemas) -> tuple[str, int, bool]:
+        """Read the head of a call. Some models write the name into the tag of an argument.
+
+        Returns the tool's name, the end of the head, and whether its tag closes itself (<.../>).
+        Raises `NotACallError`.
+        """
+        head, key, _, _, _ = self._patterns
+        match = head.match(body, position) if self.tail or not position else None
+        if match is not None:
+            name = match["name"].strip()
+            closes_itself = match[0].rstrip().endswith("/>")
+            return name.rstrip("/ ") if closes_itself else name, match.end(), closes_itself
+        match = key.match(body, position)
+        if match is None or match["key"].strip() not in schemas:
+            raise NotACallError("no call")
+        return match["key"].strip(), match.end(), False
+
+    def _read_arguments(
+        self, body: str, position: int, parameters: _Parameters, lenient: bool
     ) -> tuple[dict[str, Any], int]:
-        """The arguments that begin at a place, and where they end."""
-        found: dict[str, Any] = {}
-        while match := self._patterns[1].match(body, at):
-            name, start = match["key"].strip(" '"), match.end()
-            if not match[0].rstrip().endswith(">") and name not in names.all:
+        """Read the arguments that begin at a position. Returns them and their end."""
+        _, key, _, _, _ = self._patterns
+        arguments: dict[str, Any] = {}
+        match = key.match(body, position)
+        while match is not None:
+            name = match["key"].strip(" '")
+            if not match[0].rstrip().endswith(">") and name not in parameters.all:
                 break
-            end, at = self._value_end(body, start, {*found, name}, names, lenient)
+            start = match.end()
+            end, position = self._value_end(
+                body,
+                start,
+                read_names={*arguments, name},
+                parameters=parameters,
+                lenient=lenient,
+            )
             text = body[start : max(start, end)]
-            # DeepSeek writes the type beside the key.
-            found[name] = text if 'string="true"' in match[0] else Raw(text)
-        return found, at
+            # DeepSeek writes the type next to the key.
+            arguments[name] = text if 'string="true"' in match[0] else Raw(text)
+            match = key.match(body, position)
+        return arguments, position
 
     def _value_end(
-        self, body: str, start: int, given: set[str], names: _Names, lenient: bool
+        self, body: str, start: int, read_names: set[str], parameters: _Parameters, lenient: bool
     ) -> tuple[int, int]:
-        """Where the value at `start` ends, after which no key of `given` comes, and its end."""
-        _, key, end, tail, last = self._patterns
-        tail = self._lenient[1] if lenient else last
-        tags = [(one.start(), one["key"].strip()) for one in self._lenient[0].finditer(body, start)]
-        possible = len(body), len(body)
-        for closed, match in enumerate(end.finditer(body, start)):
-            border, after = match.span()
-            more = key.match(body, after)
-            follows = more is not None and more["key"].strip() not in given
-            if follows or tail.match(body, after) or (lenient and not body[after:].strip()):
-                # An end that belongs to a tag of the value is the value's.
-                inside = [tag for at, tag in tags if at < border]
-                lost = {*inside} & (names.required - given) - {
-                    tag for at, tag in tags if at >= after
-                }
-                if len(inside) <= closed and not lost:
-                    return border, after
-                possible = min(possible, (border, after))
+        """Find the end of the value at `start`. Returns it, and the end of its closing tag.
+
+        None of the arguments in `read_names` may follow. Raises `NotACallError`.
+        """
+        _, key, end, _, last = self._patterns
+        key_tag, loose_tail = self._lenient_patterns
+        tail = loose_tail if lenient else last
+        tags = [(match.start(), match["key"].strip()) for match in key_tag.finditer(body, start)]
+        candidate = (len(body), len(body))  # the first end that is possible, but not certain
+        for ends_before, match in enumerate(end.finditer(body, start)):
+            value_end, tag_end = match.span()
+            next_key = key.match(body, tag_end)
+            argument_follows = next_key is not None and next_key["key"].strip() not in read_names
+            call_ends = tail.match(body, tag_end) or (lenient and not body[tag_end:].strip())
+            if not (argument_follows or call_ends):
+                continue
+            # A closing tag that belongs to a tag inside the value is part of the value. So are
+            # tags of required arguments, unless they come again behind the value.
+            inside = [name for position, name in tags if position < value_end]
+            behind = {name for position, name in tags if position >= tag_end}
+            lost = set(inside) & (parameters.required - read_names) - behind
+            if len(inside) <= ends_before and not lost:
+                return value_end, tag_end
+            candidate = min(candidate, (value_end, tag_end))
         if not lenient:
             raise NotACallError("no end")
-        # The value's own end is missing: it ends before the next tag of the call.
-        only = [tag for _, tag in tags]
-        borders = [
-            at
-            for at, tag in tags
-            if tag in names.all - given
-            and (only.count(tag) == 1 or body[start:at].rstrip(" \t")[-1:] in ("", "\n"))
-        ]
-        borders += [match.start() for match in [last.search(body, start)] if match and self.tail]
-        border = min(borders, default=len(body))
-        if possible[0] < border:
-            return possible
-        value = body[start:border].rstrip()
-        while (other := _OTHER_END.search(value)) and f"<{other[1]}" not in value:
-            value = value[: other.start()]
-        return start + len(value), border
+        # The value's closing tag is missing: it ends before the next tag of the call.
+        next_tag = self._next_tag(body, start, tags=tags, names=parameters.all - read_names)
+        if candidate[0] < next_tag:
+            return candidate
+        value = body[start:next_tag].rstrip()
+        match_end = _OTHER_END.search(value)
+        while match_end is not None and f"<{match_end[1]}" not in value:
+            value = value[: match_end.start()]
+            match_end = _OTHER_END.search(value)
+        return start + len(value), next_tag
+
+    def _next_tag(
+        self, body: str, start: int, tags: list[tuple[int, str]], names: frozenset[str]
+    ) -> int:
+        """Find the next tag of the call: of an argument in `names`, or the tail."""
+        _, _, _, _, last = self._patterns
+        tag_names = [name for _, name in tags]
+        positions = []
+        for position, name in tags:
+            starts_line = body[start:position].rstrip(" \t")[-1:] in ("", "\n")
+            if name in names and (tag_names.count(name) == 1 or starts_line):
+                positions.append(position)
+        match = last.search(body, start)
+        if match is not None and self.tail:
+            positions.append(match.start())
+        return min(positions, default=len(body))
 
 
-class _Names:
-    """The names of a tool's parameters, as its schema has them."""
+class _Parameters:
+    """The names of a tool's parameters in its schema: in order, as a set, and the required ones."""
 
     def __init__(self, schema: Any) -> None:
-        schema = schema if isinstance(schema, Mapping) else {}
-        properties, required = schema.get("properties"), schema.get("required")
-        self.all = frozenset(properties if isinstance(properties, Mapping) else ())
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        required = schema.get("required") if isinstance(schema, Mapping) else None
+        self.names = list(properties) if isinstance(properties, Mapping) else []
+        self.all = frozenset(self.names)
         self.required = frozenset(required if isinstance(required, list) else ()) & self.all
 
 
 @dataclass(frozen=True)
 class LiteralCalls:
-    """Calls as name{key:value} or name(key=value), with nested literals.
+    """The syntax of calls like name{key:value} or name(key=value), with nested literals.
 
     Attributes:
         name: a regular expression for the name and the bracket after it.
-        separator, close: what follows a key, and the last argument. Before a separator of "=", keys
-            may be missing, as in Python: the values are those of the tool's parameters in order.
-        quote: the quote of strings without escapes; those of Python and JSON are read, too.
+        separator, close: what follows a key, and what follows the last argument. If the separator
+            is "=", keys may be missing as in Python: values belong to the tool's parameters in
+            order.
+        quote: the quote of strings without escapes; Python's and JSON's are read as well.
     """
 
     name: str
@@ -283,37 +344,42 @@ class LiteralCalls:
     close: str
     quote: str = ""
 
-    def read(self, body: str, at: int, schemas: Schemas, lenient: bool) -> tuple[list[Call], int]:
-        """The call at a place, and where it ends. Raises `NotACallError`."""
-        match = re.compile(rf"[\s,\[]*{self.name}").match(body, at) or _no_call()
-        reader = LiteralReader(body, match.end(), self.quote, lenient)
+    def read(
+        self, body: str, position: int, schemas: Schemas, lenient: bool
+    ) -> tuple[list[Call], int]:
+        """Read the call at a position. Returns it and its end. Raises `NotACallError`."""
+        match = re.compile(rf"[\s,\[]*{self.name}").match(body, position)
+        if match is None:
+            raise NotACallError("no call")
         name = match["name"].strip()
-        schema = schemas.get(name)
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        names = list(properties) if isinstance(properties, Mapping) else []
+        reader = LiteralReader(body, match.end(), quote=self.quote, lenient=lenient)
+        arguments: dict[str, Any] = {}
         with ErrorWrapper(NotACallError, "nested too deeply", (RecursionError,)):
-            members = reader.arguments(names) if self.separator == "=" else {}
-            members |= reader.members(self.separator, self.close)
-        end = re.compile(r"[\s\]]*").match(body, reader.at)
-        return [(name, members)], reader.at if end is None else end.end()
+            if self.separator == "=":
+                arguments |= reader.positional_arguments(_Parameters(schemas.get(name)).names)
+            arguments |= reader.members(self.separator, self.close)
+        end = _end_of(re.compile(r"[\s\]]*"), body, reader.position)
+        return [(name, arguments)], end
 
 
 @dataclass(frozen=True)
 class LibraryCalls:
-    """Calls that a parser of mlx-lm reads: of families that are not described here."""
+    """The syntax of a family that is not described here: a parser of mlx-lm reads its calls."""
 
     parser: Callable[[str, Any], Any]
 
     def calls(self, body: str, schemas: Schemas) -> list[Call]:
-        """The calls in a text. Raises `NotACallError`."""
+        """Read the calls in a text. Raises `NotACallError`."""
         tools = [
             {"type": "function", "function": {"name": name, "parameters": schema}}
             for name, schema in schemas.items()
         ]
-        with ErrorWrapper(NotACallError, "not a call", _RAISED):
-            found = self.parser(body, tools)
-        calls = found if isinstance(found, list) else [found]
-        return [_named_call(one) for one in calls] or _no_call()
+        with ErrorWrapper(NotACallError, "not a call", _LIBRARY_ERRORS):
+            result = self.parser(body, tools)
+        calls = result if isinstance(result, list) else [result]
+        if not calls:
+            raise NotACallError("no call")
+        return [_named_call(call) for call in calls]
 
 
 CallSyntax = JsonCalls | TaggedCalls | LiteralCalls | LibraryCalls

@@ -1,7 +1,7 @@
-"""Each family's answers in one table: thoughts, calls, and the ids that its template takes.
+"""A table of how each family answers: its thoughts, its calls, and the ids in its template.
 
-The parser of answers, the grammar of forced calls and the prompts of the next turn read it. Written
-after the families' chat templates. A family that is not here has mlx-lm's parser.
+The parser of answers, the grammar of forced calls and the prompts of the next turn use it. The
+source is each family's chat template. mlx-lm's parser reads families that are not in the table.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from .calls import CallSyntax, JsonCalls, LibraryCalls, LiteralCalls, TaggedCalls
 
-# Thoughts stand between these, where the vocabulary has them.
+# Pairs of markers around thoughts. The first pair in a model's vocabulary counts.
 _THOUGHTS: Final = (
     ("<think>", "</think>"),
     ("[THINK]", "[/THINK]"),
@@ -23,21 +23,21 @@ _THOUGHTS: Final = (
     ("<|channel>thought", "<channel|>"),
     ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 )
-_TOKEN: Final = re.compile(r"[<\[｜|].+")  # of markers, among the added tokens
-_MARKER: Final = re.compile(r"(<\|?[^<>]*[^\s<>]>|\[/?\w+\])")
+_TOKEN: Final = re.compile(r"[<\[｜|].+")  # an added token that may be a marker
+_MARKER: Final = re.compile(r"(<\|?[^<>]*[^\s<>]>|\[/?\w+\])")  # a marker in a text
 
 
 @dataclass(frozen=True)
 class MessageHeader:
-    """An answer of several messages, each with a header that says what it is.
+    """The syntax of answers of several messages, each with a header that says what it is.
 
     Attributes:
-        ends: what ends a message; the next header follows.
+        ends: markers that end a message; the next header follows.
         thinks: a regular expression for the headers of thoughts.
-        calls: one for those of calls, with the name.
+        calls: a regular expression for the headers of calls, with the name.
         thought, answer: the text before a thought, and before the text of the answer.
         next: the text between two messages.
-        message: what ends a header.
+        message: the marker that ends a header.
     """
 
     ends: tuple[str, ...]
@@ -55,14 +55,15 @@ class Family:
 
     Attributes:
         name: mlx-lm's name of the family's parser, if it has one.
-        calls: what stands between `start` and `end`.
+        calls: the syntax of the text between `start` and `end`.
         start, end: the markers around calls; an empty end is the end of the answer.
-        openings: where a call begins if the model leaves out `start`; {name} is a tool's.
-        bare_end: what ends such a call.
-        template_words: words that a chat template of the family has, where mlx-lm does not tell it.
-        header: for answers of several messages.
-        call_ids: the form of ids that the template takes; empty if any will do.
-        dropped: markers that say nothing.
+        openings: how a call begins if the model leaves out `start`; {name} is a tool's name.
+        bare_end: the marker that ends such a call.
+        template_words: texts in the chat template by which the family is recognized, if mlx-lm does
+            not recognize it.
+        header: the syntax of headers, for answers of several messages.
+        call_ids: the form of ids that the template accepts; empty if it accepts any.
+        dropped: markers to remove, because they mean nothing.
     """
 
     name: str
@@ -78,86 +79,94 @@ class Family:
 
     @property
     def markers(self) -> list[str]:
-        """All markers that a vocabulary may have as tokens."""
-        parts = [self.start, self.end, *self.openings, self.bare_end, *self.dropped]
+        """All markers that may be single tokens of a vocabulary."""
+        markers = [self.start, self.end, *self.openings, self.bare_end, *self.dropped]
         for syntax in (self.calls, self.header):
             if syntax is not None:
-                parts += [one for one in vars(syntax).values() if isinstance(one, str)]
-        return [*parts, *(self.header.ends if self.header else ())]
+                markers += [text for text in vars(syntax).values() if isinstance(text, str)]
+        if self.header is not None:
+            markers += self.header.ends
+        return markers
 
 
-def _tags(prefix: str = "", more: str = "") -> TaggedCalls:
-    """<invoke name="..."> and <parameter name="..."> with a prefix."""
-    key = f'<{prefix}parameter name="{{key}}"{more}>'
-    head, tail = f'<{prefix}invoke name="{{name}}">\n', f"</{prefix}invoke>\n"
-    return TaggedCalls(head, key, f"</{prefix}parameter>\n", tail)
+def _invoke_tags(prefix: str = "", attributes: str = "") -> TaggedCalls:
+    """Make the syntax of <invoke name="..."> and <parameter name="...">, with a prefix."""
+    return TaggedCalls(
+        head=f'<{prefix}invoke name="{{name}}">\n',
+        key=f'<{prefix}parameter name="{{key}}"{attributes}>',
+        value_end=f"</{prefix}parameter>\n",
+        tail=f"</{prefix}invoke>\n",
+    )
 
 
-def _deepseek(name: str, head: str, tail: str, *marks: str) -> Family:
-    """Calls between tokens; V3 has the JSON in a block of code."""
+def _deepseek(name: str, head: str, tail: str, *template_words: str) -> Family:
+    """Make a family of DeepSeek with calls between tokens. V3 puts JSON into a block of code."""
+    begin = "<｜tool▁call▁begin｜>"
+    end = "<｜tool▁call▁end｜>"
     pattern = (
         r"(?:<｜tool▁call▁begin｜>|(?=[^\n<{]*<｜tool▁sep｜>))\s*(?:function\s*<｜tool▁sep｜>)?"
         r"(?P<name>[^\n<{]+)"
         r"(?:<｜tool▁sep｜>)?\s*(?:```json)?"
     )
-    begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-    syntax = JsonCalls(begin + head, tail + end, pattern)
-    section = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    return Family(name, syntax, *section, (begin,), end, (begin, *marks))
+    return Family(
+        name,
+        JsonCalls(head=begin + head, tail=tail + end, name=pattern),
+        start="<｜tool▁calls▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
+        openings=(begin,),
+        bare_end=end,
+        template_words=(begin, *template_words),
+    )
 
 
 def _dsml(name: str, section: str) -> Family:
-    """Tags with a token of DeepSeek's own."""
-    d = "｜DSML｜"
-    opening, end = f'<{d}invoke name="{{name}}">', f"</{d}invoke>"
-    both = f"<{d}{section}>", f"</{d}{section}>"
-    marks = d, f"{section}>"
-    return Family(name, _tags(d, ' string="{text}"'), *both, (opening,), end, marks)
+    """Make a family of DeepSeek with tags that contain the token ｜DSML｜."""
+    token = "｜DSML｜"
+    return Family(
+        name,
+        _invoke_tags(token, ' string="{text}"'),
+        start=f"<{token}{section}>",
+        end=f"</{token}{section}>",
+        openings=(f'<{token}invoke name="{{name}}">',),
+        bare_end=f"</{token}invoke>",
+        template_words=(token, f"{section}>"),
+    )
 
 
-_TOOL_CALL: Final = "<tool_call>", "</tool_call>"
-_PAIRS: Final = TaggedCalls("{name}\n", "<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n")
-_QWEN: Final = TaggedCalls(
-    "\n<function={name}>\n", "<parameter={key}>\n", "\n</parameter>\n", "</function>\n"
-)
-_KIMI: Final = JsonCalls(
-    "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    r"(?:<\|tool_call_begin\|>|(?=[^<]*<\|tool_call_argument_begin))\s*(?:functions\.)?"
-    r"(?P<name>[^\s<{]+?)(?::\d+)?\s*(?:<\|tool_call_argument_begin\|>|(?=\{))",
-)
-_MISTRAL: Final = JsonCalls(
-    "{name}[ARGS]",
-    "",
-    r"(?:\[TOOL_CALLS\]\s*)?(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]|(?=\{))",
-)
-_GEMMA: Final = LiteralCalls(r"call:(?P<name>[^{]+?)\s*\{", ":", "}", '<|"|>')
-_HARMONY: Final = MessageHeader(
-    ("<|end|>", "<|call|>", "<|return|>", "<|start|>"),
-    re.compile(r"<\|channel\|>\s*analysis"),
-    re.compile(r"to=(?P<space>functions\.)?(?P<name>[^\s<]+)"),
-    "<|channel|>analysis<|message|>",
-    "<|channel|>final<|message|>",
-    "<|end|><|start|>assistant",
-)
-_MUSE: Final = MessageHeader(
-    ("<|eom|>", "<|eot|>", "<|start|>"),
-    re.compile(r"to=self\b"),
-    None,
-    " to=self<|message|>",
-    " to=user<|message|>",
-    "<|eom|><|start|>assistant",
-)
 HARMONY: Final = Family(
     "harmony",
-    JsonCalls("<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", "<|call|>"),
-    header=_HARMONY,
+    JsonCalls(
+        head="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        tail="<|call|>",
+    ),
+    header=MessageHeader(
+        ends=("<|end|>", "<|call|>", "<|return|>", "<|start|>"),
+        thinks=re.compile(r"<\|channel\|>\s*analysis"),
+        calls=re.compile(r"to=(?P<space>functions\.)?(?P<name>[^\s<]+)"),
+        thought="<|channel|>analysis<|message|>",
+        answer="<|channel|>final<|message|>",
+        next="<|end|><|start|>assistant",
+    ),
 )
 HERMES: Final = Family(
-    "json_tools", JsonCalls(), *_TOOL_CALL, ('{"name": "{name}"',), "</tool_call>"
+    "json_tools",
+    JsonCalls(),
+    start="<tool_call>",
+    end="</tool_call>",
+    openings=('{"name": "{name}"',),
+    bare_end="</tool_call>",
 )
 GLM: Final = Family(
-    "glm47", _PAIRS, *_TOOL_CALL, ("{name}\n<arg_key>", "{name}<arg_key>"), "</tool_call>"
+    "glm47",
+    TaggedCalls(
+        head="{name}\n",
+        key="<arg_key>{key}</arg_key>\n<arg_value>",
+        value_end="</arg_value>\n",
+    ),
+    start="<tool_call>",
+    end="</tool_call>",
+    openings=("{name}\n<arg_key>", "{name}<arg_key>"),
+    bare_end="</tool_call>",
 )
 FAMILIES: Final = (
     HARMONY,
@@ -168,56 +177,124 @@ FAMILIES: Final = (
     _deepseek("deepseek_v31", "{name}<｜tool▁sep｜>", ""),
     Family(
         "nemotron",
-        JsonCalls('[{"name": "{name}", "arguments": ', "}]"),
-        *("<TOOLCALL>", "</TOOLCALL>", ('[{"name": "{name}"',), "</TOOLCALL>", ("<TOOLCALL>",)),
+        JsonCalls(head='[{"name": "{name}", "arguments": ', tail="}]"),
+        start="<TOOLCALL>",
+        end="</TOOLCALL>",
+        openings=('[{"name": "{name}"',),
+        bare_end="</TOOLCALL>",
+        template_words=("<TOOLCALL>",),
     ),
     Family(
         "llama3",
-        JsonCalls('{"name": "{name}", "parameters": ', "}"),
-        *("<|python_tag|>", "", ("{",), "", ('"parameters": dictionary of argument name',)),
+        JsonCalls(head='{"name": "{name}", "parameters": ', tail="}"),
+        start="<|python_tag|>",
+        openings=("{",),
+        template_words=('"parameters": dictionary of argument name',),
     ),
-    Family("qwen3_coder", _QWEN, *_TOOL_CALL, ("<function={name}>",), "</function>"),
+    Family(
+        "qwen3_coder",
+        TaggedCalls(
+            head="\n<function={name}>\n",
+            key="<parameter={key}>\n",
+            value_end="\n</parameter>\n",
+            tail="</function>\n",
+        ),
+        start="<tool_call>",
+        end="</tool_call>",
+        openings=("<function={name}>",),
+        bare_end="</function>",
+    ),
     GLM,
     Family(
         "minimax_m2",
-        _tags(),
-        *("<minimax:tool_call>", "</minimax:tool_call>", ('<invoke name="{name}">',), "</invoke>"),
+        _invoke_tags(),
+        start="<minimax:tool_call>",
+        end="</minimax:tool_call>",
+        openings=('<invoke name="{name}">',),
+        bare_end="</invoke>",
     ),
     Family(
         "muse_spark",
-        _tags("atem:"),
-        *("<atem:function_calls>", "</atem:function_calls>"),
-        *(('<atem:invoke name="{name}">',), "</atem:invoke>"),
-        header=_MUSE,
+        _invoke_tags("atem:"),
+        start="<atem:function_calls>",
+        end="</atem:function_calls>",
+        openings=('<atem:invoke name="{name}">',),
+        bare_end="</atem:invoke>",
+        header=MessageHeader(
+            ends=("<|eom|>", "<|eot|>", "<|start|>"),
+            thinks=re.compile(r"to=self\b"),
+            calls=None,
+            thought=" to=self<|message|>",
+            answer=" to=user<|message|>",
+            next="<|eom|><|start|>assistant",
+        ),
     ),
     Family(
         "kimi_k2",
-        _KIMI,
-        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        *(("<|tool_call_begin|>",), "<|tool_call_end|>"),
+        JsonCalls(
+            head="<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
+            tail="<|tool_call_end|>",
+            name=(
+                r"(?:<\|tool_call_begin\|>|(?=[^<]*<\|tool_call_argument_begin))\s*"
+                r"(?:functions\.)?(?P<name>[^\s<{]+?)(?::\d+)?\s*"
+                r"(?:<\|tool_call_argument_begin\|>|(?=\{))"
+            ),
+        ),
+        start="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
+        openings=("<|tool_call_begin|>",),
+        bare_end="<|tool_call_end|>",
         call_ids="functions.{name}:{number}",
     ),
-    Family("mistral", _MISTRAL, "[TOOL_CALLS]", "", ("{name}[ARGS]",), call_ids="call{number:05}"),
-    Family("gemma4", _GEMMA, "<|tool_call>", "<tool_call|>", ("call:{name}{",), "}"),
+    Family(
+        "mistral",
+        JsonCalls(
+            head="{name}[ARGS]",
+            tail="",
+            name=(
+                r"(?:\[TOOL_CALLS\]\s*)?(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?"
+                r"(?:\[ARGS\]|(?=\{))"
+            ),
+        ),
+        start="[TOOL_CALLS]",
+        openings=("{name}[ARGS]",),
+        call_ids="call{number:05}",
+    ),
+    Family(
+        "gemma4",
+        LiteralCalls(
+            name=r"call:(?P<name>[^{]+?)\s*\{",
+            separator=":",
+            close="}",
+            quote='<|"|>',
+        ),
+        start="<|tool_call>",
+        end="<tool_call|>",
+        openings=("call:{name}{",),
+        bare_end="}",
+    ),
     Family(
         "pythonic",
-        LiteralCalls(r"(?P<name>[^\s(\[\],]+)\(", "=", ")"),
-        *("<|tool_call_start|>", "<|tool_call_end|>", ("[{name}(",), "]"),
+        LiteralCalls(name=r"(?P<name>[^\s(\[\],]+)\(", separator="=", close=")"),
+        start="<|tool_call_start|>",
+        end="<|tool_call_end|>",
+        openings=("[{name}(",),
+        bare_end="]",
     ),
 )
 
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How one model answers: its family, with the tokens of its vocabulary.
+    """How one model answers: its family, and the markers in its vocabulary.
 
     Attributes:
-        family: the model's.
-        thought: what begins a thought, and what ends it; empty for a model that does not think.
-        tokens: token id -> text of the markers that are tokens of their own.
-        template_has_tools: whether the chat template takes calls.
-        shows_tools: whether it takes tools.
-        header: the family's, if the vocabulary has its markers.
+        family: the model's family.
+        thought: the markers that begin and end a thought; empty for a model that does not think.
+        tokens: token id -> text, for markers that are single tokens.
+        template_has_tools: whether the chat template renders calls.
+        shows_tools: whether the chat template renders the list of tools.
+        header: the family's header, if the vocabulary has its markers.
     """
 
     family: Family
@@ -229,52 +306,77 @@ class AnswerFormat:
 
     @classmethod
     def of(cls, tokenizer: Any) -> AnswerFormat:
-        """The format of an mlx-lm tokenizer."""
+        """Find the format for a tokenizer of mlx-lm."""
         vocabulary = tokenizer.get_vocab()
         family = _family(tokenizer, vocabulary)
-        header = family.header if family.header and family.header.message in vocabulary else None
-        pairs = [pair for pair in _THOUGHTS if _words(pair[0] + pair[1]) <= set(vocabulary)]
-        thought = pairs[0] if pairs else ("", "")
+        header = family.header
+        if header is not None and header.message not in vocabulary:
+            header = None
+        thought = ("", "")
         if header is not None:
             thought = (header.thought, header.next)
+        else:
+            for opens, closes in _THOUGHTS:
+                if _markers_in(opens + closes) <= set(vocabulary):
+                    thought = (opens, closes)
+                    break
         markers = "\0".join([*family.markers, *thought])
         tokens = {
             id: text
             for text, id in tokenizer.get_added_vocab().items()
             if _TOKEN.fullmatch(text) and text in markers
         }
-        native = family is not HERMES or bool(tokenizer.has_tool_calling)
+        template_has_tools = family is not HERMES or bool(tokenizer.has_tool_calling)
         template = tokenizer.chat_template
-        shows_tools = native and ("tools" in template if isinstance(template, str) else True)
-        return cls(family, thought, tokens, native, shows_tools, header)
+        mentions_tools = not isinstance(template, str) or "tools" in template
+        return cls(
+            family=family,
+            thought=thought,
+            tokens=tokens,
+            template_has_tools=template_has_tools,
+            shows_tools=template_has_tools and mentions_tools,
+            header=header,
+        )
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model has markers for thoughts."""
+        opens, _ = self.thought
+        return bool(opens)
 
     def starts_in_thought(self, tokenizer: Any, ids: Sequence[int]) -> bool:
-        """Whether a prompt ends where it has opened a thought, which the answer goes on with."""
-        opens, end = self.thought[0], str(tokenizer.decode(list(ids[-8:])))
-        return self.header is None and bool(opens) and end.rstrip().endswith(opens)
+        """Whether a prompt ends with the beginning of a thought, which the answer continues."""
+        opens, _ = self.thought
+        ending = str(tokenizer.decode(list(ids[-8:])))
+        return self.header is None and bool(opens) and ending.rstrip().endswith(opens)
 
 
-def _words(text: str) -> set[str]:
+def _markers_in(text: str) -> set[str]:
     return set(_MARKER.findall(text))
 
 
 def _family(tokenizer: Any, vocabulary: Mapping[str, int]) -> Family:
-    """The family of a tokenizer: by its vocabulary, mlx-lm's parser or its chat template."""
-    if _words("<|start|><|channel|><|message|><|end|><|call|>") <= set(vocabulary):
+    """Find a tokenizer's family by its vocabulary, mlx-lm's parser or its chat template."""
+    if _markers_in("<|start|><|channel|><|message|><|end|><|call|>") <= set(vocabulary):
         return HARMONY
-    known = {one.name: one for one in FAMILIES} | {"laguna": GLM}
+    families = {family.name: family for family in FAMILIES} | {"laguna": GLM}
     if tokenizer.has_tool_calling:
         name = tokenizer.tool_parser.__module__.rpartition(".")[2]
-        start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-        syntax, dropped = LibraryCalls(tokenizer.tool_parser), tuple(tokenizer.structural_markers)
-        return known.get(name, Family(name, syntax, start, end, dropped=dropped))
+        if name in families:
+            return families[name]
+        return Family(
+            name,
+            LibraryCalls(tokenizer.tool_parser),
+            start=tokenizer.tool_call_start,
+            end=tokenizer.tool_call_end,
+            dropped=tuple(tokenizer.structural_markers),
+        )
     template = tokenizer.chat_template
     if not isinstance(template, str):
         template = str(tokenizer.init_kwargs.get("chat_template_type"))
-        return known.get(template, HERMES)
-    found = (
-        one
-        for one in FAMILIES
-        if one.template_words and all(mark in template for mark in one.template_words)
-    )
-    return next(found, HERMES)
+        return families.get(template, HERMES)
+    for family in FAMILIES:
+        words = family.template_words
+        if words and all(word in template for word in words):
+            return family
+    return HERMES

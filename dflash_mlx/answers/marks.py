@@ -1,36 +1,50 @@
-"""Marks in the text of an answer, where markers are tokens of their own."""
+"""Markers in the text of an answer, and marks before those that are single tokens."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-MARK: Final = "\udc00"  # before a marker that is a token of its own; no text has it
+MARK: Final = "\udc00"  # stands before a marker that is a single token; no text contains it
 
 
 class MarkedText:
-    """The text of an answer with `MARK` before each marker that is a token of its own.
+    """The text of an answer, with `MARK` before each marker that is a single token.
 
     Args:
-        detokenizer: a fresh one, as the engine uses one for the text.
+        detokenizer: a fresh detokenizer, of the kind that the engine uses for the text.
         tokens: token id -> text of the markers.
     """
 
     def __init__(self, detokenizer: Any, tokens: Mapping[int, str]) -> None:
-        self._detokenizer, self._tokens = detokenizer, tokens
-        self._length = self._start = 0  # of the text so far: of all tokens, and of `add`
-        self._marks: list[int] = []
+        self._detokenizer = detokenizer
+        self._tokens = tokens
+        self._decoded_length = 0  # characters of all tokens so far
+        self._text_length = 0  # characters of all texts so far, which lag behind the tokens
+        self._positions: list[int] = []  # of the markers that no text contains yet
 
     def add(self, text: str, tokens: Sequence[int]) -> str:
-        """The next text, which may lag behind the tokens, with marks."""
+        """Return the next text with marks. The text may lag behind the tokens."""
         for token in tokens if self._tokens else ():
             self._detokenizer.add_token(token)
-            self._length += len(self._detokenizer.last_segment)
+            self._decoded_length += len(self._detokenizer.last_segment)
             if token in self._tokens:
-                self._marks.append(self._length - len(self._tokens[token]))
-        start, self._start = self._start, self._start + len(text)
-        marks = [at - start for at in self._marks if at < self._start]
-        self._marks = self._marks[len(marks) :]
-        for at in reversed(marks):
-            text = text[:at] + MARK + text[at:]
+                self._positions.append(self._decoded_length - len(self._tokens[token]))
+        start = self._text_length
+        self._text_length += len(text)
+        inside = [position for position in self._positions if position < self._text_length]
+        self._positions = self._positions[len(inside) :]
+        for position in reversed(inside):
+            index = position - start
+            text = text[:index] + MARK + text[index:]
         return text
+
+
+class Markers:
+    """The kinds of markers, and a pattern that finds the first marker in a text."""
+
+    def __init__(self, kinds: Mapping[str, str]) -> None:
+        self.kinds = {marker: kind for marker, kind in kinds.items() if marker}
+        longest_first = sorted(self.kinds, key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -1,4 +1,4 @@
-"""How many tokens of an answer belong to its thoughts."""
+"""Counts the tokens of an answer that belong to its thoughts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .parser import REASONING, AnswerParser
 
 
 class ThoughtCounter:
-    """Counts the tokens of thoughts, with those of the markers beside them, while they come.
+    """Counts the tokens of thoughts and of their markers while an answer streams.
 
     Args:
-        parser: a parser of the same answer, for this alone.
-        detokenizer: a fresh one.
+        parser: a parser of the same answer, which only this counter uses.
+        detokenizer: a fresh detokenizer.
 
     Attributes:
-        tokens: of the thoughts so far.
+        tokens: the number of tokens of thoughts so far.
     """
 
     def __init__(self, parser: AnswerParser, detokenizer: Detokenizer) -> None:
@@ -25,9 +25,10 @@ class ThoughtCounter:
         self.tokens = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Take the next tokens."""
+        """Add the next tokens."""
         for token in tokens:
-            before = self._parser.state
+            state_before = self._parser.state
             self._detokenizer.add_token(token)
             self._parser.feed(self._detokenizer.last_segment, [token])
-            self.tokens += REASONING in (before, self._parser.state)
+            if REASONING in (state_before, self._parser.state):
+                self.tokens += 1

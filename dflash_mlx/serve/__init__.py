@@ -1,12 +1,12 @@
 """The HTTP server: the APIs of OpenAI, Anthropic and Ollama over one internal request.
 
-Each API has a file, which turns its JSON into a `GenerationRequest` and the answer into its JSON.
-They share, in the order of a request:
+Each API has a file that turns its JSON into a `GenerationRequest`, and the answer into its JSON.
+All APIs share these modules, in the order in which a request passes them:
 
     middleware, auth       keys, hosts, origins, request ids, logs
-    body, fields, content  bytes -> a validated pydantic model, and the text of messages
-    request, template      the internal request; its messages -> token ids
-    handler, grammar       jobs of the engine; schemas and forced calls
-    steps                  the answers of these jobs, step by step
-    response, sse          events of an API, sent one by one or put together
+    body, fields, content  turn bytes into a validated pydantic model and the text of messages
+    request, template      the internal request, and its token ids
+    handler, grammar       jobs of the engine, schemas and forced calls
+    steps                  the answers of the jobs, step by step
+    response, sse          the events of an API, sent one by one or combined
 """

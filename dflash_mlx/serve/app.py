@@ -29,7 +29,7 @@ from .sse import EventStream, unless_disconnected
 from .steps import ResponseStream
 from .web_page import WebPage
 
-STALLED_SECONDS: Final = 30.0  # without a decode step, until /health answers 503
+STALLED_SECONDS: Final = 30.0  # /health answers 503 after as long without a decode step
 
 
 class Endpoints:
@@ -37,50 +37,53 @@ class Endpoints:
 
     Args:
         models: the models that answer.
-        metrics: what `/metrics` shows.
-        stalled_seconds: without a decode step, until `/health` answers 503.
+        metrics: the metrics that `/metrics` shows.
+        stalled_seconds: `/health` answers 503 after as long without a decode step.
     """
 
     def __init__(
         self, models: Models, metrics: Metrics, stalled_seconds: float = STALLED_SECONDS
     ) -> None:
-        self._models, self._metrics, self._stalled_seconds = models, metrics, stalled_seconds
+        self._models = models
+        self._metrics = metrics
+        self._stalled_seconds = stalled_seconds
         self._stored = ResponseStore()
 
     async def chat(self, request: Request) -> Response:
-        """OpenAI's chat completions."""
+        """Answer OpenAI's chat completions."""
         body = await read_body(request, chat.ChatBody)
         stream = await self._start(request, body.generation_request())
-        return await _respond(request, chat.ChatResponse(stream, body.include_usage), body.stream)
+        response = chat.ChatResponse(stream, body.include_usage)
+        return await _respond(request, response, body.stream)
 
     async def completions(self, request: Request) -> Response:
-        """OpenAI's completions."""
+        """Answer OpenAI's completions."""
         body = await read_body(request, completions.CompletionsBody)
         stream = await self._start(request, *body.generation_requests())
         response = completions.CompletionsResponse(stream, body.include_usage)
         return await _respond(request, response, body.stream)
 
     async def responses(self, request: Request) -> Response:
-        """OpenAI's responses."""
+        """Answer OpenAI's responses."""
         body = await read_body(request, responses.ResponsesBody)
         salt = request.state.salt
         items = self._stored.conversation(salt, body)
         stream = await self._start(request, body.generation_request(items))
         store = partial(self._stored.add, salt, items)
-        return await _respond(
-            request, responses.ResponsesResponse(stream, body, store), body.stream
-        )
+        response = responses.ResponsesResponse(stream, body, store)
+        return await _respond(request, response, body.stream)
 
     async def stored_response(self, request: Request) -> Response:
-        """A stored response, or its end."""
-        salt, id = request.state.salt, request.path_params["id"]
+        """Return or delete a stored response."""
+        salt = request.state.salt
+        id = request.path_params["id"]
         if request.method == "DELETE":
             self._stored.remove(salt, id)
             return JSONResponse({"id": id, "object": "response", "deleted": True})
         return Response(self._stored.get(salt, id), media_type="application/json")
 
     async def count_input_tokens(self, request: Request) -> Response:
-        """OpenAI's count of a prompt's tokens."""
+        """Count a prompt's tokens, in OpenAI's format."""
         body = await read_body(request, responses.ResponsesBody)
         items = self._stored.conversation(request.state.salt, body)
         ids = await self._encode(body.generation_request(items))
@@ -88,96 +91,108 @@ class Endpoints:
         return JSONResponse(content)
 
     async def messages(self, request: Request) -> Response:
-        """Anthropic's messages."""
+        """Answer Anthropic's messages."""
         body = await read_body(request, messages.MessagesBody)
         stream = await self._start(request, body.generation_request())
         response = messages.MessagesResponse(stream, request.state.request_id)
         return await _respond(request, response, body.stream)
 
     async def ollama(self, request: Request) -> Response:
-        """Ollama's chat and generate."""
+        """Answer Ollama's chat and generate."""
         is_chat = request.url.path.endswith("chat")
         kind = ollama.OllamaChatBody if is_chat else ollama.OllamaGenerateBody
         body: ollama.OllamaChatBody | ollama.OllamaGenerateBody = await read_body(request, kind)
-        start, wanted = time.monotonic(), body.generation_request()
-        if wanted is None:
+        start = time.monotonic()
+        generation_request = body.generation_request()
+        if generation_request is None:
             if body.unloads and await self._models.unload(body.model):
                 return JSONResponse(body.without_prompt("unload"))
             model, _ = await self._models.use(body.model)
             return JSONResponse(body.without_prompt("load") | {"model": model.name})
-        stream = await self._start(request, wanted)
+        stream = await self._start(request, generation_request)
         response = ollama.OllamaResponse(stream, body, start)
         return await _respond(request, response, body.stream is not False)
 
-    async def _start(self, request: Request, *wanted: GenerationRequest) -> ResponseStream:
+    async def _start(
+        self, request: Request, *generation_requests: GenerationRequest
+    ) -> ResponseStream:
         """Start to answer. A header of the response will name what is ignored."""
-        model, handler = await self._models.use(wanted[0].model)
-        named = [replace(one, model=model.name) for one in wanted]
+        model, handler = await self._models.use(generation_requests[0].model)
+        named = [replace(generation, model=model.name) for generation in generation_requests]
         stream = await handler.start(named, request.state.salt)
         request.state.ignored = stream.ignored
         return stream
 
-    async def _encode(self, wanted: GenerationRequest) -> list[int]:
-        _, handler = await self._models.use(wanted.model)
-        return await handler.encode(wanted)
+    async def _encode(self, generation_request: GenerationRequest) -> list[int]:
+        _, handler = await self._models.use(generation_request.model)
+        return await handler.encode(generation_request)
 
     async def count_tokens(self, request: Request) -> Response:
-        """Anthropic's count of a prompt's tokens."""
+        """Count a prompt's tokens, in Anthropic's format."""
         body = await read_body(request, messages.CountBody)
         ids = await self._encode(body.generation_request())
         return JSONResponse({"input_tokens": len(ids)})
 
     async def models(self, request: Request) -> Response:
-        """The list of models."""
-        found = list(map(openai_entry, self._models.offered))
-        content = {"object": "list", "data": found, "has_more": False}
-        return JSONResponse(content | {"first_id": found[0]["id"], "last_id": found[-1]["id"]})
+        """List the models, for the clients of OpenAI and Anthropic."""
+        entries = list(map(openai_entry, self._models.offered))
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": entries,
+                "has_more": False,
+                "first_id": entries[0]["id"],
+                "last_id": entries[-1]["id"],
+            }
+        )
 
     async def model(self, request: Request) -> Response:
-        """A model by its name."""
+        """Describe a model, for the clients of OpenAI and Anthropic."""
         return JSONResponse(openai_entry(self._models.find(request.path_params["name"])))
 
     async def ollama_models(self, request: Request) -> Response:
-        """Ollama's lists of all models, and of those that are loaded."""
-        all_ = request.url.path.endswith("tags")
-        found = [ollama_entry(one) for one in self._models.offered if all_ or one.handler]
-        return JSONResponse({"models": found})
+        """List all models, or those that are loaded, in Ollama's format."""
+        models = self._models.offered
+        if not request.url.path.endswith("tags"):
+            models = [model for model in models if model.handler]
+        return JSONResponse({"models": list(map(ollama_entry, models))})
 
     async def ollama_show(self, request: Request) -> Response:
-        """Ollama's description of a model."""
+        """Describe a model in Ollama's format."""
         body = await read_body(request, ollama.OllamaShowBody)
         return JSONResponse(ollama_details(self._models.find(body.model)))
 
     async def ollama_pull(self, request: Request) -> Response:
-        """Ollama's download of a model: those that are offered are here."""
+        """Answer Ollama's download of a model, which does nothing: all offered models are here."""
         body = await read_body(request, ollama.OllamaPullBody)
         self._models.find(body.model)
         if body.stream is False:
             return JSONResponse({"status": "success"})
-        lines = [to_json({"status": one}) for one in ("pulling manifest", "success")]
+        lines = [to_json({"status": status}) for status in ("pulling manifest", "success")]
         media_type = ollama.OllamaResponse.media_type
         return Response(b"\n".join([*lines, b""]), media_type=media_type)
 
     async def ollama_version(self, request: Request) -> Response:
-        """The version of Ollama's API."""
+        """Return the version of Ollama's API."""
         return JSONResponse({"version": ollama.VERSION})
 
     async def health(self, request: Request) -> Response:
-        """Whether decoding makes progress."""
-        seconds, lost = self._models.seconds_since_step, self._models.lost
-        stalled = lost or seconds > self._stalled_seconds
-        status = "stalled" if stalled else "ok"
+        """Say whether decoding makes progress."""
+        seconds = self._models.seconds_since_step
+        is_stalled = self._models.lost or seconds > self._stalled_seconds
+        status = "stalled" if is_stalled else "ok"
         content = {"status": status, "seconds_since_round": round(seconds, 3)}
-        return JSONResponse(content, 503 if stalled else 200)
+        return JSONResponse(content, 503 if is_stalled else 200)
 
     async def ready(self, request: Request) -> Response:
-        """Whether the server accepts requests."""
-        ready = not self._models.draining
-        return JSONResponse({"ready": ready}, 200 if ready else 503)
+        """Say whether the server accepts requests."""
+        is_ready = not self._models.draining
+        return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus metrics."""
-        metrics, loads = self._metrics, [handler.load for handler in self._models.handlers]
+        """Return Prometheus metrics."""
+        metrics = self._metrics
+        loads = [handler.load for handler in self._models.handlers]
         metrics.since_step.set(self._models.seconds_since_step)
         metrics.running.set(sum(load.running for load in loads))
         metrics.waiting.set(sum(load.waiting for load in loads))
@@ -187,7 +202,7 @@ class Endpoints:
 
 
 async def _respond(request: Request, response: ApiResponse, stream: bool | None) -> Response:
-    """The response, whole or as a stream; it is cancelled if the client leaves."""
+    """Send a response, complete or as a stream. It is cancelled if the client leaves."""
     if stream:
         return EventStream(response)
     try:
@@ -197,8 +212,10 @@ async def _respond(request: Request, response: ApiResponse, stream: bool | None)
 
 
 def make_app(models: Models, auth: Auth, metrics: Metrics) -> Starlette:
-    """The application of one server."""
-    endpoints, page = Endpoints(models, metrics), WebPage()
+    """Make the application of one server."""
+    endpoints = Endpoints(models, metrics)
+    page = WebPage()
+    # Served with and without /v1 before the path.
     api: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/chat/completions", endpoints.chat),
         ("POST", "/completions", endpoints.completions),

@@ -1,7 +1,7 @@
 """Authentication: the API keys, host names and browser origins that a server accepts.
 
-A web page of another site can send requests to 127.0.0.1 too. The Origin header reveals it. If the
-site points its own name at this machine (DNS rebinding), the Host header does.
+Web pages of other sites can send requests to 127.0.0.1 as well. The Origin header reveals them. If
+a site points its own name at this machine (DNS rebinding), the Host header does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .errors import RequestError
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})
-PUBLIC_PATHS: Final = frozenset({"/", "/health", "/ready"})  # need no key
+PUBLIC_PATHS: Final = frozenset({"/", "/health", "/ready"})  # paths that need no key
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Auth:
 
     Attributes:
         host: the address that the server is bound to.
-        keys: API keys, one of which a request has to bring; empty asks for none.
-        hosts: additional host names of this server, lower case, without a port.
-        origins: origins of other sites whose pages may use it, as https://chat.example.
+        keys: API keys, one of which a request must bring; empty requires none.
+        hosts: additional host names of this server, in lower case, without a port.
+        origins: origins of other sites whose pages may use it, such as https://chat.example.
         no_auth: allow other machines without a key.
 
-    Raises `SettingsError` if other machines could come in without a key.
+    Raises `SettingsError` if other machines could connect without a key.
     """
 
     host: str = "127.0.0.1"
@@ -46,23 +46,23 @@ class Auth:
         if not self.keys and not self.no_auth and self.host not in LOOPBACK:
             raise SettingsError(
                 f"--host {self.host} lets other machines in: give --api-key, or --no-auth if "
-                "everybody may use this server."
+                "anyone may use this server."
             )
 
     def check(self, request: Request) -> str:
         """Check a request, and return the cache salt of its user.
 
-        With several keys each user has a prefix cache of their own: the time to an answer would
+        With several keys each user has a separate prefix cache, because the time to an answer would
         reveal what others have asked. The salt is "" otherwise.
 
         Raises `RequestError`: 403 for a wrong host or origin, 401 for a wrong key.
         """
         host = _host_name(request.headers.get("host", ""))
-        if not self._is_own_host(host):
+        if not self._is_this_server(host):
             raise RequestError(f"Unknown host {host[:100]!r}: allow it with --allow-host.", 403)
         origin = request.headers.get("origin")
-        own = {f"{scheme}://{request.headers.get('host')}" for scheme in ("http", "https")}
-        if origin is not None and origin not in self.origins | own:
+        own_origins = {f"{scheme}://{request.headers.get('host')}" for scheme in ("http", "https")}
+        if origin is not None and origin not in self.origins | own_origins:
             raise RequestError(
                 f"Pages of {origin[:100]!r} are not allowed: allow them with --allow-origin.", 403
             )
@@ -78,30 +78,34 @@ class Auth:
             )
         return hashlib.sha256(key.encode()).hexdigest() if len(self.keys) > 1 else ""
 
-    def _is_own_host(self, host: str) -> bool:
+    def _is_this_server(self, host: str) -> bool:
+        """Whether a host name means this server."""
         if host in LOOPBACK or host == self.host or host in self.hosts:
             return True
-        return self.host in WILDCARDS and _is_address(host)  # no DNS entry leads to an address
+        # An address cannot be the name of another site.
+        return self.host in WILDCARDS and _is_address(host)
 
     def _key(self, request: Request) -> str | None:
-        """The valid key that a request brings."""
+        """Return the valid key that a request brings, or None."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
-        offered = [key for key in (bearer, request.headers.get("x-api-key", "")) if key]
-        # Compare all pairs in constant time, so that timing reveals nothing.
-        valid = [
-            key
-            for given in offered
-            for key in self.keys
-            if hmac.compare_digest(given.encode(), key.encode())
-        ]
-        return valid[0] if valid else None
+        valid = None
+        # Compare all pairs, each in constant time, so that timing reveals nothing.
+        for offered in (bearer, request.headers.get("x-api-key", "")):
+            for key in self.keys:
+                if hmac.compare_digest(offered.encode(), key.encode()) and valid is None:
+                    valid = key
+        return valid
 
 
 def _host_name(header: str) -> str:
-    """A Host header without its port. starlette's URL replaces one that it cannot parse."""
-    start, separator = (1, "]") if header.startswith("[") else (0, ":")
-    return header[start:].partition(separator)[0].lower()
+    """Return a Host header without its port.
+
+    starlette's URL would replace a header that it cannot parse.
+    """
+    if header.startswith("["):  # an IPv6 address
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].lower()
 
 
 def _is_address(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""Request bodies: JSON of bounded size and time, validated by a pydantic model."""
+"""Reads request bodies: JSON with limits on size and time, validated by a pydantic model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from .errors import RequestError, from_validation
 
 MAX_BYTES: Final = 32 * 2**20
 MAX_SECONDS: Final = 30.0
-# The types of litellm and of `curl -d`, which name none. A page of another site can send them, but
-# not without its origin.
-NOT_NAMED: Final = ("", "application/x-www-form-urlencoded")
+# Content types that litellm and `curl -d` send for JSON. Pages of other sites could send them too,
+# so they are refused in requests with an origin.
+UNSPECIFIC_TYPES: Final = ("", "application/x-www-form-urlencoded")
 
 Item = TypeVar("Item")
-ListOf = Annotated[list[Item], Field(fail_fast=True)]  # one error, not one per wrong item
+ListOf = Annotated[list[Item], Field(fail_fast=True)]  # stops at the first wrong item
 
 
 class Body(BaseModel):
     """A JSON object of a request.
 
-    Unknown fields are ignored: clients send the fields of many servers.
+    Unknown fields are ignored, because clients send the fields of many servers.
 
     Attributes:
-        unsupported: fields that would change the answer and are refused, each with the only value
-            that it may have beside null.
+        unsupported: fields that are refused because they would change the answer. Each has the only
+            value, other than null, that is allowed.
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, protected_namespaces=())
@@ -38,11 +38,15 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, content: Any) -> Any:
-        for name, only in cls.unsupported.items() if isinstance(content, dict) else ():
-            if content.get(name) not in (None, only):
-                allowed = to_json(only).decode()
-                message = "is not supported" if only is None else f"Input should be {allowed}"
-                raise PydanticCustomError("unsupported", message, {"field": name})
+        if not isinstance(content, dict):
+            return content
+        for name, allowed in cls.unsupported.items():
+            if content.get(name) in (None, allowed):
+                continue
+            message = "is not supported"
+            if allowed is not None:
+                message = f"Input should be {to_json(allowed).decode()}"
+            raise PydanticCustomError("unsupported", message, {"field": name})
         return content
 
 
@@ -50,15 +54,15 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 
 async def read_body(request: Request, model: type[BodyType]) -> BodyType:
-    """The body of a request.
+    """Read the body of a request.
 
-    Raises `RequestError`: 415 if the Content-Type is not JSON, 413 if it is too large, 408 if it
-    takes too long, 400 if it is not JSON or does not fit the model; and `ClientDisconnect`.
+    Raises `RequestError`: 415 if the Content-Type is not JSON, 413 if the body is too large, 408 if
+    it takes too long, 400 if it is not JSON or does not fit the model. Raises `ClientDisconnect` if
+    the client leaves.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json" and (
-        media_type not in NOT_NAMED or "origin" in request.headers
-    ):
+    is_unspecific = media_type in UNSPECIFIC_TYPES and "origin" not in request.headers
+    if media_type != "application/json" and not is_unspecific:
         raise RequestError("Content-Type must be application/json.", 415)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > MAX_BYTES:

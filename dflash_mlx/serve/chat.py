@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..answers.parser import Part, Reasoning, Text
+from ..answers.parts import Part, Reasoning, Text
 from .body import Body, ListOf
 from .content import ContentPart, ListOfParts, read_content, read_message
 from .errors import RequestError
@@ -30,14 +30,14 @@ from .steps import StepOutput
 
 
 class ChatFunction(Body):
-    """A tool; only functions are supported."""
+    """A tool. Only functions are supported."""
 
     type: Literal["function"] | None = "function"
     function: Function
 
 
 class CustomCall(Body):
-    """An earlier call of a custom tool, with text."""
+    """An earlier call of a custom tool, which takes text."""
 
     name: str = ""
     input: str | None = None
@@ -51,7 +51,7 @@ class ChatCall(Body):
     custom: CustomCall | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The call as chat templates take it."""
+        """Convert the call for a chat template."""
         if self.custom is not None:
             return template_call(self.id, self.custom.name, {"input": self.custom.input or ""})
         function = self.function or Function()
@@ -71,27 +71,24 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
     name: str | None = None
     refusal: str | None = None
-    prefix: bool | None = None  # whether the answer continues it, the last one
+    prefix: bool | None = None  # whether the answer continues this message, the last one
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """Convert the message for a chat template."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        content = self.content
-        more = [ContentPart(type="refusal", refusal=self.refusal)] if self.refusal else []
-        more += [ContentPart(type="audio")] if self.audio is not None else []
-        if more:
-            text = [ContentPart(type="text", text=content)] if isinstance(content, str) else content
-            content = [*(text or ()), *more]
+        content = self._all_content()
         thoughts = ""
         if isinstance(content, list):
-            thinking = [part.thinking for part in content if part.type == "thinking"]
-            thoughts = "\n".join(read_content(one, "") for one in thinking)
-            content = [part for part in content if part.type != "thinking"]
+            thinking = [read_content(part.thinking, "") for part in content if part.is_thinking]
+            thoughts = "\n".join(thinking)
+            content = [part for part in content if not part.is_thinking]
         message = read_message(role, content, "")
-        if reasoning := self.reasoning_content or self.reasoning or thoughts:
+        reasoning = self.reasoning_content or self.reasoning or thoughts
+        if reasoning:
             message["reasoning_content"] = reasoning
         calls = list(self.tool_calls or ())
-        calls += [ChatCall(function=self.function_call)] if self.function_call else []
+        if self.function_call:
+            calls.append(ChatCall(function=self.function_call))
         if calls:
             message["tool_calls"] = [call.for_template() for call in calls]
         if self.tool_call_id is not None:
@@ -100,14 +97,31 @@ class ChatMessage(Body):
             message["name"] = self.name
         return message
 
+    def _all_content(self) -> str | list[ContentPart] | None:
+        """Return the content, with the refusal and the audio that other fields hold."""
+        others = []
+        if self.refusal:
+            others.append(ContentPart(type="refusal", refusal=self.refusal))
+        if self.audio is not None:
+            others.append(ContentPart(type="audio"))
+        if not others:
+            return self.content
+        if isinstance(self.content, str):
+            return [ContentPart(type="text", text=self.content), *others]
+        return [*(self.content or ()), *others]
+
 
 class ChatBody(ChoicesBody):
     """POST /v1/chat/completions"""
 
     unsupported = {
         **ChoicesBody.unsupported,
-        **dict.fromkeys(("audio", "function_call", "functions", "moderation")),
-        **{"modalities": ["text"], "web_search_options": None},
+        "audio": None,
+        "function_call": None,
+        "functions": None,
+        "modalities": ["text"],
+        "moderation": None,
+        "web_search_options": None,
     }
 
     messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
@@ -126,15 +140,17 @@ class ChatBody(ChoicesBody):
     continue_final_message: bool | None = None
 
     def generation_request(self) -> GenerationRequest:
-        """The internal request. Raises `RequestError`."""
+        """Convert to the internal request. Raises `RequestError`."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs.", param="top_logprobs")
-        limit = self.max_completion_tokens
+        max_tokens = self.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = self.max_tokens
         return GenerationRequest(
-            self.model,
-            [message.for_template() for message in self.messages],
-            self.settings(self.max_tokens if limit is None else limit),
-            [tool.function.tool() for tool in self.tools or ()],
+            model=self.model,
+            prompt=[message.for_template() for message in self.messages],
+            settings=self.settings(max_tokens),
+            tools=[tool.function.tool() for tool in self.tools or ()],
             **read_tool_choice(self.tool_choice, self.parallel_tool_calls),
             schema=self.answer_schema(),
             n=self.n or 1,
@@ -145,39 +161,53 @@ class ChatBody(ChoicesBody):
         )
 
     def _thinking(self) -> dict[str, Any]:
+        """Return the chat template's variables for thinking, which four fields may set."""
         settings = thinking_settings(self.enable_thinking)
-        for one in (self.thinking, self.reasoning):
-            settings |= one.template_settings() if one else {}
+        if self.thinking:
+            settings |= self.thinking.template_settings()
+        if self.reasoning:
+            settings |= self.reasoning.template_settings()
         return settings | thinking_settings(self.reasoning_effort)
 
 
 class ChatResponse(ChoicesResponse):
     """The response to one request."""
 
-    _prefix, _kind, _chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    _prefix = "chatcmpl-"
+    _kind = "chat.completion"
+    _chunk_kind = "chat.completion.chunk"
 
     def _begin(self) -> Iterator[Event]:
-        self._calls = [0] * self._stream.size  # so far, of each answer
+        self._calls = [0] * self._stream.size  # the number of calls in each answer
         for index in range(self._stream.size):
             yield self._chunk(self._delta(index, {"role": "assistant", "content": ""}))
 
     def _step(self, step: StepOutput) -> Iterator[Event]:
-        """An event for each part, and one for the end of an answer."""
+        """Yield an event for each part, and one for the end of an answer."""
         deltas = [self._part(step.choice, part) for part in step.parts]
-        if deltas or step.logprobs:
-            delta, *others = deltas or [{}]
-            tokens = step.logprobs
-            logprobs = None if tokens is None else {"content": tokens, "refusal": None}
+        if step.logprobs and not deltas:
+            deltas = [{}]
+        for index, delta in enumerate(deltas):
+            if index > 0:
+                yield self._chunk(self._delta(step.choice, delta))
+                continue
+            # The first event of a step also has the log-probabilities, and what was drafted.
+            logprobs = None
+            if step.logprobs is not None:
+                logprobs = {"content": step.logprobs, "refusal": None}
             first = self._delta(step.choice, delta, logprobs=logprobs)
             yield self._chunk(first, x_dflash=step_drafting(step))
-            yield from (self._chunk(self._delta(step.choice, delta)) for delta in others)
         if step.reason is not None:
             yield self._chunk(self._delta(step.choice, {}, finish_reason=step.reason))
 
     def _add(self, event: Event) -> None:
         super()._add(event)
-        for choice in self.result["choices"] if not event["choices"] else ():
-            message = choice["message"] = choice.pop("delta") | {"refusal": None}
+        if event["choices"]:
+            return
+        # The last event: turn the combined deltas into messages.
+        for choice in self.result["choices"]:
+            message = choice.pop("delta") | {"refusal": None}
+            choice["message"] = message
             for call in message.get("tool_calls", ()):
                 del call["index"]
                 message["content"] = message["content"] or None
@@ -187,11 +217,17 @@ class ChatResponse(ChoicesResponse):
         return fields | more
 
     def _part(self, choice: int, part: Part) -> dict[str, Any]:
+        """Return the delta of a part of an answer."""
         if isinstance(part, Text):
             return {"content": part.text}
         if isinstance(part, Reasoning):
             return {"reasoning_content": part.text, "reasoning": part.text}
-        index, self._calls[choice] = self._calls[choice], self._calls[choice] + 1
         function = {"name": part.name, "arguments": part.arguments}
-        call = {"index": index, "id": part.id, "type": "function", "function": function}
+        call = {
+            "index": self._calls[choice],
+            "id": part.id,
+            "type": "function",
+            "function": function,
+        }
+        self._calls[choice] += 1
         return {"tool_calls": [call]}

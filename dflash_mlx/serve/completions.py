@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -15,8 +14,9 @@ from .request import GenerationRequest
 from .response import ChoicesResponse, Event, step_drafting
 from .steps import ResponseStream, StepOutput
 
-MAX_PROMPTS, MAX_TOP_LOGPROBS = 32, 5
-DEFAULT_TOKENS = 16  # OpenAI's
+MAX_PROMPTS = 32
+MAX_TOP_LOGPROBS = 5
+DEFAULT_TOKENS = 16  # the default of OpenAI's API
 
 TokenIds = Annotated[ListOf[int], Field(min_length=1)]
 Texts = Annotated[ListOf[str], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -28,7 +28,10 @@ class CompletionsBody(ChoicesBody):
 
     unsupported = {
         **ChoicesBody.unsupported,
-        **{"echo": False, "best_of": 1, "suffix": "", "tools": None},
+        "echo": False,
+        "best_of": 1,
+        "suffix": "",
+        "tools": None,
     }
 
     prompt: str | Texts | TokenIds | TokenIdLists
@@ -36,16 +39,16 @@ class CompletionsBody(ChoicesBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     def generation_requests(self) -> list[GenerationRequest]:
-        """A request for each prompt. Raises `RequestError`."""
+        """Convert to an internal request for each prompt. Raises `RequestError`."""
         prompts: Sequence[Any] = self.prompt
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             prompts = [self.prompt]
-        limit = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
+        max_tokens = DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
         return [
             GenerationRequest(
-                self.model,
-                prompt,
-                self.settings(limit),
+                model=self.model,
+                prompt=prompt,
+                settings=self.settings(max_tokens),
                 schema=self.answer_schema(),
                 n=self.n or 1,
                 top_logprobs=self.logprobs,
@@ -58,33 +61,44 @@ class CompletionsBody(ChoicesBody):
 class CompletionsResponse(ChoicesResponse):
     """The response to all prompts of a request."""
 
-    _prefix, _kind, _chunk_kind = "cmpl-", "text_completion", "text_completion"
+    _prefix = "cmpl-"
+    _kind = "text_completion"
+    _chunk_kind = "text_completion"
 
     def __init__(self, stream: ResponseStream, include_usage: bool) -> None:
         super().__init__(stream, include_usage)
-        self._lengths = [0] * stream.size  # of the texts so far
+        self._lengths = [0] * stream.size  # characters of each answer so far
 
     def _step(self, step: StepOutput) -> Iterator[Event]:
-        """One event, with the text as the model wrote it."""
-        choice = self._delta(step.choice) | {"text": step.event.text, "finish_reason": step.reason}
-        choice["logprobs"] = self._logprobs(step)
+        """Yield one event, with the text as the model wrote it."""
+        choice = {
+            "index": step.choice,
+            "text": step.event.text,
+            "logprobs": self._logprobs(step),
+            "finish_reason": step.reason,
+        }
         yield self._chunk(choice, x_dflash=step_drafting(step))
 
     def _delta(self, index: int) -> dict[str, Any]:
         return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, step: StepOutput) -> dict[str, Any] | None:
-        """The log-probabilities of the next tokens of an answer, as parallel lists."""
+        """Return the log-probabilities of a step's tokens as parallel lists."""
         if step.logprobs is None:
             return None
-        texts, start = [one["token"] for one in step.logprobs], self._lengths[step.choice]
-        *offsets, self._lengths[step.choice] = accumulate(map(len, texts), initial=start)
+        tokens = []
+        logprobs = []
+        top_logprobs = []
+        offsets = []
+        for token in step.logprobs:
+            tokens.append(token["token"])
+            logprobs.append(token["logprob"])
+            top_logprobs.append({top["token"]: top["logprob"] for top in token["top_logprobs"]})
+            offsets.append(self._lengths[step.choice])
+            self._lengths[step.choice] += len(token["token"])
         return {
-            "tokens": texts,
-            "token_logprobs": [one["logprob"] for one in step.logprobs],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in one["top_logprobs"]}
-                for one in step.logprobs
-            ],
+            "tokens": tokens,
+            "token_logprobs": logprobs,
+            "top_logprobs": top_logprobs,
             "text_offset": offsets,
         }

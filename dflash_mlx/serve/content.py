@@ -1,8 +1,8 @@
-"""What messages hold: text, media that a text model cannot read, and records of other servers.
+"""The content of messages: text, media that a text model cannot read, records of other servers.
 
-Whatever holds text is read. In place of what does not there is a line, and a word for a header of
-the response. An agent sends its whole conversation each time, so nothing that an API has written
-may end it.
+Text is read wherever it stands. Everything else becomes a line in the prompt and a word in a header
+of the response. An agent sends its whole conversation each time, so a conversation must never fail
+because of something that another API has written.
 """
 
 from __future__ import annotations
@@ -22,69 +22,73 @@ from pydantic_core import to_json
 from .body import Body, ListOf
 from .request import instead_of
 
-# What says nothing to a model.
-_NAMES: Final = re.compile(
+# Names of fields that mean nothing to a model.
+_MEANINGLESS: Final = re.compile(
     r"id|\w+_id|type|status|signature|fingerprint|caller|cache_control|prompt_cache_breakpoint"
 )
 _ENCRYPTED: Final = re.compile(r"encrypted_\w+")
-# A data URL, or base64 of some length: capitals, small letters and digits without a space.
+_EMPTY: Final[tuple[Any, ...]] = (None, "", [], {})
+# A data URL, or long base64: upper case, lower case and digits without a space.
 _ENCODED: Final = re.compile(
     r"data:[^\s,]*,\S*|(?=[^A-Z]*[A-Z])(?=[^a-z]*[a-z])(?=\D*\d)[A-Za-z0-9+/=_-]{256,}"
 )
-# Records that would change what follows: tools, settings, the conversation itself.
+# Types of records that would change what follows: tools, settings, the conversation itself.
 _CHANGES: Final = re.compile(
     r"tool_(addition|removal)|mcp_(list_tools|tool_listing)|additional_tools|tool_search_output"
     r"|configuration_update|fallback|compaction_trigger"
 )
-# Content that may say something beside its text, which then is not all of it.
+
+
+# Types of content that is more than its text.
 _MEDIA: Final = re.compile(r"(input_)?(image|audio|video|file)(_url)?|container_upload")
 
 PartType = TypeVar("PartType")
 
 
 def _as_list(content: Any) -> Any:
-    """The list of parts that a client means by a single part, or by texts among parts."""
+    """Convert a single part, or texts among parts, to the list of parts that a client means."""
     parts = [content] if isinstance(content, dict) else content
     if not isinstance(parts, list):
         return parts
-    return [{"type": "text", "text": one} if isinstance(one, str) else one for one in parts]
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 ListOfParts = Annotated[ListOf[PartType], BeforeValidator(_as_list)]
 
 
 class FileData(Body):
-    """A file that a request brings."""
+    """A file in a request."""
 
     file_data: str | None = None
     filename: str | None = None
 
     @property
     def file_text(self) -> str | None:
-        """The text of a text file; None for any other, and for one that is elsewhere."""
+        """The text of a text file; None for other files, and if the request has no data."""
         data = self.file_data or ""
-        kind, _ = guess_type(self.filename or "")
-        if match := re.match(r"data:(?P<kind>[^;,]*)[^,]*,", data):
-            kind = match["kind"] or kind
-        return decoded(data, kind)
+        media_type, _ = guess_type(self.filename or "")
+        match = re.match(r"data:(?P<type>[^;,]*)[^,]*,", data)
+        if match is not None and match["type"]:
+            media_type = match["type"]
+        return decode_text(data, media_type)
 
 
-def decoded(data: str, kind: str | None) -> str | None:
-    """The text of a data URL or of base64, if its media type is one of text; else None."""
-    if not (data and re.match(r"text/|application/(json|xml|yaml|toml)", kind or "")):
+def decode_text(data: str, media_type: str | None) -> str | None:
+    """Decode the text of a data URL or of base64. Returns None if the media type is not text."""
+    if not (data and re.match(r"text/|application/(json|xml|yaml|toml)", media_type or "")):
         return None
-    is_url = data.startswith("data:")
     head, _, body = data.partition(",")
-    if not is_url:
-        body = data
-    is_base64 = not is_url or head.endswith(";base64")
     with suppress(Error, UnicodeDecodeError):
-        return (b64decode(body, validate=True) if is_base64 else unquote_to_bytes(body)).decode()
+        if not data.startswith("data:"):
+            return b64decode(data, validate=True).decode()
+        if head.endswith(";base64"):
+            return b64decode(body, validate=True).decode()
+        return unquote_to_bytes(body).decode()
     return None
 
 
 class Resource(Body):
-    """A file that a tool of MCP brings."""
+    """A file in the result of an MCP tool."""
 
     text: str | None = None
 
@@ -92,7 +96,7 @@ class Resource(Body):
 class ContentPart(FileData):
     """A part of a message."""
 
-    known: ClassVar[Collection[str]] = (
+    text_types: ClassVar[Collection[str]] = (
         "text",
         "input_text",
         "output_text",
@@ -109,40 +113,49 @@ class ContentPart(FileData):
     resource: Resource | None = None
     title: str | None = None
     context: str | None = None
-    source: str | Source | None = None  # a search result's is a text
+    source: str | Source | None = None  # the source of a search result is text
 
     @property
-    def own_text(self) -> str | None:
-        """The text that the part holds; None if it holds none."""
+    def is_thinking(self) -> bool:
+        """Whether the part is a thought."""
+        return self.type == "thinking"
+
+    @property
+    def readable_text(self) -> str | None:
+        """The text of the part; None if it has no text."""
         if self.type == "document" and isinstance(self.source, Source):
-            text = self.source.own_text
-            return None if text is None else lines(self.title, self.context, text)
-        if self.type in self.known:
+            text = self.source.readable_text
+            return None if text is None else join_lines(self.title, self.context, text)
+        if self.type in self.text_types:
             return self.text or self.refusal or ""
         text = self.resource.text if self.resource else self.text
-        is_all = text is not None and not _MEDIA.fullmatch(self.type)
-        return text if is_all else (self.file or self).file_text
+        if text is not None and not _MEDIA.fullmatch(self.type):
+            return text
+        return (self.file or self).file_text
 
     @property
     def media(self) -> str | None:
-        """The kind of an image, audio or a file; None for what is read."""
-        if self.own_text is not None:
+        """The kind of an image, audio or a file; None for text."""
+        if self.readable_text is not None:
             return None
         return self.type.removeprefix("input_").removesuffix("_url")[:40]
 
     @property
     def left_out(self) -> list[str]:
-        """Words for what the part has and no model here can read."""
-        inner = self.source.content if isinstance(self.source, Source) else None
-        return [*([self.media] if self.media else []), *left_out_of(inner)]
+        """Words for content that a text model cannot read."""
+        words = [self.media] if self.media else []
+        if isinstance(self.source, Source):
+            words += left_out_of(self.source.content)
+        return words
 
     def read(self) -> str:
-        """The text, or a line in place of an image, audio or a file."""
-        return self.own_text if self.own_text is not None else instead_of(self.media or "")
+        """Return the text, or a line in place of an image, audio or a file."""
+        text = self.readable_text
+        return instead_of(self.media or "") if text is None else text
 
 
 class Source(Body):
-    """Where a document is."""
+    """The source of a document."""
 
     type: str = ""
     media_type: str | None = None
@@ -150,25 +163,25 @@ class Source(Body):
     content: str | ListOfParts[ContentPart] | None = None
 
     @property
-    def own_text(self) -> str | None:
-        """The document's text; None for a PDF, and for what is elsewhere."""
+    def readable_text(self) -> str | None:
+        """The document's text; None for a PDF, and if the request does not contain it."""
         if self.content is not None:
             return read_content(self.content, "\n")
-        return self.data if self.type == "text" else decoded(self.data or "", self.media_type)
+        return self.data if self.type == "text" else decode_text(self.data or "", self.media_type)
 
 
-ContentPart.model_rebuild()  # the two classes name each other
+ContentPart.model_rebuild()  # because it refers to `Source`, which is defined later
 
 
-def lines(*texts: str | None) -> str:
-    """The texts that there are, a line each."""
+def join_lines(*texts: str | None) -> str:
+    """Join the texts that are not empty, one on each line."""
     return "\n".join(text for text in texts if text)
 
 
 class Record(Body):
-    """What a tool or a service of another server left in a conversation, in any form; or media.
+    """A record that a tool or a service of another server left in a conversation; or media.
 
-    It is read as JSON, without ids, and without what is encrypted or encoded.
+    It may have any form. It is read as JSON, without ids, and without encrypted or encoded parts.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -177,55 +190,61 @@ class Record(Body):
 
     @property
     def media(self) -> str | None:
-        """The kind of an image, audio or a file; None for what is read."""
+        """The kind of an image, audio or a file; None for a record."""
         return self.type if _MEDIA.fullmatch(self.type) else None
 
     @property
     def left_out(self) -> list[str]:
-        """The record's kind, if it has what is not read, or would change what follows."""
+        """The record's type, if parts of it are not read, or if it would change what follows."""
         if self.media:
             return [self.media]
         fields = self.model_extra or {}
-        whole = bool(_readable(fields)) and not _is_hidden(fields)
-        return [] if whole and not _CHANGES.fullmatch(self.type) else [self.type[:40]]
+        is_read = bool(_readable(fields)) and not _has_hidden(fields)
+        return [] if is_read and not _CHANGES.fullmatch(self.type) else [self.type[:40]]
 
     def read(self) -> str:
-        """A line."""
+        """Return the record as a line."""
         kind = self.type[:40]
         readable = _readable(self.model_extra or {})
         if self.media or not readable:
             return instead_of(kind)
-        only = next(iter(readable.values())) if len(readable) == 1 else readable
-        text = only if isinstance(only, str) else to_json(readable).decode()
+        text = to_json(readable).decode()
+        if len(readable) == 1:
+            value = next(iter(readable.values()))
+            if isinstance(value, str):
+                text = value
         return f"[{kind}: {text}]"
 
 
 def _readable(value: Any) -> Any:
-    """JSON without what no model can read; None or empty if nothing is left."""
+    """Remove the parts of JSON that no model can read. Returns None or empty if nothing is left."""
     if isinstance(value, str):
         return None if _ENCODED.fullmatch(value) else value
     if isinstance(value, Sequence):
-        return [one for one in map(_readable, value) if one not in (None, "", [], {})]
+        return [item for item in map(_readable, value) if item not in _EMPTY]
     if not isinstance(value, Mapping):
         return value
-    found = {
-        name: _readable(one)
-        for name, one in value.items()
-        if not (_NAMES.fullmatch(name) or _ENCRYPTED.fullmatch(name))
-    }
-    return {name: one for name, one in found.items() if one not in (None, "", [], {})}
+    readable = {}
+    for name, member in value.items():
+        if _MEANINGLESS.fullmatch(name) or _ENCRYPTED.fullmatch(name):
+            continue
+        text = _readable(member)
+        if text not in _EMPTY:
+            readable[name] = text
+    return readable
 
 
-def _is_hidden(value: Any) -> bool:
-    """Whether JSON has anything encrypted or encoded."""
+def _has_hidden(value: Any) -> bool:
+    """Whether any part of JSON is encrypted or encoded."""
     if isinstance(value, str):
         return _ENCODED.fullmatch(value) is not None
     if isinstance(value, Sequence):
-        return any(map(_is_hidden, value))
+        return any(map(_has_hidden, value))
     if not isinstance(value, Mapping):
         return False
     return any(
-        _is_hidden(one) or (one and _ENCRYPTED.fullmatch(name)) for name, one in value.items()
+        _has_hidden(member) or (member and _ENCRYPTED.fullmatch(name))
+        for name, member in value.items()
     )
 
 
@@ -234,24 +253,26 @@ Content = str | Sequence[Part] | None
 
 
 def read_message(role: str, content: Content, separator: str) -> dict[str, Any]:
-    """A message as chat templates take it; see `GenerationRequest.prompt`."""
+    """Convert a message for a chat template, in the form of `GenerationRequest.prompt`."""
     parts = () if content is None or isinstance(content, str) else content
     message: dict[str, Any] = {"role": role, "content": read_content(content, separator)}
-    if media := [part.media for part in parts if part.media]:
+    media = [part.media for part in parts if part.media]
+    if media:
         message["media"] = media[0]
-    if left_out := left_out_of(content):
+    left_out = left_out_of(content)
+    if left_out:
         message["left_out"] = left_out
     return message
 
 
 def left_out_of(content: Content) -> list[str]:
-    """Words for what a message's content has and no model here can read."""
+    """Return words for the parts of a message's content that a text model cannot read."""
     parts = () if content is None or isinstance(content, str) else content
     return [word for part in parts for word in part.left_out]
 
 
 def read_content(content: Content, separator: str) -> str:
-    """The text of a message's content."""
+    """Return the text of a message's content."""
     if content is None or isinstance(content, str):
         return content or ""
     return separator.join(part.read() for part in content)

@@ -14,7 +14,9 @@ from .body import Body, ListOf
 from .errors import RequestError
 from .request import Tool
 
-MAX_STOPS, MAX_BIASES, MAX_TOP_LOGPROBS = 16, 16384, 20
+MAX_STOPS = 16
+MAX_BIASES = 16384
+MAX_TOP_LOGPROBS = 20
 SEEDS: Final = 2**SEED_BITS
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -26,34 +28,46 @@ Stops = Annotated[ListOf[str], Field(max_length=MAX_STOPS)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-def sampled(name: str, least: float | None = None, most: float | None = None) -> Any:
-    """A request field for a sampling setting; `least` and `most` replace its own bounds."""
+def sampling_field(name: str, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """Make the request field of a sampling setting.
+
+    Args:
+        name: the setting.
+        minimum, maximum: the bounds, where they differ from the setting's.
+    """
     setting = SETTINGS[name]
-    if least is None:
-        least = setting.least if setting.default else 0
-    is_open = 0 < least < 1e-9  # "above 0" says the same
-    is_whole = setting.kind is int
-    return Field(
-        None,
-        gt=0 if is_open else None,
-        ge=None if is_open else least,
-        le=None if is_whole else setting.most if most is None else most,
-        lt=2**31 if is_whole else None,
-        validation_alias=AliasChoices(name, *setting.aliases) if setting.aliases else None,
-    )
+    bounds: dict[str, Any] = {}
+    if minimum is None:
+        minimum = setting.minimum if setting.default else 0
+    if minimum is not None and 0 < minimum < 1e-9:
+        bounds["gt"] = 0  # so that the error says "above 0"
+    else:
+        bounds["ge"] = minimum
+    if setting.kind is int:
+        bounds["lt"] = 2**31
+    else:
+        bounds["le"] = setting.maximum if maximum is None else maximum
+    aliases = AliasChoices(name, *setting.aliases) if setting.aliases else None
+    return Field(None, validation_alias=aliases, **bounds)
 
 
 def sampling_settings(body: Body, stop: Sequence[str] | None, **more: Any) -> dict[str, Any]:
-    """The engine's settings that a request names, with `more` of them that are not None."""
+    """Return the engine's settings that a request names.
+
+    Args:
+        body: the request.
+        stop: its stop strings.
+        more: more settings, left out if they are None.
+    """
     names = [name for name in SETTINGS if name in SamplingOptions.model_fields]
     values = {name: getattr(body, name, None) for name in names} | more
     values["stop"] = [text for text in stop or () if text] or None
-    found = {name: value for name, value in values.items() if value is not None}
-    if "top_k" in found:
-        found["top_k"] = max(0, found["top_k"])
-    if "seed" in found:  # a negative one, as in llama.cpp, is random
-        found["seed"] = None if found["seed"] < 0 else found["seed"] % SEEDS
-    return found
+    settings = {name: value for name, value in values.items() if value is not None}
+    if "top_k" in settings:
+        settings["top_k"] = max(0, settings["top_k"])
+    if "seed" in settings:  # a negative one, as in llama.cpp, is random
+        settings["seed"] = None if settings["seed"] < 0 else settings["seed"] % SEEDS
+    return settings
 
 
 class SamplingOptions(Body):
@@ -61,33 +75,36 @@ class SamplingOptions(Body):
 
     unsupported = {"mirostat": 0, "typical_p": 1}
 
-    temperature: float | None = sampled("temperature", most=2)
-    top_p: float | None = sampled("top_p")
-    top_k: int | None = sampled("top_k", least=-1)
-    min_p: float | None = sampled("min_p")
+    temperature: float | None = sampling_field("temperature", maximum=2)
+    top_p: float | None = sampling_field("top_p")
+    top_k: int | None = sampling_field("top_k", minimum=-1)
+    min_p: float | None = sampling_field("min_p")
     seed: int | None = None
     stop: str | Stops | None = None
-    presence_penalty: float | None = sampled("presence_penalty", least=-2, most=2)
-    frequency_penalty: float | None = sampled("frequency_penalty", least=-2, most=2)
-    repetition_penalty: float | None = sampled("repetition_penalty", most=10)
-    # Of the repetition penalty; -1 is all.
+    presence_penalty: float | None = sampling_field("presence_penalty", minimum=-2, maximum=2)
+    frequency_penalty: float | None = sampling_field("frequency_penalty", minimum=-2, maximum=2)
+    repetition_penalty: float | None = sampling_field("repetition_penalty", maximum=10)
+    # How many of the last tokens the repetition penalty looks at; -1 is all.
     repeat_last_n: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     logit_bias: Annotated[dict[int, Bias], Field(max_length=MAX_BIASES)] | None = None
     draft: bool | None = None
 
     def settings(self, max_tokens: int | None) -> dict[str, Any]:
-        """The engine's settings that the request names. Negative `max_tokens` are the default."""
-        found = sampling_settings(
+        """Return the engine's settings that the request names.
+
+        A negative `max_tokens` means the default.
+        """
+        settings = sampling_settings(
             self,
-            [self.stop] if isinstance(self.stop, str) else self.stop,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             max_tokens=None if (max_tokens or 0) < 0 else max_tokens,
             block_size=1 if self.draft is False else None,
         )
         if self.repeat_last_n == 0:
-            found["repetition_penalty"] = SETTINGS["repetition_penalty"].default
+            settings["repetition_penalty"] = SETTINGS["repetition_penalty"].default
         elif self.repeat_last_n is not None:
-            found["repetition_context_size"] = self.repeat_last_n % 2**31
-        return found
+            settings["repetition_context_size"] = self.repeat_last_n % 2**31
+        return settings
 
 
 class ThinkingConfig(Body):
@@ -97,11 +114,11 @@ class ThinkingConfig(Body):
 
     @property
     def ignored(self) -> list[str]:
-        """What templates have no switch for: they choose themselves."""
+        """Names of what is ignored, because chat templates have no switch for it."""
         return [f"thinking {self.type}"] if self.type == "between_tools" else []
 
     def template_settings(self) -> dict[str, Any]:
-        """The variables of the chat template."""
+        """Return variables of the chat template."""
         return {} if self.ignored else thinking_settings(self.type != "disabled")
 
 
@@ -114,12 +131,12 @@ class ReasoningOptions(Body):
     enabled: bool | None = None
 
     def template_settings(self) -> dict[str, Any]:
-        """The variables of the chat template."""
+        """Return variables of the chat template."""
         return thinking_settings(self.enabled) | thinking_settings(self.effort)
 
 
 def thinking_settings(effort: str | bool | None) -> dict[str, Any]:
-    """The chat template's variables for a reasoning effort, or for thinking at all."""
+    """Return the chat template's variables for a reasoning effort, or for thinking or not."""
     if effort is None:
         return {}
     if isinstance(effort, bool) or effort == "none":
@@ -128,7 +145,7 @@ def thinking_settings(effort: str | bool | None) -> dict[str, Any]:
 
 
 class ResponseFormat(Body):
-    """The format of the answer. Chat completions have the schema in `json_schema`."""
+    """The format of the answer. In chat completions the schema is in `json_schema`."""
 
     type: Literal["text", "json_object", "json_schema"] = "json_schema"
     name: str | None = None
@@ -136,7 +153,7 @@ class ResponseFormat(Body):
     json_schema: ResponseFormat | None = None
 
     def answer_schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None for free text. Raises `RequestError`."""
+        """Return the JSON schema of the answer, or None for free text. Raises `RequestError`."""
         if self.type == "text":
             return None
         default = {"type": "object"} if self.type == "json_object" else {}
@@ -146,43 +163,47 @@ class ResponseFormat(Body):
 
 
 class Function(Body):
-    """A function: of a tool, of an earlier call (with arguments), or by its name alone."""
+    """A function of a tool or of an earlier call (with arguments), or only its name."""
 
     name: Annotated[str, Field(max_length=256)] = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    arguments: Any = None  # an object in Ollama's API, and null where there are none
+    arguments: Any = None  # an object in Ollama's API; null if the call has none
 
     def tool(self, namespace: str | None = None) -> Tool:
-        """The internal tool. Raises `RequestError` if it has no name."""
+        """Convert to the internal tool. Raises `RequestError` if it has no name."""
         if not self.name:
             raise RequestError("A function has no name.", param="tools")
         parameters = self.parameters or {"type": "object", "properties": {}}
-        name = flat_name(namespace, self.name)
-        return Tool(name, self.description or "", parameters, bool(self.strict))
+        return Tool(
+            flat_name(namespace, self.name),
+            description=self.description or "",
+            parameters=parameters,
+            strict=bool(self.strict),
+        )
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The name that the model reads for a function of a namespace."""
+    """Return the name by which the model knows a function of a namespace."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def template_call(id: str | None, name: str, arguments: Any) -> dict[str, Any]:
-    """An earlier call as chat templates take it: arguments are an object."""
+    """Convert an earlier call for a chat template, which expects an object as arguments."""
     value = arguments
     if isinstance(arguments, str):
         with suppress(ValueError):
             value = from_json(arguments or "{}")
     if value is None or value == []:  # PHP writes an empty object as a list
         value = {}
-    if not isinstance(value, dict):  # the model wrote what is no object
+    if not isinstance(value, dict):  # the model did not write an object
         value = {"arguments": arguments}
     return {"id": id or "", "type": "function", "function": {"name": name, "arguments": value}}
 
 
 class ToolSelection(Body):
-    """One tool, or some tools with a mode; chat completions have one more object around each."""
+    """One tool, or several with a mode. Chat completions wrap each in one more object."""
 
     type: str
     name: str = ""
@@ -192,8 +213,8 @@ class ToolSelection(Body):
     allowed_tools: AllowedTools | None = None
 
     @property
-    def own_name(self) -> str:
-        """The name of the one tool."""
+    def tool_name(self) -> str:
+        """The name of the tool, if this selects a single one."""
         return self.function.name if self.function else self.name
 
 
@@ -204,23 +225,33 @@ class AllowedTools(Body):
     tools: ListOf[ToolSelection]
 
 
-# "any", as Mistral calls "required"
+# Mistral calls "required" "any".
 ToolChoiceField = Literal["none", "auto", "required", "any"] | ToolSelection
 
 
 def read_tool_choice(choice: ToolChoiceField | None, parallel: bool | None) -> dict[str, Any]:
-    """The choice among tools, as `GenerationRequest` takes it. A named tool is called once.
+    """Return the arguments of `GenerationRequest` for a choice among tools.
+
+    A tool that is selected by name is called once.
 
     Raises `RequestError` for a tool without a name.
     """
-    mode: Any = "required" if choice == "any" else choice or "auto"
-    names, parallel = None, parallel is not False
-    if isinstance(choice, ToolSelection):
-        some = choice.allowed_tools or choice
-        if some.tools is None:
-            if not choice.own_name:
-                raise RequestError("The tool has no name.", param="tool_choice")
-            mode, names, parallel = "required", frozenset({choice.own_name}), False
-        else:
-            mode, names = some.mode, frozenset(tool.own_name for tool in some.tools)
-    return {"tool_choice": mode, "allowed_tools": names, "parallel_calls": parallel}
+    may_repeat = parallel is not False
+    if not isinstance(choice, ToolSelection):
+        mode = "required" if choice == "any" else choice or "auto"
+        return {"tool_choice": mode, "allowed_tools": None, "parallel_calls": may_repeat}
+    selection = choice.allowed_tools or choice
+    if selection.tools is not None:
+        names = frozenset(tool.tool_name for tool in selection.tools)
+        return {
+            "tool_choice": selection.mode,
+            "allowed_tools": names,
+            "parallel_calls": may_repeat,
+        }
+    if not choice.tool_name:
+        raise RequestError("The tool has no name.", param="tool_choice")
+    return {
+        "tool_choice": "required",
+        "allowed_tools": frozenset({choice.tool_name}),
+        "parallel_calls": False,
+    }

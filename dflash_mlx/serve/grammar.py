@@ -1,8 +1,8 @@
 """Grammars that make an answer fit a schema, or make it a tool call.
 
-They are written in llguidance's dialect of Lark, from the family's description of its answers. If
-the model may reason or write text first, the grammar starts after the marker. JSON has the
-whitespace of `structured.SPACES`.
+They are written in llguidance's dialect of Lark, and follow the syntax of the model's family. If
+the model may reason or write text first, the grammar starts after the marker. JSON has the layout
+of `structured.SPACES`.
 """
 
 from __future__ import annotations
@@ -25,44 +25,57 @@ if TYPE_CHECKING:
     from ..targets import Target
 
 _ANYTHING: Final = "/(?s:.*)/"
-MAX_NEWLINES: Final = 2  # after a thought; more would never end
+MAX_NEWLINES: Final = 2  # after a thought, because small models might never stop
 _NEWLINES: Final = f"/\\n{{0,{MAX_NEWLINES}}}/"
-MAX_PROPERTIES: Final = 1000  # of an object; the time to compile grows with their square
-FLEXIBLE: Final[dict[str, Any]] = {}  # any white space, as a client may have begun the answer
-MAX_CALLS: Final = 16  # forced at once; small models would never stop
+MAX_PROPERTIES: Final = 1000  # of an object; the time to compile grows with the square
+FLEXIBLE: Final[dict[str, Any]] = {}  # a layout that allows any white space
+MAX_CALLS: Final = 16  # in one forced answer, because small models might never stop
 
 
 class GrammarFactory:
-    """Makes the logits processors of requests.
+    """Makes the grammars of requests.
 
     Args:
         target: the model whose answers they constrain.
-        form: how it answers.
+        form: how the model answers.
     """
 
     def __init__(self, target: Target, form: AnswerFormat) -> None:
-        self._target, self._form = target, form
-        self._added: dict[str, int] = target.tokenizer.get_added_vocab()
+        self._target = target
+        self._form = form
+        self._added_tokens: dict[str, int] = target.tokenizer.get_added_vocab()
         self._lock = threading.Lock()
-        self._tokens: GrammarTokens | None = None  # takes seconds for a large vocabulary
+        # Made on first use, because that takes seconds for a large vocabulary.
+        self._tokens: GrammarTokens | None = None
 
     def make(
         self, request: GenerationRequest, starts_in_reasoning: bool, begun: str = ""
     ) -> list[Grammar | None]:
-        """A grammar for each answer; None for free text. Raises `RequestError`.
+        """Make a grammar for each answer, or None for free text. Raises `RequestError`.
 
         Args:
-            request: says what the answers are.
+            request: the request.
             starts_in_reasoning: whether the prompt ends in a thought.
-            begun: the beginning of an answer that the prompt ends with.
+            begun: the beginning of the answer that the prompt ends with.
         """
         _check_size([request.schema, *(tool.parameters for tool in request.callable_tools)])
         try:
-            return self._make(request, starts_in_reasoning, begun, SPACES)
+            return self._make(
+                request,
+                starts_in_reasoning=starts_in_reasoning,
+                begun=begun,
+                layout=SPACES,
+            )
         except SettingsError:
             if not begun:
                 raise
-            return self._make(request, starts_in_reasoning, begun, FLEXIBLE)
+            # The client may have begun the answer with another layout.
+            return self._make(
+                request,
+                starts_in_reasoning=starts_in_reasoning,
+                begun=begun,
+                layout=FLEXIBLE,
+            )
 
     def _make(
         self,
@@ -71,62 +84,70 @@ class GrammarFactory:
         begun: str,
         layout: Mapping[str, Any],
     ) -> list[Grammar | None]:
-        """See `make`; `layout` is that of JSON for llguidance."""
-        rules, what = self._rules(request, layout)
+        """Make a grammar for each answer. `layout` is llguidance's option for JSON."""
+        rules, name = self._rules(request, layout)
         if not rules:
             return [None] * request.n
         with self._lock:
             self._tokens = self._tokens or GrammarTokens(self._target)
-        if request.schema is not None and self._form.thought[0]:
-            # A thought would hide that no answer fits.
-            self._tokens.matcher(self._tokens.of_lark(f"start: answer\n{rules}"), what)
+        if request.schema is not None and self._form.thinks:
+            # Check the rules without a thought, which would hide that no answer fits.
+            self._tokens.matcher(self._tokens.of_lark(f"start: answer\n{rules}"), name)
         start = self._start(request, starts_in_reasoning, bool(begun))
         grammar = self._tokens.of_lark(f"{start}\n{rules}")
-        given = self._tokens.of_text(self._behind_thoughts(begun), self._added)
-        return [Grammar(self._tokens, grammar, what, given) for _ in range(request.n)]
+        begun_ids = self._tokens.of_text(self._after_thoughts(begun), self._added_tokens)
+        return [
+            Grammar(self._tokens, grammar, name=name, begun=begun_ids) for _ in range(request.n)
+        ]
 
-    def _behind_thoughts(self, begun: str) -> str:
-        """An answer's beginning from its last thought on, if that goes on, or behind it."""
-        closes = self._form.thought[1]
+    def _after_thoughts(self, begun: str) -> str:
+        """Return the beginning of an answer without complete thoughts."""
+        _, closes = self._form.thought
         text = begun.rpartition(closes)[2] if closes else begun
         newlines = len(text) - len(text.lstrip("\n"))
         return text[max(0, newlines - MAX_NEWLINES) :]
 
     def _rules(self, request: GenerationRequest, layout: Mapping[str, Any]) -> tuple[str, str]:
-        """The rules of the answer, and what they are of; empty for free text."""
+        """Return the rules of the answer, and their name in errors; both are empty for free text.
+
+        Raises `RequestError`.
+        """
         tools = request.callable_tools
-        header, family = self._form.header, self._form.family
+        header = self._form.header
+        family = self._form.family
         if request.tool_choice == "required":
             return self._calls(tools, request.parallel_calls), "The tools' schemas"
         if request.schema is not None:
-            opening = header.answer if header and not request.is_raw else ""
-            start = self._literal(opening)
-            rules = f"answer: {start} json\njson: {json_rule(request.schema, layout)}"
-            if tools and self.may_call_beside_schema:
+            opening = self._literal(header.answer) if header and not request.is_raw else ""
+            json_schema = f"json: {json_rule(request.schema, layout)}"
+            name = "The schema of the response format"
+            if tools and self.allows_calls_with_schema:
                 calls = self._calls(tools, request.parallel_calls).replace("answer:", "calls:", 1)
-                rules = f"{rules.replace(' json', ' json | calls', 1)}\n{calls}"
-            return rules, "The schema of the response format"
+                return f"answer: {opening} json | calls\n{json_schema}\n{calls}", name
+            return f"answer: {opening} json\n{json_schema}", name
         if any(tool.strict for tool in tools) and self._has_rules and not header:
-            rest = f"answer: (free body {self._literal(family.end)})* rest\nrest: {_ANYTHING}"
-            rules = f"{rest}\n{self._until('free', family.start)}\n{self._body(tools)}"
+            answer = f"answer: (free body {self._literal(family.end)})* rest\nrest: {_ANYTHING}"
+            rules = f"{answer}\n{self._until('free', family.start)}\n{self._body(tools)}"
             return rules, "The tools' schemas"
         return "", ""
 
     def _start(self, request: GenerationRequest, starts_in_reasoning: bool, is_begun: bool) -> str:
-        """The rule `start`: a thought may stand before the answer, where it has a field."""
+        """Return the rule `start`. It allows a thought before the answer, unless it is raw."""
         opens, closes = self._form.thought
-        before = _NEWLINES if is_begun else ""  # a template's, or behind a thought
+        # Newlines of the template, or after a thought in the prompt.
+        newlines = _NEWLINES if is_begun else ""
         if not opens or request.is_raw:
-            return f"start: {before} answer"
+            return f"start: {newlines} answer"
         thought = f"thought {_NEWLINES}"
-        first = thought if starts_in_reasoning else f"({self._literal(opens)} {thought})?"
-        return f"start: {before} {first} answer\n{self._until('thought', closes)}"
+        if not starts_in_reasoning:
+            thought = f"({self._literal(opens)} {thought})?"
+        return f"start: {newlines} {thought} answer\n{self._until('thought', closes)}"
 
     @property
-    def may_call_beside_schema(self) -> bool:
-        """Whether a model may call tools in place of an answer that fits a schema.
+    def allows_calls_with_schema(self) -> bool:
+        """Whether a model may call tools instead of an answer that fits a schema.
 
-        Not if its calls are JSON as well: llguidance would take every "{" for a call's.
+        It may not if its calls are JSON as well: llguidance would take every "{" for a call.
         """
         family = self._form.family
         has_marker = bool(family.start) and "{" not in family.openings
@@ -134,33 +155,35 @@ class GrammarFactory:
 
     @property
     def _has_rules(self) -> bool:
+        """Whether the syntax of the family's calls can be written as rules."""
         return isinstance(self._form.family.calls, JsonCalls | TaggedCalls)
 
     def _calls(self, tools: Sequence[Tool], parallel: bool) -> str:
-        """The rule `answer`: one call or several."""
-        family, header = self._form.family, self._form.header
+        """Return the rule `answer` for one call or several. Raises `RequestError`."""
+        family = self._form.family
+        header = self._form.header
         if not self._has_rules:
             raise RequestError(
                 f"This model's call syntax ({family.name}) cannot be forced: use tool_choice auto.",
                 param="tool_choice",
             )
-        more = f"(/\\n?/ call){{0,{MAX_CALLS - 1}}}" if parallel and family.end else ""
-        # A call is the whole answer of a family that begins calls with their JSON.
+        more_calls = f"(/\\n?/ call){{0,{MAX_CALLS - 1}}}" if parallel and family.end else ""
+        # If a family may begin calls with their JSON, a forced call needs no marker.
         start = "" if "{" in family.openings else family.start
         call = f"call: {self._literal(start)} body {self._literal(family.end)}"
-        to = ""
+        recipient = ""
         if header is not None and family.start:
-            to = f'" to=" /[^<]+/ {self._literal(header.message)}'
-        return f"answer: {to} call {more}\n{call}\n{self._body(tools)}"
+            recipient = f'" to=" /[^<]+/ {self._literal(header.message)}'
+        return f"answer: {recipient} call {more_calls}\n{call}\n{self._body(tools)}"
 
     def _body(self, tools: Sequence[Tool]) -> str:
-        """The rule `body`: the text of one call of any tool."""
+        """Return the rule `body` for the text of one call of any tool."""
         names = " | ".join(f"tool_{number}" for number in range(len(tools)))
         rules = [self._tool(number, tool) for number, tool in enumerate(tools)]
         return "\n".join([f"body: {names}", *rules])
 
     def _tool(self, number: int, tool: Tool) -> str:
-        """The rule of one call. Raises `RequestError` for parameters that are not an object."""
+        """Return the rule of one call. Raises `RequestError` if its parameters are no object."""
         syntax = self._form.family.calls
         assert isinstance(syntax, JsonCalls | TaggedCalls)
         head = self._literal(syntax.head.replace("{name}", tool.name))
@@ -169,56 +192,73 @@ class GrammarFactory:
         if schema.setdefault("type", "object") != "object":
             raise RequestError(f"The parameters of {tool.name} are not an object.", param="tools")
         if isinstance(syntax, JsonCalls):
-            rule = f"tool_{number}: {head} args_{number} {tail}"
-            return f"{rule}\nargs_{number}: {json_rule(schema)}"
-        defined = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-        blocks, rules = [], []
-        for place, (name, value, required) in enumerate(_parameters(tool)):
-            rule = f"value_{number}_{place}"
-            kinds = allowed_types(value, schema)
-            is_text = "true" if "string" in kinds else "false"
+            call = f"tool_{number}: {head} args_{number} {tail}"
+            return f"{call}\nargs_{number}: {json_rule(schema)}"
+        definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        arguments = []
+        rules = []
+        for index, (name, value_schema, is_required) in enumerate(_parameters(tool)):
+            rule = f"value_{number}_{index}"
+            types = allowed_types(value_schema, schema)
+            is_text = "true" if "string" in types else "false"
             key = syntax.key.replace("{key}", name).replace("{text}", is_text)
-            blocks.append(f"({self._literal(key)} {rule}){'' if required else '?'}")
-            rules.append(self._value(rule, dict(value) | defined, kinds, syntax.value_end))
-        return "\n".join([*rules, f"tool_{number}: {head} {' '.join(blocks)} {tail}"])
+            arguments.append(f"({self._literal(key)} {rule}){'' if is_required else '?'}")
+            rules.append(
+                self._value(
+                    rule,
+                    schema=dict(value_schema) | definitions,
+                    types=types,
+                    end=syntax.value_end,
+                )
+            )
+        return "\n".join([*rules, f"tool_{number}: {head} {' '.join(arguments)} {tail}"])
 
-    def _value(self, rule: str, schema: Mapping[str, Any], kinds: frozenset[str], end: str) -> str:
-        """The rule of a parameter's value: strings as they are, all others as JSON."""
-        if options := listed_values(schema):
-            texts = [one if isinstance(one, str) else json.dumps(one) for one in options]
+    def _value(self, rule: str, schema: Mapping[str, Any], types: frozenset[str], end: str) -> str:
+        """Return the rule of a parameter's value: bare text for strings, JSON for all others."""
+        options = listed_values(schema)
+        if options:
+            texts = [
+                option if isinstance(option, str) else json.dumps(option) for option in options
+            ]
             return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {self._literal(end)}"
-        if "string" in kinds:
+        if "string" in types:
             return self._until(rule, end)
         return f"{rule}: {rule}_json {self._literal(end)}\n{rule}_json: {json_rule(schema)}"
 
     def _literal(self, text: str) -> str:
-        """A text in a rule.
+        """Write a text in a rule.
 
-        A token that was added to the vocabulary, such as <tool_call>, is not text to llguidance: a
-        rule has to name it by its id.
+        To llguidance, tokens that were added to the vocabulary, such as <tool_call>, are not text.
+        A rule has to name them by their ids.
         """
-        parts = re.split(f"({self._own})", text) if self._own else [text]
-        return " ".join(
-            f"<[{self._added[part]}]>" if part in self._added else json.dumps(part)
-            for part in parts
-            if part
-        )
+        pattern = self._single_tokens
+        literals = []
+        for part in re.split(f"({pattern})", text) if pattern else [text]:
+            if part in self._added_tokens:
+                literals.append(f"<[{self._added_tokens[part]}]>")
+            elif part:
+                literals.append(json.dumps(part))
+        return " ".join(literals)
 
     @property
-    def _own(self) -> str:
+    def _single_tokens(self) -> str:
+        """A pattern of the markers that are single tokens."""
         return "|".join(map(re.escape, self._form.tokens.values()))
 
     def _until(self, name: str, marker: str) -> str:
-        """The rule `name`: anything up to and including a marker."""
-        found = re.search(self._own, marker) if self._own else None
-        if found is None:
+        """Return a rule for anything up to and including a marker."""
+        match = re.search(self._single_tokens, marker) if self._single_tokens else None
+        if match is None:
             return f"{name}[suffix={json.dumps(marker)}]: {_ANYTHING}"
-        rest = self._literal(marker[found.start() :])
-        return f"{name}: {name}_text {rest}\n{name}_text: {_ANYTHING}"
+        end = self._literal(marker[match.start() :])
+        return f"{name}: {name}_text {end}\n{name}_text: {_ANYTHING}"
 
 
 def json_rule(schema: Mapping[str, Any], layout: Mapping[str, Any] = SPACES) -> str:
-    """The right side of a rule for a JSON schema. What no grammar can hold of it is left out."""
+    """Return the right side of a rule for a JSON schema.
+
+    Parts of the schema that llguidance does not support are ignored.
+    """
     return f"%json {json.dumps({'x-guidance': {**layout, 'lenient': True}, **schema})}"
 
 
@@ -229,18 +269,23 @@ def _check_size(schemas: list[Any]) -> None:
 
 
 def _count_properties(schema: Any) -> int:
-    """The properties of all objects of a schema. Raises `RequestError` for too many of one."""
-    own, parts = 0, list(schema) if isinstance(schema, list) else []
-    if isinstance(schema, Mapping):
-        parts, properties = list(schema.values()), schema.get("properties")
-        own = len(properties) if isinstance(properties, Mapping) else 0
-    if own > MAX_PROPERTIES:
+    """Count the properties of all objects in a schema.
+
+    Raises `RequestError` if one object has too many.
+    """
+    if isinstance(schema, list):
+        return sum(map(_count_properties, schema))
+    if not isinstance(schema, Mapping):
+        return 0
+    properties = schema.get("properties")
+    count = len(properties) if isinstance(properties, Mapping) else 0
+    if count > MAX_PROPERTIES:
         raise RequestError(f"An object of a schema has more than {MAX_PROPERTIES:,} properties.")
-    return own + sum(map(_count_properties, parts))
+    return count + sum(map(_count_properties, schema.values()))
 
 
 def _parameters(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
-    """The name, the schema and whether it is required, of each parameter."""
+    """Return the name of each parameter, its schema, and whether it is required."""
     properties = tool.parameters.get("properties") or {}
     required = tool.parameters.get("required") or ()
     if not isinstance(properties, Mapping) or not isinstance(required, Sequence):

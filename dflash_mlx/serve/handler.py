@@ -1,7 +1,7 @@
-"""From requests to jobs of the engine.
+"""Turns requests into jobs of the engine.
 
 Nothing here blocks the event loop. Worker threads render templates, compile grammars and submit
-jobs; the engine decodes in a thread of its own.
+jobs. The engine decodes in its own thread.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from ..answers.families import AnswerFormat
@@ -21,6 +22,7 @@ from ..chat_template import SWITCHES, template_reads, thinking_switches
 from ..errors import DFlashError
 from ..prompt import EFFORT
 from ..stream import Detokenizer, skip_text_start
+from ..structured import Grammar
 from ..threads import clean_up_at_end
 from .errors import RETRY_SECONDS, RequestError, shutting_down
 from .fields import SEEDS
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine, EngineLoad
     from ..targets import Target
 
-WORKERS: Final = 4  # compiling a grammar may take one of them a second
+WORKERS: Final = 4  # threads; compiling a grammar may block one of them for a second
 
 
 class RequestHandler:
@@ -44,14 +46,16 @@ class RequestHandler:
     Args:
         target: the model that answers.
         engine: generates the answers.
-        defaults: settings of requests that do not name them.
+        defaults: settings for requests that do not name them.
         capacity: how many answers may run or wait at once.
-        metrics: counts them.
+        metrics: counts the answers.
 
     Attributes:
+        target, metrics: the arguments.
         form: how the model answers.
-        idle: set while no request runs or waits.
-        lost: machines that share the model have lost each other; no request is accepted.
+        idle: an event that is set while no request runs or waits.
+        lost: whether machines that share the model have lost each other. If so, requests are
+            refused.
     """
 
     def __init__(
@@ -62,17 +66,22 @@ class RequestHandler:
         capacity: int,
         metrics: Metrics,
     ) -> None:
-        self.target, self.metrics = target, metrics
+        self.target = target
+        self.metrics = metrics
         self.form = AnswerFormat.of(target.tokenizer)
         self.lost = False
-        self._engine, self._defaults, self._capacity = engine, dict(defaults), capacity
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._engine = engine
+        self._defaults = dict(defaults)
         self._template = self._defaults.pop("chat_template_kwargs", None) or {}
+        self._capacity = capacity
         self._grammars = GrammarFactory(target, self.form)
         self._workers = ThreadPoolExecutor(WORKERS, "dflash-serve", clean_up_at_end)
         self._streams: set[ResponseStream] = set()
-        self._reserved, self._busy_since, self._aborted = 0, 0.0, False
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self._reserved = 0  # answers that run or wait
+        self._busy_since = 0.0
+        self._is_aborted = False
 
     @property
     def busy(self) -> bool:
@@ -81,41 +90,43 @@ class RequestHandler:
 
     @property
     def load(self) -> EngineLoad:
-        """The engine's."""
+        """The load of the engine."""
         return self._engine.load
 
     @property
     def seconds_since_step(self) -> float:
-        """Seconds since the engine's last step; 0 while it has nothing to do.
+        """Seconds since the engine's last step; 0 while it has no work.
 
-        Cancelled jobs count as long as the engine has them: the device may hang with them.
+        Cancelled jobs count until the engine has removed them, because the device may hang.
         """
         if not (self.busy or self._engine.busy):
             return 0.0
         return time.monotonic() - max(self._busy_since, self._engine.progressed)
 
     async def encode(self, request: GenerationRequest) -> list[int]:
-        """The token ids of a request's prompt. Raises `RequestError`."""
+        """Convert a request's prompt to token ids. Raises `RequestError`."""
         loop = asyncio.get_running_loop()
         request, _ = self._with_template(request)
-        of = self.target, self.form, request
-        return (await loop.run_in_executor(self._workers, encode, *of)).ids
+        encode_request = partial(encode, self.target, self.form, request)
+        prompt = await loop.run_in_executor(self._workers, encode_request)
+        return prompt.ids
 
     async def start(self, requests: Sequence[GenerationRequest], salt: str = "") -> ResponseStream:
         """Start to answer all of these requests, or none.
 
         Args:
-            requests: one, or one for each prompt.
+            requests: one request, or one for each prompt.
             salt: separates the prefix caches of users.
 
-        Raises `RequestError`: 400 for what the engine refuses, 429 if the queue is full, 503 if the
-        server stops.
+        Raises `RequestError`: 400 if the engine refuses a request, 429 if the queue is full, 503 if
+        the server stops.
         """
         count = sum(request.n for request in requests)
         self._reserve(count)
         if not (self.busy or self._engine.busy):
             self._busy_since = time.monotonic()
-        loop, stream = asyncio.get_running_loop(), None
+        loop = asyncio.get_running_loop()
+        stream = None
         try:
             stream = await loop.run_in_executor(self._workers, self._start, requests, salt)
         except DFlashError as error:
@@ -125,7 +136,7 @@ class RequestHandler:
                 self._release(count)
         stream.start()
         self._streams.add(stream)
-        if self._aborted:
+        if self._is_aborted:
             self.abort()
         return stream
 
@@ -134,18 +145,21 @@ class RequestHandler:
         self._release(stream.size)
 
     def abort(self) -> None:
-        """End all answers now, and those that start later."""
-        self._aborted = True
+        """End all answers, and those that start later."""
+        self._is_aborted = True
         for stream in list(self._streams):
             stream.close()
 
     def give_up(self, error: DFlashError) -> None:
-        """End all answers with an error: machines that share the model have lost each other."""
+        """End all answers with an error, because machines that share the model lost each other."""
         self.lost = True
         self._engine.abandon(error)
 
     def close(self) -> None:
-        """End the engine and the worker threads; from any thread, when no request is left."""
+        """End the engine and the worker threads. No request may be open.
+
+        This may be called from any thread.
+        """
         self._engine.close()
         self._workers.shutdown(wait=False)
 
@@ -173,76 +187,118 @@ class RequestHandler:
             self.idle.set()
         self.metrics.open.dec(count)
 
-    # These run in a worker thread.
+    # The following methods run in a worker thread.
 
     def _start(self, requests: Sequence[GenerationRequest], salt: str) -> ResponseStream:
-        """Submit the jobs of all requests, or cancel them if one fails."""
-        tokens, choices, ignored = 0, list[Choice](), dict[str, None]()
-        with ExitStack() as unless_all:
+        """Submit the jobs of all requests. If one fails, cancel the others."""
+        prompt_tokens = 0
+        choices: list[Choice] = []
+        ignored: dict[str, None] = {}  # a set that keeps its order
+        with ExitStack() as on_failure:
             for request in requests:
-                request, dropped = self._with_template(request)
+                request, ignored_in_request = self._with_template(request)
                 prompt = encode(self.target, self.form, request)
-                tokens += len(prompt.ids)
-                settings = self._defaults | dict(request.settings) | {"branches": prompt.branches}
-                if settings.get("repetition_penalty", 1) == 1:  # apps send the size with any other
-                    settings.pop("repetition_context_size", None)
-                settings |= {"salt": salt} if salt else {}
-                for choice in self._choices(request, prompt, settings, dropped):
-                    unless_all.callback(choice.job.cancel)
+                prompt_tokens += len(prompt.ids)
+                grammars = self._grammars.make(request, prompt.thinks_first, prompt.begun)
+                ignored_in_request += self._ignored_by_grammar(request, grammars)
+                ignored |= dict.fromkeys(ignored_in_request)
+                settings = self._settings(request, prompt, salt)
+                for choice in self._choices(request, prompt, grammars=grammars, settings=settings):
+                    on_failure.callback(choice.job.cancel)
                     choices.append(choice)
-                ignored |= dict.fromkeys(dropped)
-            unless_all.pop_all()
-        of = self.target.tokenizer, self.metrics, self._closed
-        return ResponseStream(requests[0], tokens, choices, list(ignored), *of)
+            on_failure.pop_all()
+        return ResponseStream(
+            requests[0],
+            prompt_tokens=prompt_tokens,
+            choices=choices,
+            ignored=list(ignored),
+            tokenizer=self.target.tokenizer,
+            metrics=self.metrics,
+            closed=self._closed,
+        )
+
+    def _settings(
+        self, request: GenerationRequest, prompt: EncodedPrompt, salt: str
+    ) -> dict[str, Any]:
+        """Return the settings that all answers to a prompt share."""
+        settings = self._defaults | dict(request.settings)
+        settings["branches"] = prompt.branches
+        if settings.get("repetition_penalty", 1) == 1:  # apps send the size even without a penalty
+            settings.pop("repetition_context_size", None)
+        if salt:
+            settings["salt"] = salt
+        if request.continues_text:
+            settings["continues"] = True
+        return settings
+
+    def _ignored_by_grammar(
+        self, request: GenerationRequest, grammars: Sequence[Grammar | None]
+    ) -> list[str]:
+        """Return names of what the grammars of a request do not enforce or allow."""
+        ignored = list(grammars[0].warnings) if grammars[0] else []
+        if request.schema is not None and request.tool_choice == "auto" and request.tools:
+            if not self._grammars.allows_calls_with_schema:
+                ignored.append("tools beside a response format")
+        return ignored
 
     def _choices(
         self,
         request: GenerationRequest,
         prompt: EncodedPrompt,
+        grammars: Sequence[Grammar | None],
         settings: dict[str, Any],
-        ignored: list[str],
     ) -> Iterator[Choice]:
-        """Submit a job for each answer to a prompt. What the answers lack is added to `ignored`."""
-        grammars = self._grammars.make(request, prompt.thinks_first, prompt.begun)
-        ignored += grammars[0].warnings if grammars[0] else ()
-        if request.schema is not None and request.tool_choice == "auto" and request.tools:
-            if not self._grammars.may_call_beside_schema:
-                ignored.append("tools beside a response format")
-        if request.continues_text:
-            settings["continues"] = True
-        splits = self.form.thought[0] or request.callable_tools
+        """Submit a job for each answer to a prompt."""
+        has_parts = self.form.thinks or bool(request.callable_tools)
         seed = settings.get("seed")
         for index, grammar in enumerate(grammars):
             if seed is not None:
                 settings["seed"] = (seed + index) % SEEDS
             recorder = None
+            processors: list[Any] = []
             if request.top_logprobs is not None:
                 recorder = LogprobRecorder(self.target.tokenizer, request.top_logprobs)
-            if processors := [one for one in (recorder, grammar) if one is not None]:
+                processors.append(recorder)
+            if grammar is not None:
+                processors.append(grammar)
+            if processors:
                 settings["logits_processors"] = processors
-            if "stop" in settings and splits and not request.is_raw:
+            if "stop" in settings and has_parts and not request.is_raw:
                 settings["stop_applies"] = self._parser(request, prompt).answer_length
             job = self._engine.submit(prompt.ids, **settings)
             counter = None
-            if self.form.thought[0]:
+            if self.form.thinks:
                 counter = ThoughtCounter(self._parser(request, prompt), self._detokenizer(request))
-            yield Choice(job, self._parser(request, prompt), recorder, counter)
+            yield Choice(
+                job=job,
+                parser=self._parser(request, prompt),
+                recorder=recorder,
+                counter=counter,
+            )
 
     def _with_template(self, request: GenerationRequest) -> tuple[GenerationRequest, list[str]]:
-        """A request with all variables of the chat template, and what is ignored of it.
+        """Add all variables of the chat template to a request.
 
-        A switch for thinking has the name that the template reads, whatever a client calls it.
+        A switch for thinking gets the name that the template reads, whatever a client calls it.
+
+        Returns the request, and names of what is ignored.
         """
-        tokenizer, ignored = self.target.tokenizer, [*request.ignored, *request.left_out]
-        asked = dict(request.template_settings)
-        wanted = [asked.pop(name) for name in SWITCHES if name in asked]
-        switches = thinking_switches(tokenizer, wanted[0]) if wanted else {}
-        if wanted and not switches and bool(wanted[0]) != bool(self.form.thought[0]):
+        tokenizer = self.target.tokenizer
+        ignored = [*request.ignored, *request.left_out]
+        variables = dict(request.template_settings)
+        wishes = [variables.pop(name) for name in SWITCHES if name in variables]
+        switches: dict[str, bool] = {}
+        is_unmet = False
+        if wishes:
+            think = wishes[0]
+            switches = thinking_switches(tokenizer, think)
+            is_unmet = not switches and bool(think) != self.form.thinks
+        if is_unmet:
             ignored.append("thinking")
-        elif EFFORT in asked and not template_reads(tokenizer, EFFORT):
+        elif EFFORT in variables and not template_reads(tokenizer, EFFORT):
             ignored.append(EFFORT)
-        template = {**self._template, **asked, **switches}
-        return replace(request, template_settings=template), ignored
+        template_settings = {**self._template, **variables, **switches}
+        return replace(request, template_settings=template_settings), ignored
 
     def _detokenizer(self, request: GenerationRequest) -> Detokenizer:
         detokenizer = Detokenizer(self.target.tokenizer)
@@ -254,10 +310,10 @@ class RequestHandler:
         schemas = {tool.name: tool.parameters for tool in request.callable_tools}
         parser = AnswerParser(
             self.form,
-            schemas,
-            prompt.thinks_first,
-            request.parallel_calls,
-            self._detokenizer(request),
+            schemas=schemas,
+            starts_in_reasoning=prompt.thinks_first,
+            parallel=request.parallel_calls,
+            detokenizer=self._detokenizer(request),
             forced=request.tool_choice == "required",
         )
         parser.begin(prompt.begun)

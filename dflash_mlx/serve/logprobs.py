@@ -1,8 +1,8 @@
 """Log-probabilities of an answer's tokens, read from the target's logits.
 
-A logits processor that changes nothing sees the logits of each path, the drafter's first and the
-target's after them. So the last logits noted for a path are the target's, after bias and penalties
-and before top-p, min-p, top-k and temperature.
+A logits processor that changes nothing sees the logits after each path: first the drafter's, then
+the target's. So the last logits recorded for a path are the target's, after bias and penalties and
+before top-p, min-p, top-k and temperature.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _BYTES: Final = {character: byte for byte, character in bytes_to_unicode().items
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """A token's bytes, which may be half a character; none for an id that is unknown.
+    """Return a token's bytes, which may be part of a character. An unknown id has none.
 
     Args:
-        tokenizer: mlx-lm's.
-        token: its id.
+        tokenizer: mlx-lm's `TokenizerWrapper`.
+        token: the token's id.
     """
     text = str(tokenizer.decode([token]))
     piece = tokenizer.convert_ids_to_tokens(token) or ""
-    if piece.startswith("\u2581"):  # a space of SentencePiece, which is not decoded alone
+    if piece.startswith("\u2581"):  # SentencePiece's space, which decoding a single token drops
         return piece.replace("\u2581", " ").encode()
     if "\ufffd" not in text or text == piece:
         return text.encode()
@@ -36,23 +36,24 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
 
 
 class LogprobRecorder:
-    """A logits processor that notes log-probabilities of one request, and changes nothing.
+    """A logits processor that records the log-probabilities of one request, and changes nothing.
 
-    The engine's thread calls it; another thread may take what belongs to a finished step.
+    The engine's thread calls it. Another thread may take the records of a finished step.
 
     Args:
-        tokenizer: the target's.
-        top: how many of the likeliest tokens to report.
+        tokenizer: the target's tokenizer.
+        top: how many of the most likely tokens to report.
     """
 
     def __init__(self, tokenizer: Any, top: int) -> None:
-        self._tokenizer, self._top = tokenizer, top
+        self._tokenizer = tokenizer
+        self._top = top
         self._prompt_length: int | None = None
-        self._rows: dict[tuple[int, ...], np.ndarray] = {}  # by the answer before them
+        self._rows: dict[tuple[int, ...], np.ndarray] = {}  # answer -> log-probabilities after it
         self._answer: tuple[int, ...] = ()
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Note the logits [1, V] after the history [H] (ids), and return them unchanged."""
+        """Record the logits [1, V] after the history [H] (ids), and return them unchanged."""
         if self._prompt_length is None:
             self._prompt_length = len(tokens)
         scores = logits[0].astype(mx.float32)
@@ -62,24 +63,28 @@ class LogprobRecorder:
         return logits
 
     def take(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
-        """The answer's next tokens, those of a finished step, as OpenAI describes them.
+        """Describe the tokens of a finished step, in OpenAI's format.
 
-        Each has a "token" (its text), "logprob" and "bytes", and "top_logprobs": the likeliest
-        tokens in its place, best first.
+        Each has a "token" (its text), "logprob" and "bytes", and "top_logprobs": the most likely
+        tokens at its position, best first.
         """
-        found = []
+        described = []
         for token in tokens:
             row = self._rows[self._answer]
             best = np.argpartition(-row, self._top)[: self._top].tolist()
-            best.sort(key=lambda one: (-row[one], one))
-            chosen, *top = (self._describe(row, one) for one in (token, *best))
-            found.append(chosen | {"top_logprobs": top})
+            best.sort(key=lambda candidate: (-row[candidate], candidate))
+            top = [self._describe(row, candidate) for candidate in best]
+            described.append(self._describe(row, token) | {"top_logprobs": top})
             self._answer = (*self._answer, token)
-        for answer in [one for one in list(self._rows) if len(one) < len(self._answer)]:
-            del self._rows[answer]
-        return found
+        for answer in list(self._rows):
+            if len(answer) < len(self._answer):
+                del self._rows[answer]
+        return described
 
     def _describe(self, row: np.ndarray, token: int) -> dict[str, Any]:
-        content, logprob = token_bytes(self._tokenizer, token), max(float(row[token]), -9999.0)
-        text = content.decode(errors="replace")
-        return {"token": text, "logprob": logprob, "bytes": list(content)}
+        content = token_bytes(self._tokenizer, token)
+        return {
+            "token": content.decode(errors="replace"),
+            "logprob": max(float(row[token]), -9999.0),
+            "bytes": list(content),
+        }

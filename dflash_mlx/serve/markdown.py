@@ -1,10 +1,10 @@
-"""Markdown -> inert HTML: nothing of an answer loads, runs or leads anywhere.
+"""Turns Markdown into inert HTML: nothing in an answer can load, run or link to anything.
 
 HTML in a text stays text, and formulas stay as they were written. Links and images become their
 text and their address. Every word of a text is in its HTML.
 
-Pygments' regular expressions take minutes for some texts, and let no other thread run. What is
-known for that, long runs of one character, is not coloured.
+Pygments' regular expressions take minutes for some texts, and let no other thread run. Long runs of
+one character are known to cause that, so such code is not highlighted.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from pygments.util import ClassNotFound
 
-MAX_ADDRESS: Final = 200  # characters, of one that has an image in it
-MAX_NESTING: Final = 10**6  # markdown-it drops what is deeper; Python's own limit comes first
-MAX_CODE: Final = 20_000  # characters of code that is coloured
-# Pygments takes the cube of the length of one.
+MAX_ADDRESS: Final = 200  # characters to show of a data URL
+MAX_NESTING: Final = 10**6  # markdown-it drops deeper text; Python's recursion limit comes first
+MAX_CODE: Final = 20_000  # characters; longer code is not highlighted
+# A run of one character. The time that Pygments takes may grow with the cube of its length.
 _LONG_RUN: Final = re.compile(r"\s{200}|(.)\1{199}", re.DOTALL)
 _FORMULA: Final = re.compile(
     r"\\\(.+?\\\)|\\\[.+?\\\]|\$\$.+?\$\$|\$(?!\s)[^$`\n]+(?<!\s)\$(?!\d)", re.DOTALL
 )
-_BLOCK: Final = re.compile(r"(?:\\\[.+?\\\]|\$\$.+?\$\$)[ \t]*$", re.DOTALL | re.MULTILINE)
+_FORMULA_BLOCK: Final = re.compile(r"(?:\\\[.+?\\\]|\$\$.+?\$\$)[ \t]*$", re.DOTALL | re.MULTILINE)
 
 
-def _render_link(self: Any, tokens: Sequence[Token], index: int, *_: Any) -> str:
-    """The end of a link: its address, unless that is the link's text."""
-    start = next(one for one in reversed(tokens[:index]) if one.type == "link_open")
+def _render_link_end(self: Any, tokens: Sequence[Token], index: int, *_: Any) -> str:
+    """Render the end of a link: its address, unless that is the link's text."""
+    start = next(token for token in reversed(tokens[:index]) if token.type == "link_open")
     return "</span>" + ("" if start.markup == "autolink" else _address(start, "href"))
 
 
@@ -48,40 +48,43 @@ def _render_image(self: Any, tokens: Sequence[Token], index: int, *_: Any) -> st
     return f"<span>[image: {escapeHtml(image.content)}]</span>" + _address(image, "src")
 
 
-def _render_cell(self: Any, tokens: Sequence[Token], index: int, *rest: Any) -> str:
-    """A cell's alignment is a class: the page's policy allows no other style."""
+def _render_cell(self: Any, tokens: Sequence[Token], index: int, *further: Any) -> str:
+    """Render a cell's alignment as a class, because the page's policy allows no inline style."""
     attributes = tokens[index].attrs
-    if style := attributes.pop("style", None):
+    style = attributes.pop("style", None)
+    if style is not None:
         attributes["class"] = str(style).replace("text-align:", "align-")
-    return str(self.renderToken(tokens, index, *rest))
+    return str(self.renderToken(tokens, index, *further))
 
 
 def _address(token: Token, attribute: str) -> str:
-    text, title = str(token.attrs[attribute]), str(token.attrs.get("title", ""))
-    is_data = text.startswith("data:") and len(text) > MAX_ADDRESS
-    shown = text[:MAX_ADDRESS] + "…" if is_data else text
-    return f' <span class="address">{escapeHtml(f"{shown} {title}".rstrip())}</span>'
+    """Render the address and the title of a link or an image."""
+    address = str(token.attrs[attribute])
+    title = str(token.attrs.get("title", ""))
+    if address.startswith("data:") and len(address) > MAX_ADDRESS:
+        address = address[:MAX_ADDRESS] + "…"
+    return f' <span class="address">{escapeHtml(f"{address} {title}".rstrip())}</span>'
 
 
 def _read_formula(state: StateInline, silent: bool) -> bool:
     """An inline rule: a formula is text, in which nothing else is read."""
-    found = _FORMULA.match(state.src, state.pos)
-    if found is None:
+    formula = _FORMULA.match(state.src, state.pos)
+    if formula is None:
         return False
-    state.pos = found.end()
+    state.pos = formula.end()
     if not silent:
-        state.pending += found[0]
+        state.pending += formula[0]
     return True
 
 
 def _read_formula_block(state: StateBlock, line: int, end: int, silent: bool) -> bool:
-    """A block rule: lines of a formula are no lists, headings or code."""
-    found = _BLOCK.match(state.src, state.bMarks[line] + state.tShift[line])
-    if found is None or found.end() > state.eMarks[end - 1]:
+    """A block rule: lines of a formula are not lists, headings or code."""
+    formula = _FORMULA_BLOCK.match(state.src, state.bMarks[line] + state.tShift[line])
+    if formula is None or formula.end() > state.eMarks[end - 1]:
         return False
     if not silent:
-        state.line = line + 1 + found[0].count("\n")
-        state.push("formula", "p", 0).content = found[0]
+        state.line = line + 1 + formula[0].count("\n")
+        state.push("formula", "p", 0).content = formula[0]
     return True
 
 
@@ -90,20 +93,21 @@ def _render_formula(self: Any, tokens: Sequence[Token], index: int, *_: Any) -> 
 
 
 def _keep_cells(state: StateCore) -> None:
-    """A core rule: the last cell of a row has those that the table's head has no column for."""
+    """A core rule: if a row has more cells than the table's head, its last cell keeps them."""
     lines = state.src.split("\n")
     for index, token in enumerate(state.tokens):
-        if token.type == "tr_open" and token.map:
-            closes = (
-                at for at in range(index, len(state.tokens)) if "tr_close" in state.tokens[at].type
-            )
-            row = [one for one in state.tokens[index : next(closes)] if one.type == "inline"]
-            cells = escapedSplit(lines[token.map[0]].lstrip("> \t").strip().strip("|"))
-            row[-1].content = " | ".join([row[-1].content, *cells[len(row) :]])
+        if token.type != "tr_open" or not token.map:
+            continue
+        end = index
+        while "tr_close" not in state.tokens[end].type:
+            end += 1
+        row = [cell for cell in state.tokens[index:end] if cell.type == "inline"]
+        cells = escapedSplit(lines[token.map[0]].lstrip("> \t").strip().strip("|"))
+        row[-1].content = " | ".join([row[-1].content, *cells[len(row) :]])
 
 
 def _highlight(code: str, language: str, _: str) -> str:
-    """Code as spans with Pygments' classes; "" leaves it to be escaped."""
+    """Render code as spans with Pygments' classes. "" means that markdown-it escapes the code."""
     if len(code) > MAX_CODE or _LONG_RUN.search(code):
         return ""
     try:
@@ -115,9 +119,10 @@ def _highlight(code: str, language: str, _: str) -> str:
 
 @cache
 def _renderer() -> MarkdownIt:
-    """CommonMark with tables and strikethrough; a line break stays one, as models mean it.
+    """Make a renderer for CommonMark with tables and strikethrough.
 
-    Definitions of links stay text: without a link they would be lost.
+    Line breaks are kept, as models mean them. Definitions of links stay text, because without links
+    they would be lost.
     """
     options = {"html": False, "breaks": True, "highlight": _highlight, "maxNesting": MAX_NESTING}
     markdown = MarkdownIt("commonmark", options).enable(["table", "strikethrough"])
@@ -128,7 +133,7 @@ def _renderer() -> MarkdownIt:
     markdown.core.ruler.after("block", "cells", _keep_cells)
     markdown.add_render_rule("formula", _render_formula)
     markdown.add_render_rule("link_open", lambda self, *_: '<span class="link">')
-    markdown.add_render_rule("link_close", _render_link)
+    markdown.add_render_rule("link_close", _render_link_end)
     markdown.add_render_rule("image", _render_image)
     for cell in ("th_open", "td_open"):
         markdown.add_render_rule(cell, _render_cell)
@@ -136,7 +141,7 @@ def _renderer() -> MarkdownIt:
 
 
 def render(text: str) -> str:
-    """The HTML of a text; of one that is nested too deeply, the text as it is."""
+    """Return the HTML of a text. A text that is nested too deeply is only escaped."""
     try:
         return _renderer().render(text)
     except RecursionError:

@@ -8,15 +8,15 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Discriminator, Field, Tag
 from pydantic_core import from_json
 
-from ..answers.parser import Part, Reasoning, ToolCall
+from ..answers.parts import Part, Reasoning, ToolCall
 from ..prompt import EFFORT
 from .body import Body, ListOf
 from .content import (
     ContentPart,
     ListOfParts,
     Record,
+    join_lines,
     left_out_of,
-    lines,
     read_content,
     read_message,
 )
@@ -26,7 +26,7 @@ from .fields import (
     ResponseFormat,
     Stops,
     ThinkingConfig,
-    sampled,
+    sampling_field,
     sampling_settings,
     template_call,
 )
@@ -34,9 +34,10 @@ from .request import GenerationRequest, Tool, ToolChoice, has_beginning
 from .response import Event, ItemsResponse, grow
 from .steps import ResponseStream, StepOutput
 
-# The first system block of Claude Code. It differs between sessions, and a prompt that differs at
-# its start shares nothing in the prefix cache.
+# The first system block of Claude Code begins with it. The block differs between sessions, and a
+# prompt that differs at its start shares nothing in the prefix cache.
 BILLING_HEADER: Final = "x-anthropic-billing-header:"
+# Our finish reasons -> Anthropic's.
 _STOP_REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
     "auto": "auto",
@@ -49,7 +50,7 @@ _TOOL_CHOICES: Final[dict[str, ToolChoice]] = {
 class ContentBlock(ContentPart):
     """A block of a message: text, a document, a call, a result or reasoning."""
 
-    known = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+    text_types = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
     thinking: str | None = None
     id: str | None = None
@@ -60,37 +61,39 @@ class ContentBlock(ContentPart):
     is_error: bool | None = None
 
     @property
-    def own_text(self) -> str | None:
-        """The text that the block holds; None if it holds none."""
+    def readable_text(self) -> str | None:
+        """The text of the block; None if it has no text."""
         if self.type == "search_result":
             source = self.source if isinstance(self.source, str) else None
-            return lines(self.title, source, read_content(self.content, "\n"))
-        return super().own_text
+            return join_lines(self.title, source, read_content(self.content, "\n"))
+        return super().readable_text
 
     @property
     def left_out(self) -> list[str]:
-        """Words for what the block has and no model here can read."""
+        """Words for content that a text model cannot read."""
         if self.type == "redacted_thinking":
             return [self.type]
         return [*super().left_out, *left_out_of(self.content)]
 
     def template_result(self) -> dict[str, Any]:
-        """A `tool_result` block as chat templates take it."""
+        """Convert a `tool_result` block for a chat template."""
         message = read_message("tool", self.content, "\n")
-        message.pop("media", None)  # it stays a line
+        message.pop("media", None)  # its line stays in the content
         if self.is_error:
             message["content"] = f"Error: {message['content']}"
         return message | {"tool_call_id": self.tool_use_id or ""}
 
 
 def _class_of(block: Any) -> str:
+    """Return the name of the class that validates a block."""
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    is_record = isinstance(kind, str) and kind not in (*ContentBlock.known, *_DOCUMENTS)
+    is_record = isinstance(kind, str) and kind not in (*ContentBlock.text_types, *_DOCUMENTS)
     return "Record" if is_record else "ContentBlock"
 
 
 _DOCUMENTS: Final = ("document", "search_result", "resource")
-_TURN: Final = ("tool_use", "tool_result", "thinking")  # they have fields of a message of their own
+# Types of blocks that become fields of a message, or messages of their own.
+_STRUCTURE: Final = ("tool_use", "tool_result", "thinking")
 Block = Annotated[
     Annotated[ContentBlock, Tag("ContentBlock")] | Annotated[Record, Tag("Record")],
     Discriminator(_class_of),
@@ -104,27 +107,33 @@ class AnthropicMessage(Body):
     content: str | ListOfParts[Block] | None = None
 
     def for_template(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them: tool results are messages of their own."""
+        """Convert the message for a chat template. Each tool result becomes another message."""
         if self.content is None or isinstance(self.content, str):
             return [{"role": self.role, "content": self.content or ""}]
-        blocks = [block for block in self.content if isinstance(block, ContentBlock)]
-        calls = [block for block in blocks if block.type == "tool_use"]
-        thoughts = [one.thinking for one in blocks if one.type == "thinking" and one.thinking]
-        results = [block.template_result() for block in blocks if block.type == "tool_result"]
-        parts = [block for block in self.content if block.type not in _TURN]
+        thoughts = []
+        calls = []
+        results = []
+        for block in self.content:
+            if not isinstance(block, ContentBlock):
+                continue
+            if block.type == "thinking" and block.thinking:
+                thoughts.append(block.thinking)
+            elif block.type == "tool_use":
+                calls.append(template_call(block.id, block.name or "", block.input))
+            elif block.type == "tool_result":
+                results.append(block.template_result())
+        parts = [block for block in self.content if block.type not in _STRUCTURE]
         message = read_message(self.role, parts, "\n")
         if thoughts:
             message["reasoning_content"] = "\n".join(thoughts)
         if calls:
-            message["tool_calls"] = [
-                template_call(call.id, call.name or "", call.input) for call in calls
-            ]
-        empty = not (message["content"] or thoughts or calls)
-        return results if results and empty else [*results, message]
+            message["tool_calls"] = calls
+        is_empty = not (message["content"] or thoughts or calls)
+        return results if results and is_empty else [*results, message]
 
 
 class AnthropicTool(Body):
-    """A tool of the client. Other types are known to Anthropic's models and servers alone."""
+    """A tool of the client. Only Anthropic's models and servers know other types of tools."""
 
     type: str | None = None
     name: Annotated[str, Field(max_length=256)] = ""
@@ -133,7 +142,7 @@ class AnthropicTool(Body):
     strict: bool | None = None
 
     def tool(self) -> Tool:
-        """The internal tool. Raises `RequestError`."""
+        """Convert to the internal tool. Raises `RequestError`."""
         if self.type not in (None, "custom"):
             message = (
                 f"Tools of type {self.type[:40]!r} are built into Anthropic's models or servers: "
@@ -142,11 +151,16 @@ class AnthropicTool(Body):
             raise RequestError(message, param="tools")
         if not self.name or self.input_schema is None:
             raise RequestError("A tool needs a name and an input_schema.", param="tools")
-        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict))
+        return Tool(
+            self.name,
+            description=self.description or "",
+            parameters=self.input_schema,
+            strict=bool(self.strict),
+        )
 
 
 class AnthropicToolChoice(Body):
-    """Whether a tool has to be called, and which."""
+    """Whether a tool must be called, and which one."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str | None = None
@@ -163,7 +177,7 @@ class OutputConfig(Body):
 class CountBody(Body):
     """POST /v1/messages/count_tokens"""
 
-    unsupported = {**dict.fromkeys(("compaction", "container", "thread")), "mcp_servers": []}
+    unsupported = {"compaction": None, "container": None, "thread": None, "mcp_servers": []}
 
     model: ModelName = "default"
     messages: Annotated[ListOf[AnthropicMessage], Field(min_length=1)]
@@ -175,36 +189,43 @@ class CountBody(Body):
     output_format: ResponseFormat | None = None
 
     def generation_request(self, **settings: Any) -> GenerationRequest:
-        """The internal request. Raises `RequestError`."""
+        """Convert to the internal request. Raises `RequestError`."""
         choice = self.tool_choice or AnthropicToolChoice()
         output = self.output_config or OutputConfig()
         if choice.type == "tool" and not choice.name:
             raise RequestError("The tool has no name.", param="tool_choice")
-        allowed = frozenset({choice.name or ""}) if choice.type == "tool" else None
-        thinking = self.thinking.template_settings() if self.thinking else {}
-        effort = {} if output.effort is None else {EFFORT: output.effort}
-        form = self.output_format or output.format
-        messages = sum((one.for_template() for one in self.messages), self._system_messages())
+        template_settings: dict[str, Any] = {}
+        if output.effort is not None:
+            template_settings[EFFORT] = output.effort
+        if self.thinking is not None:
+            template_settings |= self.thinking.template_settings()
+        response_format = self.output_format or output.format
+        messages = self._system_messages()
+        for message in self.messages:
+            messages += message.for_template()
         return GenerationRequest(
-            self.model,
-            messages,
-            settings,
-            [tool.tool() for tool in self.tools or ()],
-            _TOOL_CHOICES[choice.type],
-            allowed,
+            model=self.model,
+            prompt=messages,
+            settings=settings,
+            tools=[tool.tool() for tool in self.tools or ()],
+            tool_choice=_TOOL_CHOICES[choice.type],
+            allowed_tools=frozenset({choice.name or ""}) if choice.type == "tool" else None,
             parallel_calls=not choice.disable_parallel_tool_use,
-            schema=form.answer_schema() if form else None,
-            template_settings=effort | thinking,
+            schema=response_format.answer_schema() if response_format else None,
+            template_settings=template_settings,
             ignored=self.thinking.ignored if self.thinking else (),
             continues_message=has_beginning(messages),
         )
 
     def _system_messages(self) -> list[dict[str, Any]]:
-        """The system prompt, without the part that differs between sessions."""
+        """Return the system message, without the block that differs between sessions."""
         blocks = [self.system] if isinstance(self.system, str) else self.system or []
-        texts = [one if isinstance(one, str) else one.read() for one in blocks]
-        text = "\n\n".join(one for one in texts if one and not one.startswith(BILLING_HEADER))
-        return [{"role": "system", "content": text}] if text else []
+        texts = []
+        for block in blocks:
+            text = block if isinstance(block, str) else block.read()
+            if text and not text.startswith(BILLING_HEADER):
+                texts.append(text)
+        return [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
 
 
 class MessagesBody(CountBody):
@@ -212,15 +233,15 @@ class MessagesBody(CountBody):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
-    temperature: float | None = sampled("temperature", most=1)
-    top_p: float | None = sampled("top_p")
-    top_k: int | None = sampled("top_k")
+    temperature: float | None = sampling_field("temperature", maximum=1)
+    top_p: float | None = sampling_field("top_p")
+    top_k: int | None = sampling_field("top_k")
     stop_sequences: Stops | None = None
 
     def generation_request(self, **more: Any) -> GenerationRequest:
-        """The internal request with its sampling. Raises `RequestError`."""
-        found = sampling_settings(self, self.stop_sequences, max_tokens=self.max_tokens, **more)
-        return super().generation_request(**found)
+        """Convert to the internal request, with sampling settings. Raises `RequestError`."""
+        settings = sampling_settings(self, self.stop_sequences, max_tokens=self.max_tokens, **more)
+        return super().generation_request(**settings)
 
 
 class MessagesResponse(ItemsResponse):
@@ -228,28 +249,40 @@ class MessagesResponse(ItemsResponse):
 
     Args:
         stream: the answer.
-        request_id: of the request.
+        request_id: the id of the request.
     """
 
     def __init__(self, stream: ResponseStream, request_id: str) -> None:
         super().__init__(stream)
-        self._request_id, self._is_begun = request_id, False
+        self._request_id = request_id
+        self._has_begun = False
         self._index = -1  # of the last block
 
     def _step(self, step: StepOutput) -> Iterator[Event]:
-        if not self._is_begun:  # not earlier: only now the usage has the cached tokens
-            self._is_begun = True
-            message: Event = {"id": new_id("msg_"), "type": "message", "role": "assistant"}
-            message |= {"model": self.model, "content": [], "stop_reason": None}
-            message |= {"stop_sequence": None, "usage": self._usage(step)}
+        if not self._has_begun:  # not before the first step, which knows the cached tokens
+            self._has_begun = True
+            message: Event = {
+                "id": new_id("msg_"),
+                "type": "message",
+                "role": "assistant",
+                "model": self.model,
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": self._usage(step),
+            }
             yield {"type": "message_start", "message": message}
         yield from super()._step(step)
         if step.reason is not None:
-            stopped = step.stop_string is not None
-            reason = "stop_sequence" if stopped else _STOP_REASONS[step.reason]
-            delta = {"stop_reason": reason, "stop_sequence": step.stop_string}
-            more = {"usage": self._usage(step), "x_dflash": self.drafting()}
-            yield {"type": "message_delta", "delta": delta} | more
+            reason = _STOP_REASONS[step.reason]
+            if step.stop_string is not None:
+                reason = "stop_sequence"
+            yield {
+                "type": "message_delta",
+                "delta": {"stop_reason": reason, "stop_sequence": step.stop_string},
+                "usage": self._usage(step),
+                "x_dflash": self.drafting(),
+            }
             yield {"type": "message_stop"}
 
     def _open(self, part: Part) -> Iterator[Event]:
@@ -278,7 +311,7 @@ class MessagesResponse(ItemsResponse):
         return error.anthropic(self._request_id)
 
     def ping(self) -> Event:
-        """Anthropic's own."""
+        """Return Anthropic's ping event."""
         return {"type": "ping"}
 
     def _add(self, event: Event) -> None:
@@ -287,7 +320,8 @@ class MessagesResponse(ItemsResponse):
         elif event["type"] == "content_block_start":
             self.result["content"].append(event["content_block"])
         elif event["type"] == "content_block_delta":
-            block, delta = self.result["content"][-1], event["delta"]
+            block = self.result["content"][-1]
+            delta = event["delta"]
             if "partial_json" in delta:
                 block["input"] = from_json(delta["partial_json"])
             else:

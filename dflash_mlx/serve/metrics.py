@@ -1,4 +1,4 @@
-"""Prometheus metrics, with vLLM's names where they mean the same."""
+"""Prometheus metrics, with vLLM's names if they mean the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ..events import Event, Stats
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _MAXRSS_UNIT: Final = 1 if sys.platform == "darwin" else 1024  # bytes
-_SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+# The upper bounds of the histograms' buckets, in seconds.
+_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
 class Metrics:
@@ -56,7 +57,7 @@ class Metrics:
         return Gauge(f"dflash_{name}", help, registry=self._registry)
 
     def _histogram(self, name: str, help: str) -> Histogram:
-        return Histogram(f"dflash_{name}", help, registry=self._registry, buckets=_SECONDS)
+        return Histogram(f"dflash_{name}", help, registry=self._registry, buckets=_BUCKETS)
 
     def count_step(self, event: Event) -> None:
         """Count a decode step of one answer."""
@@ -72,5 +73,5 @@ class Metrics:
         self._finished.labels(reason).inc()
 
     def text(self) -> bytes:
-        """All metrics in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Middleware: CORS, auth, request ids, counts, log lines, and the bodies of errors."""
+"""The middleware: CORS, auth, request ids, counts, log lines, and the bodies of errors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ NOT_FOUND: Final = (
     "/api/generate."
 )
 NO_EMBEDDINGS: Final = "This server makes no embeddings: it serves models that write text."
-IGNORED: Final = b"x-dflash-ignored"  # what a request asks for and does not get
-CLIENT_CLOSED: Final = 499  # nginx's status; only the log shows it
+IGNORED: Final = b"x-dflash-ignored"  # the header that names what the server ignored
+CLIENT_CLOSED: Final = 499  # nginx's status for a client that left; only the log shows it
 
 log = logging.getLogger("dflash_mlx.serve")
 
@@ -35,25 +35,29 @@ log = logging.getLogger("dflash_mlx.serve")
 class RequestMiddleware:
     """Checks the auth of a request, gives it an id, counts and logs it.
 
-    The log has times and statuses, and nothing of a prompt.
+    The log contains times and statuses, but nothing of a prompt.
 
     Args:
-        app: the application behind it.
+        app: the application that answers.
         auth: who may use the server.
         metrics: counts responses.
     """
 
     def __init__(self, app: ASGIApp, auth: Auth, metrics: Metrics) -> None:
-        self._app, self._auth, self._metrics = app, auth, metrics
+        self._app = app
+        self._auth = auth
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401 or 403."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, status = time.monotonic(), CLIENT_CLOSED
+        start = time.monotonic()
+        status = CLIENT_CLOSED
         request = Request(scope)
-        request_id = request.state.request_id = new_id("req_")
+        request_id = new_id("req_")
+        request.state.request_id = request_id
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -61,7 +65,8 @@ class RequestMiddleware:
                 status = message["status"]
                 value = request_id.encode()
                 extra = [(b"request-id", value), (b"x-request-id", value)]
-                if ignored := getattr(request.state, "ignored", None):
+                ignored = getattr(request.state, "ignored", None)
+                if ignored:
                     extra.append((IGNORED, "; ".join(ignored).encode("unicode_escape")[:1000]))
                 message["headers"] = [*message.get("headers", ()), *extra]
             await send(message)
@@ -81,7 +86,7 @@ class RequestMiddleware:
 
 
 def error_response(request: Request, error: RequestError) -> JSONResponse:
-    """An error in the format of the path's API."""
+    """Make the response of an error, in the format of the path's API."""
     path = request.url.path
     if path.startswith("/api/"):
         content = error.ollama()
@@ -93,7 +98,7 @@ def error_response(request: Request, error: RequestError) -> JSONResponse:
 
 
 def with_middleware(routes: Sequence[Route], auth: Auth, metrics: Metrics) -> Starlette:
-    """An application of these routes behind the middleware."""
+    """Make an application of these routes behind the middleware."""
     middleware = [Middleware(RequestMiddleware, auth=auth, metrics=metrics)]
     if auth.origins:
         cors = Middleware(
@@ -104,13 +109,13 @@ def with_middleware(routes: Sequence[Route], auth: Auth, metrics: Metrics) -> St
             allow_private_network=True,  # Chrome asks before it lets a page use this machine
         )
         middleware.insert(0, cors)
-    known = RequestError, HTTPException, ClientDisconnect, Exception
-    handlers = dict.fromkeys(known, _on_error)
+    errors = (RequestError, HTTPException, ClientDisconnect, Exception)
+    handlers = dict.fromkeys(errors, _on_error)
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """The response to a request that raised an error."""
+    """Answer a request that raised an error."""
     if isinstance(error, RequestError):
         return error_response(request, error)
     if isinstance(error, ClientDisconnect):
@@ -118,10 +123,14 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         log.error("%s failed: %r", request.state.request_id, error)
         return error_response(request, RequestError("Internal error: see the server's log.", 500))
-    not_found = NO_EMBEDDINGS if "/embed" in request.url.path else NOT_FOUND
-    messages = {404: not_found, 405: "This path takes another method."}
-    status = error.status_code if error.status_code in messages else 400
-    message = messages.get(status, str(error.detail))
+    status = error.status_code
+    if status == 404:
+        message = NO_EMBEDDINGS if "/embed" in request.url.path else NOT_FOUND
+    elif status == 405:
+        message = "This path takes another method."
+    else:
+        status = 400
+        message = str(error.detail)
     response = error_response(request, RequestError(message, status))
     response.headers.update(error.headers or {})
     return response

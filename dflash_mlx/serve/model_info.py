@@ -1,4 +1,4 @@
-"""What the lists of models say, in the formats of all APIs."""
+"""The entries of models in lists, in the formats of all APIs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ from .models import OfferedModel
 if TYPE_CHECKING:
     from ..targets import Target
 
-NEVER: Final = "9999-12-31T23:59:59Z"  # when a model is unloaded that nothing unloads
-# The context length, by the names of other servers' lists.
-_LENGTHS: Final = "context_length max_model_len max_context_length loaded_context_length".split()
+NEVER: Final = "9999-12-31T23:59:59Z"  # when a model expires that is never unloaded
+# Names of the context length in the lists of other servers.
+_CONTEXT_FIELDS: Final = (
+    "context_length",
+    "max_model_len",
+    "max_context_length",
+    "loaded_context_length",
+)
 
 
 def openai_entry(model: OfferedModel) -> dict[str, Any]:
-    """The model as OpenAI's and Anthropic's lists have it."""
+    """Describe a model for the lists of OpenAI and Anthropic."""
     content = {
         "id": model.name,
         "object": "model",
@@ -37,12 +42,13 @@ def openai_entry(model: OfferedModel) -> dict[str, Any]:
     }
     if model.handler is not None:
         length = model.handler.target.context_length
-        content |= dict.fromkeys(_LENGTHS, length) | {"meta": {"n_ctx_train": length}}
+        content |= dict.fromkeys(_CONTEXT_FIELDS, length)
+        content["meta"] = {"n_ctx_train": length}
     return content
 
 
 def ollama_entry(model: OfferedModel) -> dict[str, Any]:
-    """The model as Ollama's lists have it."""
+    """Describe a model for Ollama's lists."""
     handler = model.handler
     content = {
         "name": model.name,
@@ -53,32 +59,40 @@ def ollama_entry(model: OfferedModel) -> dict[str, Any]:
     }
     if handler is None:
         return content | {"size": _file_bytes(model.path)}
-    size, length = weight_bytes(handler.target.model), handler.target.context_length
+    size = weight_bytes(handler.target.model)
     return content | {
         "expires_at": NEVER,
         "size": size,
         "size_vram": size,
-        "context_length": length,
+        "context_length": handler.target.context_length,
     }
 
 
 def ollama_details(model: OfferedModel) -> dict[str, Any]:
-    """The model as Ollama's /api/show has it."""
-    handler, abilities = model.handler, ["completion", "tools"]
+    """Describe a model for Ollama's /api/show."""
+    handler = model.handler
     details = _details(handler.target if handler else None, model.path)
-    known: dict[str, Any] = {"general.basename": model.name}
-    content = {"modified_at": _time(model), "details": details, "model_info": known}
-    content["capabilities"] = abilities
+    model_info: dict[str, Any] = {"general.basename": model.name}
+    capabilities = ["completion", "tools"]
+    content = {
+        "modified_at": _time(model),
+        "details": details,
+        "model_info": model_info,
+        "capabilities": capabilities,
+    }
     if handler is None:
         return content
-    target, family = handler.target, details["family"]
-    known["general.architecture"] = family
-    known["general.parameter_count"] = get_total_parameters(target.model)
-    known[f"{family}.context_length"] = target.context_length
-    known[f"{family}.embedding_length"] = target.hidden_size
-    abilities += ["thinking"] * bool(handler.form.thought[0])
+    target = handler.target
+    family = details["family"]
+    model_info["general.architecture"] = family
+    model_info["general.parameter_count"] = get_total_parameters(target.model)
+    model_info[f"{family}.context_length"] = target.context_length
+    model_info[f"{family}.embedding_length"] = target.hidden_size
+    if handler.form.thinks:
+        capabilities.append("thinking")
     template = target.tokenizer.chat_template
-    return content | {"template": template if isinstance(template, str) else ""}
+    content["template"] = template if isinstance(template, str) else ""
+    return content
 
 
 def _time(model: OfferedModel) -> str:
@@ -86,7 +100,7 @@ def _time(model: OfferedModel) -> str:
 
 
 def _file_bytes(path: Path | None) -> int:
-    """The size of the weights' files; 0 if they are not here, or not any more."""
+    """Return the size of the files of the weights; 0 if they are not on this disk."""
     with suppress(OSError):
         if path is not None:
             files = [path] if path.is_file() else path.glob("*.safetensors")
@@ -95,21 +109,23 @@ def _file_bytes(path: Path | None) -> int:
 
 
 def _details(target: Target | None, path: Path | None) -> dict[str, Any]:
-    """What is known of a model: of its config.json, and of its weights if it is loaded."""
-    config, size = {}, ""
+    """Describe a model by its config.json, and by its weights if it is loaded."""
+    config = {}
+    parameters = ""
     if target is not None:
-        config, millions = target.config, get_total_parameters(target.model) / 1e6
-        size = f"{millions / 1e3:.3g}B" if millions >= 1e3 else f"{millions:.3g}M"
+        config = target.config
+        millions = get_total_parameters(target.model) / 1e6
+        parameters = f"{millions / 1e3:.3g}B" if millions >= 1e3 else f"{millions:.3g}M"
     elif path is not None and path.is_dir():
         with suppress(ConfigError):
             config = read_json(path / "config.json")
-    family, bits = str(config.get("model_type", "")), (config.get("quantization") or {}).get("bits")
+    family = str(config.get("model_type", ""))
+    bits = (config.get("quantization") or {}).get("bits")
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "")
     return {
         "format": "mlx",
         "family": family,
         "families": [family],
-        "parameter_size": size,
-        "quantization_level": f"{bits}-bit"
-        if bits
-        else str(config.get("dtype") or config.get("torch_dtype") or ""),
+        "parameter_size": parameters,
+        "quantization_level": f"{bits}-bit" if bits else dtype,
     }

@@ -1,8 +1,8 @@
-"""The models that a server offers: loaded when a request names them, and unloaded when idle.
+"""The models that a server offers. They are loaded on request, and unloaded when idle.
 
-A model that does not fit beside the loaded ones takes the memory of the one that was used longest
-ago, after its last answer. Requests for these two wait meanwhile, in their order, so that two
-models that share the memory take turns; requests for other models do not wait.
+A model that does not fit together with the loaded ones replaces the one that was used longest ago,
+after its last answer. Meanwhile requests for these two models wait, in their order, so that two
+models that share the memory take turns. Requests for other models do not wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..threads import clean_up_at_end
 from .errors import RequestError, shutting_down
 from .handler import RequestHandler
 
-LATEST: Final = ":latest"  # Ollama's clients add it to names without a tag
+LATEST: Final = ":latest"  # the tag that Ollama's clients add to names without one
 
 log = logging.getLogger("dflash_mlx.serve")
 
@@ -34,14 +34,15 @@ class OfferedModel:
     """A model that requests can name.
 
     Attributes:
-        name: in requests and responses.
-        load: loads it beside so many bytes of others, in a thread; None for one that stays loaded.
-        handler: answers its requests; None while it is not loaded.
+        name: the name in requests and responses.
+        load: loads the model, in a thread; gets the number of bytes that other models take. None if
+            the model is always loaded.
+        handler: answers requests; None while the model is not loaded.
         aliases: other names in requests.
-        path: its folder or GGUF file, if it is on this machine.
+        path: the model's folder or GGUF file; None if it is not on this machine.
         used: when a request was last answered.
-        created: when it was loaded last, or offered, in seconds since 1970.
-        lock: held while it is loaded, waits to be unloaded, or is unloaded.
+        created: when the model was last loaded, or offered, in seconds since 1970.
+        lock: held while the model is loaded, waits to be unloaded, or is unloaded.
     """
 
     name: str
@@ -55,15 +56,15 @@ class OfferedModel:
 
 
 class Models:
-    """The models of one server. All methods are for its event loop.
+    """The models of one server. Call its methods in the event loop.
 
-    A server of a single model answers under any name; of several, the first one answers requests
-    that name none.
+    A server with a single model accepts any name. If there are several, the first one answers
+    requests that name none.
 
     Args:
-        offered: the models, in the order in which they are listed; each has an engine of its own.
-        idle_seconds: without a request, after which a model is unloaded; None keeps it.
-        clock: in seconds.
+        offered: the models, in the order of lists; each has its own engine.
+        idle_seconds: a model is unloaded after as long without a request; None keeps it.
+        clock: tells the time in seconds.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class Models:
         idle_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.offered, self._idle_seconds, self._clock = list(offered), idle_seconds, clock
+        self.offered = list(offered)
+        self._idle_seconds = idle_seconds
+        self._clock = clock
         self._stopping = False
-        self._room = asyncio.Lock()  # held by the one model that others make room for
+        self._room = asyncio.Lock()  # held by the model for which others are unloaded
         self._thread = ThreadPoolExecutor(1, "dflash-load", clean_up_at_end)
         for model in self.offered:
             model.used = clock()
@@ -91,7 +94,7 @@ class Models:
 
     @property
     def draining(self) -> bool:
-        """Whether the server stops."""
+        """Whether the server refuses requests, because it stops."""
         return self._stopping or self.lost
 
     @property
@@ -101,11 +104,11 @@ class Models:
 
     @property
     def seconds_since_step(self) -> float:
-        """Seconds since the last step of an engine that has something to do; 0 if none has."""
+        """Seconds since the last step of an engine that has work; 0 if none has."""
         return max((handler.seconds_since_step for handler in self.handlers), default=0.0)
 
     def drain(self) -> None:
-        """Refuse new requests; open answers go on."""
+        """Refuse new requests. Open answers continue."""
         self._stopping = True
 
     def abort(self) -> None:
@@ -114,22 +117,24 @@ class Models:
             handler.abort()
 
     def find(self, name: str) -> OfferedModel:
-        """The model that a name means. Raises `RequestError` 404, with the names that there are."""
+        """Find a model by its name. Raises `RequestError` 404, which lists the names."""
         for model in self.offered:
-            names = [one.removesuffix(LATEST) for one in (model.name, *model.aliases)]
+            names = [alias.removesuffix(LATEST) for alias in (model.name, *model.aliases)]
             if len(self.offered) == 1 or name.removesuffix(LATEST) in names:
                 return model
         if name in ("", "default"):
             return self.offered[0]
-        known = ", ".join(model.name for model in self.offered)
-        message = f"There is no model {name[:100]!r} here: this server offers {known}."
+        all_names = ", ".join(model.name for model in self.offered)
+        message = f"There is no model {name[:100]!r} here: this server offers {all_names}."
         raise RequestError(message, 404, code="model_not_found")
 
     async def use(self, name: str) -> tuple[OfferedModel, RequestHandler]:
-        """The model that a name means, loaded, and its handler.
+        """Find a model by its name, and load it. Returns it and its handler.
 
-        The handler has to get its request before anything else is awaited: then the model stays.
-        Raises `RequestError`: 404 as `find`, 500 or 503 if the model cannot be loaded.
+        Pass the request to the handler before anything else is awaited. Otherwise the model may be
+        unloaded first.
+
+        Raises `RequestError`: 404 if there is no such model, 500 or 503 if it cannot be loaded.
         """
         model = self.find(name)
         async with model.lock:
@@ -137,14 +142,17 @@ class Models:
                 async with self._room:
                     while not await self._load(model):
                         await self._make_room()
-            if self.draining:  # it may begin while a model loads
+            if self.draining:  # the server may have stopped while the model was loaded
                 raise shutting_down()
             assert model.handler is not None
             model.used = self._clock()
             return model, model.handler
 
     async def unload(self, name: str) -> bool:
-        """Unload a model, unless it is busy or stays. Whether it is unloaded; raises as `find`."""
+        """Unload a model, unless it is busy or always loaded. Returns whether it is unloaded.
+
+        Raises `RequestError` 404 if there is no such model.
+        """
         model = self.find(name)
         async with model.lock:
             if model.handler is not None and model.handler.idle.is_set():
@@ -165,32 +173,34 @@ class Models:
                     await self._unload(model)
 
     async def _load(self, model: OfferedModel) -> bool:
-        """Load a model; whether it fits beside the loaded ones. Raises `RequestError`."""
+        """Load a model. Returns False if others must be unloaded first. Raises `RequestError`."""
         if self.draining:
             raise shutting_down()
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self._thread, _open, model)
         except DFlashError as error:
-            too_large = isinstance(error, NotEnoughMemoryError)
-            if too_large and self._movable:
+            is_too_large = isinstance(error, NotEnoughMemoryError)
+            if is_too_large and self._unloadable:
                 return False
             log.error("%s cannot be loaded: %s", model.name, error)
-            # The error may name a folder of this machine.
-            why = "cannot be loaded: see the server's log."
-            why = "does not fit into this machine's memory." if too_large else why
-            raise RequestError(f"{model.name} {why}", 503 if too_large else 500) from error
+            if is_too_large:
+                message = f"{model.name} does not fit into this machine's memory."
+                raise RequestError(message, 503) from error
+            # Clients do not see the error itself, because it may name a folder of this machine.
+            message = f"{model.name} cannot be loaded: see the server's log."
+            raise RequestError(message, 500) from error
         return True
 
     @property
-    def _movable(self) -> list[OfferedModel]:
+    def _unloadable(self) -> list[OfferedModel]:
         """The loaded models that may be unloaded."""
-        return [one for one in self.offered if one.handler is not None and one.load is not None]
+        return [model for model in self.offered if model.handler and model.load]
 
     async def _make_room(self) -> None:
         """Unload the model that was used longest ago, after its last answer."""
-        oldest = min(self._movable, key=lambda one: one.used, default=None)
-        if oldest is None:  # unloaded meanwhile
+        oldest = min(self._unloadable, key=lambda model: model.used, default=None)
+        if oldest is None:  # the others have been unloaded in the meantime
             return
         async with oldest.lock:
             if oldest.handler is not None:
@@ -198,10 +208,10 @@ class Models:
                 await self._unload(oldest)
 
     async def _unload(self, model: OfferedModel) -> None:
-        """Unload a model that is idle; its lock is held."""
+        """Unload a model that is idle. The caller holds its lock."""
         handler = model.handler
         if model.load is not None and handler is not None:
-            model.handler = None  # before the thread: no request may get it any more
+            model.handler = None  # so that no request gets it while the thread closes it
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._thread, handler.close)
             del handler
@@ -210,7 +220,7 @@ class Models:
 
 
 def _open(model: OfferedModel) -> None:
-    """Load a model beside everything that this process has on the device."""
+    """Load a model into the memory that this process leaves on the device."""
     assert model.load is not None
     _free()
     model.handler = model.load(mx.get_active_memory())
@@ -219,6 +229,6 @@ def _open(model: OfferedModel) -> None:
 
 
 def _free() -> None:
-    """Give the device the memory back that nothing refers to."""
+    """Free memory of the device that nothing refers to."""
     gc.collect()
     mx.clear_cache()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AliasChoices, Field
 from pydantic_core import from_json, to_json
 
-from ..answers.parser import Part, Reasoning, Text, ToolCall, joined
+from ..answers.parts import Part, Reasoning, Text, ToolCall, joined
 from .body import Body, ListOf
 from .chat import ChatFunction, ChatMessage
 from .content import ContentPart, read_content
@@ -29,29 +29,30 @@ from .request import GenerationRequest, Tool, has_beginning
 from .response import ApiResponse, Event, grow
 from .steps import ResponseStream, StepOutput
 
-VERSION: Final = "0.13.4"  # the first with /v1/responses; clients refuse servers of old ones
+# The version that we report, because clients refuse old servers: the first with /v1/responses.
+VERSION: Final = "0.13.4"
 
 
 class OllamaOptions(SamplingOptions):
-    """How tokens are chosen. Options of Ollama's own runtime are ignored."""
+    """How tokens are chosen. Options of Ollama's runtime are ignored."""
 
     unsupported = {**SamplingOptions.unsupported, "tfs_z": 1}
 
-    num_predict: Annotated[int, Field(ge=-2)] | None = None  # negative: no limit
+    num_predict: Annotated[int, Field(ge=-2)] | None = None  # a negative number is no limit
 
 
 class OllamaMessage(ChatMessage):
-    """A message of a conversation; calls have their arguments as an object."""
+    """A message of a conversation. The arguments of calls are objects."""
 
     images: ListOf[str] | None = None
     reasoning: Annotated[str | None, Field(alias="thinking")] = None
     name: Annotated[str | None, Field(alias="tool_name")] = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
-        parts = [ContentPart(type="text", text=read_content(self.content, ""))]
-        parts += [ContentPart(type="image")] * len(self.images or ())
-        self.content = parts if self.images else self.content
+        """Convert the message for a chat template."""
+        if self.images:
+            text = ContentPart(type="text", text=read_content(self.content, ""))
+            self.content = [text, *[ContentPart(type="image")] * len(self.images)]
         return super().for_template()
 
 
@@ -70,27 +71,28 @@ class OllamaBody(Body):
     def _request(
         self, prompt: str | list[dict[str, Any]], tools: Sequence[Tool] = ()
     ) -> GenerationRequest:
-        """The internal request of a raw text, or of messages as templates take them."""
+        """Make the internal request of a raw text, or of messages for a chat template."""
+        is_raw = isinstance(prompt, str)
         return GenerationRequest(
-            self.model,
-            prompt,
-            self.options.settings(self.options.num_predict) if self.options else {},
-            tools,
+            model=self.model,
+            prompt=prompt,
+            settings=self.options.settings(self.options.num_predict) if self.options else {},
+            tools=tools,
             schema={"type": "object"} if self.format == "json" else self.format or None,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_settings=thinking_settings(self.think),
             continues_message=not isinstance(prompt, str) and has_beginning(prompt),
-            prompt_field="prompt" if isinstance(prompt, str) else "messages",
+            prompt_field="prompt" if is_raw else "messages",
         )
 
     @property
     def unloads(self) -> bool:
-        """Whether a request without a prompt has a model unloaded, not loaded."""
+        """Whether a request without a prompt unloads the model. Otherwise it loads the model."""
         seconds = _seconds(self.keep_alive)
         return seconds is not None and 0 <= seconds < 1
 
     def without_prompt(self, reason: str) -> dict[str, Any]:
-        """The response to a request without a prompt, which has a model loaded or unloaded."""
+        """Return the response to a request without a prompt, which loads or unloads a model."""
         return {**_head(self.model), **_content(self, ""), "done": True, "done_reason": reason}
 
 
@@ -101,10 +103,10 @@ class OllamaChatBody(OllamaBody):
     tools: ListOf[ChatFunction] | None = None
 
     def generation_request(self) -> GenerationRequest | None:
-        """The internal request; None without messages. Raises `RequestError`."""
+        """Convert to the internal request; None without messages. Raises `RequestError`."""
         if not self.messages:
             return None
-        messages = [one.for_template() for one in self.messages]
+        messages = [message.for_template() for message in self.messages]
         return self._request(messages, [tool.function.tool() for tool in self.tools or ()])
 
 
@@ -112,8 +114,12 @@ class OllamaGenerateBody(OllamaBody):
     """POST /api/generate"""
 
     unsupported = {
-        **{"context": [], "suffix": "", "template": ""},
-        **dict.fromkeys(("height", "steps", "width"), 0),
+        "context": [],
+        "suffix": "",
+        "template": "",
+        "height": 0,
+        "steps": 0,
+        "width": 0,
     }
 
     prompt: str | None = None
@@ -122,7 +128,7 @@ class OllamaGenerateBody(OllamaBody):
     raw: bool | None = None
 
     def generation_request(self) -> GenerationRequest | None:
-        """The internal request; None without a prompt. Raises `RequestError`."""
+        """Convert to the internal request; None without a prompt. Raises `RequestError`."""
         if not self.prompt:
             return None
         if self.raw:
@@ -132,7 +138,7 @@ class OllamaGenerateBody(OllamaBody):
         messages = [OllamaMessage(role="user", content=self.prompt, images=self.images)]
         if self.system:
             messages.insert(0, OllamaMessage(role="system", content=self.system))
-        return self._request([one.for_template() for one in messages])
+        return self._request([message.for_template() for message in messages])
 
 
 _UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -140,7 +146,7 @@ _DURATION: Final = re.compile(rf"([\d.]+)({'|'.join(_UNITS)})")
 
 
 def _seconds(duration: float | str | None) -> float | None:
-    """Seconds of a number, or of a duration as Go writes it, such as 1h30m; None for neither."""
+    """Parse a number of seconds, or a duration of Go such as 1h30m. Returns None for others."""
     if duration is None or isinstance(duration, float):
         return duration
     with suppress(ValueError):
@@ -165,7 +171,7 @@ class OllamaPullBody(Body):
 class OllamaShowBody(Body):
     """POST /api/show"""
 
-    # The second name is the older one.
+    # "name" is the older name of the field.
     model: Annotated[ModelName, Field(validation_alias=AliasChoices("model", "name"))]
 
 
@@ -175,73 +181,77 @@ class OllamaResponse(ApiResponse):
     Args:
         stream: the answer.
         body: the request.
-        start: when the request came, on the monotonic clock.
+        start: when the request arrived, on the monotonic clock.
     """
 
     media_type = "application/x-ndjson"
 
     def __init__(self, stream: ResponseStream, body: OllamaBody, start: float) -> None:
         super().__init__(stream)
-        self._body, self._start = body, start
-        self._load_seconds = time.monotonic() - start  # of the model, if it was not loaded
+        self._body = body
+        self._start = start
+        self._load_seconds = time.monotonic() - start  # for loading the model
         self._is_raw = stream.request.prompt_field == "prompt"
 
     def _step(self, step: StepOutput) -> Iterator[Event]:
-        """One piece, if there is something new."""
+        """Yield one piece, if there is something new."""
         if self._is_raw:
             piece = self._piece(step.event.text)
         elif step.parts or step.logprobs:
             piece = self._piece(joined(step.parts, Text), step.parts)
         else:
             return
-        yield piece | ({"logprobs": step.logprobs} if step.logprobs else {})
+        if step.logprobs:
+            piece["logprobs"] = step.logprobs
+        yield piece
 
     def _end(self) -> Iterator[Event]:
         [end] = self.ends
         stats = end.event.stats
-        seconds = {
-            "total": time.monotonic() - self._start,
-            "load": self._load_seconds,
-            "prompt_eval": stats.prefill_seconds,
-            "eval": stats.decode_seconds,
-        }
         yield self._piece() | {
             "done": True,
             "done_reason": "length" if end.reason == "length" else "stop",
             "prompt_eval_count": self._stream.prompt_tokens,
             "eval_count": stats.output_tokens,
-            **{f"{name}_duration": int(value * 1e9) for name, value in seconds.items()},
+            "total_duration": _nanoseconds(time.monotonic() - self._start),
+            "load_duration": _nanoseconds(self._load_seconds),
+            "prompt_eval_duration": _nanoseconds(stats.prefill_seconds),
+            "eval_duration": _nanoseconds(stats.decode_seconds),
         }
 
     def _error(self, error: RequestError) -> Event:
         return error.ollama()
 
     def ping(self) -> Event:
-        """A line without text."""
+        """Return a line without text."""
         return self._piece()
 
     def _add(self, event: Event) -> None:
         grow(self.result, event)
 
     def frame(self, event: Event) -> bytes:
-        """An event as the stream has it."""
+        """Encode an event for the stream."""
         return to_json(event) + b"\n"
 
     def _piece(self, text: str = "", parts: Sequence[Part] = ()) -> Event:
         return {**_head(self.model), **_content(self._body, text, parts), "done": False}
 
 
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
 def _content(body: OllamaBody, text: str, parts: Sequence[Part] = ()) -> dict[str, Any]:
-    """A piece of the answer, in the fields of the response."""
+    """Return a piece of the answer, in the fields of the response."""
     thinking = joined(parts, Reasoning)
     thought = {"thinking": thinking} if thinking else {}
     if isinstance(body, OllamaGenerateBody):
         return {"response": text, **thought}
     message: dict[str, Any] = {"role": "assistant", "content": text, **thought}
-    for call in parts:
-        if isinstance(call, ToolCall):
-            function = {"name": call.name, "arguments": from_json(call.arguments)}
-            message.setdefault("tool_calls", []).append({"id": call.id, "function": function})
+    for part in parts:
+        if isinstance(part, ToolCall):
+            function = {"name": part.name, "arguments": from_json(part.arguments)}
+            message.setdefault("tool_calls", []).append({"id": part.id, "function": function})
     return {"message": message}
 
 

@@ -1,4 +1,4 @@
-"""What requests to OpenAI's chat completions and completions share."""
+"""Fields that requests to OpenAI's chat completions and completions share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_CHOICES: Final = 8
 
 
 class StructuredOutputs(Body):
-    """The format of the answer, as vLLM takes it."""
+    """The format of the answer, in vLLM's syntax."""
 
     unsupported = dict.fromkeys(("choice", "grammar", "regex", "structural_tag"))
 
@@ -22,8 +22,10 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
     def answer_schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None for free text."""
-        return {"type": "object"} if self.json_object and self.json_ is None else self.json_
+        """Return the JSON schema of the answer, or None for free text."""
+        if self.json_ is None and self.json_object:
+            return {"type": "object"}
+        return self.json_
 
 
 class StreamOptions(Body):
@@ -41,7 +43,9 @@ class ChoicesBody(SamplingOptions):
         **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "use_beam_search"), False),
         **dict.fromkeys(("allowed_token_ids", "bad_words", "documents", "stop_token_ids"), []),
         **dict.fromkeys(("dry_multiplier", "dynatemp_range", "min_tokens", "prompt_logprobs"), 0),
-        **{"grammar": "", "length_penalty": 1, "xtc_probability": 0},
+        "grammar": "",
+        "length_penalty": 1,
+        "xtc_probability": 0,
         "truncate_prompt_tokens": None,
     }
 
@@ -61,16 +65,18 @@ class ChoicesBody(SamplingOptions):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def answer_schema(self) -> dict[str, Any] | None:
-        """The JSON schema of the answer; None for free text. Raises `RequestError`."""
-        form, structured = self.response_format, self.structured_outputs
-        if form and form.type == "json_schema" and not (form.json_schema or form.schema_):
-            raise RequestError("json_schema is missing.", param="response_format.json_schema")
-        schemas = [
-            form.answer_schema() if form else None,
+        """Return the JSON schema of the answer, or None for free text. Raises `RequestError`."""
+        format_ = self.response_format
+        if format_ and format_.type == "json_schema":
+            if not (format_.json_schema or format_.schema_):
+                raise RequestError("json_schema is missing.", param="response_format.json_schema")
+        structured = self.structured_outputs
+        candidates = (
+            format_.answer_schema() if format_ else None,
             self.json_schema,
             structured.answer_schema() if structured else None,
-        ]
-        given = [schema for schema in schemas if schema is not None]
-        if len(given) > 1:
+        )
+        schemas = [schema for schema in candidates if schema is not None]
+        if len(schemas) > 1:
             raise RequestError("The request has two schemas of its answer.")
-        return given[0] if given else None
+        return schemas[0] if schemas else None

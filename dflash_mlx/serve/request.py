@@ -1,4 +1,4 @@
-"""A generation request, whichever API it comes from."""
+"""The internal form of a generation request, which is the same for all APIs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tool:
     strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates take it."""
+        """Convert the tool for a chat template."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -41,22 +41,23 @@ class GenerationRequest:
     """What to generate, and how.
 
     Attributes:
-        model: the requested name, then that of the model that answers.
-        prompt: chat messages as templates take them, a text to continue, or token ids. A message
-            that brings an image or other media, as a line, says their kind as `media`, and words
-            for all that no model here can read as `left_out`.
+        model: the name in the request; later the name of the model that answers.
+        prompt: chat messages for a template, a text to continue, or token ids. A message with an
+            image or other media has a line in its place, the kind of media as `media`, and words
+            for everything that a text model cannot read as `left_out`.
         settings: settings of `Engine.submit` that the client named.
-        tools: the tools; see `callable_tools`.
-        tool_choice: whether a call is up to the model ("auto"), forbidden or required.
+        tools: all tools; `callable_tools` are those that may be called.
+        tool_choice: whether the model decides to call ("auto"), must not or must.
         allowed_tools: names of the tools that may be called; None allows all.
-        parallel_calls: whether several calls may come at once.
+        parallel_calls: whether the model may make several calls at once.
         schema: the JSON schema of the answer, or None.
         n: the number of answers.
-        top_logprobs: how many likely tokens to report beside each token; None reports nothing.
+        top_logprobs: how many likely tokens to report for each position; None reports no
+            log-probabilities.
         template_settings: variables of the chat template, such as `enable_thinking`.
         continues_message: whether the answer continues the last message, the assistant's.
-        prompt_field: the field of the request that holds the prompt.
-        ignored: what the request asks for and does not get; a response header names it.
+        prompt_field: the field of the request that contains the prompt.
+        ignored: names of what the server ignores; a response header lists them.
     """
 
     model: str
@@ -75,36 +76,44 @@ class GenerationRequest:
     ignored: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        turns = [one for one in self.prompt[-2:] if isinstance(one, dict)]
-        # Earlier ones stay lines, and what a tool returned, which some clients send as the user's:
-        # an agent could never go on otherwise.
-        own = turns and turns[-1]["role"] == "user" and turns[0]["role"] != "tool"
-        if own and "media" in turns[-1]:
-            kind = turns[-1]["media"]
-            message = f"Content of type {kind!r} is not supported: this model reads text only."
-            raise RequestError(message)
+        # Refuse media in a new message of the user. In earlier messages and in results of tools,
+        # which some clients send as the user's, media stay lines: otherwise an agent that has seen
+        # an image could never go on.
+        last_two = [message for message in self.prompt[-2:] if isinstance(message, dict)]
+        if last_two:
+            last = last_two[-1]
+            is_new = last["role"] == "user" and last_two[0]["role"] != "tool"
+            if is_new and "media" in last:
+                raise RequestError(
+                    f"Content of type {last['media']!r} is not supported: this model reads text "
+                    "only."
+                )
         names = {tool.name for tool in self.tools}
         if len(names) < len(self.tools):
             raise RequestError("Two tools have the same name.", param="tools")
-        if missing := sorted((self.allowed_tools or frozenset()) - names):
+        missing = sorted((self.allowed_tools or frozenset()) - names)
+        if missing:
             raise RequestError(f"tools has no tool {missing[0]!r}.", param="tool_choice")
         if self.tool_choice == "required" and not self.tools:
             raise RequestError("A call is required, but tools is empty.", param="tool_choice")
 
     @property
     def left_out(self) -> list[str]:
-        """Words for what the messages have and no model here can read."""
-        messages = [one for one in self.prompt if isinstance(one, dict)]
-        return [f"content {word}" for one in messages for word in one.get("left_out", ())]
+        """Words for the parts of messages that a text model cannot read."""
+        words = []
+        for message in self.prompt:
+            if isinstance(message, dict):
+                words += [f"content {word}" for word in message.get("left_out", ())]
+        return words
 
     @property
     def continues_text(self) -> bool:
-        """Whether the answer continues a text, so that its first space counts."""
+        """Whether the answer continues a text, so that a leading space is kept."""
         return self.continues_message or self.is_raw
 
     @property
     def is_raw(self) -> bool:
-        """Whether the answer is the text as the model writes it: a thought has no field."""
+        """Whether the answer is the model's unparsed text, including thoughts."""
         return self.prompt_field == "prompt"
 
     @property
@@ -123,5 +132,5 @@ def has_beginning(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def instead_of(media: str) -> str:
-    """The line that a text model reads in place of an image, a file or audio."""
+    """Return the line that a text model reads in place of an image, a file or audio."""
     return f"[{media}: this model reads text only]"

@@ -1,4 +1,4 @@
-"""Answers in the formats of the APIs: events, which are sent one by one or put together."""
+"""Answers in the formats of the APIs: events that are sent one by one, or combined."""
 
 from __future__ import annotations
 
@@ -7,51 +7,55 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, Final
 
-from ..answers.parser import Part, ToolCall
+from ..answers.parts import Part, ToolCall
 from .errors import RequestError, new_id
 from .sse import DONE, frame
 from .steps import ResponseStream, StepOutput
 
 Event = dict[str, Any]
-_FIXED: Final = ("created_at", "model", "role")  # texts that do not grow
+_REPLACED: Final = ("created_at", "model", "role")  # texts that a delta replaces, not extends
 
 
 class ApiResponse(ABC):
-    """The response to one request: its events. A whole response is their sum.
+    """The response to one request, as events. A complete response combines all events.
 
     Args:
         stream: the answers.
 
     Attributes:
         ends: the last steps of the finished answers.
-        result: the whole response, as far as its events are added up.
+        model: the name of the model that answers.
+        result: the events that have been combined so far.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, stream: ResponseStream) -> None:
-        self._stream, self.ends = stream, list[StepOutput]()
-        self.model, self._created = stream.request.model, int(time.time())
+        self.ends: list[StepOutput] = []
+        self.model = stream.request.model
         self.result: dict[str, Any] = {}
+        self._stream = stream
+        self._created = int(time.time())
 
     async def complete(self) -> dict[str, Any]:
-        """The whole response. Raises `RequestError`."""
+        """Return the complete response. Raises `RequestError`."""
         async for events in self._events():
             for event in events:
                 self._add(event)
         return self.result
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """The stream, one item per decode step; an error is the last one."""
+        """Yield the encoded events of each decode step. An error is the last event."""
         try:
             async for events in self._events():
-                if content := b"".join(map(self.frame, events)):
+                content = b"".join(map(self.frame, events))
+                if content:
                     yield content
         except RequestError as error:
             yield self.frame(self._error(error))
 
     async def _events(self) -> AsyncIterator[Iterator[Event]]:
-        """The events of the start, of each step, and of the end. Raises `RequestError`."""
+        """Yield the events of the start, of each step, and of the end. Raises `RequestError`."""
         yield self._begin()
         async for step in self._stream.steps():
             if step.reason is not None:
@@ -60,109 +64,113 @@ class ApiResponse(ABC):
         yield self._end()
 
     def _begin(self) -> Iterator[Event]:
-        """The events before the first step."""
+        """Yield the events before the first step."""
         return iter(())
 
     @abstractmethod
     def _step(self, step: StepOutput) -> Iterator[Event]:
-        """The events of a decode step."""
+        """Yield the events of a decode step."""
 
     def _end(self) -> Iterator[Event]:
-        """The events after the last step."""
+        """Yield the events after the last step."""
         return iter(())
 
     @abstractmethod
     def ping(self) -> Event:
-        """What changes nothing, and keeps a silent connection open."""
+        """Return an event that changes nothing, and keeps a silent connection open."""
 
     @abstractmethod
     def _error(self, error: RequestError) -> Event:
-        """The event that ends a stream with an error."""
+        """Return the event that ends a stream with an error."""
 
     @abstractmethod
     def _add(self, event: Event) -> None:
-        """Add an event to the whole response."""
+        """Add an event to `result`."""
 
     def frame(self, event: Event) -> bytes:
-        """An event as the stream has it."""
+        """Encode an event for the stream."""
         return frame(event, event.get("type"))
 
     def close(self) -> None:
-        """Cancel what is not finished."""
+        """Cancel answers that are not finished."""
         self._stream.close()
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`: tokens of the prompts and of all finished answers."""
-        stats, prompt = [one.event.stats for one in self.ends], self._stream.prompt_tokens
-        output = sum(one.output_tokens for one in stats)
-        accepted = sum(one.accepted_tokens for one in stats)
-        drafted = sum(one.drafted_tokens for one in stats)
-        cached = min((one.reused_tokens for one in stats), default=0)
+        """Return OpenAI's `usage`: tokens of the prompts and of all finished answers."""
+        all_stats = [end.event.stats for end in self.ends]
+        prompt_tokens = self._stream.prompt_tokens
+        output_tokens = sum(stats.output_tokens for stats in all_stats)
+        accepted = sum(stats.accepted_tokens for stats in all_stats)
+        drafted = sum(stats.drafted_tokens for stats in all_stats)
+        cached = min((stats.reused_tokens for stats in all_stats), default=0)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(one.reasoning_tokens for one in self.ends),
+                "reasoning_tokens": sum(end.reasoning_tokens for end in self.ends),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,
             },
         }
 
     def drafting(self) -> dict[str, Any]:
-        """`x_dflash`: decode steps, acceptance length, rows of the steps, seconds."""
-        stats = [one.event.stats for one in self.ends]
+        """Return `x_dflash`: decode steps, acceptance length, rows of the steps, seconds."""
+        all_stats = [end.event.stats for end in self.ends]
         widths: dict[str, int] = {}
-        for one in stats:
-            for rows, steps in sorted(one.widths.items()):
+        for stats in all_stats:
+            for rows, steps in sorted(stats.widths.items()):
                 widths[str(rows)] = widths.get(str(rows), 0) + steps
         return {
-            "rounds": sum(one.rounds for one in stats),
-            "tokens_per_round": [round(one.acceptance_length, 3) for one in stats],
+            "rounds": sum(stats.rounds for stats in all_stats),
+            "tokens_per_round": [round(stats.acceptance_length, 3) for stats in all_stats],
             "widths": widths,
-            "prefill_seconds": round(sum(one.prefill_seconds for one in stats), 4),
-            "decode_seconds": round(sum(one.decode_seconds for one in stats), 4),
+            "prefill_seconds": round(sum(stats.prefill_seconds for stats in all_stats), 4),
+            "decode_seconds": round(sum(stats.decode_seconds for stats in all_stats), 4),
         }
 
 
 class ChoicesResponse(ApiResponse):
-    """A response of OpenAI's chat completions or completions: answers are `choices`.
+    """A response of OpenAI's chat completions or completions, whose answers are `choices`.
 
     Args:
         stream: the answers.
         include_usage: whether the last event of a stream has the usage.
     """
 
-    _prefix: str  # of the id
-    _kind: str  # the `object`
-    _chunk_kind: str  # of an event
+    _prefix: str  # of the response's id
+    _kind: str  # the `object` of a complete response
+    _chunk_kind: str  # the `object` of an event
 
     def __init__(self, stream: ResponseStream, include_usage: bool) -> None:
         super().__init__(stream)
         self._include_usage = include_usage
-        self._head: Event = {"id": new_id(self._prefix), "object": self._chunk_kind}
-        self._head |= {"created": self._created, "model": self.model}
+        # The fields that all events share.
+        self._head: Event = {
+            "id": new_id(self._prefix),
+            "object": self._chunk_kind,
+            "created": self._created,
+            "model": self.model,
+        }
         self.result = self._head | {"object": self._kind, "choices": []}
 
     @abstractmethod
     def _delta(self, index: int) -> dict[str, Any]:
-        """What adds nothing to an answer."""
+        """Return a choice that adds nothing to an answer."""
 
     def ping(self) -> Event:
-        """An event without text, of the answer that is not finished."""
+        """Return an event without text, for the answer that is not finished."""
         return self._chunk(self._delta(min(len(self.ends), self._stream.size - 1)))
 
     def _end(self) -> Iterator[Event]:
-        """The totals."""
+        """Yield an event without choices that has the totals."""
         yield self._head | {"choices": [], "usage": self.usage(), "x_dflash": self.drafting()}
 
     def _error(self, error: RequestError) -> Event:
-        """The error as without a stream."""
         return error.openai()
 
     def _add(self, event: Event) -> None:
-        """Add an event to its choice."""
         choices = self.result["choices"]
         for choice in event["choices"]:
             if choice["index"] == len(choices):
@@ -172,7 +180,7 @@ class ChoicesResponse(ApiResponse):
             self.result |= {name: event[name] for name in ("usage", "x_dflash")}
 
     def frame(self, event: Event) -> bytes:
-        """An event as the stream has it; the totals are its end."""
+        """Encode an event for the stream. The event with the totals ends the stream."""
         if event.get("choices") == []:
             return (super().frame(event) if self._include_usage else b"") + DONE
         return super().frame({"usage": None} | event if self._include_usage else event)
@@ -182,9 +190,12 @@ class ChoicesResponse(ApiResponse):
 
 
 class ItemsResponse(ApiResponse):
-    """A response of items, one after the other: neighbouring parts of a kind, or a call."""
+    """A response that is a sequence of items.
 
-    _kind: type[Part] | None = None  # of the open item
+    Each item is a call, or combines neighbouring parts of the same kind.
+    """
+
+    _kind: type[Part] | None = None  # the kind of the open item
 
     def _step(self, step: StepOutput) -> Iterator[Event]:
         for part in step.parts:
@@ -203,7 +214,7 @@ class ItemsResponse(ApiResponse):
 
     @abstractmethod
     def _open(self, part: Part) -> Iterator[Event]:
-        """Begin an item with this part, without its content."""
+        """Begin an item for this part, without its content."""
 
     @abstractmethod
     def _grow(self, part: Part) -> Iterator[Event]:
@@ -215,12 +226,12 @@ class ItemsResponse(ApiResponse):
 
 
 def grow(whole: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add a delta to what came before: texts, lists and objects grow, other values replace it."""
+    """Add a delta to an object. Texts, lists and objects grow; other values are replaced."""
     for name, new in delta.items():
         old: Any = whole.get(name)
         if new is None and name in whole:
             continue
-        if name in _FIXED or type(old) not in (dict, list, str):
+        if name in _REPLACED or type(old) not in (dict, list, str):
             whole[name] = new
         elif isinstance(old, dict):
             grow(old, new)
@@ -229,6 +240,6 @@ def grow(whole: dict[str, Any], delta: dict[str, Any]) -> None:
 
 
 def step_drafting(step: StepOutput) -> dict[str, int]:
-    """`x_dflash` of an event: the tokens of one decode step."""
+    """Return `x_dflash` of an event: the tokens of one decode step."""
     event = step.event
     return {"tokens": len(event.tokens), "accepted": event.accepted, "drafted": event.drafted}

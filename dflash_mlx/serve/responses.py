@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pydantic_core import from_json
 
-from ..answers.parser import Part, Text, ToolCall
+from ..answers.parts import Part, Text, ToolCall
 from .body import Body, ListOf
 from .errors import RequestError, new_id
 from .fields import (
@@ -27,21 +27,22 @@ from .response import Event, ItemsResponse
 from .responses_input import CALLS, CUSTOM_INPUT, InputItem, Item, RecordItem, messages_of
 from .steps import ResponseStream, StepOutput
 
-_FIELDS: Final = dict(zip(CALLS, ("arguments", CUSTOM_INPUT), strict=True))  # of a call's text
-INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"
+# The type of a call -> the field that has its text.
+_CALL_FIELDS: Final = dict(zip(CALLS, ("arguments", CUSTOM_INPUT), strict=True))
+INCLUDE_LOGPROBS: Final = "message.output_text.logprobs"  # in `include`
 
 
 class TextOptions(Body):
-    """How the answer is written."""
+    """Options of the answer's text."""
 
     format: ResponseFormat | None = None
 
 
 class ResponsesTool(Function):
-    """A function, a namespace of functions, or a tool of OpenAI's, which is left out.
+    """A function, a namespace of functions, or a tool of OpenAI, which is ignored.
 
-    A custom tool, as Codex's apply_patch, takes text. The model reads it as a function with one
-    argument, and `format` (a grammar) as a part of its description.
+    A custom tool, such as Codex's apply_patch, takes text. The model sees it as a function with one
+    argument, and its `format` (a grammar) as part of its description.
     """
 
     type: str
@@ -49,16 +50,17 @@ class ResponsesTool(Function):
     format: dict[str, Any] | None = None
 
     def custom_tool(self) -> Tool:
-        """The internal tool of a custom one. Raises `RequestError` if it has no name."""
+        """Convert a custom tool to the internal tool. Raises `RequestError` if it has no name."""
+        description = self.description or ""
         grammar = (self.format or {}).get("definition")
-        described = [self.description or "", f"The input follows this grammar:\n{grammar}"]
+        if grammar:
+            description += f"\n\nThe input follows this grammar:\n{grammar}"
         schema = {
             "type": "object",
             "properties": {CUSTOM_INPUT: {"type": "string"}},
             "required": [CUSTOM_INPUT],
         }
-        text = "\n\n".join(described[: 1 + bool(grammar)])
-        return Function(name=self.name, description=text, parameters=schema).tool()
+        return Function(name=self.name, description=description, parameters=schema).tool()
 
 
 class ResponsesBody(SamplingOptions):
@@ -67,7 +69,7 @@ class ResponsesBody(SamplingOptions):
     unsupported = {
         **SamplingOptions.unsupported,
         **dict.fromkeys(("conversation", "max_tool_calls", "moderation", "personality", "prompt")),
-        **dict.fromkeys(("max_tokens", "response_format")),  # of chat completions
+        **dict.fromkeys(("max_tokens", "response_format")),  # fields of chat completions
         "background": False,
     }
 
@@ -89,29 +91,29 @@ class ResponsesBody(SamplingOptions):
 
     @property
     def items(self) -> list[InputItem | RecordItem]:
-        """The input."""
+        """The items of the input."""
         if isinstance(self.input, str):
             return [InputItem(role="user", content=self.input)]
         return self.input
 
     def generation_request(self, items: Sequence[InputItem | RecordItem]) -> GenerationRequest:
-        """The internal request of a conversation's items. Raises `RequestError`."""
-        form = self.text.format if self.text else None
+        """Convert a conversation's items to the internal request. Raises `RequestError`."""
+        response_format = self.text.format if self.text else None
+        ignored = []
+        for tool in self.tools or ():
+            if tool.type not in ("function", "custom", "namespace"):
+                ignored.append(f"tool {tool.type[:40]}")
         return GenerationRequest(
-            self.model,
-            self._messages(items),
-            self.settings(self.max_output_tokens),
-            [tool for _, _, tool in self.functions],
+            model=self.model,
+            prompt=self._messages(items),
+            settings=self.settings(self.max_output_tokens),
+            tools=[tool for _, _, tool in self.functions],
             **read_tool_choice(self.tool_choice, self.parallel_tool_calls),
-            schema=form.answer_schema() if form else None,
+            schema=response_format.answer_schema() if response_format else None,
             top_logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
             template_settings=self.reasoning.template_settings() if self.reasoning else {},
             prompt_field="input",
-            ignored=[
-                f"tool {tool.type[:40]}"
-                for tool in self.tools or ()
-                if tool.type not in ("function", "custom", "namespace")
-            ],
+            ignored=ignored,
         )
 
     @property
@@ -121,17 +123,18 @@ class ResponsesBody(SamplingOptions):
 
     @cached_property
     def functions(self) -> list[tuple[str | None, str, Tool]]:
-        """The functions as (namespace, name in it, tool). Raises `RequestError`."""
-        found: list[tuple[str | None, str, Tool]] = []
+        """The functions as (namespace, name in the namespace, tool). Raises `RequestError`."""
+        functions: list[tuple[str | None, str, Tool]] = []
         for tool in self.tools or ():
             if tool.type == "function":
-                found.append((None, tool.name, tool.tool()))
+                functions.append((None, tool.name, tool.tool()))
             elif tool.type == "custom":
-                found.append((None, tool.name, tool.custom_tool()))
+                functions.append((None, tool.name, tool.custom_tool()))
             elif tool.type == "namespace":
-                functions = (one for one in tool.tools or () if one.type == "function")
-                found += ((tool.name, one.name, one.tool(tool.name)) for one in functions)
-        return found
+                for inner in tool.tools or ():
+                    if inner.type == "function":
+                        functions.append((tool.name, inner.name, inner.tool(tool.name)))
+        return functions
 
     def _messages(self, items: Sequence[InputItem | RecordItem]) -> list[dict[str, Any]]:
         messages = messages_of(items)
@@ -143,7 +146,7 @@ class ResponsesBody(SamplingOptions):
 
 
 class ResponsesResponse(ItemsResponse):
-    """One response, put together from its steps.
+    """The response to one request.
 
     Args:
         stream: the answer.
@@ -158,10 +161,13 @@ class ResponsesResponse(ItemsResponse):
         store: Callable[[dict[str, Any]], None],
     ) -> None:
         super().__init__(stream)
-        self._body, self._store, self._id = body, store, new_id("resp_")
+        self._body = body
+        self._store = store
+        self._id = new_id("resp_")
         self._output: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] = []  # for the next text
         self._number = -1  # of the stream's last event
+        # The name that the model knows -> the namespace, and the name in it.
         self._names = {tool.name: (space, name) for space, name, tool in body.functions}
         self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
 
@@ -186,96 +192,126 @@ class ResponsesResponse(ItemsResponse):
         return {"type": "response.failed", "response": response}
 
     def ping(self) -> Event:
-        """The event that the response goes on."""
+        """Return an event that says that the response is in progress."""
         return {"type": "response.in_progress", "response": self._response()}
 
     def _add(self, event: Event) -> None:
         self.result = event.get("response", self.result)
 
     def frame(self, event: Event) -> bytes:
-        """An event as the stream has it, with its number."""
+        """Encode an event for the stream, with its number."""
         self._number += 1
         return super().frame(event | {"sequence_number": self._number})
 
     def _open(self, part: Part) -> Iterator[Event]:
+        if isinstance(part, ToolCall):
+            self._output.append(self._call_item(part))
+            yield self._item_event("added")
+            return
         content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
         item: dict[str, Any] = {"status": "in_progress", "content": []}
-        if isinstance(part, ToolCall):
-            namespace, name = self._names.get(part.name, (None, part.name))
-            is_custom = namespace is None and name in self._custom
-            kind, id = CALLS[is_custom], self._item_id("ctc_" if is_custom else "fc_")
-            item = {"type": kind, "id": id, "call_id": part.id, "name": name}
-            item |= {_FIELDS[kind]: "", "status": "in_progress"}
-            item |= {"namespace": namespace} if namespace else {}
-        elif isinstance(part, Text):
+        if isinstance(part, Text):
             item |= {"type": "message", "id": self._item_id("msg_"), "role": "assistant"}
             content |= {"type": "output_text", "annotations": [], "logprobs": []}
         else:
             item |= {"type": "reasoning", "id": self._item_id("rs_"), "summary": []}
         self._output.append(item)
         yield self._item_event("added")
-        if "content" in item:
-            item["content"] = [content]
-            yield self._event("content_part.added", content_index=0, part=dict(content))
+        item["content"] = [content]
+        yield self._event("content_part.added", content_index=0, part=dict(content))
+
+    def _call_item(self, call: ToolCall) -> dict[str, Any]:
+        """Return a new item for a call, without its arguments."""
+        namespace, name = self._names.get(call.name, (None, call.name))
+        function_call, custom_call = CALLS
+        is_custom = namespace is None and name in self._custom
+        kind = custom_call if is_custom else function_call
+        item = {
+            "type": kind,
+            "id": self._item_id("ctc_" if is_custom else "fc_"),
+            "call_id": call.id,
+            "name": name,
+            _CALL_FIELDS[kind]: "",
+            "status": "in_progress",
+        }
+        if namespace:
+            item["namespace"] = namespace
+        return item
 
     def _grow(self, part: Part) -> Iterator[Event]:
         item = self._output[-1]
         if isinstance(part, ToolCall):
-            text, field = part.arguments, _FIELDS[item["type"]]
-            item[field] = from_json(text).get(field, text) if field == CUSTOM_INPUT else text
-            yield self._event(f"{item['type']}_{field}.delta", delta=item[field])
+            field = _CALL_FIELDS[item["type"]]
+            text = part.arguments
+            if field == CUSTOM_INPUT:
+                text = from_json(text).get(field, text)
+            item[field] = text
+            yield self._event(f"{item['type']}_{field}.delta", delta=text)
             return
         [content] = item["content"]
         content["text"] += part.text
         event = self._event(f"{content['type']}.delta", content_index=0, delta=part.text)
         if isinstance(part, Text):
-            event["logprobs"], self._logprobs = self._logprobs, []
-            content["logprobs"] += event["logprobs"]
+            event["logprobs"] = self._logprobs
+            content["logprobs"] += self._logprobs
+            self._logprobs = []
         yield event
 
     def _close(self) -> Iterator[Event]:
         item = self._output[-1]
-        item["status"] = "completed"
-        if field := _FIELDS.get(item["type"]):
-            done = {field: item[field], "name": item["name"]}
-            yield self._event(f"{item['type']}_{field}.done", **done)
+        field = _CALL_FIELDS.get(item["type"])
+        if field is not None:
+            item["status"] = "completed"
+            fields = {field: item[field], "name": item["name"]}
+            yield self._event(f"{item['type']}_{field}.done", **fields)
         else:
-            item["status"] = "incomplete" if self._truncated else "completed"
+            item["status"] = "incomplete" if self._is_truncated else "completed"
             [content] = item["content"]
-            done = {key: content[key] for key in ("text", "logprobs") if key in content}
-            yield self._event(f"{content['type']}.done", content_index=0, **done)
+            fields = {key: content[key] for key in ("text", "logprobs") if key in content}
+            yield self._event(f"{content['type']}.done", content_index=0, **fields)
             yield self._event("content_part.done", content_index=0, part=dict(content))
         yield self._item_event("done")
 
     def _item_id(self, prefix: str) -> str:
-        """The next item's id, from which `ResponseStore` knows the response."""
+        """Make the next item's id. `ResponseStore` finds the response's id in it."""
         return f"{prefix}{self._id.removeprefix('resp_')}_{len(self._output)}"
 
     def _event(self, kind: str, **fields: Any) -> Event:
-        """An event about the last item."""
-        place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1}
-        return {"type": f"response.{kind}", **place, **fields}
+        """Make an event about the last item."""
+        return {
+            "type": f"response.{kind}",
+            "item_id": self._output[-1]["id"],
+            "output_index": len(self._output) - 1,
+            **fields,
+        }
 
     def _item_event(self, kind: str) -> Event:
-        index, item = len(self._output) - 1, dict(self._output[-1])
-        return {"type": f"response.output_item.{kind}", "output_index": index, "item": item}
+        """Make an event that contains the last item."""
+        return {
+            "type": f"response.output_item.{kind}",
+            "output_index": len(self._output) - 1,
+            "item": dict(self._output[-1]),
+        }
 
     @property
-    def _truncated(self) -> bool:
+    def _is_truncated(self) -> bool:
         return bool(self.ends) and self.ends[0].reason == "length"
 
     def _response(self) -> dict[str, Any]:
-        """The response object so far."""
-        body, finished = self._body, bool(self.ends)
-        ended = "incomplete" if self._truncated else "completed"
+        """Return the response object so far."""
+        body = self._body
+        is_finished = bool(self.ends)
+        status = "in_progress"
+        if is_finished:
+            status = "incomplete" if self._is_truncated else "completed"
         fields = body.model_dump(by_alias=True, exclude_unset=True, exclude_none=True)
-        return {
+        response = {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
-            "status": ended if finished else "in_progress",
+            "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if self._truncated else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._is_truncated else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -291,16 +327,19 @@ class ResponsesResponse(ItemsResponse):
             "tools": [],
             "top_p": body.top_p,
             "truncation": "disabled",
-            "usage": self._usage() if finished else None,
-            **({"x_dflash": self.drafting()} if finished else {}),
+            "usage": self._usage() if is_finished else None,
         }
+        if is_finished:
+            response["x_dflash"] = self.drafting()
+        return response
 
     def _usage(self) -> dict[str, Any]:
-        total = self.usage()
+        """Return the usage with the names of this API."""
+        usage = self.usage()
         return {
-            "input_tokens": total["prompt_tokens"],
-            "input_tokens_details": total["prompt_tokens_details"] | {"cache_write_tokens": 0},
-            "output_tokens": total["completion_tokens"],
-            "output_tokens_details": total["completion_tokens_details"],
-            "total_tokens": total["total_tokens"],
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
         }

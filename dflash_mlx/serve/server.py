@@ -1,7 +1,7 @@
-"""The HTTP server: uvicorn with a bounded number of connections, and an orderly end.
+"""The HTTP server: uvicorn with a limit on connections, and an orderly shutdown.
 
-The application may change while the server runs. One that answers "loading" runs until the model is
-there. This module does not import MLX: the BLAS has to be chosen first.
+The application may be replaced while the server runs: until the model is loaded, an application
+that answers "loading" runs. This module does not import MLX, because the BLAS is chosen first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class APIServer(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, drain_seconds: float = 30.0) -> None:
-        self._app, self._drain_seconds = app, drain_seconds
+        self._app = app
+        self._drain_seconds = drain_seconds
         self._models: Models | None = None
         super().__init__(
             uvicorn.Config(
@@ -65,11 +66,15 @@ class APIServer(uvicorn.Server):
         )
 
     def set_app(self, app: ASGIApp, models: Models) -> None:
-        """Replace the application; `models` have the answers to finish before the end."""
-        self._models, self._app = models, app
+        """Replace the application. The server stops after the open answers of `models`."""
+        self._models = models
+        self._app = app
 
     async def on_tick(self, counter: int) -> bool:
-        """What uvicorn does ten times a second; whether to stop."""
+        """Unload idle models. uvicorn calls this ten times a second.
+
+        Returns whether to stop.
+        """
         if self._models is not None:
             await self._models.unload_idle()
         return await super().on_tick(counter)
@@ -90,7 +95,7 @@ class APIServer(uvicorn.Server):
         await self._app(scope, receive, send)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, and wait for open answers."""
+        """Stop accepting connections, and wait for open answers."""
         draining = asyncio.create_task(self._drain())
         await super().shutdown(sockets)
         draining.cancel()
@@ -111,7 +116,7 @@ class APIServer(uvicorn.Server):
 
 
 def make_loading_app(auth: Auth, metrics: Metrics) -> Starlette:
-    """The application while the model loads: 503, and when to try again."""
+    """Make the application that runs while the model loads. It answers 503."""
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "loading", "seconds_since_round": 0.0})
@@ -119,16 +124,21 @@ def make_loading_app(auth: Auth, metrics: Metrics) -> Starlette:
     async def wait(request: Request) -> Response:
         raise RequestError(LOADING, 503, retry_after=RETRY_SECONDS)
 
-    routes = [Route("/health", health)]
-    routes.append(Route("/{path:path}", wait, methods=["GET", "POST", "DELETE"]))
+    routes = [
+        Route("/health", health),
+        Route("/{path:path}", wait, methods=["GET", "POST", "DELETE"]),
+    ]
     return with_middleware(routes, auth, metrics)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises `ServerError` if the port is taken or the host is not this machine."""
+    """Bind a socket.
+
+    Raises `ServerError` if the port is in use, or the host is not this machine.
+    """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = addresses[0]
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ServerError(f"--host {host}: {error.strerror or error}.") from error
@@ -137,8 +147,8 @@ def listen(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        elsewhere = error.errno == errno.EADDRNOTAVAIL
-        other = "a --host of this machine's" if elsewhere else "another --port"
+        is_elsewhere = error.errno == errno.EADDRNOTAVAIL
+        remedy = "give a --host that this machine has" if is_elsewhere else "give another --port"
         reason = error.strerror or error
-        raise ServerError(f"{host}:{port} cannot be used ({reason}): give {other}.") from error
+        raise ServerError(f"{host}:{port} cannot be used ({reason}): {remedy}.") from error
     return bound

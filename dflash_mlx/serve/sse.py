@@ -1,4 +1,4 @@
-"""Server-sent events: frames, pings on a silent connection, and clients that leave."""
+"""Server-sent events: encoding, pings on a silent connection, and clients that leave."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 PING_SECONDS: Final = 5.0
-WRITE_SECONDS: Final = 60.0  # for a client to read what was sent before
+WRITE_SECONDS: Final = 60.0  # for a client to read earlier events
 DONE: Final = b"data: [DONE]\n\n"
 
 Result = TypeVar("Result")
 
 
 def frame(content: Any, event: str | None = None) -> bytes:
-    """An event with this JSON as its data."""
+    """Encode an event with this JSON as its data."""
     data = b"data: %b\n\n" % to_json(content)
     return data if event is None else b"event: %b\n%b" % (event.encode(), data)
 
 
 class EventStream(StreamingResponse):
-    """A stream of frames, with a ping after `PING_SECONDS` of silence.
+    """A stream of encoded events, with a ping after `PING_SECONDS` of silence.
 
     Args:
-        response: an `ApiResponse`, which is closed even if the stream never began. Its pings are
-            events, because comments are silence to some clients.
+        response: an `ApiResponse`. It is closed even if the stream never begins. Its pings are
+            events, because some clients ignore comments.
     """
 
     def __init__(self, response: Any) -> None:
@@ -57,39 +57,42 @@ class EventStream(StreamingResponse):
 
 
 async def _with_pings(response: Any) -> AsyncIterator[bytes]:
-    """The frames of a response, and its ping where none has come for `PING_SECONDS`."""
+    """Yield the frames of a response, and pings after `PING_SECONDS` without a frame."""
     frames = response.frames()
-    coming = asyncio.ensure_future(anext(frames, None))
+    next_frame = asyncio.ensure_future(anext(frames, None))
     try:
         while True:
-            while not (await asyncio.wait({coming}, timeout=PING_SECONDS))[0]:
+            done, _ = await asyncio.wait({next_frame}, timeout=PING_SECONDS)
+            if not done:
                 yield response.frame(response.ping())
-            if (content := coming.result()) is None:
+                continue
+            content = next_frame.result()
+            if content is None:
                 return
             yield content
-            coming = asyncio.ensure_future(anext(frames, None))
+            next_frame = asyncio.ensure_future(anext(frames, None))
     finally:
-        coming.cancel()
+        next_frame.cancel()
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled if the client leaves.
+    """Return the result of `work`. Cancel it if the client leaves.
 
     Raises `ClientDisconnect`.
     """
     answer = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(request))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({answer, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
             return answer.result()
         raise ClientDisconnect
     finally:
         answer.cancel()
-        leaving.cancel()
-        await asyncio.wait({answer, leaving})
+        disconnect.cancel()
+        await asyncio.wait({answer, disconnect})
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""The answers to a request while they are generated, step by step, in the words of no API."""
+"""The answers to a request while they are generated, step by step, independent of any API."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..answers.parser import AnswerParser, Part
+from ..answers.parser import AnswerParser
+from ..answers.parts import Part
 from ..answers.thoughts import ThoughtCounter
 from ..events import Event
 from ..stream import text_of
@@ -31,13 +32,13 @@ class StepOutput:
     """What one decode step added to an answer.
 
     Attributes:
-        choice: the index of the answer among all of the request.
+        choice: the index of the answer among all answers to the request.
         event: the engine's event, with the text as the model wrote it.
         parts: new text, reasoning and calls.
-        logprobs: those of the step's tokens, as `LogprobRecorder` has them; None if nobody asked.
-        reason: why the answer ended; None before its last step. The others are of that step.
-        reasoning_tokens: tokens of the answer's thoughts and their markers.
-        stop_string: the stop string that ended the answer.
+        logprobs: the step's tokens, described by `LogprobRecorder`; None if not requested.
+        reason: why the answer ended; None before its last step.
+        reasoning_tokens: in the last step, the tokens of the answer's thoughts and their markers.
+        stop_string: in the last step, the stop string that ended the answer.
     """
 
     choice: int
@@ -51,9 +52,13 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a request's answers: its job, and what reads the job's events.
+    """One of the answers to a request.
 
-    A model that does not think has no `counter`.
+    Attributes:
+        job: generates the answer.
+        parser: splits its text into parts.
+        recorder: has its log-probabilities; None if not requested.
+        counter: counts its thoughts; None if the model does not think.
     """
 
     job: Job
@@ -65,14 +70,21 @@ class Choice:
 class ResponseStream:
     """The answers to a request while they are generated.
 
-    A task follows them, so that an answer whose client reads slowly, or not at all, ends when the
-    engine has ended it, and holds nothing of the model then.
+    A task follows them. So an answer ends when the engine has ended it, even if the client reads
+    slowly or not at all, and then keeps nothing of the model alive.
+
+    Args:
+        request: the request; the first one, if there are several prompts.
+        prompt_tokens: the tokens of all prompts.
+        choices: the answers.
+        ignored: names of what the server ignores.
+        tokenizer: the target's tokenizer.
+        metrics: counts steps and answers.
+        closed: called once, when the answers have ended.
 
     Attributes:
-        request: the request; of several prompts, the first one's.
-        prompt_tokens: the length of all prompts.
-        size: how many answers there are.
-        ignored: what the request asks for and does not get.
+        request, prompt_tokens, ignored: the arguments.
+        size: the number of answers.
     """
 
     def __init__(
@@ -85,91 +97,116 @@ class ResponseStream:
         metrics: Metrics,
         closed: Callable[[ResponseStream], None],
     ) -> None:
-        self.request, self.prompt_tokens, self.size = request, prompt_tokens, len(choices)
+        self.request = request
+        self.prompt_tokens = prompt_tokens
+        self.size = len(choices)
         self.ignored = ignored
-        self._tokenizer, self._metrics = tokenizer, metrics
+        self._choices = choices
+        self._tokenizer = tokenizer
+        self._metrics = metrics
         self._closed: Callable[[ResponseStream], None] | None = closed
-        self._choices, self._start = choices, time.monotonic()
+        self._start = time.monotonic()
         self._steps: asyncio.Queue[StepOutput | RequestError | None] = asyncio.Queue()
 
     def start(self) -> None:
-        """Follow the answers; in the event loop."""
-        self._following: asyncio.Task[None] | None = asyncio.create_task(self._follow_all())
-        self._following.add_done_callback(self._ended)
+        """Follow the answers. Call this in the event loop."""
+        self._task: asyncio.Task[None] | None = asyncio.create_task(self._follow_all())
+        self._task.add_done_callback(self._ended)
 
     async def steps(self) -> AsyncIterator[StepOutput]:
-        """The steps of each answer in turn; the engine generates them at the same time.
+        """Yield the steps of one answer after the other. The engine generates them concurrently.
 
         Raises `RequestError` if the engine fails or the server stops.
         """
         try:
-            while (step := await self._steps.get()) is not None:
+            step = await self._steps.get()
+            while step is not None:
                 if isinstance(step, RequestError):
                     raise step
                 yield step
+                step = await self._steps.get()
         finally:
             self.close()
 
     def close(self) -> None:
-        """Cancel what is not finished."""
+        """Cancel answers that are not finished."""
         if self._closed is not None:
             for choice in self._choices:
                 choice.job.cancel()
             self._closed(self)
             self._closed = None
 
-    def _ended(self, following: asyncio.Task[None]) -> None:
-        error = shutting_down() if following.cancelled() else following.exception()
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """End the steps when the task has ended."""
+        error = shutting_down() if task.cancelled() else task.exception()
         self._steps.put_nowait(None if error is None else request_error(error, self._metrics))
         self.close()
-        self._choices, self._following = (), None
+        self._choices = ()
+        self._task = None
 
     async def _follow_all(self) -> None:
         for index, choice in enumerate(self._choices):
             await self._follow(index, choice)
 
     async def _follow(self, index: int, choice: Choice) -> None:
-        metrics, last = self._metrics, self._start
+        """Turn the events of one answer into steps."""
+        metrics = self._metrics
+        last_time = self._start
         tokens: list[int] = []
-        length = 0  # of the text
+        text_length = 0
         async for event in choice.job:
             if self._closed is None:
                 break
             now = time.monotonic()
-            if index == 0:  # the others are read later than they come
-                (metrics.step_gap if tokens else metrics.first_token).observe(now - last)
-            last = now
+            if index == 0:  # other answers are not read when their events come
+                histogram = metrics.step_gap if tokens else metrics.first_token
+                histogram.observe(now - last_time)
+            last_time = now
             tokens += event.tokens
-            length += len(event.text)
+            text_length += len(event.text)
             metrics.count_step(event)
             parts = choice.parser.read(event)
             if choice.counter is not None:
                 choice.counter.add(event.tokens)
-            step = index, event, parts, self._logprobs(choice.recorder, event)
+            step = StepOutput(
+                choice=index,
+                event=event,
+                parts=parts,
+                logprobs=self._logprobs(choice.recorder, event),
+            )
             if event.finish_reason is None:
-                self._steps.put_nowait(StepOutput(*step))
+                self._steps.put_nowait(step)
                 continue
-            reason: FinishReason = "tool_calls" if choice.parser.calls else "stop"
-            reason = "length" if event.finish_reason == "length" else reason
-            stop_string = None if reason == "length" else self._stop_string(tokens, length)
+            reason: FinishReason = "stop"
+            stop_string = None
+            if event.finish_reason == "length":
+                reason = "length"
+            else:
+                reason = "tool_calls" if choice.parser.calls else "stop"
+                stop_string = self._stop_string(tokens, text_length)
             metrics.count_finish(event.stats, reason)
-            thoughts = choice.counter.tokens if choice.counter is not None else 0
-            self._steps.put_nowait(StepOutput(*step, reason, thoughts, stop_string))
+            last_step = replace(
+                step,
+                reason=reason,
+                reasoning_tokens=choice.counter.tokens if choice.counter is not None else 0,
+                stop_string=stop_string,
+            )
+            self._steps.put_nowait(last_step)
             return
         raise shutting_down()
 
     def _logprobs(
         self, recorder: LogprobRecorder | None, event: Event
     ) -> list[dict[str, Any]] | None:
-        """The log-probabilities of a step's tokens, without an EOS token."""
+        """Return the log-probabilities of a step's tokens, except for an EOS token."""
         if recorder is None:
             return None
-        found, eos_ids = recorder.take(event.tokens), self._tokenizer.eos_token_ids
-        pairs = zip(event.tokens, found, strict=True)
-        return [one for token, one in pairs if token not in eos_ids]
+        eos_ids = self._tokenizer.eos_token_ids
+        described = zip(event.tokens, recorder.take(event.tokens), strict=True)
+        return [logprob for token, logprob in described if token not in eos_ids]
 
     def _stop_string(self, tokens: Sequence[int], length: int) -> str | None:
-        """The stop string that ended a text of this length; None if an EOS token did."""
+        """Return the stop string that ended a text of this length; None if an EOS token did."""
         tokenizer = self._tokenizer
         stops = self.request.settings.get("stop") or ()
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
@@ -179,10 +216,12 @@ class ResponseStream:
 
 
 def request_error(error: BaseException, metrics: Metrics) -> RequestError:
-    """What the client gets for an error. A failure of ours is also logged and counted."""
-    found = from_library(error)
-    if found.status == 500:
+    """Make the error that the client gets. Internal errors are logged and counted."""
+    client_error = from_library(error)
+    if client_error.status == 500:
         metrics.failed.inc()
-        cause = error.__cause__ if str(found) == str(error) else error  # ours says all there is
-        log.error("an answer could not be finished: %s", found, exc_info=cause)
-    return found
+        # Our own errors already say everything, so log only their cause.
+        is_ours = str(client_error) == str(error)
+        cause = error.__cause__ if is_ours else error
+        log.error("an answer could not be finished: %s", client_error, exc_info=cause)
+    return client_error

@@ -1,8 +1,8 @@
-"""From messages to token ids, with the model's chat template.
+"""Converts messages to token ids with the model's chat template.
 
-Templates differ in what they refuse: a system message in the middle, two messages of one role in a
-row, any system message. Some drop it silently. Messages are rendered as they are first. If that
-fails, they are merged into an order that every template takes.
+Some templates refuse a system message in the middle, two messages of one role in a row, or any
+system message. Others drop them silently. So messages are rendered unchanged first. If that fails,
+they are merged into an order that every template accepts.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Message = Mapping[str, Any]
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt, and the state that it leaves the answer in.
+    """A prompt, and the state in which the answer begins.
 
     Attributes:
         ids: token ids.
-        branches: where other chats may diverge from it.
-        thinks_first: whether it ends where it has opened a thought.
-        begun: the beginning of the answer that it ends with, in a chat whose last message is
-            continued.
+        branches: positions where other chats may diverge from the prompt.
+        thinks_first: whether the prompt ends with the beginning of a thought.
+        begun: the beginning of the answer that the prompt ends with, if the answer continues the
+            last message.
     """
 
     ids: list[int]
@@ -48,69 +48,87 @@ class EncodedPrompt(NamedTuple):
 
 
 def encode(target: Target, form: AnswerFormat, request: GenerationRequest) -> EncodedPrompt:
-    """A request's prompt.
+    """Convert a request's prompt to token ids.
 
-    Raises `RequestError` if the template refuses it, or it is too long.
+    Raises `RequestError` if the template refuses the prompt, or it is too long.
     """
-    tokenizer, field, prompt = target.tokenizer, request.prompt_field, request.prompt
+    tokenizer = target.tokenizer
+    prompt = request.prompt
     branches: list[int] = []
     begun = ""
     try:
         if prompt and isinstance(prompt[0], Mapping):
-            text, messages, settings = _render(tokenizer, form, request)
-            ids = encode_text(tokenizer, text, False)
-            branches = branch_points(target, messages, ids, settings)
+            rendered = _render(tokenizer, form, request)
+            ids = encode_text(tokenizer, rendered.text, add_special_tokens=False)
+            branches = branch_points(
+                target,
+                rendered.messages,
+                ids=ids,
+                template=rendered.settings,
+            )
             if request.continues_message:
-                begun = _begun(tokenizer, form, text, messages, settings)
+                begun = _begun_answer(tokenizer, form, rendered)
         else:
             ids = token_ids(tokenizer, prompt)
         check_ids(target, ids)
     except PromptError as error:
-        raise RequestError(str(error), param=field) from error
+        raise RequestError(str(error), param=request.prompt_field) from error
     except SettingsError as error:
         raise RequestError(str(error), param="chat_template_kwargs") from error
     if len(ids) >= target.context_length:
-        raise too_long(len(ids), target.context_length - 1, field)
-    thinks_first = not begun and form.starts_in_thought(tokenizer, ids)
-    return EncodedPrompt(ids, branches, thinks_first, begun)
+        raise too_long(len(ids), target.context_length - 1, request.prompt_field)
+    return EncodedPrompt(
+        ids=ids,
+        branches=branches,
+        thinks_first=not begun and form.starts_in_thought(tokenizer, ids),
+        begun=begun,
+    )
 
 
-def _begun(
-    tokenizer: Any,
-    form: AnswerFormat,
-    text: str,
-    messages: Sequence[Message],
-    settings: Mapping[str, Any],
-) -> str:
-    """What a prompt has of the answer: all behind the place where an answer would begin.
+class Rendered(NamedTuple):
+    """The text of a chat, and the messages and template variables that it was made of."""
 
-    A template may write more of it than the message: an empty thought, the header of a message.
+    text: str
+    messages: Sequence[Message]
+    settings: Mapping[str, Any]
+
+
+def _begun_answer(tokenizer: Any, form: AnswerFormat, rendered: Rendered) -> str:
+    """Return the part of a prompt that belongs to the answer.
+
+    That is everything after the position where an answer would begin. A template may write more
+    than the message there: an empty thought, or the header of a message.
     """
-    last = messages[-1]
+    text = rendered.text
+    last = rendered.messages[-1]
     if last["role"] != "assistant":
         return ""
     content = _content(last)
-    at = text.rfind(content) if content else len(text)
-    earlier = messages[:-1] or [{"role": "user", "content": ""}]
+    start = text.rfind(content) if content else len(text)
+    earlier = rendered.messages[:-1] or [{"role": "user", "content": ""}]
     with suppress(PromptError):
-        empty = apply_chat_template(tokenizer, earlier, settings=settings)
-        same = len(commonprefix([text, empty]))
-        at = same if at < 0 else min(at, same)
-    before = text[: max(0, at)]
+        without_answer = apply_chat_template(tokenizer, earlier, settings=rendered.settings)
+        shared = len(commonprefix([text, without_answer]))
+        start = shared if start < 0 else min(start, shared)
+    before = text[: max(0, start)]
     opens, closes = form.thought
-    if opens and before.rstrip().endswith(opens):  # it opens the thought of every answer
+    if opens and before.rstrip().endswith(opens):  # the template opens a thought in every answer
         return text[before.rindex(opens) :]
-    for marker in (opens, closes):  # the prefix may end within one
-        inside = [n for n in range(1, len(marker)) if text.startswith(marker, len(before) - n)]
-        before = before[: len(before) - max(inside, default=0)]
+    for marker in (opens, closes):  # the shared text may end within a marker
+        overlaps = [
+            length
+            for length in range(1, len(marker))
+            if text.startswith(marker, len(before) - length)
+        ]
+        before = before[: len(before) - max(overlaps, default=0)]
     return text[len(before) :]
 
 
-Rendered = tuple[str, Sequence[Message], Mapping[str, Any]]  # of these messages and variables
-
-
 def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> Rendered:
-    """The text of a chat. Raises `PromptError`, the template's first one, or `RequestError`."""
+    """Turn the messages of a request into text.
+
+    Raises the first `PromptError` of the template, or `RequestError`.
+    """
     if not tokenizer.has_chat_template:
         raise PromptError("The model has no chat template: use completions.")
     settings = dict(request.template_settings)
@@ -124,29 +142,42 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> R
         system = {"role": "system", "content": describe_tools(tools, form.family)}
         messages = merge_messages([system, *messages])
     messages = for_family(messages, form.family)
-    refused: PromptError | None = None  # the first time
-    best: Rendered | None = None
-    ends = not request.continues_message, request.continues_message
+    first_error: PromptError | None = None
+    incomplete: Rendered | None = None  # the first text that lacks no system message
     for attempt in _attempts(messages, form.family):
         try:
-            text = apply_chat_template(tokenizer, attempt, *ends, settings)
+            text = apply_chat_template(
+                tokenizer,
+                attempt,
+                add_generation_prompt=not request.continues_message,
+                continue_final_message=request.continues_message,
+                settings=settings,
+            )
         except TemplateLimitError:
             raise
         except PromptError as error:
-            refused = refused or error
+            first_error = first_error or error
             continue
-        missing = {one["role"] for one in messages for word in _words(one) if word not in text}
-        if not missing:
-            return text, attempt, settings
-        if "system" not in missing:
-            best = best or (text, attempt, settings)
-    if best is None:
-        raise refused or PromptError("The chat template leaves out system messages.")
-    return best
+        missing_roles = {
+            message["role"]
+            for message in messages
+            if any(word not in text for word in _required_words(message))
+        }
+        rendered = Rendered(text, attempt, settings)
+        if not missing_roles:
+            return rendered
+        if "system" not in missing_roles:
+            incomplete = incomplete or rendered
+    if incomplete is None:
+        raise first_error or PromptError("The chat template leaves out system messages.")
+    return incomplete
 
 
-def _words(message: Message) -> Iterator[str]:
-    """What the text of a prompt has if it has all of a message, which it may escape."""
+def _required_words(message: Message) -> Iterator[str]:
+    """Yield words that a prompt contains if it contains all of a message.
+
+    Single words are compared, because a template may escape a text.
+    """
     texts = [message["content"]]
     for call in message.get("tool_calls", ()):
         texts += call["function"]["arguments"].values()
@@ -158,18 +189,21 @@ def _words(message: Message) -> Iterator[str]:
 
 
 def _attempts(messages: Sequence[Message], family: Family) -> Iterator[Sequence[Message]]:
-    """The messages as they are, then as more templates take them."""
-    single = split_calls(messages)
-    shapes = [single] if family is HARMONY else [messages, single]  # it leaves out other calls
-    for merged in (list, merge_messages, partial(merge_messages, system=False)):
+    """Yield the messages unchanged, then in forms that more templates accept."""
+    with_single_calls = split_calls(messages)
+    shapes = [messages, with_single_calls]
+    if family is HARMONY:  # its template drops all but the first of several calls
+        shapes = [with_single_calls]
+    for merge in (list, merge_messages, partial(merge_messages, system=False)):
         for shape in shapes:
-            yield merged(shape)
-            if any("tool_calls" in one for one in shape):
-                yield [_with_text_arguments(one) for one in merged(shape)]
+            merged = merge(shape)
+            yield merged
+            if any("tool_calls" in message for message in shape):
+                yield list(map(_with_text_arguments, merged))
 
 
 def _with_text_arguments(message: Message) -> Message:
-    """A message whose calls have their arguments as JSON text."""
+    """Convert the arguments of a message's calls to JSON text."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -180,50 +214,72 @@ def _with_text_arguments(message: Message) -> Message:
 
 
 def for_family(messages: Sequence[Message], family: Family) -> list[dict[str, Any]]:
-    """Messages with ids of the family's form, and with the name of its call beside each result."""
-    found: list[dict[str, Any]] = []
-    waiting: list[tuple[str, str, str]] = []  # calls: the client's id, the template's, the name
+    """Adapt messages to a family's template.
+
+    Calls get ids of the family's form, each result gets the name of its call, and reasoning goes to
+    the fields that templates read.
+    """
+    adapted: list[dict[str, Any]] = []
+    open_calls: list[_OpenCall] = []
     numbers = count()
     for message in messages:
-        copy = {key: one for key, one in message.items() if key not in ("media", "left_out")}
+        copy = {key: value for key, value in message.items() if key not in ("media", "left_out")}
         if "tool_calls" in copy:
-            waiting, calls = [], []
+            open_calls = []
+            calls = []
             for call in copy["tool_calls"]:
-                name, number = call["function"]["name"], next(numbers)
-                id = family.call_ids.format(name=name, number=number) or call["id"]
-                waiting.append((call["id"], id, name))
+                name = call["function"]["name"]
+                id = family.call_ids.format(name=name, number=next(numbers)) or call["id"]
+                open_calls.append(_OpenCall(client_id=call["id"], template_id=id, name=name))
                 calls.append(call | {"id": id})
             copy["tool_calls"] = calls
-        if copy["role"] == "tool" and waiting:
-            given = [one[0] for one in waiting]
-            id = copy.get("tool_call_id")
-            _, id, name = waiting.pop(given.index(id) if id in given else 0)
-            copy = {"name": name} | copy | {"tool_call_id": id}
-        if reasoning := copy.pop("reasoning_content", None):
-            names = ["thinking", "reasoning", "reasoning_content"]  # templates differ
-            if family is HARMONY:
-                names = names[: "tool_calls" in copy]
-            copy |= dict.fromkeys(names, reasoning)
-        found.append(copy)
-    return found
+        if copy["role"] == "tool" and open_calls:
+            client_ids = [call.client_id for call in open_calls]
+            client_id = copy.get("tool_call_id")
+            # A result with an unknown id belongs to the first call without a result.
+            index = client_ids.index(client_id) if client_id in client_ids else 0
+            answered = open_calls.pop(index)
+            copy = {"name": answered.name} | copy | {"tool_call_id": answered.template_id}
+        reasoning = copy.pop("reasoning_content", None)
+        if reasoning:
+            fields = ["thinking", "reasoning", "reasoning_content"]  # templates read one of them
+            if family is HARMONY:  # its template only reads "thinking", of messages with calls
+                fields = ["thinking"] if "tool_calls" in copy else []
+            copy |= dict.fromkeys(fields, reasoning)
+        adapted.append(copy)
+    return adapted
+
+
+class _OpenCall(NamedTuple):
+    """A call without a result so far: its id in the request, its id in the prompt, its name."""
+
+    client_id: str
+    template_id: str
+    name: str
 
 
 def split_calls(messages: Sequence[Message]) -> list[Message]:
-    """Messages with one call each, before its result, and without text beside it."""
-    found: list[Message] = []
+    """Give each call a message of its own, without other text, directly before its result."""
+    split: list[Message] = []
     for message in messages:
-        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        fields = {key: value for key, value in message.items() if key != "tool_calls"}
         if message["role"] == "tool":
-            ids = [{call["id"] for call in one.get("tool_calls", ())} for one in found]
-            at = next((at for at, one in enumerate(ids) if rest.get("tool_call_id") in one), -1)
-            found.insert(at + 1 or len(found), message)
+            split.insert(_after_call(split, message.get("tool_call_id")), message)
         elif "tool_calls" not in message or message["content"]:
-            found.append(rest)
-            rest = {key: rest[key] for key in ("role", "thinking") if key in rest}
+            split.append(fields)
+            fields = {key: fields[key] for key in ("role", "thinking") if key in fields}
         for call in message.get("tool_calls", ()):
-            found.append(rest | {"content": "", "tool_calls": [call]})
-            rest = {"role": message["role"]}
-    return found
+            split.append(fields | {"content": "", "tool_calls": [call]})
+            fields = {"role": message["role"]}
+    return split
+
+
+def _after_call(messages: Sequence[Message], call_id: str | None) -> int:
+    """Return the index behind the message with a call; the end if there is none."""
+    for index, message in enumerate(messages):
+        if any(call["id"] == call_id for call in message.get("tool_calls", ())):
+            return index + 1
+    return len(messages)
 
 
 def _content(message: Message) -> str:
@@ -231,22 +287,24 @@ def _content(message: Message) -> str:
 
 
 def merge_messages(messages: Sequence[Message], system: bool = True) -> list[Message]:
-    """Messages whose roles alternate, after at most one system message.
+    """Merge messages so that their roles alternate, after at most one system message.
 
-    System messages at the start become one. Those in the middle, and all if not `system`, become
-    part of the next user message.
+    System messages at the start become one. Those in the middle become part of the next user
+    message. Without `system`, all of them do.
     """
     merged: list[Message] = []
     for message in messages:
-        role, content = message["role"], message["content"]
+        role = message["role"]
+        content = message["content"]
         if role == "system":
-            if not (content := _content(message)):
+            content = _content(message)
+            if not content:
                 continue
-            begins = system and all(one["role"] == "system" for one in merged)
-            role = "system" if begins else "user"
+            is_at_start = all(earlier["role"] == "system" for earlier in merged)
+            role = "system" if system and is_at_start else "user"
         last = merged[-1] if merged else {"role": ""}
-        has_calls = any(one.get("tool_calls") for one in (last, message))
-        if role == last["role"] != "tool" and not has_calls:
+        has_calls = bool(last.get("tool_calls") or message.get("tool_calls"))
+        if role == last["role"] and role != "tool" and not has_calls:
             merged[-1] = {**last, "content": f"{last['content']}\n\n{content}"}
         else:
             merged.append({**message, "role": role, "content": content})
@@ -254,7 +312,7 @@ def merge_messages(messages: Sequence[Message], system: bool = True) -> list[Mes
 
 
 def describe_tools(tools: Sequence[Tool], family: Family) -> str:
-    """The system message about tools for a template without them."""
+    """Write a system message about tools, for a template that does not list them."""
     lines = [json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools]
     syntax = family.calls if isinstance(family.calls, JsonCalls) else JsonCalls()
     example = f"{syntax.head}{{...}}{syntax.tail}".replace("{name}", "...")
@@ -263,8 +321,8 @@ def describe_tools(tools: Sequence[Tool], family: Family) -> str:
 
 
 def calls_as_text(messages: Sequence[Mapping[str, Any]], family: Family) -> list[dict[str, Any]]:
-    """Messages with calls and results as text, for a template that would drop them."""
-    written = []
+    """Write calls and results as text, for a template that would drop them."""
+    converted = []
     for message in messages:
         copy = dict(message)
         parts = [copy["content"]] if copy["content"] else []
@@ -274,5 +332,5 @@ def calls_as_text(messages: Sequence[Mapping[str, Any]], family: Family) -> list
         if copy["role"] == "tool":
             copy = {"role": "user"}
             parts = [f"<tool_response>\n{message['content']}\n</tool_response>"]
-        written.append(copy | {"content": "\n".join(parts)})
-    return written
+        converted.append(copy | {"content": "\n".join(parts)})
+    return converted

@@ -1,4 +1,4 @@
-"""The page to chat on, and what renders its answers."""
+"""The chat page, and the Markdown renderer for its answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .errors import RequestError
 from .markdown import render
 
 MAX_CHARACTERS: Final = 100_000
-SECONDS: Final = 2.0  # for the HTML of a text
+RENDER_SECONDS: Final = 2.0  # how long rendering one text may take
 FOLDER: Final = Path(__file__).parent
 
 
@@ -31,13 +31,14 @@ class RenderBody(Body):
 
 
 class WebPage:
-    """The page: one file, whose policy allows its own script and style, and its own server."""
+    """The page: one file. Its policy allows only its own script, its own style and its server."""
 
     def __init__(self) -> None:
         folder = FOLDER / "page"
+        # Comments like /* page.css */ stand for files.
         self._html = re.sub(
             r"/\* ([a-z]+\.(?:css|js)) \*/\n",
-            lambda found: (folder / found[1]).read_text("utf-8"),
+            lambda match: (folder / match[1]).read_text("utf-8"),
             (folder / "index.html").read_text("utf-8"),
         )
         self._headers = {
@@ -51,22 +52,24 @@ class WebPage:
         }
 
     def _hash(self, tag: str) -> str:
+        """Return the hash of a tag's content, in the syntax of a content security policy."""
         [text] = re.findall(f"<{tag}>(.*?)</{tag}>", self._html, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest())
         return f"'sha256-{digest.decode()}'"
 
     async def page(self, request: Request) -> Response:
-        """The page itself; for clients that are no browsers, what Ollama says here."""
+        """Return the page. Clients that are not browsers get Ollama's text at this path."""
         if "text/html" not in request.headers.get("accept", ""):
             return PlainTextResponse("Ollama is running")
         media_type = "text/html; charset=utf-8"
         return Response(self._html, media_type=media_type, headers=self._headers)
 
     async def render(self, request: Request) -> Response:
-        """The HTML of a Markdown text, which nothing in the text can make load or run."""
+        """Return the HTML of a Markdown text. It cannot load or run anything."""
         body = await read_body(request, RenderBody)
         try:
-            html = await run_in_threadpool(run_within, SECONDS, partial(render, body.text))
+            html = await run_in_threadpool(run_within, RENDER_SECONDS, partial(render, body.text))
         except TimeoutError as error:
-            raise RequestError(f"This text takes longer than {SECONDS:g} seconds.") from error
+            message = f"This text takes longer than {RENDER_SECONDS:g} seconds."
+            raise RequestError(message) from error
         return JSONResponse({"html": html})

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import DataError, OutputError, SettingsError
-from ..settings import SEED_BITS, check_fields, described, instance_of, setting
+from ..settings import MAX_SEED, check_fields, instance_of, setting, with_field_docs
 from ..validation import MAX_INT32, path_kind, read_json
 from .initial import KINDS
 
@@ -27,7 +27,7 @@ RATES = {"adamw": 1e-3, "muon": 0.02}
 EPOCHS = 6
 
 
-@described
+@with_field_docs
 @dataclass(frozen=True)
 class Recipe:
     """The settings of `train`. Raises `SettingsError`."""
@@ -36,7 +36,7 @@ class Recipe:
         None,
         "JSON lines of prompts, chats or texts; or a .txt file.",
         kind=Path,
-        form=instance_of(Path),
+        convert=instance_of(Path),
         allowed="a path",
         metavar="FILE",
     )
@@ -44,8 +44,8 @@ class Recipe:
         None,
         "Let the model write N prompts itself.",
         kind=int,
-        least=2,
-        most=MAX_INT32,
+        minimum=2,
+        maximum=MAX_INT32,
         metavar="N",
     )
     keep_answers: bool = setting(
@@ -58,8 +58,8 @@ class Recipe:
         256,
         "End an answer after N tokens.",
         kind=int,
-        least=2,
-        most=MAX_INT32,
+        minimum=2,
+        maximum=MAX_INT32,
         metavar="N",
         options=("--answer-tokens",),
     )
@@ -67,16 +67,16 @@ class Recipe:
         24,
         "Answers generated together.",
         kind=int,
-        least=1,
-        most=MAX_INT32,
+        minimum=1,
+        maximum=MAX_INT32,
         metavar="N",
     )
     turn_tokens: int = setting(
         128,
         "End a prompt that the model writes.",
         kind=int,
-        least=1,
-        most=MAX_INT32,
+        minimum=1,
+        maximum=MAX_INT32,
     )
     kind: str = setting(
         "dflash",
@@ -89,16 +89,16 @@ class Recipe:
         8,
         "Rows of a block, with the known first one.",
         kind=int,
-        least=2,
-        most=MAX_INT32,
+        minimum=2,
+        maximum=MAX_INT32,
         metavar="N",
     )
     layers: int | None = setting(
         None,
         "Default: one per eight of the model's, plus one.",
         kind=int,
-        least=1,
-        most=MAX_INT32,
+        minimum=1,
+        maximum=MAX_INT32,
         metavar="N",
     )
     causal: bool = setting(
@@ -111,8 +111,8 @@ class Recipe:
         None,
         "Draft only the answers' N commonest tokens.",
         kind=int,
-        least=1,
-        most=MAX_INT32,
+        minimum=1,
+        maximum=MAX_INT32,
         metavar="N",
     )
     warm_start: str | None = setting(
@@ -133,16 +133,16 @@ class Recipe:
         None,
         "Default: six epochs.",
         kind=int,
-        least=1,
-        most=MAX_INT32,
+        minimum=1,
+        maximum=MAX_INT32,
         metavar="N",
     )
     hours: float | None = setting(
         None,
         "As many steps as fit into H hours, with the answers; at least half of them.",
         kind=float,
-        least=1e-9,
-        most=1e9,
+        minimum=1e-9,
+        maximum=1e9,
         metavar="H",
         allowed="above 0",
     )
@@ -150,24 +150,24 @@ class Recipe:
         64,
         "Blocks per sequence and step.",
         kind=int,
-        least=1,
-        most=MAX_INT32,
+        minimum=1,
+        maximum=MAX_INT32,
         metavar="N",
     )
     tokens: int = setting(
         1024,
         "Tokens of half a step.",
         kind=int,
-        least=16,
-        most=MAX_INT32,
+        minimum=16,
+        maximum=MAX_INT32,
         metavar="N",
     )
     learning_rate: float = setting(
         None,
         "Peak. Default: the optimizer's.",
         kind=float,
-        least=1e-30,
-        most=1e30,
+        minimum=1e-30,
+        maximum=1e30,
         metavar="R",
         allowed="above 0",
     )
@@ -188,15 +188,15 @@ class Recipe:
         32,
         "Samples for evaluation.",
         kind=int,
-        least=1,
-        most=MAX_INT32,
+        minimum=1,
+        maximum=MAX_INT32,
     )
     seed: int = setting(
         0,
         "Seed of everything random.",
         kind=int,
-        least=0,
-        most=2**SEED_BITS - 1,
+        minimum=0,
+        maximum=MAX_SEED,
         metavar="N",
     )
 

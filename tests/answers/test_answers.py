@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from serving import make_target
 
 from dflash_mlx.answers.families import AnswerFormat
-from dflash_mlx.answers.parser import AnswerParser, Reasoning, Text, merge_texts
+from dflash_mlx.answers.parser import AnswerParser
+from dflash_mlx.answers.parts import Reasoning, Text, merge_texts
 from dflash_mlx.stream import TextStream
 
 SCHEMA = {

@@ -27,7 +27,7 @@ def checks(monkeypatch):
     """Run the command in this process: its exit code, and its checks by name."""
     blas = BlasInfo("dflash-avx2", None, "made up")
     monkeypatch.setattr(dflash_mlx, "use_fast_blas", lambda stock: blas)
-    monkeypatch.setattr(doctor, "_pair", lambda: doctor.Check("embedded pair", "ok", ""))
+    monkeypatch.setattr(doctor, "_check_pair", lambda: doctor.Check("embedded pair", "ok", ""))
 
     def look(*options: str):
         done = CliRunner().invoke(app, ["doctor", "--json", *options], prog_name="dflash-mlx")

@@ -48,10 +48,10 @@ def test_the_report(tmp_path, monkeypatch, capsys):
     patch(Kernels, "instances", lambda kernels: [lambda of=of: of(kernels) for of in few])
     patch(doctor_kernels, "FAMILIES", {"qwen3": doctor_kernels.FAMILIES["qwen3"]})
     patch(doctor_kernels, "SHAPES", ((32, 64),))
-    patch(doctor_kernels, "SECONDS", 1e9)  # however slow this machine is
+    patch(doctor_kernels, "CHECK_SECONDS", 1e9)  # however slow this machine is
     patch(doctor_kernels, "Stopwatch", lambda repeats: Stopwatch(1e9, repeats))
     patch(doctor_kernels, "TOKENS", 4)
-    patch(doctor_kernels, "SAMPLE", 2)
+    patch(doctor_kernels, "TOKENS_PER_SAMPLE", 2)
     patch(doctor_kernels, "machine", lambda blas: {"chip": "a test"})
     patch(doctor_kernels.mx.metal, "is_available", lambda: True)
     patch(doctor_kernels.mx.fast, "metal_kernel", wrong)

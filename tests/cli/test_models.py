@@ -40,7 +40,7 @@ def test_every_model_has_a_row_or_a_word(memory, chip):
         name for name in names if not re.search(rf"(^|[ ]){re.escape(name)}\b", text, re.M)
     ] == []
     rows = listed(done.stdout)
-    assert rows and len(done.stdout.splitlines()) <= models.ROWS + 3
+    assert rows and len(done.stdout.splitlines()) <= models.MAX_ROWS + 3
     limit = working_set(memory * GIB) / 1e9
     for name, (weights, drafter, context, total, _) in rows.items():
         assert total <= limit + 0.05, name
@@ -217,4 +217,4 @@ def test_the_list_fits_a_terminal(columns, tmp_path):
     terminal.program.expect(pexpect.EOF)
     lines = [line for line in terminal.lines if line]
     assert len(lines) < 24 and max(map(len, lines)) <= columns
-    assert len(listed("\n".join(lines))) == models.ROWS, "no row is folded"
+    assert len(listed("\n".join(lines))) == models.MAX_ROWS, "no row is folded"

@@ -162,7 +162,7 @@ def test_more_rows_than_there_can_be(option, pair):
     [
         ("--api-key-file none", 1, "cannot be read"),
         ("--api-key-file blank", 2, "empty"),
-        ("--host 192.0.2.1 --no-auth", 1, "give a --host of this machine's"),
+        ("--host 192.0.2.1 --no-auth", 1, "give a --host that this machine has"),
         ("--host 'no such host' --no-auth", 1, "--host no such host: "),
         ("--port PORT", 1, "PORT cannot be used"),  # told before the weights are read
     ],

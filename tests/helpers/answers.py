@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from dflash_mlx.answers.families import FAMILIES, AnswerFormat
-from dflash_mlx.answers.parser import AnswerParser, ToolCall, merge_texts
+from dflash_mlx.answers.parser import AnswerParser
+from dflash_mlx.answers.parts import ToolCall, merge_texts
 
 KNOWN = {family.name: family for family in FAMILIES}
 

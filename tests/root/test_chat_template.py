@@ -126,7 +126,7 @@ def test_a_template_that_never_ends_is_ended(template, speaker, monkeypatch):
     threads = set(threading.enumerate())
     speaker.chat_template = template
     with monkeypatch.context() as shorter, pytest.raises(TemplateLimitError, match="takes longer"):
-        shorter.setattr(chat_template, "SECONDS", 0.1)
+        shorter.setattr(chat_template, "TEMPLATE_SECONDS", 0.1)
         apply_chat_template(speaker, SAID)
     check_ended(threads)
     speaker.chat_template = TEMPLATES[0]

@@ -9,7 +9,7 @@ from serving import make_target
 from tinymodels import target
 
 import dflash_mlx as dm
-from dflash_mlx.cli import generate as command
+from dflash_mlx.cli import generate_summary
 from dflash_mlx.cli import pair as pair_module
 from dflash_mlx.cli.answer import Thoughts
 from dflash_mlx.cli.options import Names
@@ -114,7 +114,7 @@ def test_thoughts_are_shown_apart_and_counted_apart():
     assert (thoughts.tokens, thoughts.rounds) == (sum(map(len, steps[:3])), 2)
     stats.output_tokens = thoughts.tokens + len(steps[3])
     per_step = f"{thoughts.tokens / 2:.1f} tokens per step; answer: {len(steps[3])} token"
-    assert per_step in command._counted_apart(stats, thoughts)
+    assert per_step in generate_summary._thoughts_and_answer(stats, thoughts)
 
 
 def test_the_papers_protocol_asks_with_and_without_thoughts(tmp_path):

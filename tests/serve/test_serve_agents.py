@@ -17,7 +17,7 @@ from answers import written
 from mlx_lm.tool_parsers import json_tools
 from serving import FakeEngine, FakeJob, make_target, running
 
-from dflash_mlx.cli.launch import PACKAGES, Agent
+from dflash_mlx.cli.launch import NPM_PACKAGES, Agent
 
 pytestmark = pytest.mark.anyio
 
@@ -105,7 +105,7 @@ async def run(agent, port, arguments, folder):
 @pytest.mark.parametrize("agent", COMMANDS)
 async def test_an_agent_ends_its_turns(agent, tmp_path):
     if shutil.which(agent) is None:
-        pytest.skip(f"{agent} is not installed: npm install -g {PACKAGES[Agent(agent)]}")
+        pytest.skip(f"{agent} is not installed: npm install -g {NPM_PACKAGES[Agent(agent)]}")
     (tmp_path / PICTURE).write_bytes(PNG)
 
     engine = Patience(make_target(json_tools))
@@ -183,7 +183,7 @@ class Editor(FakeEngine):
 @pytest.mark.parametrize("family", ["json_tools", "qwen3_coder", "glm47", "minimax_m2", "gemma4"])
 def test_an_agent_writes_the_file_that_was_meant(agent, family, tmp_path):
     if shutil.which(agent) is None:
-        pytest.skip(f"{agent} is not installed: npm install -g {PACKAGES[Agent(agent)]}")
+        pytest.skip(f"{agent} is not installed: npm install -g {NPM_PACKAGES[Agent(agent)]}")
 
     async def turn():
         engine = Editor(make_target(family))

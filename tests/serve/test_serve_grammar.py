@@ -9,7 +9,8 @@ from answers import JSON, TAGGED
 from serving import make_target
 
 from dflash_mlx.answers.families import AnswerFormat
-from dflash_mlx.answers.parser import AnswerParser, Text, ToolCall
+from dflash_mlx.answers.parser import AnswerParser
+from dflash_mlx.answers.parts import Text, ToolCall
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.serve.chat import ChatBody
 from dflash_mlx.serve.errors import RequestError

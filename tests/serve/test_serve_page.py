@@ -188,7 +188,7 @@ def test_a_text_that_takes_too_long_is_given_up(monkeypatch):
 
     with client(FakeEngine(make_target())) as server:
         with monkeypatch.context() as shorter:
-            shorter.setattr(web_page, "SECONDS", 0.1)
+            shorter.setattr(web_page, "RENDER_SECONDS", 0.1)
             shorter.setattr(web_page, "render", endless)
             answer = render(server, "*sound*")
         assert answer.status_code == 400
