@@ -95,6 +95,10 @@ class StepwiseSession(FeatureSession):
         finally:  # a processor may fail
             for layer in self.cache:
                 layer.trim(drafted_rows)
+            if len(self.cache) > 1:
+                # No token depends on an indexer's rows that are all picked. Left lazy, they would
+                # belong to this thread, and another one may take the next step.
+                self._compute_cache()
 
     def _read(self) -> None:
         self._advance(None)

@@ -137,8 +137,9 @@ class Rows:
 
     def caches(self, sharing: SharedForward | None) -> list[Any]:
         """The caches that the model gets: the only request's own, or stand-ins for those of all."""
-        if sharing is None:
+        if not self.is_shared:
             return self.spans[0].session.cache
+        assert sharing is not None
         self._stacks = sharing.stacks
         places = {number: place for place, number in enumerate(sharing.slot_layers)}
         caches = zip(*(span.session.cache for span in self.spans), strict=True)

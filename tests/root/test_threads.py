@@ -117,6 +117,16 @@ def test_no_prompt_is_read_twice_because_another_thread_reads_on(pair, monkeypat
     assert read == prompt
 
 
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
+def test_an_mtp_head_with_an_indexer_changes_threads(family):
+    """No token depends on the indexer's rows that are all picked, but the next draft reads them."""
+    target, drafter = pairs.mtp(family)
+    prompt = PROMPT[:9]
+    expected = dm.generate(target, None, prompt, max_tokens=TOKENS).tokens
+    events = dm.stream_generate(target, drafter, prompt, max_tokens=TOKENS)
+    assert tokens_of(in_new_threads(events)) == expected
+
+
 def test_a_pair_that_one_thread_loads_and_others_use(tmp_path):
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     folders = (

@@ -61,3 +61,17 @@ def test_no_more_rows_than_the_kernels_take():
 
     assert parts([40, 24, 1, 63, 2, 64]) == [2, 2, 1, 1]
     assert parts([64]) == [1]
+
+
+def test_requests_that_do_not_fit_into_one_forward_are_as_alone():
+    """Two share a forward, and the third has its own."""
+    target = exact_target("qwen3", Launches())
+    proposals = [Proposal(random_prompt(width, width)) for width in (20, 30, 40)]
+    together = [target.start((0, 3)) for _ in proposals]
+    alone = [target.start((0, 3)) for _ in proposals]
+    for session in (*together, *alone):
+        list(session.prefill(random_prompt(3, 3)))
+    verified = by_proposal(proposals, *SharedVerifier(target).verify(together, proposals))
+    for (logits, taps), session, proposal in zip(verified, alone, proposals, strict=True):
+        expected, features = session.verify(proposal)
+        assert mx.array_equal(logits, expected) and mx.array_equal(taps, features)
