@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from .output import (
     write_result,
 )
 from .pair import (
+    Pair,
     explain,
     note_sampling,
     note_toy,
@@ -124,30 +125,16 @@ def generate(
         from dflash_mlx.structured import JsonSchema
 
         settings["logits_processors"] = [JsonSchema(pair.target, schema)]
-    from dflash_mlx.bench.measure import Comparison
-
-    plain_settings = {name: settings[name] for name in settings.keys() - pair.drafting.keys()}
-    comparison = Comparison(
-        pair.target,
-        pair.drafter,
-        prompt=ids,
-        settings=without_template(plain_settings),
-        drafting=pair.drafting,
-    )
+    comparison = _comparison_of(pair, ids, settings)
     fresh = comparison.with_fresh_policy() if compare else comparison
     thoughts = Thoughts(pair.target, comparison.prompt)
     result = _stream(comparison, thoughts, shown=output is None and not json)
     comparison.runs[comparison.chain] = [result]
-    newline = "\n" if result.text and not result.text.endswith("\n") else ""
     if not json:
+        newline = "\n" if result.text and not result.text.endswith("\n") else ""
         write_result(output, newline if output is None else result.text + newline)
     if compare and pair.drafter is not None and result.tokens:
-        warning = None if json else busy()
-        if warning:
-            note(warning)
-        tokens = counted(result.stats.output_tokens, "token")
-        with waiting(f"Decoding {tokens} plainly, to compare"):
-            _compare(fresh)
+        _compare(fresh, result, warn_if_busy=not json)
     if json:
         content = as_json(pair, runs=comparison, result=result, thoughts=thoughts)
         write_result(output, f"{as_text(content)}\n")
@@ -162,6 +149,20 @@ def generate(
         explain(pair, result.stats, settings["temperature"])
     if schema is not None and result.finish_reason == "length":
         raise SettingsError(f"The JSON is incomplete: {pair.limit_reached(result.stats)}.")
+
+
+def _comparison_of(pair: Pair, prompt: list[int], settings: Mapping[str, Any]) -> Comparison:
+    """Prepare to decode a prompt (ids), with drafts and maybe also plainly."""
+    from dflash_mlx.bench.measure import Comparison
+
+    plain_settings = {name: settings[name] for name in settings.keys() - pair.drafting.keys()}
+    return Comparison(
+        pair.target,
+        pair.drafter,
+        prompt=prompt,
+        settings=without_template(plain_settings),
+        drafting=pair.drafting,
+    )
 
 
 def _encode(
@@ -206,7 +207,7 @@ def _stream(comparison: Comparison, thoughts: Thoughts, shown: bool) -> Result:
     )
 
 
-def _compare(fresh: Comparison) -> None:
+def _compare(fresh: Comparison, result: Result, warn_if_busy: bool) -> None:
     """Decode plainly, and repeat both methods while that takes little time.
 
     The policy and the drafter of `fresh` have not seen this prompt. What they learned from the
@@ -214,11 +215,16 @@ def _compare(fresh: Comparison) -> None:
     """
     from dflash_mlx.bench.results import PLAIN
 
-    start = time.perf_counter()
-    fresh.run(PLAIN)
-    runs = fresh.runs[PLAIN]
-    while len(runs) < MAX_COMPARED and time.perf_counter() - start < COMPARE_SECONDS:
-        fresh.with_fresh_policy().run(PLAIN, fresh.chain)
+    warning = busy() if warn_if_busy else None
+    if warning:
+        note(warning)
+    tokens = counted(result.stats.output_tokens, "token")
+    with waiting(f"Decoding {tokens} plainly, to compare"):
+        start = time.perf_counter()
+        fresh.run(PLAIN)
+        runs = fresh.runs[PLAIN]
+        while len(runs) < MAX_COMPARED and time.perf_counter() - start < COMPARE_SECONDS:
+            fresh.with_fresh_policy().run(PLAIN, fresh.chain)
 
 
 def read_prompt(prompt: str | None, files: Sequence[Path], stdin_ends: bool = True) -> str:

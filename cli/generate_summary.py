@@ -136,4 +136,5 @@ def stats_as_lines(stats: Stats) -> Iterator[str]:
             value = f"{value:.3f}"
         elif name == "peak_bytes":
             value = f"{value:,}"
-        yield f"{name.replace('round', 'step').replace('_', ' '):20}{value}"
+        label = name.replace("rounds", "steps").replace("round", "step").replace("_", " ")
+        yield f"{label:20}{value}"

@@ -237,9 +237,9 @@ def without_template(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def note_training(target: Target, names: Names, settings: Mapping[str, Any]) -> None:
-    """Print a note if the drafter was trained on answers that think and these will not, or reverse.
+    """Print a note if the drafter was trained with thinking on and it is off now, or vice versa.
 
-    The acceptance rate suffers from such a mismatch.
+    Fewer drafts are accepted after such a mismatch.
     """
     from dflash_mlx.prompt import thinks
 

@@ -111,12 +111,13 @@ def _template_is_code(tokenizer: Any) -> bool:
 def _render_by_code(tokenizer: Any, messages: list[Any], arguments: dict[str, Any]) -> str:
     """Turn a chat into text with a method of the tokenizer, or with a function of mlx-lm."""
     if any(name in arguments for name in SWITCHES):
+        # mlx-lm's wrapper adds a switch only if there is none, so it can be called.
         return str(tokenizer.apply_chat_template(messages, **arguments))
     unwrapped = _unwrapped(tokenizer)
     function = None if unwrapped is tokenizer else tokenizer._chat_template
     if function is None:
         return str(unwrapped.apply_chat_template(messages, **arguments))
-    del arguments["tokenize"]
+    del arguments["tokenize"]  # mlx-lm's functions always return text
     return str(function(messages, **arguments))
 
 

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-AGAIN = 0.1  # seconds after which a thread that goes on is told to end once more
+AGAIN = 0.1  # seconds between two attempts to end a thread
 
 
 def run_within(seconds: float, function: Callable[[], T]) -> T:
-    """Call a function, and return or raise what it does. Raises `TimeoutError` after `seconds`.
+    """Call a function and return its result. Raises its error, or `TimeoutError` after `seconds`.
 
     The function runs in a new thread, which is stopped between two instructions of Python. Nothing
     can stop a single instruction that takes forever, such as 9 ** 9 ** 9, and memory is not
@@ -42,7 +42,8 @@ def run_within(seconds: float, function: Callable[[], T]) -> T:
 def _end(thread: Thread, outcome: Future[T]) -> None:
     """Raise `SystemExit` in a thread until it ends.
 
-    Once is not enough: Python drops an exception in a finalizer, which runs in any thread.
+    Raising it once is not enough: if the thread is in a finalizer (`__del__`), Python drops the
+    exception.
     """
     exception = ctypes.py_object(SystemExit)
     while thread.is_alive() and not outcome.done():

@@ -200,22 +200,27 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     that nothing fills. Raises `PromptError` for a part that is not text.
     """
     content = message["content"]
+    # None: the message has only tool calls. A mapping: some templates print tool results.
+    if content is None or isinstance(content, Mapping):
+        return message
     if isinstance(content, str):
         _check_text(content)
-    if not isinstance(content, list):
-        # None: the message has only tool calls. A mapping: some templates print tool results.
-        if not isinstance(content, str | Mapping | None):
-            raise PromptError(
-                f"A message's content must be text, or parts of text, not {brief(content)}."
-            )
         return message
+    if not isinstance(content, list):
+        raise _not_text(content)
+    text = ""
     for part in content:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise PromptError(
-                f"A message's content must be text, or parts of text, not {brief(kind)}."
-            )
-    return _with_text({**message, "content": "".join(part["text"] for part in content)})
+        if not isinstance(part, Mapping):
+            raise _not_text(part)
+        if not isinstance(part.get("text"), str):
+            raise _not_text(part.get("type"))
+        text += part["text"]
+    _check_text(text)
+    return {**message, "content": text}
+
+
+def _not_text(content: Any) -> PromptError:
+    return PromptError(f"A message's content must be text, or parts of text, not {brief(content)}.")
 
 
 def _check_text(text: str) -> None:

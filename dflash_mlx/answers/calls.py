@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..validation import ErrorWrapper
 from .call_patterns import pattern_for
@@ -147,6 +147,26 @@ class JsonCalls:
 _OTHER_END: Final = re.compile(r"\n?</([\w:.｜-]+)\s*/?>\Z")
 
 
+class _TagPatterns(NamedTuple):
+    """The regular expressions of calls with tags.
+
+    Attributes:
+        head: the text before a call.
+        key, key_tag: the text before a value, with and without leading white space.
+        value_end: the text after a value.
+        tail, last_tail, loose_tail: the text after a call: alone, with the beginning of another
+            call or the end of the text behind it, and with surplus ends of values before it.
+    """
+
+    head: re.Pattern[str]
+    key: re.Pattern[str]
+    key_tag: re.Pattern[str]
+    value_end: re.Pattern[str]
+    tail: re.Pattern[str]
+    last_tail: re.Pattern[str]
+    loose_tail: re.Pattern[str]
+
+
 @dataclass(frozen=True)
 class TaggedCalls:
     """The syntax of calls with a tag for each argument, whose value is bare text.
@@ -168,37 +188,34 @@ class TaggedCalls:
     tail: str = ""
 
     @cached_property
-    def _patterns(self) -> tuple[re.Pattern[str], ...]:
-        """The patterns of head, key, end of a value, tail, and tail with what may follow it."""
+    def _patterns(self) -> _TagPatterns:
         head = rf"\s*{pattern_for(self.head)}"
-        key = rf"\s*{pattern_for(self.key)}"
         tail = rf"\s*{pattern_for(self.tail)}"
         newline = "\n?" if self.value_end.startswith("\n") else ""
-        end = newline + pattern_for(self.value_end.strip())
-        last = tail + (rf"\s*(?:{head}|\Z)" if self.tail else r"\s*\Z")
-        return tuple(map(re.compile, (head, key, end, tail, last)))
-
-    @cached_property
-    def _lenient_patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """The patterns of a key's tag, and of a tail that surplus closing tags may precede."""
-        _, _, end, tail, _ = self._patterns
-        loose_tail = rf"(?:\s*{end.pattern})*{tail.pattern}" + ("" if self.tail else r"\Z")
-        return re.compile(pattern_for(self.key)), re.compile(loose_tail)
+        value_end = newline + pattern_for(self.value_end.strip())
+        loose_tail = rf"(?:\s*{value_end})*{tail}"
+        return _TagPatterns(
+            head=re.compile(head),
+            key=re.compile(rf"\s*{pattern_for(self.key)}"),
+            key_tag=re.compile(pattern_for(self.key)),
+            value_end=re.compile(value_end),
+            tail=re.compile(tail),
+            last_tail=re.compile(tail + (rf"\s*(?:{head}|\Z)" if self.tail else r"\s*\Z")),
+            loose_tail=re.compile(loose_tail if self.tail else rf"{loose_tail}\Z"),
+        )
 
     @property
     def beginning(self) -> str:
         """A pattern for the beginning of a call with arguments."""
-        head, key, _, _, _ = self._patterns
-        return head.pattern + key.pattern
+        return self._patterns.head.pattern + self._patterns.key.pattern
 
     def read(
         self, body: str, position: int, schemas: Schemas, lenient: bool
     ) -> tuple[list[Call], int]:
         """Read the call at a position. Returns it and its end. Raises `NotACallError`."""
-        _, key, _, tail, _ = self._patterns
-        _, loose_tail = self._lenient_patterns
+        patterns = self._patterns
         name, position, closes_itself = self._read_name(body, position, schemas)
-        if closes_itself and not key.match(body, position):
+        if closes_itself and not patterns.key.match(body, position):
             return [(name, {})], position
         arguments, position = self._read_arguments(
             body,
@@ -206,7 +223,8 @@ class TaggedCalls:
             parameters=_Parameters(schemas.get(name)),
             lenient=lenient,
         )
-        match = (loose_tail if lenient else tail).match(body, position)
+        tail = patterns.loose_tail if lenient else patterns.tail
+        match = tail.match(body, position)
         if match is not None:
             position = match.end()
         rest = body[position:].lstrip()
@@ -223,13 +241,13 @@ class TaggedCalls:
         Returns the tool's name, the end of the head, and whether its tag closes itself (<.../>).
         Raises `NotACallError`.
         """
-        head, key, _, _, _ = self._patterns
-        match = head.match(body, position) if self.tail or not position else None
+        patterns = self._patterns
+        match = patterns.head.match(body, position) if self.tail or not position else None
         if match is not None:
             name = match["name"].strip()
             closes_itself = match[0].rstrip().endswith("/>")
             return name.rstrip("/ ") if closes_itself else name, match.end(), closes_itself
-        match = key.match(body, position)
+        match = patterns.key.match(body, position)
         if match is None or match["key"].strip() not in schemas:
             raise NotACallError("no call")
         return match["key"].strip(), match.end(), False
@@ -238,7 +256,7 @@ class TaggedCalls:
         self, body: str, position: int, parameters: _Parameters, lenient: bool
     ) -> tuple[dict[str, Any], int]:
         """Read the arguments that begin at a position. Returns them and their end."""
-        _, key, _, _, _ = self._patterns
+        key = self._patterns.key
         arguments: dict[str, Any] = {}
         match = key.match(body, position)
         while match is not None:
@@ -266,17 +284,14 @@ class TaggedCalls:
 
         None of the arguments in `read_names` may follow. Raises `NotACallError`.
         """
-        _, key, end, _, last = self._patterns
-        key_tag, loose_tail = self._lenient_patterns
-        tail = loose_tail if lenient else last
-        tags = [(match.start(), match["key"].strip()) for match in key_tag.finditer(body, start)]
+        tags = [
+            (match.start(), match["key"].strip())
+            for match in self._patterns.key_tag.finditer(body, start)
+        ]
         candidate = (len(body), len(body))  # the first end that is possible, but not certain
-        for ends_before, match in enumerate(end.finditer(body, start)):
+        for ends_before, match in enumerate(self._patterns.value_end.finditer(body, start)):
             value_end, tag_end = match.span()
-            next_key = key.match(body, tag_end)
-            argument_follows = next_key is not None and next_key["key"].strip() not in read_names
-            call_ends = tail.match(body, tag_end) or (lenient and not body[tag_end:].strip())
-            if not (argument_follows or call_ends):
+            if not self._may_end_at(body, tag_end, read_names=read_names, lenient=lenient):
                 continue
             # A closing tag that belongs to a tag inside the value is part of the value. So are
             # tags of required arguments, unless they come again behind the value.
@@ -292,28 +307,41 @@ class TaggedCalls:
         next_tag = self._next_tag(body, start, tags=tags, names=parameters.all - read_names)
         if candidate[0] < next_tag:
             return candidate
-        value = body[start:next_tag].rstrip()
-        match_end = _OTHER_END.search(value)
-        while match_end is not None and f"<{match_end[1]}" not in value:
-            value = value[: match_end.start()]
-            match_end = _OTHER_END.search(value)
-        return start + len(value), next_tag
+        return start + len(_without_other_ends(body[start:next_tag])), next_tag
+
+    def _may_end_at(self, body: str, tag_end: int, read_names: set[str], lenient: bool) -> bool:
+        """Whether a value may end with a closing tag: a new argument or the call's end follows."""
+        next_key = self._patterns.key.match(body, tag_end)
+        if next_key is not None and next_key["key"].strip() not in read_names:
+            return True
+        if not lenient:
+            return self._patterns.last_tail.match(body, tag_end) is not None
+        return bool(self._patterns.loose_tail.match(body, tag_end)) or not body[tag_end:].strip()
 
     def _next_tag(
         self, body: str, start: int, tags: list[tuple[int, str]], names: frozenset[str]
     ) -> int:
         """Find the next tag of the call: of an argument in `names`, or the tail."""
-        _, _, _, _, last = self._patterns
         tag_names = [name for _, name in tags]
         positions = []
         for position, name in tags:
             starts_line = body[start:position].rstrip(" \t")[-1:] in ("", "\n")
             if name in names and (tag_names.count(name) == 1 or starts_line):
                 positions.append(position)
-        match = last.search(body, start)
+        match = self._patterns.last_tail.search(body, start)
         if match is not None and self.tail:
             positions.append(match.start())
         return min(positions, default=len(body))
+
+
+def _without_other_ends(text: str) -> str:
+    """Remove the closing tags at the end of a text that close nothing in it."""
+    value = text.rstrip()
+    match = _OTHER_END.search(value)
+    while match is not None and f"<{match[1]}" not in value:
+        value = value[: match.start()]
+        match = _OTHER_END.search(value)
+    return value
 
 
 class _Parameters:

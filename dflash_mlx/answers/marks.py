@@ -26,7 +26,9 @@ class MarkedText:
 
     def add(self, text: str, tokens: Sequence[int]) -> str:
         """Return the next text with marks. The text may lag behind the tokens."""
-        for token in tokens if self._tokens else ():
+        if not self._tokens:
+            return text
+        for token in tokens:
             self._detokenizer.add_token(token)
             self._decoded_length += len(self._detokenizer.last_segment)
             if token in self._tokens:

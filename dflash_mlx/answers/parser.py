@@ -145,7 +145,7 @@ class AnswerParser:
         return merge_texts(parts)
 
     def _markers_in(self, state: str) -> Markers:
-        """Return the markers that count in a state."""
+        """Return the markers that count in a state, each with the state it leads to."""
         family = self._form.family
         header = self._form.header
         opens, closes = self._form.thought
@@ -157,12 +157,13 @@ class AnswerParser:
             kinds[family.start] = TOOL
         if self._schemas and state == NORMAL:
             kinds[family.end] = _STRAY
-            for opening in family.openings:
+            for opening in family.openings:  # begins a call whose start marker is missing
                 for name in self._schemas:
                     kinds[opening.replace("{name}", name)] = _BARE
-        kinds |= dict.fromkeys(family.dropped, state)
+        kinds |= dict.fromkeys(family.dropped, state)  # these do not change the state
         marked_kinds = {self._with_marks(marker): kind for marker, kind in kinds.items()}
-        if header is not None and state == HEADER:  # also counts if it is not a single token
+        if header is not None and state == HEADER:
+            # The end of a header counts as a single token and as several.
             marked_kinds |= {header.message: _MESSAGE, MARK + header.message: _MESSAGE}
         return Markers(marked_kinds)
 
@@ -332,7 +333,7 @@ class AnswerParser:
     def _drop_call(self) -> list[Part]:
         """End an answer that `max_tokens` cut inside a call.
 
-        The client can use the text only if the answer has no calls, and need not be one.
+        The client gets its text unless the answer has other calls, or had to be a call.
         """
         text = self._take(len(self._pending))
         if not self._is_bare:
@@ -346,7 +347,9 @@ class AnswerParser:
         self.state = self._outer
         self._after_marker = False
         self._searched = 0
-        return self._read_text(self._take(len(self._start)) if self._is_bare else self._start)
+        if self._is_bare:  # the pending text contains the beginning
+            return self._read_text(self._take(len(self._start)))
+        return self._read_text(self._start)
 
     def _call_text(self, end: re.Match[str]) -> str:
         """Return the pending text up to the end of a call.
@@ -377,8 +380,8 @@ class AnswerParser:
                 raise NotACallError("unknown tool")
             arguments_text = typed_arguments(arguments, self._schemas.get(name))
             calls.append(ToolCall(f"call_{secrets.token_hex(12)}", name, arguments_text))
-        if not self._parallel:
-            calls = calls[: 1 - self.calls]
+        if not self._parallel:  # an answer may have only one call
+            calls = calls[:1] if self.calls == 0 else []
         self.calls += len(calls)
         self.state = NORMAL
         self._pass_marker()

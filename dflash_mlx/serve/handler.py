@@ -279,21 +279,18 @@ class RequestHandler:
     def _with_template(self, request: GenerationRequest) -> tuple[GenerationRequest, list[str]]:
         """Add all variables of the chat template to a request.
 
-        A switch for thinking gets the name that the template reads, whatever a client calls it.
+        Clients call the switch for thinking by several names. The template gets the one it reads.
 
-        Returns the request, and names of what is ignored.
+        Returns the new request and the names of the fields that are ignored.
         """
         tokenizer = self.target.tokenizer
         ignored = [*request.ignored, *request.left_out]
         variables = dict(request.template_settings)
-        wishes = [variables.pop(name) for name in SWITCHES if name in variables]
+        requested = [variables.pop(name) for name in SWITCHES if name in variables]
         switches: dict[str, bool] = {}
-        is_unmet = False
-        if wishes:
-            think = wishes[0]
-            switches = thinking_switches(tokenizer, think)
-            is_unmet = not switches and bool(think) != self.form.thinks
-        if is_unmet:
+        if requested:
+            switches = thinking_switches(tokenizer, requested[0])
+        if requested and not switches and bool(requested[0]) != self.form.thinks:
             ignored.append("thinking")
         elif EFFORT in variables and not template_reads(tokenizer, EFFORT):
             ignored.append(EFFORT)

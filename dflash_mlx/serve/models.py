@@ -117,10 +117,15 @@ class Models:
             handler.abort()
 
     def find(self, name: str) -> OfferedModel:
-        """Find a model by its name. Raises `RequestError` 404, which lists the names."""
+        """Find a model by its name. Raises `RequestError` 404, which lists the names.
+
+        If only one model is offered, any name means it.
+        """
+        if len(self.offered) == 1:
+            return self.offered[0]
         for model in self.offered:
             names = [alias.removesuffix(LATEST) for alias in (model.name, *model.aliases)]
-            if len(self.offered) == 1 or name.removesuffix(LATEST) in names:
+            if name.removesuffix(LATEST) in names:
                 return model
         if name in ("", "default"):
             return self.offered[0]

@@ -100,28 +100,40 @@ def _begun_answer(tokenizer: Any, form: AnswerFormat, rendered: Rendered) -> str
     than the message there: an empty thought, or the header of a message.
     """
     text = rendered.text
-    last = rendered.messages[-1]
-    if last["role"] != "assistant":
+    if rendered.messages[-1]["role"] != "assistant":
         return ""
-    content = _content(last)
+    start = _answer_start(tokenizer, rendered)
+    opens, closes = form.thought
+    if opens and text[:start].rstrip().endswith(opens):
+        # The template opens a thought in every answer.
+        return text[text.rindex(opens, 0, start) :]
+    for marker in (opens, closes):
+        start = _outside_marker(text, start, marker)
+    return text[start:]
+
+
+def _answer_start(tokenizer: Any, rendered: Rendered) -> int:
+    """Return the position in a prompt where its last message, an answer, begins.
+
+    The prompt without this message has the same text up to there.
+    """
+    text = rendered.text
+    content = _content(rendered.messages[-1])
     start = text.rfind(content) if content else len(text)
     earlier = rendered.messages[:-1] or [{"role": "user", "content": ""}]
     with suppress(PromptError):
         without_answer = apply_chat_template(tokenizer, earlier, settings=rendered.settings)
         shared = len(commonprefix([text, without_answer]))
         start = shared if start < 0 else min(start, shared)
-    before = text[: max(0, start)]
-    opens, closes = form.thought
-    if opens and before.rstrip().endswith(opens):  # the template opens a thought in every answer
-        return text[before.rindex(opens) :]
-    for marker in (opens, closes):  # the shared text may end within a marker
-        overlaps = [
-            length
-            for length in range(1, len(marker))
-            if text.startswith(marker, len(before) - length)
-        ]
-        before = before[: len(before) - max(overlaps, default=0)]
-    return text[len(before) :]
+    return max(0, start)
+
+
+def _outside_marker(text: str, position: int, marker: str) -> int:
+    """Return the position, or the start of the marker if the position lies within one."""
+    for length in reversed(range(1, len(marker))):
+        if length <= position and text.startswith(marker, position - length):
+            return position - length
+    return position
 
 
 def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> Rendered:
@@ -189,16 +201,23 @@ def _required_words(message: Message) -> Iterator[str]:
 
 
 def _attempts(messages: Sequence[Message], family: Family) -> Iterator[Sequence[Message]]:
-    """Yield the messages unchanged, then in forms that more templates accept."""
+    """Yield the messages unchanged, then in forms that more templates accept.
+
+    Some templates accept only one call in each message, some only alternating roles, some no
+    system message, and some only arguments that are text.
+    """
     with_single_calls = split_calls(messages)
-    shapes = [messages, with_single_calls]
+    candidates = [messages, with_single_calls]
     if family is HARMONY:  # its template drops all but the first of several calls
-        shapes = [with_single_calls]
-    for merge in (list, merge_messages, partial(merge_messages, system=False)):
-        for shape in shapes:
-            merged = merge(shape)
+        candidates = [with_single_calls]
+    has_calls = any("tool_calls" in message for message in messages)
+    without_merging = list
+    without_system = partial(merge_messages, system=False)
+    for merge in (without_merging, merge_messages, without_system):
+        for candidate in candidates:
+            merged = merge(candidate)
             yield merged
-            if any("tool_calls" in message for message in shape):
+            if has_calls:
                 yield list(map(_with_text_arguments, merged))
 
 

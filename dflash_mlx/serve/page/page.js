@@ -44,7 +44,7 @@ function submit() {
   if (!question || !one || one.running) return;
   $("input").value = "";
   grow();
-  // A question without an answer stays beside the conversation: it may be what was too long.
+  // A question without an answer becomes a branch of its own, because it may have been too long.
   ask(one, question, one.turns[one.leaf]?.role === "user" ? one.turns[one.leaf].parent : one.leaf);
 }
 

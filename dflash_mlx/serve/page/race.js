@@ -55,7 +55,7 @@ function verdict(drafted, plain, others) {
   }
   const times = rate(drafted.speed) / rate(plain.speed);
   if (others || !isEven(plain.times) || times > 1.1 * drafted.speed.perStep) {
-    return `No figure: something else ran beside the race; ${ending}.`;
+    return `No figure: something else ran during the race; ${ending}.`;
   }
   return `${times.toFixed(2)}× plain: ${rateText(drafted.speed)} and ${rateText(plain.speed)} after the first token, measured in turns; ${ending}.`;
 }

@@ -161,7 +161,7 @@ function ask(one, content, parent) {
   reply(one, add(one, { parent, role: "user", content }));
 }
 
-// What there is to wait for before the first word. Other answers may be under way, too.
+// Say what the reader waits for before the first word. Other answers may be under way.
 function waitsFor(model) {
   const chosen = [...$("model").options].find((option) => option.value === model);
   return chosen?.dataset.state === "not-loaded" ? `Loading ${model}…` : "Reading your message…";
