@@ -167,7 +167,7 @@ def open_pair(
         load = dflash_mlx.load
         import mlx.core as mx
 
-        from dflash_mlx.drafter.lookup import LookupDrafter
+        from dflash_mlx.drafter.lookup_drafter import LookupDrafter
         from dflash_mlx.loading.reading import on_cpu
         from dflash_mlx.machine import pinned_memory
 

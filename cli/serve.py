@@ -326,7 +326,7 @@ def _prefix(pair: Pair, load: Load) -> PrefixStore | None:
         return None
     store: type[PrefixStore] = dflash_mlx.PrefixStore
     if pair.member is not None:
-        from dflash_mlx.cluster.target import LeaderPrefixStore as store
+        from dflash_mlx.cluster.leader_target import LeaderPrefixStore as store
     return store(
         pair.target,
         pair.drafter,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 
-from .caches import Caches
 from .drafter.protocol import Drafter, check_pair
 from .errors import SettingsError
+from .pair_caches import Caches
 from .prefix.store import PrefixStore
 from .request import Request
 from .targets import Target

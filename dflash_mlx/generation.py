@@ -8,12 +8,12 @@ from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
-from .caches import Caches
 from .conversation import Conversation
 from .drafter.protocol import Drafter, check_pair, drafts_trees
 from .drafter.protocol import block_size as drafter_block_size
 from .errors import SettingsError
 from .events import Stats
+from .pair_caches import Caches
 from .policy.draft_policy import DraftPolicy
 from .policy.planner import AdaptivePlanner, Planner
 from .prefix.store import PrefixStore

@@ -1,6 +1,6 @@
 """One request's state, and the parts of a step.
 
-`loop.decode` puts these parts together for one request, `engine.batch` for many.
+`loop.decode` puts these parts together for one request, `engine.shared_batch` for many.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import mlx.core as mx
 
 from .accept import accept
-from .caches import Caches
 from .errors import ProposalError
 from .events import Event, Stats
+from .pair_caches import Caches
 from .policy.planner import DraftCandidate, Planner, TreeCandidate
 from .proposal import Proposal
 from .sampling import Sampler, check_choice, sample
@@ -131,14 +131,14 @@ class Request:
     def prefill(self) -> Event | None:
         """Read all tokens that the caches do not hold; the last result of `read`."""
         event = None
-        while piece := self.next_piece():
+        while piece := self.next_chunk():
             event = self.read(piece)
         return event
 
-    def next_piece(self, most: int = PREFILL_STEP) -> Span | None:
+    def next_chunk(self, most: int = PREFILL_STEP) -> Span | None:
         """What `read` has to read next, at most so many tokens; None at the end."""
         self._clock = self._clock or time.perf_counter()
-        return self.caches.next_piece(most)
+        return self.caches.next_chunk(most)
 
     def read(self, piece: Span) -> Event | None:
         """Read a piece of what the caches do not hold; returns what `keep_read` returns."""

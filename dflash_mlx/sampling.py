@@ -27,10 +27,6 @@ from .errors import SettingsError
 from .proposal import Proposal
 from .settings import SEED_BITS, SETTINGS, RequestSettings
 
-# Scores [L, V] of the next tokens, and the factor by which logits count in them. A chain drafts the
-# best scores; a tree takes their softmax as probabilities.
-DraftScores = tuple[mx.array, float]
-
 # Drafts are the best of scores + noise / DRAFT_SCALE. 1 is right for a drafter whose distribution
 # equals the target's; a less confident drafter needs more (docs/experiments.md).
 DRAFT_SCALE = 2.0
@@ -119,8 +115,13 @@ class Sampler:
         scores, _ = self.draft_scores(logits)
         return scores.argmax(axis=-1)
 
-    def draft_scores(self, logits: mx.array, before: mx.array | None = None) -> DraftScores:
+    def draft_scores(
+        self, logits: mx.array, before: mx.array | None = None
+    ) -> tuple[mx.array, float]:
         """Return the scores of the next L tokens, from the drafter's logits [L, V].
+
+        Also returns the factor by which logits count in the scores. A chain drafts the best scores;
+        a tree takes their softmax as probabilities.
 
         A drafter that drafts token by token passes the tokens [k] it has drafted so far as
         `before`.

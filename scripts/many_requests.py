@@ -155,7 +155,7 @@ def counts_of(target: dm.Target, count: int, steps: int) -> list[float]:
     """Launches of a plain step of `count` requests: mlx-lm's, ours."""
     from mlx_lm.generate import BatchGenerator
 
-    from dflash_mlx.engine.batch import BatchItem, SharedBatch
+    from dflash_mlx.engine.shared_batch import BatchItem, SharedBatch
     from dflash_mlx.generation import GenerationSettings, make_request
 
     prompts = [[1 + (7 * at + row) % 1000 for row in range(20 + at)] for at in range(count)]

@@ -22,10 +22,10 @@ from ..targets import Target
 from ..validation import ErrorWrapper
 from .channel import MLX_ERRORS, NO_ANSWER, Channel
 from .leader import Leader
+from .leader_target import LeaderTarget
 from .member import LOST, LOST_CODE, RankProcess, rank
 from .pipeline import LeaderStage, Limits, PipelineStage, limits
 from .shards import check_rollback, split_by_heads, split_by_layers
-from .target import LeaderTarget
 from .watchdog import STALL_SECONDS, Watchdog
 from .worker import RankWorker
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ..targets import Target, internals
 from ..targets.taps import Runs, Taps
-from .target import LeaderTarget
+from .leader_target import LeaderTarget
 
 
 class Limits(IntFlag):

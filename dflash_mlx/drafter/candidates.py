@@ -20,7 +20,7 @@ NEVER = -50.0  # the log-probability of what top-p, top-k or a grammar excludes
 CHUNK = 512  # vocabulary entries per chunk of the top-k search
 
 
-class Slots(NamedTuple):
+class DraftScores(NamedTuple):
     """The L slots of one request's block, before tokens are chosen for them.
 
     Attributes:

@@ -123,7 +123,7 @@ def _sliding_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
     """Which layers slide, from `layer_types` or, in older files, `use_sliding_window`."""
     kinds = read.get("layer_types", default=FULL)
     slides = first = None
-    if not read.packaging.copied:  # else these two are the target's
+    if not read.packaging.embeds_target_config:  # else these two are the target's
         slides = read.get("use_sliding_window", BOOLEAN)
         first = read.get("max_window_layers", whole(least=0))
     if slides and read.sources["layer_types"] == "default":
@@ -172,7 +172,7 @@ def read_rope(read: ConfigReader, positions: int) -> tuple[float, Mapping[str, A
                 check = BOOLEAN if key == "truncate" else POSITIVE
                 kept[key] = read.check(f"{place}.{key}", value, check)
         elif key == "partial_rotary_factor":
-            if value not in (None, 1) and not read.packaging.copied:
+            if value not in (None, 1) and not read.packaging.embeds_target_config:
                 raise read.error(f"{place}.{key}", f"must be 1, not {brief(value)}")
         elif isinstance(value, Mapping) or (known and value is not None):
             raise read.error(f"{place}.{key}", f"is not understood for {kind} rope")

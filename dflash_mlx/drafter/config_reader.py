@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import ConfigError
 from ..validation import MAX_INT32, brief, is_integer, is_positive
-from .networks import EXPECTED, OF_TARGETS, PLACES, ROUTINE, SPELLINGS, Packaging
+from .networks import IGNORED_KEYS, PLACES, REQUIRED_VALUES, SPELLINGS, TARGET_KEYS, Packaging
 
 MOST_NAMED = 12  # unknown keys in a warning
 REQUIRED: Final = object()  # as a default: the field must be there
@@ -128,8 +128,8 @@ class ConfigReader:
         }
         for place, value in unused.items():
             name = place.rpartition(".")[2]
-            allowed = EXPECTED.get(name)
-            if allowed is None or (self.packaging.copied and name in OF_TARGETS):
+            allowed = REQUIRED_VALUES.get(name)
+            if allowed is None or (self.packaging.embeds_target_config and name in TARGET_KEYS):
                 self.ignore(place, value)
             # In some files a null, false, 0 or empty text stands for "none".
             elif value is not None and value not in allowed and (value or allowed[0]):
@@ -149,5 +149,5 @@ class ConfigReader:
 
     def ignore(self, place: str, value: Any) -> None:
         """Note a value that is not used; nobody is warned of those that any config may have."""
-        if value is not None and not ROUTINE.fullmatch(place.rpartition(".")[2]):
+        if value is not None and not IGNORED_KEYS.fullmatch(place.rpartition(".")[2]):
             self._unknown.append(place)

@@ -22,12 +22,12 @@ import mlx.nn as nn
 from ..errors import IncompatibleDrafterError
 from ..sampling import Sampler
 from ..targets.caches import FullCache, WindowCache
-from .candidates import Slots
+from .candidates import DraftScores
 from .config import DraftConfig
 from .gemma4 import Gemma4Layer
 from .layers import ContextCache, ConvolvedLayer, DraftLayer, append_rows
+from .network_session import FeatureSession, NetworkDrafter, NetworkSession
 from .networks import ADAPTER, EMBEDDING, HEAD, MASK
-from .session import FeatureSession, NetworkDrafter, NetworkSession
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -138,8 +138,9 @@ class DFlash(NetworkDrafter, nn.Module):
     def logits(self, hidden: mx.array, target: Target) -> mx.array:
         """Logits [N, L, DV] of hidden states [N, L, D], through its own head or the target's.
 
-        They cover the tokens that can be drafted; `widen` covers all. The target's soft cap is not
-        applied: drafters are trained on the bare head, with a multiplier and a cap of their own.
+        They cover the tokens that can be drafted; `to_full_vocab` adds the others. The soft cap of
+        the target is not applied: drafters are trained on the bare head, with a multiplier and a
+        cap of their own.
         """
         if "lm_head" in self:
             logits = self.lm_head(hidden)
@@ -159,7 +160,7 @@ class DFlash(NetworkDrafter, nn.Module):
         """The ids [DV] of the tokens that can be drafted; None for all."""
         return self.d2t + mx.arange(len(self.d2t)) if "d2t" in self else None
 
-    def widen(self, scores: mx.array) -> mx.array:
+    def to_full_vocab(self, scores: mx.array) -> mx.array:
         """Scores [L, DV] as scores [L, V] in f32, minus infinity for what is never drafted."""
         if "d2t" not in self or (ids := self.token_ids()) is None:
             return scores
@@ -167,7 +168,7 @@ class DFlash(NetworkDrafter, nn.Module):
         nothing = mx.full((len(scores), self.config.vocab_size), -mx.inf)
         return mx.put_along_axis(nothing, mx.broadcast_to(ids, scores.shape), scores, axis=-1)
 
-    def narrow(self, scores: mx.array) -> mx.array:
+    def to_draft_vocab(self, scores: mx.array) -> mx.array:
         """The scores [L, DV] of the tokens that can be drafted, from scores [L, V]."""
         ids = self.token_ids()
         return scores if ids is None else scores[:, ids]
@@ -179,8 +180,8 @@ class DFlash(NetworkDrafter, nn.Module):
         return mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
 
     def with_lattice(
-        self, slots: Slots, logits: mx.array, newest: mx.array | None, target: Target
-    ) -> Slots:
+        self, slots: DraftScores, logits: mx.array, newest: mx.array | None, target: Target
+    ) -> DraftScores:
         """The slots with their lattice, if the network `reads_newest`.
 
         Args:
@@ -216,24 +217,24 @@ class BlockSession(FeatureSession):
 
     drafter: DFlash
 
-    def draft(self, anchor: int, width: int) -> Slots:
+    def draft(self, anchor: int, width: int) -> DraftScores:
         """See `NetworkSession`. The anchor's row is left out if it predicts no draft."""
         network = self.drafter
         target = self.target
         block = network.block(anchor, width)
-        taps, _ = self.take()
+        taps, _ = self.pop_features()
         hidden = network(network.embed(block[None], target), taps, self.cache)
         hidden = hidden[:, network.config.first_row :]
         return self.slots(network.logits(hidden, target)[0], hidden[0], anchor)
 
-    def slots(self, logits: mx.array, hidden: mx.array, anchor: int) -> Slots:
+    def slots(self, logits: mx.array, hidden: mx.array, anchor: int) -> DraftScores:
         """The slots of a block, from logits [L, DV] and hidden states [L, D]; processors run."""
         network = self.drafter
-        scores, weight = self.sampler.draft_scores(network.widen(logits))
-        slots = Slots(scores, weight, hidden, anchor)
+        scores, weight = self.sampler.draft_scores(network.to_full_vocab(logits))
+        slots = DraftScores(scores, weight, hidden, anchor)
         if network.reads_newest:
             slots = network.with_lattice(slots, logits, self.newest, self.target)
         return slots
 
     def _read(self) -> None:
-        self.drafter.extend(self.take()[0], self.cache)
+        self.drafter.extend(self.pop_features()[0], self.cache)

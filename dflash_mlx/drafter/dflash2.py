@@ -15,7 +15,7 @@ from collections.abc import Container, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import CandidateTokens, Slots, log_softmax, top_candidates
+from .candidates import CandidateTokens, DraftScores, log_softmax, top_candidates
 from .config import DraftConfig
 from .dflash import DFlash
 
@@ -55,11 +55,11 @@ class CandidateSelector(nn.Module):
 class LatticeDrafter(DFlash):
     """A drafter that scores the candidates of a slot after each one of the slot before."""
 
-    def lattice(self, slots: Slots) -> tuple[mx.array, mx.array, mx.array]:
+    def lattice(self, slots: DraftScores) -> tuple[mx.array, mx.array, mx.array]:
         """Candidates [L, K], their own scores [L, K], and scores [L, K, K] after each other."""
         raise NotImplementedError
 
-    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
+    def choose(self, requests: Sequence[DraftScores]) -> list[mx.array]:
         """The chain [L] of every request: each slot's best candidate after the one before it.
 
         The best successor of *every* candidate is found in one pass. Then a gather per slot follows
@@ -75,12 +75,12 @@ class LatticeDrafter(DFlash):
             chains.append(mx.take_along_axis(tokens, mx.stack(path)[:, None], axis=-1)[:, 0])
         return chains
 
-    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
+    def candidates(self, slots: DraftScores, count: int) -> CandidateTokens:
         """The lattice: as many candidates as it was trained for, after each one before them."""
         tokens, scores = self._scored(slots)
         return CandidateTokens(tokens, log_softmax(scores))
 
-    def _scored(self, slots: Slots) -> tuple[mx.array, mx.array]:
+    def _scored(self, slots: DraftScores) -> tuple[mx.array, mx.array]:
         tokens, own, pairs = self.lattice(slots)
         return tokens, own[:, None] + slots.weight * pairs
 
@@ -92,14 +92,14 @@ class DFlash2(LatticeDrafter):
         super().__init__(config, parts)
         self.candidate_selector = CandidateSelector(config)
 
-    def widen(self, scores: mx.array) -> mx.array:
+    def to_full_vocab(self, scores: mx.array) -> mx.array:
         """Scores [L, V], minus infinity beyond the selector's vocabulary."""
         end = self.config.selector_vocab_size
         if end is None:
             return scores
         return mx.where(mx.arange(scores.shape[-1]) < end, scores, -mx.inf)
 
-    def lattice(self, slots: Slots) -> tuple[mx.array, mx.array, mx.array]:
+    def lattice(self, slots: DraftScores) -> tuple[mx.array, mx.array, mx.array]:
         """See `LatticeDrafter`; own scores contain the noise of the target's choice."""
         selector = self.candidate_selector
         tokens = top_candidates(slots.scores, selector.top_k)

@@ -18,8 +18,8 @@ from ..kernels.shapes import weight_bytes
 from ..sampling import Sampler
 from ..targets.caches import Arrays, Checkpoint
 from ..targets.session import longest_step
-from .candidates import Slots
-from .session import NetworkDrafter, NetworkSession
+from .candidates import DraftScores
+from .network_session import NetworkDrafter, NetworkSession
 from .stepwise import BLOCK_SIZE, draft_chain
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class ModelSession(NetworkSession):
         self._forwards += 1
         self.position += len(tokens)
 
-    def draft(self, anchor: int, width: int) -> Slots:
+    def draft(self, anchor: int, width: int) -> DraftScores:
         """See `NetworkSession`."""
         session, kept = self._session, self._session.checkpoint()
         behind_anchor: Checkpoint | None = None

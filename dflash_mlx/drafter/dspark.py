@@ -15,7 +15,7 @@ from collections.abc import Container, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import CandidateTokens, Slots, likeliest
+from .candidates import CandidateTokens, DraftScores, likeliest
 from .config import DraftConfig
 from .dflash import DFlash
 
@@ -82,16 +82,16 @@ class DSpark(DFlash):
         super().__init__(config, parts)
         self.markov_head = MarkovHead(config)
 
-    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
+    def choose(self, requests: Sequence[DraftScores]) -> list[mx.array]:
         """The tokens [L] of every request, each chosen with the one before it in its logits."""
         return [tokens for tokens, _ in self._walk(requests)]
 
-    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
+    def candidates(self, slots: DraftScores, count: int) -> CandidateTokens:
         """The likeliest tokens of every slot, given the likeliest tokens before it."""
         [(_, scores)] = self._walk([slots])
         return likeliest(scores, count, self.token_ids())
 
-    def _walk(self, requests: Sequence[Slots]) -> list[tuple[mx.array, mx.array]]:
+    def _walk(self, requests: Sequence[DraftScores]) -> list[tuple[mx.array, mx.array]]:
         """The best tokens [L] of every request, and the scores [L, DV] with the Markov biases.
 
         The requests advance together: each row reads the head's matrices, which are as large as the
@@ -101,7 +101,7 @@ class DSpark(DFlash):
         # The longest first: those that still go on are the first ones.
         order = sorted(range(len(requests)), key=lambda at: -len(requests[at].hidden))
         slots = [requests[at] for at in order]
-        own = [self.narrow(one.scores).astype(mx.float32) for one in slots]
+        own = [self.to_draft_vocab(one.scores).astype(mx.float32) for one in slots]
         previous = mx.array([one.anchor for one in slots])
         state = head.first_state(len(slots))
         walked: list[tuple[list[mx.array], list[mx.array]]] = [([], []) for _ in requests]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import Slots, log_softmax, top_candidates
+from .candidates import DraftScores, log_softmax, top_candidates
 from .config import DraftConfig
 from .dflash2 import LatticeDrafter
 
@@ -143,8 +143,8 @@ class LiLiCorr(LatticeDrafter):
         self.lilicorr = LatticeHead(config)
 
     def with_lattice(
-        self, slots: Slots, logits: mx.array, newest: mx.array | None, target: Target
-    ) -> Slots:
+        self, slots: DraftScores, logits: mx.array, newest: mx.array | None, target: Target
+    ) -> DraftScores:
         """Slots with candidates, their own scores and their scores after each other.
 
         The head has read the candidates' probabilities: their logits count no more.
@@ -163,7 +163,7 @@ class LiLiCorr(LatticeDrafter):
         own = mx.take_along_axis(slots.scores, tokens, axis=-1).astype(mx.float32)
         return slots._replace(lattice=(tokens, own - slots.weight * ours, pairs))
 
-    def lattice(self, slots: Slots) -> tuple[mx.array, mx.array, mx.array]:
+    def lattice(self, slots: DraftScores) -> tuple[mx.array, mx.array, mx.array]:
         """See `LatticeDrafter`."""
         assert slots.lattice is not None
         return slots.lattice

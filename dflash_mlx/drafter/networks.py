@@ -51,8 +51,8 @@ class Packaging:
             itself if this is 1: there are both kinds.
         sliding_is_causal: without a flag in the file, sliding layers are causal.
         defaults: values of absent fields.
-        copied: the file is a copy of the target's config with the drafter's fields added, so the
-            target's own fields (`OF_TARGETS`) mean nothing.
+        embeds_target_config: whether the file is a copy of the target's config with the drafter's
+            fields added. If so, the target's own fields (`TARGET_KEYS`) mean nothing.
         gemma4: the layers are Gemma 4's.
         tensors: patterns in tensors' names -> what stands there in ours; applied in order.
     """
@@ -61,13 +61,13 @@ class Packaging:
     first_row: int = 1
     sliding_is_causal: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    copied: bool = False
+    embeds_target_config: bool = False
     gemma4: bool = False
     tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 ZLAB, JETSPEC = Packaging("zlab"), Packaging("jetspec")
-DEEPSPEC = Packaging("deepspec", first_row=0, sliding_is_causal=False, copied=True)
+DEEPSPEC = Packaging("deepspec", first_row=0, sliding_is_causal=False, embeds_target_config=True)
 SPECFORGE = Packaging(
     "specforge",
     first_row=0,
@@ -117,7 +117,7 @@ EAGLE = Packaging(
 )
 # DeepSpec's networks for Gemma 4, and its EAGLE-3.
 DEEPSPEC_GEMMA = replace(DEEPSPEC, name="deepspec-gemma4", gemma4=True)
-DEEPSPEC_EAGLE = replace(EAGLE, name="deepspec-eagle3", copied=True)
+DEEPSPEC_EAGLE = replace(EAGLE, name="deepspec-eagle3", embeds_target_config=True)
 DEEPSPEC_GEMMA_EAGLE = replace(DEEPSPEC_EAGLE, name="deepspec-gemma4-eagle3", gemma4=True)
 SPECULATORS_EAGLE = replace(EAGLE, name="speculators-eagle3")
 
@@ -185,14 +185,14 @@ FIRST_ROW_FLAGS = {
 }
 # Keys that any config.json may have: the library's record, tokens, training, confidence heads. Each
 # other key that is not read is named in a warning.
-ROUTINE = re.compile(
+IGNORED_KEYS = re.compile(
     r"(torch_)?dtype|model_type|auto_map|_name_or_path|(transformers|speculators)_version|use_cache"
     r"|(\w+_)?token_ids?|initializer_range|\w+_dropout|num_anchors|max_anchors|loss_\w+|ttt_\w+"
     r"|\w*confidence_\w+|pretraining_tp|embed_requires_grad|step_loss_decay|mrope_\w+"
     r"|lilicorr_enabled|speculators_config"
 )
 # Keys that mean another network unless they have one of these values.
-EXPECTED: dict[str, tuple[Any, ...]] = {
+REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "attention_mode": ("gqa", "mha"),
     "projector_type": (DFLASH, DFLASH2, DSPARK, LILICORR),
     "hidden_act": ("silu",),
@@ -214,7 +214,7 @@ EXPECTED: dict[str, tuple[Any, ...]] = {
     ),
 }
 # These are the target's in a copied config (DeepSpec's), and say nothing.
-OF_TARGETS = frozenset(
+TARGET_KEYS = frozenset(
     "partial_rotary_factor attn_output_gate attn_logit_softcapping num_experts num_local_experts "
     "n_routed_experts".split()
 )

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 from ..proposal import Proposal
 
-LENGTHS = (2, 3, 4, 8, 16)  # of the indexed n-grams, shortest first: see `find`
-MOST = 32  # the longest match
+NGRAM_LENGTHS = (2, 3, 4, 8, 16)  # of the indexed n-grams, shortest first: see `find`
+MAX_MATCH = 32  # the longest match
 BLOCK_SIZE = 16  # the most rows of a draft
 PRIOR_RATES = (0.35, 0.6, 0.8, 0.9, 0.95)  # after matches of 2-3, 4-7, 8-15, 16-31, more tokens
 PRIOR_WEIGHT = 3.0  # of a prior rate, in drafts
@@ -42,7 +42,7 @@ class Index:
         for token in tokens:
             self.tokens.append(token)
             end, overwritten = len(self.tokens), []
-            for length in LENGTHS:
+            for length in NGRAM_LENGTHS:
                 if end >= length:
                     key = tuple(self.tokens[-length:])
                     overwritten.append(self._places.get(key, UNSEEN))
@@ -52,7 +52,7 @@ class Index:
     def trim_to(self, count: int) -> None:
         """Forget all but the first `count` tokens."""
         while len(self.tokens) > count:
-            for length, place in zip(LENGTHS, self._before.pop(), strict=False):
+            for length, place in zip(NGRAM_LENGTHS, self._before.pop(), strict=False):
                 key = tuple(self.tokens[-length:])
                 if place == UNSEEN:
                     del self._places[key]
@@ -65,13 +65,13 @@ class Index:
 
         The text's end includes `token`. (0, 0) if there is no match of two tokens.
         """
-        text, best = [*self.tokens[-MOST:], token], (0, 0)
-        for length in LENGTHS:
+        text, best = [*self.tokens[-MAX_MATCH:], token], (0, 0)
+        for length in NGRAM_LENGTHS:
             place = self._places.get(tuple(text[-length:]), UNSEEN)
             if len(text) < length or place == UNSEEN:
                 break  # without a shorter match there is no longer one
             matched = length
-            while matched < min(MOST, place, len(text)) and (
+            while matched < min(MAX_MATCH, place, len(text)) and (
                 self.tokens[place - matched - 1] == text[-matched - 1]
             ):
                 matched += 1

@@ -32,7 +32,7 @@ from .prompt_lookup import PromptLookup
 if TYPE_CHECKING:
     from ..targets import Target
     from ..targets.caches import Arrays
-    from .tree import DraftTree
+    from .draft_tree import DraftTree
 
 
 class SupportsDrafting(Protocol):

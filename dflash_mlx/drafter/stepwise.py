@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from ..kernels.shapes import weight_bytes
 from ..sampling import Sampler
-from .candidates import Slots
-from .session import FeatureSession, NetworkDrafter, NetworkSession
+from .candidates import DraftScores
+from .network_session import FeatureSession, NetworkDrafter, NetworkSession
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -31,7 +31,7 @@ class StepwiseDrafter(NetworkDrafter):
         drafts_add_rows: whether drafted rows enter its caches.
     """
 
-    lag = 1
+    feature_shift = 1
     drafts_add_rows = True
 
     @property
@@ -75,7 +75,7 @@ class StepwiseSession(FeatureSession):
 
     drafter: StepwiseDrafter
 
-    def draft(self, anchor: int, width: int) -> Slots:
+    def draft(self, anchor: int, width: int) -> DraftScores:
         """See `NetworkSession`."""
         network = self.drafter
         hidden = self._advance(anchor)[:, -1:]
@@ -87,7 +87,7 @@ class StepwiseSession(FeatureSession):
                 drafted_rows += network.drafts_add_rows
                 features = network.feedback(hidden)
                 hidden = network.advance(features, token[None], self.cache, self.target)
-            return network.widen(network.logits(hidden, self.target)[0])
+            return network.to_full_vocab(network.logits(hidden, self.target)[0])
 
         try:
             slots = min(width, network.block_size) - 1
@@ -105,7 +105,7 @@ class StepwiseSession(FeatureSession):
 
     def _advance(self, anchor: int | None) -> mx.array:
         """Read features that wait; without an anchor, all but the newest."""
-        taps, tokens = self.take(anchor)
+        taps, tokens = self.pop_features(anchor)
         network = self.drafter
         following = mx.array([tokens], mx.int32)
         return network.advance(network.fuse(taps), following, self.cache, self.target)
@@ -113,7 +113,7 @@ class StepwiseSession(FeatureSession):
 
 def draft_chain(
     sampler: Sampler, anchor: int, slots: int, logits: Callable[[mx.array | None], mx.array]
-) -> Slots:
+) -> DraftScores:
     """Slots that are drafted one after the other.
 
     `logits` gives those of a slot [1, V], from the token [1] before it; None in the first.
@@ -126,4 +126,4 @@ def draft_chain(
         tokens.append(score.argmax(axis=-1).astype(mx.int32))
         scores.append(score)
     nothing = mx.zeros((slots, 0))
-    return Slots(mx.concatenate(scores), 1.0, nothing, anchor, tokens=mx.concatenate(tokens))
+    return DraftScores(mx.concatenate(scores), 1.0, nothing, anchor, tokens=mx.concatenate(tokens))

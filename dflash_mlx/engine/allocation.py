@@ -17,10 +17,10 @@ from ..policy.draft_policy import DraftPolicy
 from ..policy.planner import PROBE_ROWS, DraftCandidate, plain_steps_after
 from ..policy.step_costs import CHAIN_LENGTHS
 
-GAIN = 1.05  # over plain batching: texts that draft end one by one, so batches are smaller
-READ = 10  # features that a network may read first for the price of a row,
-HORIZON = 64  # which is spread over so many tokens of a text
-FLOOR = 0.7  # of plain batching's speed that is expected of every request
+MIN_SPEEDUP = 1.05  # over plain batching: texts that draft end one by one, so batches are smaller
+FEATURES_PER_ROW = 10  # features that a network may read first for the price of a row,
+AMORTIZED_TOKENS = 64  # which is spread over so many tokens of a text
+MIN_REQUEST_SPEED = 0.7  # of plain batching's speed that is expected of every request
 
 
 class RowAllocator:
@@ -101,18 +101,20 @@ class RowAllocator:
         for total in (*totals, least + len(probs)):
             own = owners[: total - least]
             brought = 1 + np.bincount(own, probs[: total - least], count)
-            mean, reads = float(brought.mean()), unread[brought > 1].sum() / READ
-            cost = costs.cost(self._kind, total + int(reads * mean / HORIZON), count)
-            if (brought >= FLOOR * np.minimum(cost, left)).all():  # or of its rest
+            mean, reads = float(brought.mean()), unread[brought > 1].sum() / FEATURES_PER_ROW
+            cost = costs.cost(self._kind, total + int(reads * mean / AMORTIZED_TOKENS), count)
+            if (brought >= MIN_REQUEST_SPEED * np.minimum(cost, left)).all():  # or of its rest
                 loss = costs.cost(self._kind, total + int(reads), count) - mean
                 found.append((mean / cost, loss, own.tolist()))
         speed, _, best = max(found, default=(0.0, 0.0, []))
-        if speed * costs.cost(self._kind, least, count) > GAIN:
+        if speed * costs.cost(self._kind, least, count) > MIN_SPEEDUP:
             return best
         # Of what may be tried, the best of these or one request's draft, the one that loses least.
         one = min(owners.tolist(), key=unread.__getitem__)
         rates = probs[owners == one][:PROBE_ROWS]
-        cost = costs.cost(self._kind, least + len(rates) + int(unread[one] / READ), count)
+        cost = costs.cost(
+            self._kind, least + len(rates) + int(unread[one] / FEATURES_PER_ROW), count
+        )
         found.append((0.0, cost - 1 - rates.sum() / count, [one] * len(rates)))
         _, loss, best = min(found, key=lambda each: each[1])
         return best if self._policy.should_probe(1 + loss) else []

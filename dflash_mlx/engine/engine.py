@@ -25,10 +25,10 @@ from ..targets import Target
 from ..threads import clean_up_at_end
 from ..validation import MAX_BYTES, brief, check_integer, is_positive
 from .allocation import RowAllocator
-from .batch import SharedBatch
+from .cache_memory import MemoryBudget
 from .job import Job
-from .memory import MemoryBudget
 from .scheduler import BatchScheduler
+from .shared_batch import SharedBatch
 
 MOST_JOBS = 32
 STALL_MS = 250.0

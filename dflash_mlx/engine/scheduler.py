@@ -23,9 +23,9 @@ from ..events import Event
 from ..request import Request
 from ..targets.session import LAST_STEP, PREFILL_STEP
 from ..targets.span import Span
-from .batch import BatchItem, ErrorCapture, SharedBatch
+from .cache_memory import MemoryBudget
 from .job import Job
-from .memory import MemoryBudget
+from .shared_batch import BatchItem, ErrorCapture, SharedBatch
 
 CHUNK, MIN_CHUNK = 256, 16  # tokens; prefill chunks are multiples of CHUNK where there is time
 
@@ -142,7 +142,7 @@ class BatchScheduler:
             entry = self._prefilling.popleft()
             # All chunks but the last end at multiples of CHUNK, as in unbatched prefill.
             fits = entry.request.uncached_tokens <= budget
-            piece = entry.request.next_piece(budget if fits else budget // CHUNK * CHUNK or budget)
+            piece = entry.request.next_chunk(budget if fits else budget // CHUNK * CHUNK or budget)
             assert piece is not None
             budget -= len(piece)
             if piece.ends_prompt:

@@ -16,7 +16,7 @@ from ..drafter.config import DraftConfig
 from ..drafter.dflash import DFlash
 from ..drafter.draft_model import DraftModel
 from ..drafter.gemma4_assistant import Gemma4Assistant
-from ..drafter.lookup import CombinedDrafter, LookupDrafter
+from ..drafter.lookup_drafter import CombinedDrafter, LookupDrafter
 from ..drafter.mtp import MTPHead
 from ..drafter.networks import ASSISTANTS, EAGLE3, needs_target, network_for
 from ..drafter.protocol import Drafter

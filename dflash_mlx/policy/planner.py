@@ -19,7 +19,7 @@ from .estimates import AcceptanceEstimates, path_probabilities
 from .step_costs import CHAIN_LENGTHS, MAX_TREE_ROWS
 
 if TYPE_CHECKING:
-    from ..drafter.tree import DraftTree
+    from ..drafter.draft_tree import DraftTree
 
 # Drafting has to promise this speed, relative to plain decoding.
 MIN_SPEEDUP = 1.02

@@ -22,7 +22,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..drafter.draft_model import DraftModel
-from ..drafter.lookup import CombinedDrafter
+from ..drafter.lookup_drafter import CombinedDrafter
 from ..drafter.protocol import Drafter, SupportsSharing
 from ..targets import Target, TargetSession
 from ..targets.caches import Arrays, strip_prefix

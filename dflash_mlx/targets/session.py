@@ -86,7 +86,7 @@ class TargetSession:
         self.intact = True
         self._since = 0  # tokens since freed buffers were given back
 
-    def end_of_piece(self, end: int, stops: Sequence[int] = (), most: int = PREFILL_STEP) -> int:
+    def chunk_end(self, end: int, stops: Sequence[int] = (), most: int = PREFILL_STEP) -> int:
         """The position up to which the next forward of a prompt reads.
 
         The last forward is short, because it alone computes what only logits need, such as the
@@ -105,7 +105,7 @@ class TargetSession:
         """Read a prompt, forward by forward; yields what `read` returns."""
         start = self.position
         while unread := tokens[self.position - start :]:
-            end = self.end_of_piece(start + len(tokens))
+            end = self.chunk_end(start + len(tokens))
             piece = unread[: end - self.position]
             yield self.read(piece, last=len(piece) == len(unread))
 

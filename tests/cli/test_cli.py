@@ -19,7 +19,7 @@ from program import HERE, PROGRAM, hear_ctrl_c, run, start
 
 import dflash_mlx as dm
 from dflash_mlx.cli.options import note_without_effect
-from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
+from dflash_mlx.drafter.lookup_drafter import CombinedDrafter, LookupDrafter
 from dflash_mlx.errors import ModelNotFoundError, SettingsError
 from dflash_mlx.loop import generate
 from dflash_mlx.settings import SETTINGS

@@ -12,7 +12,7 @@ import reference
 from mlx.utils import tree_flatten, tree_map_with_path
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.candidates import Slots, top_candidates
+from dflash_mlx.drafter.candidates import DraftScores, top_candidates
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.networks import EMBEDDING, HEAD, network_for
 from dflash_mlx.errors import SettingsError, WeightsError
@@ -92,8 +92,8 @@ def make_target(config, seed=9):
 
 def drafts(drafter, hidden, anchor, target):
     """The greedy chain from the hidden states [1, L, D] of its slots."""
-    scores = drafter.widen(drafter.logits(hidden, target)[0])
-    return drafter.choose([Slots(scores, 1.0, hidden[0], mx.array(anchor))])[0].tolist()
+    scores = drafter.to_full_vocab(drafter.logits(hidden, target)[0])
+    return drafter.choose([DraftScores(scores, 1.0, hidden[0], mx.array(anchor))])[0].tolist()
 
 
 def distance(a, b):

@@ -11,7 +11,7 @@ import test_dspark
 from batches import same
 from test_dspark import ADAPTER, EMBEDDING, HEAD, MASK, SLIDING
 
-from dflash_mlx.drafter.batch import BlockDraft, draft_batch
+from dflash_mlx.drafter.batched_drafts import BlockDraft, draft_batch
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import RequestSettings
 

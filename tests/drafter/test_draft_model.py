@@ -11,7 +11,7 @@ from tinymodels import greedy
 import dflash_mlx as dm
 from dflash_mlx.drafter import draft_model
 from dflash_mlx.drafter.draft_model import DraftModel
-from dflash_mlx.drafter.lookup import CombinedDrafter
+from dflash_mlx.drafter.lookup_drafter import CombinedDrafter
 from dflash_mlx.errors import IncompatibleDrafterError, SettingsError
 from dflash_mlx.loading.load import load
 from dflash_mlx.loop import generate

@@ -14,7 +14,7 @@ from dflash_mlx.distributions import gumbel
 from dflash_mlx.drafter.candidates import read_candidates
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
-from dflash_mlx.drafter.tree import DraftTree, best_chain, best_first
+from dflash_mlx.drafter.draft_tree import DraftTree, best_chain, best_first
 from dflash_mlx.sampling import DRAFT_SCALE, Sampler
 from dflash_mlx.settings import RequestSettings
 

@@ -11,7 +11,7 @@ from golden import corrected
 from mlx.utils import tree_flatten
 from test_dflash2 import SHAPE, distance
 
-from dflash_mlx.drafter.candidates import Slots
+from dflash_mlx.drafter.candidates import DraftScores
 from dflash_mlx.drafter.networks import ADAPTER, EMBEDDING, HEAD, MASK
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import RequestSettings
@@ -98,7 +98,9 @@ def test_against_the_slow_reference(fields):
         assert distance(logits, base) < 1e-3
         tokens, expected_logits = reference.markov_walk(raw, weights, drafting, base, anchor)
         given = hidden[0, config.first_row :]
-        walked = drafter.choose([Slots(drafter.widen(logits), 1.0, given, mx.array(anchor))])[0]
+        walked = drafter.choose(
+            [DraftScores(drafter.to_full_vocab(logits), 1.0, given, mx.array(anchor))]
+        )[0]
         assert walked.tolist() == tokens
         previous = mx.array([anchor, *tokens[:-1]])
         assert distance(corrected(drafter, logits, given, previous), expected_logits) < 1e-3
@@ -112,13 +114,13 @@ def test_requests_are_walked_together_as_they_are_alone(kind):
     logits = drafter.logits(hidden[None], None)[0]
     noise = mx.random.gumbel((5, VOCABULARY))
     temperatures = [0.4, 0.8, 2.0]
-    scores = [drafter.widen(logits / t) + noise for t in temperatures]
+    scores = [drafter.to_full_vocab(logits / t) + noise for t in temperatures]
     pairs = zip(scores, temperatures, strict=True)
-    together = drafter.choose([Slots(one, 1 / t, hidden, anchor) for one, t in pairs])
+    together = drafter.choose([DraftScores(one, 1 / t, hidden, anchor) for one, t in pairs])
     weights = {name: np.array(value) for name, value in tree_flatten(drafter.parameters())}
     config = dataclasses.asdict(drafter.config)
     for t, tokens in zip(temperatures, together, strict=True):
-        known = np.array(drafter.narrow(noise))
+        known = np.array(drafter.to_draft_vocab(noise))
         alone = reference.markov_walk(
             config, weights, np.array(hidden), np.array(logits), 7, known, t
         )
@@ -126,9 +128,9 @@ def test_requests_are_walked_together_as_they_are_alone(kind):
 
 
 def slots_of(drafter, hidden, sampler=None):
-    logits = drafter.widen(drafter.logits(hidden, None)[0])
+    logits = drafter.to_full_vocab(drafter.logits(hidden, None)[0])
     scores, weight = (sampler or Sampler()).draft_scores(logits)
-    return Slots(scores, weight, hidden[0], mx.array(7))
+    return DraftScores(scores, weight, hidden[0], mx.array(7))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

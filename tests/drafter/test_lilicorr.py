@@ -7,7 +7,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from pairs import CONVOLVED, LILICORR, lilicorr, lilicorr_config
 
-from dflash_mlx.drafter.batch import BlockDraft, draft_batch
+from dflash_mlx.drafter.batched_drafts import BlockDraft, draft_batch
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.lilicorr import LatticeHead
 from dflash_mlx.loading.drafter_loader import read_drafter

@@ -15,8 +15,8 @@ from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.protocol import cache_bytes
-from dflash_mlx.engine.batch import SharedBatch
-from dflash_mlx.engine.memory import MemoryBudget
+from dflash_mlx.engine.cache_memory import MemoryBudget
+from dflash_mlx.engine.shared_batch import SharedBatch
 from dflash_mlx.errors import (
     EngineError,
     NotEnoughMemoryError,

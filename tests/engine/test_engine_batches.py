@@ -15,9 +15,9 @@ from tinymodels import target as tiny_target
 import dflash_mlx as dm
 from dflash_mlx.bench.datasets import embedded_prompts
 from dflash_mlx.drafter.dflash import DFlash
-from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
+from dflash_mlx.drafter.lookup_drafter import CombinedDrafter, LookupDrafter
 from dflash_mlx.engine.allocation import RowAllocator
-from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.engine.shared_batch import SharedBatch
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.planner import DraftCandidate, Planner
 

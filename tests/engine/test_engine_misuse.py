@@ -15,7 +15,7 @@ from program import run_code
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
-from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.engine.shared_batch import SharedBatch
 from dflash_mlx.errors import EngineError, SettingsError
 from dflash_mlx.request import Request
 

@@ -33,9 +33,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.draft_model import DraftModel
-from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
+from dflash_mlx.drafter.lookup_drafter import CombinedDrafter, LookupDrafter
 from dflash_mlx.drafter.protocol import block_size, cache_bytes, drafts_trees
-from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.engine.shared_batch import SharedBatch
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.structured import Grammar, GrammarTokens
 

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from dflash_mlx.drafter.candidates import CandidateTokens, log_softmax, read_candidates
+from dflash_mlx.drafter.draft_tree import DraftTree
 from dflash_mlx.drafter.protocol import SupportsTrees
-from dflash_mlx.drafter.tree import DraftTree
 from dflash_mlx.proposal import Proposal
 
 
@@ -56,7 +56,7 @@ class MadeUpTarget:
     def leave_slot(self):
         pass
 
-    def end_of_piece(self, end, stops=(), most=None):
+    def chunk_end(self, end, stops=(), most=None):
         return end
 
     def commit(self, kept):

@@ -19,9 +19,9 @@ from families import CONFIGS, Letters, random_model, random_prompt, target_of
 
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
-from dflash_mlx.cluster.target import LeaderPrefixStore
-from dflash_mlx.drafter.lookup import LookupDrafter
-from dflash_mlx.engine.batch import BatchItem, SharedBatch
+from dflash_mlx.cluster.leader_target import LeaderPrefixStore
+from dflash_mlx.drafter.lookup_drafter import LookupDrafter
+from dflash_mlx.engine.shared_batch import BatchItem, SharedBatch
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.targets import Target
 from dflash_mlx.targets.taps import EMBEDDING, gathered

@@ -10,8 +10,8 @@ import mlx.core as mx
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.protocol import SupportsSharing
+from dflash_mlx.engine.cache_memory import MemoryBudget
 from dflash_mlx.engine.job import Job
-from dflash_mlx.engine.memory import MemoryBudget
 from dflash_mlx.engine.scheduler import BatchScheduler
 from dflash_mlx.generation import GenerationSettings, make_request
 from dflash_mlx.proposal import Proposal

@@ -19,7 +19,7 @@ import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.draft_model import DraftModel
 from dflash_mlx.drafter.gemma4_assistant import Gemma4Assistant
-from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
+from dflash_mlx.drafter.lookup_drafter import CombinedDrafter, LookupDrafter
 from dflash_mlx.drafter.networks import EMBEDDING, HEAD, network_for
 from dflash_mlx.drafter.protocol import drafts_trees
 from dflash_mlx.loading.load import load

@@ -16,7 +16,7 @@ from mtp_heads import config_of, save_pair
 from tinymodels import random_drafter, save_adapter, save_target, save_weights, tokenizer
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.lookup import LookupDrafter
+from dflash_mlx.drafter.lookup_drafter import LookupDrafter
 from dflash_mlx.drafter.protocol import drafts_trees
 from dflash_mlx.errors import DFlashError
 from dflash_mlx.loading.hub import Hub

@@ -16,7 +16,7 @@ import pytest
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.lookup import LookupDrafter
+from dflash_mlx.drafter.lookup_drafter import LookupDrafter
 from dflash_mlx.errors import ModelNotFoundError
 from dflash_mlx.train.drafter import head_parts, new_drafter
 from dflash_mlx.train.initial import draft_config

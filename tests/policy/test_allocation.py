@@ -5,8 +5,8 @@ import random
 import pytest
 from simulated import LONGEST, Session, policy_with_costs
 
-from dflash_mlx.drafter.lookup import LookupDrafter
-from dflash_mlx.engine.allocation import FLOOR, RowAllocator
+from dflash_mlx.drafter.lookup_drafter import LookupDrafter
+from dflash_mlx.engine.allocation import MIN_REQUEST_SPEED, RowAllocator
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.planner import AdaptivePlanner, DraftCandidate
 from dflash_mlx.proposal import Proposal
@@ -114,7 +114,7 @@ def test_no_request_is_left_far_behind():
     """One whose drafts are wrong, beside others whose drafts are right."""
     crowd = Crowd("the embedded pair", [0.97, 0.97, 0.97, 0.0])
     _, each = crowd.play(DraftPolicy(LONGEST), 1000)
-    assert each[-1] > FLOOR / crowd.cost(4)
+    assert each[-1] > MIN_REQUEST_SPEED / crowd.cost(4)
 
 
 @pytest.mark.parametrize(

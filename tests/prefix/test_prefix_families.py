@@ -8,7 +8,7 @@ from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
+from dflash_mlx.drafter.lookup_drafter import CombinedDrafter, LookupDrafter
 from dflash_mlx.policy.planner import Planner
 from dflash_mlx.prefix.store import BLOCK_TOKENS as CHUNK
 from dflash_mlx.sampling import Sampler
@@ -115,7 +115,7 @@ def read(store, ids, prompt):
     stops = store.checkpoint_positions(target, drafter, ids[:prompt])
     keys = store.keys(None, "")
     while target.position < prompt:
-        end = target.end_of_piece(prompt, stops)
+        end = target.chunk_end(prompt, stops)
         _, taps = target.read(ids[target.position : end], last=end == prompt)
         take(drafter, ids[: target.position], taps)
         store.insert(

@@ -9,7 +9,7 @@ from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
-from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.engine.shared_batch import SharedBatch
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.prompt import branch_points, encode_prompt
 

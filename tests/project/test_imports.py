@@ -23,7 +23,7 @@ LEVELS = [
     {"targets"},
     {"drafter"},
     {"prefix"},
-    {"caches", "policy", "prompt", "stream", "structured"},
+    {"pair_caches", "policy", "prompt", "stream", "structured"},
     {"answers", "loading", "request"},
     {"conversation"},
     {"generation"},

@@ -6,7 +6,7 @@ from golden import FOLDERS, Golden, corrected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_mlx.drafter.candidates import Slots
+from dflash_mlx.drafter.candidates import DraftScores
 from dflash_mlx.drafter.dflash import BlockSession
 from dflash_mlx.sampling import Sampler
 
@@ -98,9 +98,9 @@ def test_with_noise_the_walk_is_the_golden_one(golden):
         logits = drafter.logits(hidden, target)[0, first:]
         rows = hidden[0, first:]
         anchor = mx.array(case.anchor)
-        scores = drafter.widen(logits / temperature + case.sampled_noise)
+        scores = drafter.to_full_vocab(logits / temperature + case.sampled_noise)
         [tokens] = drafter.choose(
-            [Slots(scores, weight=1 / temperature, hidden=rows, anchor=anchor)]
+            [DraftScores(scores, weight=1 / temperature, hidden=rows, anchor=anchor)]
         )
         assert tokens.tolist() == case.sampled_tokens.tolist()
         seen += 1

@@ -12,7 +12,7 @@ from test_dflash2 import build, distance, expected_hidden, make_target, raw_conf
 import dflash_mlx as dm
 from dflash_mlx.drafter.draft_model import DraftModel
 from dflash_mlx.drafter.layers import append_rows
-from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.engine.shared_batch import SharedBatch
 from dflash_mlx.targets.caches import FullCache, WindowCache
 
 WINDOW = 64

@@ -8,8 +8,8 @@ from simulated import policy_with_costs
 
 import dflash_mlx as dm
 from dflash_mlx.bench.datasets import embedded_prompts
-from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
-from dflash_mlx.drafter.prompt_lookup import LENGTHS, MOST, Index, LookupRates
+from dflash_mlx.drafter.lookup_drafter import CombinedDrafter, LookupDrafter
+from dflash_mlx.drafter.prompt_lookup import MAX_MATCH, NGRAM_LENGTHS, Index, LookupRates
 from dflash_mlx.drafter.protocol import DraftSession
 from dflash_mlx.proposal import Proposal
 
@@ -20,12 +20,12 @@ def longest(text, token):
     """The longest match of the end among the last places of all n-grams, by looking everywhere."""
     whole = [*text, token]
     best = (0, 0)
-    for length in LENGTHS:
+    for length in NGRAM_LENGTHS:
         ends = [e for e in range(length, len(text) + 1) if text[e - length : e] == whole[-length:]]
         if len(whole) < length or not ends:
             continue
         matched = length
-        while matched < min(MOST, ends[-1]) and (
+        while matched < min(MAX_MATCH, ends[-1]) and (
             text[ends[-1] - matched - 1] == whole[-matched - 1]
         ):
             matched += 1

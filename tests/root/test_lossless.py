@@ -26,7 +26,7 @@ from pairs import PAIRS, pair
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.draft_model import DraftModel
-from dflash_mlx.drafter.lookup import CombinedDrafter, LookupDrafter
+from dflash_mlx.drafter.lookup_drafter import CombinedDrafter, LookupDrafter
 from dflash_mlx.drafter.protocol import drafts_trees
 
 pytestmark = pytest.mark.by_family

@@ -6,7 +6,7 @@ from crowd import Played
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
-from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.engine.shared_batch import SharedBatch
 from dflash_mlx.errors import NotEnoughMemoryError
 from dflash_mlx.targets import session
 

@@ -16,8 +16,8 @@ from tinymodels import ending_at, greedy
 from tinymodels import target as tiny_target
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.lookup import LookupDrafter
-from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.drafter.lookup_drafter import LookupDrafter
+from dflash_mlx.engine.shared_batch import SharedBatch
 from dflash_mlx.request import Request
 from dflash_mlx.targets import Target
 

@@ -9,7 +9,7 @@ import pytest
 from tinymodels import random_drafter, target, tokenizer
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.lookup import LookupDrafter
+from dflash_mlx.drafter.lookup_drafter import LookupDrafter
 from dflash_mlx.errors import DFlashError, SettingsError
 from dflash_mlx.settings import SETTINGS
 

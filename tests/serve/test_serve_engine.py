@@ -10,7 +10,7 @@ from dialects import CHAT, COMPLETIONS, MESSAGES, OLLAMA, ask, user
 from serving import client, frames, make_handler, models_of, running
 
 import dflash_mlx as dm
-from dflash_mlx.engine.batch import SharedBatch
+from dflash_mlx.engine.shared_batch import SharedBatch
 from dflash_mlx.errors import NotEnoughMemoryError
 from dflash_mlx.serve.app import Endpoints
 from dflash_mlx.serve.request import GenerationRequest

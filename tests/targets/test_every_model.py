@@ -10,7 +10,7 @@ from families import Letters, model_of, plain_tokens, random_prompt
 from oracle import Oracle, separate_paths
 
 import dflash_mlx as dm
-from dflash_mlx.drafter.lookup import LookupDrafter
+from dflash_mlx.drafter.lookup_drafter import LookupDrafter
 from dflash_mlx.targets import Target
 
 MODELS = json.loads((Path(__file__).parents[1] / "data" / "mlx_lm_models.json").read_text())

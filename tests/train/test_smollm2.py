@@ -10,7 +10,7 @@ from smollm2 import answers
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.config import DraftConfig
-from dflash_mlx.drafter.lookup import CombinedDrafter
+from dflash_mlx.drafter.lookup_drafter import CombinedDrafter
 from dflash_mlx.errors import IncompatibleDrafterError
 from dflash_mlx.loading.hub import Hub, find
 from dflash_mlx.loading.load import load_drafter

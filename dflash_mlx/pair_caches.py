@@ -147,13 +147,13 @@ class Caches:
             self.ids = list(prompt[:held])
         self._started = True
 
-    def next_piece(self, most: int = PREFILL_STEP) -> Span | None:
+    def next_chunk(self, most: int = PREFILL_STEP) -> Span | None:
         """The next tokens of the prompt to read, at most so many; None at its end."""
         session = self.target_session
         prompt = self._prompt
         if session.position == len(prompt):
             return None
-        end = session.end_of_piece(len(prompt), self._stops, most)
+        end = session.chunk_end(len(prompt), self._stops, most)
         tokens = Proposal(prompt[session.position : end])
         return Span(session, tokens, ends_prompt=end == len(prompt))
 
@@ -165,7 +165,7 @@ class Caches:
         waits for the device.
 
         Args:
-            piece: from `next_piece`.
+            piece: from `next_chunk`.
             taps: its features [1, S, K*D], which may still be lazy.
         """
         if piece.ends_prompt and self._before_end is not None:

@@ -19,9 +19,9 @@ from ..sampling import Sampler
 from ..targets import caches
 from ..targets.caches import Arrays, Checkpoint
 from ..targets.taps import gathered
-from .candidates import CandidateTokens, Slots, likeliest, read_candidates
+from .candidates import CandidateTokens, DraftScores, likeliest, read_candidates
+from .draft_tree import DraftTree
 from .protocol import SupportsSharing, SupportsTrees
-from .tree import DraftTree
 
 if TYPE_CHECKING:
     from ..targets import Target
@@ -43,7 +43,7 @@ class NetworkDrafter:
     tap_layers: Any
     block_size: Any
     drafts_trees = True
-    lag = 0
+    feature_shift = 0
     reads_newest = False
 
     def __repr__(self) -> str:
@@ -55,18 +55,18 @@ class NetworkDrafter:
         """Empty caches of mlx-lm's kinds, one per layer that keeps rows."""
         raise NotImplementedError
 
-    def widen(self, scores: mx.array) -> mx.array:
+    def to_full_vocab(self, scores: mx.array) -> mx.array:
         """Scores [L, DV] as scores [L, V]; here all tokens can be drafted."""
         return scores
 
-    def choose(self, requests: Sequence[Slots]) -> list[mx.array]:
+    def choose(self, requests: Sequence[DraftScores]) -> list[mx.array]:
         """The drafted tokens [L] of every request; nothing waits."""
         return [
             slots.scores.argmax(axis=-1) if slots.tokens is None else slots.tokens
             for slots in requests
         ]
 
-    def candidates(self, slots: Slots, count: int) -> CandidateTokens:
+    def candidates(self, slots: DraftScores, count: int) -> CandidateTokens:
         """The likeliest `count` tokens of every slot; nothing waits.
 
         Those of a network that drafts token by token are what it sees after the favourites before
@@ -98,18 +98,18 @@ class NetworkSession(SupportsSharing, SupportsTrees):
     sampler: Sampler
 
     @abstractmethod
-    def draft(self, anchor: int, width: int) -> Slots:
+    def draft(self, anchor: int, width: int) -> DraftScores:
         """The slots of a draft of at most `width` rows, 2 or more."""
 
     def propose(self, anchor: int, width: int) -> Proposal:
         """Draft a chain of at most `width` rows; nothing waits for the device."""
-        if width == 1 or self.position < self.drafter.lag:
+        if width == 1 or self.position < self.drafter.feature_shift:
             return Proposal([anchor])
-        return propose_all(self.drafter, [self.draft(anchor, width)])[0]
+        return build_chains(self.drafter, [self.draft(anchor, width)])[0]
 
     def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
         """Draft a tree of at most `rows` rows, 2 or more, in paths of `width`; this waits."""
-        return plant_all(self.drafter, [self.draft(anchor, width)], [rows])[0]
+        return build_trees(self.drafter, [self.draft(anchor, width)], [rows])[0]
 
     @abstractmethod
     def _read_pending(self) -> None:
@@ -130,7 +130,7 @@ class NetworkSession(SupportsSharing, SupportsTrees):
         self.sampler = sampler
 
 
-def propose_all(drafter: NetworkDrafter, requests: Sequence[Slots]) -> list[Proposal]:
+def build_chains(drafter: NetworkDrafter, requests: Sequence[DraftScores]) -> list[Proposal]:
     """The chains of requests that drafted together; nothing waits for the device."""
     chains = zip(requests, drafter.choose(requests), strict=True)
     return [
@@ -139,8 +139,8 @@ def propose_all(drafter: NetworkDrafter, requests: Sequence[Slots]) -> list[Prop
     ]
 
 
-def plant_all(
-    drafter: NetworkDrafter, requests: Sequence[Slots], rows: Sequence[int]
+def build_trees(
+    drafter: NetworkDrafter, requests: Sequence[DraftScores], rows: Sequence[int]
 ) -> list[DraftTree]:
     """The trees, of at most `rows` rows each, of requests that drafted together; waits once."""
     pairs = zip(requests, rows, strict=True)
@@ -169,8 +169,8 @@ class FeatureSession(NetworkSession):
         self.target = target
         self.sampler = sampler
         self.cache = drafter.make_cache()
-        self._lag = drafter.lag
-        self.can_trim = not self._lag and all(cache.can_trim for cache in self.cache)
+        self._feature_shift = drafter.feature_shift
+        self.can_trim = not self._feature_shift and all(cache.can_trim for cache in self.cache)
         self._pending: list[PendingFeatures] = []
         self._next: list[int] = []  # where features lag: the tokens after those that wait
 
@@ -185,22 +185,22 @@ class FeatureSession(NetworkSession):
         """See `DraftSession`. The next draft gathers the rows in its own graph."""
         kept = range(taps.shape[1]) if kept is None else kept
         self._make_room(len(self._pending), self.pending_features + len(kept))
-        if self._lag:
+        if self._feature_shift:
             self._next += tokens if self.position else tokens[1:]
         if kept:
             self._pending.append((taps, kept))
             self.pending_features += len(kept)
-        if not (self._lag or self.can_trim):  # every draft makes a new array of a window
+        if not (self._feature_shift or self.can_trim):  # every draft makes a new array of a window
             self._compute_cache()
 
-    def take(self, anchor: int | None = None) -> tuple[mx.array, list[int]]:
+    def pop_features(self, anchor: int | None = None) -> tuple[mx.array, list[int]]:
         """The features [1, S, K*D] that wait, and the tokens after them; they wait no more.
 
         Where features lag, the newest wait on: they are taken with an anchor only. Else the only
         token is the anchor.
         """
         pieces = [gathered(taps, kept) for taps, kept in self._pending]
-        paired = self.pending_features - self._lag  # features whose next token is known
+        paired = self.pending_features - self._feature_shift  # features whose next token is known
         tokens = [] if anchor is None else [anchor]
         self._pending = []
         self.pending_features = 0
@@ -209,7 +209,7 @@ class FeatureSession(NetworkSession):
         taps = mx.concatenate(pieces, axis=1) if len(pieces) > 1 else pieces[0]
         if self.drafter.reads_newest:
             self.newest = taps[:, -1:]
-        if not self._lag:
+        if not self._feature_shift:
             return taps, tokens
         tokens = self._next[:paired] + tokens
         self._next = self._next[paired:]
@@ -222,7 +222,7 @@ class FeatureSession(NetworkSession):
     def trim_to(self, position: int) -> None:
         """See `SupportsResume`."""
         held = self.cache[0].offset
-        pending = self.take()[0][:, : max(0, position - held)]
+        pending = self.pop_features()[0][:, : max(0, position - held)]
         for layer in self.cache:
             layer.trim(max(0, held - position))
         self.extend(pending)
@@ -242,8 +242,8 @@ class FeatureSession(NetworkSession):
 
     def rows(self, start: int, end: int) -> Arrays:
         """The cache's rows that these tokens complete, of the layers without a window."""
-        first = max(0, start - self._lag)
-        last = end - self._lag
+        first = max(0, start - self._feature_shift)
+        last = end - self._feature_shift
         if self.cache[0].offset < last:
             self._read_pending()
         return caches.rows_of_all(self.cache, first, last) if last > first else {}
@@ -261,14 +261,14 @@ class FeatureSession(NetworkSession):
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """See `SupportsSharing`."""
-        if held := position - self._lag:
+        if held := position - self._feature_shift:
             caches.restore_all(self.cache, held, rows, state, room)
-        if self._lag:
+        if self._feature_shift:
             self.extend(state["features"])
         self.start_computing()
 
     def _read_pending(self) -> None:
-        if self.pending_features > self._lag:
+        if self.pending_features > self._feature_shift:
             self._read()
             self.start_computing()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..drafter.batch import BlockDraft, draft_batch
+from ..drafter.batched_drafts import BlockDraft, draft_batch
 from ..events import Event
 from ..memory import SPAN, compute
 from ..policy.planner import DraftCandidate, TreeCandidate, checked

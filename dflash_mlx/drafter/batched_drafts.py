@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ..proposal import Proposal
-from .candidates import Slots
+from .candidates import DraftScores
 from .dflash import BlockSession, DFlash
+from .draft_tree import DraftTree
 from .layers import Attention, append_rows
+from .network_session import build_chains, build_trees
 from .protocol import DraftSession, SupportsTrees
-from .session import plant_all, propose_all
-from .tree import DraftTree
 
 
 class BlockDraft(NamedTuple):
@@ -79,7 +79,7 @@ def _draft_together(drafts: dict[int, BlockDraft]) -> dict[int, Proposal] | dict
     target = sessions[0].target
     first = network.config.first_row
     blocks = [network.block(draft.anchor, draft.width) for draft in drafts.values()]
-    taps = [session.take()[0] for session in sessions]
+    taps = [session.pop_features()[0] for session in sessions]
     rows = _BatchRows(blocks, taps, [session.cache for session in sessions], first)
     x = network.embed(mx.concatenate(blocks)[None], target, rows.places)
     waiting = [features for features in taps if features.shape[1]]
@@ -90,7 +90,7 @@ def _draft_together(drafts: dict[int, BlockDraft]) -> dict[int, Proposal] | dict
     hidden = network.norm(x)[:, rows.drafting]
     cuts = list(accumulate(len(block) - first for block in blocks))[:-1]
     logits = mx.split(network.logits(hidden, target)[0], cuts)
-    slots = dict[int, Slots]()
+    slots = dict[int, DraftScores]()
     for (number, draft), session, rows_logits, states in zip(
         drafts.items(), sessions, logits, mx.split(hidden[0], cuts), strict=True
     ):
@@ -99,8 +99,8 @@ def _draft_together(drafts: dict[int, BlockDraft]) -> dict[int, Proposal] | dict
     requests = [*slots.values()]
     tree_rows = [drafts[number].tree_rows or 0 for number in slots]
     if any(tree_rows):
-        return dict(zip(slots, plant_all(network, requests, tree_rows), strict=True))
-    return dict(zip(slots, propose_all(network, requests) if slots else [], strict=True))
+        return dict(zip(slots, build_trees(network, requests, tree_rows), strict=True))
+    return dict(zip(slots, build_chains(network, requests) if slots else [], strict=True))
 
 
 class _BatchRows:
