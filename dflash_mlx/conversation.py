@@ -73,8 +73,8 @@ class Conversation:
         """Raise `SettingsError` unless the conversation was made for these."""
         caches = self.caches
         if caches.target is not target or caches.drafter is not drafter:
-            what = "target" if caches.target is not target else "drafter"
-            raise SettingsError(f"The conversation has caches of another {what}: begin a new one.")
+            model = "target" if caches.target is not target else "drafter"
+            raise SettingsError(f"The conversation has caches of another {model}: begin a new one.")
         if caches.kv_bits != kv_bits:
             raise SettingsError(
                 f"The conversation has caches of kv_bits={caches.kv_bits}: pass that in every "

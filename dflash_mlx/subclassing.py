@@ -18,12 +18,12 @@ Call = Callable[..., Any]
 
 
 def override(module: nn.Module, make: Callable[[Call], Call]) -> None:
-    """Have `make(own)` run in place of `own`, the call that the module had so far."""
+    """Replace the call of a module by `make(call)`, where `call` is the present one."""
     _set_class(module, _subclass(module, make))
 
 
 def stock_class(module: nn.Module) -> type:
-    """A module's class before any `override`."""
+    """Return a module's class before any `override`."""
     cls = type(module)
     stock: type = getattr(cls, "stock_class", cls)
     return stock
@@ -31,7 +31,7 @@ def stock_class(module: nn.Module) -> type:
 
 @contextmanager
 def overridden(calls: Sequence[tuple[nn.Module, Callable[[Call], Call]]]) -> Iterator[None]:
-    """Override modules as `override` does, for the code inside."""
+    """Override modules while the body of the `with` statement runs."""
     classes = [(module, type(module)) for module, _ in calls]
     try:
         for module, make in calls:
@@ -43,16 +43,16 @@ def overridden(calls: Sequence[tuple[nn.Module, Callable[[Call], Call]]]) -> Ite
 
 
 def rebind_globals(call: Any, **names: Any) -> Call:
-    """A function with the code of `call`, in which these global names have other values."""
-    other = FunctionType(
+    """Copy the function `call`, with other values for some of its global names."""
+    copy = FunctionType(
         call.__code__,
         {**call.__globals__, **names},
         call.__name__,
         call.__defaults__,
         call.__closure__,
     )
-    other.__kwdefaults__ = call.__kwdefaults__
-    return other
+    copy.__kwdefaults__ = call.__kwdefaults__
+    return copy
 
 
 def _subclass(module: nn.Module, make: Callable[[Call], Call]) -> type:
