@@ -115,7 +115,7 @@ class Interception:
             if (attention := attention_of(layer)) is not None:
                 self._override_attention(attention, is_mla(layer))
             if (recurrence := recurrence_of(layer)) is not None:
-                override(recurrence.mixer, self._mixer(recurrence))
+                override(recurrence.mixer, self._mixer(type(recurrence)))
         if parts.norm_runs_once:
             override(parts.norm, self._norm)
         inner = backbone(text_model(model))
@@ -129,6 +129,10 @@ class Interception:
         """The interception of a model, which is installed if it is not there yet."""
         installed: Interception | None = vars(model).get("interception")
         return cls(model, parts) if installed is None else installed
+
+    def __deepcopy__(self, memo: object) -> Interception:
+        """The same: a copy of the model has modules of the same classes, which ask this one."""
+        return self
 
     def run(self, forward: Forward, call: Callable[[], mx.array]) -> mx.array:
         """Run a forward of the model in this thread."""
@@ -157,9 +161,8 @@ class Interception:
         def call(norm: nn.Module, x: mx.array) -> Any:
             forward = running.forward
             if forward is not None and forward.last_only:
-                rows = forward.rows
-                assert rows is not None
-                x = x[:, rows.ends] if rows.is_shared else x[:, -1:]
+                assert forward.rows is not None
+                x = forward.rows.last(x)
             return stock(norm, x)
 
         return call
@@ -240,13 +243,15 @@ class Interception:
 
         return make
 
-    def _mixer(self, recurrence: Recurrence) -> Callable[[Call], Call]:
+    def _mixer(self, kind: type[Recurrence]) -> Callable[[Call], Call]:
         """A recurrent layer's mixer that reads the rows of one request or many."""
         running = self._running
 
         def ours(mixer: nn.Module, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
             forward: Any = running.forward
-            recurrence.kernels = forward.kernels
+            # One for each forward: the caches keep it until they commit, and another target of this
+            # model may have other kernels.
+            recurrence = kind(mixer, forward.kernels)
             return read_rows(recurrence, forward.rows, x, cache)
 
         return self._verified(ours)

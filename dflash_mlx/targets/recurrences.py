@@ -50,6 +50,7 @@ class Recurrence:
 
     Args:
         mixer: mlx-lm's module.
+        kernels: our kernels that the recurrence runs on; None for mlx-lm's own.
 
     Attributes:
         window: rows that the convolution sees, a row's own included.
@@ -57,14 +58,14 @@ class Recurrence:
         convolve: its outputs [B, n - window + 1, C] of inputs [B, n, C].
         has_state: whether its cache holds a state behind the convolution's inputs.
         as_prefill: whether `step` computes the same as the model's own prefill, bit for bit.
-        kernels: our kernels that the recurrence runs on; None for mlx-lm's own.
+        kernels: as given.
     """
 
     has_state = as_prefill = True
-    kernels: Kernels | None = None
 
-    def __init__(self, mixer: Any) -> None:
+    def __init__(self, mixer: Any, kernels: Kernels | None = None) -> None:
         self.mixer = mixer
+        self.kernels = kernels
         self.convolve = mixer.conv1d
         self.window = int(mixer.conv_kernel_size)
         self.channels = int(mixer.conv_dim)
@@ -106,8 +107,9 @@ class ShortConvolution(Recurrence):
 
     has_state = False
 
-    def __init__(self, mixer: Any) -> None:
+    def __init__(self, mixer: Any, kernels: Kernels | None = None) -> None:
         self.mixer = mixer
+        self.kernels = kernels
         self.convolve = mixer.conv
         self.window = int(mixer.L_cache)
         self.channels = int(mixer.args.hidden_size)

@@ -128,8 +128,17 @@ class Rows:
         ids = mx.concatenate(arrays).astype(mx.uint32)
         return mx.minimum(ids, vocab_size - 1)
 
+    def last(self, x: mx.array) -> mx.array:
+        """Each request's last row, [1, n, D] or [n, 1, D], of x in the forward's `shape`.
+
+        x may consist of these rows already.
+        """
+        if not self.is_shared or self._is_stacked:
+            return x[:, -1:]
+        return x if x.shape[1] == len(self.spans) else x[:, self._ends]
+
     @cached_property
-    def ends(self) -> mx.array:
+    def _ends(self) -> mx.array:
         """The number of each request's last row, [n] int32."""
         return mx.array([span.end - 1 for span in self.spans], mx.int32)
 

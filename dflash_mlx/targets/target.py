@@ -321,8 +321,8 @@ class Target:
         for span in rows.spans:
             self._check_mask(span)
         taps = taps.reshape(1, len(rows), taps.shape[-1])
-        if logits == "last" and all_logits.shape[1] != len(rows.spans):
-            all_logits = all_logits[:, rows.ends]  # of a model whose norm does not run once
+        if logits == "last":
+            all_logits = rows.last(all_logits)  # where the norm does not run once
         return all_logits.flatten(0, 1), taps
 
     def _run(

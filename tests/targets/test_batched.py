@@ -232,3 +232,23 @@ def test_models_that_share_less(name, shares):
     for _ in range(2):
         pair.step(range(3))
     pair.check_states()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "nanbeige"])  # nanbeige's norm runs twice
+@pytest.mark.parametrize("widths", [(3, 3), (3, 1), (2, 2), (1, 1)])
+@pytest.mark.parametrize("in_slots", [True, False])
+def test_the_logits_of_last_rows(family, widths, in_slots):
+    """Requests that have slots and as many rows lie on the batch axis, the others do not."""
+    target = family_target(family)
+    results = []
+    for which in ("all", "last"):
+        slots = kv_slots.KVSlots(target.sharing.slot_layers) if in_slots else None
+        sessions = [target.start() for _ in widths]
+        for number, session in enumerate(sessions):
+            list(session.prefill(random_prompt(5 + number, number)))
+        spans = [
+            Span(session, Proposal(random_prompt(width, width)))
+            for session, width in zip(sessions, widths, strict=True)
+        ]
+        results.append(target.forward(Rows(spans, slots=slots), which)[0])
+    assert same(results[1], results[0][mx.array([widths[0] - 1, sum(widths) - 1])])

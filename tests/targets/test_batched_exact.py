@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from batches import SharedVerifier, by_proposal, states_are_same
-from families import family_target, random_prompt
+from families import Letters, family_target, random_prompt
 from kernel_check import on_gpu_or_emulator, random_parents
 from kernel_models import Launches, exact_target
 
 from dflash_mlx.proposal import Proposal
+from dflash_mlx.targets import Target
 from dflash_mlx.targets.rows import Rows
 from dflash_mlx.targets.span import Span
 
@@ -47,6 +48,38 @@ def test_every_request_is_as_alone(family):
     assert all(states_are_same(*pair) for pair in zip(together, alone, strict=True))
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_requests_that_do_not_fit_into_one_forward(family):
+    """Two of these three fit, so the last one has a forward of its own."""
+    target = exact_target(family, Launches())
+    widths = [target.wiring.widest - 3, 2, 3]
+    proposals = [Proposal(random_prompt(width, width)) for width in widths]
+    together, alone = ([target.start((0, 3)) for _ in proposals] for _ in range(2))
+    for session in (*together, *alone):
+        list(session.prefill(random_prompt(3, 3)))
+    verified = by_proposal(proposals, *SharedVerifier(target).verify(together, proposals))
+    for session, proposal, (logits, taps) in zip(alone, proposals, verified, strict=True):
+        expected, features = session.verify(proposal)
+        assert mx.array_equal(logits, expected) and mx.array_equal(taps, features)
+    for session in (*together, *alone):
+        session.commit([0, 1])
+    assert all(states_are_same(*pair) for pair in zip(together, alone, strict=True))
+
+
+def test_another_target_of_the_same_model_changes_nothing():
+    """One without kernels reads rows between a verify and its commit, as another thread might."""
+    target = exact_target("qwen3_5", Launches())
+    stock = Target(target.model, Letters(), config=target.config, name="stock")
+    beside, alone = (target.start() for _ in range(2))
+    for session in (beside, alone):
+        list(session.prefill(random_prompt(3, 3)))
+        session.verify(Proposal(random_prompt(7, 1)))
+        if session is beside:
+            stock.start().verify(Proposal([1, 2]))
+        session.commit([0, 1, 2])
+    assert states_are_same(beside, alone)
+
+
 def test_no_more_rows_than_the_kernels_take():
     """Requests go together as long as all their rows do."""
     target = family_target("qwen3")
@@ -61,17 +94,3 @@ def test_no_more_rows_than_the_kernels_take():
 
     assert parts([40, 24, 1, 63, 2, 64]) == [2, 2, 1, 1]
     assert parts([64]) == [1]
-
-
-def test_requests_that_do_not_fit_into_one_forward_are_as_alone():
-    """Two share a forward, and the third has its own."""
-    target = exact_target("qwen3", Launches())
-    proposals = [Proposal(random_prompt(width, width)) for width in (20, 30, 40)]
-    together = [target.start((0, 3)) for _ in proposals]
-    alone = [target.start((0, 3)) for _ in proposals]
-    for session in (*together, *alone):
-        list(session.prefill(random_prompt(3, 3)))
-    verified = by_proposal(proposals, *SharedVerifier(target).verify(together, proposals))
-    for (logits, taps), session, proposal in zip(verified, alone, proposals, strict=True):
-        expected, features = session.verify(proposal)
-        assert mx.array_equal(logits, expected) and mx.array_equal(taps, features)

@@ -1,12 +1,15 @@
 """The target: its parts, what a prefill costs, and caches that hold the kept tokens only."""
 
+import copy
 import sys
 
 import mlx.core as mx
 import pytest
 from batches import SharedVerifier
+from families import family_target, target_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from tinymodels import (
     SUPPORTED,
@@ -142,3 +145,17 @@ def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
         started.clear()
     for found, expected in zip(*results, strict=True):
         assert mx.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_copy_of_its_model_has_weights_of_its_own(family):
+    """A quantizer or a trainer copies the model; the copy's target reads the copy's weights."""
+    original = family_target(family)
+    model = copy.deepcopy(original.model)
+    model.update(tree_map(lambda w: 1.5 * w if w.ndim > 1 else w, model.parameters()))
+    session = target_of(model, family).start()
+    list(session.prefill([5, 9, 2]))
+    logits, _ = session.verify(Proposal([7, 1, 4]))
+    expected = model(mx.array([[5, 9, 2, 7, 1, 4]]))[0, 3:]
+    assert mx.allclose(logits, expected, atol=1e-3, rtol=1e-3)
+    assert not mx.allclose(original.model(mx.array([[5, 9, 2]])), model(mx.array([[5, 9, 2]])))
