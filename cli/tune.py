@@ -37,7 +37,7 @@ def tune(
     kv_bits: int | None = options.setting("kv_bits"),
     json: bool = options.JSON,
 ) -> None:
-    """On Metal, choose the faster kernels; anywhere, show what the steps of a model take."""
+    """Show how long the steps of a model take; on Metal, also choose the faster kernels."""
     warning = busy()
     # Only on macOS: elsewhere there is no Metal, and the BLAS must be chosen before MLX starts.
     timings = _time_kernels(names, weights) if sys.platform == "darwin" else None
