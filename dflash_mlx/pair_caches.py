@@ -1,9 +1,9 @@
 """A request's caches: the sessions of target and drafter, which hold the same tokens.
 
-A prompt is read into them in pieces, and each step adds the rows that were kept. Where the next
-prompt diverges from the tokens in them (an undone turn, a template that drops old reasoning) they
-are trimmed to that token. Sliding windows and recurrent states cannot be trimmed; they go back to
-the last checkpoint before it.
+A prompt is read into them in chunks, and each step adds the accepted rows. If the next prompt
+diverges from the tokens that they hold (an undone turn, a template that drops old reasoning), they
+are trimmed to the last common token. Sliding windows and recurrent states cannot be trimmed; they
+go back to the last checkpoint before that token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from .targets import Target, TargetSession
 from .targets.session import LAST_STEP, PREFILL_STEP
 from .targets.span import Span
 
-MAX_CHECKPOINTS = 8  # each keeps the windows and states of target and drafter
+# Caches keep the newest checkpoints only: each holds the windows and states of target and drafter.
+MAX_CHECKPOINTS = 8
 
 
 class PairCheckpoint(NamedTuple):
@@ -37,15 +38,15 @@ class Caches:
 
     Args:
         target, drafter, kv_bits: as in `stream_generate`.
-        prefix: a prefix cache of the pair. Caches that cannot go on with a prompt start from it,
+        prefix: a prefix cache of the pair. Caches that cannot continue with a prompt start from it,
             and their tokens are added to it.
         salt: only caches with the same salt share its entries.
-        kept: whether they go on after their request, as a conversation's do.
+        kept: whether the caches outlive their request, as those of a conversation do.
 
-    Raises `SettingsError` for a prefix cache of another pair; its callers have checked the types.
+    Raises `SettingsError` for a prefix cache of another pair. Callers check the types.
 
     Attributes:
-        target, drafter, kv_bits, prefix: as given.
+        target, drafter, kv_bits, prefix: the arguments.
         ids: the tokens that both sessions hold.
         target_session: the target's session, from `resume` to `drop`.
         draft_session: the drafter's session.
@@ -53,7 +54,7 @@ class Caches:
 
     target_session: TargetSession
     draft_session: DraftSession
-    _keys: BlockKeys  # of `ids`, where there is a prefix cache
+    _keys: BlockKeys  # the keys of `ids`; set if there is a prefix cache
 
     def __init__(
         self,
@@ -76,49 +77,53 @@ class Caches:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without a token."""
+        """Forget all tokens."""
         self.ids: list[int] = []
         self._prompt: Sequence[int] = ()
-        self._stops: Sequence[int] = ()  # where reading the prompt pauses for a checkpoint
+        self._stops: Sequence[int] = ()  # positions at which a checkpoint is stored
         self._checkpoints: list[PairCheckpoint] = []  # by position
         self._before_end: Any = None  # the target's checkpoint before the prompt's last forward
 
     def drop(self) -> None:
-        """Drop the caches; `resume` and reading the prompt again rebuild them."""
+        """Drop the caches. To rebuild them, call `resume` and read the prompt again."""
         if self._started:
-            self.target_session.intact = False  # a slot's rows need not be copied
+            self.target_session.intact = False  # so the slot's rows are not copied
             self.target_session.leave_slot()
             del self.target_session, self.draft_session
             self._started = False
         self._forget()
 
     def resume(self, prompt: Sequence[int], sampler: Sampler, branches: Sequence[int] = ()) -> int:
-        """Get the caches ready for a prompt; returns how many of its tokens they hold.
+        """Prepare the caches for a prompt, and return how many of its tokens they hold.
 
-        The last token is never among them, because the logits after it are needed.
+        They never hold the last token, because the logits after it are needed.
 
         Args:
             prompt: token ids.
-            sampler: of the request.
+            sampler: the sampler of the request.
             branches: positions where other prompts are likely to diverge, for the prefix cache.
         """
         if not self._continues(prompt, sampler):
             self._start(prompt, sampler)
         self._prompt = prompt
-        self._before_end = None  # of a prompt that was not read to its end
+        self._before_end = None  # the last prompt may not have been read to its end
         if self.prefix is not None:
             self._stops = self.prefix.checkpoint_positions(
-                self.target_session, self.draft_session, prompt, branches, self._salt
+                self.target_session,
+                self.draft_session,
+                prompt=prompt,
+                ends=branches,
+                salt=self._salt,
             )
         return len(self.ids)
 
     def _continues(self, prompt: Sequence[int], sampler: Sampler) -> bool:
-        """Whether both sessions go on with a prompt, for which they may go back to its tokens."""
+        """Go back to the tokens that a prompt shares. Returns whether both sessions can do so."""
         shared = 0
-        most = min(len(self.ids), len(prompt) - 1)
-        while shared < most and self.ids[shared] == prompt[shared]:
+        max_shared = min(len(self.ids), len(prompt) - 1)
+        while shared < max_shared and self.ids[shared] == prompt[shared]:
             shared += 1
-        # Both sessions must hold exactly `ids`: no forward failed or was left out.
+        # Both sessions must hold exactly `ids`. They do not if a forward failed or was skipped.
         session = self.draft_session if self._started else None
         if (
             not isinstance(session, SupportsResume)
@@ -134,21 +139,23 @@ class Caches:
         return True
 
     def _start(self, prompt: Sequence[int], sampler: Sampler) -> None:
-        """New sessions, with what the prefix cache has of a prompt."""
+        """Start new sessions, with the tokens of a prompt that the prefix cache holds."""
         self._forget()
         if self.prefix is None:
             taps = () if self.drafter is None else self.drafter.tap_layers
             self.target_session = self.target.start(taps, self.kv_bits)
             self.draft_session = start_session(self.drafter, self.target, sampler)
         else:
-            opened = self.prefix.open(prompt, sampler, self.kv_bits, self._salt)
+            opened = self.prefix.open(
+                prompt, sampler=sampler, kv_bits=self.kv_bits, salt=self._salt
+            )
             self.target_session, self.draft_session, held = opened
             self._keys = self.prefix.keys(self.kv_bits, self._salt)
             self.ids = list(prompt[:held])
         self._started = True
 
     def next_chunk(self, most: int = PREFILL_STEP) -> Span | None:
-        """The next tokens of the prompt to read, at most so many; None at its end."""
+        """The next chunk of the prompt, of at most `most` tokens; None at its end."""
         session = self.target_session
         prompt = self._prompt
         if session.position == len(prompt):
@@ -157,42 +164,53 @@ class Caches:
         tokens = Proposal(prompt[session.position : end])
         return Span(session, tokens, ends_prompt=end == len(prompt))
 
-    def keep_prompt(self, piece: Span, taps: mx.array) -> None:
-        """Give the drafter a piece of the prompt that the target has read.
+    def keep_prompt(self, chunk: Span, taps: mx.array) -> None:
+        """Give the drafter a chunk of the prompt that the target has read.
 
-        A prefix cache gets its tokens, too, unless it is the last. A checkpoint is made where the
-        last forward begins: a prompt that differs only at its end can then go back to it. Nothing
-        waits for the device.
+        The prefix cache also gets its tokens, unless it is the last chunk. A checkpoint is made
+        where the last forward begins, so that a prompt that differs only at its end can go back to
+        it. This does not wait for the device.
 
         Args:
-            piece: from `next_chunk`.
+            chunk: from `next_chunk`.
             taps: its features [1, S, K*D], which may still be lazy.
         """
-        if piece.ends_prompt and self._before_end is not None:
+        if chunk.ends_prompt and self._before_end is not None:
             self._add_checkpoint(self._before_end)
             self._before_end = None
-        tokens: Any = piece.proposal.tokens
+        tokens: Any = chunk.proposal.tokens
         self.feed_drafter(tokens, taps, range(taps.shape[1]))
         if len(self.ids) == len(self._prompt) - LAST_STEP:
             self._before_end = self.target_session.checkpoint()
-        if piece.ends_prompt:
+        if chunk.ends_prompt:
             self.draft_session.start_computing()  # another thread may take the next step
         else:
             self.store(checkpoint=len(self.ids) in self._stops)
 
     def finish_prompt(self) -> None:
-        """What need not delay the first token: the drafter catches up, the prefix cache stores."""
+        """Do the work that need not delay the first token.
+
+        The drafter reads its features, and the prefix cache stores the prompt.
+        """
         self.draft_session.catch_up()
         self.store(checkpoint=False)
 
     def store(self, checkpoint: bool = True) -> None:
-        """Add the caches to the prefix cache, if there is one; at the end with a checkpoint."""
+        """Add the tokens to the prefix cache, if there is one.
+
+        `checkpoint` says whether to store the windows and states at the end as well.
+        """
         if self.prefix is not None and self._started:
-            sessions = self.target_session, self.draft_session
-            self.prefix.insert(*sessions, self._keys, self.ids, checkpoint)
+            self.prefix.insert(
+                self.target_session,
+                self.draft_session,
+                keys=self._keys,
+                ids=self.ids,
+                checkpoint=checkpoint,
+            )
 
     def end_request(self) -> None:
-        """Leave a batch's slots. Caches that are kept can go on in any thread then."""
+        """Leave the slots of a batch. Any thread can then continue with caches that are kept."""
         if not self._kept:
             self.drop()
         elif self._started:
@@ -203,8 +221,8 @@ class Caches:
 
         Args:
             tokens: S token ids.
-            taps: the features [1, R, K*D] of a forward, being computed.
-            kept: the rows of the S tokens in it, rising.
+            taps: the features [1, R, K*D] of a forward that is being computed.
+            kept: the rows of the S tokens in this forward, in rising order.
         """
         if self.draft_session.lookup is not None:
             self.draft_session.lookup.read(tokens)
@@ -212,7 +230,7 @@ class Caches:
         self.ids += tokens
 
     def _go_back(self, drafter: SupportsResume, shared: int) -> bool:
-        """Forget the tokens after the first `shared`; whether that is possible."""
+        """Forget the tokens after the first `shared` ones. Returns whether that is possible."""
         if shared == len(self.ids):
             if self.ids:
                 self._add_checkpoint(self.target_session.checkpoint())
@@ -236,7 +254,7 @@ class Caches:
         return True
 
     def _add_checkpoint(self, target_checkpoint: Any) -> None:
-        """Add a checkpoint of both, unless both can trim."""
+        """Add a checkpoint of both sessions, unless both can trim."""
         drafter = self.draft_session
         if not isinstance(drafter, SupportsResume):
             return

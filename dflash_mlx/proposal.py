@@ -36,7 +36,8 @@ class Proposal:
     is_chain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        tokens, parents = self.tokens, self.parents
+        tokens = self.tokens
+        parents = self.parents
         if not isinstance(tokens, mx.array):
             object.__setattr__(self, "tokens", tokens := _integers("tokens", tokens, 0))
         elif tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):

@@ -1,8 +1,9 @@
-"""Rank 0: it decides, and has the other ranks repeat what it does on their parts of the model.
+"""Rank 0 decides; the other ranks repeat its operations on their parts of the model.
 
-Every operation on a session's caches is sent to them. Those that need no other rank (a commit, a
-trim, a checkpoint) wait for the next forward and go with it in one message. All ranks compute the
-same arrays in the same order, so that their sums meet; the lock separates the forwards of threads.
+Rank 0 sends every operation on a session's caches. An operation that needs no answer (a commit, a
+trim, a checkpoint) waits for the next forward and travels in the same message. All ranks compute
+the same arrays in the same order, because they take part in the same sums; a lock keeps the
+forwards of different threads apart.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from .channel import (
 )
 from .watchdog import Watchdog
 
-IDLE_SECONDS = 1.0  # without a forward, after which the others sleep between messages
+# After this long without a forward, the other ranks sleep between messages.
+IDLE_SECONDS = 1.0
 
 Result = TypeVar("Result")
 
@@ -42,14 +44,14 @@ class Leader:
     """Sends rank 0's operations to the other ranks.
 
     Args:
-        channel: to the other ranks.
-        stall: seconds that a forward may take before the cluster is given up.
-        lost: called once, in any thread, with the error that ends the cluster, and whether a thread
-            waits forever.
+        channel: the channel to the other ranks.
+        stall: how many seconds a forward may take before the cluster is given up.
+        lost: called once, in any thread, with the error that ends the cluster, and with whether a
+            thread waits forever.
 
     Attributes:
-        messages: forwards that were sent.
-        heartbeats: messages that were sent while idle.
+        messages: how many forwards were sent.
+        heartbeats: how many messages were sent while idle.
     """
 
     def __init__(
@@ -58,10 +60,12 @@ class Leader:
         stall: float,
         lost: Callable[[ClusterError, bool], None],
     ) -> None:
-        self._channel, self._lost = channel, lost
+        self._channel = channel
+        self._lost = lost
         self._numbers = count(TARGET + 1)
-        self._pending: deque[Operation] = deque()  # since the last message
-        self._lock, self._in_forward = threading.RLock(), False
+        self._pending: deque[Operation] = deque()  # to go with the next message
+        self._lock = threading.RLock()
+        self._in_forward = False
         self._problem: str | None = None
         self._last = time.monotonic()
         self.messages = self.heartbeats = 0
@@ -73,18 +77,18 @@ class Leader:
         self._heartbeat.start()
         atexit.register(self.close)
 
-    def repeat(self, of: int, method: str, *arguments: Any) -> int:
-        """Have the other ranks call a method of an object before the next forward.
+    def repeat(self, owner: int, method: str, *arguments: Any) -> int:
+        """Have the other ranks call a method of the object `owner` before the next forward.
 
-        Returns the number of what it returns there.
+        Returns the number under which they keep the result.
         """
         number = next(self._numbers)
-        self._pending.append((number, of, method, *arguments))
+        self._pending.append((number, owner, method, *arguments))
         return number
 
-    def drop(self, of: int) -> None:
-        """Have the other ranks forget an object; from any thread."""
-        self._pending.append((of, of, None))
+    def drop(self, number: int) -> None:
+        """Have the other ranks forget an object. Any thread may call this."""
+        self._pending.append((number, number, None))
 
     def run(self, forward: Callable[[], Result], kind: str, *arguments: Any) -> Result:
         """Run a forward on all ranks. Returns rank 0's result, computed.
@@ -92,7 +96,7 @@ class Leader:
         Raises `ClusterError` when a rank is lost, now or earlier.
         """
         with self._lock:
-            if self._in_forward:  # part of a forward that the others run already
+            if self._in_forward:  # this is part of a forward that the others already run
                 return forward()
             with self._guard():
                 self.messages += 1
@@ -109,7 +113,7 @@ class Leader:
             self._lost(ClusterError(problem), stuck)
 
     def close(self) -> None:
-        """Let the other ranks end."""
+        """Tell the other ranks to end."""
         atexit.unregister(self.close)
         self._ended.set()
         if self._problem is not None:  # a thread may hold the lock forever
@@ -132,10 +136,11 @@ class Leader:
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """End the cluster if the inside fails, because the ranks' caches differ from then on."""
+        """End the cluster if the body fails, because the ranks' caches then differ."""
         if self._problem is not None:
             raise ClusterError(self._problem)
-        self._in_forward, complete = True, False
+        self._in_forward = True
+        complete = False
         try:
             with ErrorWrapper(ClusterError, NO_ANSWER, MLX_ERRORS), self._watchdog.watching():
                 yield
@@ -152,7 +157,7 @@ class Leader:
         self.give_up(f"{NO_ANSWER}: nothing has come back for {seconds:.0f} s.", stuck=True)
 
     def _send_heartbeats(self) -> None:
-        """While idle, let the others sleep, and check that they answer."""
+        """While there is no forward, let the other ranks sleep, and check that they answer."""
         clean_up_at_end()
         while not self._ended.wait(REST_SECONDS):
             if time.monotonic() - self._last < IDLE_SECONDS:

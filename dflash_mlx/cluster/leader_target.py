@@ -1,4 +1,4 @@
-"""Rank 0's target: its sessions send to the other ranks what is done to them."""
+"""Rank 0's target, whose sessions have the other ranks repeat every operation on them."""
 
 from __future__ import annotations
 
@@ -23,34 +23,41 @@ from ..targets.span import Span
 from .channel import NUMBER, READ, TARGET, VERIFY
 from .leader import Leader
 
-CHUNK = 512  # tokens of a prompt in one forward, so that none takes long enough to seem lost
-PIECE = "piece"  # the array that holds the number of the other ranks' arrays
+# A forward reads at most this many tokens of a prompt; a longer one could seem lost.
+MAX_PROMPT_CHUNK = 512
+# The name of the array that holds the number of the other ranks' arrays.
+REMOTE_NUMBER = "piece"
 
 
 class LeaderTarget(Target):
     """Rank 0's part of a target.
 
     Args:
-        leader: of the other ranks.
-        whole_head: the head before it was split, for drafters; None if it was not.
+        leader: sends operations to the other ranks.
+        whole_head: the head before it was split, for drafters; None if it was not split.
+        target_arguments: the arguments of `Target`.
 
     Attributes:
         can_trim: whether the sessions' caches can be trimmed to any position on all other ranks.
     """
 
-    can_trim, is_distributed = True, True
+    can_trim = True
+    is_distributed = True
 
-    def __init__(self, leader: Leader, whole_head: nn.Module | None, *of: Any) -> None:
-        self.leader, self._whole_head = leader, whole_head
-        super().__init__(*of)
+    def __init__(
+        self, leader: Leader, whole_head: nn.Module | None, *target_arguments: Any
+    ) -> None:
+        self.leader = leader
+        self._whole_head = whole_head
+        super().__init__(*target_arguments)
 
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
-        """See `Target`."""
+        """Begin one request with empty caches on all ranks."""
         self._taps_of(tuple(tap_layers))
-        return LeaderSession(self.leader, self, tap_layers, kv_bits)
+        return LeaderSession(self.leader, self, tap_layers=tap_layers, kv_bits=kv_bits)
 
     def forward(self, rows: Rows, logits: Literal["all", "last"] = "all") -> Verified:
-        """Verify as `Target.forward` does, on all ranks, and computed."""
+        """Verify as `Target.forward` does, on all ranks. The result is computed."""
         drafts = []
         spans = []
         for span in rows.spans:
@@ -61,16 +68,16 @@ class LeaderTarget(Target):
             parents = () if span.is_chain else span.parents
             drafts.append((_number(span), ids, parents))
             spans.append(Span(span.session, Proposal(ids, parents), span.ends_prompt))
-        known = Rows(spans, is_prompt=rows.is_prompt, slots=rows.slots)
-        own = super().forward
-        return self.leader.run(lambda: own(known, logits), VERIFY, drafts)
+        rows_on_host = Rows(spans, is_prompt=rows.is_prompt, slots=rows.slots)
+        forward = super().forward
+        return self.leader.run(lambda: forward(rows_on_host, logits), VERIFY, drafts)
 
     def read(self, spans: Sequence[Span]) -> list[tuple[mx.array | None, mx.array]]:
         """Read a prompt's tokens as `Target.read` does, on all ranks."""
         [span] = spans
-        own = super().read
+        read = super().read
         return self.leader.run(
-            lambda: own(spans),
+            lambda: read(spans),
             READ,
             _number(span),
             span.proposal.tokens,
@@ -78,11 +85,11 @@ class LeaderTarget(Target):
         )
 
     def head(self, hidden: mx.array) -> mx.array:
-        """See `Target`; the whole head on rank 0."""
+        """Logits of hidden states; rank 0 uses the whole head."""
         return super().head(hidden) if self._whole_head is None else self._whole_head(hidden)
 
     def features(self, tokens: mx.array, layers: Sequence[int], cache: Any = None) -> Any:
-        """Not supported: other ranks run sessions only. Raises `SettingsError`."""
+        """Raise `SettingsError`: the other ranks run sessions only."""
         raise SettingsError(f"{self.name} is spread over machines, which do not train: use one.")
 
 
@@ -94,9 +101,9 @@ class NumberedCheckpoint(Checkpoint):
 
 
 def repeated(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a session that the other ranks repeat on their own caches.
+    """Wrap a method of a session so that the other ranks repeat it on their own caches.
 
-    What it returns belongs to this rank, and the other ranks keep theirs under the same number.
+    The result on this rank and the results on the other ranks have the same number.
     """
 
     @wraps(method)
@@ -109,55 +116,67 @@ def repeated(method: Callable[..., Any]) -> Callable[..., Any]:
 class LeaderSession(TargetSession):
     """One request's caches on rank 0, and under its number on all other ranks."""
 
-    longest = CHUNK
+    longest = MAX_PROMPT_CHUNK
 
-    def __init__(self, leader: Leader, target: LeaderTarget, *of: Any) -> None:
-        super().__init__(target, *of)
-        self._leader, self._number = leader, -1
+    def __init__(
+        self,
+        leader: Leader,
+        target: LeaderTarget,
+        *,
+        tap_layers: Sequence[int],
+        kv_bits: int | None,
+    ) -> None:
+        super().__init__(target, tap_layers, kv_bits)
+        self._leader = leader
+        self._number = -1
         self._others_can_trim = target.can_trim
         self.can_pipeline = False  # the other ranks need the tokens of each step
 
     @property
     def number(self) -> int:
-        """Of the session, which starts on the other ranks when this is first asked for."""
+        """The session's number. The other ranks start the session when it is first read."""
         if self._number < 0:
             number = self._leader.repeat(TARGET, "start", self.tap_layers, self.kv_bits)
             self._number = self._drop_with(self, number)
         return self._number
 
-    commit, trim_to = repeated(TargetSession.commit), repeated(TargetSession.trim_to)
-    checkpoint, rewind = repeated(TargetSession.checkpoint), repeated(TargetSession.rewind)
-    rows, state = repeated(TargetSession.rows), repeated(TargetSession.state)
+    commit = repeated(TargetSession.commit)
+    trim_to = repeated(TargetSession.trim_to)
+    checkpoint = repeated(TargetSession.checkpoint)
+    rewind = repeated(TargetSession.rewind)
+    rows = repeated(TargetSession.rows)
+    state = repeated(TargetSession.state)
     restore = repeated(TargetSession.restore)
 
-    def numbered(self, found: Any, method: str, arguments: Sequence[Any]) -> Any:
-        """A method's result with the number that it gets on the other ranks, which repeat it."""
-        if found == {} and self._others_can_trim:
-            return found  # no rank has such a state
-        known = map(_by_number, arguments)
-        number = self._leader.repeat(self.number, method, *known)
-        if isinstance(found, Checkpoint):
-            found = NumberedCheckpoint(found.position, found.states, number)
-            self._drop_with(found, number)
-        elif found is not None:
-            found = found | {PIECE: mx.array([number], mx.int32)}
-        return found
+    def numbered(self, result: Any, method: str, arguments: Sequence[Any]) -> Any:
+        """Have the other ranks repeat a method, and add the number of their results to ours."""
+        if result == {} and self._others_can_trim:
+            return result  # no rank has such a state
+        sent_arguments = map(_by_number, arguments)
+        number = self._leader.repeat(self.number, method, *sent_arguments)
+        if isinstance(result, Checkpoint):
+            result = NumberedCheckpoint(result.position, result.states, number)
+            self._drop_with(result, number)
+        elif result is not None:
+            result = result | {REMOTE_NUMBER: mx.array([number], mx.int32)}
+        return result
 
     @property
     def can_trim(self) -> bool:
-        """See `TargetSession`; on all ranks."""
+        """Whether the caches of all ranks can be trimmed to any position."""
         return self._others_can_trim and super().can_trim
 
     def _drop_with(self, owner: Any, number: int) -> int:
-        """Have the other ranks drop what belongs to an object when that is collected."""
+        """Have the other ranks drop their objects of this number when `owner` is collected."""
         weakref.finalize(owner, self._leader.drop, number).atexit = False
         return number
 
 
 class LeaderPrefixStore(PrefixStore):
-    """Rank 0's prefix cache; the other ranks store and evict the same. `memory` is per machine.
+    """Rank 0's prefix cache. The other ranks store and evict the same entries.
 
-    Raises `SettingsError` for a folder, which would lack the other ranks' parts.
+    `memory` is the limit on each machine. Raises `SettingsError` for a folder, because it would
+    lack the parts of the other ranks.
     """
 
     def __init__(self, target: LeaderTarget, drafter: Drafter | None, **settings: Any) -> None:
@@ -169,28 +188,28 @@ class LeaderPrefixStore(PrefixStore):
     def _on_evict(self, entry: Entry) -> None:
         for part in ("rows", "state"):
             piece = strip_prefix(entry.arrays or {}, f"target.{part}.")
-            if PIECE in piece:
+            if REMOTE_NUMBER in piece:
                 self._leader.drop(_number_of(piece))
 
 
 def _number(span: Span) -> int:
-    """The number on the other ranks of the session that the rows are for."""
+    """The number of a span's session on the other ranks."""
     session = span.session
     assert isinstance(session, LeaderSession)
     return session.number
 
 
 def _by_number(argument: Any) -> Any:
-    """An argument as in a message: what every rank has of its own is named by its number."""
+    """Make an argument ready for a message: objects that every rank has become their number."""
     if isinstance(argument, NumberedCheckpoint):
         return {NUMBER: argument.number}
     if isinstance(argument, dict):
-        return {NUMBER: _number_of(argument)} if PIECE in argument else {}
+        return {NUMBER: _number_of(argument)} if REMOTE_NUMBER in argument else {}
     if isinstance(argument, Sequence):
-        return [_by_number(one) for one in argument if one != {}]
+        return [_by_number(item) for item in argument if item != {}]
     return argument
 
 
 def _number_of(piece: Arrays) -> int:
-    number: Any = piece[PIECE].item()
+    number: Any = piece[REMOTE_NUMBER].item()
     return int(number)

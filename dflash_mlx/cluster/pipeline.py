@@ -1,8 +1,8 @@
-"""Pipelines: every rank has some of the layers, and taps are gathered from all of them.
+"""Pipelines: every rank has some of the layers, and taps are gathered from all ranks.
 
-In mlx-lm's pipeline the last rank has the first layers and rank 0 the last ones. Each rank receives
-hidden states, runs its layers and sends the result on; at the end all get rank 0's. The taps of
-other ranks' layers come by `Channel.gather`.
+In mlx-lm's pipeline the last rank has the first layers, and rank 0 has the last ones. Each rank
+receives hidden states, runs its layers and sends the result on; at the end, rank 0 sends its result
+to all. `Channel.gather` brings the taps of the other ranks' layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .leader_target import LeaderTarget
 
 
 class Limits(IntFlag):
-    """What the layers of a stage do not support. Then no rank uses it."""
+    """What the layers of a stage do not support. If one rank has a limit, all ranks keep to it."""
 
     NO_TREES = 1  # draft trees
     NO_TRIM = 2  # trimming caches to any position
@@ -28,20 +28,26 @@ class Limits(IntFlag):
 
 def limits(target: Target) -> Limits:
     """The limits of this rank's layers."""
-    shares = target.sharing is not None
-    able = [target.supports_trees, target.start().can_trim, shares]
-    return Limits(sum(limit for limit, is_able in zip(Limits, able, strict=True) if not is_able))
+    result = Limits(0)
+    if not target.supports_trees:
+        result |= Limits.NO_TREES
+    if not target.start().can_trim:
+        result |= Limits.NO_TRIM
+    if target.sharing is None:
+        result |= Limits.NO_BATCH
+    return result
 
 
 class PipelineStage(Target):
     """Some layers of a target, with its embedding, norm and head.
 
     Args:
-        num_layers: of the whole model.
+        num_layers: the number of layers in the whole model.
+        target_arguments: the arguments of the next class, `Target` or `LeaderTarget`.
     """
 
-    def __init__(self, num_layers: int, *of: Any) -> None:
-        super().__init__(*of)
+    def __init__(self, num_layers: int, *target_arguments: Any) -> None:
+        super().__init__(*target_arguments)
         self.num_layers = num_layers
 
     def _make_taps(self, tap_layers: Sequence[int]) -> Taps:
@@ -52,11 +58,12 @@ class LeaderStage(PipelineStage, LeaderTarget):
     """The layers of rank 0.
 
     Args:
-        limit: the limits of all ranks.
+        limit: the limits of all ranks together.
+        stage_arguments: the arguments of `PipelineStage`.
     """
 
-    def __init__(self, limit: Limits, *of: Any) -> None:
-        super().__init__(*of)
+    def __init__(self, limit: Limits, *stage_arguments: Any) -> None:
+        super().__init__(*stage_arguments)
         self.can_trim = not limit & Limits.NO_TRIM
         if limit & Limits.NO_TREES and self.why_no_trees is None:
             self.why_no_trees = "a layer on another machine"
@@ -68,25 +75,25 @@ class StageTaps(Taps):
     Args:
         target: the stage.
         first: the index of its first layer.
-        indices: as for `Taps`.
+        indices: the tapped layers of the whole model; -1 is the embedding.
     """
 
     def __init__(self, target: Target, first: int, indices: Sequence[int]) -> None:
         end = first + len(target.layers)
         self._here = [first <= max(index, 0) < end for index in indices]
-        own = [index for index, here in zip(indices, self._here, strict=True) if here]
-        super().__init__(target.layers, [max(index - first, -1) for index in own])
+        here = [index for index, is_here in zip(indices, self._here, strict=True) if is_here]
+        super().__init__(target.layers, [max(index - first, -1) for index in here])
         # Hidden states travel from stage to stage in this type.
         like = target.embed(mx.zeros((1, 1), mx.int32))
         self._width = like.shape[-1]
         self._dtype = like.dtype
 
     def of(self, runs: Runs, rows: int) -> mx.array:
-        """The outputs as of `Taps`, with zeros for the layers of other ranks."""
+        """The outputs that `Taps.of` returns, with zeros for the layers of other ranks."""
         outputs = super().of(runs, rows)
         if all(self._here):
             return outputs
-        own = iter(mx.split(outputs, sum(self._here), axis=-1) if any(self._here) else ())
+        outputs_here = iter(mx.split(outputs, sum(self._here), axis=-1) if any(self._here) else ())
         zeros = mx.zeros((1, rows, self._width), self._dtype)
-        parts = [next(own) if here else zeros for here in self._here]
+        parts = [next(outputs_here) if is_here else zeros for is_here in self._here]
         return mx.concatenate([part.astype(self._dtype) for part in parts], axis=-1)

@@ -1,7 +1,7 @@
-"""Every rank but the first: it repeats on its part of the model what rank 0 does.
+"""A worker is any rank but 0: it repeats the operations of rank 0 on its part of the model.
 
-It has no drafter, no sampler and no socket, and decides nothing. So ranks whose sums round
-differently cannot diverge: only rank 0 looks at logits.
+A worker has no drafter, no sampler and no socket, and decides nothing. Only rank 0 looks at logits,
+so ranks whose sums round differently cannot diverge.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from .watchdog import Watchdog
 
 
 class RankWorker:
-    """One rank's part of the target, and what rank 0's operations have made of it.
+    """One rank's part of the target, and the objects that rank 0's operations created here.
 
     Args:
-        channel: to the other ranks.
+        channel: the channel to the other ranks.
         target: this rank's part.
 
     Attributes:
@@ -44,7 +44,8 @@ class RankWorker:
     """
 
     def __init__(self, channel: Channel, target: Target) -> None:
-        self._channel, self._target = channel, target
+        self._channel = channel
+        self._target = target
         self._slots: KVSlots | None = None  # created for the first step of two requests
         self.objects: dict[int, Any] = {TARGET: target}
 
@@ -52,47 +53,52 @@ class RankWorker:
         """Run rank 0's operations until it stops. Raises `ClusterError` if it is lost.
 
         Args:
-            watchdog: notices a rank 0 that sends no more messages.
+            watchdog: notices when rank 0 stops sending messages.
         """
         forward: list[Any] = []
         while forward != [STOP]:
             with ErrorWrapper(ClusterError, NO_ANSWER, MLX_ERRORS), watchdog.watching():
                 *operations, forward = self._channel.receive()
-                for number, of, method, *arguments in operations:
-                    self._repeat(number, of, method, arguments)
+                for number, owner, method, *arguments in operations:
+                    self._repeat(number, owner, method=method, arguments=arguments)
                 if forward == [HEARTBEAT]:
                     time.sleep(REST_SECONDS)
                 elif forward != [STOP]:
-                    # Compute all that rank 0 computes: any of it may contain sums.
+                    # Compute all that rank 0 computes, because any of it may contain sums.
                     mx.eval(self._channel.gather(self._forward(*forward)))
 
-    def _repeat(self, number: int, of: int, method: str | None, arguments: list[Any]) -> None:
-        """Call an object's method and keep what it returns; without a method, forget the object."""
-        if method is None:
-            self.objects.pop(of, None)
-            return
-        found = getattr(self.objects[of], method)(*map(self._own, arguments))
-        if isinstance(found, dict):  # arrays of caches that go on changing
-            found = {name: mx.contiguous(x) for name, x in found.items()}
-            mx.async_eval(found)
-        if found is not None:
-            self.objects[number] = found
+    def _repeat(self, number: int, owner: int, *, method: str | None, arguments: list[Any]) -> None:
+        """Call a method of the object `owner`, and keep the result under `number`.
 
-    def _own(self, argument: Any) -> Any:
-        """An argument with this rank's objects in place of their numbers."""
+        Without a method, forget the object.
+        """
+        if method is None:
+            self.objects.pop(owner, None)
+            return
+        bound_method = getattr(self.objects[owner], method)
+        result = bound_method(*map(self._with_objects, arguments))
+        if isinstance(result, dict):  # views of caches, which go on changing
+            result = {name: mx.contiguous(x) for name, x in result.items()}
+            mx.async_eval(result)
+        if result is not None:
+            self.objects[number] = result
+
+    def _with_objects(self, argument: Any) -> Any:
+        """Replace the numbers in an argument by this rank's objects."""
         if isinstance(argument, list):
-            return [*map(self._own, argument)]
+            return [*map(self._with_objects, argument)]
         if isinstance(argument, dict):
             return self.objects[argument[NUMBER]] if argument else {}
         return argument
 
     def _forward(self, kind: str, *arguments: Any) -> Any:
-        """Read a prompt's tokens in a session, or verify drafts of one or several."""
+        """Read a prompt's tokens in a session, or verify the drafts of one or more sessions."""
         if kind == READ:
             session, tokens, last = arguments
             span = Span(self.objects[session], Proposal(tokens), ends_prompt=last)
             return self._target.read([span])
-        (drafts,) = arguments  # session, tokens and parents of each; a chain has no parents
+        # For each draft: session, tokens and parents. A chain has no parents.
+        (drafts,) = arguments
         spans = [
             Span(self.objects[session], Proposal(tokens, tuple(parents)))
             for session, tokens, parents in drafts

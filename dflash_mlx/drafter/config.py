@@ -30,8 +30,12 @@ from .config_reader import (
 )
 from .networks import DFLASH, DFLASH2, DSPARK, LILICORR, MARKOV_IN_ZLAB, ZLAB, identify
 
-LAYERS, ROWS, WIDTH, TOKENS = whole(1024), whole(2**12), whole(2**20), whole(2**24)
-HEADS, MARKOV_HEADS = whole(2**14), one_of("vanilla", "gated", "rnn")
+LAYERS = whole(1024)
+ROWS = whole(2**12)
+WIDTH = whole(2**20)
+TOKENS = whole(2**24)
+HEADS = whole(2**14)
+MARKOV_HEADS = one_of("vanilla", "gated", "rnn")
 
 
 def key(check: FieldCheck, default: Any = MISSING, **of: Any) -> Any:
@@ -153,7 +157,8 @@ class DraftConfig:
             packaging = read.packaging = MARKOV_IN_ZLAB
         found |= {"kind": kind, "packaging": packaging.name}
         _check_sizes(read, found)
-        layers, rows = found["num_hidden_layers"], found["block_size"]
+        layers = found["num_hidden_layers"]
+        rows = found["block_size"]
         found["first_row"] = read_first_row(read, kind, rows)
         if rows <= found["first_row"]:
             raise read.error(read.place("block_size"), f"must be at least 2, not {rows}")

@@ -97,7 +97,8 @@ def read_layers(read: ConfigReader, layers: int) -> dict[str, tuple[Any, ...]]:
     """
     named = slides = _sliding_layers(read, layers)
     window = read.get("sliding_window", whole())
-    use_swa, width = read.get("use_swa", BOOLEAN), read.get("swa_window_size", whole())
+    use_swa = read.get("use_swa", BOOLEAN)
+    width = read.get("swa_window_size", whole())
     if use_swa:
         window = width or window
         slides = named if any(named) else (True,) * layers
@@ -147,8 +148,10 @@ def read_rope(read: ConfigReader, positions: int) -> tuple[float, Mapping[str, A
     `rope_parameters` and `rope_scaling` win over the root. Gemma 4 has parameters for each kind of
     layer.
     """
-    theta, old = read.get("rope_theta", POSITIVE, 10000.0), read.get("rope_scaling", OBJECT, {})
-    values, gemma4 = dict(read.get("rope_parameters", OBJECT, {})), read.packaging.gemma4
+    theta = read.get("rope_theta", POSITIVE, 10000.0)
+    old = read.get("rope_scaling", OBJECT, {})
+    values = dict(read.get("rope_parameters", OBJECT, {}))
+    gemma4 = read.packaging.gemma4
     place = read.place("rope_parameters" if values else "rope_scaling")
     if gemma4:
         place = f"{place}.{FULL}"
@@ -199,6 +202,7 @@ def rope_amplitude(read: ConfigReader, found: Mapping[str, Any]) -> float:
     if is_kimi:
         read.sources["rope_amplitude"] = "as Kimi-K2.5-DFlash was trained"
     if is_kimi or not (up and down):
-        up, down = 1, 0
+        up = 1
+        down = 0
     growth = 0.1 * math.log(max(scaling["factor"], 1))
     return float((up * growth + 1) / (down * growth + 1))

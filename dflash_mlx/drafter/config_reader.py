@@ -58,7 +58,8 @@ class ConfigReader:
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str, packaging: Packaging) -> None:
-        self.where, self.packaging = where, packaging
+        self.where = where
+        self.packaging = packaging
         self.sources: dict[str, str] = {}
         self._unknown: list[str] = []  # places of values that nobody knows
         self._asked = set(PLACES)
@@ -102,7 +103,8 @@ class ConfigReader:
                     problem = f"contradicts {place}: {brief(its)} and {brief(value)}"
                     raise self.error(other, problem)
         else:
-            place, value = name, self.packaging.defaults.get(name)
+            place = name
+            value = self.packaging.defaults.get(name)
             ours = value is None
             self.sources[name] = "default" if ours else f"default of {self.packaging.name}"
         if value is None and default is REQUIRED:

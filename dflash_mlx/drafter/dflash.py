@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class DFlash(NetworkDrafter, nn.Module):
-    """The drafter's weights, shared by all requests; a request's state is in its cache.
+    """The weights of the drafter, shared by all requests. A request's state is in its cache.
 
     Args:
         config: the resolved config.
@@ -45,7 +45,9 @@ class DFlash(NetworkDrafter, nn.Module):
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__()
         self.config: DraftConfig = config
-        hidden, eps, width = config.hidden_size, config.rms_norm_eps, config.target_hidden_size
+        hidden = config.hidden_size
+        eps = config.rms_norm_eps
+        width = config.target_hidden_size
         if ADAPTER in parts:
             self.hidden_dim_adapter = {"proj": nn.Linear(width, hidden, bias=False)}
             width = hidden
@@ -85,8 +87,8 @@ class DFlash(NetworkDrafter, nn.Module):
     def fuse(self, taps: mx.array) -> mx.array:
         """Context features [N, S, D] from the concatenated taps [N, S, K*Dt]."""
         if "hidden_dim_adapter" in self:
-            each = taps.reshape(*taps.shape[:2], -1, self.config.target_hidden_size)
-            taps = self.hidden_dim_adapter["proj"](each).flatten(2)
+            by_layer = taps.reshape(*taps.shape[:2], -1, self.config.target_hidden_size)
+            taps = self.hidden_dim_adapter["proj"](by_layer).flatten(2)
         return self["hidden_norm"](self["fc"](taps))
 
     def __call__(
@@ -119,13 +121,15 @@ class DFlash(NetworkDrafter, nn.Module):
             append_rows(layer_cache, *rows, block=0)
 
     def embed(self, blocks: mx.array, target: Target, places: mx.array | None = None) -> mx.array:
-        """Embeddings [N, L, D] of blocks [N, L], an anchor and masks each: its own or the target's.
+        """Embed blocks [N, L] of an anchor and masks each, as [N, L, D].
 
-        `places` [L] are the tokens' places in their blocks, if each line holds several blocks.
+        The table is the drafter's own, if it has one, or the target's. `places` [L] are the tokens'
+        places in their blocks, if each line holds several blocks.
         """
         scale = self.config.input_embedding_scale
         if "embed_tokens" in self:
-            embeddings, scale = self.embed_tokens(blocks), scale * self.config.own_embedding_scale
+            embeddings = self.embed_tokens(blocks)
+            scale = scale * self.config.own_embedding_scale
         else:
             embeddings = target.embed(blocks)
         embeddings = embeddings if scale == 1 else embeddings * scale
@@ -169,7 +173,7 @@ class DFlash(NetworkDrafter, nn.Module):
         return mx.put_along_axis(nothing, mx.broadcast_to(ids, scores.shape), scores, axis=-1)
 
     def to_draft_vocab(self, scores: mx.array) -> mx.array:
-        """The scores [L, DV] of the tokens that can be drafted, from scores [L, V]."""
+        """Pick the scores [L, DV] of the tokens that can be drafted from scores [L, V]."""
         ids = self.token_ids()
         return scores if ids is None else scores[:, ids]
 
@@ -180,27 +184,28 @@ class DFlash(NetworkDrafter, nn.Module):
         return mx.array([anchor, *[config.mask_token_id] * (rows - 1)])
 
     def with_lattice(
-        self, slots: DraftScores, logits: mx.array, newest: mx.array | None, target: Target
+        self, draft: DraftScores, logits: mx.array, newest: mx.array | None, target: Target
     ) -> DraftScores:
-        """The slots with their lattice, if the network `reads_newest`.
+        """Add a lattice to the scores of a block, if the network `reads_newest`.
 
         Args:
-            slots: of a block.
-            logits: [L, DV] that gave their scores.
+            draft: the scores of a block.
+            logits: [L, DV], the logits that the scores come from.
             newest: [1, 1, K*D], the newest features of the text; None before the first.
-            target: whose embedding it may use.
+            target: the target, whose embedding the network may use.
         """
         raise NotImplementedError
 
     def start(self, target: Target, sampler: Sampler | None = None) -> NetworkSession:
-        """See `NetworkDrafter`."""
+        """Begin one request over `target`. Raises `IncompatibleDrafterError`."""
         self.check_fits(target)
         return BlockSession(self, target, sampler or Sampler())
 
     def check_fits(self, target: Target) -> None:
-        """Raise `IncompatibleDrafterError` unless the target is the drafter's own."""
+        """Raise `IncompatibleDrafterError` unless the drafter was made for this target."""
         config = self.config
-        depth, physical = target.num_layers, len({*map(id, target.layers)})
+        depth = target.num_layers
+        physical = len({*map(id, target.layers)})
         if len(target.layers) == depth and config.num_target_layers == physical:
             depth = physical  # the target runs its layers more than once
         config.check_fits(target.hidden_size, target.vocab_size, depth)
@@ -213,28 +218,30 @@ class DFlash(NetworkDrafter, nn.Module):
 
 
 class BlockSession(FeatureSession):
-    """Drafts blocks for one request, in one pass of a DFlash network."""
+    """Drafts blocks for one request, each in one pass of a DFlash network."""
 
     drafter: DFlash
 
     def draft(self, anchor: int, width: int) -> DraftScores:
-        """See `NetworkSession`. The anchor's row is left out if it predicts no draft."""
+        """Score a block of at most `width` rows, without the anchor's row if it drafts nothing."""
         network = self.drafter
         target = self.target
         block = network.block(anchor, width)
         taps, _ = self.pop_features()
         hidden = network(network.embed(block[None], target), taps, self.cache)
         hidden = hidden[:, network.config.first_row :]
-        return self.slots(network.logits(hidden, target)[0], hidden[0], anchor)
+        return self.scores(network.logits(hidden, target)[0], hidden[0], anchor)
 
-    def slots(self, logits: mx.array, hidden: mx.array, anchor: int) -> DraftScores:
-        """The slots of a block, from logits [L, DV] and hidden states [L, D]; processors run."""
+    def scores(self, logits: mx.array, hidden: mx.array, anchor: int) -> DraftScores:
+        """Score a block from its logits [L, DV] and hidden states [L, D]. Runs processors."""
         network = self.drafter
         scores, weight = self.sampler.draft_scores(network.to_full_vocab(logits))
-        slots = DraftScores(scores, weight, hidden, anchor)
+        draft = DraftScores(scores, weight=weight, hidden=hidden, anchor=anchor)
         if network.reads_newest:
-            slots = network.with_lattice(slots, logits, self.newest, self.target)
-        return slots
+            draft = network.with_lattice(
+                draft, logits=logits, newest=self.newest, target=self.target
+            )
+        return draft
 
     def _read(self) -> None:
         self.drafter.extend(self.pop_features()[0], self.cache)

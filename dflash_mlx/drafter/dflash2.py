@@ -55,19 +55,19 @@ class CandidateSelector(nn.Module):
 class LatticeDrafter(DFlash):
     """A drafter that scores the candidates of a slot after each one of the slot before."""
 
-    def lattice(self, slots: DraftScores) -> tuple[mx.array, mx.array, mx.array]:
-        """Candidates [L, K], their own scores [L, K], and scores [L, K, K] after each other."""
+    def lattice(self, draft: DraftScores) -> tuple[mx.array, mx.array, mx.array]:
+        """Return candidates [L, K], their unary scores [L, K], and pair scores [L, K, K]."""
         raise NotImplementedError
 
     def choose(self, requests: Sequence[DraftScores]) -> list[mx.array]:
-        """The chain [L] of every request: each slot's best candidate after the one before it.
+        """Choose the chain [L] of every request: each slot's best candidate after the one before.
 
-        The best successor of *every* candidate is found in one pass. Then a gather per slot follows
-        the pointers; the host never waits.
+        One pass finds the best successor of *every* candidate. Then a gather per slot follows the
+        pointers; the host never waits.
         """
         chains = []
-        for slots in requests:
-            tokens, scores = self._scored(slots)
+        for draft in requests:
+            tokens, scores = self._scored(draft)
             best = scores.argmax(axis=-1)
             path = [best[0, 0]]
             for successors in best[1:]:
@@ -75,14 +75,15 @@ class LatticeDrafter(DFlash):
             chains.append(mx.take_along_axis(tokens, mx.stack(path)[:, None], axis=-1)[:, 0])
         return chains
 
-    def candidates(self, slots: DraftScores, count: int) -> CandidateTokens:
-        """The lattice: as many candidates as it was trained for, after each one before them."""
-        tokens, scores = self._scored(slots)
+    def candidates(self, draft: DraftScores, count: int) -> CandidateTokens:
+        """The candidates of the lattice, as many as the network was trained with."""
+        tokens, scores = self._scored(draft)
         return CandidateTokens(tokens, log_softmax(scores))
 
-    def _scored(self, slots: DraftScores) -> tuple[mx.array, mx.array]:
-        tokens, own, pairs = self.lattice(slots)
-        return tokens, own[:, None] + slots.weight * pairs
+    def _scored(self, draft: DraftScores) -> tuple[mx.array, mx.array]:
+        """The candidates [L, K], and their scores [L, K, K] after each candidate before them."""
+        tokens, unary_scores, pair_scores = self.lattice(draft)
+        return tokens, unary_scores[:, None] + draft.weight * pair_scores
 
 
 class DFlash2(LatticeDrafter):
@@ -99,9 +100,12 @@ class DFlash2(LatticeDrafter):
             return scores
         return mx.where(mx.arange(scores.shape[-1]) < end, scores, -mx.inf)
 
-    def lattice(self, slots: DraftScores) -> tuple[mx.array, mx.array, mx.array]:
-        """See `LatticeDrafter`; own scores contain the noise of the target's choice."""
+    def lattice(self, draft: DraftScores) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the lattice of the selector, in the shapes of `LatticeDrafter.lattice`.
+
+        The unary scores include the noise of the target's choice.
+        """
         selector = self.candidate_selector
-        tokens = top_candidates(slots.scores, selector.top_k)
-        own = mx.take_along_axis(slots.scores, tokens, axis=-1).astype(mx.float32)
-        return tokens, own, selector.pairs(slots.hidden, slots.anchor, tokens)
+        tokens = top_candidates(draft.scores, selector.top_k)
+        unary_scores = mx.take_along_axis(draft.scores, tokens, axis=-1).astype(mx.float32)
+        return tokens, unary_scores, selector.pairs(draft.hidden, draft.anchor, tokens)

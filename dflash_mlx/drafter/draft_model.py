@@ -91,8 +91,11 @@ class ModelSession(NetworkSession):
     """
 
     def __init__(self, drafter: DraftModel, vocab_size: int, sampler: Sampler) -> None:
-        self.drafter, self.sampler, self._session = drafter, sampler, drafter.model.start()
-        self._own_size, self._vocab_size = drafter.model.vocab_size, vocab_size
+        self.drafter = drafter
+        self.sampler = sampler
+        self._session = drafter.model.start()
+        self._own_size = drafter.model.vocab_size
+        self._vocab_size = vocab_size
         self._pending: list[int] = []  # committed tokens that the caches do not hold
         self._forwards = 0  # of the target, that brought them
 
@@ -117,7 +120,8 @@ class ModelSession(NetworkSession):
 
     def draft(self, anchor: int, width: int) -> DraftScores:
         """See `NetworkSession`."""
-        session, kept = self._session, self._session.checkpoint()
+        session = self._session
+        kept = self._session.checkpoint()
         behind_anchor: Checkpoint | None = None
 
         def logits(token: mx.array | None) -> mx.array:
@@ -138,7 +142,8 @@ class ModelSession(NetworkSession):
 
     def _logits(self, tokens: mx.array) -> mx.array:
         """The logits [1, V] after tokens [S], for the target's vocabulary."""
-        size, own = self._vocab_size, self._own_size
+        size = self._vocab_size
+        own = self._own_size
         logits, _ = self._session.read_lazily(mx.minimum(tokens, own - 1))
         if own >= size:
             return logits[:, :size]

@@ -47,14 +47,18 @@ def best_first(log_probs: np.ndarray, rows: int) -> TreeNodes:
     order = np.argsort(-log_probs, axis=-1, kind="stable")
     costs: Any = (-np.take_along_axis(log_probs, order, axis=-1)).tolist()
     ranked: Any = order.tolist()
-    parents, picks, depths, paths = [-1], [0], [0], [0.0]
+    parents = [-1]
+    picks = [0]
+    depths = [0]
+    paths = [0.0]
     # The nodes that may come next: the cost of the path, the parent, the rank among siblings.
     heap = [(costs[0][0][0], 0, 0)] if slots else []
     while heap and len(parents) < rows:
         cost, parent, rank = heappop(heap)
         if cost > FAINTEST:
             break
-        slot, before = depths[parent], picks[parent] if befores > 1 else 0
+        slot = depths[parent]
+        before = picks[parent] if befores > 1 else 0
         pick = ranked[slot][before][rank]
         if rank + 1 < count:
             sibling = paths[parent] + costs[slot][before][rank + 1]
@@ -71,7 +75,8 @@ def best_first(log_probs: np.ndarray, rows: int) -> TreeNodes:
 
 def best_chain(log_probs: np.ndarray) -> TreeNodes:
     """The chain of L + 1 nodes that takes the best candidate after each one, [L, P, K]."""
-    picks, paths = [0], [0.0]
+    picks = [0]
+    paths = [0.0]
     for table in log_probs:
         row = table[picks[-1] if len(table) > 1 else 0]
         picks.append(int(row.argmax()))
@@ -94,8 +99,11 @@ class DraftTree:
     """
 
     def __init__(self, anchor: int, tokens: np.ndarray, log_probs: np.ndarray, rows: int) -> None:
-        self._anchor, self._tokens, self.slots = anchor, tokens, len(tokens)
-        self._tree, self._chain = best_first(log_probs, rows), best_chain(log_probs)
+        self._anchor = anchor
+        self._tokens = tokens
+        self.slots = len(tokens)
+        self._tree = best_first(log_probs, rows)
+        self._chain = best_chain(log_probs)
         self.log_probs = self._tree.log_probs
 
     def propose(self, rows: int) -> Proposal:
@@ -107,7 +115,8 @@ class DraftTree:
         return self._proposal(self._chain, rows)
 
     def _proposal(self, tree: TreeNodes, rows: int) -> Proposal:
-        tokens, depths = [self._anchor], [0]
+        tokens = [self._anchor]
+        depths = [0]
         for parent, pick in zip(tree.parents[1:rows], tree.picks[1:rows], strict=True):
             tokens.append(int(self._tokens[depths[parent], pick]))
             depths.append(depths[parent] + 1)

@@ -33,7 +33,8 @@ class MarkovHead(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        rank, hidden = config.markov_rank, config.hidden_size
+        rank = config.markov_rank
+        hidden = config.hidden_size
         self.rank = rank
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
@@ -86,9 +87,9 @@ class DSpark(DFlash):
         """The tokens [L] of every request, each chosen with the one before it in its logits."""
         return [tokens for tokens, _ in self._walk(requests)]
 
-    def candidates(self, slots: DraftScores, count: int) -> CandidateTokens:
-        """The likeliest tokens of every slot, given the likeliest tokens before it."""
-        [(_, scores)] = self._walk([slots])
+    def candidates(self, draft: DraftScores, count: int) -> CandidateTokens:
+        """The most probable tokens of every slot, given the best tokens before it."""
+        [(_, scores)] = self._walk([draft])
         return likeliest(scores, count, self.token_ids())
 
     def _walk(self, requests: Sequence[DraftScores]) -> list[tuple[mx.array, mx.array]]:
@@ -97,24 +98,30 @@ class DSpark(DFlash):
         The requests advance together: each row reads the head's matrices, which are as large as the
         vocabulary, once for all of them.
         """
-        ids, head, scale = self.token_ids(), self.markov_head, self.config.logit_scale
-        # The longest first: those that still go on are the first ones.
-        order = sorted(range(len(requests)), key=lambda at: -len(requests[at].hidden))
-        slots = [requests[at] for at in order]
-        own = [self.to_draft_vocab(one.scores).astype(mx.float32) for one in slots]
-        previous = mx.array([one.anchor for one in slots])
-        state = head.first_state(len(slots))
-        walked: list[tuple[list[mx.array], list[mx.array]]] = [([], []) for _ in requests]
-        for row in range(len(slots[0].hidden)):
-            going = [one for one in slots if row < len(one.hidden)]
-            rows = mx.stack([one.hidden[row] for one in going])
-            bias, state = head.step(rows, previous[: len(going)], state[: len(going)])
-            weights = [scale * one.weight for one in going]
-            scores = [own[at][row] + weights[at] * bias[at] for at in range(len(going))]
-            best = mx.stack([one.argmax() for one in scores])
+        ids = self.token_ids()
+        head = self.markov_head
+        scale = self.config.logit_scale
+        # The longest drafts come first, so those that still have rows are always the first ones.
+        order = sorted(range(len(requests)), key=lambda index: -len(requests[index].hidden))
+        drafts = [requests[index] for index in order]
+        block_scores = [self.to_draft_vocab(draft.scores).astype(mx.float32) for draft in drafts]
+        previous = mx.array([draft.anchor for draft in drafts])
+        state = head.first_state(len(drafts))
+        tokens: list[list[mx.array]] = [[] for _ in requests]
+        scores: list[list[mx.array]] = [[] for _ in requests]
+        for row in range(len(drafts[0].hidden)):
+            count = sum(row < len(draft.hidden) for draft in drafts)
+            hidden = mx.stack([draft.hidden[row] for draft in drafts[:count]])
+            bias, state = head.step(hidden, previous[:count], state[:count])
+            row_scores = [
+                block_scores[place][row] + scale * drafts[place].weight * bias[place]
+                for place in range(count)
+            ]
+            best = mx.stack([request_scores.argmax() for request_scores in row_scores])
             previous = best if ids is None else ids[best]
-            for place, score in enumerate(scores):
-                tokens, biased = walked[order[place]]
-                tokens.append(previous[place])
-                biased.append(score)
-        return [(mx.stack(tokens), mx.stack(scores)) for tokens, scores in walked]
+            for place in range(count):
+                tokens[order[place]].append(previous[place])
+                scores[order[place]].append(row_scores[place])
+        return [
+            (mx.stack(tokens[index]), mx.stack(scores[index])) for index in range(len(requests))
+        ]

@@ -32,11 +32,13 @@ HEAD_NORM = "layers.0.self_attn.q_norm.weight"  # in heads with Qwen3's layers, 
 class Eagle3(StepwiseDrafter, DFlash):
     """The EAGLE-3 head: loaded and borrowed from the target as a DFlash drafter is."""
 
-    label, block_size = "EAGLE-3", DFlash.block_size
+    label = "EAGLE-3"
+    block_size = DFlash.block_size
 
     def __init__(self, config: DraftConfig, parts: Container[str] = ()) -> None:
         super().__init__(config, parts)
-        first, hidden = self.layers[0].self_attn, config.hidden_size
+        first = self.layers[0].self_attn
+        hidden = config.hidden_size
         for name in first.keys() & {"q_proj", "k_proj", "v_proj"}:
             width = first[name].weight.shape[0]
             first[name] = nn.Linear(2 * hidden, width, bias=config.attention_bias)
@@ -44,7 +46,8 @@ class Eagle3(StepwiseDrafter, DFlash):
             for layer in self.layers:
                 for name in ("q_norm", "k_norm"):
                     layer.self_attn[name] = nn.Identity()
-        eps, width = config.rms_norm_eps, config.target_hidden_size
+        eps = config.rms_norm_eps
+        width = config.target_hidden_size
         taps = len(config.target_layer_ids)
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(taps * width, eps=eps)

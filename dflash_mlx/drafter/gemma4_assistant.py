@@ -56,10 +56,12 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
             raise ConfigError(f"The assistant's config needs a text_config and {', '.join(SIZES)}.")
         own = {"num_kv_shared_layers": shape.get("num_hidden_layers")}
         args = gemma4_text.ModelArgs.from_dict({**shape, **own, "hidden_size_per_layer_input": 0})
-        self._width, self._window = sizes["backbone_hidden_size"], args.sliding_window
+        self._width = sizes["backbone_hidden_size"]
+        self._window = args.sliding_window
         self._sources = _sources(args, target)
         self.tap_layers = (*(at - 1 for at in self._sources.values()), target.num_layers - 1)
-        hidden, self.vocab_size = args.hidden_size, args.vocab_size
+        hidden = args.hidden_size
+        self.vocab_size = args.vocab_size
         self.model: dict[str, Any] = {
             "embed_tokens": nn.Embedding(args.vocab_size, hidden),
             "layers": [gemma4_text.DecoderLayer(args, at) for at in range(args.num_hidden_layers)],
@@ -113,7 +115,8 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
         embedding = self.model["embed_tokens"]
         if "masked_embedding" not in self:
             return embedding.as_linear(hidden)
-        scores, kept = self.masked_embedding["centroids"](hidden), self._kept
+        scores = self.masked_embedding["centroids"](hidden)
+        kept = self._kept
         clusters = self.masked_embedding["token_ordering"].reshape(scores.shape[-1], -1)
         ids = clusters[mx.argpartition(-scores, kept - 1, axis=-1)[..., :kept]].flatten(2)
         logits = (embedding(ids) @ hidden[..., None])[..., 0].astype(mx.float32)
@@ -126,7 +129,8 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
 
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the target is as wide, with as many tokens."""
-        own, theirs = (self._width, self.vocab_size), (target.hidden_size, target.vocab_size)
+        own = (self._width, self.vocab_size)
+        theirs = (target.hidden_size, target.vocab_size)
         if own != theirs:
             raise IncompatibleDrafterError(
                 f"The assistant is another target's: its hidden_size and vocab_size are {own}, "
@@ -152,7 +156,8 @@ def _sources(args: gemma4_text.ModelArgs, target: Target) -> dict[str, int]:
 
 def _keys_values(layer: Any, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
     """The keys and values [1, KV, S, head_dim] that a layer makes of its input x [1, S, D]."""
-    attention, shape = layer.self_attn, (*x.shape[:2], -1, layer.self_attn.head_dim)
+    attention = layer.self_attn
+    shape = (*x.shape[:2], -1, layer.self_attn.head_dim)
     x = layer.input_layernorm(x)
     keys = attention.k_proj(x).reshape(shape)
     values = keys if attention.use_k_eq_v else attention.v_proj(x).reshape(shape)

@@ -62,10 +62,15 @@ class Attention(nn.Module):
 
     def __init__(self, config: DraftConfig, layer: int) -> None:
         super().__init__()
-        hidden, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim, self.scale = head_dim, head_dim**-0.5
-        self.window, self.causal = config.windows[layer], config.causal[layer]
+        hidden = config.hidden_size
+        head_dim = config.head_dim
+        bias = config.attention_bias
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        self.window = config.windows[layer]
+        self.causal = config.causal[layer]
         self.q_proj = nn.Linear(hidden, self.heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(hidden, self.kv_heads * head_dim, bias=bias)
         self.v_proj = nn.Linear(hidden, self.kv_heads * head_dim, bias=bias)
@@ -96,7 +101,8 @@ class Attention(nn.Module):
 
         Returns the heads' outputs before the output projection, [1, H, B, head_dim].
         """
-        block, start = x.shape[1], cache.offset
+        block = x.shape[1]
+        start = cache.offset
         rows = mx.concatenate([context, x], axis=1) if context.shape[1] else x
         keys, values = append_rows(cache, *self.keys_values(rows, start), block=block)
         return self.attend(self.queries(x, cache.offset), keys, values)
@@ -163,7 +169,8 @@ class DynamicConv(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        hidden, kernel = config.hidden_size, config.conv_kernel_size
+        hidden = config.hidden_size
+        kernel = config.conv_kernel_size
         self.groups = hidden // config.conv_group_size
         # Before training, every row passes through unchanged.
         self.base_kernel = mx.zeros((2, kernel, hidden))

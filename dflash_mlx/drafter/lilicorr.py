@@ -48,7 +48,8 @@ class LatticeLayer(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        width, eps = config.lilicorr_hidden_size, config.rms_norm_eps
+        width = config.lilicorr_hidden_size
+        eps = config.rms_norm_eps
         inner = int(width * config.lilicorr_mlp_ratio)
         self.attn_norm = nn.RMSNorm(width, eps=eps)
         self.attn = LatticeAttention(width, config.lilicorr_num_heads)
@@ -62,20 +63,30 @@ class LatticeLayer(nn.Module):
 
 
 class LatticeHead(nn.Module):
-    """Scores how well each candidate follows each of the slot before."""
+    """Scores how well each candidate follows each candidate of the slot before."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        hidden, width, eps = config.hidden_size, config.lilicorr_hidden_size, config.rms_norm_eps
-        heads, top_k = config.lilicorr_num_heads, config.lilicorr_candidate_topk
-        factors, slots = config.lilicorr_factor_dim, config.block_size - 1
-        self.vector_eps, self.logit_scale = config.lilicorr_vector_eps, config.lilicorr_logit_scale
+        hidden = config.hidden_size
+        width = config.lilicorr_hidden_size
+        eps = config.rms_norm_eps
+        heads = config.lilicorr_num_heads
+        top_k = config.lilicorr_candidate_topk
+        factors = config.lilicorr_factor_dim
+        slots = config.block_size - 1
+        self.vector_eps = config.lilicorr_vector_eps
+        self.logit_scale = config.lilicorr_logit_scale
         if hidden != width:
             self.token_proj = nn.Linear(hidden, width)
         self.pass_hidden_proj = nn.Linear(hidden, width)
-        # Of a candidate's log-probability, probability, lag behind the best, rank, being the best.
-        first = nn.LayerNorm(5), nn.Linear(5, width)
-        self.feature_mlp = [*first, nn.SiLU(), nn.Linear(width, width)]
+        # Five features of a candidate: log-probability, probability, log-probability minus that of
+        # the best one, relative rank, and whether it is the best.
+        self.feature_mlp = [
+            nn.LayerNorm(5),
+            nn.Linear(5, width),
+            nn.SiLU(),
+            nn.Linear(width, width),
+        ]
         self.slot_embedding = mx.zeros((1, 1, slots, 1, width))
         self.rank_embedding = mx.zeros((1, 1, 1, top_k, width))
         self.relative_slot_bias = mx.zeros((heads, 2 * slots + 1))
@@ -98,27 +109,29 @@ class LatticeHead(nn.Module):
             embeddings: [L, K, D] of the candidates, the likeliest first.
             log_probs: [L, K], theirs among all tokens, in f32.
             hidden: [L, D], the slots' hidden states.
-            newest: [D], the newest feature of the text; in the first slot, all rows are its.
+            newest: [D], the newest feature of the text, which all rows of the first slot follow.
         """
         slots, count = log_probs.shape
         ranks = mx.broadcast_to(mx.arange(count), log_probs.shape)
-        lag = log_probs - log_probs[:, :1]
-        given = [log_probs, mx.exp(log_probs), lag, ranks / max(count - 1, 1), ranks == 0]
-        features = mx.stack(given, axis=-1).astype(hidden.dtype)
+        below_best = log_probs - log_probs[:, :1]
+        relative_ranks = ranks / max(count - 1, 1)
+        parts = [log_probs, mx.exp(log_probs), below_best, relative_ranks, ranks == 0]
+        features = mx.stack(parts, axis=-1).astype(hidden.dtype)
         x = self.token_proj(embeddings) if "token_proj" in self else embeddings
         x = x + self.pass_hidden_proj(hidden)[:, None] + _sequence(self.feature_mlp, features)
         x = (x + self.slot_embedding[0, 0, :slots] + self.rank_embedding[0, 0]).flatten(0, 1)
-        at = mx.repeat(mx.arange(slots), count)
-        apart = at[:, None] - at
-        bias = self.relative_slot_bias[:, apart + self.slot_embedding.shape[2]]
-        bias = bias + (apart == 0) * self.same_slot_bias[:, None, None]
+        slot_numbers = mx.repeat(mx.arange(slots), count)
+        distances = slot_numbers[:, None] - slot_numbers
+        bias = self.relative_slot_bias[:, distances + self.slot_embedding.shape[2]]
+        bias = bias + (distances == 0) * self.same_slot_bias[:, None, None]
         for layer in self.layers:
             x = layer(x, bias.astype(x.dtype))
         x = self.output_norm(x).reshape(slots, count, -1)
         anchor = self.anchor_norm(self.context_proj(newest))
         rows = mx.broadcast_to(anchor, x.shape)
         x = nn.silu(self.factor_input_proj(mx.concatenate([x, rows, x * rows], axis=-1)))
-        before, after = self._unit(self.out_head(x)), self._unit(self.in_head(x))
+        before = self._unit(self.out_head(x))
+        after = self._unit(self.in_head(x))
         first = mx.broadcast_to(self._unit(self.anchor_out_head(anchor)), (1, *before.shape[1:]))
         scores = mx.concatenate([first, before[:-1]]) @ after.swapaxes(-1, -2)
         return scores.astype(mx.float32) * self.logit_scale
@@ -143,27 +156,32 @@ class LiLiCorr(LatticeDrafter):
         self.lilicorr = LatticeHead(config)
 
     def with_lattice(
-        self, slots: DraftScores, logits: mx.array, newest: mx.array | None, target: Target
+        self, draft: DraftScores, logits: mx.array, newest: mx.array | None, target: Target
     ) -> DraftScores:
-        """Slots with candidates, their own scores and their scores after each other.
+        """Add candidates, their unary scores and their pair scores to the scores of a block.
 
-        The head has read the candidates' probabilities: their logits count no more.
+        The head has read the candidates' probabilities, so their logits are taken out of the unary
+        scores.
         """
         log_probs = log_softmax(logits)
         tokens = top_candidates(log_probs, self.config.lilicorr_candidate_topk)
-        ours = mx.take_along_axis(log_probs, tokens, axis=-1)
-        order = mx.argsort(-ours, axis=-1)
-        tokens, ours = (mx.take_along_axis(x, order, axis=-1) for x in (tokens, ours))
+        token_log_probs = mx.take_along_axis(log_probs, tokens, axis=-1)
+        order = mx.argsort(-token_log_probs, axis=-1)
+        tokens = mx.take_along_axis(tokens, order, axis=-1)
+        token_log_probs = mx.take_along_axis(token_log_probs, order, axis=-1)
         ids = self.token_ids()
         tokens = tokens if ids is None else ids[tokens]
-        hidden = slots.hidden
+        hidden = draft.hidden
         context = mx.zeros_like(hidden) if newest is None else self.fuse(newest)[0]
         embeddings = self.embed(tokens, target)
-        pairs = self.lilicorr.pairs(embeddings, ours, hidden, context[0])
-        own = mx.take_along_axis(slots.scores, tokens, axis=-1).astype(mx.float32)
-        return slots._replace(lattice=(tokens, own - slots.weight * ours, pairs))
+        pair_scores = self.lilicorr.pairs(
+            embeddings, log_probs=token_log_probs, hidden=hidden, newest=context[0]
+        )
+        scores = mx.take_along_axis(draft.scores, tokens, axis=-1).astype(mx.float32)
+        unary_scores = scores - draft.weight * token_log_probs
+        return draft._replace(lattice=(tokens, unary_scores, pair_scores))
 
-    def lattice(self, slots: DraftScores) -> tuple[mx.array, mx.array, mx.array]:
-        """See `LatticeDrafter`."""
-        assert slots.lattice is not None
-        return slots.lattice
+    def lattice(self, draft: DraftScores) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the lattice that `with_lattice` added."""
+        assert draft.lattice is not None
+        return draft.lattice

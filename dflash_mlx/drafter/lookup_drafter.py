@@ -47,8 +47,10 @@ class CombinedDrafter:
 
     def __init__(self, network: Drafter) -> None:
         self.network = network
-        self.tap_layers, self.block_size = network.tap_layers, block_size(network)
-        self.drafts_trees, self.label = drafts_trees(network), f"{label(network)}+lookup"
+        self.tap_layers = network.tap_layers
+        self.block_size = block_size(network)
+        self.drafts_trees = drafts_trees(network)
+        self.label = f"{label(network)}+lookup"
 
     def __repr__(self) -> str:
         """One line."""

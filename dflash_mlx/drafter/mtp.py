@@ -130,7 +130,8 @@ class MTPHead(StepwiseDrafter, nn.Module):
 
     def __init__(self, target: Target, layout: HeadLayout) -> None:
         super().__init__()
-        hidden, ending = target.hidden_size, target.parts.norm
+        hidden = target.hidden_size
+        ending = target.parts.norm
         if ending is None:
             raise IncompatibleDrafterError(
                 f"{target.name} does not end with a norm here, whose output its MTP head reads."
@@ -182,7 +183,8 @@ class MTPHead(StepwiseDrafter, nn.Module):
 
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the target is as wide as the head's own."""
-        own, width = self.norm.weight.size, target.hidden_size
+        own = self.norm.weight.size
+        width = target.hidden_size
         if own != width:
             raise IncompatibleDrafterError(
                 f"The MTP head is another target's: it is {own} wide, {target.name} is {width}."

@@ -17,12 +17,18 @@ from typing import Any
 from ..errors import ConfigError
 from ..validation import brief
 
-DFLASH, DFLASH2, DSPARK, EAGLE3 = "dflash", "dflash2", "dspark", "eagle3"
+DFLASH = "dflash"
+DFLASH2 = "dflash2"
+DSPARK = "dspark"
+EAGLE3 = "eagle3"
 LILICORR = "lilicorr"
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 
 # Tensors that some checkpoints bring and others do not, by our names.
-EMBEDDING, HEAD, MASK = "embed_tokens.weight", "lm_head.weight", "mask_embedding"
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+MASK = "mask_embedding"
 ADAPTER = "hidden_dim_adapter.proj.weight"
 
 # By kind: the module and the class of its network.
@@ -66,7 +72,8 @@ class Packaging:
     tensors: Mapping[str, str] = field(default_factory=dict)
 
 
-ZLAB, JETSPEC = Packaging("zlab"), Packaging("jetspec")
+ZLAB = Packaging("zlab")
+JETSPEC = Packaging("jetspec")
 DEEPSPEC = Packaging("deepspec", first_row=0, sliding_is_causal=False, embeds_target_config=True)
 SPECFORGE = Packaging(
     "specforge",
@@ -239,13 +246,17 @@ def our_name(packaging: Packaging, tensor: str) -> str | None:
 
 def identify(config: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
     """The packaging and the kind that a config's labels mean. Raises `ConfigError`."""
-    names, nested = config.get("architectures"), config.get("dflash_config")
+    names = config.get("architectures")
+    nested = config.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
     if config.keys() & {"speculators_model_type", "transformer_layer_config"}:
-        key, known = "speculators_model_type", SPECULATORS_KINDS
+        key = "speculators_model_type"
+        known = SPECULATORS_KINDS
         label = config.get(key)
     else:
-        key, known, label = "architectures", ARCHITECTURES, names or config.get("model_type")
+        key = "architectures"
+        known = ARCHITECTURES
+        label = names or config.get("model_type")
         if isinstance(label, list) and len(label) == 1:
             [label] = label
         if label == "LlamaForCausalLM" and "draft_vocab_size" in config:
@@ -259,7 +270,8 @@ def identify(config: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
     elif other is not None:
         raise ConfigError(f"{where}: {brief(label)} is {other}: it cannot be read here.")
     elif key == "architectures" and not names:
-        packaging, kind = ZLAB, DFLASH
+        packaging = ZLAB
+        kind = DFLASH
     else:
         raise ConfigError(f"{where}: {key} {brief(label)} is not a known drafter.")
     is_jetspec = (packaging, kind) == (ZLAB, DFLASH) and "causal_head" in (*config, *nested)

@@ -41,7 +41,8 @@ class Index:
         """Append tokens to the text."""
         for token in tokens:
             self.tokens.append(token)
-            end, overwritten = len(self.tokens), []
+            end = len(self.tokens)
+            overwritten = []
             for length in NGRAM_LENGTHS:
                 if end >= length:
                     key = tuple(self.tokens[-length:])
@@ -65,7 +66,8 @@ class Index:
 
         The text's end includes `token`. (0, 0) if there is no match of two tokens.
         """
-        text, best = [*self.tokens[-MAX_MATCH:], token], (0, 0)
+        text = [*self.tokens[-MAX_MATCH:], token]
+        best = (0, 0)
         for length in NGRAM_LENGTHS:
             place = self._places.get(tuple(text[-length:]), UNSEEN)
             if len(text) < length or place == UNSEEN:
@@ -100,7 +102,8 @@ class LookupRates:
 
     def of(self, matched: int, slots: int) -> list[float]:
         """Each slot's rate, given that those before it are right, after a match of 2 or more."""
-        length, rates = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1), list[float]()
+        length = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)
+        rates = list[float]()
         rate = PRIOR_RATES[length]
         for slot in range(slots):
             if slot < SLOTS:
@@ -122,7 +125,8 @@ class PromptLookup:
     """Drafts of one request from its own text."""
 
     def __init__(self) -> None:
-        self._index, self._rates = Index(), LookupRates()
+        self._index = Index()
+        self._rates = LookupRates()
         self._found = 0, 0, 0  # place, length and anchor of the last match
         # Drafts that the text has not passed: the match's length and the draft, by place.
         self._drafts: dict[int, tuple[int, list[int]]] = {}

@@ -25,7 +25,8 @@ class YarnRope(nn.Module):
 
     def __init__(self, config: DraftConfig, scaling: Mapping[str, Any]) -> None:
         super().__init__()
-        self.dims, self.traditional = config.head_dim, not config.rope_neox
+        self.dims = config.head_dim
+        self.traditional = not config.rope_neox
         self.amplitude = config.rope_amplitude
         kept = _kept_frequencies(self.dims, config.rope_theta, scaling)
         periods = config.rope_theta ** (mx.arange(0, self.dims, 2, dtype=mx.float32) / self.dims)
@@ -52,8 +53,10 @@ def _kept_frequencies(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.
         ends.append(dims * math.log(length) / (2 * math.log(base)))
     low, high = ends
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dims - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, dims - 1)
     width = high - low or 0.001  # a step instead of a ramp
     return 1 - mx.clip((mx.arange(dims // 2, dtype=mx.float32) - low) / width, 0, 1)
 

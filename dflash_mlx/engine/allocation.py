@@ -1,8 +1,9 @@
-"""Rows for the requests of a batch: the likeliest drafted rows of all, until the next costs more.
+"""Allocates the rows of a shared step to its requests, the most probable drafted rows first.
 
 A row is accepted with the probability of its path, which falls along a draft. So the best n rows of
-a batch are the n likeliest of all requests. One pass over them, likeliest first, finds the number
-that brings the most tokens per second. It may be none: then the batch decodes plainly.
+a batch are the n most probable ones of all its requests. One pass over the rows in this order finds
+the number of rows that yields the most tokens per second. If that number is 0, the batch decodes
+plainly.
 """
 
 from __future__ import annotations
@@ -17,44 +18,58 @@ from ..policy.draft_policy import DraftPolicy
 from ..policy.planner import PROBE_ROWS, DraftCandidate, plain_steps_after
 from ..policy.step_costs import CHAIN_LENGTHS
 
-MIN_SPEEDUP = 1.05  # over plain batching: texts that draft end one by one, so batches are smaller
-FEATURES_PER_ROW = 10  # features that a network may read first for the price of a row,
-AMORTIZED_TOKENS = 64  # which is spread over so many tokens of a text
-MIN_REQUEST_SPEED = 0.7  # of plain batching's speed that is expected of every request
+# Drafting has to promise this speed, relative to plain batching. The margin pays for smaller
+# batches later, because texts that draft end at different times.
+MIN_SPEEDUP = 1.05
+# This many unread features cost as much as one row.
+FEATURES_PER_ROW = 10
+# The cost of reading features is spread over this many tokens of a text.
+AMORTIZED_TOKENS = 64
+# Every request should decode at this speed or more, relative to plain batching.
+MIN_REQUEST_SPEED = 0.7
 
 
 class RowAllocator:
     """Decides how many rows of each request a shared step verifies.
 
     Args:
-        policy: of the pair, whose costs shared steps use and correct.
-        clock: in seconds.
+        policy: the policy of the pair. Shared steps use its costs and correct them.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, policy: DraftPolicy, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._policy, self._clock = policy, clock
+        self._policy = policy
+        self._clock = clock
         self._plain_left = self._in_vain = 0  # see `AdaptivePlanner`
         self._started: float | None = None  # the time of `allocate`; None for a pipelined step
         self._ended = 0.0
-        self._kind, self._further, self._cost = "chain", 0, 1.0  # rows beside the plain ones
-        self._timed, self._count = True, 0  # whether its time tells its cost; of the last requests
+        self._kind = "chain"
+        self._further = 0  # drafted rows of the step
+        self._cost = 1.0  # expected cost of the step, in plain steps
+        self._timed = True  # whether the step's time tells its cost
+        self._count = 0  # requests in the last step
 
     @property
     def can_pipeline(self) -> bool:
-        """Whether more plain steps are decided."""
+        """Whether the next step is already known to be plain."""
         return self._plain_left > 1
 
     def allocate(self, candidates: Sequence[DraftCandidate]) -> list[int]:
-        """Rows of each request, the anchor included.
+        """Return the number of rows of each request, the anchor included.
 
         Args:
-            candidates: what each of the requests that share the step could have verified.
+            candidates: what each request that shares the step offers to verify.
         """
         self._started = self._clock()
-        count, costs = len(candidates), self._policy.costs
-        rows = [1 + len(one.path_probs) if one.required else 1 for one in candidates]
-        networks = any(one.propose is None for one in candidates if one.path_probs)
-        self._kind, required = "chain" if networks else "lookup", sum(rows) - count
+        count = len(candidates)
+        costs = self._policy.costs
+        rows = [
+            1 + len(candidate.path_probs) if candidate.required else 1 for candidate in candidates
+        ]
+        with_drafts = [candidate for candidate in candidates if candidate.path_probs]
+        uses_network = any(candidate.propose is None for candidate in with_drafts)
+        self._kind = "chain" if uses_network else "lookup"
+        required = sum(rows) - count
         chosen = list[int]()
         if self._plain_left == 0 and not costs.needs_plain_step(count):
             chosen = self._best(candidates, required)
@@ -64,66 +79,94 @@ class RowAllocator:
             rows[owner] += 1
         self._further = required + len(chosen)
         self._cost = costs.cost(self._kind, count + self._further, count)
-        unread = sum(one.unread for one, own in zip(candidates, rows, strict=True) if own > 1)
+        unread = sum(
+            candidate.unread
+            for candidate, row_count in zip(candidates, rows, strict=True)
+            if row_count > 1
+        )
         self._timed = unread <= sum(rows)
         return rows
 
     def observe(self, tokens: Sequence[int], pipelined: bool) -> None:
-        """Take in the tokens a step brought each request; `pipelined` if the next has begun."""
-        now, started = self._clock(), self._started
-        was_pipelined, self._started = started is None, None
+        """Record the result of a step.
+
+        Args:
+            tokens: how many tokens the step produced for each request.
+            pipelined: whether the next step has already started.
+        """
+        now = self._clock()
+        started = self._started
+        was_pipelined = started is None
+        self._started = None
         if was_pipelined:
-            started, self._further, self._cost, self._timed = self._ended, 0, 1.0, True
+            started = self._ended
+            self._further = 0
+            self._cost = 1.0
+            self._timed = True
         self._ended = now
         if not tokens or started is None:
             return
-        # A step that only starts or only ends a pipeline takes two forwards, or part of one. And
-        # where requests come or go, their caches move.
-        count, before = len(tokens), self._count
+        # The time of a step that starts or ends a pipeline covers two forwards, or part of one. The
+        # caches of requests that come or go move in their first or last step.
+        count = len(tokens)
+        before = self._count
         self._timed &= pipelined == was_pipelined and count == before
-        seconds, self._count = now - started if self._timed else None, count
+        seconds = now - started if self._timed else None
+        self._count = count
         if not self._further:
             self._plain_left = max(0, self._plain_left - 1)
         self._policy.costs.observe(self._kind, count + self._further, seconds, count)
         self._policy.count(self._further > 0, sum(tokens) / count, self._cost)
 
     def _best(self, candidates: Sequence[DraftCandidate], required: int) -> list[int]:
-        """Whose rows bring the most tokens per second beside the required ones, a number each."""
+        """Choose the optional rows that yield the most tokens per second.
+
+        Returns the index of the request of each chosen row. The `required` rows are verified in any
+        case.
+        """
         owners, probs = _ranked(candidates)
         if not len(probs):
             return []
-        costs, count, least = self._policy.costs, len(candidates), len(candidates) + required
+        costs = self._policy.costs
+        count = len(candidates)
+        least = len(candidates) + required
         totals = CHAIN_LENGTHS[
             bisect_right(CHAIN_LENGTHS, least) : bisect_left(CHAIN_LENGTHS, least + len(probs))
         ]
-        unread, left = np.array([(one.unread, one.left) for one in candidates]).T
-        found: list[tuple[float, float, list[int]]] = []  # tokens per cost, expected loss, owners
+        unread = np.array([candidate.unread for candidate in candidates])
+        left = np.array([candidate.left for candidate in candidates])
+        options: list[tuple[float, float, list[int]]] = []  # tokens per cost, expected loss, owners
         for total in (*totals, least + len(probs)):
-            own = owners[: total - least]
-            brought = 1 + np.bincount(own, probs[: total - least], count)
-            mean, reads = float(brought.mean()), unread[brought > 1].sum() / FEATURES_PER_ROW
+            chosen = owners[: total - least]
+            tokens = 1 + np.bincount(chosen, weights=probs[: total - least], minlength=count)
+            mean = float(tokens.mean())
+            reads = unread[tokens > 1].sum() / FEATURES_PER_ROW
             cost = costs.cost(self._kind, total + int(reads * mean / AMORTIZED_TOKENS), count)
-            if (brought >= MIN_REQUEST_SPEED * np.minimum(cost, left)).all():  # or of its rest
+            # A request that is about to end cannot produce more than the tokens that are left.
+            if (tokens >= MIN_REQUEST_SPEED * np.minimum(cost, left)).all():
                 loss = costs.cost(self._kind, total + int(reads), count) - mean
-                found.append((mean / cost, loss, own.tolist()))
-        speed, _, best = max(found, default=(0.0, 0.0, []))
+                options.append((mean / cost, loss, chosen.tolist()))
+        speed, _, best = max(options, default=(0.0, 0.0, []))
         if speed * costs.cost(self._kind, least, count) > MIN_SPEEDUP:
             return best
-        # Of what may be tried, the best of these or one request's draft, the one that loses least.
-        one = min(owners.tolist(), key=unread.__getitem__)
-        rates = probs[owners == one][:PROBE_ROWS]
-        cost = costs.cost(
-            self._kind, least + len(rates) + int(unread[one] / FEATURES_PER_ROW), count
-        )
-        found.append((0.0, cost - 1 - rates.sum() / count, [one] * len(rates)))
-        _, loss, best = min(found, key=lambda each: each[1])
+        # A probe takes the option that loses least: one of these, or a draft of the request that
+        # has the fewest features to read.
+        owner = min(owners.tolist(), key=unread.__getitem__)
+        rates = probs[owners == owner][:PROBE_ROWS]
+        reads = int(unread[owner] / FEATURES_PER_ROW)
+        cost = costs.cost(self._kind, least + len(rates) + reads, count)
+        options.append((0.0, cost - 1 - rates.sum() / count, [owner] * len(rates)))
+        _, loss, best = min(options, key=lambda option: option[1])
         return best if self._policy.should_probe(1 + loss) else []
 
 
 def _ranked(candidates: Sequence[DraftCandidate]) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that may be had, likeliest first: whose each is, and its path's probability."""
-    optional = [() if one.required else one.path_probs for one in candidates]
+    """Sort the optional rows of all requests by probability, the most probable first.
+
+    Returns the index of each row's request, and the probability of its path.
+    """
+    optional = [() if candidate.required else candidate.path_probs for candidate in candidates]
     owners = np.repeat(np.arange(len(optional)), [len(probs) for probs in optional])
-    probs = np.array([one for each in optional for one in each])
+    probs = np.array([prob for path_probs in optional for prob in path_probs])
     order = np.argsort(-probs, kind="stable")  # a request's rows stay in their order
     return owners[order], probs[order]

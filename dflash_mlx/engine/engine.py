@@ -1,6 +1,6 @@
-"""The engine: many requests at once, each with the text that it would have alone.
+"""The engine decodes many requests at once; each gets the same text as in a run of its own.
 
-Jobs come from any thread. One thread owns the arrays and takes all steps (`scheduler`).
+Any thread may submit jobs. One thread owns the arrays and takes all steps (`scheduler`).
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ from .job import Job
 from .scheduler import BatchScheduler
 from .shared_batch import SharedBatch
 
-MOST_JOBS = 32
+# Defaults of `Engine`: jobs that run at once, and the delay that a prompt may cause in one step.
+MAX_JOBS = 32
 STALL_MS = 250.0
 
 
 def device_thread() -> ThreadPoolExecutor:
-    """A thread for the steps of engines. It is joined when the program ends."""
+    """Make a thread for the steps of engines. It is joined when the program ends."""
     return ThreadPoolExecutor(1, "dflash-engine", clean_up_at_end)
 
 
 class EngineLoad(NamedTuple):
-    """Jobs that run, jobs that wait, and bytes of cached prefixes."""
+    """The number of running and of waiting jobs, and the bytes of cached prefixes."""
 
     running: int
     waiting: int
@@ -57,12 +58,12 @@ class Engine(AbstractContextManager["Engine", None]):
         policy: for jobs without their own. It gives a step's rows to the most probable drafts of
             all jobs, as many as bring the most tokens per second. "auto" makes one; None drafts
             whole blocks.
-        memory: bytes for the caches of all jobs together; None is without limit.
+        memory: bytes for the caches of all jobs together; None for no limit.
         prefix: a `PrefixStore` for jobs without a conversation or store of their own.
-        stall_ms: for how long reading a prompt may delay the other texts in one step.
+        stall_ms: for how many milliseconds reading a prompt may delay the other texts in one step.
         most_jobs: how many jobs run at once; the others wait.
-        batch: how jobs draft and verify together; None is a `SharedBatch`.
-        thread: takes the steps, of several engines in turn; None is one of the engine's own.
+        batch: drafts and verifies for all jobs; None makes a `SharedBatch`.
+        thread: takes the steps; several engines may share it. None makes a thread for this engine.
 
     Attributes:
         progressed: when the last step ended, by `time.monotonic`.
@@ -79,7 +80,7 @@ class Engine(AbstractContextManager["Engine", None]):
         memory: int | None = None,
         prefix: PrefixStore | None = None,
         stall_ms: float = STALL_MS,
-        most_jobs: int = MOST_JOBS,
+        most_jobs: int = MAX_JOBS,
         batch: SharedBatch | None = None,
         thread: ThreadPoolExecutor | None = None,
     ) -> None:
@@ -90,7 +91,9 @@ class Engine(AbstractContextManager["Engine", None]):
         if not is_positive(stall_ms):
             raise SettingsError(f"stall_ms must be above 0 and finite, not {brief(stall_ms)}.")
         most_jobs = check_integer("most_jobs", most_jobs)
-        self._pair, self._policy, self._prefix = (target, drafter), policy, prefix
+        self._pair = (target, drafter)
+        self._policy = policy
+        self._prefix = prefix
         self._checked: set[int | None] = set()  # kv_bits that the pair supports
         self._check(None)
         allocator = None
@@ -101,25 +104,28 @@ class Engine(AbstractContextManager["Engine", None]):
         self._memory = MemoryBudget(target, drafter, memory, prefix, slot_layers=layers)
         self._scheduler = BatchScheduler(batch, self._memory, most_jobs, stall_ms / 1e3)
         self._submitted: deque[tuple[Job, Request]] = deque()  # by other threads
-        self._lock, self._step_due, self._closed = threading.Lock(), False, False
-        self.progressed, self._process = time.monotonic(), os.getpid()
+        self._lock = threading.Lock()
+        self._step_due = False
+        self._closed = False
+        self.progressed = time.monotonic()
+        self._process = os.getpid()
         self._owns_thread = thread is None
         self._thread = thread or device_thread()
         self._owner: int | None = None  # the id of its thread, once it took a step
 
     @property
     def busy(self) -> bool:
-        """Whether any job is left, cancelled ones included."""
+        """Whether any job has not ended; cancelled ones count until they are dropped."""
         return bool(self._submitted) or self._scheduler.busy
 
     @property
     def load(self) -> EngineLoad:
-        """Current load: running and waiting jobs, and bytes of cached prefixes."""
+        """The current load."""
         waiting = len(self._submitted) + self._scheduler.waiting
         return EngineLoad(
-            len(self._scheduler.jobs) - self._scheduler.waiting,
-            waiting,
-            0 if self._prefix is None else self._prefix.used,
+            running=len(self._scheduler.jobs) - self._scheduler.waiting,
+            waiting=waiting,
+            prefix_bytes=0 if self._prefix is None else self._prefix.used,
         )
 
     def submit(self, prompt: Prompt, **settings: Any) -> Job:
@@ -178,7 +184,7 @@ class Engine(AbstractContextManager["Engine", None]):
             self._thread.submit(int).result()  # after the last step
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        """Close the engine."""
         self.close()
 
     def _check(self, kv_bits: int | None) -> None:
@@ -200,7 +206,7 @@ class Engine(AbstractContextManager["Engine", None]):
                 self._schedule()
 
     def _schedule(self) -> bool:
-        """Schedule a step; whether that is possible. The lock is held."""
+        """Schedule a step, with the lock held. Returns whether that was possible."""
         with suppress(RuntimeError):  # closed, or the interpreter is ending
             self._thread.submit(self._step)
             self._step_due = True
@@ -211,7 +217,8 @@ class Engine(AbstractContextManager["Engine", None]):
     def _step(self) -> None:
         """Take a step, and schedule the next one while jobs are left."""
         with self._lock:
-            self._step_due, self._owner = False, threading.get_ident()
+            self._step_due = False
+            self._owner = threading.get_ident()
             while self._submitted:
                 self._scheduler.add(*self._submitted.popleft())
         if self._closed:

@@ -1,4 +1,4 @@
-"""A job: the caller's side of a request that an engine runs."""
+"""A job is the caller's side of a request that an engine runs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
     Args:
         stats: the request's counters.
         wake: makes the engine look at this job again.
-        in_engine_thread: whether the calling thread is the engine's, which must never wait.
+        in_engine_thread: tells whether the calling thread is the engine's, which must never wait.
 
     Attributes:
-        stats: as given.
+        stats: the request's counters.
         cancelled: whether `cancel` was called.
     """
 
@@ -36,8 +36,10 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         wake: Callable[[], object],
         in_engine_thread: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.stats, self.cancelled = stats, False
-        self._wake, self._in_engine_thread = wake, in_engine_thread
+        self.stats = stats
+        self.cancelled = False
+        self._wake = wake
+        self._in_engine_thread = in_engine_thread
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -53,7 +55,7 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         return f"Job({state}, {len(self._tokens)} tokens)"
 
     def __next__(self) -> Event:
-        """The next event. Raises the request's error after the events before it.
+        """Return the next event. Raises the request's error after the events before it.
 
         Raises `EngineError` in the engine's own thread, where it would wait forever.
         """
@@ -65,7 +67,7 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         return event
 
     async def __anext__(self) -> Event:
-        """The next event; other tasks of the event loop run meanwhile."""
+        """Return the next event; other tasks of the event loop run meanwhile."""
         while True:
             with self._changed:
                 if self._events or self.done:
@@ -78,7 +80,7 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         return event
 
     def __await__(self) -> Generator[Any, None, Result]:
-        """As `result`; other tasks of the event loop run meanwhile."""
+        """Wait as `result` does, while other tasks of the event loop run."""
         while True:
             with self._changed:
                 if self.done:
@@ -92,7 +94,7 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         return self._finish_reason is not None or self._error is not None
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait for the end, and return the whole text; of a cancelled job the text so far.
+        """Wait for the end, and return the whole text, or the text so far of a cancelled job.
 
         Raises the request's error, `TimeoutError` after `timeout` seconds, and `EngineError` in the
         engine's own thread.
@@ -102,7 +104,12 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
                 raise TimeoutError(f"The job has not ended within {timeout} seconds.")
             self._raise_error()
             assert self._finish_reason is not None
-            return Result("".join(self._text), [*self._tokens], self._finish_reason, self.stats)
+            return Result(
+                text="".join(self._text),
+                tokens=[*self._tokens],
+                finish_reason=self._finish_reason,
+                stats=self.stats,
+            )
 
     def cancel(self) -> None:
         """End the job after its current step. A job that has ended stays as it is."""
@@ -110,7 +117,7 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         self._wake()
 
     def put(self, event: Event) -> None:
-        """Add an event; for the engine."""
+        """Add an event. Only the engine calls this."""
         with self._changed:
             if self._error is not None:  # abandoned meanwhile
                 return
@@ -121,14 +128,15 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
             self._notify()
 
     def fail(self, error: BaseException) -> None:
-        """End the job with an error; for the engine.
+        """End the job with an error. Only the engine calls this.
 
         A `StopIteration` of a callback would end a reader's loop as if the text were complete. As
         in Python's generators, it is the cause of a `RuntimeError` instead.
         """
         _drop_frames(error)
         if isinstance(error, StopIteration | StopAsyncIteration):
-            cause, error = error, RuntimeError(f"A callback raised {type(error).__name__}.")
+            cause = error
+            error = RuntimeError(f"A callback raised {type(error).__name__}.")
             error.__cause__ = cause
         with self._changed:
             if self._error is None:
@@ -136,7 +144,7 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
             self._notify()
 
     def _next_change(self) -> asyncio.Future[None]:
-        """A future for a task of the running event loop. The lock is held."""
+        """Make a future for a task of the running event loop. The lock is held."""
         loop = asyncio.get_running_loop()
         change = loop.create_future()
         self._waiters.append((loop, change))
@@ -152,7 +160,7 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
         return self._changed.wait_for(condition, timeout)
 
     def _take(self) -> Event | None:
-        """The first queued event; None at the end. Raises the request's error."""
+        """Remove and return the first event; None at the end. Raises the request's error."""
         if self._events:
             return self._events.popleft()
         self._raise_error()
@@ -164,21 +172,23 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
             raise self._error.with_traceback(None)
 
     def _notify(self) -> None:
-        if self.done:  # nothing of the engine is held by a job that nobody reads
-            self._wake, self._in_engine_thread = _nothing, _nothing
+        if self.done:  # a job that nobody reads must not keep the engine alive
+            self._wake = _nothing
+            self._in_engine_thread = _nothing
         self._changed.notify_all()
-        waiters, self._waiters = self._waiters, []
+        waiters = self._waiters
+        self._waiters = []
         for loop, change in waiters:
             with suppress(RuntimeError):  # the loop is closed, so no task waits there
                 loop.call_soon_threadsafe(_resolve, change)
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Have a note of an error's traceback in place of it.
+    """Replace the traceback of an error by a note of its text.
 
-    Its frames, and their callers', would keep the request, its caches and the engine.
+    Its frames and those of their callers would keep the request, its caches and the engine alive.
     """
-    if not getattr(error, "__notes__", None):  # it may be raised again and again
+    if not getattr(error, "__notes__", None):  # the same error may be raised again
         trace = "".join(traceback.format_tb(error.__traceback__))
         error.add_note(f"Traceback in the engine's thread:\n{trace}")
     link: BaseException | None = error
@@ -188,7 +198,7 @@ def _drop_frames(error: BaseException) -> None:
 
 
 def _nothing() -> bool:
-    """In place of an engine's methods."""
+    """Stand in for an engine's methods."""
     return False
 
 

@@ -1,13 +1,15 @@
-"""The batch scheduler: which requests wait, which run, and what they do in one step.
+"""The batch scheduler decides which requests wait, which run, and what they do in one step.
 
     waiting -> running: prefill, a chunk per step -> running: decode, one batch per step -> end
 
 A step drops cancelled requests, admits waiting ones that fit into memory, reads a chunk of a
 prompt, and decodes one token or more of every running text (`SharedBatch.step`). So a long prompt
-delays the other texts by one chunk at a time. Requests that come or go copy, pad or move no cache.
+delays the other texts by one chunk at a time. No cache is copied, padded or moved when requests
+come or go.
 
-An error in one request's own part ends that request, an error in a forward all requests in it. Only
-if memory ran out in a shared one, each of them rebuilds its caches and has its next step alone.
+An error in one request's own part ends that request. An error in a forward ends all requests in it.
+There is one exception: if memory ran out in a shared forward, each request rebuilds its caches and
+takes its next step alone.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from .cache_memory import MemoryBudget
 from .job import Job
 from .shared_batch import BatchItem, ErrorCapture, SharedBatch
 
-CHUNK, MIN_CHUNK = 256, 16  # tokens; prefill chunks are multiples of CHUNK where there is time
+# Prefill chunks are multiples of this many tokens, unless a step has too little time for that.
+PREFILL_CHUNK = 256
+# No step reads fewer tokens of a waiting prompt than this.
+MIN_PREFILL_CHUNK = 16
 
 
 @dataclass(eq=False)
@@ -36,9 +41,9 @@ class _Entry:
 
     job: Job
     request: Request
-    number: int  # in the order of submission
+    number: int  # requests are numbered in the order of submission
     has_read: bool = False  # whether the prompt is in its caches
-    alone: bool = False  # whether its next step is alone, because memory ran out in a shared one
+    alone: bool = False  # whether its next step is not shared, because memory ran out in the last
 
 
 class BatchScheduler:
@@ -48,14 +53,16 @@ class BatchScheduler:
         batch: drafts and verifies for all requests of a step.
         memory: bounds the requests' caches.
         max_running: the most requests that run at once.
-        stall: seconds for which reading prompts may delay the other texts in one step.
+        stall: the seconds by which reading prompts may delay the other texts in one step.
     """
 
     def __init__(
         self, batch: SharedBatch, memory: MemoryBudget, max_running: int, stall: float
     ) -> None:
-        self._batch, self._memory = batch, memory
-        self._max_running, self._stall = max_running, stall
+        self._batch = batch
+        self._memory = memory
+        self._max_running = max_running
+        self._stall = stall
         self._prefill_rate = 0.0  # tokens per second; 0 until measured
         self._submitted = 0
         self._running: list[_Entry] = []  # in the order of submission
@@ -64,17 +71,17 @@ class BatchScheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is left; for any thread."""
+        """Whether any request has not ended. Any thread may ask."""
         return bool(self._running or self._waiting)
 
     @property
     def jobs(self) -> list[Job]:
-        """The jobs of all requests that are left; for any thread."""
+        """The jobs of all requests that have not ended. Any thread may ask."""
         return [entry.job for entry in [*self._running, *self._waiting]]
 
     @property
     def waiting(self) -> int:
-        """How many requests wait; for any thread."""
+        """How many requests wait. Any thread may ask."""
         return len(self._waiting)
 
     def add(self, job: Job, request: Request) -> None:
@@ -110,7 +117,15 @@ class BatchScheduler:
     def _drop_cancelled(self) -> None:
         for entry in [*self._running, *self._waiting]:
             if entry.job.cancelled:
-                entry.job.put(Event("", [], 0, 0, "cancelled", entry.request.stats))
+                event = Event(
+                    text="",
+                    tokens=[],
+                    accepted=0,
+                    drafted=0,
+                    finish_reason="cancelled",
+                    stats=entry.request.stats,
+                )
+                entry.job.put(event)
                 self._end(entry)
 
     def _admit(self) -> None:
@@ -120,12 +135,13 @@ class BatchScheduler:
             if not self._memory.admits(self._waiting[0].request, running):
                 break
             entry = self._waiting.popleft()
-            # A new list, as `jobs` in another thread would see a list empty while it is sorted.
+            # A new list is made, because `jobs` in another thread would see a list empty while it
+            # is sorted in place.
             self._running = sorted([*self._running, entry], key=lambda entry: entry.number)
             self._start(entry)
 
     def _start(self, entry: _Entry) -> None:
-        """Give a request its caches, and have it read what they do not hold."""
+        """Give a request its caches, and queue it to read the tokens that they do not hold."""
         request = entry.request
         if request.finished:
             entry.job.put(request.empty_event())
@@ -140,56 +156,64 @@ class BatchScheduler:
         ends: dict[_Entry, Span] = {}
         while self._prefilling and budget > 0:
             entry = self._prefilling.popleft()
-            # All chunks but the last end at multiples of CHUNK, as in unbatched prefill.
-            fits = entry.request.uncached_tokens <= budget
-            piece = entry.request.next_chunk(budget if fits else budget // CHUNK * CHUNK or budget)
-            assert piece is not None
-            budget -= len(piece)
-            if piece.ends_prompt:
-                ends[entry] = piece
+            # All chunks but the last end at multiples of PREFILL_CHUNK, as in unbatched prefill.
+            most = budget
+            if entry.request.uncached_tokens > budget:
+                most = budget // PREFILL_CHUNK * PREFILL_CHUNK or budget
+            chunk = entry.request.next_chunk(most)
+            assert chunk is not None
+            budget -= len(chunk)
+            if chunk.ends_prompt:
+                ends[entry] = chunk
                 continue
-            clock = time.perf_counter()
-            if self._read(entry, piece):
+            started = time.perf_counter()
+            if self._read(entry, chunk):
                 self._prefilling.append(entry)
-            if len(piece) >= CHUNK // 2:
-                self._prefill_rate = len(piece) / (time.perf_counter() - clock)
-        shared, results = [entry for entry in ends if not entry.alone], []
+            if len(chunk) >= PREFILL_CHUNK // 2:
+                self._prefill_rate = len(chunk) / (time.perf_counter() - started)
+        shared = [entry for entry in ends if not entry.alone]
+        results: list[Any] = []
         with ErrorCapture() as captured:
             results = self._batch.read([ends[entry] for entry in shared])
-        read = dict(zip(shared, results, strict=False))
-        for entry, piece in ends.items():
+        results_of = dict(zip(shared, results, strict=False))
+        for entry, chunk in ends.items():
             if entry in shared and captured.error is not None:
                 self._leave_forward(entry, captured.error, len(shared))
             else:
-                entry.has_read = self._read(entry, piece, read.get(entry))
+                entry.has_read = self._read(entry, chunk, results_of.get(entry))
 
-    def _read(self, entry: _Entry, piece: Span, result: Any = None) -> bool:
-        """Read a piece of a prompt; whether the request goes on."""
+    def _read(self, entry: _Entry, chunk: Span, result: Any = None) -> bool:
+        """Read a chunk of a prompt. Returns whether the request goes on.
+
+        `result` is what a shared forward returned for the chunk; None reads it now.
+        """
 
         def read() -> None:
             request = entry.request
-            event = request.read(piece) if result is None else request.keep_read(piece, *result)
+            event = request.read(chunk) if result is None else request.keep_read(chunk, *result)
             if event is not None:
                 entry.job.put(event)
-            if piece.ends_prompt:
+            if chunk.ends_prompt:
                 request.finish_prompt()
 
         return self._goes_on(entry, read)
 
     def _leave_forward(self, entry: _Entry, error: BaseException, requests: int) -> None:
-        """Leave a forward of so many requests that failed: no cache in it can be trusted.
+        """Take a request out of a failed forward, in which there were so many requests.
 
-        If memory ran out with several, this one rebuilds its caches, and reads and steps alone.
+        No cache in the forward can be trusted. If memory ran out and the forward was shared, the
+        request rebuilds its caches, and takes its next step alone.
         """
         if requests == 1 or not isinstance(error, NotEnoughMemoryError):
             self._end(entry, error)
             return
-        entry.alone, entry.has_read = True, False
+        entry.alone = True
+        entry.has_read = False
         if self._goes_on(entry, entry.request.release_caches):
             self._start(entry)
 
     def _goes_on(self, entry: _Entry, work: Callable[[], object]) -> bool:
-        """Do a request's own work; whether it goes on. An error ends it."""
+        """Do the work of one request, which an error ends. Returns whether it goes on."""
         with ErrorCapture() as captured:
             work()
         ends = captured.error is not None or entry.request.finished
@@ -198,11 +222,14 @@ class BatchScheduler:
         return not ends
 
     def _prefill_budget(self) -> int:
-        """Tokens of prompts that this step may read."""
+        """The number of prompt tokens that this step may read."""
         if len(self._prefilling) == len(self._running):
             return PREFILL_STEP + LAST_STEP  # no text is delayed
-        tokens = int(self._prefill_rate * self._stall) if self._prefill_rate else CHUNK
-        return min(PREFILL_STEP, max(MIN_CHUNK, tokens // CHUNK * CHUNK or tokens))
+        tokens = PREFILL_CHUNK
+        if self._prefill_rate:
+            tokens = int(self._prefill_rate * self._stall)
+        whole_chunks = tokens // PREFILL_CHUNK * PREFILL_CHUNK
+        return min(PREFILL_STEP, max(MIN_PREFILL_CHUNK, whole_chunks or tokens))
 
     def _decode(self) -> None:
         """Take a step of all texts, after preempting some if their caches would not fit."""

@@ -1,4 +1,4 @@
-"""How an engine's requests share a step: drafts in one pass, one verify forward for all."""
+"""The steps that an engine's requests share: one draft pass and one verify forward for all."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from ..targets.rows import Rows
 from ..targets.span import Span
 from .allocation import RowAllocator
 
-UNREAD = Proposal([0])  # the only row of a plain step, whose token is still on the device
+# Stands for the only row of a plain step while its token is still on the device.
+PLACEHOLDER = Proposal([0])
 
 
 class ErrorCapture:
     """A context that captures an exception, so that one request's error does not end the batch.
 
     Attributes:
-        error: the last exception raised inside, a BaseException too; None for none.
+        error: the last exception raised inside, which may be any BaseException; None for none.
     """
 
     error: BaseException | None = None
 
     def __enter__(self) -> ErrorCapture:
-        """The capture itself, whose `error` is known afterwards."""
+        """Return the capture itself; its `error` is set when the context ends."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        """Keep an exception."""
+        """Keep the exception and suppress it."""
         self.error = self.error if error is None else error  # an error may be falsy
         return error is not None
 
@@ -47,11 +48,11 @@ class BatchItem(ErrorCapture):
 
     Attributes:
         request: the request.
-        candidate: the rows that could be verified.
+        candidate: the rows that the request offers to verify.
         proposal: the rows that the target verifies for it.
         span: these rows in the forward.
-        step: the verified rows; None until then.
-        event: the result; None if there is an error instead.
+        step: the verified rows; None before they are verified.
+        event: the result of the step; None if the request failed.
     """
 
     candidate: DraftCandidate | TreeCandidate
@@ -65,7 +66,7 @@ class BatchItem(ErrorCapture):
 
     @property
     def target_session(self) -> TargetSession:
-        """The request's."""
+        """The target's session of this request."""
         return self.request.caches.target_session
 
 
@@ -77,7 +78,7 @@ class SharedBatch:
         allocator: decides how many rows each request has; None verifies all candidates.
 
     Attributes:
-        slot_layers: the target's caches that are in slots in a shared step, by number.
+        slot_layers: the numbers of the target's caches that are in slots in shared steps.
     """
 
     def __init__(self, target: Target, allocator: RowAllocator | None) -> None:
@@ -115,11 +116,12 @@ class SharedBatch:
                     rows = slice(step.span.first, step.span.end)
                     accepted = item.request.accept(step, read[id(step.choices)][rows])
                     ahead = following.get(item.request)
-                    item.event = item.request.commit(step, *accepted, ahead)
+                    rows_kept, new_tokens = accepted
+                    item.event = item.request.commit(step, rows_kept, new_tokens, ahead)
                     if ahead is not None:
                         self._ahead[item.request] = ahead
         self._steps += 1
-        if self._steps % SPAN == 0:  # sessions without a slot do so themselves
+        if self._steps % SPAN == 0:  # a session without a slot clears it on its own
             mx.clear_cache()
         if self._allocator is not None and len(new or items) > 1:
             events = [(item.request, item.event) for item in new or items if item.event is not None]
@@ -127,7 +129,10 @@ class SharedBatch:
             self._allocator.observe([len(event.tokens) for _, event in events], went_ahead)
 
     def _propose_and_verify(self, items: Sequence[BatchItem], shared: bool) -> None:
-        """Set the requests' steps, which several requests take if they are `shared`. Lazy."""
+        """Propose rows for the items and set their steps, lazily.
+
+        `shared` says whether several requests take part in this step.
+        """
         self.propose(items)
         for item in _without_errors(items):
             with item:
@@ -139,11 +144,12 @@ class SharedBatch:
                 item.step = step
 
     def _compute(self, items: Sequence[BatchItem], steps: Sequence[Step]) -> dict[Request, Step]:
-        """Wait for the requests' steps; meanwhile, start plain ones if all of them can go ahead.
+        """Wait for the requests' steps, and start the next plain steps if all can go ahead.
 
-        There are two forwards at most: of steps that started ahead, and of new ones. What follows
-        is built meanwhile, but starts when they have ended: MLX writes to an array in place only if
-        nothing that runs reads it, and would copy all keys and values.
+        At most two forwards are being computed: that of the steps that started ahead, and that of
+        the new ones. The next forward is built meanwhile, but starts only when they have ended. MLX
+        writes to an array in place only if no running forward reads it; otherwise it would copy all
+        keys and values.
         """
         arrays = [*{id(step.choices): (step.choices, step.taps) for step in steps}.values()]
         pairs = zip(items, steps, strict=True)
@@ -159,7 +165,10 @@ class SharedBatch:
         return following
 
     def leave(self, request: Request) -> Step | None:
-        """The step that has started ahead for a request, which ends or gives its caches back."""
+        """Remove a request that ends or gives its caches back.
+
+        Returns the step that has started ahead for it; None if there is none.
+        """
         return self._ahead.pop(request, None)
 
     def _go_ahead(self, items: Sequence[BatchItem], steps: Sequence[Step]) -> dict[Request, Step]:
@@ -167,7 +176,7 @@ class SharedBatch:
         for item, step in zip(items, steps, strict=True):
             with item:
                 item.request.keep(step, [0], [item.request.anchor])
-                item.proposal = UNREAD
+                item.proposal = PLACEHOLDER
         steps = [step for item, step in zip(items, steps, strict=True) if item.error is None]
         items = _without_errors(items)
         if not items:
@@ -188,12 +197,12 @@ class SharedBatch:
     def _verify(
         self, items: Sequence[BatchItem], shared: bool, tokens: mx.array | None = None
     ) -> list[Step]:
-        """The requests' verified proposals, in one forward. Lazy.
+        """Verify the proposals of the requests in one forward, lazily.
 
         Args:
-            items: of the requests.
-            shared: whether several requests take this step.
-            tokens: [R] of steps that start ahead, whose proposals are `UNREAD`.
+            items: one per request.
+            shared: whether several requests take part in this step.
+            tokens: [R], the tokens of steps that start ahead, whose proposals are `PLACEHOLDER`.
         """
         logits, taps = self.verify(items, tokens)
         ahead = tokens is not None
@@ -208,14 +217,17 @@ class SharedBatch:
     def verify(
         self, items: Sequence[BatchItem], tokens: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """One forward: the logits [R, V] after all proposals' rows, and their taps [1, R, K*D]."""
+        """Run one forward over the rows of all proposals.
+
+        Returns the logits [R, V] after each row, and the taps [1, R, K*D].
+        """
         for item in items:
             item.span = Span(item.target_session, item.proposal)
         rows = Rows([item.span for item in items], tokens, slots=self._slots)
         return self._target.forward(rows)
 
     def propose(self, items: Sequence[BatchItem]) -> None:
-        """Set the proposals: one request's own, or those that bring many the most tokens."""
+        """Set the proposals. For several requests, the allocator decides their lengths."""
         if len(items) == 1:
             with items[0]:
                 items[0].proposal = items[0].request.propose()
@@ -234,7 +246,7 @@ class SharedBatch:
                 elif candidate.propose is None:
                     request = item.request
                     session = request.caches.draft_session
-                    draft = BlockDraft(session, request.anchor, count, guard=item)
+                    draft = BlockDraft(session, request.anchor, width=count, guard=item)
                     chains.append((item, draft))
                 else:
                     item.proposal = checked(candidate.propose(count), count)
@@ -245,7 +257,7 @@ class SharedBatch:
                     item.proposal = checked(proposal, draft.width)
 
     def _set_candidates(self, items: Sequence[BatchItem]) -> None:
-        """Set the rows that each request could have verified. Trees are drafted, in one pass."""
+        """Set the rows that each request offers to verify. Trees are drafted here, in one pass."""
         trees: list[tuple[BatchItem, TreeCandidate]] = []
         for item in items:
             with item:
@@ -254,14 +266,20 @@ class SharedBatch:
                     trees.append((item, item.candidate))
         drafts = draft_batch(
             [
-                BlockDraft(of.session, item.request.anchor, of.width, of.rows, item)
-                for item, of in trees
+                BlockDraft(
+                    candidate.session,
+                    anchor=item.request.anchor,
+                    width=candidate.width,
+                    tree_rows=candidate.rows,
+                    guard=item,
+                )
+                for item, candidate in trees
             ]
         )
-        for (item, of), tree in zip(trees, drafts, strict=True):
+        for (item, candidate), tree in zip(trees, drafts, strict=True):
             if item.error is None:
                 with item:
-                    item.candidate = of.ready(tree)
+                    item.candidate = candidate.ready(tree)
 
     def read(self, ends: Sequence[Span]) -> list[Any]:
         """Read the ends of prompts in one forward, for `Request.read`; [] if that is impossible."""
@@ -271,7 +289,7 @@ class SharedBatch:
         return self._target.read(ends)
 
     def _can_go_ahead(self, items: Sequence[BatchItem]) -> bool:
-        """Whether the next step of these may start before this one is read."""
+        """Whether the next step of these requests may start before this one is read."""
         if len(items) == 1:
             return True
         if self._allocator is None:
@@ -280,7 +298,7 @@ class SharedBatch:
 
 
 def _slot_order(item: BatchItem) -> tuple[int, int]:
-    """What sorts requests by their slots; those without one come first."""
+    """The sort key that puts requests in the order of their slots, those without one first."""
     slot = item.target_session.slot
     return (0, 0) if slot is None else (slot.array.capacity, slot.index)
 

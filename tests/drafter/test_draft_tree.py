@@ -179,7 +179,7 @@ def test_the_tree_of_a_selector_is_conditioned_on_the_path(temperature):
     tree = started.propose_tree(ANCHOR, 20, 6)
     hidden, log_q = block_log_q(drafter, temperature)
     selector = drafter.candidate_selector
-    slots = started.slots(drafter.logits(hidden[None], target())[0], hidden, ANCHOR)
+    slots = started.scores(drafter.logits(hidden[None], target())[0], hidden, ANCHOR)
     [(tokens, log_probs)] = read_candidates([drafter.candidates(slots, 20)])
     assert log_probs.shape == (5, 5, 5)
     for slot in range(5):

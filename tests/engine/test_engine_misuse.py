@@ -219,7 +219,7 @@ def test_a_mask_of_another_vocabulary_ends_its_own_request_alone():
         for size in sizes
     )
     played.scheduler.step()
-    with pytest.raises(SettingsError, match="masks of the vocabulary"):
+    with pytest.raises(SettingsError, match="masks of shape"):
         bad.result()
     played.run()
     assert good.result().tokens == dm.generate(target(), None, PROMPT, max_tokens=9).tokens
