@@ -23,8 +23,8 @@ import dflash_mlx
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.autotune import Stopwatch
 from dflash_mlx.kernels.launcher import KernelFactory
-from dflash_mlx.kernels.modules import Kernels, wire
-from dflash_mlx.kernels.selfcheck import UnprovenError
+from dflash_mlx.kernels.modules import Kernels, swap_layers
+from dflash_mlx.kernels.selfcheck import KernelCheckFailed
 from dflash_mlx.kernels.weights import AffineWeights
 from dflash_mlx.loading.kernel_plan import check_rows, time_kernels
 from dflash_mlx.loading.quantization import Quantization
@@ -82,9 +82,9 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 def check_instances(kernels: Kernels, seconds: float) -> tuple[int, int]:
     """Check every instance while there is time. Returns how many were checked, and how many not.
 
-    Failures are in `kernels.proofs.broken` afterwards.
+    Failures are in `kernels.checks.failed` afterwards.
     """
-    kernels.proofs.proven = set()
+    kernels.checks.passed = set()
     start = time.perf_counter()
     calls = list(kernels.instances())
     checked = 0
@@ -93,11 +93,11 @@ def check_instances(kernels: Kernels, seconds: float) -> tuple[int, int]:
             break
         try:
             mx.eval(call())
-        except UnprovenError:
+        except KernelCheckFailed:
             pass  # already in `broken`
         except KernelError as error:
             message = str(error.args[0])
-            kernels.proofs.broken.setdefault(message, message)
+            kernels.checks.failed.setdefault(message, message)
         checked += 1
     return checked, len(calls) - checked
 
@@ -117,7 +117,7 @@ def check_families(metal_kernel: KernelFactory) -> dict[str, str]:
         Quantization(4, 32, "affine").apply(model)
         tokenizer = type("Tokenizer", (), {"eos_token_ids": (), "has_chat_template": False})()
         try:
-            wiring = wire(model, config, Kernels(metal_kernel), {}, exact=True)
+            wiring = swap_layers(model, config, Kernels(metal_kernel), {}, exact=True)
             target = Target(model, tokenizer, config=config, name=family, wiring=wiring)
             check_rows(target)
         except (KernelError, RuntimeError) as error:
@@ -186,7 +186,7 @@ def report(model: str | None, file: Path = FILE) -> bool:
         content["checked"] = checked
         content["not reached"] = not_reached
         content["seconds of compiling and checking"] = time.perf_counter() - start
-        failures = kernels.proofs.broken | check_families(mx.fast.metal_kernel)
+        failures = kernels.checks.failed | check_families(mx.fast.metal_kernel)
         content["failures"] = failures
         milliseconds = time_shapes(kernels)
         content["milliseconds, MLX and ours"] = milliseconds

@@ -192,7 +192,7 @@ def open_pair(
     if blas.name == "stock" and not weights.stock_blas and on_cpu():
         note(f"MLX multiplies with its own slow products, so drafting gains little: {blas.reason}.")
     if wire and member is None:
-        pinned_memory.wire(mx.get_active_memory() - bytes_before)
+        pinned_memory.pin_weights(mx.get_active_memory() - bytes_before)
     if names.draft is None and isinstance(drafter, LookupDrafter):
         note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")
     budget = shared["tree_budget"]

@@ -24,7 +24,7 @@ from experiment import VIEWS, graph_nodes, options_of
 from mlx.utils import tree_map
 from mlx_lm.models import gated_delta
 
-from dflash_mlx.kernels.modules import Kernels, wire
+from dflash_mlx.kernels.modules import Kernels, swap_layers
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
@@ -125,7 +125,9 @@ def target_of(config: dict[str, Any], layers: int, factory: Either | None) -> Ta
     Quantization(4, 64).apply(model)
     model.update(tree_map(lambda array: mx.zeros(array.shape, array.dtype), model.parameters()))
     # As where every product and attention of this many rows was chosen to be ours.
-    wiring = factory and wire(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
+    wiring = factory and swap_layers(
+        model, config=config, kernels=Kernels(factory), rows={}, exact=True
+    )
     tokenizer = type("Tokenizer", (), {"eos_token_ids": (), "has_chat_template": False})()
     return Target(model, tokenizer=tokenizer, config=config, name="host", wiring=wiring)
 

@@ -23,7 +23,7 @@ Known ones:
 - `WindowCache.visible`: `max_size` alone; models ask for the window of their cache.
 - `SlotKVCache`: without `if not rows.own`; rows are split that nobody reads.
 - `chosen_together`: `keys` for `merged`; no model's launches share keys in a chain.
-- `VerifyConv1d`: the rows of one window for all; our convolution takes any number of rows.
+- `KernelConv1d`: the rows of one window for all; our convolution takes any number of rows.
 """
 
 import argparse

@@ -20,27 +20,34 @@ from tqdm import tqdm
 
 from .block_attention import MOST_NODES
 from .choose import DEPTHS, chosen, key_at, tensor_key
-from .modules import EXACT, Kernels, Wiring, chosen_together, restored, wire
+from .modules import EXACT, Kernels, Wiring, chosen_together, restored, swap_layers
 from .shapes import Matrix, dtype_of, matrices
 
 TITLE = "Checking and timing kernels, once on this machine"
-GAIN = 0.98  # of the time without; a smaller gain may be noise
-ORDER = (16, 4, 8, 2, 6, 12, 3, 1)  # rows, the commonest first
-FIRST = ORDER[:2]  # rows that decide whether tensor units run
+# Our kernels have to take at most this share of the time. A smaller gain may be noise.
+MAX_TIME_SHARE = 0.98
+# The numbers of rows in the order in which they are timed, the most common first.
+TIMED_ORDER = (16, 4, 8, 2, 6, 12, 3, 1)
+# The numbers of rows that decide whether tensor units are used.
+TENSOR_UNIT_ROWS = TIMED_ORDER[:2]
 
-Keys = frozenset[str]  # the forms that run on our kernels
+# The forms that run on our kernels.
+Keys = frozenset[str]
+# A forward to time, and what makes it from a wiring and a number of rows.
 Call = Callable[[], list[mx.array]]
-Start = Callable[[Wiring, int], Call]  # a wiring and rows -> the forward to time
-InTurns = Callable[[Keys, Keys, int], tuple[float, float] | None]  # seconds with each, rows
+Start = Callable[[Wiring, int], Call]
+# Times two sets of forms at a number of rows: the seconds with each, or None if time is up.
+InTurns = Callable[[Keys, Keys, int], tuple[float, float] | None]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a forward by number of rows, without a group of our kernels and with it.
+    """Seconds of a forward by number of rows, without and with a group of our kernels.
 
     Attributes:
-        key: the group's name.
-        stock, ours: without and with it; only what was timed.
+        key: the name of the group.
+        stock: the seconds without it, for the rows that were timed.
+        ours: the seconds with it.
     """
 
     key: str
@@ -49,8 +56,8 @@ class Timing:
 
     @property
     def won(self) -> list[int]:
-        """The rows at which ours clearly took less."""
-        return [rows for rows in self.ours if self.ours[rows] <= GAIN * self.stock[rows]]
+        """The numbers of rows at which our kernels were clearly faster."""
+        return [rows for rows in self.ours if self.ours[rows] <= MAX_TIME_SHARE * self.stock[rows]]
 
 
 @dataclass
@@ -58,8 +65,9 @@ class Stopwatch:
     """Times two calls in turns, until its time is up.
 
     Args:
-        seconds: the most that it takes, but for the call that runs when they have passed.
-        repeats: how often each call is timed. The fastest counts: other programs only add time.
+        seconds: the time after which no further call begins.
+        repeats: how often each call is timed. The fastest counts, because other programs can only
+            add time.
         clock: returns seconds.
     """
 
@@ -69,9 +77,9 @@ class Stopwatch:
     start: float | None = field(default=None, init=False)
 
     def both(
-        self, stock: Call, ours: Call, ready: Callable[[int], None] = lambda at: None
+        self, stock: Call, ours: Call, prepare: Callable[[int], None] = lambda index: None
     ) -> tuple[float, float] | None:
-        """Seconds of each; None if the time has passed before.
+        """The seconds of each call, or None if the time is up before.
 
         `ready` is called before each call of the first or second, and not timed. In the first turn
         kernels compile and are checked: it does not count, and what it takes longer is no part of
@@ -81,22 +89,22 @@ class Stopwatch:
         fastest = [float("inf"), float("inf")]
         first = [0.0, 0.0]
         for repeat in range(self.repeats + 1):
-            for at, call in enumerate(calls):
+            for index, call in enumerate(calls):
                 now = self.clock()
                 self.start = now if self.start is None else self.start
                 if now - self.start >= self.seconds:
                     return None
-                ready(at)
+                prepare(index)
                 now = self.clock()
                 mx.eval(call())
-                taken = self.clock() - now
+                seconds = self.clock() - now
                 if repeat == 0:
-                    first[at] = taken
-                    self.start += taken
+                    first[index] = seconds
+                    self.start += seconds
                 elif repeat == 1:
-                    self.start -= min(first[at], taken)
+                    self.start -= min(first[index], seconds)
                 if repeat:
-                    fastest[at] = min(fastest[at], taken)
+                    fastest[index] = min(fastest[index], seconds)
         return fastest[0], fastest[1]
 
 
@@ -108,19 +116,22 @@ def autotune(
     kernels: Kernels,
     stopwatch: Stopwatch,
 ) -> tuple[dict[str, frozenset[int]], list[Timing]]:
-    """Time a target's verifies; returns the rows at which ours run, by form, and the timings.
+    """Time a target's verifies. Returns the rows at which our kernels run by form, and the timings.
 
     Args:
         model: the target's, whose layers are MLX's.
         config: its config.json.
         attention: the forms of its attention, as of `attention_key`.
-        start: a wiring, rows and the keys behind which they are read -> the forward to time.
+        start: makes the forward to time from a wiring, a number of rows, and the number of keys
+            already in the cache.
         kernels: the kernels to try.
-        stopwatch: what is left when its time is up stays MLX's.
+        stopwatch: measures. When its time is up, MLX's kernels are kept for the rest.
     """
 
-    def in_turns(first: Keys, second: Keys, rows: int, depth: int) -> tuple[float, float] | None:
-        def behind(wiring: Wiring, rows: int) -> Call:
+    def time_in_turns(
+        first: Keys, second: Keys, rows: int, depth: int
+    ) -> tuple[float, float] | None:
+        def start_at_depth(wiring: Wiring, rows: int) -> Call:
             return start(wiring, rows, depth)
 
         return _in_turns(
@@ -128,25 +139,27 @@ def autotune(
             config=config,
             kernels=kernels,
             stopwatch=stopwatch,
-            start=behind,
+            start=start_at_depth,
             first=first,
             second=second,
             rows=rows,
         )
 
-    near, far = (frozenset(key_at(key, depth) for key in attention) for depth in DEPTHS)
-    groups = _product_groups(model, config) | ({"attention": near} if near else {})
-    rows, timings = _choose(groups, kernels.tensor_units, partial(in_turns, depth=0))
-    if far:
-        products = frozenset(key for key, won in rows.items() if won) - near
-        name = f"attention over {DEPTHS[1]} keys"
+    short, long = DEPTHS
+    short_keys = frozenset(key_at(key, short) for key in attention)
+    long_keys = frozenset(key_at(key, long) for key in attention)
+    groups = _product_groups(model, config) | ({"attention": short_keys} if short_keys else {})
+    rows, timings = _choose(groups, kernels.tensor_units, partial(time_in_turns, depth=0))
+    if long_keys:
+        products = frozenset(key for key, won in rows.items() if won) - short_keys
+        name = f"attention over {long} keys"
         timing = _time(
             name,
             without=products,
-            with_ours=products | far,
-            in_turns=partial(in_turns, depth=DEPTHS[1]),
+            with_ours=products | long_keys,
+            in_turns=partial(time_in_turns, depth=long),
         )
-        rows |= dict.fromkeys(far, chosen(timing.won, MOST_NODES))
+        rows |= dict.fromkeys(long_keys, chosen(timing.won, MOST_NODES))
         timings.append(timing)
     return rows, timings
 
@@ -154,7 +167,7 @@ def autotune(
 def autotune_products(
     model: nn.Module, kernels: Kernels, stopwatch: Stopwatch
 ) -> dict[str, frozenset[int]]:
-    """Time a drafter's products; returns the rows at which ours run, by form."""
+    """Time a drafter's products. Returns the rows at which our kernels run, by form."""
 
     def start(wiring: Wiring, rows: int) -> Call:
         calls = [_product(module, matrix, rows) for _, module, matrix in matrices(model, {})]
@@ -174,53 +187,58 @@ def _choose(
 ) -> tuple[dict[str, frozenset[int]], list[Timing]]:
     """The rows at which each form runs on our kernels, and the timings.
 
-    First all groups against none of them, then all against all but one.
+    All groups are first timed against none, then all against all but one.
     """
-    every: Keys = frozenset().union(*groups.values())
-    units = frozenset(map(tensor_key, every)) if tensor_units else every
+    all_keys: Keys = frozenset().union(*groups.values())
+    unit_keys = frozenset(map(tensor_key, all_keys)) if tensor_units else all_keys
     if tensor_units:
         with_units = _time(
-            "tensor units", without=every, with_ours=every | units, in_turns=in_turns, order=FIRST
+            "tensor units",
+            without=all_keys,
+            with_ours=all_keys | unit_keys,
+            in_turns=in_turns,
+            order=TENSOR_UNIT_ROWS,
         )
         if sum(with_units.ours.values()) < sum(with_units.stock.values()):
-            every |= units
-    whole = _time("whole verify", without=frozenset(), with_ours=every, in_turns=in_turns)
+            all_keys |= unit_keys
+    whole_verify = _time("whole verify", without=frozenset(), with_ours=all_keys, in_turns=in_turns)
     stock: dict[str, dict[int, float]] = {name: {} for name in groups}
     ours: dict[str, dict[int, float]] = {name: {} for name in groups}
     runs: dict[str, list[int]] = {name: [] for name in groups}
-    for rows in whole.ours:
+    for rows in whole_verify.ours:
         saved = 0.0  # where what is slower than MLX's is left out
         faster = []
         for name, keys in groups.items():
-            others = every - keys - frozenset(map(tensor_key, keys))
-            taken = in_turns(others, every, rows) if len(groups) > 1 else None
-            if taken is not None:
-                stock[name][rows], ours[name][rows] = taken
-            if taken is None or taken[1] < taken[0]:
+            others = all_keys - keys - frozenset(map(tensor_key, keys))
+            seconds = in_turns(others, all_keys, rows) if len(groups) > 1 else None
+            if seconds is not None:
+                stock[name][rows], ours[name][rows] = seconds
+            if seconds is None or seconds[1] < seconds[0]:
                 faster.append(name)
             else:
-                saved += taken[1] - taken[0]
-        if whole.ours[rows] - saved <= GAIN * whole.stock[rows]:
+                saved += seconds[1] - seconds[0]
+        if whole_verify.ours[rows] - saved <= MAX_TIME_SHARE * whole_verify.stock[rows]:
             for name in faster:
                 runs[name].append(rows)
-    found: dict[str, frozenset[int]] = {}
+    rows_of_form: dict[str, frozenset[int]] = {}
     for name, keys in groups.items():
-        of = chosen(runs[name], MOST_NODES if name == "attention" else 16)
-        found |= dict.fromkeys(keys, of)
-        found |= dict.fromkeys(every & frozenset(map(tensor_key, keys)), of)
-    return found, [whole, *(Timing(name, stock[name], ours[name]) for name in groups)]
+        form_rows = chosen(runs[name], MOST_NODES if name == "attention" else 16)
+        rows_of_form |= dict.fromkeys(keys, form_rows)
+        rows_of_form |= dict.fromkeys(all_keys & frozenset(map(tensor_key, keys)), form_rows)
+    return rows_of_form, [whole_verify, *(Timing(name, stock[name], ours[name]) for name in groups)]
 
 
 def _time(
-    name: str, without: Keys, with_ours: Keys, in_turns: InTurns, order: Sequence[int] = ORDER
+    name: str, without: Keys, with_ours: Keys, in_turns: InTurns, order: Sequence[int] = TIMED_ORDER
 ) -> Timing:
     """Forwards with two sets of kernels in turns, while there is time."""
     stock = {}
     ours = {}
     for rows in tqdm(order, TITLE, leave=False, disable=None):
-        if (taken := in_turns(without, with_ours, rows)) is None:
+        seconds = in_turns(without, with_ours, rows)
+        if seconds is None:
             break
-        stock[rows], ours[rows] = taken
+        stock[rows], ours[rows] = seconds
     return Timing(name, stock, ours)
 
 
@@ -238,16 +256,17 @@ def _in_turns(
     call: Call = list
     with ExitStack() as stack:
 
-        def ready(at: int) -> None:
+        def prepare(index: int) -> None:
             nonlocal call
             stack.close()
             stack.enter_context(restored(model))
-            keys = (first, second)[at]
+            keys = (first, second)[index]
             call = start(
-                wire(model, config=config, kernels=kernels, rows=dict.fromkeys(keys, EXACT)), rows
+                swap_layers(model, config=config, kernels=kernels, rows=dict.fromkeys(keys, EXACT)),
+                rows,
             )
 
-        return stopwatch.both(lambda: call(), lambda: call(), ready)
+        return stopwatch.both(lambda: call(), lambda: call(), prepare)
 
 
 def _product(module: Any, matrix: Matrix, rows: int) -> Callable[[], mx.array]:
@@ -262,7 +281,7 @@ def _product(module: Any, matrix: Matrix, rows: int) -> Callable[[], mx.array]:
         return lambda: module.as_linear(x)
     if not matrix.experts:
         return lambda: module(x)
-    # Each row has experts of its own, as behind a router.
+    # Each row has other experts, as after a router.
     experts = mx.argsort(noise(1, rows, matrix.experts), axis=-1)[..., : matrix.top_k]
     mx.eval(experts)
     return lambda: module(x[..., None, None, :], experts)

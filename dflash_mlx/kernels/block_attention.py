@@ -153,8 +153,17 @@ class BlockAttention(Launcher):
     def __call__(self, call: AttentionCall) -> mx.array:
         """The result [1, H, N, D] in the queries' dtype; sums are float32. Raises `KernelError`."""
         queries, keys, values, scale, first, window, sinks, tree = call
-        of = queries.shape, queries.dtype, kind(keys), kind(values), sinks is None
-        key = *of, scale, first, window, None if tree is None else id(tree)
+        key = (
+            queries.shape,
+            queries.dtype,
+            kind(keys),
+            kind(values),
+            sinks is None,
+            scale,
+            first,
+            window,
+            None if tree is None else id(tree),
+        )
         prepared = self._known.get(key)
         if prepared is None:
             if len(self._known) >= MOST_STEPS:
@@ -166,20 +175,17 @@ class BlockAttention(Launcher):
         return merge([*sums, counts] if sinks is None else [*sums, sinks, counts])[0]
 
     def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
-        """See `Launcher.instances`: of one tile of rows, of several, and of a first token."""
+        """Calls with one tile of rows, with several, and for a first token."""
         sizes = ((3, 80), (40, 80), (1, 1)) if dtype == stored else ()
         for dim, (rows, length) in product(HEAD_DIMS, sizes):
             queries = mx.ones((1, 4, rows, dim), dtype)
             sinks = mx.ones(4, dtype)
             tree = _binary_tree(rows, length - rows)
             for keys in every_form(dtype, False, 1, 1, length, dim):
-                for of in (None, tree):
-                    yield partial(
-                        self, AttentionCall(queries, keys=keys, values=keys, scale=0.1, tree=of)
-                    )
-            yield partial(
-                self, AttentionCall(queries, keys=keys, values=keys, scale=0.1, sinks=sinks)
-            )
+                call = AttentionCall(queries, keys=keys, values=keys, scale=0.1)
+                yield partial(self, call)
+                yield partial(self, call._replace(tree=tree))
+            yield partial(self, call._replace(sinks=sinks))
 
     def _check(self, like: AttentionCall) -> KernelCheck:
         """The check of calls of this form: so many rows across the end of a chunk of keys."""
@@ -299,10 +305,11 @@ def check(call: AttentionCall) -> None:
     queries, keys, values, *_, sinks, tree = call
     fits = queries.ndim == len(keys.shape) == 4 and keys.shape == values.shape
     if fits:
-        (batch, heads, nodes, head_dim), (other, key_heads, length, dim) = queries.shape, keys.shape
+        batch, heads, nodes, head_dim = queries.shape
+        key_batch, key_heads, length, key_dim = keys.shape
         stored = [x.scales if isinstance(x, AffineWeights) else x for x in (keys, values)]
         fits = (
-            (batch, other, dim) == (1, 1, head_dim)
+            (batch, key_batch, key_dim) == (1, 1, head_dim)
             and 1 <= nodes <= min(MOST_NODES, length)
             and heads % key_heads == 0
             and head_dim in HEAD_DIMS

@@ -24,55 +24,70 @@ import mlx.core as mx
 
 from ..machine.facts import cache_folder
 
-Rows = Mapping[str, frozenset[int]]  # the rows at which ours run, by form
+# For each form of weights or attention, the numbers of rows at which our kernel runs.
+Rows = Mapping[str, frozenset[int]]
 NONE: frozenset[int] = frozenset()
 
-WIDEST = 16  # rows of a tile, and of the widest chain
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16)  # that are timed
-DEPTHS = (1024, 4096)  # keys up to which attention was timed behind no context, and behind one
+# The number of rows in a tile, and in the widest chain.
+WIDEST = 16
+# The numbers of rows that are timed.
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+# Attention is timed on an empty cache, and that result is used up to the first number of keys. It
+# is timed again with the second number of keys, and that result is used beyond.
+DEPTHS = (1024, 4096)
 
 
 def attention_rows(rows: Rows, key: str, depth: int) -> frozenset[int]:
-    """The queries for which our attention runs, over `depth` keys. `key`: of `attention_key`."""
-    near, far = DEPTHS
-    return rows.get(key_at(key, near if depth <= near else far), NONE)
+    """The numbers of queries for which our attention runs.
+
+    Args:
+        rows: the choices of the model.
+        key: the form of attention, from `attention_key`.
+        depth: the number of keys.
+    """
+    short, long = DEPTHS
+    return rows.get(key_at(key, short if depth <= short else long), NONE)
 
 
 def key_at(key: str, depth: int) -> str:
-    """The name of attention over so many keys."""
+    """The key of a form of attention over `depth` keys."""
     return f"{key} at {depth}"
 
 
 def chosen(won: Container[int], most: int = WIDEST) -> frozenset[int]:
-    """All rows at which ours run, where it `won` at these of `ROWS`.
+    """The numbers of rows at which our kernel runs.
 
-    Other numbers of rows are decided by the next one in `ROWS`, and more than 16 by 16.
+    A number that was not timed is decided by the next larger one in `ROWS`, or by the largest.
+
+    Args:
+        won: the numbers in `ROWS` at which our kernel was faster.
+        most: the largest number of rows.
     """
 
-    def runs(rows: int) -> bool:
-        return next((each for each in ROWS if rows <= each), WIDEST) in won
+    def decided_by(rows: int) -> int:
+        return next((timed for timed in ROWS if rows <= timed), WIDEST)
 
-    return frozenset(filter(runs, range(1, most + 1)))
+    return frozenset(rows for rows in range(1, most + 1) if decided_by(rows) in won)
 
 
 def has_tensor_units(device: Mapping[str, Any], macos: str) -> bool:
     """Whether a GPU multiplies bfloat16 by 4 bits in tensor units: an M5's, from macOS 26.4 on.
 
-    The architecture is asked as in MLX's is_nax_available (mlx/backend/metal/device.cpp). 4-bit
-    tensors came with macOS 26.4. MLX compiles custom kernels as Metal 4.0 or later there.
+    The architecture is recognized as in MLX's is_nax_available (mlx/backend/metal/device.cpp).
+    4-bit tensors came with macOS 26.4, where MLX compiles custom kernels as Metal 4.0 or later.
 
     Args:
-        device: as of `mx.device_info`.
-        macos: the version, "26.4"; "" elsewhere.
+        device: the result of `mx.device_info`.
+        macos: the version of macOS ("26.4"), or "" on another system.
     """
-    found = re.fullmatch(r"applegpu_g(\d+)(\w)", str(device.get("architecture")))
-    if found is None or int(found[1]) < (18 if found[2] == "p" else 17):
+    match = re.fullmatch(r"applegpu_g(\d+)(\w)", str(device.get("architecture")))
+    if match is None or int(match[1]) < (18 if match[2] == "p" else 17):
         return False
     return tuple(map(int, re.findall(r"\d+", macos)[:2])) >= (26, 4)
 
 
 def tensor_key(key: str) -> str:
-    """The name of weights on tensor units. In `Rows`, they run on those at all rows of `key`."""
+    """The key of weights on tensor units. In `Rows`, it applies to all rows of `key`."""
     return f"{key} on tensor units"
 
 
@@ -82,30 +97,31 @@ def is_large(chip: str) -> bool:
 
 
 def read_choices(forms: Iterable[str]) -> Rows | None:
-    """What was timed here for a model with these forms; None where nothing was."""
+    """The choices for a model with these forms; None if it was not timed on this machine."""
     try:
-        rows = _read()["timed"][_model(forms)]
-        return {key: frozenset(map(int, of)) for key, of in rows.items()}
+        choices = _read()["timed"][_model(forms)]
+        return {key: frozenset(map(int, rows)) for key, rows in choices.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None  # never timed, or not readable
 
 
 def store_choices(forms: Iterable[str], rows: Rows) -> None:
-    """Keep the choices, if the folder can be written; else the next load times again."""
-    _add("timed", {_model(forms): {key: sorted(of) for key, of in rows.items()}})
+    """Save the choices. If the folder cannot be written, the next load times again."""
+    choices = {key: sorted(numbers) for key, numbers in rows.items()}
+    _add("timed", {_model(forms): choices})
 
 
-def read_proofs() -> set[str]:
-    """The launches that passed their check here."""
+def read_passed_checks() -> set[str]:
+    """The keys of the checks that passed on this machine."""
     try:
         return set(map(str, _read()["proven"]))
     except (KeyError, TypeError):
         return set()
 
 
-def store_proofs(proven: Collection[str]) -> None:
-    """Keep these, too."""
-    _add("proven", dict.fromkeys(proven, True))
+def store_passed_checks(passed: Collection[str]) -> None:
+    """Save the keys of checks that passed."""
+    _add("proven", dict.fromkeys(passed, True))
 
 
 def _model(forms: Iterable[str]) -> str:
@@ -114,7 +130,7 @@ def _model(forms: Iterable[str]) -> str:
 
 
 def _read() -> dict[str, Any]:
-    """The file of this machine; an empty one where there is none."""
+    """The content of this machine's file, or an empty one if there is none."""
     identity, path = _identity()
     with suppress(OSError, ValueError):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -124,15 +140,15 @@ def _read() -> dict[str, Any]:
 
 
 def _add(part: str, entries: Mapping[str, Any]) -> None:
-    """Add entries to a part of the file, beside what other processes have written."""
+    """Add entries to a part of the file, and keep what other processes have written."""
     path = _identity()[1]
     content = _read()
     content[part] = {**content.get(part, {}), **entries}
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = path.with_suffix(f".{os.getpid()}")
-        whole.write_text(json.dumps(content), encoding="utf-8")
-        whole.replace(path)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(content), encoding="utf-8")
+        unfinished.replace(path)
 
 
 def _identity() -> tuple[dict[str, Any], Path]:
@@ -145,7 +161,7 @@ def _identity() -> tuple[dict[str, Any], Path]:
     device = mx.device_info()
     identity = {
         "machine": [str(device.get(name)) for name in ("device_name", "memory_size")],
-        "macos": platform.mac_ver()[0],  # its compiler, and what it offers of tensor units
+        "macos": platform.mac_ver()[0],  # decides the compiler, and the use of tensor units
         "mlx": version("mlx"),
         "kernels": hashlib.sha256("".join(sources).encode()).hexdigest(),
     }

@@ -41,14 +41,14 @@ _TREE = f"""
 """
 
 
-class Tape(NamedTuple):
-    """The recurrence's inputs in a draft's rows, and the state before the first.
+class DeltaInputs(NamedTuple):
+    """The inputs of the recurrence for the rows of a draft, and the state before the first row.
 
     Attributes:
-        keys: [1, N, Hk, Dk], normalized, N <= 64; Dk <= 256.
-        values: [1, N, Hv, Dv] of the same dtype; Hv is a multiple of Hk.
-        decay: [1, N, Hv] float32, what a state keeps of itself.
-        beta: [1, N, Hv], how much of what is missing is added.
+        keys: [1, N, Hk, Dk], normalized, with N <= 64 and Dk <= 256.
+        values: [1, N, Hv, Dv] of the same dtype. Hv is a multiple of Hk.
+        decay: [1, N, Hv] float32, the factor by which the state decays.
+        beta: [1, N, Hv], the learning rate of the delta rule.
         state: [1, Hv, Dv, Dk] float32.
     """
 
@@ -62,7 +62,7 @@ class Tape(NamedTuple):
 def _kernel(tree: bool) -> Kernel:
     body, name = (_TREE, "tree") if tree else (_CHAIN, "chain")
     rows, outputs = (["visits", "nodes"], ["out"]) if tree else (["rows"], ["out", "next"])
-    inputs = [*Tape._fields, "queries", *rows]
+    inputs = [*DeltaInputs._fields, "queries", *rows]
     return Kernel(
         f"delta_verify_{name}", file="delta_rule.metal", inputs=inputs, outputs=outputs, body=body
     )
@@ -72,24 +72,26 @@ class DeltaRule(Launcher):
     """The rule over the rows of a draft."""
 
     def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
-        """See `Launcher.instances`: keys that lanes share evenly or not, trees of every depth."""
+        """Calls with keys that lanes do and do not share evenly, and trees of every depth."""
         for dim, rows in ((128, 12), (64, 3), (256, 63), (100, 31), (1, 1)):
             gates = mx.ones((1, rows, 4))
             state = mx.zeros((1, 4, 30, dim))
             keys = mx.ones((1, rows, 2, dim), dtype)
             values = mx.ones((1, rows, 4, 30), dtype)
-            tape = Tape(keys, values=values, decay=gates, beta=gates.astype(stored), state=state)
-            yield partial(self.verify, keys, tape)
-            yield partial(self.verify, keys, tape, _binary(rows))
+            inputs = DeltaInputs(
+                keys, values=values, decay=gates, beta=gates.astype(stored), state=state
+            )
+            yield partial(self.verify, keys, inputs)
+            yield partial(self.verify, keys, inputs, _binary(rows))
 
     def verify(
-        self, queries: mx.array, tape: Tape, parents: Sequence[int] | None = None
+        self, queries: mx.array, inputs: DeltaInputs, parents: Sequence[int] | None = None
     ) -> tuple[mx.array, mx.array | None]:
         """The outputs of a draft's rows, and the state after a chain.
 
         Args:
             queries: as the keys.
-            tape: the other inputs.
+            inputs: the other inputs.
             parents: [N] each node's row, -1 for the root, parents first; None for a chain.
 
         Returns:
@@ -100,26 +102,29 @@ class DeltaRule(Launcher):
             KernelError: shapes or dtypes that do not fit, or that the kernel does not take.
         """
         order = [] if parents is None else visits(parents)
-        slots = max((1 + own for _, _, own in order), default=0)
-        key = len(order), slots, *((x.shape, x.dtype) for x in (queries, *tape))
-        prepare = partial(self._prepare, queries, tape, parents, max(slots, bool(order)))
-        launch = self._checked(key, prepare, lambda: self._check(tape, parents))
-        waiting = [in_device_memory(mx.array(order, mx.int32))] if order else []
-        given = [*map(in_device_memory, (*tape, queries)), *waiting, mx.array(tape.keys.shape[1])]
-        out, *following = launch(given)
-        return out, following[0] if following else None
+        slots = max((1 + slot for _, _, slot in order), default=0)
+        key = len(order), slots, *((x.shape, x.dtype) for x in (queries, *inputs))
+        prepare = partial(self._prepare, queries, inputs, parents, max(slots, bool(order)))
+        launch = self._checked(key, prepare, lambda: self._check(inputs, parents))
+        arrays = [in_device_memory(array) for array in (*inputs, queries)]
+        if order:
+            arrays.append(in_device_memory(mx.array(order, mx.int32)))
+        arrays.append(mx.array(inputs.keys.shape[1]))
+        outputs = launch(arrays)
+        return outputs[0], outputs[1] if parents is None else None
 
     def _prepare(
-        self, queries: mx.array, tape: Tape, parents: Sequence[int] | None, slots: int
+        self, queries: mx.array, inputs: DeltaInputs, parents: Sequence[int] | None, slots: int
     ) -> Launch:
         """A launch, four state rows per SIMD-group."""
-        check(queries, tape, parents)
-        (key_heads, key_dim), (heads, value_dim) = tape.keys.shape[2:], tape.values.shape[2:]
-        constants: dict[str, Constant] = {"T": queries.dtype, "B": tape.beta.dtype, "DK": key_dim}
+        check(queries, inputs, parents)
+        key_heads, key_dim = inputs.keys.shape[2:]
+        heads, value_dim = inputs.values.shape[2:]
+        constants: dict[str, Constant] = {"T": queries.dtype, "B": inputs.beta.dtype, "DK": key_dim}
         constants |= {"HK": key_heads, "HV": heads, "DV": value_dim}
-        outputs = [(tape.values.shape, queries.dtype)]
+        outputs = [(inputs.values.shape, queries.dtype)]
         if parents is None:
-            outputs.append((tape.state.shape, mx.float32))
+            outputs.append((inputs.state.shape, mx.float32))
         else:
             constants["SLOTS"] = slots
         grid = 32, -(-value_dim // _ROWS), heads  # MLX ends a threadgroup where the grid ends
@@ -132,23 +137,24 @@ class DeltaRule(Launcher):
             outputs=outputs,
         )
 
-    def _check(self, like: Tape, parents: Sequence[int] | None) -> KernelCheck:
+    def _check(self, like: DeltaInputs, parents: Sequence[int] | None) -> KernelCheck:
         """The check of a rule with random inputs of these shapes."""
         noise = Noise(like.keys.dtype)
         gates = like.decay.shape
-        (_, rows, key_heads, key_dim), (heads, value_dim) = like.keys.shape, like.values.shape[2:]
+        _, rows, key_heads, key_dim = like.keys.shape
+        heads, value_dim = like.values.shape[2:]
         queries, keys = (noise(*like.keys.shape) * key_dim**-0.5 for _ in range(2))
         beta = noise.gates(*gates).astype(like.beta.dtype)
         state = noise(*like.state.shape)
-        tape = Tape(
+        inputs = DeltaInputs(
             keys,
             values=noise(*like.values.shape),
             decay=noise.gates(*gates),
             beta=beta,
             state=state,
         )
-        tape = tape._replace(state=state.astype(mx.float32))
-        exact = Tape(*(x.astype(mx.float32) for x in tape))
+        inputs = inputs._replace(state=state.astype(mx.float32))
+        exact = DeltaInputs(*(x.astype(mx.float32) for x in inputs))
         key = f"the delta rule of {heads}/{key_heads} heads of {value_dim}x{key_dim} in "
         key += f"{dtype_name(keys)} and {dtype_name(beta)}, a "
         key += f"{'chain' if parents is None else 'tree'} of {rows} rows"
@@ -160,30 +166,30 @@ class DeltaRule(Launcher):
 
         return KernelCheck(
             key,
-            partial(arrays, rule, queries, tape),
+            partial(arrays, rule, queries, inputs),
             partial(arrays, delta_verify_reference, queries.astype(mx.float32), exact),
         )
 
 
 def delta_verify_reference(
-    queries: mx.array, tape: Tape, parents: Sequence[int] | None = None
+    queries: mx.array, inputs: DeltaInputs, parents: Sequence[int] | None = None
 ) -> tuple[mx.array, mx.array | None]:
     """What `DeltaRule.verify` computes, in plain MLX."""
-    check(queries, tape, parents)
-    repeats = tape.values.shape[2] // tape.keys.shape[2]
+    check(queries, inputs, parents)
+    repeats = inputs.values.shape[2] // inputs.keys.shape[2]
     states: list[mx.array] = []
     outputs = []
     for row, parent in enumerate(range(-1, queries.shape[1] - 1) if parents is None else parents):
-        states.append(_step(tape.state if parent < 0 else states[parent], tape, row))
+        states.append(_step(inputs.state if parent < 0 else states[parent], inputs, row))
         query = mx.repeat(queries[:, row].astype(mx.float32), repeats, axis=1)[..., None, :]
         outputs.append((states[-1] * query).sum(axis=-1))
-    y = mx.stack(outputs, axis=1).astype(tape.values.dtype)
+    y = mx.stack(outputs, axis=1).astype(inputs.values.dtype)
     return y, states[-1] if parents is None else None
 
 
-def _step(state: mx.array, tape: Tape, row: mx.array | int) -> mx.array:
+def _step(state: mx.array, inputs: DeltaInputs, row: mx.array | int) -> mx.array:
     """The state [1, Hv, Dv, Dk] after a row."""
-    key, value, decay, beta = (x[:, row] for x in tape[:4])
+    key, value, decay, beta = (x[:, row] for x in inputs[:4])
     key = mx.repeat(key.astype(mx.float32), value.shape[1] // key.shape[1], axis=1)[..., None, :]
     state = state * decay[..., None, None]
     missing = (value - (state * key).sum(axis=-1)) * beta[..., None]
@@ -231,12 +237,13 @@ def visits(parents: Sequence[int]) -> list[list[int]]:
     return order
 
 
-def check(queries: mx.array, tape: Tape, parents: Sequence[int] | None = None) -> None:
-    """Raise `KernelError` for inputs that break the rules of `Tape` and `DeltaRule.verify`."""
-    keys, values, decay, beta, state = tape
+def check(queries: mx.array, inputs: DeltaInputs, parents: Sequence[int] | None = None) -> None:
+    """Raise `KernelError` for shapes or dtypes that `DeltaRule.verify` does not take."""
+    keys, values, decay, beta, state = inputs
     fits = keys.ndim == values.ndim == 4 and keys.shape[:2] == values.shape[:2]
     if fits:
-        (batch, rows, key_heads, key_dim), (heads, value_dim) = keys.shape, values.shape[2:]
+        batch, rows, key_heads, key_dim = keys.shape
+        heads, value_dim = values.shape[2:]
         fits = (
             batch == 1
             and 1 <= rows <= MOST_NODES
@@ -253,7 +260,7 @@ def check(queries: mx.array, tape: Tape, parents: Sequence[int] | None = None) -
     if not fits:
         shapes = ", ".join(
             f"{name} {x.shape} in {dtype_name(x)}"
-            for name, x in zip(("queries", *Tape._fields), (queries, *tape), strict=True)
+            for name, x in zip(("queries", *DeltaInputs._fields), (queries, *inputs), strict=True)
         )
-        of = "" if parents is None else f" and {len(parents)} parents"
-        raise KernelError(f"The delta rule has no kernel for {shapes}{of}.")
+        count = "" if parents is None else f" and {len(parents)} parents"
+        raise KernelError(f"The delta rule has no kernel for {shapes}{count}.")

@@ -22,62 +22,63 @@ from mlx_lm.models import gpt_oss, llama, qwen2, qwen3, qwen3_5, qwen3_moe, qwen
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
 from ..subclassing import stock_class
-from .selfcheck import UnprovenError
+from .selfcheck import KernelCheckFailed
 from .verify_matmul import Product
 
 
-class Ours(nn.Module):
-    """A layer that gives few rows to our kernels; mixed into a stock class."""
+class KernelLayer(nn.Module):
+    """A layer that runs few rows on our kernels. Mixed into a stock class."""
 
     def __call__(self, x: mx.array, *experts: Any, **named: Any) -> mx.array:
-        """x [..., K] -> [..., N], or with the experts [..., k] of every row as the stock class."""
+        """x [..., K] -> [..., N]; with experts [..., k] for every row, as in the stock class."""
         rows = experts[0].size // self._top_k if experts else x.size // x.shape[-1]
         if rows in self._rows:
             try:
-                return self._on_ours(x, *experts)
-            except UnprovenError:
+                return self._on_kernel(x, *experts)
+            except KernelCheckFailed:
                 pass
         return super().__call__(x, *experts, **named)
 
-    def _on_ours(self, x: mx.array, *experts: Any) -> mx.array:
+    def _on_kernel(self, x: mx.array, *experts: Any) -> mx.array:
         raise NotImplementedError
 
 
-class VerifyGated(Ours):
-    """A dense gated unit on our kernel; `UNITS` has the classes."""
+class KernelGated(KernelLayer):
+    """A dense gated unit on our kernel. `UNITS` lists the classes."""
 
-    def _on_ours(self, x: mx.array) -> mx.array:
+    def _on_kernel(self, x: mx.array) -> mx.array:
         return self["down_proj"](self._gated(x)[0])
 
 
-class VerifySwitchGLU(Ours, SwitchGLU):
-    """The gated units of experts on our kernel, which sorts the rows itself."""
+class KernelSwitchGLU(KernelLayer, SwitchGLU):
+    """The gated units of experts on our kernel, which sorts the rows by expert."""
 
-    def _on_ours(self, x: mx.array, experts: mx.array) -> mx.array:
+    def _on_kernel(self, x: mx.array, experts: mx.array) -> mx.array:
         if self._gated is not None:
             y = self._gated(x, experts)[0]
         else:  # biases, or another activation
-            ups, gates = (of_experts(self[name], x, experts) for name in ("up_proj", "gate_proj"))
+            ups = of_experts(self["up_proj"], x, experts)
+            gates = of_experts(self["gate_proj"], x, experts)
             y = self.activation(ups, gates)
         return of_experts(self["down_proj"], y, experts)
 
 
 class FusedProjections(threading.local):
-    """Linear layers that multiply the same rows; each thread has results of its own.
+    """Linear layers that multiply the same rows in one launch. Results are kept per thread.
 
     Args:
-        product: the products of x [..., K] with the weights of all layers, each [..., N].
+        product: returns the products [..., N] of x [..., K] with the weights of all layers.
     """
 
     def __init__(self, product: Callable[[mx.array], Sequence[mx.array]]) -> None:
         self._product = product
-        # An input, and the results for it that nobody asked for yet, by place.
+        # The last input, and its results that have not been used yet, by layer.
         self._waiting: tuple[mx.array | None, dict[int, mx.array]] = None, {}
 
     def __call__(self, place: int, x: mx.array) -> mx.array:
         """The product of layer `place`."""
-        given, results = self._waiting
-        if given is not x or place not in results:
+        last_input, results = self._waiting
+        if last_input is not x or place not in results:
             results = dict(enumerate(self._product(x)))
             self._waiting = x, results
         y = results.pop(place)
@@ -90,8 +91,8 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 # mlx-lm's classes whose forward is down_proj(swiglu(gate_proj(x), up_proj(x))).
 _DENSE = (llama.MLP, qwen3.MLP, qwen3_moe.MLP, qwen3_next.Qwen3NextMLP)
 UNITS: Mapping[type, type] = {
-    unit: type(f"Verify{unit.__name__}", (VerifyGated, unit), {}) for unit in _DENSE
-} | {SwitchGLU: VerifySwitchGLU}
+    unit: type(f"Kernel{unit.__name__}", (KernelGated, unit), {}) for unit in _DENSE
+} | {SwitchGLU: KernelSwitchGLU}
 
 _ATTENTION = (
     gpt_oss.AttentionBlock,
@@ -118,8 +119,8 @@ def fuse(model: nn.Module) -> None:
             if gated is not None or type(unit) is SwitchGLU:
                 unit._rows = unit.gate_proj._rows
                 unit._top_k = unit.gate_proj._top_k
-                unit.__class__ = UNITS[type(unit)]
                 unit._gated = gated
+                unit.__class__ = UNITS[type(unit)]
     for sharing in shared_inputs(model):
         groups: dict[Any, list[Any]] = {}  # by what layers have in common
         for layer in sharing:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ..errors import KernelError
 from ..validation import error_text
-from .selfcheck import KernelCheck, Proofs
+from .selfcheck import KernelCheck, KernelChecks
 from .source import metal_source
 
 # The signature of `mx.fast.metal_kernel`: name, input_names, output_names, source and header give a
@@ -73,15 +73,15 @@ class Launcher:
 
     Args:
         metal_kernel: compiles Metal sources; the tests have one that runs them on the CPU.
-        proofs: the launches that are known to be right here.
+        checks: the launches that are known to be right here.
     """
 
     def __init__(
-        self, metal_kernel: KernelFactory = mx.fast.metal_kernel, proofs: Proofs | None = None
+        self, metal_kernel: KernelFactory = mx.fast.metal_kernel, checks: KernelChecks | None = None
     ) -> None:
         self._metal_kernel = metal_kernel
-        self._proofs = proofs or Proofs()
-        self._made: dict[str, Any] = {}
+        self._checks = checks or KernelChecks()
+        self._compiled: dict[str, Any] = {}
         self._known: dict[Hashable, Any] = {}
 
     def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
@@ -112,9 +112,9 @@ class Launcher:
             else:
                 declared += f"constexpr {type(value).__name__} {key} = {int(value)};\n"
                 name += f"_{key}{int(value)}"
-        made = self._made.get(name)
-        if made is None:
-            made = self._made[name] = self._metal_kernel(
+        compiled = self._compiled.get(name)
+        if compiled is None:
+            compiled = self._metal_kernel(
                 name=name,
                 input_names=list(kernel.inputs),
                 output_names=list(kernel.outputs),
@@ -122,9 +122,10 @@ class Launcher:
                 header=metal_source(kernel.file),
                 ensure_row_contiguous=kernel.copies,
             )
+            self._compiled[name] = compiled
         shapes, dtypes = zip(*outputs, strict=True)
         size = {"grid": grid, "threadgroup": threadgroup}
-        return Launch(name, partial(made, **size, output_shapes=shapes, output_dtypes=dtypes))
+        return Launch(name, partial(compiled, **size, output_shapes=shapes, output_dtypes=dtypes))
 
     def _checked(
         self,
@@ -134,13 +135,13 @@ class Launcher:
     ) -> Prepared:
         """What a call of this form runs on, after a check of its first call.
 
-        Raises `UnprovenError` where the check fails, and `KernelError` for arguments that the
+        Raises `KernelCheckFailed` where the check fails, and `KernelError` for arguments that the
         kernel does not take.
         """
         prepared = self._known.get(key)
         if prepared is None:
             prepared = prepare()
-            self._proofs.require(check())
+            self._checks.ensure(check())
             self._known[key] = prepared
         return prepared
 

@@ -1,8 +1,8 @@
 """A model's layers on our kernels.
 
-`wire` swaps layers once, when a model is loaded: a layer keeps its weights, their names and its
-identity, and gets a subclass of its own class. Few rows go through the kernel, more rows (a prompt)
-through the stock layer. No class is patched, and layers that are left to MLX are untouched.
+`swap_layers` swaps layers once, when a model is loaded. A layer keeps its weights, their names and
+its identity, but its class becomes a subclass. Few rows go through the kernel, more rows (a prompt)
+through the stock layer. No class is patched, and layers that MLX runs are not changed.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from .choose import (
     tensor_key,
 )
 from .delta_rule import DeltaRule
-from .fused import Ours, fuse, launches, of_experts
+from .fused import KernelLayer, fuse, launches, of_experts
 from .launcher import Calls, KernelFactory, Launcher
-from .selfcheck import Proofs, UnprovenError
+from .selfcheck import KernelCheckFailed, KernelChecks
 from .shapes import Matrix, matrices
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, Product, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
 from .weights import FLOATS, aligned, fits_tensor_units, weights_of
 
-EXACT_ROWS = MOST_NODES  # the most rows of a verify that goes through our kernels alone
+# In exact decoding, verifies of up to this many rows go through our kernels.
+EXACT_ROWS = MOST_NODES
 EXACT = frozenset(range(1, EXACT_ROWS + 1))
 
 
 class Kernels:
-    """The compiled kernels that a model's layers share; the one list of what kernels there are.
+    """The compiled kernels that the layers of a model share. This is the list of all our kernels.
 
     Args:
-        metal_kernel: compiles Metal sources; the tests have one that runs them on the CPU.
-        tensor_units: whether products may run on them; None asks the device where Metal compiles.
+        metal_kernel: compiles Metal sources. The tests use one that runs them on the CPU.
+        tensor_units: whether products may run on tensor units; None to ask the device.
 
     Attributes:
-        on_device: whether Metal compiles them. What an emulator takes says nothing.
-        proofs: the launches that are known to be right here.
+        on_device: whether Metal compiles the kernels. An emulator's times mean nothing.
+        checks: the checks that passed or failed on this device.
     """
 
     def __init__(
@@ -65,22 +66,22 @@ class Kernels:
         self.tensor_units = tensor_units
         large = is_large(str(device.get("device_name", "")))
         enough = ENOUGH_TILES_LARGE if large else ENOUGH_TILES
-        self.proofs = Proofs()
-        self.product = VerifyMatmul(metal_kernel, enough, self.proofs)
-        self.experts = VerifyMatmulMoe(metal_kernel, enough, self.proofs)
-        self.attention = BlockAttention(metal_kernel, self.proofs)
-        self.delta = DeltaRule(metal_kernel, self.proofs)
+        self.checks = KernelChecks()
+        self.product = VerifyMatmul(metal_kernel, enough, self.checks)
+        self.experts = VerifyMatmulMoe(metal_kernel, enough, self.checks)
+        self.attention = BlockAttention(metal_kernel, self.checks)
+        self.delta = DeltaRule(metal_kernel, self.checks)
 
     def instances(self) -> Calls:
-        """Small calls of every kernel, in every form that a model may have it, as they are common.
+        """Small calls of every kernel in every form that models use, the most common forms first.
 
-        Weights and gates may have another dtype than rows, which are float32 then.
+        Weights and gates may have another dtype than the rows, which are float32 then.
         """
         mixed = [(mx.float32, dtype) for dtype in FLOATS if dtype != mx.float32]
         pairs = [*zip(FLOATS, FLOATS, strict=True), *mixed]
-        launchers = [one for one in vars(self).values() if isinstance(one, Launcher)]
-        for (dtype, stored), one in product(pairs, launchers):
-            yield from one.instances(dtype, stored, self.tensor_units)
+        launchers = [value for value in vars(self).values() if isinstance(value, Launcher)]
+        for (dtype, stored), launcher in product(pairs, launchers):
+            yield from launcher.instances(dtype, stored, self.tensor_units)
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,12 @@ class Wiring:
 
     Attributes:
         kernels: the kernels.
-        rows: the rows at which they run, by `Matrix.key`; attention asks `attention_rows`.
+        rows: the numbers of rows at which they run, by `Matrix.key`, or for attention by the keys
+            of `attention_rows`.
         exact: whether every row of a verify goes through our kernels, so that its bits do not
             depend on the number of rows.
         layers: the path of every swapped layer.
-        required: whether exact decoding was asked for, so that no kernel may be left to MLX.
+        required: whether the user asked for exact decoding, so that MLX's kernels may not run.
     """
 
     kernels: Kernels
@@ -108,47 +110,47 @@ class Wiring:
         return EXACT_ROWS if self.exact else None
 
 
-class OurLinear(Ours):
+class KernelLinear(KernelLayer):
     """A linear layer on our kernel for few rows."""
 
-    def _on_ours(self, x: mx.array) -> mx.array:
+    def _on_kernel(self, x: mx.array) -> mx.array:
         if self._fused is not None:
             try:
                 return _biased(self, self._fused(x))
-            except UnprovenError:
+            except KernelCheckFailed:
                 pass
         return _biased(self, self._product(x)[0])
 
 
-class OurHead(nn.Module):
-    """An embedding that is the head too, on our kernel; mixed into a stock class."""
+class KernelEmbedding(nn.Module):
+    """An embedding that is also the head, on our kernel. Mixed into a stock class."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x [..., D] -> logits [..., V]."""
         if x.size // x.shape[-1] in self._rows:
             try:
                 return self._product(x)[0]
-            except UnprovenError:
+            except KernelCheckFailed:
                 pass
         stock: Any = super()
         return stock.as_linear(x)
 
 
-class OurSwitchLinear(Ours):
+class KernelSwitchLinear(KernelLayer):
     """One linear layer per expert on our kernel.
 
     x [..., 1 or k, 1, K] of tokens sent to experts [..., k] -> [..., k, 1, N]. Sorted by expert,
     x is [tokens * k, 1, K] and the experts [tokens * k].
     """
 
-    def _on_ours(self, x: mx.array, experts: mx.array) -> mx.array:
+    def _on_kernel(self, x: mx.array, experts: mx.array) -> mx.array:
         return mx.expand_dims(of_experts(self, x, experts), -2)
 
 
-class VerifyConv1d(nn.Conv1d):
+class KernelConv1d(nn.Conv1d):
     """A recurrent layer's short convolution per channel, for exact decoding.
 
-    It sums in one order, where MLX picks a kernel by the number of rows.
+    It always sums in the same order, while MLX chooses a kernel by the number of rows.
     """
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -171,19 +173,22 @@ def _convolved(x: mx.array, weight: mx.array) -> mx.array:
     return y.astype(x.dtype)
 
 
-# By stock class, exactly: a subclass may compute something else.
+_KERNEL_LAYERS: Mapping[type, type] = {
+    nn.Linear: KernelLinear,
+    nn.QuantizedLinear: KernelLinear,
+    nn.Embedding: KernelEmbedding,
+    nn.QuantizedEmbedding: KernelEmbedding,
+    SwitchLinear: KernelSwitchLinear,
+    QuantizedSwitchLinear: KernelSwitchLinear,
+}
+# Our class for each stock class. Subclasses of a stock class may compute something else.
 SWAPS: Mapping[type, type] = {
-    stock: type(f"Verify{stock.__name__}", (ours, stock), {})
-    for ours, stocks in (
-        (OurLinear, (nn.Linear, nn.QuantizedLinear)),
-        (OurHead, (nn.Embedding, nn.QuantizedEmbedding)),
-        (OurSwitchLinear, (SwitchLinear, QuantizedSwitchLinear)),
-    )
-    for stock in stocks
+    stock: type(f"Kernel{stock.__name__}", (layer, stock), {})
+    for stock, layer in _KERNEL_LAYERS.items()
 }
 
 
-def wire(
+def swap_layers(
     model: nn.Module,
     config: dict[str, Any],
     kernels: Kernels,
@@ -196,24 +201,25 @@ def wire(
         model: an mlx-lm model, changed in place.
         config: its config.json.
         kernels: the kernels that the layers run on.
-        rows: the rows at which they run, by `Matrix.key`.
+        rows: the numbers of rows at which they run, by `Matrix.key`.
         exact: whether to send every verify of up to 64 rows through our kernels instead.
 
-    Raises `SettingsError` for exact=True with a layer that no kernel of ours can run.
+    Raises:
+        SettingsError: exact=True, and none of our kernels can run one of the layers.
     """
     layers = set()
-    found = list(matrices(model, config))
-    for path, module, matrix in found if exact else ():
+    layer_matrices = list(matrices(model, config))
+    for path, module, matrix in layer_matrices if exact else ():
         if not can_swap(module):
             raise SettingsError(
                 f"kernels=exact: {path} ({type(module).__name__}, {matrix.key}) has no kernel "
                 "whose rows are independent; leave it out."
             )
-    for path, module, matrix in found:
-        of = EXACT if exact else rows.get(matrix.key, NONE)
-        if of and can_swap(module):
+    for path, module, matrix in layer_matrices:
+        layer_rows = EXACT if exact else rows.get(matrix.key, NONE)
+        if layer_rows and can_swap(module):
             units = kernels.tensor_units and not exact and rows.get(tensor_key(matrix.key))
-            _swap(module, matrix=matrix, kernels=kernels, rows=of, tensor_units=bool(units))
+            _swap(module, matrix=matrix, kernels=kernels, rows=layer_rows, tensor_units=bool(units))
             layers.add(path)
     fuse(model)
     if exact:
@@ -222,17 +228,17 @@ def wire(
 
 
 def will_be_exact(model: nn.Module, config: dict[str, Any], rows: Rows) -> bool:
-    """Whether exact decoding is the default: it costs nothing, from 1 row to 16.
+    """Whether exact decoding is the default, because our kernels are faster at 1 to 16 rows.
 
-    It keeps off tensor units, so what won on those shows nothing.
+    Exact decoding does not use tensor units, so results on tensor units do not count.
     """
-    every = frozenset(range(1, WIDEST + 1))
-    return all(
-        can_swap(module)
-        and every <= rows.get(matrix.key, NONE)
-        and not rows.get(tensor_key(matrix.key))
-        for _, module, matrix in matrices(model, config)
-    )
+    all_rows = frozenset(range(1, WIDEST + 1))
+    for _, module, matrix in matrices(model, config):
+        if not can_swap(module) or rows.get(tensor_key(matrix.key)):
+            return False
+        if not all_rows <= rows.get(matrix.key, NONE):
+            return False
+    return True
 
 
 def chosen_together(
@@ -247,21 +253,26 @@ def chosen_together(
     for _, module, matrix in matrices(model, config):
         if can_swap(module):
             layers.setdefault(matrix.key, []).append((module, matrix))
-    key_of = {id(module): key for key, each in layers.items() for module, _ in each}
+    key_of = {}
+    for key, pairs in layers.items():
+        key_of |= {id(module): key for module, _ in pairs}
     together = {key: {key} for key in layers}
     for sharing in launches(model):
         keys = {key_of[id(layer)] for layer in sharing if id(layer) in key_of}
         merged = set().union(*(together[key] for key in keys))
         together |= dict.fromkeys(merged, merged)
     groups = dict.fromkeys(map(frozenset, together.values()))
-    return [{key: layers[key] for key in layers if key in group} for group in groups]
+    chosen_groups = []
+    for group in groups:
+        chosen_groups.append({key: layers[key] for key in layers if key in group})
+    return chosen_groups
 
 
 def _swap_convolutions(model: nn.Module) -> None:
     """Swap the convolutions of recurrent layers."""
     for module in model.modules():
         if type(module) is nn.Conv1d and _own_channel(module):
-            module.__class__ = VerifyConv1d
+            module.__class__ = KernelConv1d
             module._rows = EXACT
 
 

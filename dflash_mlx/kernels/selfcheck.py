@@ -1,9 +1,9 @@
-"""Proof that a launch gives what its reference gives on this device, before it is used.
+"""Checks that a kernel launch returns what its reference returns on this device, before its use.
 
-The kernels were developed on an emulator and meet a real GPU on the user's machine. So a launch of
-a form that has not run here before is first made with random rows, the model's own weights and
-shapes, and compared with its reference in plain MLX. What fails is left to MLX; the others run.
-Every kernel's module has the check beside the kernel and its reference.
+The kernels were developed on an emulator and meet a real GPU only on the user's machine. So before
+a launch of a new form runs, it is made with random rows and the model's weights and shapes, and
+compared with its reference in plain MLX. If it fails, MLX's kernel runs instead. Each kernel's
+module contains its check, next to the kernel and its reference.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..errors import KernelError
 TOLERANCES = {mx.float16: 2e-3, mx.bfloat16: 1.6e-2, mx.float32: 1e-4}
 
 
-class UnprovenError(KernelError):
-    """A launch failed its check on this device: MLX's kernel runs in its place."""
+class KernelCheckFailed(KernelError):
+    """A launch failed its check on this device, so MLX's kernel runs instead."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class KernelCheck:
     """One call of a kernel, and its expected result.
 
     Attributes:
-        key: which launches it is for, in words: what they multiply or read, and how many rows.
-        ours, reference: return arrays of the same shapes; the reference's are float32.
+        key: describes the launches that it covers: what they multiply or read, and how many rows.
+        ours: returns the results of the kernel.
+        reference: returns the expected results, in float32 and with the same shapes.
     """
 
     key: str
@@ -38,70 +39,70 @@ class KernelCheck:
     reference: Callable[[], list[mx.array]]
 
 
-def fault_of(check: KernelCheck) -> str | None:
-    """How a call fails: it does not run, or its result differs. None if it passes."""
+def find_fault(check: KernelCheck) -> str | None:
+    """How a call fails: it does not run, or its results differ. None if it passes."""
     try:
         results = check.ours()
         mx.eval(results)
     except (RuntimeError, ValueError, KernelError) as error:  # the compiler's, and of limits
-        return f"does not run ({_said(error.__cause__ or error)})"
+        return f"does not run ({_error_line(error.__cause__ or error)})"
     for result, reference in zip(results, check.reference(), strict=True):
         if result.shape != reference.shape:
             return f"gives {result.shape} instead of {reference.shape}"
         difference = mx.abs(result.astype(mx.float32) - reference).max()
         allowed = TOLERANCES[result.dtype] * mx.abs(reference).max()
-        if not mx.less_equal(difference, allowed).item():  # with a NaN, too
+        if not mx.less_equal(difference, allowed).item():  # also fails for NaN
             return f"differs from its reference by {difference.item():.2g}"
     return None
 
 
-def _said(error: BaseException) -> str:
-    """A message's first line with an error of the compiler, or its first line."""
+def _error_line(error: BaseException) -> str:
+    """The first line of a message that has a compiler error, or else its first line."""
     lines = str(*error.args[:1]).strip().splitlines() or [type(error).__name__]
     return next((line for line in lines if "error:" in line), lines[0]).strip()[:200]
 
 
-class Proofs:
-    """The launches that passed their check, shared by a model's kernels.
+class KernelChecks:
+    """The checks that passed or failed on this device, shared by the kernels of a model.
 
     Attributes:
-        proven: their keys; None where nothing is checked.
-        broken: what failed here, by key.
-        strict: whether what fails is an error: exact decoding runs on our kernels or not at all.
-        keep: called with new keys.
+        passed: the keys of checks that passed; None if nothing is to be checked.
+        failed: what is wrong with the launches that failed, by key.
+        must_pass: whether a failed check is an error. Exact decoding cannot use MLX's kernels.
+        on_pass: called with the keys of checks that have just passed.
     """
 
-    strict = False
+    must_pass = False
 
     def __init__(self) -> None:
-        self.proven: set[str] | None = None
-        self.broken: dict[str, str] = {}
-        self.keep: Callable[[Collection[str]], None] = lambda proven: None
+        self.passed: set[str] | None = None
+        self.failed: dict[str, str] = {}
+        self.on_pass: Callable[[Collection[str]], None] = lambda passed: None
 
-    def require(self, check: KernelCheck) -> None:
-        """Make the check, if this launch was never made. Raises `UnprovenError` if it fails."""
-        if self.proven is None or check.key in self.proven:
+    def ensure(self, check: KernelCheck) -> None:
+        """Run a check unless its result is known. Raises `KernelCheckFailed` if it fails."""
+        if self.passed is None or check.key in self.passed:
             return
-        if check.key not in self.broken:
-            fault = fault_of(check)
+        if check.key not in self.failed:
+            fault = find_fault(check)
             if fault is None:
-                self.proven.add(check.key)
-                self.keep([check.key])
+                self.passed.add(check.key)
+                self.on_pass([check.key])
                 return
-            self.broken[check.key] = f"{check.key} {fault}"
-            if not self.strict:
+            self.failed[check.key] = f"{check.key} {fault}"
+            if not self.must_pass:
                 warnings.warn(
                     "dflash-mlx: a kernel of ours is broken here and left out: "
-                    f"{self.broken[check.key]}. Please report this.",
+                    f"{self.failed[check.key]}. Please report this.",
                     stacklevel=2,
                 )
-        problem = self.broken[check.key]
-        if self.strict:
+        problem = self.failed[check.key]
+        if self.must_pass:
             raise KernelError(
                 f"Exact decoding needs our kernels: {problem}. Load with kernels=off (--kernels "
                 "off on the command line), and please report this."
             )
-        raise UnprovenError(problem)
+        raise KernelCheckFailed(problem)
 
 
 class Noise:

@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from ..errors import KernelError
 from .launcher import FEWEST, Calls, Kernel, KernelFactory, Launch, Launcher, dtype_name
-from .selfcheck import KernelCheck, Noise, Proofs
+from .selfcheck import KernelCheck, KernelChecks, Noise
 from .weights import (
     Weights,
     check_products,
@@ -100,14 +100,14 @@ Prepared = tuple[mx.Dtype | None, Launch, tuple[Launch, mx.array] | None]
 
 
 class Product:
-    """x [..., K] by weights that stay: by each of them, or gated by the first.
+    """x [..., K] by fixed weights: by each of them, or gated by the first.
 
-    The launches for weights of one kind are shared.
+    Weights of the same kind share their launches.
 
     Args:
-        kernels: makes them.
-        weights: [N, K], or [E, N, K] of experts.
-        gated: whether the first is a gate and the second its partner.
+        kernels: makes the launches.
+        weights: [N, K], or [E, N, K] for experts.
+        gated: whether the first weight is the gate of the second.
     """
 
     def __init__(self, kernels: VerifyMatmul, weights: Sequence[Weights], gated: bool) -> None:
@@ -120,7 +120,9 @@ class Product:
     @classmethod
     def of(cls, products: Sequence[Product], gated: bool) -> Product:
         """Products of the same x in one launch."""
-        return cls(products[0]._kernels, [w for one in products for w in one.weights], gated)
+        return cls(
+            products[0]._kernels, [w for product in products for w in product.weights], gated
+        )
 
     def __call__(self, x: mx.array, experts: mx.array | None = None) -> list[mx.array]:
         """The results [..., N], or [..., k, N] of the experts [..., k] of every row."""
@@ -151,7 +153,7 @@ class VerifyMatmul(Launcher):
     The bits for several w may differ from those for one: K is split by their total size.
 
     Args:
-        metal_kernel, proofs: as of `Launcher`.
+        metal_kernel, checks: as of `Launcher`.
         enough: tiles to keep the chip busy; K is split until there are as many.
     """
 
@@ -159,9 +161,9 @@ class VerifyMatmul(Launcher):
         self,
         metal_kernel: KernelFactory = mx.fast.metal_kernel,
         enough: int = ENOUGH_TILES,
-        proofs: Proofs | None = None,
+        checks: KernelChecks | None = None,
     ) -> None:
-        super().__init__(metal_kernel, proofs)
+        super().__init__(metal_kernel, checks)
         self._enough = enough
 
     def __call__(
@@ -181,7 +183,7 @@ class VerifyMatmul(Launcher):
         return Product(self, weights, gated)(x, experts)
 
     def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
-        """See `Launcher.instances`: with a whole K, and with one that is split."""
+        """Calls with a whole K, and with a K that is split."""
         for columns, depth in ((32, 256), (64, 1024)):
             for w in every_form(stored, tensor_units, columns, depth):
                 x = mx.ones((9, depth), dtype)
@@ -221,12 +223,13 @@ class VerifyMatmul(Launcher):
         def ours() -> list[mx.array]:
             results = kernel(rows, *weights, gated=gated, experts=experts)
             parts = zip(results, columns, weights, strict=False)
-            return [y[..., of] if y.shape[-1] == w.shape[-2] else y for y, of, w in parts]
+            return [y[..., kept] if y.shape[-1] == w.shape[-2] else y for y, kept, w in parts]
 
         def reference() -> list[mx.array]:
-            of = [dequantized(columns_of(*each)) for each in zip(weights, columns, strict=True)]
+            pairs = zip(weights, columns, strict=True)
+            compared = [dequantized(columns_of(w, kept)) for w, kept in pairs]
             return self._reference(
-                rows.astype(mx.float32), weights=of, gated=gated, experts=experts
+                rows.astype(mx.float32), weights=compared, gated=gated, experts=experts
             )
 
         return KernelCheck(key, ours, reference)
@@ -247,7 +250,7 @@ class VerifyMatmul(Launcher):
     ) -> Prepared:
         check_products(x, layout="[N, K]", weights=weights, gated=gated, most=COUNTS[-1])
         dtype = result_dtype(x, *weights)
-        of = traits(weights[0])
+        weight_constants = traits(weights[0])
         columns = [w.shape[0] for w in (weights[:1] if gated else weights)]
         rows = prod(x.shape[:-1])
         total = sum(columns)
@@ -260,7 +263,7 @@ class VerifyMatmul(Launcher):
         size = max(FEWEST, splits * (1 + gated) * rows * total)
         multiply = self._launch(
             _product(len(columns), form=form(dtype, *weights), gated=gated, split=split),
-            constants={"T": dtype, **of},
+            constants={"T": dtype, **weight_constants},
             grid=(tiles * THREADS, splits, -(-rows // TILE_ROWS)),
             threadgroup=(THREADS, 1, 1),
             outputs=[((size,), mx.float32)] if split else results,
@@ -284,13 +287,13 @@ def _product(count: int, form: str, gated: bool, split: bool) -> Kernel:
     outputs = _outputs(count)
     flags = {"gated": _literal(gated), "split": _literal(split)}
     body = START
-    for at, (name, output) in enumerate(zip(names, outputs, strict=True)):
+    for index, (name, output) in enumerate(zip(names, outputs, strict=True)):
         named = {
             "name": name,
             "matrix": matrix(name, form),
             "output": output if not split else "sums",
         }
-        body += (_NEXT if at else _FIRST).format(**named, **flags)
+        body += (_NEXT if index else _FIRST).format(**named, **flags)
     body += _CALL.format(
         up=matrix("up", form) if gated else "w",
         to="to + before" if split else "to",
@@ -307,11 +310,11 @@ def _product(count: int, form: str, gated: bool, split: bool) -> Kernel:
 
 
 def _merge(count: int, gated: bool) -> Kernel:
-    """The kernel that adds the splits of as many results."""
+    """The kernel that adds the splits of `count` results."""
     body = _SUM.format(gated=_literal(gated))
     outputs = _outputs(count)
-    for at, output in enumerate(outputs, start=1):
-        body += _STORE.format(at=at, output=output)
+    for number, output in enumerate(outputs, start=1):
+        body += _STORE.format(at=number, output=output)
     name = f"merge_splits{'_gate_up' * gated}{f'_{count}' * (count > 1)}"
     return Kernel(
         name, file="merge_splits.metal", inputs=["sums", "sizes"], outputs=outputs, body=body
@@ -327,8 +330,8 @@ def _literal(flag: bool) -> str:
 
 
 def _columns(count: int) -> mx.array:
-    """The columns to compare: the reference of a whole matrix takes long."""
-    starts = (0, count // 2, count - COLUMNS)
-    return mx.array(
-        sorted({at + i for at in starts for i in range(COLUMNS) if 0 <= at + i < count})
-    )
+    """The columns to compare, because the reference of a whole matrix takes long."""
+    columns: set[int] = set()
+    for start in (0, count // 2, count - COLUMNS):
+        columns.update(range(max(0, start), min(count, start + COLUMNS)))
+    return mx.array(sorted(columns))

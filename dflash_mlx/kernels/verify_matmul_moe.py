@@ -80,9 +80,9 @@ class VerifyMatmulMoe(VerifyMatmul):
             yield partial(self, x, w, w, gated=True, experts=experts)
 
     def routing(self, experts: mx.array) -> list[mx.array]:
-        """What sorts the experts, and the experts, flat; the products of one unit share them."""
-        known, routing = self._last
-        if known is not experts:
+        """The order that sorts the experts, and the flat experts, which a unit's products share."""
+        last_experts, routing = self._last
+        if last_experts is not experts:
             pairs = experts.reshape(-1).astype(mx.uint32)
             routing = [in_device_memory(mx.argsort(pairs)), in_device_memory(pairs)]
             self._last = experts, routing

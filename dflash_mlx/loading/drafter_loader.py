@@ -202,10 +202,10 @@ def open_drafter(
         drafter = _read(source, target, window)
         _prepare(source.name, drafter, quantization)
     if kernels is not None:
-        from .kernel_plan import wire_drafter
+        from .kernel_plan import use_drafter_kernels
 
         network = drafter.model.model if isinstance(drafter, DraftModel) else drafter
-        wire_drafter(network, kernels)
+        use_drafter_kernels(network, kernels)
     if target is not None:
         drafter.check_fits(target)
         if isinstance(drafter, DFlash):

@@ -21,12 +21,12 @@ from ..kernels.choose import (
     Rows,
     key_at,
     read_choices,
-    read_proofs,
+    read_passed_checks,
     store_choices,
-    store_proofs,
+    store_passed_checks,
     tensor_key,
 )
-from ..kernels.modules import EXACT, Kernels, Wiring, chosen_together, will_be_exact, wire
+from ..kernels.modules import EXACT, Kernels, Wiring, chosen_together, swap_layers, will_be_exact
 from ..kernels.shapes import dtype_of, matrices
 from ..proposal import Proposal
 from ..targets import Target, attention
@@ -37,7 +37,7 @@ DRAFTER_SECONDS = 1.0  # of a drafter's stopwatch
 PROMPT = 40  # tokens before the rows that `check_exact` compares
 
 
-def wire_target(
+def use_kernels(
     target: Target, kernels: Kernels, exact: bool | None, stopwatch: Stopwatch | None = None
 ) -> Target:
     """Give a target's layers to our kernels where they are faster on this machine; returns it.
@@ -62,19 +62,20 @@ def wire_target(
         exact = will_be_exact(model, config, rows)
     if exact:
         attention.check_exact(target.pairs())
-    kernels.proofs.strict = exact
+    kernels.checks.must_pass = exact
     target.wiring = replace(
-        wire(model, config=config, kernels=kernels, rows=rows, exact=exact), required=required
+        swap_layers(model, config=config, kernels=kernels, rows=rows, exact=exact),
+        required=required,
     )
     return target
 
 
 def begin_checks(kernels: Kernels) -> None:
     """Have every launch of these kernels checked that has not passed on this device before."""
-    kernels.proofs.proven = kernels.proofs.proven or set()
+    kernels.checks.passed = kernels.checks.passed or set()
     if kernels.on_device:  # what an emulator takes says nothing
-        kernels.proofs.proven = read_proofs()
-        kernels.proofs.keep = store_proofs
+        kernels.checks.passed = read_passed_checks()
+        kernels.checks.on_pass = store_passed_checks
 
 
 def forms(target: Target) -> list[str]:
@@ -149,7 +150,9 @@ def _fill(target: Target, caches: Sequence[Any], depth: int) -> None:
     mx.eval(filled)
 
 
-def wire_drafter(drafter: nn.Module, kernels: Kernels, stopwatch: Stopwatch | None = None) -> None:
+def use_drafter_kernels(
+    drafter: nn.Module, kernels: Kernels, stopwatch: Stopwatch | None = None
+) -> None:
     """The same for a drafter, never exact: drafts do not change the text."""
     names = [matrix.key for _, _, matrix in matrices(drafter, {})]
     rows = read_choices(names)
@@ -159,7 +162,7 @@ def wire_drafter(drafter: nn.Module, kernels: Kernels, stopwatch: Stopwatch | No
     if rows is None and stopwatch is not None:
         rows = autotune_products(drafter, kernels, stopwatch)
         store_choices(names, rows)
-    wire(drafter, config={}, kernels=kernels, rows=rows or {})
+    swap_layers(drafter, config={}, kernels=kernels, rows=rows or {})
 
 
 def check_exact(target: Target) -> None:
@@ -178,7 +181,7 @@ def check_exact(target: Target) -> None:
         if wiring.required:
             raise
         target.wiring = replace(wiring, exact=False)
-        wiring.kernels.proofs.strict = False
+        wiring.kernels.checks.must_pass = False
         warnings.warn(f"dflash-mlx: {error.args[0]}", stacklevel=4)
 
 

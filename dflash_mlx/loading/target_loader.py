@@ -119,9 +119,9 @@ def open_target(
         target = Target(model, tokenizer=tokenizer, config=config, name=name)
         check_runs(target)
         if kernels is not None:
-            from .kernel_plan import check_exact, wire_target
+            from .kernel_plan import check_exact, use_kernels
 
-            target = wire_target(target, kernels, exact or None)
+            target = use_kernels(target, kernels, exact or None)
             check_exact(target)
     target.sampling_defaults = folder.sampling_defaults
     return target

@@ -14,7 +14,7 @@ from .facts import memory_bytes
 PAGEABLE = 0.35  # of the memory, at least, so that the rest of the system goes on
 
 
-def wire(weights: int) -> int:
+def pin_weights(weights: int) -> int:
     """Wire this many bytes, those of the weights that were just loaded, as far as the Mac can.
 
     Returns the bytes that are: 0 on another device, and no more than the GPU should have.

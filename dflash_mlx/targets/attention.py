@@ -22,7 +22,7 @@ import mlx.nn as nn
 from ..errors import SettingsError
 from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, AttentionCall, TreeMask
 from ..kernels.choose import attention_rows
-from ..kernels.selfcheck import UnprovenError
+from ..kernels.selfcheck import KernelCheckFailed
 from ..kernels.shapes import attention_key
 from ..kernels.weights import AffineWeights
 from ..subclassing import stock_class
@@ -155,7 +155,7 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
                     tree=tree,
                 )
             )
-        except UnprovenError:
+        except KernelCheckFailed:
             return stock()
 
     return attend

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..kernels.delta_rule import Tape
+from ..kernels.delta_rule import DeltaInputs
 from ..subclassing import stock_class
 from .internals import (
     GATED_DELTA,
@@ -231,13 +231,13 @@ class GatedDelta(Recurrence):
 
     def _tape(
         self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
-    ) -> tuple[mx.array, Tape]:
+    ) -> tuple[mx.array, DeltaInputs]:
         """The queries, and the other inputs of our kernels."""
         mixer = self.mixer
         queries, keys, values = self._heads(convolved)
         if state is None:
             state = mx.zeros((1, mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim))
-        return queries, Tape(keys, values, *self._decay(*gates), state)
+        return queries, DeltaInputs(keys, values, *self._decay(*gates), state)
 
     def _heads(self, convolved: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Queries and keys [B, n, Hk, Dk] and values [B, n, Hv, Dv]."""

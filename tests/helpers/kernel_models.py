@@ -10,7 +10,7 @@ import mlx.core as mx
 from kernel_check import kernel_factory
 from metal_host.wrapper import Wrapper, wrap
 
-from dflash_mlx.kernels.modules import Kernels, wire
+from dflash_mlx.kernels.modules import Kernels, swap_layers
 from dflash_mlx.loading.kernel_plan import candidates
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.targets import Target
@@ -68,7 +68,7 @@ def exact_target(
     """Such a model with all of its verify on our kernels."""
     model = half_precision(family, bits, dtype)
     config = copy.deepcopy(families.CONFIGS[family])
-    wiring = wire(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
+    wiring = swap_layers(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
     return Target(model, tokenizer=families.Letters(), config=config, name=family, wiring=wiring)
 
 
@@ -76,7 +76,9 @@ def chosen_target(family: str, factory) -> Target:
     """Such a model in float32, where ours won from 4 rows on."""
     target = float_target(family)
     rows = {key: frozenset(range(4, max(of) + 1)) for key, of in candidates(target).items()}
-    target.wiring = wire(target.model, config=target.config, kernels=Kernels(factory), rows=rows)
+    target.wiring = swap_layers(
+        target.model, config=target.config, kernels=Kernels(factory), rows=rows
+    )
     return target
 
 

@@ -18,8 +18,8 @@ from dflash_mlx.loading.kernel_plan import (
     candidates,
     forms,
     time_verifies,
-    wire_drafter,
-    wire_target,
+    use_drafter_kernels,
+    use_kernels,
 )
 
 
@@ -177,7 +177,7 @@ def test_a_drafter_is_timed_once(products, wins, monkeypatch):
     for again in (False, True):
         drafter = half_precision("qwen3")
         calls = stopwatch.calls
-        wire_drafter(drafter, Kernels(clock), stopwatch)
+        use_drafter_kernels(drafter, Kernels(clock), stopwatch)
         assert (stopwatch.calls == calls) == again
         assert (type(drafter.lm_head) in SWAPS.values()) == wins
 
@@ -187,17 +187,17 @@ def test_a_model_is_timed_once(monkeypatch):
     monkeypatch.setattr(kernel_plan, "begin_checks", lambda kernels: None)
     exact, clock, stopwatch = timed(-0.01, -0.01)
     assert (
-        wire_target(exact, kernels=Kernels(clock), exact=True, stopwatch=stopwatch).wiring.exact
+        use_kernels(exact, kernels=Kernels(clock), exact=True, stopwatch=stopwatch).wiring.exact
         and not stopwatch.calls
     )
     target, clock, stopwatch = timed(-0.01, -0.01)
-    ours = wire_target(target, kernels=Kernels(clock), exact=False, stopwatch=stopwatch)
+    ours = use_kernels(target, kernels=Kernels(clock), exact=False, stopwatch=stopwatch)
     rows = ours.wiring.rows
     calls = stopwatch.calls
     assert rows == read_choices(forms(target)) and all(rows.values())
     assert ours.wiring.layers and calls
     again, *_ = timed(0.0, 0.0)
-    assert wire_target(
+    assert use_kernels(
         again, kernels=Kernels(clock), exact=None, stopwatch=stopwatch
     ).wiring.exact, "free at every row"
     assert stopwatch.calls == calls

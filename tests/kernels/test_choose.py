@@ -9,9 +9,9 @@ from dflash_mlx.kernels.choose import (
     chosen,
     key_at,
     read_choices,
-    read_proofs,
+    read_passed_checks,
     store_choices,
-    store_proofs,
+    store_passed_checks,
 )
 from dflash_mlx.kernels.shapes import Matrix
 
@@ -41,12 +41,12 @@ def test_choices_and_proofs_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
     model = [FOUR.key, FOUR.key, HALF.key]
     rows = {FOUR.key: frozenset({4, 5}), HALF.key: NONE}
-    assert read_choices(model) is None and read_proofs() == set()
+    assert read_choices(model) is None and read_passed_checks() == set()
     store_choices(model, rows)
     store_choices([HALF.key], {})
-    store_proofs(["a"])
-    store_proofs(["b"])
-    assert read_proofs() == {"a", "b"} and read_choices([HALF.key]) == {}
+    store_passed_checks(["a"])
+    store_passed_checks(["b"])
+    assert read_passed_checks() == {"a", "b"} and read_choices([HALF.key]) == {}
     assert read_choices(model) == rows and read_choices([*reversed(model)]) == rows
     [file] = (tmp_path / "kernels").iterdir()
     stored = file.read_text()
@@ -58,13 +58,13 @@ def test_choices_and_proofs_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_
     ):
         with monkeypatch.context() as patch:
             change(patch)
-            assert read_choices(model) is None and read_proofs() == set()
+            assert read_choices(model) is None and read_passed_checks() == set()
             store_choices(model, {})
             [other] = set((tmp_path / "kernels").iterdir()) - {file}
             other.write_text(stored)
-            assert read_choices(model) is None and read_proofs() == set()
+            assert read_choices(model) is None and read_passed_checks() == set()
             other.unlink()
     assert read_choices([FOUR.key, HALF.key]) is None, "a model of other layers"
     for damaged in ("{", "[]", '{"of": 3}', "\x00"):
         file.write_text(damaged)
-        assert read_choices(model) is None and read_proofs() == set()
+        assert read_choices(model) is None and read_passed_checks() == set()

@@ -22,8 +22,8 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.delta_rule import (
     MOST_NODES,
+    DeltaInputs,
     DeltaRule,
-    Tape,
     delta_verify_reference,
     visits,
 )
@@ -62,7 +62,7 @@ def draft(
     dims: tuple[int, int],
     gates: mx.Dtype | None = None,
     decay: tuple[float, float] = (0.0, 1.0),
-) -> tuple[mx.array, Tape]:
+) -> tuple[mx.array, DeltaInputs]:
     """Random queries and a tape. gates: beta's dtype."""
     mx.random.seed(rows + dims[0])
     directions = mx.random.normal((2, 1, rows, heads[0], dims[0]))
@@ -70,7 +70,7 @@ def draft(
     values = mx.random.normal((1, rows, heads[1], dims[1])).astype(dtype)
     kept = mx.random.uniform(*decay, (1, rows, heads[1]))
     beta = mx.random.uniform(shape=(1, rows, heads[1])).astype(gates or dtype)
-    return queries, Tape(
+    return queries, DeltaInputs(
         keys,
         values=values,
         decay=kept,
@@ -79,17 +79,17 @@ def draft(
     )
 
 
-def taken(tape: Tape, rows, state: mx.array | None = None) -> Tape:
+def taken(tape: DeltaInputs, rows, state: mx.array | None = None) -> DeltaInputs:
     """Some rows of a tape, behind its state or another."""
     if isinstance(rows, mx.array):
         parts = (mx.take(x, rows, axis=1) for x in tape[:-1])
     else:
         parts = (x[:, rows] for x in tape[:-1])
-    return Tape(*parts, tape.state if state is None else state)
+    return DeltaInputs(*parts, tape.state if state is None else state)
 
 
 def rule(
-    queries: mx.array, tape: Tape, parents: list[int] | None = None
+    queries: mx.array, tape: DeltaInputs, parents: list[int] | None = None
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """Outputs in float64 [1, N, Hv, Dv], how large what is added up for them is, and all states."""
     q, k, v, decay, beta, state = (float64(x)[0] for x in (queries, *tape))
@@ -110,7 +110,9 @@ def is_state(following: mx.array, state: np.ndarray) -> bool:
     return within_rounding(following, state[None], np.abs(state[None]) + 1)
 
 
-def check(kernel, queries: mx.array, tape: Tape, parents: list[int] | None = None) -> mx.array:
+def check(
+    kernel, queries: mx.array, tape: DeltaInputs, parents: list[int] | None = None
+) -> mx.array:
     """The kernel's outputs, and a chain's state, after holding them to one rounding."""
     y, following = kernel.verify(queries, tape, parents)
     truth, size, states = rule(queries, tape, parents)
@@ -124,9 +126,9 @@ def check(kernel, queries: mx.array, tape: Tape, parents: list[int] | None = Non
 def test_kernel_and_reference_are_the_delta_rule(dtype, rows, heads, dims, tree, kernel):
     queries, tape = draft(dtype, rows=rows, heads=heads, dims=dims)
     parents = random_parents(rows) if tree else None
-    check(kernel, queries=queries, tape=tape, parents=parents)
+    check(kernel, queries=queries, inputs=tape, parents=parents)
     outputs, _, states = rule(queries, tape, parents)
-    exact = Tape(*(x.astype(mx.float32) for x in tape))
+    exact = DeltaInputs(*(x.astype(mx.float32) for x in tape))
     found, following = delta_verify_reference(queries.astype(mx.float32), exact, parents)
     assert relative_error(found, mx.array(outputs, mx.float32)) < TOLERANCES[mx.float32]
     assert (following is None) == tree

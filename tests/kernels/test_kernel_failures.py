@@ -10,7 +10,7 @@ from kernel_models import Launches, float_target, half_precision
 
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
-from dflash_mlx.kernels.modules import Kernels, wire
+from dflash_mlx.kernels.modules import Kernels, swap_layers
 from dflash_mlx.loading import kernel_plan
 from dflash_mlx.loading.kernel_plan import candidates
 from dflash_mlx.targets import Target
@@ -57,7 +57,7 @@ def wired(family: str, factory: Launches) -> Target:
     config = families.CONFIGS[family]
     target = Target(model, tokenizer=families.Letters(), config=config, name=family)
     ours = dict.fromkeys(candidates(target), frozenset(range(2, 17)))
-    target.wiring = wire(
+    target.wiring = swap_layers(
         model, config=config, kernels=Kernels(factory), rows=ours, exact=family == "qwen3_5"
     )
     return target

@@ -15,17 +15,17 @@ from mlx_lm.models.gpt_oss import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from dflash_mlx.kernels.choose import NONE, tensor_key
-from dflash_mlx.kernels.fused import UNITS, VerifySwitchGLU, shared_inputs
+from dflash_mlx.kernels.fused import UNITS, KernelSwitchGLU, shared_inputs
 from dflash_mlx.kernels.modules import (
     EXACT_ROWS,
     SWAPS,
+    KernelConv1d,
     Kernels,
-    VerifyConv1d,
     can_swap,
     chosen_together,
     restored,
+    swap_layers,
     will_be_exact,
-    wire,
 )
 from dflash_mlx.kernels.shapes import matrices
 
@@ -83,7 +83,7 @@ def test_up_to_64_tokens_are_ours_and_more_are_not(kind, quantized):
         if "bias" in part:
             part.bias = mx.random.normal(part.bias.shape)
     expected = {rows: call(layer, rows) for rows in (1, 33, EXACT_ROWS, EXACT_ROWS + 1)}
-    wire(model, config=CONFIG, kernels=Kernels(launches), rows={}, exact=True)
+    swap_layers(model, config=CONFIG, kernels=Kernels(launches), rows={}, exact=True)
     for rows, y in expected.items():
         launches.counts.clear()
         assert relative_error(call(layer, rows), y) < 1e-5
@@ -95,7 +95,7 @@ def test_up_to_64_tokens_are_ours_and_more_are_not(kind, quantized):
 def test_our_experts_are_not_sorted_by_mlx_too(monkeypatch):
     """As MLX does from 64 pairs of a token and an expert on."""
     model = Alone("mlp", SwitchGLU(64, 32, 5, SwigluOAI(), bias=True), True)
-    wire(model, config=CONFIG, kernels=Kernels(kernel_factory()), rows={}, exact=True)
+    swap_layers(model, config=CONFIG, kernels=Kernels(kernel_factory()), rows={}, exact=True)
     monkeypatch.setattr(switch_layers, "_gather_sort", None)
     assert call(model.mlp, 48).shape == (1, 48, TOP_K, 64)
 
@@ -107,7 +107,7 @@ def test_no_tokens_are_left_to_mlx(kind):
     model = Alone(name, make(), False)
     kernels = Kernels(kernel_factory())
     layer = getattr(model, name)
-    wire(model, config=CONFIG, kernels=kernels, rows={}, exact=True)
+    swap_layers(model, config=CONFIG, kernels=kernels, rows={}, exact=True)
     assert call(layer, 0).size == 0
 
 
@@ -155,14 +155,14 @@ def test_only_convolutions_of_single_channels_are_ours():
     others += [nn.Conv1d(8, 8, 4), nn.Conv1d(8, 8, 4, groups=4), nn.Conv1d(8, 16, 4, groups=8)]
     for exact in (False, True):
         model = nn.Sequential(*ours, *others)
-        wire(model, config={}, kernels=Kernels(kernel_factory()), rows={}, exact=exact)
-        swapped = [layer for layer in model.layers if type(layer) is VerifyConv1d]
+        swap_layers(model, config={}, kernels=Kernels(kernel_factory()), rows={}, exact=exact)
+        swapped = [layer for layer in model.layers if type(layer) is KernelConv1d]
         assert swapped == (ours if exact else [])
     model = half_precision("qwen3_5")
     config = families.CONFIGS["qwen3_5"]
-    wire(model, config=config, kernels=Kernels(kernel_factory()), rows={}, exact=True)
+    swap_layers(model, config=config, kernels=Kernels(kernel_factory()), rows={}, exact=True)
     convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv1d)]
-    assert convolutions and {type(layer) for layer in convolutions} == {VerifyConv1d}
+    assert convolutions and {type(layer) for layer in convolutions} == {KernelConv1d}
 
 
 @pytest.mark.parametrize(("q_rows", "kv_rows", "launches"), [(4, 4, [3]), (4, 5, [2]), (4, 0, [])])
@@ -172,7 +172,7 @@ def test_only_layers_for_the_same_rows_share_a_launch(q_rows, kv_rows, launches)
     shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
     rows = {shape[256]: frozenset(range(q_rows)), shape[128]: frozenset(range(kv_rows))}
     groups = list(shared_inputs(model))
-    wire(model, config=config, kernels=Kernels(kernel_factory()), rows=rows)
+    swap_layers(model, config=config, kernels=Kernels(kernel_factory()), rows=rows)
     for layers in groups:
         given = [layer for layer in layers if getattr(layer, "_fused", None)]
         fused = Counter(layer._fused.func for layer in given)
@@ -190,7 +190,7 @@ def test_nothing_of_a_wiring_is_left_for_the_next():
     gated = {matrix.key for _, module, matrix in matrices(model, config) if module is unit.up_proj}
     for left in (set(), gated):
         with restored(model):
-            wire(
+            swap_layers(
                 model,
                 config=config,
                 kernels=kernels,
@@ -217,13 +217,15 @@ def test_a_swapped_layer_keeps_its_weights_and_their_names():
     config = families.CONFIGS["qwen3_moe"]
     before = dict(tree_flatten(model.parameters()))
     layers = dict(model.named_modules())
-    wiring = wire(model, config=config, kernels=Kernels(quick_factory()), rows={}, exact=True)
+    wiring = swap_layers(
+        model, config=config, kernels=Kernels(quick_factory()), rows={}, exact=True
+    )
     after = dict(tree_flatten(model.parameters()))
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
     swapped = {path: module for path, module in model.named_modules() if path in wiring.layers}
     assert all(layers[path] is module for path, module in swapped.items())
     assert {type(module) for module in swapped.values()} <= set(SWAPS.values())
-    assert VerifySwitchGLU in map(type, model.modules())
+    assert KernelSwitchGLU in map(type, model.modules())
     # And no class was touched: a new layer is a stock one.
     assert type(nn.Linear(8, 8)) is nn.Linear and type(half_precision("qwen3").lm_head) in SWAPS
 
@@ -235,7 +237,7 @@ def test_a_gated_unit_is_fused_only_as_a_whole():
     kernels = Kernels(quick_factory())
     four = frozenset({4})
     shape = {matrix.columns: matrix.key for _, _, matrix in matrices(model, config)}
-    wire(model, config=config, kernels=kernels, rows={shape[128]: four})
+    swap_layers(model, config=config, kernels=kernels, rows={shape[128]: four})
     assert type(model.layers[0].mlp.gate_proj) in SWAPS.values()
     assert type(model.layers[0].mlp) not in UNITS.values()
 
@@ -256,7 +258,7 @@ def test_gate_and_up_of_other_kinds_share_no_launch(groups, biases, shared):
         nn.QuantizedLinear(64, 128, bias, group, 4)
         for bias, group in zip(biases, groups, strict=True)
     )
-    wire(
+    swap_layers(
         model,
         config=families.CONFIGS["qwen3"],
         kernels=Kernels(quick_factory()),
@@ -271,7 +273,7 @@ def test_a_convolution_in_one_order_is_the_stock_one():
     layer = nn.Conv1d(8, 8, 4, groups=8)
     layer.bias = mx.random.normal((8,), key=mx.random.key(1))
     stock = layer(x)
-    layer.__class__ = VerifyConv1d
+    layer.__class__ = KernelConv1d
     layer._rows = range(1, 65)
     assert mx.allclose(layer(x), stock, atol=1e-6)
     assert same_bits(layer(x)[:, 4:5], layer(x[:, 4:8]))

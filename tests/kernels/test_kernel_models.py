@@ -18,7 +18,7 @@ from oracle import Oracle, random_tree
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.kernels.modules import SWAPS, Kernels, wire
+from dflash_mlx.kernels.modules import SWAPS, Kernels, swap_layers
 from dflash_mlx.loading import kernel_plan
 from dflash_mlx.loading.kernel_plan import candidates
 from dflash_mlx.loading.quantization import Quantization
@@ -186,7 +186,7 @@ def test_what_cannot_be_exact_is_refused():
     def refusal(model, family):
         with pytest.raises(SettingsError, match="leave it out") as caught:
             config = families.CONFIGS[family]
-            plan = wire(model, config=config, kernels=kernels, rows={}, exact=True)
+            plan = swap_layers(model, config=config, kernels=kernels, rows={}, exact=True)
             Target(model, tokenizer=families.Letters(), config=config, name=family, wiring=plan)
         return str(caught.value)
 

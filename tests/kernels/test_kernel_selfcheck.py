@@ -13,8 +13,8 @@ from program import run
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels import choose
-from dflash_mlx.kernels.modules import Kernels, wire
-from dflash_mlx.kernels.selfcheck import Proofs, UnprovenError
+from dflash_mlx.kernels.modules import Kernels, swap_layers
+from dflash_mlx.kernels.selfcheck import KernelCheckFailed, KernelChecks
 from dflash_mlx.kernels.verify_matmul_moe import VerifyMatmulMoe
 from dflash_mlx.loading import kernel_plan, load
 from dflash_mlx.loading.kernel_plan import begin_checks, candidates
@@ -82,7 +82,9 @@ def wired(family, factory, bits=4, exact=False):
     kernels = Kernels(factory)
     rows = candidates(target)
     begin_checks(kernels)
-    target.wiring = wire(target.model, config=config, kernels=kernels, rows=rows, exact=exact)
+    target.wiring = swap_layers(
+        target.model, config=config, kernels=kernels, rows=rows, exact=exact
+    )
     return target
 
 
@@ -105,7 +107,7 @@ def found(family, factory, bits=4, exact=False, kv_bits=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         answer(target, kv_bits)
-    return target.wiring.kernels.proofs.broken
+    return target.wiring.kernels.checks.failed
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concer
     target = wired(family, broken_where(concerns, wrong))
     with pytest.warns(UserWarning, match="a kernel of ours is broken here and left out"):
         logits = answer(target)
-    problems = target.wiring.kernels.proofs.broken
+    problems = target.wiring.kernels.checks.failed
     assert problems and all(name in key for key in problems), problems
     words = "does not run (program_source:52:13: error: use of undeclared identifier 'fragment')"
     if wrong is not does_not_compile:
@@ -186,13 +188,13 @@ def test_what_nobody_asked_for_is_not_compiled(bits):
     """Quantized keys, trees, other numbers of rows: each is checked with its first use."""
     recorder = Recorder()
     target = wired("qwen3", recorder)
-    proofs = target.wiring.kernels.proofs
+    checks = target.wiring.kernels.checks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # zeros are not what a reference gives
         for rows, kv_bits in ((4, None), (4, bits), (9, None)):
-            proofs.broken.clear()
+            checks.failed.clear()
             target.start(kv_bits=kv_bits).verify(dm.Proposal([7] * rows))
-            attention = [key for key in proofs.broken if key.startswith("attention")]
+            attention = [key for key in checks.failed if key.startswith("attention")]
             assert len(attention) == 1 and f"a chain of {rows}" in attention[0]
             assert (f"over {bits}-bit keys" in attention[0]) == (kv_bits is not None)
     assert not any("tree" in wrapper.name for wrapper in recorder.wrappers.values())
@@ -281,10 +283,10 @@ def test_a_check_sends_rows_to_experts_of_their_own():
 
         return launch
 
-    proofs = Proofs()
-    proofs.proven = set()
-    with pytest.raises(UnprovenError), pytest.warns(UserWarning, match="64 of 32x8x16"):
-        VerifyMatmulMoe(factory, proofs=proofs)(
+    checks = KernelChecks()
+    checks.passed = set()
+    with pytest.raises(KernelCheckFailed), pytest.warns(UserWarning, match="64 of 32x8x16"):
+        VerifyMatmulMoe(factory, checks=checks)(
             mx.ones((16, 16)), mx.ones((32, 8, 16)), experts=mx.zeros((16, 4), mx.uint32)
         )
     [checked] = routes

@@ -24,12 +24,12 @@ from oracle import Oracle
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
 from dflash_mlx.kernels.choose import has_tensor_units
-from dflash_mlx.kernels.modules import Kernels, wire
+from dflash_mlx.kernels.modules import Kernels, swap_layers
 from dflash_mlx.kernels.shapes import matrices
 from dflash_mlx.kernels.verify_matmul import VerifyMatmul
 from dflash_mlx.kernels.weights import aligned
 from dflash_mlx.loading import kernel_plan
-from dflash_mlx.loading.kernel_plan import begin_checks, candidates, wire_target
+from dflash_mlx.loading.kernel_plan import begin_checks, candidates, use_kernels
 
 UNITS = mx.metal.is_available() and has_tensor_units(mx.device_info(), platform.mac_ver()[0])
 pytestmark = [
@@ -147,13 +147,13 @@ def test_a_kernel_that_fails_on_tensor_units_still_runs_without():
     rows = {key: ROWS for key in candidates(tensor, True) if not key.startswith("attention")}
     expected = tensor.start().verify(dm.Proposal([7, 9]))[0]
     begin_checks(kernels)
-    tensor.wiring = wire(tensor.model, config=tensor.config, kernels=kernels, rows=rows)
+    tensor.wiring = swap_layers(tensor.model, config=tensor.config, kernels=kernels, rows=rows)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         logits = tensor.start().verify(dm.Proposal([7, 9]))[0]
     assert mx.allclose(logits, expected, rtol=0.1, atol=0.1)
-    assert all("on tensor units" in key for key in kernels.proofs.broken)
-    assert len(said) == len(kernels.proofs.broken) > 0
+    assert all("on tensor units" in key for key in kernels.checks.failed)
+    assert len(said) == len(kernels.checks.failed) > 0
 
 
 def test_exact_decoding_keeps_off_tensor_units(monkeypatch):
@@ -162,13 +162,13 @@ def test_exact_decoding_keeps_off_tensor_units(monkeypatch):
     prompt = [3, 1, 4, 1, 5]
     won = candidates(target(), True)
     monkeypatch.setattr(kernel_plan, "read_choices", lambda forms: won)
-    exact = wire_target(target(), Kernels(launches, tensor_units=True), True)
+    exact = use_kernels(target(), Kernels(launches, tensor_units=True), True)
     plain = dm.generate(exact, None, prompt, max_tokens=5).tokens
     oracle = Oracle(prompt, answer=plain, vocab_size=exact.vocab_size, p=0.5)
     assert dm.generate(exact, oracle, prompt, max_tokens=5).tokens == plain
     assert exact.wiring.exact and launches.counts["verify_matmul_affine"]
     assert not any("tensor" in name for name in launches.counts)
-    fast = wire_target(target(), Kernels(launches, tensor_units=True), None)
+    fast = use_kernels(target(), Kernels(launches, tensor_units=True), None)
     fast.start().verify(dm.Proposal([7, 9]))
     assert not fast.wiring.exact and any("tensor" in name for name in launches.counts)
 
@@ -187,7 +187,7 @@ def test_layers_of_one_form_share_a_launch():
     hybrid = dm.Target(model, tokenizer=families.Letters(), config=config, name="")
     kernels = Kernels(Recorder(), tensor_units=True)
     rows = candidates(hybrid, True)
-    wire(model, config=config, kernels=kernels, rows=rows)
+    swap_layers(model, config=config, kernels=kernels, rows=rows)
     mixer = model.layers[0].linear_attn
     large = [mixer.in_proj_qkv, mixer.in_proj_z]
     gates = [mixer.in_proj_b, mixer.in_proj_a]
@@ -212,7 +212,7 @@ def test_a_layer_in_another_dtype_keeps_off():
     """Choices are kept by shape: a drafter's layer may have the shape and not the dtype."""
     of = target()
     of.model.set_dtype(mx.float16)
-    wire(
+    swap_layers(
         of.model,
         config=of.config,
         kernels=Kernels(Recorder(), tensor_units=True),

@@ -33,13 +33,13 @@ def mac(monkeypatch):
 )
 def test_weights_are_wired_as_far_as_the_mac_can(mac, monkeypatch, weights, memory, expected):
     monkeypatch.setattr(pinned_memory, "memory_bytes", lambda: memory)
-    assert pinned_memory.wire(weights) == int(expected)
+    assert pinned_memory.pin_weights(weights) == int(expected)
     assert mac == [int(expected)]
 
 
 def test_other_devices_wire_nothing(monkeypatch):
     monkeypatch.setattr(mx, "set_wired_limit", None)
-    assert pinned_memory.wire(5 * GB) == 0
+    assert pinned_memory.pin_weights(5 * GB) == 0
 
 
 @pytest.mark.parametrize(("settings", "count"), [({}, 1), ({"wire": False}, 0)])
