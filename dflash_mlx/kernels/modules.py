@@ -253,7 +253,7 @@ def chosen_together(
     for _, module, matrix in matrices(model, config):
         if can_swap(module):
             layers.setdefault(matrix.key, []).append((module, matrix))
-    key_of = {}
+    key_of: dict[int, str] = {}
     for key, pairs in layers.items():
         key_of |= {id(module): key for module, _ in pairs}
     together = {key: {key} for key in layers}
