@@ -21,7 +21,7 @@ from experiment import in_turns, mlx_lm_tokens, numbers, options_of
 Seconds = tuple[float, float, float, float]  # in all, to the first token, of the first step, later
 
 
-class Knowing:
+class TextOracle:
     """Drafts as a network does, at its cost, but what follows in a known text."""
 
     def __init__(self, network: Any) -> None:
@@ -81,7 +81,7 @@ def drafters_of(model: str) -> dict[str, Any]:
     own, mixed_up = (dm.load_drafter(model) for _ in range(2))
     mixed_up.fc.weight = mixed_up.fc.weight[:, ::-1]
     mx.eval(mixed_up.fc.weight)
-    return {"pays": Knowing(own), "never pays": mixed_up}
+    return {"pays": TextOracle(own), "never pays": mixed_up}
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ os._exit(0)
 def started(plan):
     """What starts such ranks."""
 
-    class Played(ClusterProcesses):
+    class SteppedEngine(ClusterProcesses):
         all_pids: list[int] = []
 
         def __init__(self, hosts, arguments, listening=None):
@@ -51,7 +51,7 @@ def started(plan):
         def _command(self, told):
             return [sys.executable, "-c", RANK, json.dumps(told), json.dumps(plan)]
 
-    return Played
+    return SteppedEngine
 
 
 @pytest.fixture

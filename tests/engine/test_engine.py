@@ -9,8 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from crowd import Crowd, Played
 from families import family_target, small_prompt
+from request_set import RequestSet, SteppedEngine
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
@@ -32,21 +32,21 @@ WAYS: tuple[dict[str, Any], ...] = ({}, {"temperature": 0.8, "seed": 5}, {"prese
 
 
 @pytest.fixture(scope="module")
-def crowd() -> Crowd:
+def crowd() -> RequestSet:
     """Six requests of several kinds on one small target."""
     requests = [
         (small_prompt(4 + 5 * number, number), {"max_tokens": LENGTH, **WAYS[number % len(WAYS)]})
         for number in range(6)
     ]
-    return Crowd(target(), requests)
+    return RequestSet(target(), requests)
 
 
-def submit_all(engine: Any, crowd: Crowd, **further: Any) -> list[dm.Job]:
+def submit_all(engine: Any, crowd: RequestSet, **further: Any) -> list[dm.Job]:
     return [engine.submit(prompt, **{**ways, **further}) for prompt, ways in crowd.requests]
 
 
 def test_jobs_from_many_threads(crowd):
-    with dm.Engine(crowd.target, crowd.knowing(0.8)) as engine, ThreadPoolExecutor(6) as pool:
+    with dm.Engine(crowd.target, crowd.oracle(0.8)) as engine, ThreadPoolExecutor(6) as pool:
         jobs = pool.map(lambda request: engine.submit(request[0], **request[1]), crowd.requests)
         for job, alone in zip(jobs, crowd.alone, strict=True):
             events = list(job)
@@ -67,7 +67,7 @@ def test_async_readers_side_by_side(crowd):
         silent.cancel()  # whoever gives up waiting is no trouble
         return await asyncio.gather(*(read(job) for job in submit_all(engine, crowd)))
 
-    with dm.Engine(crowd.target, crowd.knowing(0.8)) as engine:
+    with dm.Engine(crowd.target, crowd.oracle(0.8)) as engine:
         assert asyncio.run(main(engine)) == crowd.alone
 
 
@@ -144,7 +144,7 @@ def test_an_error_of_one_job_is_its_own(crowd, monkeypatch):
         ({"prompt": TOO_WIDE}, ProposalError),
         ({"prompt": BRANCHES}, UnsupportedTreeError),
     ]
-    drafter = Wrong(crowd.knowing(0.8))
+    drafter = Wrong(crowd.oracle(0.8))
     drafter.drafter.texts += [
         *([*prompt, 1] for prompt in (TOO_WIDE, BRANCHES)),
         *([1, 2, 3, 4, 5, 6, *[n] * 30] for n in range(192)),
@@ -184,10 +184,10 @@ NO_MEMORY = NotEnoughMemoryError("The device has no memory left.")
 
 
 def play_broken(
-    crowd: Crowd, error: Exception, fails: Callable[[list[list[int]]], bool]
+    crowd: RequestSet, error: Exception, fails: Callable[[list[list[int]]], bool]
 ) -> tuple[list[dm.Job], Breaking]:
     together = Breaking(crowd.target, error, fails)
-    played = Played(crowd.target, crowd.knowing(0.8), together)
+    played = SteppedEngine(crowd.target, crowd.oracle(0.8), together)
     jobs = submit_all(played, crowd)
     played.run()
     return jobs, together
@@ -227,7 +227,7 @@ def test_memory_that_runs_out_as_a_shared_step_starts_fails_nobody(crowd, monkey
                 monkeypatch.setattr(mx, "async_eval", full)
             return answers
 
-    played = Played(crowd.target, None, Full(crowd.target, None))
+    played = SteppedEngine(crowd.target, None, Full(crowd.target, None))
     jobs = submit_all(played, crowd)
     played.run()
     assert [job.result().tokens for job in jobs] == crowd.alone
@@ -253,7 +253,7 @@ def test_a_request_that_joins_pipelined_steps_breaks_no_forward(crowd):
             rows.append((len(turns), len(logits)))
             return logits, taps
 
-    played = Played(crowd.target, None, Counting(crowd.target, None))
+    played = SteppedEngine(crowd.target, None, Counting(crowd.target, None))
     plain = [at for at, (_, ways) in enumerate(crowd.requests) if "presence_penalty" not in ways]
     jobs = []
     for at in plain:
@@ -280,9 +280,9 @@ def test_prompts_end_in_one_forward(crowd):
             return read
 
     long = small_prompt(3 * 64 + 5, 9), {"max_tokens": 9}
-    for each in (crowd, Crowd(crowd.target, [*crowd.requests, long])):
+    for each in (crowd, RequestSet(crowd.target, [*crowd.requests, long])):
         ends.clear()
-        played = Played(each.target, each.knowing(0.8), Reading(each.target, None))
+        played = SteppedEngine(each.target, each.oracle(0.8), Reading(each.target, None))
         jobs = submit_all(played, each)
         played.run()
         assert [job.result().tokens for job in jobs] == each.alone
@@ -293,7 +293,7 @@ def test_prompts_end_in_one_forward(crowd):
 
 
 def test_who_is_cancelled_is_gone_within_a_round(crowd):
-    played = Played(crowd.target, crowd.knowing(0.0), SharedBatch(crowd.target, None))
+    played = SteppedEngine(crowd.target, crowd.oracle(0.0), SharedBatch(crowd.target, None))
     jobs = submit_all(played, crowd)
     for _ in range(4):
         played.scheduler.step()
@@ -312,7 +312,7 @@ def test_room_for_two_is_enough_for_all(crowd):
     """No more than fit are ever let in, and every text is what it was."""
     drafter = random_drafter()
     size = 2 * (crowd.target.cache_bytes(256) + cache_bytes(drafter, crowd.target, 256))
-    played = Played(crowd.target, drafter, SharedBatch(crowd.target, None), memory=size)
+    played = SteppedEngine(crowd.target, drafter, SharedBatch(crowd.target, None), memory=size)
     jobs, held, memory = submit_all(played, crowd), [], played.scheduler._memory
     overflows = memory.overflows  # asked in every step, of all who have read anything
     memory.overflows = lambda requests: held.append(len(requests)) or overflows(requests)
@@ -325,7 +325,7 @@ def test_the_youngest_gives_way_and_goes_on():
     prompts = [small_prompt(230, seed) for seed in (1, 2)]
     alone = [dm.generate(model, None, prompt, max_tokens=40).tokens for prompt in prompts]
     # Each needs one block now, so both enter, and two at the end.
-    played = Played(model, None, SharedBatch(model, None), memory=3 * size, reserve=0)
+    played = SteppedEngine(model, None, SharedBatch(model, None), memory=3 * size, reserve=0)
     jobs = [played.submit(prompt, max_tokens=40) for prompt in prompts]
     waited = False
     while played.scheduler.busy:

@@ -6,8 +6,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from crowd import Played
 from families import small_prompt
+from request_set import SteppedEngine
 from simulated import GivenCosts, policy_with_costs
 from tinymodels import random_drafter
 from tinymodels import target as tiny_target
@@ -37,7 +37,7 @@ def test_a_round_of_many_waits_for_the_device_once(monkeypatch):
 
         return watched
 
-    played = Played(tiny_target(), random_drafter(), SharedBatch(tiny_target(), None))
+    played = SteppedEngine(tiny_target(), random_drafter(), SharedBatch(tiny_target(), None))
     ways: list[dict[str, Any]] = [{}, {"temperature": 0.7, "seed": 2}, {"presence_penalty": 0.3}]
     for number in range(9):
         played.submit(small_prompt(5 + number, number), max_tokens=60, **ways[number % len(ways)])
@@ -101,7 +101,7 @@ class Allocator(RowAllocator):
 @pytest.mark.parametrize("row", [0.01, 3.0])
 def test_rows_are_allocated_by_cost_and_no_text_changes(pair, alone, name, row):
     policy = POLICIES[name](row)
-    played = Played(*pair, SharedBatch(pair[0], Allocator(row)))
+    played = SteppedEngine(*pair, SharedBatch(pair[0], Allocator(row)))
     settings = {"policy": policy, "tree_budget": 9 if policy is None else None}
     jobs = [played.submit(ask, max_tokens=24, **settings) for ask, _ in alone[:4]]
     played.run()
@@ -148,7 +148,7 @@ def test_costs_of_shared_steps_are_learnt():
 
 def drafted_for_three(pair: Any, alone: Any, drafter: Any, policy: Any) -> list[dm.Job]:
     """Jobs whose texts are those alone."""
-    played = Played(pair[0], drafter, SharedBatch(pair[0], Allocator(0.01)))
+    played = SteppedEngine(pair[0], drafter, SharedBatch(pair[0], Allocator(0.01)))
     jobs = [played.submit(ask, max_tokens=24, policy=policy) for ask, _ in alone[:3]]
     played.run()
     for job, (_, result) in zip(jobs, alone, strict=False):

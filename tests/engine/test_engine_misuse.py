@@ -9,9 +9,9 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from crowd import Played
 from families import small_prompt
 from program import run_code
+from request_set import SteppedEngine
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
@@ -181,7 +181,7 @@ def test_a_job_that_has_ended_holds_nothing_of_its_engine():
 
 
 def test_no_request_is_lost_that_cannot_give_its_caches_back(monkeypatch):
-    played = Played(target(), None, SharedBatch(target(), None))
+    played = SteppedEngine(target(), None, SharedBatch(target(), None))
     jobs = [played.submit(PROMPT, max_tokens=9) for _ in range(2)]
     played.scheduler.step()
     own = Request.release_caches
@@ -212,7 +212,7 @@ def test_a_mask_of_another_vocabulary_ends_its_own_request_alone():
         def __call__(self, tokens, logits):
             return logits
 
-    played = Played(target(), None, SharedBatch(target(), None))
+    played = SteppedEngine(target(), None, SharedBatch(target(), None))
     sizes = played.pair[0].vocab_size, played.pair[0].vocab_size - 1
     good, bad = (
         played.submit(PROMPT, max_tokens=9, logits_processors=partial(list, [Constraint(size)]))

@@ -24,9 +24,9 @@ if __name__ == "__main__":
 import mlx.core as mx
 import pytest
 from batches import memory
-from crowd import Knowing, Played, fresh
 from families import FAMILIES, dspark_for, family_target, small_prompt
 from pairs import PAIRS, pair
+from request_set import SteppedEngine, TextOracle, fresh
 from simulated import policy_with_costs
 from test_engine_batches import Allocator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -125,7 +125,7 @@ class RandomCrowd:
         self.luck, self.asks = (random.Random(f"{family} {at}") for at in (number, number // PLAYS))
         self.family, self.length = family, length
         self.target, self.bits, network = model(family)
-        self.oracle = Knowing(
+        self.oracle = TextOracle(
             [], self.target.vocab_size, self.luck.choice(RIGHT), (0, self.target.num_layers - 1)
         )
         self.oracle.branches = self.target.supports_trees and self.happens(0.5)
@@ -148,7 +148,7 @@ class RandomCrowd:
         if self.tight:  # for one long text, and a little more
             most = self.target.cache_bytes(512) + cache_bytes(self.drafter, self.target, 512)
             options |= {"memory": int(self.luck.choice((1.2, 2, 4)) * most), "reserve": 0}
-        self.played = Played(self.target, self.drafter, batch, **options)
+        self.played = SteppedEngine(self.target, self.drafter, batch, **options)
         self.prompts: list[list[int]] = []
         self.asked: list[Asked] = []
         self.talks: list[Asked] = []  # the last turn of each conversation

@@ -14,8 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from crowd import Crowd, Knowing, KnowingSession, Played
-from families import CONFIGS, Letters, random_model, random_prompt, target_of
+from families import CONFIGS, CharacterTokenizer, random_model, random_prompt, target_of
+from request_set import RequestSet, SteppedEngine, TextOracle, TextOracleSession
 
 import dflash_mlx as dm
 from dflash_mlx.cluster.cluster import Cluster
@@ -152,7 +152,7 @@ def play(family: str, by: str, quick: bool) -> None:
             tell(family=family, refused=str(error))
         return
     mx.eval(model.parameters())
-    target = cluster.open(model, Letters(), CONFIGS[family], family)
+    target = cluster.open(model, CharacterTokenizer(), CONFIGS[family], family)
     if cluster.rank:
         cluster.work(target)
         return
@@ -164,7 +164,7 @@ def play(family: str, by: str, quick: bool) -> None:
         messages = leader.messages
         sums = channel.sums - leader.heartbeats
     own = target_of(random_model(family, **wider), family)
-    crowd = Crowd(own, list(zip(PROMPTS, SETTINGS, strict=True)))
+    crowd = RequestSet(own, list(zip(PROMPTS, SETTINGS, strict=True)))
     for at, shape in enumerate(("chain", "tree")[: 1 + target.supports_trees]):
         for number in (at,) if quick else (0, 1):
             prompt, settings = crowd.requests[number]
@@ -189,14 +189,14 @@ def play(family: str, by: str, quick: bool) -> None:
     )
 
 
-class Listening(Knowing):
+class Listening(TextOracle):
     """Keeps what its sessions are told of the target's layers."""
 
     def __init__(self, *of: Any) -> None:
         super().__init__(*of)
         self.heard: list[np.ndarray] = []
 
-    def start(self, target: Any, sampler: Any) -> KnowingSession:
+    def start(self, target: Any, sampler: Any) -> TextOracleSession:
         session = super().start(target, sampler)
         extend = session.extend
 
@@ -208,16 +208,16 @@ class Listening(Knowing):
         return session
 
 
-def drafter_of(crowd: Crowd, shape: str) -> Listening:
+def drafter_of(crowd: RequestSet, shape: str) -> Listening:
     layers = crowd.target.num_layers
-    drafter = crowd.knowing(0.8, (EMBEDDING, layers // 2, layers - 1), Listening)
+    drafter = crowd.oracle(0.8, (EMBEDDING, layers // 2, layers - 1), Listening)
     drafter.branches = shape == "tree"
     return drafter
 
 
-def three(target: dm.Target, crowd: Crowd, drafter: Knowing, batch: SharedBatch) -> bool:
+def three(target: dm.Target, crowd: RequestSet, drafter: TextOracle, batch: SharedBatch) -> bool:
     """Three requests that join one after the other, and a fourth that is cancelled on its way."""
-    played = Played(target, drafter, batch)
+    played = SteppedEngine(target, drafter, batch)
     jobs = []
     for prompt, settings in crowd.requests:
         jobs.append(played.submit(prompt, block_size=6, **settings))
@@ -234,7 +234,7 @@ def three(target: dm.Target, crowd: Crowd, drafter: Knowing, batch: SharedBatch)
 
 
 MIXED = "qwen3_next"
-OF = Letters(), CONFIGS[MIXED], MIXED
+OF = CharacterTokenizer(), CONFIGS[MIXED], MIXED
 PROMPT = random_prompt(80, 0)  # more than the last forward of a prefill reads
 STORED = [PROMPT, [*PROMPT, *random_prompt(5, 1)], PROMPT[:70] + random_prompt(9, 2)]
 

@@ -76,7 +76,7 @@ def model_of(config: dict[str, Any], seed: int, number: int) -> Any:
     return model
 
 
-class Letters:
+class CharacterTokenizer:
     """A tokenizer of one printable character per token, with no EOS: texts never end early."""
 
     bos_token = None
@@ -92,7 +92,7 @@ class Letters:
 
 def target_of(model: Any, family: str) -> Target:
     """The `Target` of a random model."""
-    return Target(model, Letters(), copy.deepcopy(CONFIGS[family]), name=family)
+    return Target(model, CharacterTokenizer(), copy.deepcopy(CONFIGS[family]), name=family)
 
 
 def family_target(family: str, seed: int = 0, **changes: Any) -> Target:

@@ -69,7 +69,9 @@ def exact_target(
     model = half_precision(family, bits, dtype)
     config = copy.deepcopy(families.CONFIGS[family])
     wiring = swap_layers(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
-    return Target(model, tokenizer=families.Letters(), config=config, name=family, wiring=wiring)
+    return Target(
+        model, tokenizer=families.CharacterTokenizer(), config=config, name=family, wiring=wiring
+    )
 
 
 def chosen_target(family: str, factory) -> Target:
@@ -85,7 +87,9 @@ def chosen_target(family: str, factory) -> Target:
 def float_target(family: str) -> Target:
     """The same model on MLX's kernels alone."""
     model = half_precision(family, None, mx.float32)
-    return Target(model, tokenizer=families.Letters(), config=families.CONFIGS[family], name=family)
+    return Target(
+        model, tokenizer=families.CharacterTokenizer(), config=families.CONFIGS[family], name=family
+    )
 
 
 class Recorder:

@@ -73,7 +73,7 @@ def started(taken, seconds=1e6, step=1.0, **changes):
     config = families.CONFIGS["qwen3"] | changes
     target = dm.Target(
         half_precision("qwen3", **changes),
-        tokenizer=families.Letters(),
+        tokenizer=families.CharacterTokenizer(),
         config=config,
         name="qwen3",
     )

@@ -4,9 +4,9 @@ import families
 import mlx.core as mx
 import pytest
 import tinymodels
-from crowd import Knowing
 from kernel_check import on_gpu_or_emulator
 from kernel_models import Launches, float_target, half_precision
+from request_set import TextOracle
 
 import dflash_mlx as dm
 from dflash_mlx.errors import KernelError
@@ -55,7 +55,7 @@ def wired(family: str, factory: Launches) -> Target:
     """In float32, with all products and all attention of 2 rows and more on our kernels."""
     model = half_precision(family, None, mx.float32)
     config = families.CONFIGS[family]
-    target = Target(model, tokenizer=families.Letters(), config=config, name=family)
+    target = Target(model, tokenizer=families.CharacterTokenizer(), config=config, name=family)
     ours = dict.fromkeys(candidates(target), frozenset(range(2, 17)))
     target.wiring = swap_layers(
         model, config=config, kernels=Kernels(factory), rows=ours, exact=family == "qwen3_5"
@@ -63,12 +63,12 @@ def wired(family: str, factory: Launches) -> Target:
     return target
 
 
-def knowing(target: Target, prompts: list[list[int]]) -> tuple[Knowing, list[list[int]]]:
+def oracle_of(target: Target, prompts: list[list[int]]) -> tuple[TextOracle, list[list[int]]]:
     """A drafter that knows the plain texts, mostly, and these texts."""
     stock = float_target(target.name)
     texts = [dm.generate(stock, None, prompt, max_tokens=14).tokens for prompt in prompts]
     known = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
-    return Knowing(known, target.vocab_size, 0.7, taps=(1,)), texts
+    return TextOracle(known, target.vocab_size, 0.7, taps=(1,)), texts
 
 
 @when
@@ -76,7 +76,7 @@ def knowing(target: Target, prompts: list[list[int]]) -> tuple[Knowing, list[lis
 def test_it_ends_the_answer_and_the_next_one_is_right(family, lazily):
     factory = Refusing(lazily)
     target = wired(family, factory)
-    drafter, [text] = knowing(target, PROMPTS[:1])
+    drafter, [text] = oracle_of(target, PROMPTS[:1])
     factory.refuse(60)
     with factory.raises():
         dm.generate(target, drafter, PROMPTS[0], **SETTINGS)
@@ -89,7 +89,7 @@ def test_it_ends_the_answer_and_the_next_one_is_right(family, lazily):
 def test_it_ends_the_jobs_of_an_engine(lazily):
     factory = Refusing(lazily)
     target = wired("qwen3", factory)
-    drafter, texts = knowing(target, PROMPTS)
+    drafter, texts = oracle_of(target, PROMPTS)
     with dm.Engine(target, drafter) as engine:
         factory.refuse(0)
         jobs = [engine.submit(prompt, **SETTINGS) for prompt in PROMPTS]

@@ -11,10 +11,10 @@ import families
 import mlx.core as mx
 import pytest
 import tinymodels
-from crowd import Knowing
 from kernel_check import on_gpu_or_emulator
 from kernel_models import HEAD, Launches, chosen_target, exact_target, float_target, quick_factory
 from oracle import Oracle, random_tree
+from request_set import TextOracle
 
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
@@ -53,7 +53,7 @@ def model(family: str, format: str) -> tuple[Target, list[int]]:
 def test_drafted_text_is_the_plain_text(family, format, trees):
     """With drafts that are right seven times in ten: paths are accepted and rows rejected."""
     target, plain = model(family, format)
-    oracle = Knowing([[*PROMPT, *plain]], target.vocab_size, 0.7)
+    oracle = TextOracle([[*PROMPT, *plain]], target.vocab_size, 0.7)
     oracle.branches = trees
     drafted = dm.generate(target, oracle, PROMPT, max_tokens=TOKENS, block_size=BLOCK)
     assert drafted.tokens == plain
@@ -187,7 +187,13 @@ def test_what_cannot_be_exact_is_refused():
         with pytest.raises(SettingsError, match="leave it out") as caught:
             config = families.CONFIGS[family]
             plan = swap_layers(model, config=config, kernels=kernels, rows={}, exact=True)
-            Target(model, tokenizer=families.Letters(), config=config, name=family, wiring=plan)
+            Target(
+                model,
+                tokenizer=families.CharacterTokenizer(),
+                config=config,
+                name=family,
+                wiring=plan,
+            )
         return str(caught.value)
 
     model = families.random_model("qwen3", head_dim=HEAD)

@@ -77,7 +77,10 @@ def wired(family, factory, bits=4, exact=False):
     """A random target, wired as `load` does it where all of ours won."""
     config = families.CONFIGS[family]
     target = dm.Target(
-        half_precision(family, bits), tokenizer=families.Letters(), config=config, name=family
+        half_precision(family, bits),
+        tokenizer=families.CharacterTokenizer(),
+        config=config,
+        name=family,
     )
     kernels = Kernels(factory)
     rows = candidates(target)
@@ -157,7 +160,7 @@ def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concer
     assert all(words in problem for problem in problems.values())
     stock = half_precision(family), families.CONFIGS[family]
     expected = answer(
-        dm.Target(stock[0], tokenizer=families.Letters(), config=stock[1], name=family)
+        dm.Target(stock[0], tokenizer=families.CharacterTokenizer(), config=stock[1], name=family)
     )
     if family == "qwen3":  # a rounding changes a router's choice
         assert mx.abs(logits - expected).max() < 0.1 * mx.abs(expected).max()

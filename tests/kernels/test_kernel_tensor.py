@@ -132,7 +132,7 @@ def target():
     config = families.CONFIGS["qwen3"] | CHANGES
     return dm.Target(
         half_precision("qwen3", **CHANGES),
-        tokenizer=families.Letters(),
+        tokenizer=families.CharacterTokenizer(),
         config=config,
         name="qwen3",
     )
@@ -184,7 +184,7 @@ def test_layers_of_one_form_share_a_launch():
     )
     model = half_precision("qwen3_5", **changes)
     config = families.CONFIGS["qwen3_5"] | changes
-    hybrid = dm.Target(model, tokenizer=families.Letters(), config=config, name="")
+    hybrid = dm.Target(model, tokenizer=families.CharacterTokenizer(), config=config, name="")
     kernels = Kernels(Recorder(), tensor_units=True)
     rows = candidates(hybrid, True)
     swap_layers(model, config=config, kernels=kernels, rows=rows)

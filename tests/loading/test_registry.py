@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from families import CONFIGS, Letters, model_of
+from families import CONFIGS, CharacterTokenizer, model_of
 
 import dflash_mlx as dm
 from dflash_mlx.errors import ConfigError
@@ -113,7 +113,9 @@ def test_every_target_of_the_table_loads_and_drafts_or_is_shown_as_missing(model
         assert model_type in pair.unsupported and model_type in MISSING
         return
     config = TINY[model_type]
-    target = Target(model_of(config, 0, 0), tokenizer=Letters(), config=config, name=model_type)
+    target = Target(
+        model_of(config, 0, 0), tokenizer=CharacterTokenizer(), config=config, name=model_type
+    )
     session = target.start((0, target.num_layers - 1))
     list(session.prefill([1, 2, 3]))
     _, taps = session.verify(dm.Proposal([4, 5, 6]))

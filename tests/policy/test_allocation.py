@@ -40,7 +40,7 @@ class Text:
         return right + 1
 
 
-class Crowd:
+class SimulatedBatch:
     """Many requests on a machine.
 
     Args:
@@ -93,7 +93,7 @@ def test_a_batch_is_as_fast_as_the_better_of_plain_and_the_best_constant(machine
     warm = []
     for requests in (2, 8, 32):
         for rate in (0.0, 0.5, 0.8, 0.97):
-            crowd = Crowd(machine, [rate] * requests)
+            crowd = SimulatedBatch(machine, [rate] * requests)
             policy = DraftPolicy(LONGEST)
             first, *later = (crowd.play(policy, 300, seed)[0] for seed in range(3))
             assert sum(later) / 2 > 0.95 * requests / crowd.cost(requests), "plain batching"
@@ -104,7 +104,7 @@ def test_a_batch_is_as_fast_as_the_better_of_plain_and_the_best_constant(machine
 
 
 def test_rows_go_to_the_requests_whose_drafts_are_right():
-    crowd = Crowd("the embedded pair", [0.95, 0.95, 0.7, 0.7])
+    crowd = SimulatedBatch("the embedded pair", [0.95, 0.95, 0.7, 0.7])
     policy = DraftPolicy(LONGEST)
     crowd.play(policy, 300)
     assert crowd.play(policy, 300, 1)[0] > 0.9 * crowd.best(300)
@@ -112,7 +112,7 @@ def test_rows_go_to_the_requests_whose_drafts_are_right():
 
 def test_no_request_is_left_far_behind():
     """One whose drafts are wrong, beside others whose drafts are right."""
-    crowd = Crowd("the embedded pair", [0.97, 0.97, 0.97, 0.0])
+    crowd = SimulatedBatch("the embedded pair", [0.97, 0.97, 0.97, 0.0])
     _, each = crowd.play(DraftPolicy(LONGEST), 1000)
     assert each[-1] > MIN_REQUEST_SPEED / crowd.cost(4)
 

@@ -3,8 +3,8 @@
 import threading
 
 import pytest
-from crowd import Played
 from families import small_prompt
+from request_set import SteppedEngine
 from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
@@ -136,7 +136,7 @@ def test_who_gives_way_goes_on_from_the_store_or_is_cancelled(cancelled):
     model = tiny_target()
     store = store_of(model)
     prompts = [small_prompt(30, seed) for seed in (1, 2)]
-    played = Played(model, None, SharedBatch(model, None))
+    played = SteppedEngine(model, None, SharedBatch(model, None))
     jobs = [played.submit(prompt, max_tokens=20, prefix=store) for prompt in prompts]
     for _ in range(12):
         played.scheduler.step()

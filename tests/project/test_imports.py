@@ -124,9 +124,3 @@ def test_nothing_heavy_is_imported_early():
     code += f"print({heavy} & ({{*sys.modules}} - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "set()\n", done.stdout + done.stderr
-
-
-def test_no_two_classes_share_a_name():
-    trees = [ast.parse(path.read_text()) for path in modules().values()]
-    found = [one.name for tree in trees for one in ast.walk(tree) if isinstance(one, ast.ClassDef)]
-    assert len(found) == len(set(found)), {name for name in found if found.count(name) > 1}

@@ -1,9 +1,9 @@
 """A conversation keeps its caches: every turn reads only what is new, and its text is the same."""
 
 import pytest
-from crowd import Knowing
 from families import FAMILIES, family_target, small_prompt
 from oracle import Oracle
+from request_set import TextOracle
 from tinymodels import ending_at, random_drafter
 from tinymodels import target as tiny_target
 
@@ -34,7 +34,7 @@ def test_a_turn_reads_only_its_own_tokens(family, p):
     The last token of an answer is new to the next turn: no forward has read it yet.
     """
     target = family_target(family)
-    drafter = None if p is None else Knowing([], target.vocab_size, p)
+    drafter = None if p is None else TextOracle([], target.vocab_size, p)
     kept = dm.Conversation(target, drafter)
     read = []
     prompt = small_prompt(30, seed=1)
@@ -115,7 +115,7 @@ def test_an_answer_that_ends_in_a_block_leaves_nothing_behind_its_end():
     answer = turn(target, None, prompt).tokens
     end = next(at for at in range(4, 9) if answer[at] not in answer[:at])
     ending = ending_at(target, answer[end])
-    oracle = Knowing([[*prompt, *answer]], target.vocab_size, 1.0)
+    oracle = TextOracle([[*prompt, *answer]], target.vocab_size, 1.0)
     kept = dm.Conversation(ending, oracle)
     assert (
         turn(ending, drafter=oracle, prompt=prompt, conversation=kept, block_size=16).tokens

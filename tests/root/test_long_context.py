@@ -5,8 +5,8 @@ import gc
 import mlx.core as mx
 import pytest
 import tinymodels
-from crowd import Played
 from families import random_prompt
+from request_set import SteppedEngine
 from test_dflash2 import build, distance, expected_hidden, make_target, raw_config
 
 import dflash_mlx as dm
@@ -110,7 +110,7 @@ def test_what_a_cache_gave_stays_as_it_was(window):
 
 def bytes_of_a_step(target, drafter, requests, context, settings):
     """The most bytes that a step allocates on top of what is held, and frees."""
-    played = Played(target, drafter, SharedBatch(target, None), stall=1e9)
+    played = SteppedEngine(target, drafter, SharedBatch(target, None), stall=1e9)
     for number in range(requests):
         prompt = [token % 150 for token in random_prompt(context, number)]
         played.submit(prompt, max_tokens=40, **settings)

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
-from crowd import Knowing
 from families import (
     FAMILIES,
     QUANTIZABLE,
@@ -23,6 +22,7 @@ from families import (
 )
 from oracle import Oracle
 from pairs import PAIRS, pair
+from request_set import TextOracle
 
 import dflash_mlx as dm
 from dflash_mlx.drafter.draft_model import DraftModel
@@ -39,7 +39,7 @@ SHARED = 30
 PROMPTS = [LONG, [*LONG[:SHARED], *small_prompt(9, 2)], small_prompt(5, 3)]
 
 DRAFTERS = {
-    "oracle": lambda target, texts: Knowing(
+    "oracle": lambda target, texts: TextOracle(
         texts, vocab_size=256, p=0.7, taps=(0, target.num_layers - 1)
     ),
     "lookup": lambda target, texts: LookupDrafter(),
@@ -76,7 +76,7 @@ def batch(target, drafter, settings):
 
 
 def tree(target, drafter, settings, decode=alone):
-    if isinstance(drafter, Knowing):
+    if isinstance(drafter, TextOracle):
         drafter.branches = True
     elif drafts_trees(drafter):
         settings = settings | {"tree_budget": 8}

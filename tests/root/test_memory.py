@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from crowd import Played
+from request_set import SteppedEngine
 from tinymodels import random_drafter, target
 
 import dflash_mlx as dm
@@ -35,7 +35,7 @@ def test_buffers_go_back_after_each_piece_of_a_prompt_and_every_256_tokens(clear
 @pytest.mark.parametrize(("count", "expected"), [(1, 1 + 2 + 2), (5, 1 + 2)])
 def test_buffers_of_a_batch_go_back(clears, count, expected):
     """A session without a slot does so every 256 tokens, a batch every 256 steps."""
-    played = Played(target(), None, SharedBatch(target(), None))
+    played = SteppedEngine(target(), None, SharedBatch(target(), None))
     for at in range(count):
         played.submit(PROMPT[at : 20 + at], max_tokens=600)
     played.run()

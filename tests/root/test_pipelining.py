@@ -5,9 +5,9 @@ from unittest.mock import patch
 
 import pytest
 from bigrams import Scripted
-from crowd import Crowd, Played
 from families import FAMILIES, family_target, plain_tokens, random_model, small_prompt, target_of
 from launches import launches
+from request_set import RequestSet, SteppedEngine
 from simulated import policy_with_costs
 from test_engine_batches import Allocator
 from test_lookup import copying
@@ -155,8 +155,8 @@ def test_many_are_pipelined_together_whoever_comes_and_goes(family):
     settings = {"temperature": 0.7, "seed": 2}
     prompts = [small_prompt(10 + at, at) for at in range(3)]
     each = [settings | {"max_tokens": size} for size in SIZES]
-    crowd = Crowd(target, list(zip(prompts, each, strict=True)))
-    played = Played(target, None, SharedBatch(target, None))
+    crowd = RequestSet(target, list(zip(prompts, each, strict=True)))
+    played = SteppedEngine(target, None, SharedBatch(target, None))
     jobs = []
     with Forwards() as forwards:
         for prompt, of in crowd.requests:
@@ -175,9 +175,9 @@ def test_plain_steps_are_pipelined_where_drafting_never_pays(many):
     target = tiny_target()
     size = 60
     prompts = [small_prompt(12, at) for at in range(many)]
-    crowd = Crowd(target, [(prompt, {"max_tokens": size}) for prompt in prompts])
+    crowd = RequestSet(target, [(prompt, {"max_tokens": size}) for prompt in prompts])
     policy = policy_with_costs(16, row=1.0, draft=16.0)
-    played = Played(target, crowd.knowing(0.0), SharedBatch(target, Allocator(1.0, policy)))
+    played = SteppedEngine(target, crowd.oracle(0.0), SharedBatch(target, Allocator(1.0, policy)))
     jobs = [played.submit(prompt, policy=policy, **of) for prompt, of in crowd.requests]
     with Forwards() as forwards:
         played.run()
@@ -189,7 +189,7 @@ def test_a_step_ahead_leaves_caches_that_another_request_can_use(monkeypatch):
     """A preempted request, too, goes on behind all that it has read."""
     target = tiny_target()
     store = dm.PrefixStore(target, None, memory=2**28, chunk=8)
-    played = Played(target, None, SharedBatch(target, None))
+    played = SteppedEngine(target, None, SharedBatch(target, None))
     job = played.submit(PROMPT, max_tokens=ANSWER, prefix=store)
     for _ in range(10):
         played.scheduler.step()
@@ -243,7 +243,7 @@ def test_an_error_of_one_drafter_ends_its_request_alone():
     drafter = OfMyOwn()
     prompts = [PROMPT, [*PROMPT, *PROMPT, *PROMPT], [*PROMPT, 8]]
     drafter.breaks = (len(prompts[1]) + 1,)
-    crowd = Crowd(target, [(prompt, {"max_tokens": 9}) for prompt in prompts])
+    crowd = RequestSet(target, [(prompt, {"max_tokens": 9}) for prompt in prompts])
     read = []
 
     class Counted(SharedBatch):
@@ -251,7 +251,7 @@ def test_an_error_of_one_drafter_ends_its_request_alone():
             read.extend(token for end in ends for token in end.proposal.tokens)
             return super().read(ends)
 
-    played = Played(target, drafter, Counted(target, None))
+    played = SteppedEngine(target, drafter, Counted(target, None))
     jobs = [played.submit(prompt, block_size=1, **of) for prompt, of in crowd.requests]
     played.run()
     with pytest.raises(ValueError, match="mine"):

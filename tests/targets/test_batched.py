@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from batches import BatchAndSingles, SharedVerifier, same
-from families import FAMILIES, QUANTIZABLE, Letters, family_target, model_of, random_prompt
+from families import (
+    FAMILIES,
+    QUANTIZABLE,
+    CharacterTokenizer,
+    family_target,
+    model_of,
+    random_prompt,
+)
 from test_every_model import MODELS
 
 from dflash_mlx.errors import UnsupportedTreeError
@@ -227,7 +234,9 @@ def test_nobodys_caches_are_held_on_to():
 )
 def test_models_that_share_less(name, shares):
     """Found out while a forward is built, not by name; every request is as alone all the same."""
-    pair = BatchAndSingles(Target(model_of(MODELS[name], 0, 0), Letters(), MODELS[name], name), 3)
+    pair = BatchAndSingles(
+        Target(model_of(MODELS[name], 0, 0), CharacterTokenizer(), MODELS[name], name), 3
+    )
     assert (pair.target.sharing is not None) is shares
     for _ in range(2):
         pair.step(range(3))

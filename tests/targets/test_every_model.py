@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from families import Letters, model_of, plain_tokens, random_prompt
+from families import CharacterTokenizer, model_of, plain_tokens, random_prompt
 from oracle import Oracle, separate_paths
 
 import dflash_mlx as dm
@@ -25,7 +25,7 @@ ROWS = {name: row for row in TABLE[0].splitlines() for name in re.findall(r"`(\S
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in NEEDS_METAL])
 def test_every_model_of_mlx_lm_decodes_plainly_and_drafted(name, make_docs):
     model = model_of(MODELS[name], 0, 0)
-    target = Target(model, Letters(), MODELS[name], name)
+    target = Target(model, CharacterTokenizer(), MODELS[name], name)
     prompt = random_prompt(9, 1) * 3  # a lookup drafts from it
     answer = plain_tokens(model, prompt, TOKENS)
     for drafter in (None, LookupDrafter(), Oracle(prompt, answer, target.vocab_size, p=0.6)):

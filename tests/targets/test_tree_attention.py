@@ -5,11 +5,10 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from crowd import Knowing
 from families import (
     FAMILIES,
     PROMPTS,
-    Letters,
+    CharacterTokenizer,
     random_model,
     random_prompt,
     target_of,
@@ -18,6 +17,7 @@ from families import (
 from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import DynamicNTKScalingRoPE
 from oracle import random_tree, separate_paths
+from request_set import TextOracle
 
 import dflash_mlx as dm
 from dflash_mlx.errors import UnsupportedTreeError
@@ -100,8 +100,8 @@ def test_a_chain_runs_none_of_this():
     assert all(cache.tree is None and "_new" not in vars(cache) for cache in session.cache)
 
 
-class Ending(Letters):
-    """Letters, some of which end the text."""
+class Ending(CharacterTokenizer):
+    """CharacterTokenizer, some of which end the text."""
 
     def __init__(self, *eos: int) -> None:
         self.eos_token_ids = frozenset(eos)
@@ -120,7 +120,7 @@ def test_a_text_ends_inside_a_path(end, at):
     else:
         settings["max_tokens"] = at + 1
     plain = dm.generate(target, None, prompt, **settings)
-    oracle = Knowing([[*prompt, *answer]], 256, 1.0)
+    oracle = TextOracle([[*prompt, *answer]], 256, 1.0)
     oracle.branches = True
     drafted = dm.generate(target, oracle, prompt, block_size=24, **settings)
     assert (drafted.text, drafted.tokens) == (plain.text, plain.tokens)

@@ -17,7 +17,7 @@ from dflash_mlx.generation import GenerationSettings, make_request
 from dflash_mlx.proposal import Proposal
 
 
-class Knowing:
+class TextOracle:
     """A drafter for requests whose texts it knows: a slot is right with probability `p`.
 
     Its sessions are told the tokens, and look for a text that begins with them. With `branches` a
@@ -34,12 +34,12 @@ class Knowing:
         self.texts = [list(text) for text in texts]
         self.branches = False
 
-    def start(self, target: Any, sampler: Any) -> KnowingSession:
-        return KnowingSession(self, len(self.tap_layers) * target.hidden_size)
+    def start(self, target: Any, sampler: Any) -> TextOracleSession:
+        return TextOracleSession(self, len(self.tap_layers) * target.hidden_size)
 
 
-class KnowingSession(SupportsSharing):
-    def __init__(self, known: Knowing, features: int) -> None:
+class TextOracleSession(SupportsSharing):
+    def __init__(self, known: TextOracle, features: int) -> None:
         self.known = known
         self.features = features
         self.tokens: list[int] = []
@@ -95,7 +95,7 @@ class KnowingSession(SupportsSharing):
         return Proposal(tokens, tuple(parents))
 
 
-class Crowd:
+class RequestSet:
     """Requests of one target, and what each is alone: plainly decoded, by itself."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Crowd:
         self.alone = [self.plain(*request) for request in requests]
 
     @classmethod
-    def of(cls, crowds: Sequence[Crowd]) -> Crowd:
+    def of(cls, crowds: Sequence[RequestSet]) -> RequestSet:
         """All of several crowds of a target, in one."""
         whole = cls(crowds[0].target, [])
         for crowd in crowds:
@@ -117,9 +117,9 @@ class Crowd:
     def plain(self, prompt: list[int], settings: dict[str, Any]) -> list[int]:
         return dm.generate(self.target, None, prompt, **fresh(settings)).tokens
 
-    def knowing(
-        self, p: float, taps: tuple[int, ...] = (), kind: type[Knowing] = Knowing
-    ) -> Knowing:
+    def oracle(
+        self, p: float, taps: tuple[int, ...] = (), kind: type[TextOracle] = TextOracle
+    ) -> TextOracle:
         texts = [
             [*prompt, *text] for (prompt, _), text in zip(self.requests, self.alone, strict=True)
         ]
@@ -133,7 +133,7 @@ def fresh(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class Played:
+class SteppedEngine:
     """An engine without its thread: the steps are taken by the test, one at a time."""
 
     def __init__(
