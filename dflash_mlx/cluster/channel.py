@@ -95,9 +95,9 @@ class Channel:
         if not self._pipeline or not any(tap.size for _, tap in pairs):
             return result
         logits = [x for x, _ in pairs if x is not None]
-        own = mx.concatenate([tap.reshape(-1) for _, tap in pairs if tap.size])
-        own = mx.depends(own, logits) if logits else own
-        total = mx.distributed.all_sum(own, group=self.group)
+        features = mx.concatenate([tap.reshape(-1) for _, tap in pairs if tap.size])
+        features = mx.depends(features, logits) if logits else features
+        total = mx.distributed.all_sum(features, group=self.group)
         whole = []
         start = 0
         for logit, tap in pairs:

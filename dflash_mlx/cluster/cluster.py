@@ -136,13 +136,13 @@ class Cluster:
         limit = Limits(0)
         if self._pipeline:
             stage = PipelineStage(self._layers, *of)
-            found = self._meet(limits(stage))
-            if len({one & Limits.NO_BATCH for one in found}) > 1:
+            rank_limits = self._meet(limits(stage))
+            if len({limit & Limits.NO_BATCH for limit in map(Limits, rank_limits)}) > 1:
                 raise SettingsError(
                     f"{stage.name}: its layers take several requests in different ways, leave "
                     "--pipeline out, or use one machine."
                 )
-            limit = reduce(or_, map(Limits, found))
+            limit = reduce(or_, map(Limits, rank_limits))
         if self.rank:
             return stage if self._pipeline else Target(*of)
         self._leader = Leader(self.channel, self._stall, self._lost)

@@ -46,8 +46,8 @@ class Host:
     @property
     def is_here(self) -> bool:
         """Whether it is this machine."""
-        own = socket.gethostname()
-        return self.ssh in (*_HERE, own, own.partition(".")[0], f"{own}.local")
+        host_name = socket.gethostname()
+        return self.ssh in (*_HERE, host_name, host_name.partition(".")[0], f"{host_name}.local")
 
     def command(self, command: Sequence[str]) -> list[str]:
         """A command line that runs a command there, in this process's folder if it exists."""
@@ -137,6 +137,6 @@ def _free_ports(count: int) -> list[int]:
     """Ports that are free on this machine, and probably on the others."""
     with ExitStack() as stack:
         taken = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in taken:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in taken]
+        for probe in taken:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in taken]

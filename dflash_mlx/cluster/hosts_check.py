@@ -110,11 +110,11 @@ def check_hosts(
         for rank, host in enumerate(hosts.machines)
     ]
     for package in SAME:
-        found = {one[package] for one in versions.values()}
-        if len(found) > 1:
+        installed = {packages[package] for packages in versions.values()}
+        if len(installed) > 1:
             advice = f"Install the same {package} on all machines."
             checks.append(
-                Check(package, status="fail", detail=" and ".join(sorted(found)), advice=advice)
+                Check(package, status="fail", detail=" and ".join(sorted(installed)), advice=advice)
             )
     if times is None:
         lost = lost or f"the machines did not meet within {MEASURE_SECONDS:.0f} seconds"
@@ -193,7 +193,7 @@ def measure_link(group: Any, width: int) -> LinkTimes:
 def describe(times: LinkTimes, shape: tuple[int, int]) -> str:
     """The link, and how long a step of a model of this shape waits for it."""
     sums = SUMS_PER_LAYER * shape[1] + 1  # and the message
-    plain, drafted = (1e3 * sums * each for each in (times.row, times.rows))
+    plain, drafted = (1e3 * sums * seconds for seconds in (times.row, times.rows))
     return (
         f"{times.machines} machines, {times.bandwidth / 1e9:.2g} GB/s; a plain step "
         f"waits {plain:,.2f} ms, a step of {ROWS} rows {drafted:,.2f} ms"

@@ -24,8 +24,8 @@ RANK_VARIABLES: Final = (MLX_RANK, "OMPI_COMM_WORLD_RANK")  # set by launchers o
 
 def rank() -> int | None:
     """The number of this process among several; None if no launcher of MLX started it."""
-    found = next(filter(None, map(os.environ.get, RANK_VARIABLES)), None)
-    return None if found is None else int(found)
+    rank = next(filter(None, map(os.environ.get, RANK_VARIABLES)), None)
+    return None if rank is None else int(rank)
 
 
 class RankProcess:

@@ -56,8 +56,8 @@ def chips() -> list[Chip]:
             tile_share=row["tile_share"],
             launch=row["launch"] * 1e-6,
         )
-        for name, own in content["chip"].items()
-        for row in [content["generation"][name.partition(" ")[0]] | own]
+        for name, values in content["chip"].items()
+        for row in [content["generation"][name.partition(" ")[0]] | values]
     ]
 
 
@@ -71,6 +71,6 @@ def chip_named(name: str) -> Chip:
     """Like `find_chip`, but raises `SettingsError` for an unknown name."""
     chip = find_chip(name)
     if chip is None:
-        known = ", ".join(chip.name for chip in chips())
-        raise SettingsError(f"Unknown chip {name!r}: choose one of {known}.")
+        names = ", ".join(chip.name for chip in chips())
+        raise SettingsError(f"Unknown chip {name!r}: choose one of {names}.")
     return chip

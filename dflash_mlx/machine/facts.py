@@ -70,8 +70,8 @@ def usable_bytes() -> int:
         import mlx.core as mx
 
         gpu = mx.device_info()  # a CPU's has neither
-        found = gpu.get("max_recommended_working_set_size", gpu.get("total_memory"))
-        return int(found or memory_bytes())
+        limit = gpu.get("max_recommended_working_set_size", gpu.get("total_memory"))
+        return int(limit or memory_bytes())
     return memory_bytes()
 
 

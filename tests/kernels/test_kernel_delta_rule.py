@@ -126,7 +126,7 @@ def check(
 def test_kernel_and_reference_are_the_delta_rule(dtype, rows, heads, dims, tree, kernel):
     queries, tape = draft(dtype, rows=rows, heads=heads, dims=dims)
     parents = random_parents(rows) if tree else None
-    check(kernel, queries=queries, inputs=tape, parents=parents)
+    check(kernel, queries=queries, tape=tape, parents=parents)
     outputs, _, states = rule(queries, tape, parents)
     exact = DeltaInputs(*(x.astype(mx.float32) for x in tape))
     found, following = delta_verify_reference(queries.astype(mx.float32), exact, parents)

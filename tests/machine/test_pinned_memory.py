@@ -46,7 +46,7 @@ def test_other_devices_wire_nothing(monkeypatch):
 def test_opening_a_pair_wires_its_weights(monkeypatch, settings, count):
     """Once, by what loading added; not in a server that was not asked to."""
     calls: list[int] = []
-    monkeypatch.setattr(pinned_memory, "wire", calls.append)
+    monkeypatch.setattr(pinned_memory, "pin_weights", calls.append)
     pair = cli.pair.open_pair(Names("tiny"), Weights(), warm=False, **settings)
     assert len(calls) == count
     assert all(0 < held < 2 * mx.get_active_memory() for held in calls)
