@@ -7,6 +7,7 @@ and the logits.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -104,9 +105,15 @@ def find_parts(model: Any) -> ModelParts:
 
 
 def _watched(stock: Any, calls: list[Call], ran: Any = None, gets: Any = None) -> Any:
-    """A module's call, recorded if it calls no other recorded module; a layer's also in `ran`."""
+    """A module's call, recorded if it calls no other recorded module; a layer's also in `ran`.
+
+    Other threads may run the model meanwhile, for another target. Theirs are not recorded.
+    """
+    watcher = threading.get_ident()
 
     def call(self: nn.Module, *args: Any, **named: Any) -> Any:
+        if threading.get_ident() != watcher:
+            return stock(self, *args, **named)
         before = len(calls)
         if ran is not None:
             place = len(ran)

@@ -22,7 +22,8 @@ from tinymodels import target as tiny_target
 import dflash_mlx as dm
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading.load import load
-from dflash_mlx.subclassing import override
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.subclassing import overridden, override
 from dflash_mlx.targets import Target
 from dflash_mlx.targets.span import Span
 
@@ -253,3 +254,29 @@ def test_processes_with_worker_threads_end_well():
     """Whether MLX's clean-up meets the interpreter's is a matter of luck, so 8 times."""
     done = run_code(WORKERS, timeout=300)
     assert done.stdout.split() == ["0"] * 8, done.stderr[-2000:]
+
+
+def test_a_model_that_another_thread_runs_gets_a_second_target():
+    """Its parts are found by watching one forward, not the one that happens to run beside it."""
+    first = tiny_target()
+    session = first.start()
+    list(session.prefill([1, 2, 3]))
+    finder = threading.get_ident()
+    runs = []
+
+    def running_beside(stock):
+        def call(mlp, x):
+            if threading.get_ident() == finder:
+                runs.append(threading.Thread(target=session.verify, args=[Proposal([4])]))
+                runs[-1].start()
+                runs[-1].join()
+            return stock(mlp, x)
+
+        return call
+
+    with overridden([(first.layers[1].mlp, running_beside)]):
+        second = Target(first.model, first.tokenizer, config=first.config, name="second")
+    assert len(runs) == 1
+    assert second.layers == first.layers
+    assert second.parts.layer_of_cache == first.parts.layer_of_cache
+    assert second.parts.norm_runs_once
