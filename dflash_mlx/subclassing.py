@@ -17,9 +17,20 @@ import mlx.nn as nn
 Call = Callable[..., Any]
 
 
-def override(module: nn.Module, make: Callable[[Call], Call]) -> None:
-    """Replace the call of a module by `make(call)`, where `call` is the present one."""
-    _set_class(module, _subclass(module, make))
+def override(module: nn.Module, make: Callable[[Call], Call], by: object = None) -> None:
+    """Replace the call of a module by `make(call)`, where `call` is the present one.
+
+    Args:
+        module: the module.
+        make: makes the new call.
+        by: who overrides, for `is_overridden`.
+    """
+    _set_class(module, _subclass(module, make, by))
+
+
+def is_overridden(module: nn.Module, by: object) -> bool:
+    """Whether `override` has replaced the call of a module for `by`."""
+    return any(vars(cls).get("overridden_by") is by for cls in type(module).__mro__)
 
 
 def stock_class(module: nn.Module) -> type:
@@ -55,9 +66,13 @@ def rebind_globals(call: Any, **names: Any) -> Call:
     return copy
 
 
-def _subclass(module: nn.Module, make: Callable[[Call], Call]) -> type:
+def _subclass(module: nn.Module, make: Callable[[Call], Call], by: object) -> type:
     cls: Any = type(module)
-    fields = {"__call__": make(cls.__call__), "stock_class": stock_class(module)}
+    fields = {
+        "__call__": make(cls.__call__),
+        "stock_class": stock_class(module),
+        "overridden_by": by,
+    }
     return type(cls.__name__, (cls,), fields)
 
 

@@ -25,7 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..memory import compute
-from ..subclassing import Call, override, rebind_globals, stock_class
+from ..subclassing import Call, is_overridden, override, rebind_globals, stock_class
 from . import mla
 from .attention import attend_each, calls_attention
 from .internals import (
@@ -99,36 +99,44 @@ class _Running(threading.local):
 
 
 class Interception:
-    """The intercepted modules of one model, which all of its targets share.
+    """The intercepted modules of one model, which all of its targets share."""
 
-    Args:
-        model: an mlx-lm model.
-        parts: of the model.
-    """
-
-    def __init__(self, model: nn.Module, parts: ModelParts) -> None:
+    def __init__(self) -> None:
         self._running = _Running()
-        for layer in _different(parts.layers):
-            override(layer, self._layer)
-            for rope in _different(ropes(layer)):
-                override(rope, self._rope)
-            if (attention := attention_of(layer)) is not None:
-                self._override_attention(attention, is_mla(layer))
-            if (recurrence := recurrence_of(layer)) is not None:
-                override(recurrence.mixer, self._mixer(type(recurrence)))
-        if parts.norm_runs_once:
-            override(parts.norm, self._norm)
-        inner = backbone(text_model(model))
-        forward = getattr(type(inner).__call__, "__globals__", {})
-        if QUERY_SCALE in forward:
-            override(inner, self._scaled(forward[QUERY_SCALE]))
-        object.__setattr__(model, "interception", self)
 
     @classmethod
     def of(cls, model: nn.Module, parts: ModelParts) -> Interception:
-        """The interception of a model, which is installed if it is not there yet."""
-        installed: Interception | None = vars(model).get("interception")
-        return cls(model, parts) if installed is None else installed
+        """The interception of a model, with modules that the model has got since the last target.
+
+        Args:
+            model: an mlx-lm model.
+            parts: of the model.
+        """
+        interception: Interception = vars(model).get("interception") or cls()
+        interception._install(model, parts)
+        object.__setattr__(model, "interception", interception)
+        return interception
+
+    def _install(self, model: nn.Module, parts: ModelParts) -> None:
+        for layer in _different(parts.layers):
+            self._override(layer, self._layer)
+            for rope in _different(ropes(layer)):
+                self._override(rope, self._rope)
+            if (attention := attention_of(layer)) is not None:
+                self._override_attention(attention, is_mla(layer))
+            if (recurrence := recurrence_of(layer)) is not None:
+                self._override(recurrence.mixer, self._mixer(type(recurrence)))
+        if parts.norm_runs_once:
+            self._override(parts.norm, self._norm)
+        inner = backbone(text_model(model))
+        forward = getattr(type(inner).__call__, "__globals__", {})
+        if QUERY_SCALE in forward:
+            self._override(inner, self._scaled(forward[QUERY_SCALE]))
+
+    def _override(self, module: nn.Module, make: Callable[[Call], Call]) -> None:
+        """Override a module, once."""
+        if not is_overridden(module, by=self):
+            override(module, make, by=self)
 
     def __deepcopy__(self, memo: object) -> Interception:
         """The same: a copy of the model has modules of the same classes, which ask this one."""
@@ -196,10 +204,10 @@ class Interception:
     def _override_attention(self, attention: Any, latent: bool) -> None:
         kind = stock_class(attention)
         if kind is DeepseekV3Attention:
-            override(attention, self._verified(mla.dense))
+            self._override(attention, self._verified(mla.dense))
         elif kind is DeepseekV32Attention:
-            override(attention, self._verified(mla.sparse))
-            override(attention.indexer, self._indexer)
+            self._override(attention, self._verified(mla.sparse))
+            self._override(attention.indexer, self._indexer)
         elif calls_attention(attention) and not latent:
             running = self._running
 
@@ -211,7 +219,7 @@ class Interception:
 
             stock: Any = kind
             ours = rebind_globals(stock.__call__, **{ATTENTION: attend})
-            override(attention, self._attending(ours))
+            self._override(attention, self._attending(ours))
 
     def _attending(self, ours: Call) -> Callable[[Call], Call]:
         """An attention layer whose code calls our function, where there is one to call."""

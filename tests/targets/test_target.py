@@ -159,3 +159,20 @@ def test_a_copy_of_its_model_has_weights_of_its_own(family):
     expected = model(mx.array([[5, 9, 2, 7, 1, 4]]))[0, 3:]
     assert mx.allclose(logits, expected, atol=1e-3, rtol=1e-3)
     assert not mx.allclose(original.model(mx.array([[5, 9, 2]])), model(mx.array([[5, 9, 2]])))
+
+
+def test_a_model_whose_layer_was_replaced_gets_a_target():
+    """The new layer reads trees, and can be tapped, as those that the first target found."""
+    model = family_target("qwen3").model
+    model.model.layers[2] = family_target("qwen3", seed=1).model.model.layers[2]
+    changed = target_of(model, "qwen3")
+    verified = []
+    for proposal in (Proposal([5, 6, 7, 8], (-1, 0, 0, 2)), Proposal([5, 7, 8])):
+        session = changed.start((2,))
+        list(session.prefill([1, 2, 3]))
+        verified.append(session.verify(proposal))
+    (tree_logits, tree_taps), (logits, taps) = verified
+    path = mx.array([0, 2, 3])
+    assert mx.allclose(tree_logits[path], logits, atol=1e-4)
+    assert mx.allclose(tree_taps[:, path], taps, atol=1e-4)
+    assert taps.shape == (1, 3, changed.hidden_size)
