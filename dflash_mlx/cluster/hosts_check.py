@@ -123,7 +123,7 @@ def check_hosts(
 
 
 def _machine(name: str, ssh: str, versions: dict[str, Any] | None, code: int | None) -> Check:
-    """What a rank has said of its versions, or how it has ended."""
+    """The check of a machine: its versions, or why it did not report them."""
     if versions is not None:
         shown = ", ".join(f"{package} {versions[package]}" for package in ("Python", *SAME))
         return Check(name, "ok", f"{shown}; backends: {', '.join(versions['backends'])}")

@@ -40,11 +40,14 @@ PROMPT = 40  # tokens before the rows that `check_exact` compares
 def use_kernels(
     target: Target, kernels: Kernels, exact: bool | None, stopwatch: Stopwatch | None = None
 ) -> Target:
-    """Give a target's layers to our kernels where they are faster on this machine; returns it.
+    """Run a target's layers on our kernels where they are faster on this machine.
 
-    What was not timed yet is timed, and the answer is kept. Without a `stopwatch`, an emulator's
-    kernels run in exact decoding only. A launch is checked when it is first made; one that fails is
-    MLX's, with a warning, or raises `KernelError` in exact decoding.
+    A target that was not timed yet is timed, and the result is saved. Without a `stopwatch`, the
+    kernels of an emulator run only in exact decoding. Every launch is checked before its first use.
+    If a check fails, MLX's kernel runs with a warning, or exact decoding raises `KernelError`.
+
+    Returns:
+        The target.
     """
     model = target.model
     config = target.config

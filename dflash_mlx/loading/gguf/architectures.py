@@ -32,7 +32,7 @@ _REQUIRED = object()
 
 
 def architectures() -> dict[str, dict[str, Any]]:
-    """The table: GGUF's name -> a row, with what the table says of all rows."""
+    """The rows of architectures.toml by GGUF's name, each with the values of the row "all"."""
     table = tomllib.loads(files(__package__).joinpath("architectures.toml").read_text("utf-8"))
     common = table.pop("all")
     for row in table.values():

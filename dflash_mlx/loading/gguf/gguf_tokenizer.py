@@ -96,13 +96,13 @@ class TokenizerFields:
         return [token for token, token_kind in pairs if token_kind == kind]
 
     def merges(self) -> list[tuple[str, str]]:
-        """The pairs that are merged. Tokens contain no space: it is another character in them."""
+        """The merged pairs. A space separates them, because tokens use another character for it."""
         pairs = (line.partition(" ") for line in self.metadata[f"{_KEY}merges"])
         return [(left, right) for left, _, right in pairs]
 
     @property
     def split(self) -> dict[str, Any]:
-        """How words are cut, by splits.toml; empty for an unknown name."""
+        """The row of splits.toml that says how to split words; empty for an unknown name."""
         rows = tomllib.loads(files(__package__).joinpath("splits.toml").read_text("utf-8"))["split"]
         return next((row for row in rows if self("pre") in row["names"]), {})
 
