@@ -137,11 +137,11 @@ class TargetSession:
         return self._target.forward(Rows([Span(self, proposal)]))
 
     def begin(self, span: Span, all_kept: bool) -> None:
-        """Prepare the caches for a forward over these rows; `commit` must follow it.
+        """Prepare the caches for a forward over these rows, which `commit` or `advance` ends.
 
         Args:
             span: the rows.
-            all_kept: whether none of them will be rejected.
+            all_kept: whether they are a prompt's, of which `advance` keeps all.
         """
         self.intact = False
         self._uncommitted = span.proposal

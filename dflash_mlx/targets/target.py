@@ -165,20 +165,20 @@ class Target:
             return None
         if not self._can_share(sharing, [Proposal([0, 0]), Proposal([0])]):
             return None
-        if sharing.stacks and not self._can_share(sharing, [Proposal([0])] * 2, tokens=1):
+        if sharing.stacks and not self._can_share(sharing, [Proposal([0])] * 2, cached_tokens=1):
             return replace(sharing, stacks=False)
         return sharing
 
     def _can_share(
-        self, sharing: SharedForward, proposals: Sequence[Proposal], tokens: int = 0
+        self, sharing: SharedForward, proposals: Sequence[Proposal], cached_tokens: int = 0
     ) -> bool:
-        """Whether a forward of these can be built, for requests with so many tokens."""
+        """Whether a forward of these can be built, for requests that hold so many tokens."""
         sessions = [self.start() for _ in proposals]
         pairs = zip(sessions, proposals, strict=True)
         try:
-            if tokens:
+            if cached_tokens:
                 for session in sessions:
-                    session.dry_run(tokens)
+                    session.dry_run(cached_tokens)
             spans = [Span(session, proposal) for session, proposal in pairs]
             self.run_together(Rows(spans, slots=KVSlots(sharing.slot_layers)), sharing)
         except MODEL_ERRORS:
