@@ -36,7 +36,6 @@ from dflash_mlx.machine.facts import (
     nearest_there,
     usable_bytes,
 )
-from dflash_mlx.machine.fusion import fusion_may_round
 from dflash_mlx.validation import brief, is_integer, text_config, user_path
 
 from . import options
@@ -247,12 +246,10 @@ def _check_chip(is_cpu: bool) -> Check:
 
 
 def _check_compiler() -> Check:
-    """Look for g++, with which MLX compiles fused operations on Linux."""
+    """Look for g++, without which MLX on Linux keeps no graphs."""
     path = shutil.which("g++")
     if path is None:
-        return _warning("g++", "not found", "MLX cannot fuse operations: install g++.")
-    if fusion_may_round():
-        return _success("g++", f"{path} may round fused operations, so MLX fuses none")
+        return _warning("g++", "not found", "MLX cannot keep the graph of a step: install g++.")
     return _success("g++", path)
 
 

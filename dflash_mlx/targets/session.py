@@ -16,6 +16,7 @@ from .caches import Arrays, CacheParts, Checkpoint, FullCache, RecurrentCache, m
 from .parts import ModelParts
 from .rows import Rows, SharedForward, Verified
 from .span import Span
+from .traced import can_trace
 
 PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
 CPU_STEP = 512  # on a CPU, whose attention also computes the pairs that the causal mask drops
@@ -60,6 +61,7 @@ class TargetSession:
         intact: False while a forward changes the caches, and after one that failed.
         can_pipeline: whether the next forward may start before its token is known. False for caches
             with windows or states, which could not forget that token again.
+        can_trace: whether a step can be a function of what the caches hold.
         slot: the `kv_slots.Slot` in which a batch has this request's keys and values.
         longest: the most tokens of a prompt that one forward may read on any device.
     """
@@ -77,6 +79,7 @@ class TargetSession:
             cache for cache in self.cache if not cache.can_trim or isinstance(cache, CacheParts)
         ]
         self.can_pipeline = not self._lazy
+        self.can_trace = can_trace(self.cache)
         self._rolls_back = all(cache.rolls_back for cache in self.cache)
         self._uncommitted: Proposal | None = None  # what the last forward has read
         self._before: Checkpoint | None = None  # before it, where the kept rows run again

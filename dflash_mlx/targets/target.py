@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ from .session import TargetSession
 from .sharing import sharing_of
 from .span import Span
 from .taps import EMBEDDING, Taps
+from .traced import TracedSteps
 from .tree_attention import why_no_trees
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from ..kernels.modules import Wiring
 
+EMPTY = SimpleNamespace(position=0, tap_layers=())  # stands for a request while a step is traced
 PIECE = 4  # layers of a verify that are handed to the device together
 
 
@@ -54,6 +57,7 @@ class Target:
         has_rollback: whether rejected rows leave its caches without another forward.
         wiring: which layers run on our Metal kernels; None where none does.
         is_distributed: whether other processes run the same forwards.
+        steps: the traced forwards of its steps.
         in_pieces: whether verifies are handed to the device `PIECE` layers at a time.
 
     Raises `ConfigError` for a model that cannot run.
@@ -101,6 +105,7 @@ class Target:
         self._pieces = frozenset(id(layer) for layer in self.layers[PIECE - 1 : -1 : PIECE])
         self._taps: dict[tuple[int, ...], Taps] = {}
         self._interception = Interception.of(model, parts)
+        self.steps = TracedSteps()
 
     def __repr__(self) -> str:
         """The name and the shape; MLX's own of `model` lists every layer."""
@@ -317,13 +322,43 @@ class Target:
         )
         held = rows.caches(sharing)
         ids = rows.tokens(self.vocab_size).reshape(rows.shape)
-        all_logits, taps = self._run(ids, held, self._taps_of(rows.tap_layers), forward)
+        results = self._replay(rows, ids)
+        if results is None:
+            results = self._run(ids, held, self._taps_of(rows.tap_layers), forward)
+        all_logits, taps = results
         for span in rows.spans:
             self._check_mask(span)
         taps = taps.reshape(1, len(rows), taps.shape[-1])
         if logits == "last":
             all_logits = rows.last(all_logits)  # where the norm does not run once
         return all_logits.flatten(0, 1), taps
+
+    def _replay(self, rows: Rows, ids: mx.array) -> Verified | None:
+        """A step's logits [1, N, V] and taps [1, N, K*D] by its trace; None if it has none.
+
+        Steps of one request that verify a chain can have one, on MLX's own kernels.
+        """
+        session = rows.spans[0].session
+        is_step = not (rows.is_shared or rows.is_prompt or rows.tree)
+        if not is_step or not session.can_trace or self.wiring is not None or self.is_distributed:
+            return None
+        model = self.model
+        interception = self._interception
+        taps = self._taps_of(rows.tap_layers)
+
+        def make() -> Any:
+            chain = Rows([Span(EMPTY, Proposal([0] * len(rows)))])
+
+            def forward(ids: mx.array, held: Sequence[Any]) -> Verified:
+                step = Forward(chain, tapped=taps.tapped)
+                logits = interception.run(step, lambda: model(ids, cache=held))
+                return logits, taps.of(step.runs, ids.shape[1])
+
+            return forward
+
+        clean_up_at_end()
+        key = (rows.tap_layers, session.kv_bits)
+        return self.steps.run(key, forward=make, ids=ids, caches=session.cache)
 
     def _run(
         self, ids: mx.array, held: Sequence[Any] | None, taps: Taps, forward: Forward

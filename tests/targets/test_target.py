@@ -126,6 +126,7 @@ def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
     A pipelined step's row is the token of a step that still runs, so nothing of it starts early.
     """
     one = target(num_hidden_layers=12)
+    one.steps.why_not = "a test of forwards that are not traced"
     results, started = [], []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.append(arrays))
     for in_pieces in (True, False):

@@ -11,6 +11,7 @@ import mlx.core as mx
 from ..span import Span
 
 Arrays = dict[str, mx.array]
+Contents = Sequence[Any]  # arrays and trees of arrays
 
 
 class DraftCache(Protocol):

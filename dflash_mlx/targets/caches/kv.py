@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from ..internals import KVCache, QuantizedKVCache
-from .base import Arrays
+from .base import Arrays, Contents
 from .rows import RowCache
 
 
@@ -40,9 +41,39 @@ class KeysAndValues(RowCache):
         """List the arrays that the cache consists of."""
         return [self.keys, self.values]
 
+    def contents(self) -> Contents:
+        """What a traced step reads and writes: keys, then values."""
+        return self.keys, self.values
+
+    def reserve(self, rows: int) -> None:
+        """Have room for so many more rows, and as many rows as a multiple of the cache's steps.
+
+        mlx-lm's caches grow from where they end, so that two texts would rarely share a trace.
+        """
+        if self.offset + rows > self.capacity or self.capacity % self.step:
+            more = -(-(self.offset + rows) // self.step) * self.step - self.offset
+            self.keys = tree_map(lambda held: self._with_room(held, more), self.keys)
+            self.values = tree_map(lambda held: self._with_room(held, more), self.values)
+
+    @property
+    def capacity(self) -> int:
+        """The rows that fit into the arrays."""
+        keys = self.keys[0] if isinstance(self.keys, tuple | list) else self.keys
+        return int(keys.shape[2])
+
+    def take(self, contents: Contents, rows: int) -> None:
+        """Hold what a traced step of so many rows has made of the contents."""
+        self.keys, self.values = contents
+        self.offset += rows
+
     def export_state(self) -> Arrays:
         """Return nothing: there is no state."""
         return {}
+
+    def _with_room(self, held: mx.array, more: int) -> mx.array:
+        """The rows that are there [1, H, offset, D], and room for more."""
+        empty = mx.zeros((*held.shape[:2], more, held.shape[3]), held.dtype)
+        return mx.concatenate([held[..., : self.offset, :], empty], axis=2)
 
     def _joined(self, name: str, position: int, rows: Sequence[Arrays], room: int) -> mx.array:
         """The arrays of one name in one copy, with room behind them in steps of the cache's own."""

@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..internals import ArraysCache
 from ..recurrences import Recurrence
 from ..span import Span
-from .base import Arrays
+from .base import Arrays, Contents
 
 Rows = tuple[mx.array, ...]  # the convolution's outputs [1, N, C], then the gates [1, N, ...]
 
@@ -128,6 +128,21 @@ class RecurrentCache(ArraysCache):
     def rewind(self, saved: list[mx.array | None], rows: int) -> None:
         """Go back to a checkpoint."""
         self.cache = [*saved]
+
+    def contents(self) -> Contents:
+        """What a traced step reads: the convolution's inputs, and the state if there is one."""
+        return self.cache
+
+    @property
+    def recorded_step(self) -> Contents:
+        """What a traced step has made: the contents, and what a commit needs."""
+        return list(self.cache), self._inputs, self.recorded
+
+    def take(self, made: Contents, recurrence: Recurrence) -> None:
+        """Hold what a traced step has made, the `recorded_step` of a layer's recurrence."""
+        self._recurrence = recurrence
+        self._before = self.cache[1] if recurrence.has_state else None
+        self.cache, self._inputs, self.recorded = made
 
     def arrays(self) -> list[Any]:
         """List the arrays that the cache consists of."""

@@ -1,0 +1,119 @@
+"""Steps that are traced and replayed: the same bits as without, few traces, memory in place."""
+
+import threading
+
+import mlx.core as mx
+import pytest
+from families import family_target
+from tinymodels import target
+
+import dflash_mlx as dm
+from dflash_mlx.proposal import Proposal
+from dflash_mlx.targets.traced import TracedSteps, attended_keys
+
+PROMPT = [token % 90 for token in range(60)]
+LENGTHS = [1, 1, 16, 4, 1, 16, 4, 16, 1, 1, 4, 16] * 2
+
+
+def steps_of(one, kv_bits=None, lengths=LENGTHS):
+    """Logits and taps of steps that keep half of their rows."""
+    session = one.start((0, 1), kv_bits)
+    list(session.prefill(PROMPT))
+    results = []
+    for number, rows in enumerate(lengths):
+        verified = session.verify(Proposal([(number + row) % 90 for row in range(rows)]))
+        mx.eval(verified)
+        results += verified
+        session.commit(list(range((rows + 1) // 2)))
+    return results
+
+
+def untraced(monkeypatch, call):
+    with monkeypatch.context() as patched:
+        patched.setattr(TracedSteps, "run", lambda *args, **settings: None)
+        return call()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_replayed_step_has_the_bits_of_the_forward(family, monkeypatch):
+    one = family_target(family)
+    expected = untraced(monkeypatch, lambda: steps_of(one))
+    for _ in range(2):
+        results = steps_of(one)
+    assert one.steps.why_not is None and one.steps.traced >= 3
+    assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("kv_bits", [4, 8])
+def test_a_replayed_step_writes_quantized_keys(kv_bits, monkeypatch):
+    one = target(head_dim=32)
+    expected = untraced(monkeypatch, lambda: steps_of(one, kv_bits))
+    for _ in range(2):
+        results = steps_of(one, kv_bits)
+    assert one.steps.why_not is None and one.steps.traced >= 3
+    assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
+
+
+def test_a_shape_is_traced_once_and_when_it_comes_again():
+    one = target(num_hidden_layers=2)
+    dm.generate(one, None, PROMPT, max_tokens=400)
+    shapes = {attended_keys(len(PROMPT) + n) for n in range(1, 400)}
+    assert one.steps.traced == len(shapes)
+    dm.generate(one, None, PROMPT, max_tokens=400)
+    assert one.steps.traced == len(shapes)
+
+
+def test_every_thread_traces_for_itself():
+    one = target()
+    dm.generate(one, None, PROMPT, max_tokens=30)
+    before = one.steps.traced
+    texts = [dm.generate(one, None, PROMPT, max_tokens=30).tokens]
+
+    def write():
+        texts.append(dm.generate(one, None, PROMPT, max_tokens=30).tokens)
+
+    for _ in range(2):
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+    assert texts[1:] == [texts[0]] * 2
+    assert one.steps.traced == before + 2
+
+
+def test_a_replayed_step_writes_in_place(monkeypatch):
+    """Copies of the caches would raise the peak by more than a row of them."""
+    one = target(num_hidden_layers=4)
+
+    def peak():
+        session = one.start()
+        list(session.prefill(PROMPT * 15))
+        for _ in range(4):
+            mx.eval(session.verify(Proposal([1] * 4)))
+            session.commit([0, 1])
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(session.verify(Proposal([1] * 4)))
+        return mx.get_peak_memory() - before, session.cache[0].keys.nbytes
+
+    more, keys = peak()
+    assert one.steps.traced == 1
+    assert more <= untraced(monkeypatch, peak)[0] + keys // 4
+
+
+def test_a_model_that_looks_at_its_position_runs_without_traces(monkeypatch):
+    one = target(num_hidden_layers=5)
+    expected = steps_of(one)
+    assert one.steps.traced
+    one.steps = TracedSteps()
+    attention = type(one.model.model.layers[0].self_attn)
+    own = attention.__call__
+
+    def call(self, x, mask=None, cache=None):
+        int(cache.offset)
+        return own(self, x, mask, cache)
+
+    monkeypatch.setattr(attention, "__call__", call)
+    results = steps_of(one)
+    assert "eval" in one.steps.why_not
+    assert not one.steps._of_thread.traces
+    assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
