@@ -1,6 +1,6 @@
-"""A draft: tokens in a tree whose root is the anchor, the last committed token. Pure data.
+"""A proposal: a tree of tokens whose root is the anchor, the last committed token.
 
-A chain is a tree whose node i has parent i - 1, so one loop serves both.
+A chain is a tree in which node i has parent i - 1, so one loop serves both.
 """
 
 from __future__ import annotations

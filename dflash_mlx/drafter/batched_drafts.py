@@ -160,7 +160,7 @@ class _BatchRows:
         rows = x
         if context is not None:
             rows = mx.concatenate([context, x], axis=1)[:, self._order]
-        # Rows are on the batch axis, where each may have its own position.
+        # Rows are put on the batch axis, where positions may differ.
         new_keys, new_values = attention.keys_values(rows.swapaxes(0, 1), self._key_positions)
         keys_of = mx.split(new_keys.swapaxes(0, 2), self._key_cuts, axis=2)
         values_of = mx.split(new_values.swapaxes(0, 2), self._key_cuts, axis=2)

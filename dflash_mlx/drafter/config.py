@@ -30,6 +30,7 @@ from .config_reader import (
 )
 from .networks import DFLASH, DFLASH2, DSPARK, LILICORR, MARKOV_IN_ZLAB, ZLAB, identify
 
+# The checks of sizes: whole numbers from 1 to a generous limit.
 LAYERS = whole(1024)
 ROWS = whole(2**12)
 WIDTH = whole(2**20)
@@ -38,12 +39,13 @@ HEADS = whole(2**14)
 MARKOV_HEADS = one_of("vanilla", "gated", "rnn")
 
 
-def key(check: FieldCheck, default: Any = MISSING, **of: Any) -> Any:
-    """A field of `DraftConfig` that is read as it is, after a check.
+def key(check: FieldCheck, default: Any = MISSING, **kind_defaults: Any) -> Any:
+    """Define a field of `DraftConfig` whose value is read as it stands, after a check.
 
-    `of` are its defaults by kind, if other kinds have no such field.
+    With `kind_defaults`, only the kinds of drafters named there have the field.
     """
-    return field(default=default, metadata={"check": check, "of": of})
+    metadata = {"check": check, "kind_defaults": kind_defaults}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,19 +58,20 @@ class DraftConfig:
     num_attention_heads: int = key(HEADS)
     num_key_value_heads: int = key(HEADS, 0)  # absent: num_attention_heads
     head_dim: int = key(WIDTH, 0)  # absent: hidden_size / num_attention_heads
-    vocab_size: int = key(TOKENS)  # the target's
+    vocab_size: int = key(TOKENS)  # the vocabulary size of the target
     block_size: int = key(ROWS)  # rows of a block, the anchor's included
     mask_token_id: int = key(whole(least=0))
-    # The target's layers whose outputs are read; -1: embedding. EAGLE-3 without any: its authors'.
+    # The target's layers whose outputs are read; -1 is the embedding. Empty for an EAGLE-3 drafter
+    # that names none: `for_target` fills them in.
     target_layer_ids: tuple[int, ...]
     num_target_layers: int | None = key(LAYERS, None)  # None: the config does not say
     windows: tuple[int | None, ...]  # per layer: the sliding window, None for full attention
-    causal: tuple[bool, ...]  # per layer: are a block's rows blind to later rows of the block?
+    causal: tuple[bool, ...]  # per layer: whether a block's rows do not see later rows of it
     kind: str = DFLASH
     packaging: str = "zlab"
     first_row: int = 1  # the first row of a block that drafts; 0 is the anchor's
-    draft_vocab_size: int = key(TOKENS, 0)  # tokens that it can draft; absent: its tensors say it
-    target_hidden_size: int = key(WIDTH, 0)  # the width of its taps; absent: its own
+    draft_vocab_size: int = key(TOKENS, 0)  # tokens that it can draft; absent: as its tensors
+    target_hidden_size: int = key(WIDTH, 0)  # the width of its taps; absent: hidden_size
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, Any] | None = None  # None, or {"rope_type": "linear" | "yarn", ...}
     rope_amplitude: float = 1.0  # on rotated queries and keys
@@ -77,11 +80,11 @@ class DraftConfig:
     rms_norm_eps: float = key(POSITIVE, 1e-6)
     attention_bias: bool = key(BOOLEAN, False)
     sinks: tuple[bool, ...] = ()  # per layer: a learned logit per head in the denominator
-    tie_word_embeddings: bool = key(BOOLEAN, False)  # its own embedding is its head, too
+    tie_word_embeddings: bool = key(BOOLEAN, False)  # whether its embedding is also its head
     input_embedding_scale: float = key(POSITIVE, 1.0)  # on the embeddings of a block
     output_multiplier: float = key(POSITIVE, 1.0)  # on the head's logits
-    final_logit_softcapping: float | None = key(POSITIVE, None)  # then cap * tanh(logits / cap)
-    logit_scale: float = key(POSITIVE, 1.0)  # on all of that, a Markov bias included
+    final_logit_softcapping: float | None = key(POSITIVE, None)  # cap * tanh(logits / cap)
+    logit_scale: float = key(POSITIVE, 1.0)  # on the result, a Markov bias included
     conv_kernel_size: int = key(whole(64, 0), 0, dflash2=REQUIRED, lilicorr=0)  # 0: none
     conv_group_size: int = key(WIDTH, 0, dflash2=REQUIRED, lilicorr=0)  # channels of a kernel
     selector_rank: int = key(WIDTH, 0, dflash2=REQUIRED)
@@ -97,17 +100,20 @@ class DraftConfig:
     lilicorr_factor_dim: int = key(WIDTH, 0, lilicorr=REQUIRED)
     lilicorr_vector_eps: float = key(POSITIVE, 0.0, lilicorr=REQUIRED)
     lilicorr_logit_scale: float = key(POSITIVE, 0.0, lilicorr=REQUIRED)
-    # EAGLE-3's: the residual stream begins with the normed feature; a norm of all taps side by
-    # side, or one of each, comes first; drafted rows read states after the final norm (EAGLE 3.1).
+    # For EAGLE-3: the residual stream begins with the normed feature; one norm of all taps together
+    # comes first; a norm of each tap comes first; drafted rows read states after the final norm
+    # (EAGLE 3.1).
     norm_before_residual: bool = key(BOOLEAN, False, eagle3=False)
     norm_before_fc: bool = key(BOOLEAN, False, eagle3=False)
     fc_norm: bool = key(BOOLEAN, False, eagle3=False)
     norm_output: bool = key(BOOLEAN, False, eagle3=False)
-    gemma4: bool = False  # Gemma 4's layers,
-    keys_are_values: bool = False  # whose values are the keys, before the keys' norm
-    own_embedding_scale: float = 1.0  # on embeddings of its own table; the target scales its own
+    gemma4: bool = False  # whether the layers are Gemma 4's
+    keys_are_values: bool = (
+        False  # in Gemma 4's layers: whether values are the keys before the norm
+    )
+    own_embedding_scale: float = 1.0  # on embeddings of the drafter's table, not on the target's
     draft_window_size: int | None = key(whole(), None)  # rows that it should remember
-    quantization: Mapping[str, Any] | None = None  # of weights stored quantized, as mlx-lm says it
+    quantization: Mapping[str, Any] | None = None  # mlx-lm's settings of weights stored quantized
     unreadable: str | None = None  # why the weights cannot be read, if they cannot
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     unused: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -118,16 +124,17 @@ class DraftConfig:
         return self.block_size - self.first_row
 
     def within(self, window: int | None) -> DraftConfig:
-        """The config of a drafter that remembers at most `window` rows; None: as it suggests."""
-        most = window or self.draft_window_size
-        if most is None:
+        """Limit the rows that each layer remembers to `window`; None takes the config's limit."""
+        limit = window or self.draft_window_size
+        if limit is None:
             return self
-        return replace(self, windows=tuple(min(own or most, most) for own in self.windows))
+        return replace(self, windows=tuple(min(size or limit, limit) for size in self.windows))
 
     def for_target(self, num_layers: int | None) -> DraftConfig:
-        """The config with taps: in a target of so many layers, EAGLE-3's authors read three.
+        """Fill in the tapped layers, for an EAGLE-3 drafter whose file names none.
 
-        Raises `ConfigError` if the file names none and the target is not known.
+        As in the authors' code, these are three layers of a target with `num_layers` layers. Raises
+        `ConfigError` if they are needed and `num_layers` is None.
         """
         if self.target_layer_ids:
             return self
@@ -150,30 +157,30 @@ class DraftConfig:
         read = ConfigReader(raw, where, packaging)
         for place, _ in read.found("architectures", "speculators_model_type"):
             read.sources[place] = place
-        found = _fields(read, kind)
+        values = _fields(read, kind)
         if kind in (DFLASH, DSPARK):  # a rank means DSpark, whatever the label is
-            kind = DSPARK if found["markov_rank"] else DFLASH
+            kind = DSPARK if values["markov_rank"] else DFLASH
         if kind == DSPARK and packaging is ZLAB:
             packaging = read.packaging = MARKOV_IN_ZLAB
-        found |= {"kind": kind, "packaging": packaging.name}
-        _check_sizes(read, found)
-        layers = found["num_hidden_layers"]
-        rows = found["block_size"]
-        found["first_row"] = read_first_row(read, kind, rows)
-        if rows <= found["first_row"]:
+        values |= {"kind": kind, "packaging": packaging.name}
+        _check_sizes(read, values)
+        rows = values["block_size"]
+        values["first_row"] = read_first_row(read, kind, rows)
+        if rows <= values["first_row"]:
             raise read.error(read.place("block_size"), f"must be at least 2, not {rows}")
-        found |= read_layers(read, layers)
-        found["target_layer_ids"] = read_taps(read, kind)
-        positions = found["max_position_embeddings"]
-        found["rope_theta"], found["rope_scaling"] = read_rope(read, positions)
-        found["rope_amplitude"] = rope_amplitude(read, found)
-        found |= _quantization(read)
-        return cls(**found, sources=read.sources, unused=read.unused())
+        values |= read_layers(read, values["num_hidden_layers"])
+        values["target_layer_ids"] = read_taps(read, kind)
+        theta, scaling = read_rope(read, values["max_position_embeddings"])
+        values["rope_theta"] = theta
+        values["rope_scaling"] = scaling
+        values["rope_amplitude"] = rope_amplitude(read, values)
+        values |= _quantization(read)
+        return cls(**values, sources=read.sources, unused=read.unused())
 
     def check_fits(self, hidden_size: int, vocab_size: int, num_layers: int) -> None:
-        """Raise `IncompatibleDrafterError` unless a target of this shape is the drafter's own.
+        """Raise `IncompatibleDrafterError` unless the drafter was made for a target of this shape.
 
-        A `num_target_layers` that is one off, as in some files, only warns.
+        A `num_target_layers` that is off by one, as in some files, only warns.
         """
         pairs = [("hidden_size", self.target_hidden_size, hidden_size)]
         if not self.sources.get("vocab_size", "").startswith("default of"):
@@ -188,7 +195,8 @@ class DraftConfig:
                 raise IncompatibleDrafterError(
                     f"The drafter was made for another target: {message}"
                 )
-            # At this line for every caller: a pair is checked in several places, and warned once.
+            # The warning names this line, not the caller's: a pair is checked in several places,
+            # and Python shows a warning of one line once.
             warnings.warn(
                 f"dflash-mlx: the drafter may be another target's: {message}", stacklevel=1
             )
@@ -200,74 +208,85 @@ class DraftConfig:
 
 
 def _fields(read: ConfigReader, kind: str) -> dict[str, Any]:
-    """The fields that are read as they are, those that a drafter may leave out derived."""
-    found: dict[str, Any] = {}
+    """Read the fields defined by `key`, and derive those that a file may leave out."""
+    values: dict[str, Any] = {}
     for item in fields(DraftConfig):
-        if item.metadata and kind in (of := item.metadata["of"] or {kind: item.default}):
-            default = REQUIRED if of[kind] is MISSING else of[kind]
-            found[item.name] = read.get(item.name, item.metadata["check"], default)
-    hidden, heads, vocabulary = (
-        found[name] for name in ("hidden_size", "num_attention_heads", "vocab_size")
-    )
-    found["num_key_value_heads"] = found["num_key_value_heads"] or heads
-    found["head_dim"] = found["head_dim"] or max(hidden // heads, 1)
-    found["target_hidden_size"] = found["target_hidden_size"] or hidden
-    found["draft_vocab_size"] = found["draft_vocab_size"] or vocabulary
+        if not item.metadata:
+            continue
+        defaults = item.metadata["kind_defaults"] or {kind: item.default}
+        if kind in defaults:
+            default = REQUIRED if defaults[kind] is MISSING else defaults[kind]
+            values[item.name] = read.get(item.name, item.metadata["check"], default)
+    hidden = values["hidden_size"]
+    heads = values["num_attention_heads"]
+    values["num_key_value_heads"] = values["num_key_value_heads"] or heads
+    values["head_dim"] = values["head_dim"] or max(hidden // heads, 1)
+    values["target_hidden_size"] = values["target_hidden_size"] or hidden
+    values["draft_vocab_size"] = values["draft_vocab_size"] or values["vocab_size"]
     if kind == LILICORR:
-        found["lilicorr_hidden_size"] = found["lilicorr_hidden_size"] or hidden
+        values["lilicorr_hidden_size"] = values["lilicorr_hidden_size"] or hidden
     if read.packaging.gemma4:
-        found |= _gemma4(read, hidden)
-    return found
+        values |= _gemma4(read, hidden)
+    return values
 
 
 def _gemma4(read: ConfigReader, hidden: int) -> dict[str, Any]:
-    """What is Gemma 4's: its full-attention layers, and the scale of its embeddings."""
+    """Read the fields of Gemma 4's full-attention layers, and derive the embeddings' scale."""
     read.get("hidden_activation", one_of("gelu_pytorch_tanh"))
     shared = read.get("attention_k_eq_v", BOOLEAN, False)
     heads = read.get("num_global_key_value_heads", HEADS, REQUIRED if shared else None)
-    return {
+    values = {
         "gemma4": True,
         "keys_are_values": shared,
         "own_embedding_scale": hidden**0.5,
         "head_dim": read.get("global_head_dim", WIDTH, REQUIRED),
-        **({"num_key_value_heads": heads} if shared else {}),
     }
+    if shared:
+        values["num_key_value_heads"] = heads
+    return values
 
 
-def _check_sizes(read: ConfigReader, found: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` unless the fields go together."""
-    hidden, heads, vocabulary, drafted = (
-        found[name]
-        for name in ("hidden_size", "num_attention_heads", "vocab_size", "draft_vocab_size")
-    )
+def _check_sizes(read: ConfigReader, values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless the sizes agree with each other."""
+    hidden = values["hidden_size"]
+    heads = values["num_attention_heads"]
+    vocabulary = values["vocab_size"]
+    drafted = values["draft_vocab_size"]
+    kind = values["kind"]
+    # For each field: whether its value breaks the rule, and the rule in words.
     rules = {
-        "num_key_value_heads": (heads % found["num_key_value_heads"], f"must divide {heads}"),
-        "head_dim": (found["head_dim"] % 2, "must be even for rotary positions"),
-        "mask_token_id": (found["mask_token_id"] >= vocabulary, f"must be below {vocabulary}"),
+        "num_key_value_heads": (heads % values["num_key_value_heads"], f"must divide {heads}"),
+        "head_dim": (values["head_dim"] % 2, "must be even for rotary positions"),
+        "mask_token_id": (values["mask_token_id"] >= vocabulary, f"must be below {vocabulary}"),
         "draft_vocab_size": (drafted > vocabulary, f"must be at most {vocabulary}"),
     }
-    if found["kind"] == DFLASH2 and drafted != vocabulary:
-        rules["draft_vocab_size"] = True, f"must be {vocabulary}, the selector's"
-    if found["kind"] == DFLASH2 or found.get("conv_kernel_size"):
-        rules["conv_kernel_size"] = not found["conv_kernel_size"], "must be above 0"
-        group = found["conv_group_size"]
-        rules["conv_group_size"] = not group or hidden % group, f"must divide {hidden}"
-    if found["kind"] == LILICORR:
-        width = found["lilicorr_hidden_size"]
-        rules["lilicorr_num_heads"] = width % found["lilicorr_num_heads"], f"must divide {width}"
+    if kind == DFLASH2 and drafted != vocabulary:
+        rules["draft_vocab_size"] = (True, f"must be {vocabulary}, the selector's")
+    if kind == DFLASH2 or values.get("conv_kernel_size"):
+        rules["conv_kernel_size"] = (not values["conv_kernel_size"], "must be above 0")
+        group = values["conv_group_size"]
+        rules["conv_group_size"] = (not group or hidden % group, f"must divide {hidden}")
+    if kind == LILICORR:
+        width = values["lilicorr_hidden_size"]
+        rules["lilicorr_num_heads"] = (
+            width % values["lilicorr_num_heads"],
+            f"must divide {width}",
+        )
     for name, (broken, problem) in rules.items():
         if broken:
             raise read.error(read.place(name), problem)
 
 
 def _quantization(read: ConfigReader) -> dict[str, Any]:
-    """How mlx-lm quantized the stored weights, and why they cannot be read if they cannot."""
-    # mlx-lm's converters write both.
-    both = {name: read.get(name, OBJECT) for name in ("quantization", "quantization_config")}
-    name, stored = next(((name, stored) for name, stored in both.items() if stored), ("", None))
-    if stored is None:
+    """Read how the stored weights are quantized, or why they cannot be read."""
+    # mlx-lm's converters write both fields. Both are read, because `read` records what was used.
+    quantization = read.get("quantization", OBJECT)
+    config = read.get("quantization_config", OBJECT)
+    name = "quantization" if quantization else "quantization_config"
+    stored = quantization or config
+    if not stored:
         return {}
-    sizes = all(type(stored.get(size)) is int for size in ("bits", "group_size"))
-    if sizes and "quant_method" not in stored:
+    has_sizes = all(type(stored.get(size)) is int for size in ("bits", "group_size"))
+    if has_sizes and "quant_method" not in stored:
         return {"quantization": stored}
     return {"unreadable": f"{name} {brief(stored)} is not one of mlx-lm's"}

@@ -1,6 +1,6 @@
-"""What a config says about attention: taps, the first drafting row, windows, causality, rotation.
+"""Reads the attention fields of a config: taps, first drafting row, windows, causality, rotation.
 
-Published files say these in many ways. A wrong reading runs, and drafts badly; so whatever is
+Published files spell these in many ways. A wrong reading runs but drafts badly, so whatever is
 missing or contradicts itself is a `ConfigError`.
 """
 
@@ -43,21 +43,21 @@ LAYERS_OR_NONE = FieldCheck(lambda value: value == [] or LAYERS.holds(value), LA
 
 
 def read_taps(read: ConfigReader, kind: str) -> tuple[int, ...]:
-    """The tapped layers of the target: 0-based, -1 for the embedding's output.
+    """Read the tapped layers of the target: 0-based, -1 for the embedding's output.
 
-    They are required, but for EAGLE-3: other drafters follow no one rule.
+    EAGLE-3 drafters may leave them out, because their authors have a rule. Others must name them.
     """
     taps = read.get(TAPS, LAYERS)
     shifted = read.get("shifted_layer_ids", LAYERS_OR_NONE if kind == EAGLE3 else LAYERS)
     place = read.place("shifted_layer_ids")
     if shifted and place.startswith("eagle_config."):
-        taps = shifted  # SGLang's and NVIDIA's name the layers themselves
+        taps = shifted  # in SGLang's and NVIDIA's files, these are the layers themselves
     elif shifted:
-        # The stream after k layers, which is the output of layer k - 1.
-        found = [layer - 1 for layer in shifted]
-        if taps not in (None, found):
+        # A number k means the stream after k layers, which is the output of layer k - 1.
+        layers = [layer - 1 for layer in shifted]
+        if taps not in (None, layers):
             raise read.error(read.place(TAPS), f"contradicts {place}")
-        taps = found
+        taps = layers
     if taps is None and kind != EAGLE3:
         raise read.error(TAPS, "is missing")
     if not taps:
@@ -66,23 +66,23 @@ def read_taps(read: ConfigReader, kind: str) -> tuple[int, ...]:
 
 
 def read_first_row(read: ConfigReader, kind: str, block: int) -> int:
-    """The row of a block that drafts the first token: 1, or 0 if the anchor's row drafts."""
+    """Read which row of a block drafts the first token: 1, or 0 if the anchor's row drafts."""
     if kind == EAGLE3:
         return 1
-    said: list[tuple[str, int]] = []
+    stated: list[tuple[str, int]] = []  # places, and the rows that they state
     for flag, row in FIRST_ROW_FLAGS.items():
         for place, value in read.found(flag):
-            said.append((place, row if read.check(place, value, BOOLEAN) else 1 - row))
+            stated.append((place, row if read.check(place, value, BOOLEAN) else 1 - row))
     match read.get("speculators_config", OBJECT):
-        # Fewer tokens are only how many drafts to ask for.
+        # A smaller number only says how many drafts to ask for.
         case {"proposal_methods": [{"speculative_tokens": int(drafts)}, *_]} if drafts >= block - 1:
-            said.append(("speculators_config", block - drafts))
+            stated.append(("speculators_config", block - drafts))
     default = read.packaging.first_row
-    if not said and default and kind == DSPARK:
+    if not stated and default and kind == DSPARK:
         flags = ", ".join(FIRST_ROW_FLAGS)
         raise read.error("markov_rank", f"needs one of {flags}, to say which row drafts first")
-    place, first = said[0] if said else (f"default of {read.packaging.name}", default)
-    for other, row in said:
+    place, first = stated[0] if stated else (f"default of {read.packaging.name}", default)
+    for other, row in stated:
         if row != first or row < 0:
             raise read.error(place, f"contradicts {other} or block_size")
     read.sources["first_row"] = place
@@ -90,10 +90,10 @@ def read_first_row(read: ConfigReader, kind: str, block: int) -> int:
 
 
 def read_layers(read: ConfigReader, layers: int) -> dict[str, tuple[Any, ...]]:
-    """By layer: windows (None for full attention), causality within a block, and sinks.
+    """Read windows (None for full attention), causality within a block, and sinks, per layer.
 
-    An explicit flag of causality applies to every layer. Without one, the layers that `layer_types`
-    calls sliding are causal if the packaging has it so.
+    An explicit causality flag applies to every layer. Without one, the layers that `layer_types`
+    calls sliding are causal if the packaging says so.
     """
     named = slides = _sliding_layers(read, layers)
     window = read.get("sliding_window", whole())
@@ -109,10 +109,9 @@ def read_layers(read: ConfigReader, layers: int) -> dict[str, tuple[Any, ...]]:
     by_type = causal is None and read.packaging.sliding_is_causal and not non_causal
     if causal is None:
         read.sources["causal"] = f"rule of {read.packaging.name}"
-    everywhere, sliding, full = (
-        read.get(f"{which}attention_sink_bias", BOOLEAN, False)
-        for which in ("", "add_swa_", "add_full_")
-    )
+    everywhere = read.get("attention_sink_bias", BOOLEAN, False)
+    sliding = read.get("add_swa_attention_sink_bias", BOOLEAN, False)
+    full = read.get("add_full_attention_sink_bias", BOOLEAN, False)
     return {
         "windows": tuple(window if slide else None for slide in slides),
         "causal": named if by_type else (bool(causal),) * layers,
@@ -121,10 +120,10 @@ def read_layers(read: ConfigReader, layers: int) -> dict[str, tuple[Any, ...]]:
 
 
 def _sliding_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
-    """Which layers slide, from `layer_types` or, in older files, `use_sliding_window`."""
+    """Read which layers slide, from `layer_types` or, in older files, `use_sliding_window`."""
     kinds = read.get("layer_types", default=FULL)
     slides = first = None
-    if not read.packaging.embeds_target_config:  # else these two are the target's
+    if not read.packaging.embeds_target_config:  # if it does, these two are the target's
         slides = read.get("use_sliding_window", BOOLEAN)
         first = read.get("max_window_layers", whole(least=0))
     if slides and read.sources["layer_types"] == "default":
@@ -134,8 +133,8 @@ def _sliding_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
         return tuple(layer >= first for layer in range(layers))
     kinds = [kinds] * layers if isinstance(kinds, str) else kinds
     place = read.place("layer_types")
-    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
-    if not known or len(kinds) != layers:
+    is_valid = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
+    if not is_valid or len(kinds) != layers:
         raise read.error(place, f"must be {FULL} or {SLIDING} for each of the {layers} layers")
     if SLIDING in kinds and slides is False:
         raise read.error(place, "names sliding layers, but use_sliding_window is false")
@@ -143,9 +142,9 @@ def _sliding_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
 
 
 def read_rope(read: ConfigReader, positions: int) -> tuple[float, Mapping[str, Any] | None]:
-    """`rope_theta`, and how the rotary frequencies are scaled, None for not at all.
+    """Read `rope_theta`, and how the rotary frequencies are scaled; None for not at all.
 
-    `rope_parameters` and `rope_scaling` win over the root. Gemma 4 has parameters for each kind of
+    `rope_parameters` and `rope_scaling` override the root. Gemma 4 has parameters for each kind of
     layer.
     """
     theta = read.get("rope_theta", POSITIVE, 10000.0)
@@ -158,9 +157,10 @@ def read_rope(read: ConfigReader, positions: int) -> tuple[float, Mapping[str, A
         values = dict(read.check(place, values.get(FULL), OBJECT))
     elif any(values.setdefault(key, value) != value for key, value in old.items()):
         raise read.error(read.place("rope_scaling"), "contradicts rope_parameters")
-    if (own := values.pop("rope_theta", None)) is not None:
+    nested_theta = values.pop("rope_theta", None)
+    if nested_theta is not None:
         read.sources["rope_theta"] = f"{place}.rope_theta"
-        theta = read.check(f"{place}.rope_theta", own, POSITIVE)
+        theta = read.check(f"{place}.rope_theta", nested_theta, POSITIVE)
     if theta <= 1:
         raise read.error("rope_theta", f"must be above 1, not {theta:g}")
     kinds = [kind for kind in ROPE_FIELDS if gemma4 == (kind == "proportional")]
@@ -169,15 +169,15 @@ def read_rope(read: ConfigReader, positions: int) -> tuple[float, Mapping[str, A
     values.pop("type", None)
     kept = {"rope_type": kind}
     for key, value in values.items():
-        known = [one for one in kinds if key in ROPE_FIELDS[one]]
-        if kind in known and value is not None:
-            if value != 0 or not key.startswith("mscale"):  # else it is off
+        kinds_with_key = [rope_kind for rope_kind in kinds if key in ROPE_FIELDS[rope_kind]]
+        if kind in kinds_with_key and value is not None:
+            if value != 0 or not key.startswith("mscale"):  # an mscale of 0 is off
                 check = BOOLEAN if key == "truncate" else POSITIVE
                 kept[key] = read.check(f"{place}.{key}", value, check)
         elif key == "partial_rotary_factor":
             if value not in (None, 1) and not read.packaging.embeds_target_config:
                 raise read.error(f"{place}.{key}", f"must be 1, not {brief(value)}")
-        elif isinstance(value, Mapping) or (known and value is not None):
+        elif isinstance(value, Mapping) or (kinds_with_key and value is not None):
             raise read.error(f"{place}.{key}", f"is not understood for {kind} rope")
         else:
             read.ignore(f"{place}.{key}", value)
@@ -189,16 +189,17 @@ def read_rope(read: ConfigReader, positions: int) -> tuple[float, Mapping[str, A
     return float(theta), ({ORIGINAL: positions} if kind == "yarn" else {}) | kept
 
 
-def rope_amplitude(read: ConfigReader, found: Mapping[str, Any]) -> float:
-    """The factor on rotated queries and keys, as Transformers computes it."""
-    scaling = found["rope_scaling"]
+def rope_amplitude(read: ConfigReader, fields: Mapping[str, Any]) -> float:
+    """Compute the factor on rotated queries and keys, as Transformers does."""
+    scaling = fields["rope_scaling"]
     if scaling is None or scaling["rope_type"] != "yarn":
         return 1.0
     read.sources["rope_amplitude"] = read.sources["rope_scaling"]
     if "attention_factor" in scaling:
         return float(scaling["attention_factor"])
-    up, down = (scaling.get(name, 0) for name in ("mscale", "mscale_all_dim"))
-    is_kimi = found.items() >= KIMI_K25.items() and (scaling["factor"], up, down) == (64, 1, 1)
+    up = scaling.get("mscale", 0)
+    down = scaling.get("mscale_all_dim", 0)
+    is_kimi = fields.items() >= KIMI_K25.items() and (scaling["factor"], up, down) == (64, 1, 1)
     if is_kimi:
         read.sources["rope_amplitude"] = "as Kimi-K2.5-DFlash was trained"
     if is_kimi or not (up and down):

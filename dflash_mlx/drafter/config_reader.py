@@ -1,7 +1,7 @@
 """Checked look-ups in a drafter's config.json, in every place where a field may stand.
 
-The reader remembers what it looked up. At the end, every other key is an error if it is known to
-mean another network, else a warning that names it.
+The reader remembers which keys it looked up. At the end, any other key is an error if it is known
+to mean another network. Otherwise a warning names it.
 """
 
 from __future__ import annotations
@@ -14,32 +14,34 @@ from ..errors import ConfigError
 from ..validation import MAX_INT32, brief, is_integer, is_positive
 from .networks import IGNORED_KEYS, PLACES, REQUIRED_VALUES, SPELLINGS, TARGET_KEYS, Packaging
 
-MOST_NAMED = 12  # unknown keys in a warning
-REQUIRED: Final = object()  # as a default: the field must be there
+# A warning names at most this many unknown keys.
+MAX_NAMED_KEYS = 12
+# As a default, it says that the field must be there.
+REQUIRED: Final = object()
 
 
 class FieldCheck(NamedTuple):
-    """What a value must be: a test, and its words for the error message."""
+    """What a value must be: a test, and words for the error message."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
 def whole(most: int = MAX_INT32, least: int = 1) -> FieldCheck:
-    """Whole numbers from `least` to `most`."""
+    """Check for a whole number from `least` to `most`."""
     words = f"a whole number from {least} to {most}"
     return FieldCheck(lambda value: is_integer(value, least, most), words)
 
 
 def one_of(*values: Any) -> FieldCheck:
-    """One of these values."""
+    """Check for one of these values."""
     return FieldCheck(lambda value: value in values, f"one of {', '.join(map(str, values))}")
 
 
 ANY = FieldCheck(lambda value: True, "anything")
 BOOLEAN = FieldCheck(lambda value: isinstance(value, bool), "true or false")
 OBJECT = FieldCheck(lambda value: isinstance(value, Mapping), "an object")
-# Within what f32 and int64 hold.
+# Larger and smaller numbers do not fit f32 and int64.
 POSITIVE = FieldCheck(
     lambda value: is_positive(value) and 1e-15 < value < 1e15, "a positive number"
 )
@@ -69,17 +71,20 @@ class ConfigReader:
             self._places.append((f"{place}." if place else "", values))
 
     def error(self, place: str, problem: str) -> ConfigError:
-        """An error about a field; `place` is its name or, if it was read, its place."""
+        """Make an error about a field. `place` is where it was read, or its name."""
         return ConfigError(f"{self.where}: {place} {problem}.")
 
     def check(self, place: str, value: Any, check: FieldCheck) -> Any:
-        """The value. Raises `ConfigError` unless the check holds."""
+        """Return the value. Raises `ConfigError` unless the check holds."""
         if not check.holds(value):
             raise self.error(place, f"must be {check.words}, not {brief(value)}")
         return value
 
     def found(self, *names: str) -> list[tuple[str, Any]]:
-        """Every value under these names that is not null, with its place, the winner first."""
+        """Return all values under these names that are not null, with their places.
+
+        The first one is the value that counts.
+        """
         self._asked.update(names)
         return [
             (prefix + name, values[name])
@@ -89,38 +94,41 @@ class ConfigReader:
         ]
 
     def get(self, name: str, check: FieldCheck = ANY, default: Any = None) -> Any:
-        """The value of a field, or its default in this packaging, or `default`.
+        """Return the value of a field, or its default in this packaging, or `default`.
 
         Raises `ConfigError`, naming the field, if it is missing, fails its check or has several
         spellings that differ.
         """
         values = self.found(*SPELLINGS.get(name, (name,)))
         if values:
-            (place, value), *others = values
+            place, value = values[0]
             self.sources[name] = place
-            for other, its in others if name in SPELLINGS else ():
-                if its != value:
-                    problem = f"contradicts {place}: {brief(its)} and {brief(value)}"
-                    raise self.error(other, problem)
+            others = values[1:] if name in SPELLINGS else []
+            for other_place, other_value in others:
+                if other_value != value:
+                    problem = f"contradicts {place}: {brief(other_value)} and {brief(value)}"
+                    raise self.error(other_place, problem)
         else:
             place = name
             value = self.packaging.defaults.get(name)
-            ours = value is None
-            self.sources[name] = "default" if ours else f"default of {self.packaging.name}"
+            is_our_default = value is None
+            self.sources[name] = (
+                "default" if is_our_default else f"default of {self.packaging.name}"
+            )
         if value is None and default is REQUIRED:
             raise self.error(name, "is missing")
         return default if value is None else self.check(place, value, check)
 
     def place(self, name: str) -> str:
-        """Where a field was read; its name if it was not."""
+        """The place where a field was read, or its name if it was not in the file."""
         source = self.sources.get(name, "default")
         return name if source.startswith("default") else source
 
     def unused(self) -> dict[str, Any]:
-        """The values that were not looked up, by their place.
+        """Return the values that were not looked up, by their place.
 
-        One that nobody knows is a warning: it cannot change the text, but drafts may be worse.
-        Raises `ConfigError` for one that means another network.
+        Warns of unknown keys: they cannot change the text, but drafts may be worse. Raises
+        `ConfigError` for a key that means another network.
         """
         unused = {
             prefix + name: value
@@ -138,10 +146,11 @@ class ConfigReader:
                 words = " or ".join(map(repr, allowed))
                 raise self.error(place, f"must be {words}, not {brief(value)}")
         if self._unknown:
-            named = ", ".join(self._unknown[:MOST_NAMED])
-            if len(self._unknown) > MOST_NAMED:
-                named += f" and {len(self._unknown) - MOST_NAMED} more"
-            # At this line for every caller: a file is read several times, and warned about once.
+            named = ", ".join(self._unknown[:MAX_NAMED_KEYS])
+            if len(self._unknown) > MAX_NAMED_KEYS:
+                named += f" and {len(self._unknown) - MAX_NAMED_KEYS} more"
+            # The warning names this line, not the caller's: a file is read several times, and
+            # Python shows a warning of one line once.
             warnings.warn(
                 f"dflash-mlx: {self.where}: keys that are not used: {named}. The text is right in "
                 "any case, but if they change the drafter's network, it drafts badly.",
@@ -150,6 +159,6 @@ class ConfigReader:
         return unused
 
     def ignore(self, place: str, value: Any) -> None:
-        """Note a value that is not used; nobody is warned of those that any config may have."""
+        """Note an unused value for the warning, unless any config may have such a key."""
         if value is not None and not IGNORED_KEYS.fullmatch(place.rpartition(".")[2]):
             self._unknown.append(place)

@@ -1,8 +1,8 @@
 """A smaller language model with the target's vocabulary as its drafter.
 
 It reads the same tokens as the target and drafts one token after the other, so it needs no features
-of the target. Its caches hold the text. What it read of a draft leaves them when the draft is made;
-kept tokens are read again, in the same forward as the next anchor.
+of the target. Its caches hold the text. The rows of drafted tokens leave them after each draft;
+accepted tokens are read again, in the same forward as the next anchor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from .stepwise import BLOCK_SIZE, draft_chain
 if TYPE_CHECKING:
     from ..targets import Target
 
-SAME = 0.99  # of the target's tokens that must be the draft model's under the same id
+# At least this share of the target's tokens must have the same id in the draft model.
+MIN_SHARED_TOKENS = 0.99
 
 
 class DraftModel(NetworkDrafter):
@@ -35,7 +36,7 @@ class DraftModel(NetworkDrafter):
         model: the draft model, as `load_target` returns it.
 
     Attributes:
-        model: as given.
+        model: the draft model.
     """
 
     tap_layers = ()
@@ -57,13 +58,14 @@ class DraftModel(NetworkDrafter):
         """
         if target in self._fits:
             return
-        own, theirs = (_vocabulary(one) for one in (self.model, target))
-        same = sum(own.get(token) == number for token, number in theirs.items())
-        if same < SAME * len(theirs):
+        draft_ids = _vocabulary(self.model)
+        target_ids = _vocabulary(target)
+        same = sum(draft_ids.get(token) == number for token, number in target_ids.items())
+        if same < MIN_SHARED_TOKENS * len(target_ids):
             raise IncompatibleDrafterError(
-                f"{self.model.name} cannot draft for {target.name}: {same:,} of {len(theirs):,} "
-                "tokens have the same number in both. A draft model needs the target's tokenizer: "
-                "take a smaller model of the same family."
+                f"{self.model.name} cannot draft for {target.name}: {same:,} of "
+                f"{len(target_ids):,} tokens have the same number in both. A draft model "
+                "needs the target's tokenizer: take a smaller model of the same family."
             )
         self._fits.add(target)
 
@@ -79,25 +81,25 @@ class DraftModel(NetworkDrafter):
 class ModelSession(NetworkSession):
     """Drafts chains and trees for one request with a draft model.
 
-    The caches hold the text, and the anchor once it was drafted after: it is committed next.
+    The caches hold the text, and after a draft also its anchor, which is committed next.
 
     Args:
-        drafter: the draft model's.
-        vocab_size: of the target.
-        sampler: of the request.
+        drafter: the drafter that the session belongs to.
+        vocab_size: the vocabulary size of the target.
+        sampler: the sampler of the request.
 
     Attributes:
-        position: committed tokens.
+        position: how many tokens are committed.
     """
 
     def __init__(self, drafter: DraftModel, vocab_size: int, sampler: Sampler) -> None:
         self.drafter = drafter
         self.sampler = sampler
         self._session = drafter.model.start()
-        self._own_size = drafter.model.vocab_size
+        self._draft_vocab_size = drafter.model.vocab_size
         self._vocab_size = vocab_size
         self._pending: list[int] = []  # committed tokens that the caches do not hold
-        self._forwards = 0  # of the target, that brought them
+        self._forwards = 0  # how many forwards of the target committed them
 
     @property
     def pending_features(self) -> int:  # type: ignore[override]
@@ -112,47 +114,48 @@ class ModelSession(NetworkSession):
     def extend(
         self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
     ) -> None:
-        """See `DraftSession`. There are no features; tokens that the caches hold are left out."""
+        """Add newly committed tokens, except those that the caches hold. `taps` has no features."""
         self._make_room(self._forwards, len(self._pending) + len(tokens))
         self._pending += tokens[max(0, self._session.position - self.position) :]
         self._forwards += 1
         self.position += len(tokens)
 
     def draft(self, anchor: int, width: int) -> DraftScores:
-        """See `NetworkSession`."""
+        """Score the slots of a draft of at most `width` rows, one forward per slot."""
         session = self._session
         kept = self._session.checkpoint()
         behind_anchor: Checkpoint | None = None
 
         def logits(token: mx.array | None) -> mx.array:
             nonlocal behind_anchor
-            found = self._logits(mx.array([*self._pending, anchor]) if token is None else token)
+            tokens = mx.array([*self._pending, anchor]) if token is None else token
+            token_logits = self._logits(tokens)
             behind_anchor = behind_anchor or session.checkpoint()
-            return found
+            return token_logits
 
         try:
-            slots = draft_chain(self.sampler, anchor, min(width, BLOCK_SIZE) - 1, logits)
+            slots = min(width, BLOCK_SIZE) - 1
+            draft = draft_chain(self.sampler, anchor, slots=slots, logits_after=logits)
             kept = behind_anchor or kept
             self._pending = []
             self._forwards = 0
         finally:  # a processor may fail
             session.rewind(kept)
         session.start_computing()
-        return slots
+        return draft
 
     def _logits(self, tokens: mx.array) -> mx.array:
         """The logits [1, V] after tokens [S], for the target's vocabulary."""
-        size = self._vocab_size
-        own = self._own_size
-        logits, _ = self._session.read_lazily(mx.minimum(tokens, own - 1))
-        if own >= size:
-            return logits[:, :size]
-        return mx.pad(logits, [(0, 0), (0, size - own)], constant_values=-mx.inf)
+        logits, _ = self._session.read_lazily(mx.minimum(tokens, self._draft_vocab_size - 1))
+        missing = self._vocab_size - self._draft_vocab_size
+        if missing <= 0:
+            return logits[:, : self._vocab_size]
+        return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
 
     def _read_pending(self) -> None:
         step = longest_step()
-        for at in range(0, len(self._pending), step):
-            self._session.read(self._pending[at : at + step], last=False)
+        for start in range(0, len(self._pending), step):
+            self._session.read(self._pending[start : start + step], last=False)
         self._pending = []
         self._forwards = 0
 
@@ -184,16 +187,18 @@ class ModelSession(NetworkSession):
         return self._session.state()
 
     def dry_run(self, taps: mx.array) -> None:
-        """See `DraftSession`."""
+        """Extend the session without computing anything: only shapes count."""
         self._session.dry_run(taps.shape[1])
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """See `SupportsSharing`."""
-        self._session.restore(position, rows, state, room)
+        """Start with `position` tokens from stored rows and state, as in `SupportsSharing`."""
+        self._session.restore(position, rows=rows, state=state, room=room)
         self.position = position
 
 
 def _vocabulary(model: Target) -> dict[str, int]:
-    """The tokens of a model's tokenizer and their numbers."""
-    known: Callable[[], dict[str, int]] | None = getattr(model.tokenizer, "get_vocab", None)
-    return {str(at): at for at in range(model.vocab_size)} if known is None else known()
+    """The tokens of a model's tokenizer with their ids."""
+    get_vocab: Callable[[], dict[str, int]] | None = getattr(model.tokenizer, "get_vocab", None)
+    if get_vocab is None:
+        return {str(token_id): token_id for token_id in range(model.vocab_size)}
+    return get_vocab()

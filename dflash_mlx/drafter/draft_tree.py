@@ -18,17 +18,18 @@ import numpy as np
 
 from ..proposal import Proposal
 
-FAINTEST = 30.0  # nats: a less probable path is not worth a row
+# In nats. A path with a higher cost (its negative log-probability) is not worth a row.
+MAX_PATH_COST = 30.0
 
 
 @dataclass(frozen=True)
 class TreeNodes:
-    """Nodes in best-first order, the root first; every beginning of the lists is a tree too.
+    """Nodes in best-first order, the root first. The first n nodes are a tree for every n.
 
     Attributes:
         parents: [N] rows, -1 for the root.
         picks: [N] index of each node among the candidates of its slot; 0 for the root.
-        log_probs: [N] of the paths, falling; 0 for the root.
+        log_probs: [N] log-probabilities of the paths, in falling order; 0 for the root.
     """
 
     parents: list[int]
@@ -40,8 +41,8 @@ def best_first(log_probs: np.ndarray, rows: int) -> TreeNodes:
     """The tree of at most `rows` nodes, root included, with the largest expected length.
 
     Args:
-        log_probs: [L, P, K] of the candidates; see `CandidateTokens`.
-        rows: 1 or more. The tree has fewer if all other paths are fainter than `FAINTEST`.
+        log_probs: [L, P, K] log-probabilities as in `CandidateTokens`.
+        rows: 1 or more. The tree has fewer rows if all other paths cost over `MAX_PATH_COST`.
     """
     slots, befores, count = log_probs.shape
     order = np.argsort(-log_probs, axis=-1, kind="stable")
@@ -55,7 +56,7 @@ def best_first(log_probs: np.ndarray, rows: int) -> TreeNodes:
     heap = [(costs[0][0][0], 0, 0)] if slots else []
     while heap and len(parents) < rows:
         cost, parent, rank = heappop(heap)
-        if cost > FAINTEST:
+        if cost > MAX_PATH_COST:
             break
         slot = depths[parent]
         before = picks[parent] if befores > 1 else 0
@@ -74,7 +75,7 @@ def best_first(log_probs: np.ndarray, rows: int) -> TreeNodes:
 
 
 def best_chain(log_probs: np.ndarray) -> TreeNodes:
-    """The chain of L + 1 nodes that takes the best candidate after each one, [L, P, K]."""
+    """The chain of L + 1 nodes that takes the best candidate of each slot, from [L, P, K]."""
     picks = [0]
     paths = [0.0]
     for table in log_probs:
@@ -90,12 +91,13 @@ class DraftTree:
     Args:
         anchor: the token before the first slot.
         tokens: [L, K], the candidates of the slots.
-        log_probs: [L, P, K], theirs; see `CandidateTokens`.
-        rows: the most rows of the tree, the anchor included.
+        log_probs: [L, P, K], their log-probabilities as in `CandidateTokens`.
+        rows: the maximum number of rows of the tree, the anchor included.
 
     Attributes:
-        log_probs: [N] of the paths to the tree's rows, falling; 0 for the root.
-        slots: L.
+        log_probs: [N] log-probabilities of the paths to the tree's rows, in falling order; 0 for
+            the root.
+        slots: L, the number of slots.
     """
 
     def __init__(self, anchor: int, tokens: np.ndarray, log_probs: np.ndarray, rows: int) -> None:
@@ -107,11 +109,11 @@ class DraftTree:
         self.log_probs = self._tree.log_probs
 
     def propose(self, rows: int) -> Proposal:
-        """The best tree of so many rows, or of as many as there are."""
+        """Propose the best tree of at most this many rows."""
         return self._proposal(self._tree, rows)
 
     def propose_chain(self, rows: int) -> Proposal:
-        """The favourites of the first slots."""
+        """Propose the best candidates of the first slots, as a chain of at most this many rows."""
         return self._proposal(self._chain, rows)
 
     def _proposal(self, tree: TreeNodes, rows: int) -> Proposal:

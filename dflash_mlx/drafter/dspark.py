@@ -50,7 +50,7 @@ class MarkovHead(nn.Module):
     def inner(
         self, hidden: mx.array, previous: mx.array, state: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """What `markov_w2` multiplies, and the next state, both [..., r].
+        """Compute the input of `markov_w2` and the next state, both [..., r].
 
         hidden is [..., D], previous token ids [...], state [..., r].
         """

@@ -30,7 +30,7 @@ HEAD_NORM = "layers.0.self_attn.q_norm.weight"  # in heads with Qwen3's layers, 
 
 
 class Eagle3(StepwiseDrafter, DFlash):
-    """The EAGLE-3 head: loaded and borrowed from the target as a DFlash drafter is."""
+    """The EAGLE-3 head. Like a DFlash drafter, it may borrow the target's embedding and head."""
 
     label = "EAGLE-3"
     block_size = DFlash.block_size
@@ -55,7 +55,7 @@ class Eagle3(StepwiseDrafter, DFlash):
             self.fc_norm = [nn.RMSNorm(width, eps=eps) for _ in range(taps)]
 
     def make_cache(self) -> list[Any]:
-        """A cache per layer. Windows are masks here: rows of drafts come and go."""
+        """Make a full cache per layer. Windows are masks, because drafted rows are trimmed."""
         return [FullCache() for _ in self.layers]
 
     def fuse(self, taps: mx.array) -> mx.array:
@@ -63,21 +63,27 @@ class Eagle3(StepwiseDrafter, DFlash):
         if "input_norm" in self:
             taps = self.input_norm(taps)
         if "fc_norm" in self:
-            each = mx.split(taps, len(self.fc_norm), axis=-1)
-            pairs = zip(self.fc_norm, each, strict=True)
-            taps = mx.concatenate([norm(tap) for norm, tap in pairs], axis=-1)
+            by_layer = mx.split(taps, len(self.fc_norm), axis=-1)
+            normed = [norm(tap) for norm, tap in zip(self.fc_norm, by_layer, strict=True)]
+            taps = mx.concatenate(normed, axis=-1)
         return self.fc(taps)
 
     def advance(
         self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
     ) -> mx.array:
-        """See `StepwiseDrafter`. The hidden states are those before the final norm."""
+        """Compute hidden states before the final norm, in the shapes of `StepwiseDrafter`."""
         first: DraftLayer = self.layers[0]
         normed = self.hidden_norm(features)
         x = normed if self.config.norm_before_residual else features
-        both = mx.concatenate([first.input_layernorm(self.embed(tokens, target)), normed], axis=-1)
-        for layer, rows in zip(self.layers, cache, strict=True):
-            attend = partial(_attend, layer.self_attn, rows, both if layer is first else None)
+        embeddings = first.input_layernorm(self.embed(tokens, target))
+        first_input = mx.concatenate([embeddings, normed], axis=-1)
+        for layer, layer_cache in zip(self.layers, cache, strict=True):
+            attend = partial(
+                _attend,
+                layer.self_attn,
+                cache=layer_cache,
+                first_input=first_input if layer is first else None,
+            )
             x = layer(x, attend)
         return x
 
@@ -91,13 +97,13 @@ class Eagle3(StepwiseDrafter, DFlash):
 
 
 def _attend(
-    attention: Attention, cache: FullCache, given: mx.array | None, x: mx.array
+    attention: Attention, x: mx.array, *, cache: FullCache, first_input: mx.array | None
 ) -> mx.array:
-    """The heads' outputs [1, H, S, head_dim] of rows, which the cache keeps.
+    """Compute the heads' outputs [1, H, S, head_dim] of rows, which the cache keeps.
 
-    The rows are `given` [1, S, 2*D], or else the layer's own x [1, S, D].
+    The first layer attends from `first_input` [1, S, 2*D]; the others from their x [1, S, D].
     """
-    x = x if given is None else given
+    x = x if first_input is None else first_input
     queries = attention.queries(x, cache.offset)
     keys, values = cache.update_and_fetch(*attention.keys_values(x, cache.offset))
     return attention.attend(queries, keys, values)

@@ -16,7 +16,7 @@ from .layers import Attention, DraftLayer, Sublayer
 
 
 class Gemma4Attention(Attention):
-    """Attention whose values are normed, and may be the keys before theirs."""
+    """Attention whose values are normed, and may be the keys before the keys' norm."""
 
     def __init__(self, config: DraftConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -26,8 +26,8 @@ class Gemma4Attention(Attention):
             del self["v_proj"]
 
     def keys_values(self, x: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
-        """See `Attention`."""
-        shape = *x.shape[:2], self.kv_heads, self.head_dim
+        """Compute rotated keys and normed values, in the shapes of `Attention`."""
+        shape = (*x.shape[:2], self.kv_heads, self.head_dim)
         keys = self["k_proj"](x).reshape(shape)
         values = self["v_proj"](x).reshape(shape) if "v_proj" in self else keys
         values = mx.fast.rms_norm(values, None, self.eps).transpose(0, 2, 1, 3)
@@ -54,8 +54,8 @@ class Gemma4Layer(DraftLayer):
         self.layer_scalar = mx.ones((1,))
 
     def __call__(self, x: mx.array, attend: Sublayer, places: mx.array | None = None) -> mx.array:
-        """See `DraftLayer`."""
-        seen = self["self_attn"].output(attend(self["input_layernorm"](x)))
-        x = x + self["post_attention_layernorm"](seen)
-        found = self["mlp"](self["pre_feedforward_layernorm"](x))
-        return (x + self["post_feedforward_layernorm"](found)) * self["layer_scalar"]
+        """Compute the layer's output [N, L, D]. The arguments are those of `DraftLayer`."""
+        attended = self["self_attn"].output(attend(self["input_layernorm"](x)))
+        x = x + self["post_attention_layernorm"](attended)
+        transformed = self["mlp"](self["pre_feedforward_layernorm"](x))
+        return (x + self["post_feedforward_layernorm"](transformed)) * self["layer_scalar"]

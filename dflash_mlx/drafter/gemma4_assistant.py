@@ -54,17 +54,25 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
         shape = config.get("text_config")
         if not isinstance(shape, Mapping) or not all(is_integer(sizes[name], 1) for name in SIZES):
             raise ConfigError(f"The assistant's config needs a text_config and {', '.join(SIZES)}.")
-        own = {"num_kv_shared_layers": shape.get("num_hidden_layers")}
-        args = gemma4_text.ModelArgs.from_dict({**shape, **own, "hidden_size_per_layer_input": 0})
+        args = gemma4_text.ModelArgs.from_dict(
+            {
+                **shape,
+                "num_kv_shared_layers": shape.get("num_hidden_layers"),
+                "hidden_size_per_layer_input": 0,
+            }
+        )
         self._width = sizes["backbone_hidden_size"]
         self._window = args.sliding_window
         self._sources = _sources(args, target)
-        self.tap_layers = (*(at - 1 for at in self._sources.values()), target.num_layers - 1)
+        before_sources = [index - 1 for index in self._sources.values()]
+        self.tap_layers = (*before_sources, target.num_layers - 1)
         hidden = args.hidden_size
         self.vocab_size = args.vocab_size
         self.model: dict[str, Any] = {
             "embed_tokens": nn.Embedding(args.vocab_size, hidden),
-            "layers": [gemma4_text.DecoderLayer(args, at) for at in range(args.num_hidden_layers)],
+            "layers": [
+                gemma4_text.DecoderLayer(args, index) for index in range(args.num_hidden_layers)
+            ],
             "norm": nn.RMSNorm(hidden, eps=args.rms_norm_eps),
         }
         self.pre_projection = nn.Linear(2 * self._width, hidden, bias=False)
@@ -77,40 +85,47 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
             }
 
     def make_cache(self) -> list[Any]:
-        """The keys and values of the target's layers that it reads."""
+        """Make empty caches for the keys and values of the target's layers that it reads."""
         return [FullCache() for _ in self._sources]
 
     def advance(
         self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
     ) -> mx.array:
-        """See `StepwiseDrafter`. Hidden states are those of the last row, [1, 1, D], normed.
+        """Compute the normed hidden state [1, 1, D] of the last row.
 
-        The features are taps [1, S, K*Dt], or of a drafted token [1, 1, Dt].
+        The features are taps [1, S, K*Dt], or those of a drafted token [1, 1, Dt]. The other
+        arguments are those of `StepwiseDrafter`.
         """
         if features.shape[-1] > self._width:
-            *entered, last = mx.split(features, len(self.tap_layers), axis=-1)
-            for at, x, rows in zip(self._sources.values(), entered, cache, strict=True):
-                rows.update_and_fetch(*_keys_values(target.layers[at], x, rows.offset))
-            features = target.parts.norm(last[:, -1:])
-        both = [target.embed(tokens[:, -1:]), features]
-        x = self.pre_projection(mx.concatenate(both, axis=-1))
-        seen = {
-            kind: self._seen(kind, rows) for kind, rows in zip(self._sources, cache, strict=True)
+            taps = mx.split(features, len(self.tap_layers), axis=-1)
+            for number, index in enumerate(self._sources.values()):
+                layer_cache = cache[number]
+                keys, values = _keys_values(target.layers[index], taps[number], layer_cache.offset)
+                layer_cache.update_and_fetch(keys, values)
+            features = target.parts.norm(taps[-1][:, -1:])
+        embedding = target.embed(tokens[:, -1:])
+        x = self.pre_projection(mx.concatenate([embedding, features], axis=-1))
+        keys_values_of = {
+            kind: self._visible(kind, layer_cache)
+            for kind, layer_cache in zip(self._sources, cache, strict=True)
         }
         for layer in self.model["layers"]:
-            x = layer(x, shared_kv=seen[layer.layer_type], offset=cache[0].offset - 1)[0]
+            shared = keys_values_of[layer.layer_type]
+            x = layer(x, shared_kv=shared, offset=cache[0].offset - 1)[0]
         return self.model["norm"](x)
 
-    def _seen(self, kind: str, rows: FullCache) -> tuple[mx.array, mx.array]:
+    def _visible(self, kind: str, cache: FullCache) -> tuple[mx.array, mx.array]:
         """The keys and values [1, KV, S, head_dim] that layers of a kind attend to."""
-        first = max(0, rows.offset - self._window) if kind == SLIDING else 0
-        keys, values = (x[:, :, first : rows.offset] for x in (rows.keys, rows.values))
-        return keys, values
+        first = max(0, cache.offset - self._window) if kind == SLIDING else 0
+        keys: Any = cache.keys
+        values: Any = cache.values
+        return keys[:, :, first : cache.offset], values[:, :, first : cache.offset]
 
     def logits(self, hidden: mx.array, target: Target) -> mx.array:
         """Logits [1, S, V] of hidden states [1, S, D].
 
-        With ordered embeddings only the tokens of the best centroids have any.
+        With ordered embeddings, only the tokens of the best centroids get a logit; the others get
+        minus infinity.
         """
         embedding = self.model["embed_tokens"]
         if "masked_embedding" not in self:
@@ -129,35 +144,37 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
 
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the target is as wide, with as many tokens."""
-        own = (self._width, self.vocab_size)
-        theirs = (target.hidden_size, target.vocab_size)
-        if own != theirs:
+        expected_sizes = (self._width, self.vocab_size)
+        target_sizes = (target.hidden_size, target.vocab_size)
+        if expected_sizes != target_sizes:
             raise IncompatibleDrafterError(
-                f"The assistant is another target's: its hidden_size and vocab_size are {own}, "
-                f"{target.name} has {theirs}."
+                "The assistant is another target's: its hidden_size and vocab_size are "
+                f"{expected_sizes}, {target.name} has {target_sizes}."
             )
 
 
 def _sources(args: gemma4_text.ModelArgs, target: Target) -> dict[str, int]:
-    """The target's last layer of each kind that makes keys and values, by kind."""
-    theirs = getattr(text_model(target.model), "args", None)
-    if not isinstance(theirs, gemma4_text.ModelArgs) or len(target.layers) < 2:
+    """Find the target's last layer of each kind that makes keys and values, by kind."""
+    target_args = getattr(text_model(target.model), "args", None)
+    if not isinstance(target_args, gemma4_text.ModelArgs) or len(target.layers) < 2:
         raise IncompatibleDrafterError(f"{target.name} is no Gemma 4, which this assistant reads.")
-    making = len(target.layers) - theirs.num_kv_shared_layers
-    found = {kind: at for at, kind in enumerate(theirs.layer_types[:making])}
-    for at, kind in enumerate(args.layer_types):
-        own = gemma4_text.Attention(args, at).head_dim
-        if kind not in found or target.layers[found[kind]].self_attn.head_dim != own:
+    making = len(target.layers) - target_args.num_kv_shared_layers
+    last_layers = {kind: index for index, kind in enumerate(target_args.layer_types[:making])}
+    for index, kind in enumerate(args.layer_types):
+        width = gemma4_text.Attention(args, index).head_dim
+        if kind not in last_layers or (
+            target.layers[last_layers[kind]].self_attn.head_dim != width
+        ):
             raise IncompatibleDrafterError(
-                f"The assistant is another target's: {target.name} has no {kind} of width {own}."
+                f"The assistant is another target's: {target.name} has no {kind} of width {width}."
             )
-    return {kind: found[kind] for kind in sorted({*args.layer_types})}
+    return {kind: last_layers[kind] for kind in sorted({*args.layer_types})}
 
 
 def _keys_values(layer: Any, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-    """The keys and values [1, KV, S, head_dim] that a layer makes of its input x [1, S, D]."""
+    """Compute the keys and values [1, KV, S, head_dim] of a layer from its input x [1, S, D]."""
     attention = layer.self_attn
-    shape = (*x.shape[:2], -1, layer.self_attn.head_dim)
+    shape = (*x.shape[:2], -1, attention.head_dim)
     x = layer.input_layernorm(x)
     keys = attention.k_proj(x).reshape(shape)
     values = keys if attention.use_k_eq_v else attention.v_proj(x).reshape(shape)

@@ -28,13 +28,13 @@ ContextCache = Any
 def append_rows(
     cache: ContextCache, keys: mx.array, values: mx.array, block: int
 ) -> tuple[mx.array, mx.array]:
-    """Append new context rows and, behind them, the rows of a block, which are not kept.
+    """Append new context rows and, after them, the rows of a block, which are not kept.
 
     A layer with a sliding window keeps the last `window - 1` rows: the first row of the next block
     sees no further back (`query position - key position < window`).
 
     Args:
-        cache: of one layer; its `offset` counts the context's rows, seen so far.
+        cache: the cache of one layer; its `offset` counts the context rows so far.
         keys, values: [1, KV, S + block, head_dim], the S new context rows first.
         block: how many of the last rows belong to the block.
 
@@ -107,19 +107,19 @@ class Attention(nn.Module):
         keys, values = append_rows(cache, *self.keys_values(rows, start), block=block)
         return self.attend(self.queries(x, cache.offset), keys, values)
 
-    def output(self, seen: mx.array) -> mx.array:
-        """The attention's output [N, L, D] from its heads' outputs."""
-        return self["o_proj"](seen.transpose(0, 2, 1, 3).flatten(2))
+    def output(self, heads: mx.array) -> mx.array:
+        """Project the heads' outputs [N, H, L, head_dim] to the attention's output [N, L, D]."""
+        return self["o_proj"](heads.transpose(0, 2, 1, 3).flatten(2))
 
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """The heads' outputs [1, H, B, head_dim] of a block's queries, whose own keys are last."""
-        masks = self.causal or self.window is not None  # else every row sees everything
+        """Compute the heads' outputs [1, H, B, head_dim] of a block, whose keys come last."""
+        needs_mask = self.causal or self.window is not None
         return mx.fast.scaled_dot_product_attention(
             queries,
             keys,
             values,
             scale=self.scale,
-            mask=self._mask(queries.shape[2], keys.shape[2]) if masks else None,
+            mask=self._mask(queries.shape[2], keys.shape[2]) if needs_mask else None,
             # A logit per head [H] in every softmax's denominator, as gpt-oss has it.
             sinks=self.get("attention_sink_bias"),
         )
@@ -213,7 +213,7 @@ class ConvolvedLayer(DraftLayer):
         self.mlp_conv = DynamicConv(config)
 
     def __call__(self, x: mx.array, attend: Sublayer, places: mx.array | None = None) -> mx.array:
-        """As of `DraftLayer`."""
+        """Compute the layer's output [N, L, D]. The arguments are those of `DraftLayer`."""
 
         def attention(inputs: mx.array) -> mx.array:
             return self.self_attn.output(attend(inputs))

@@ -1,4 +1,4 @@
-"""Drafting from the text itself (`prompt_lookup`), alone or beside a network."""
+"""Drafters that look up the text itself (`prompt_lookup`), with or without a network."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class LookupDrafter:
 
 
 class CombinedDrafter:
-    """A network's drafter and lookups: the draft that promises more tokens is verified.
+    """A network's drafter combined with lookups: the draft that promises more tokens is verified.
 
-    The lookup is free and says at once whether the text has read like this before, so it is asked
-    first. A policy compares both by what their steps cost.
+    A lookup is free and tells at once whether the text has read like this before, so it is asked
+    first. A policy compares both by the costs of their steps.
 
     Args:
-        network: drafts where the text is new.
+        network: the drafter for new text.
     """
 
     def __init__(self, network: Drafter) -> None:
@@ -53,11 +53,11 @@ class CombinedDrafter:
         self.label = f"{label(network)}+lookup"
 
     def __repr__(self) -> str:
-        """One line."""
+        """Show the network."""
         return f"CombinedDrafter({self.network!r})"
 
     def slot_cost(self, target: Target) -> float | None:
-        """The network's."""
+        """The network's cost of a drafted token, in plain steps of the target."""
         return slot_cost(self.network, target)
 
     def start(self, target: Target, sampler: Sampler) -> DraftSession:

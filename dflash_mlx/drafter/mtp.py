@@ -40,9 +40,10 @@ class HeadLayout:
     """How a family stores its head.
 
     Attributes:
-        prefix: of the head's tensors; {N} is the number of the target's layers.
-        names: beginnings of the names after it -> ours, the first match wins; None: not needed.
-        layers: makes the decoder layers of the class and the arguments of the target's.
+        prefix: starts the names of the head's tensors; {N} is the number of the target's layers.
+        names: maps beginnings of the names after the prefix to ours; the first match counts. None
+            marks tensors that are not needed.
+        layers: makes the decoder layers, from the class and the arguments of the target's layers.
         feature_first: whether the feature comes before the embedding.
         zero_centred: whether norms may be stored minus one.
     """
@@ -117,8 +118,8 @@ class MTPHead(StepwiseDrafter, nn.Module):
     """The head of a target; its weights are loaded by their names in `HeadLayout.names`.
 
     Args:
-        target: whose embedding, final norm and head it uses.
-        layout: of the target's family.
+        target: the target, whose embedding, final norm and head it uses.
+        layout: the layout of the target's family.
 
     Attributes:
         tap_layers: the target's last layer.
@@ -136,8 +137,8 @@ class MTPHead(StepwiseDrafter, nn.Module):
             raise IncompatibleDrafterError(
                 f"{target.name} does not end with a norm here, whose output its MTP head reads."
             )
-        # Underscores keep what is the target's out of the head's own weights.
-        self._target_norm = ending.weight, ending.eps
+        # An attribute with an underscore is no parameter of the head.
+        self._target_norm = (ending.weight, ending.eps)
         self._feature_first = layout.feature_first
         self.tap_layers = (target.num_layers - 1,)
         self.embedding_norm = nn.RMSNorm(hidden, eps=ending.eps)
@@ -146,11 +147,11 @@ class MTPHead(StepwiseDrafter, nn.Module):
         text = text_model(target.model)
         self.layers = layout.layers(own_class(target.layers[-1]), text.args)
         self.norm = nn.RMSNorm(hidden, eps=ending.eps)
-        # Which layers mlx-lm quantizes, and how: as in the target.
+        # mlx-lm quantizes the same layers as in the target, and in the same way.
         self.quant_predicate = getattr(text, "quant_predicate", None)
 
     def make_cache(self) -> list[Any]:
-        """The empty cache of the layer that attends; an indexer has another one."""
+        """Make an empty cache for the layer that attends, and one for its indexer if it has one."""
         indexed = isinstance(attention_of(self.layers[0]), DeepseekV32Attention)
         return [FullCache() for _ in range(1 + indexed)]
 
@@ -161,20 +162,24 @@ class MTPHead(StepwiseDrafter, nn.Module):
 
     def fuse(self, taps: mx.array) -> mx.array:
         """Features [1, S, D], normed, from the last layer's outputs [1, S, D]."""
-        return mx.fast.rms_norm(taps, *self._target_norm)
+        weight, eps = self._target_norm
+        return mx.fast.rms_norm(taps, weight, eps)
 
     def advance(
         self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
     ) -> mx.array:
-        """See `StepwiseDrafter`. Hidden states, the next rows' features, are normed."""
-        both = [self.embedding_norm(target.embed(tokens)), self.feature_norm(features)]
+        """Compute normed hidden states, in the shapes of `StepwiseDrafter`.
+
+        They are the features of the next rows.
+        """
+        inputs = [self.embedding_norm(target.embed(tokens)), self.feature_norm(features)]
         if self._feature_first:
-            both.reverse()
-        x = self.fc(mx.concatenate(both, axis=-1))
+            inputs.reverse()
+        x = self.fc(mx.concatenate(inputs, axis=-1))
         mask = mask_of(cache[0], x.shape[1], window_size=None, return_array=True)
-        own: Any = cache[0] if len(cache) == 1 else CacheList(*cache)
+        layer_cache: Any = cache[0] if len(cache) == 1 else CacheList(*cache)
         for layer in self.layers:
-            x = layer(x, mask, own)
+            x = layer(x, mask, layer_cache)
         return self.norm(x)
 
     def logits(self, hidden: mx.array, target: Target) -> mx.array:
@@ -182,10 +187,10 @@ class MTPHead(StepwiseDrafter, nn.Module):
         return target.head(hidden)
 
     def check_fits(self, target: Target) -> None:
-        """Raise `IncompatibleDrafterError` unless the target is as wide as the head's own."""
-        own = self.norm.weight.size
-        width = target.hidden_size
-        if own != width:
+        """Raise `IncompatibleDrafterError` unless the target is as wide as the head."""
+        width = self.norm.weight.size
+        if width != target.hidden_size:
             raise IncompatibleDrafterError(
-                f"The MTP head is another target's: it is {own} wide, {target.name} is {width}."
+                f"The MTP head is another target's: it is {width} wide, {target.name} is "
+                f"{target.hidden_size}."
             )

@@ -1,9 +1,9 @@
-"""The session of a network of ours: a cache, and features that wait for the next draft.
+"""The drafting session of a network: its cache, and the features that wait for the next draft.
 
-The newest features wait, so that their rows are computed in the same products as the draft's own.
-A network is a function of arrays. The session holds the order: what waits, the network's pass, the
-noise and the settings of the request, and the choice. `dflash.BlockSession` drafts a block in one
-pass, `stepwise.StepwiseSession` token by token.
+The newest features wait so that their rows are computed in the same matrix products as the draft.
+A network is a function of arrays. The session decides the order: it passes the waiting features to
+the network, applies the settings and the noise of the request, and has tokens chosen.
+`dflash.BlockSession` drafts a block in one pass, `stepwise.StepwiseSession` drafts token by token.
 """
 
 from __future__ import annotations
@@ -27,17 +27,22 @@ if TYPE_CHECKING:
     from ..targets import Target
 
 PendingFeatures = tuple[mx.array, Sequence[int]]  # [1, N, K*D], and which of their rows
-MOST_UNREAD = 256  # features that a draft should read, and forwards whose features may wait for it
-MOST_FEATURES = 4096  # that may wait: a prompt's, so that the first token need not wait for them
+# A draft should read no more features than this, from no more forwards than this.
+MAX_UNREAD = 256
+# No more features than this may wait. It is enough for most prompts, so that the first token need
+# not wait for the drafter.
+MAX_WAITING_FEATURES = 4096
 
 
 class NetworkDrafter:
     """A network that drafts; mixed into an MLX module.
 
     Attributes:
-        tap_layers, block_size, drafts_trees: see `protocol`.
-        lag: 1 if a row of its cache has the features of a token and the token after it, else 0.
-        reads_newest: whether it drafts with the newest features of the text, waiting or not.
+        tap_layers, block_size, drafts_trees: `protocol` describes them.
+        feature_shift: 1 if a cache row pairs token i's features with token i+1 (EAGLE-3, MTP), so
+            the newest features wait for the next token; else 0.
+        reads_newest: whether each draft uses the newest features of the text, even if they have
+            been read before.
     """
 
     tap_layers: Any
@@ -52,7 +57,7 @@ class NetworkDrafter:
         return f"{type(self).__name__}({shown})"
 
     def make_cache(self) -> list[Any]:
-        """Empty caches of mlx-lm's kinds, one per layer that keeps rows."""
+        """Make empty caches, one per layer that keeps rows."""
         raise NotImplementedError
 
     def to_full_vocab(self, scores: mx.array) -> mx.array:
@@ -60,22 +65,22 @@ class NetworkDrafter:
         return scores
 
     def choose(self, requests: Sequence[DraftScores]) -> list[mx.array]:
-        """The drafted tokens [L] of every request; nothing waits."""
+        """Choose the drafted tokens [L] of every request, without waiting for the device."""
         return [
-            slots.scores.argmax(axis=-1) if slots.tokens is None else slots.tokens
-            for slots in requests
+            draft.scores.argmax(axis=-1) if draft.tokens is None else draft.tokens
+            for draft in requests
         ]
 
-    def candidates(self, slots: DraftScores, count: int) -> CandidateTokens:
-        """The likeliest `count` tokens of every slot; nothing waits.
+    def candidates(self, draft: DraftScores, count: int) -> CandidateTokens:
+        """Choose the most probable `count` tokens of every slot, without waiting for the device.
 
-        Those of a network that drafts token by token are what it sees after the favourites before
-        them: a tree needs no more passes than a chain.
+        A token-by-token network scores each position after its top-1 prefix, so a tree costs no
+        more passes than a chain.
         """
-        return likeliest(slots.scores, count)
+        return likeliest(draft.scores, count)
 
     def check_fits(self, target: Target) -> None:
-        """Raise `IncompatibleDrafterError` unless the target is its own."""
+        """Raise `IncompatibleDrafterError` unless the drafter was made for this target."""
         raise NotImplementedError
 
     def start(self, target: Target, sampler: Sampler | None = None) -> NetworkSession:
@@ -87,11 +92,11 @@ class NetworkDrafter:
 
 
 class NetworkSession(SupportsSharing, SupportsTrees):
-    """Drafts chains and trees for one request from the slots of a network's drafts.
+    """Drafts chains and trees for one request from the scores of a network.
 
     Attributes:
         drafter: the network.
-        sampler: of the request.
+        sampler: the sampler of the request.
     """
 
     drafter: NetworkDrafter
@@ -99,10 +104,10 @@ class NetworkSession(SupportsSharing, SupportsTrees):
 
     @abstractmethod
     def draft(self, anchor: int, width: int) -> DraftScores:
-        """The slots of a draft of at most `width` rows, 2 or more."""
+        """Score the slots of a draft of at most `width` rows, 2 or more."""
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        """Draft a chain of at most `width` rows; nothing waits for the device."""
+        """Draft a chain of at most `width` rows, without waiting for the device."""
         if width == 1 or self.position < self.drafter.feature_shift:
             return Proposal([anchor])
         return build_chains(self.drafter, [self.draft(anchor, width)])[0]
@@ -113,41 +118,47 @@ class NetworkSession(SupportsSharing, SupportsTrees):
 
     @abstractmethod
     def _read_pending(self) -> None:
-        """Read what waits, without drafting."""
+        """Read the waiting features without drafting."""
 
     def _make_room(self, forwards: int, features: int) -> None:
-        """Read what waits if so many features, of so many forwards before, would be too many."""
-        if forwards >= MOST_UNREAD or features >= MOST_FEATURES:
+        """Read the waiting features if there would be too many of them, or of their forwards."""
+        if forwards >= MAX_UNREAD or features >= MAX_WAITING_FEATURES:
             self._read_pending()
 
     def catch_up(self) -> None:
-        """See `DraftSession`."""
-        if self.pending_features > MOST_UNREAD:
+        """Read the waiting features if they are too many to be read with the next draft."""
+        if self.pending_features > MAX_UNREAD:
             self._read_pending()
 
     def resume(self, sampler: Sampler) -> None:
-        """See `SupportsResume`."""
+        """Continue with another request over the same text, with its settings and seed."""
         self.sampler = sampler
 
 
 def build_chains(drafter: NetworkDrafter, requests: Sequence[DraftScores]) -> list[Proposal]:
-    """The chains of requests that drafted together; nothing waits for the device."""
-    chains = zip(requests, drafter.choose(requests), strict=True)
-    return [
-        Proposal(mx.concatenate([mx.array([slots.anchor], mx.uint32), tokens.astype(mx.uint32)]))
-        for slots, tokens in chains
-    ]
+    """Build the chains of requests that drafted together, without waiting for the device."""
+    proposals = []
+    for draft, tokens in zip(requests, drafter.choose(requests), strict=True):
+        anchor = mx.array([draft.anchor], mx.uint32)
+        proposals.append(Proposal(mx.concatenate([anchor, tokens.astype(mx.uint32)])))
+    return proposals
 
 
 def build_trees(
     drafter: NetworkDrafter, requests: Sequence[DraftScores], rows: Sequence[int]
 ) -> list[DraftTree]:
-    """The trees, of at most `rows` rows each, of requests that drafted together; waits once."""
-    pairs = zip(requests, rows, strict=True)
-    tables = read_candidates([drafter.candidates(slots, count - 1) for slots, count in pairs])
+    """Build the trees of requests that drafted together, and wait once for the device.
+
+    `rows` holds the maximum number of rows of each tree.
+    """
+    candidates = [
+        drafter.candidates(draft, row_count - 1)
+        for draft, row_count in zip(requests, rows, strict=True)
+    ]
+    tables = read_candidates(candidates)
     return [
-        DraftTree(slots.anchor, tokens, log_probs, count)
-        for slots, (tokens, log_probs), count in zip(requests, tables, rows, strict=True)
+        DraftTree(draft.anchor, tokens=tokens, log_probs=log_probs, rows=row_count)
+        for draft, (tokens, log_probs), row_count in zip(requests, tables, rows, strict=True)
     ]
 
 
@@ -159,7 +170,7 @@ class FeatureSession(NetworkSession):
         cache: from the network's `make_cache`.
         newest: [1, 1, K*D], the newest features of the text, if the network `reads_newest`.
         can_trim: whether no layer has a sliding window, and nothing lags.
-        pending_features: how many features wait; those that lag always do.
+        pending_features: how many features wait, shifted ones included.
     """
 
     newest: mx.array | None = None
@@ -172,7 +183,7 @@ class FeatureSession(NetworkSession):
         self._feature_shift = drafter.feature_shift
         self.can_trim = not self._feature_shift and all(cache.can_trim for cache in self.cache)
         self._pending: list[PendingFeatures] = []
-        self._next: list[int] = []  # where features lag: the tokens after those that wait
+        self._next: list[int] = []  # with a feature shift: the tokens after the waiting ones
 
     @property
     def position(self) -> int:  # type: ignore[override]
@@ -182,7 +193,7 @@ class FeatureSession(NetworkSession):
     def extend(
         self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
     ) -> None:
-        """See `DraftSession`. The next draft gathers the rows in its own graph."""
+        """Add newly committed tokens. The graph of the next draft gathers their feature rows."""
         kept = range(taps.shape[1]) if kept is None else kept
         self._make_room(len(self._pending), self.pending_features + len(kept))
         if self._feature_shift:
@@ -194,10 +205,10 @@ class FeatureSession(NetworkSession):
             self._compute_cache()
 
     def pop_features(self, anchor: int | None = None) -> tuple[mx.array, list[int]]:
-        """The features [1, S, K*D] that wait, and the tokens after them; they wait no more.
+        """Return the waiting features [1, S, K*D] and the tokens after them, and forget both.
 
-        Where features lag, the newest wait on: they are taken with an anchor only. Else the only
-        token is the anchor.
+        With a feature shift, the newest features keep waiting unless an anchor follows them.
+        Without one, the anchor is the only token.
         """
         pieces = [gathered(taps, kept) for taps, kept in self._pending]
         paired = self.pending_features - self._feature_shift  # features whose next token is known
@@ -216,11 +227,11 @@ class FeatureSession(NetworkSession):
         self._pending = [(taps[:, paired:], [0])]
         self.pending_features = 1
         if anchor is not None:
-            mx.async_eval(self._pending[0][0])  # nothing of the draft computes it
+            mx.async_eval(self._pending[0][0])  # the draft does not compute these
         return taps[:, : len(tokens)], tokens
 
     def trim_to(self, position: int) -> None:
-        """See `SupportsResume`."""
+        """Forget all tokens from a position on."""
         held = self.cache[0].offset
         pending = self.pop_features()[0][:, : max(0, position - held)]
         for layer in self.cache:
@@ -228,12 +239,12 @@ class FeatureSession(NetworkSession):
         self.extend(pending)
 
     def checkpoint(self) -> tuple[Checkpoint, list[PendingFeatures]]:
-        """See `SupportsResume`; it holds no features but those that lag."""
+        """Return the current state. It holds waiting features only if they are shifted."""
         self._read_pending()
         return caches.checkpoint_all(self.cache, self.cache[0].offset), list(self._pending)
 
     def rewind(self, checkpoint: tuple[Checkpoint, list[PendingFeatures]]) -> None:
-        """See `SupportsResume`."""
+        """Go back to the state of a checkpoint."""
         held, pending = checkpoint
         caches.rewind_all(self.cache, self.cache[0].offset, held)
         self._pending = list(pending)
@@ -241,7 +252,7 @@ class FeatureSession(NetworkSession):
         self._next = []
 
     def rows(self, start: int, end: int) -> Arrays:
-        """The cache's rows that these tokens complete, of the layers without a window."""
+        """The cache rows that these tokens complete, in the layers without a window."""
         first = max(0, start - self._feature_shift)
         last = end - self._feature_shift
         if self.cache[0].offset < last:
@@ -249,20 +260,23 @@ class FeatureSession(NetworkSession):
         return caches.rows_of_all(self.cache, first, last) if last > first else {}
 
     def state(self) -> Arrays:
-        """The windows of the other layers, and the features [1, lag, K*D] that lag."""
+        """The windows of the other layers, and the shifted features [1, 1, K*D], if any."""
         self._read_pending()
-        lagging = {"features": gathered(*self._pending[0])} if self._pending else {}
-        return caches.state_of_all(self.cache) | lagging
+        features: Arrays = {}
+        if self._pending:
+            taps, kept = self._pending[0]
+            features = {"features": gathered(taps, kept)}
+        return caches.state_of_all(self.cache) | features
 
     def dry_run(self, taps: mx.array) -> None:
-        """See `SupportsSharing`."""
+        """Extend the session without computing anything: only shapes count."""
         self.extend(taps, tokens=[0] * taps.shape[1])
         self._read()
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """See `SupportsSharing`."""
+        """Start with `position` tokens from stored rows and state, as in `SupportsSharing`."""
         if held := position - self._feature_shift:
-            caches.restore_all(self.cache, held, rows, state, room)
+            caches.restore_all(self.cache, held, rows=rows, state=state, room=room)
         if self._feature_shift:
             self.extend(state["features"])
         self.start_computing()
@@ -274,10 +288,10 @@ class FeatureSession(NetworkSession):
 
     @abstractmethod
     def _read(self) -> None:
-        """Add rows to the cache for all features that wait, but for those that lag. Lazy."""
+        """Add rows to the cache for all waiting features but shifted ones, lazily."""
 
     def start_computing(self) -> None:
-        """See `DraftSession`."""
+        """Start to compute the waiting features, because another thread may draft with them."""
         mx.async_eval([taps for taps, _ in self._pending])
         self._compute_cache()
 

@@ -25,7 +25,7 @@ LILICORR = "lilicorr"
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
-# Tensors that some checkpoints bring and others do not, by our names.
+# Our names of the tensors that some checkpoints have and others do not.
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 MASK = "mask_embedding"
@@ -42,25 +42,25 @@ NETWORKS = {
 
 
 def network_for(config: Any) -> Any:
-    """The class of the network, a `DFlash`, that a `DraftConfig` calls for. Imports its module."""
+    """Import and return the class of the network that a `DraftConfig` needs, a `DFlash`."""
     module, name = NETWORKS[config.kind]
     return getattr(import_module(f".{module}", __package__), name)
 
 
 @dataclass(frozen=True)
 class Packaging:
-    """What the files of one publisher mean.
+    """How to read the files of one publisher.
 
     Attributes:
         name: as `models --inspect` shows it.
-        first_row: the row of a block that drafts the first token. A DSpark's file has to say so
-            itself if this is 1: there are both kinds.
-        sliding_is_causal: without a flag in the file, sliding layers are causal.
+        first_row: the row of a block that drafts the first token. If this is 1, the file of a
+            DSpark has to name the row itself, because there are both kinds.
+        sliding_is_causal: whether sliding layers are causal if the file has no flag.
         defaults: values of absent fields.
         embeds_target_config: whether the file is a copy of the target's config with the drafter's
             fields added. If so, the target's own fields (`TARGET_KEYS`) mean nothing.
         gemma4: the layers are Gemma 4's.
-        tensors: patterns in tensors' names -> what stands there in ours; applied in order.
+        tensors: maps patterns in the names of tensors to their replacements, applied in order.
     """
 
     name: str
@@ -173,8 +173,12 @@ STANDALONE = "_mtp"
 PLACES = ("dflash_config", "dspark_config", "eagle_config", "transformer_layer_config", "")
 # Fields that only drafters' configs have: one of them tells a drafter from a language model.
 DRAFTER_FIELDS = frozenset(PLACES[:-1]) | {
-    *("speculators_model_type", "target_layer_ids", "block_size", "mask_token_id"),
-    *("draft_vocab_size", "markov_rank"),
+    "speculators_model_type",
+    "target_layer_ids",
+    "block_size",
+    "mask_token_id",
+    "draft_vocab_size",
+    "markov_rank",
 }
 # Fields with several spellings, by our name. The spellings have to agree.
 SPELLINGS = {
@@ -190,8 +194,8 @@ FIRST_ROW_FLAGS = {
     "shift_label": 0,
     "dspark_bonus_anchor": 1,
 }
-# Keys that any config.json may have: the library's record, tokens, training, confidence heads. Each
-# other key that is not read is named in a warning.
+# Keys that any config.json may have: versions, tokens, training, confidence heads. A warning names
+# every other key that is not read.
 IGNORED_KEYS = re.compile(
     r"(torch_)?dtype|model_type|auto_map|_name_or_path|(transformers|speculators)_version|use_cache"
     r"|(\w+_)?token_ids?|initializer_range|\w+_dropout|num_anchors|max_anchors|loss_\w+|ttt_\w+"
@@ -217,26 +221,26 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
         "global_head_dim hidden_size_per_layer_input num_global_key_value_heads conv_kernel_size "
         "selector_rank markov_rank attn_output_gate attn_logit_softcapping num_experts "
         "num_local_experts n_routed_experts".split(),
-        (0,),  # or false, or none
+        (0,),  # false and null count as 0
     ),
 }
-# These are the target's in a copied config (DeepSpec's), and say nothing.
+# In a copy of the target's config (DeepSpec's), these keys describe the target, not the drafter.
 TARGET_KEYS = frozenset(
     "partial_rotary_factor attn_output_gate attn_logit_softcapping num_experts num_local_experts "
     "n_routed_experts".split()
 )
-# Not needed: reduced vocabularies the other way round, rotations, confidence heads.
+# Tensors that are not needed: maps from target to draft vocabularies, rotations, confidence heads.
 UNUSED_TENSORS = re.compile(r"^t2d$|rotary_emb\.inv_freq$|(^|\.)confidence_(head|proj)\.")
 
 
 def needs_target(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a drafter that is built from its target."""
+    """Whether a config.json belongs to a drafter that is built from its target."""
     kind = str(config.get("model_type"))
     return kind in ASSISTANTS or kind.endswith(STANDALONE)
 
 
 def our_name(packaging: Packaging, tensor: str) -> str | None:
-    """The name of a stored tensor in our networks; None if it is not needed."""
+    """Translate the name of a stored tensor to ours; None if the tensor is not needed."""
     if UNUSED_TENSORS.search(tensor):
         return None
     for pattern, ours in packaging.tensors.items():
@@ -245,17 +249,17 @@ def our_name(packaging: Packaging, tensor: str) -> str | None:
 
 
 def identify(config: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
-    """The packaging and the kind that a config's labels mean. Raises `ConfigError`."""
+    """Find the packaging and the kind that a config's labels mean. Raises `ConfigError`."""
     names = config.get("architectures")
     nested = config.get("dflash_config")
     nested = nested if isinstance(nested, Mapping) else {}
     if config.keys() & {"speculators_model_type", "transformer_layer_config"}:
         key = "speculators_model_type"
-        known = SPECULATORS_KINDS
+        kinds = SPECULATORS_KINDS
         label = config.get(key)
     else:
         key = "architectures"
-        known = ARCHITECTURES
+        kinds = ARCHITECTURES
         label = names or config.get("model_type")
         if isinstance(label, list) and len(label) == 1:
             [label] = label
@@ -265,8 +269,8 @@ def identify(config: Mapping[str, Any], where: str) -> tuple[Packaging, str]:
             label = "LiLiCorrDraftModel"
     text = str(label).lower()
     other = next((kind for part, kind in OTHER_KINDS.items() if part in text), None)
-    if isinstance(label, str) and label in known:
-        packaging, kind = known[label]
+    if isinstance(label, str) and label in kinds:
+        packaging, kind = kinds[label]
     elif other is not None:
         raise ConfigError(f"{where}: {brief(label)} is {other}: it cannot be read here.")
     elif key == "architectures" and not names:

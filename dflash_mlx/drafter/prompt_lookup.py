@@ -1,4 +1,4 @@
-"""Prompt lookup decoding: what followed the last time the text read like this.
+"""Prompt lookup decoding: drafts the tokens that followed the last time the text read like this.
 
 Rewriting a file, quoting code or repeating JSON mostly copies text that stands in the prompt
 already. An index holds the last place of each n-gram of the text. When the text ends as it did at
@@ -15,13 +15,21 @@ from collections.abc import Sequence
 
 from ..proposal import Proposal
 
-NGRAM_LENGTHS = (2, 3, 4, 8, 16)  # of the indexed n-grams, shortest first: see `find`
-MAX_MATCH = 32  # the longest match
-BLOCK_SIZE = 16  # the most rows of a draft
-PRIOR_RATES = (0.35, 0.6, 0.8, 0.9, 0.95)  # after matches of 2-3, 4-7, 8-15, 16-31, more tokens
-PRIOR_WEIGHT = 3.0  # of a prior rate, in drafts
-SLOTS = 3  # slots with a rate of their own; later ones share the last
-DECAY = 0.97  # of older drafts per new one
+# The lengths of the indexed n-grams, shortest first: `Index.find` stops at the first failure.
+NGRAM_LENGTHS = (2, 3, 4, 8, 16)
+# Matches are measured up to this length.
+MAX_MATCH = 32
+# A draft has at most this many rows, the anchor included.
+BLOCK_SIZE = 16
+# The expected acceptance rates after matches of 2-3, 4-7, 8-15, 16-31 and more tokens.
+PRIOR_RATES = (0.35, 0.6, 0.8, 0.9, 0.95)
+# A prior rate counts as much as this many drafts.
+PRIOR_WEIGHT = 3.0
+# The first slots have a rate each; later slots share the last rate.
+RATED_SLOTS = 3
+# The weight of older drafts shrinks by this factor with every new one.
+DECAY = 0.97
+# Stands for the place of an n-gram that the text did not have before.
 UNSEEN = -1
 
 
@@ -62,32 +70,35 @@ class Index:
             self.tokens.pop()
 
     def find(self, token: int) -> tuple[int, int]:
-        """The place after the longest earlier match of the text's end, and the match's length.
+        """Find the longest earlier match of the text's end, which includes `token`.
 
-        The text's end includes `token`. (0, 0) if there is no match of two tokens.
+        Returns the place after the match and its length; (0, 0) if fewer than two tokens match.
         """
         text = [*self.tokens[-MAX_MATCH:], token]
         best = (0, 0)
         for length in NGRAM_LENGTHS:
             place = self._places.get(tuple(text[-length:]), UNSEEN)
             if len(text) < length or place == UNSEEN:
-                break  # without a shorter match there is no longer one
+                break  # a longer match would contain this one
             matched = length
             while matched < min(MAX_MATCH, place, len(text)) and (
                 self.tokens[place - matched - 1] == text[-matched - 1]
             ):
                 matched += 1
             if matched > best[1]:
-                best = place, matched
+                best = (place, matched)
         return best
 
     def follow(self, place: int, token: int, count: int) -> list[int]:
-        """The `count` tokens from a place on, in the text followed by `token` and by these."""
+        """Copy `count` tokens from a place on.
+
+        Beyond the text's end, the copy goes on with `token` and with its own beginning.
+        """
         drafted: list[int] = []
-        for at in range(place, place + count):
-            beyond = at - len(self.tokens)
+        for position in range(place, place + count):
+            beyond = position - len(self.tokens)
             if beyond < 0:
-                drafted.append(self.tokens[at])
+                drafted.append(self.tokens[position])
             else:
                 drafted.append(token if beyond == 0 else drafted[beyond - 1])
         return drafted
@@ -97,37 +108,40 @@ class LookupRates:
     """Acceptance rates of lookup drafts, per length of the match and per slot."""
 
     def __init__(self) -> None:
-        # Drafts tried and right, by the length class of the match and the slot.
+        # How many drafts were tried and how many were right, by the match's length class and slot.
         self._counts: dict[tuple[int, int], tuple[float, float]] = {}
 
     def of(self, matched: int, slots: int) -> list[float]:
-        """Each slot's rate, given that those before it are right, after a match of 2 or more."""
+        """The rate of each slot after a match of 2 tokens or more.
+
+        Each rate assumes that the slots before it are right.
+        """
         length = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)
         rates = list[float]()
         rate = PRIOR_RATES[length]
         for slot in range(slots):
-            if slot < SLOTS:
+            if slot < RATED_SLOTS:
                 tried, right = self._counts.get((length, slot), (0.0, 0.0))
                 rate = (right + PRIOR_WEIGHT * rate) / (tried + PRIOR_WEIGHT)
             rates.append(rate)
         return rates
 
     def learn(self, matched: int, slots: int, right: int) -> None:
-        """Add a draft of so many slots, of which the first `right` ones were right."""
+        """Record a draft of `slots` slots, of which the first `right` ones were right."""
         length = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)
         for slot in range(min(right + 1, slots)):
-            at = length, min(slot, SLOTS - 1)
-            tried, correct = self._counts.get(at, (0.0, 0.0))
-            self._counts[at] = DECAY * tried + 1, DECAY * correct + (slot < right)
+            key = (length, min(slot, RATED_SLOTS - 1))
+            tried, correct = self._counts.get(key, (0.0, 0.0))
+            self._counts[key] = (DECAY * tried + 1, DECAY * correct + (slot < right))
 
 
 class PromptLookup:
-    """Drafts of one request from its own text."""
+    """Drafts for one request from its own text."""
 
     def __init__(self) -> None:
         self._index = Index()
         self._rates = LookupRates()
-        self._found = 0, 0, 0  # place, length and anchor of the last match
+        self._last_match = (0, 0, 0)  # place, length and anchor
         # Drafts that the text has not passed: the match's length and the draft, by place.
         self._drafts: dict[int, tuple[int, list[int]]] = {}
 
@@ -149,19 +163,22 @@ class PromptLookup:
         self._drafts = {}
 
     def rates(self, anchor: int, width: int) -> list[float]:
-        """See `DraftSession.lookup_rates`; empty if the text has no earlier match."""
+        """The expected acceptance rate of each slot of a draft of at most `width` rows.
+
+        Empty if the text has no earlier match.
+        """
         place, matched = self._index.find(anchor)
-        self._found = place, matched, anchor
+        self._last_match = (place, matched, anchor)
         slots = min(width, BLOCK_SIZE) - 1
         if not matched or slots < 1:
             return []
         begin = len(self._index.tokens) + 1  # behind the anchor
-        self._drafts[begin] = matched, self._index.follow(place, anchor, slots)
+        self._drafts[begin] = (matched, self._index.follow(place, anchor, slots))
         return self._rates.of(matched, slots)
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        """The draft that `rates` rated last, of at most `width` rows."""
-        place, matched, of = self._found
-        assert of == anchor, "call rates with this anchor first"
+        """Propose the draft that `rates` rated last, with at most `width` rows."""
+        place, matched, rated_anchor = self._last_match
+        assert rated_anchor == anchor, "call rates with this anchor first"
         slots = min(width, BLOCK_SIZE) - 1 if matched else 0
         return Proposal([anchor, *self._index.follow(place, anchor, slots)])

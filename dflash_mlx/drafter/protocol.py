@@ -60,11 +60,11 @@ class Drafter(Protocol):
 
 
 class DraftSession(ABC):
-    """One request's drafting state. What else it can do, it says by `Supports...` base classes.
+    """One request's drafting state. Further abilities have base classes named `Supports...`.
 
     Attributes:
         pending_features: how many features the next draft reads before it drafts.
-        lookup: drafts from the text, if the drafter has lookups. They add to its other drafts.
+        lookup: drafts from the text, if the drafter has lookups, in addition to other drafts.
     """
 
     pending_features: int = 0
@@ -77,9 +77,9 @@ class DraftSession(ABC):
         """Add newly committed tokens, in order.
 
         Args:
-            taps: the features [1, N, K*D] of a forward, being computed.
-            kept: the rows of the S tokens in it, rising; None for all.
-            tokens: the S tokens. A network that reads features alone does without.
+            taps: the features [1, N, K*D] of a forward, which is being computed.
+            kept: the rows of the S tokens in this forward, in rising order; None for all.
+            tokens: the S tokens. A network that only reads features ignores them.
         """
 
     @abstractmethod
@@ -87,10 +87,10 @@ class DraftSession(ABC):
         """Draft at most `width` rows that begin with `anchor`, the last committed token."""
 
     def start_computing(self) -> None:  # noqa: B027
-        """Start to compute the features that wait: another thread may draft with them."""
+        """Start to compute the waiting features, because another thread may draft with them."""
 
     def catch_up(self) -> None:  # noqa: B027
-        """Read the features that wait, if they are too many to be read with the next draft."""
+        """Read the waiting features if they are too many to be read with the next draft."""
 
     @property
     def network(self) -> DraftSession | None:
@@ -105,26 +105,27 @@ class DraftSession(ABC):
         return [] if self.lookup is None else self.lookup.rates(anchor, width)
 
     def propose_lookup(self, anchor: int, width: int) -> Proposal:
-        """The draft that `lookup_rates` rated last, of at most `width` rows; it costs nothing."""
+        """Propose the draft that `lookup_rates` rated last, with at most `width` rows."""
         return Proposal([anchor]) if self.lookup is None else self.lookup.propose(anchor, width)
 
 
 class SupportsTrees(DraftSession):
-    """Drafts trees, too."""
+    """A session that can also draft trees."""
 
     @abstractmethod
     def propose_tree(self, anchor: int, rows: int, width: int) -> DraftTree:
-        """Draft a tree of at most `rows` rows, whose paths have at most `width`; this waits."""
+        """Draft a tree of at most `rows` rows, in paths of at most `width`, and wait for it."""
 
 
 class SupportsResume(DraftSession):
-    """The next request of a conversation can go on with this session.
+    """A session that the next request of a conversation can continue.
 
     The defaults are for a session that only counts tokens.
 
     Attributes:
-        position: committed tokens so far.
-        can_trim: whether `trim_to` can go back to any position; else only `rewind` to a checkpoint.
+        position: how many tokens are committed.
+        can_trim: whether `trim_to` can go back to any position. If not, only `rewind` can go back,
+            to a checkpoint.
     """
 
     position: int = 0
@@ -138,7 +139,7 @@ class SupportsResume(DraftSession):
         self.position = position
 
     def checkpoint(self) -> Any:
-        """The current state, for `rewind`; nothing is copied."""
+        """Return the current state, for `rewind`. Nothing is copied."""
         return self.position
 
     def rewind(self, checkpoint: Any) -> None:
@@ -147,27 +148,33 @@ class SupportsResume(DraftSession):
 
 
 class SupportsSharing(SupportsResume):
-    """Other requests can start from a stored copy of this session. Defaults as above."""
+    """A session that other requests can start from a stored copy of.
+
+    The defaults are for a session that only counts tokens.
+    """
 
     def rows(self, start: int, end: int) -> Arrays:
-        """What belongs to the tokens from `start` to `end`, by name; views, to be copied."""
+        """The arrays that belong to the tokens from `start` to `end`, by name.
+
+        They are views, which the caller copies.
+        """
         return {}
 
     def state(self) -> Arrays:
-        """What belongs to this position alone, by name; nothing if `can_trim`."""
+        """The arrays that belong to this position only, by name; none if `can_trim`."""
         return {}
 
     def dry_run(self, taps: mx.array) -> None:
-        """As `extend`, but nothing need be computed: only the shapes of rows and state count."""
+        """Extend the session without computing anything: only shapes of rows and state count."""
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
-        """Start with `position` tokens, from the `rows` of consecutive pieces and the `state`.
+        """Start with `position` tokens, from stored rows and state.
 
         Args:
-            position: tokens that `rows` hold.
-            rows: of consecutive pieces of the text, never changed here.
-            state: of that position, never changed here.
-            room: tokens that are about to follow.
+            position: how many tokens `rows` hold.
+            rows: the rows of consecutive pieces of the text. They must not be changed.
+            state: the state at that position. It must not be changed.
+            room: how many tokens are about to follow.
         """
         self.position = position
 
@@ -177,7 +184,7 @@ class PlainSession(SupportsSharing):
 
     @property
     def network(self) -> None:
-        """There is none."""
+        """None, because there is no network."""
 
     def extend(
         self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
@@ -186,12 +193,12 @@ class PlainSession(SupportsSharing):
         self.position += taps.shape[1] if kept is None else len(kept)
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        """The anchor alone."""
+        """Propose only the anchor."""
         return Proposal([anchor])
 
 
 class AdaptedSession(DraftSession):
-    """A user's session, which has `extend(taps)` and `propose` only."""
+    """Wraps a user's session that has only `extend(taps)` and `propose`."""
 
     def __init__(self, session: SupportsDrafting) -> None:
         self.session = session
@@ -199,13 +206,13 @@ class AdaptedSession(DraftSession):
     def extend(
         self, taps: mx.array, kept: Sequence[int] | None = None, tokens: Sequence[int] = ()
     ) -> None:
-        """Hand on the features of the tokens, being computed: another thread may use them."""
+        """Pass on the features, and start to compute them: another thread may use them."""
         taps = taps if kept is None else gathered(taps, kept)
         mx.async_eval(taps)
         self.session.extend(taps)
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        """See `SupportsDrafting`. Raises `ProposalError` unless it returns a `Proposal`."""
+        """Let the user's session draft. Raises `ProposalError` unless it returns a `Proposal`."""
         proposal = self.session.propose(anchor, width)
         if not isinstance(proposal, Proposal):
             raise ProposalError(f"propose must return a Proposal, not {brief(proposal)}.")
@@ -231,24 +238,24 @@ def start_session(drafter: Drafter | None, target: Target, sampler: Sampler) -> 
 
 
 def block_size(drafter: Drafter) -> int | None:
-    """The most rows of its drafts, the anchor included; None if any number will do."""
+    """The maximum number of rows of a draft, the anchor included; None for no limit."""
     return getattr(drafter, "block_size", None)
 
 
 def drafts_trees(drafter: Drafter | None) -> bool:
-    """Whether its sessions have `propose_tree`."""
+    """Whether a drafter's sessions have `propose_tree`."""
     return getattr(drafter, "drafts_trees", False)
 
 
 def label(drafter: Drafter) -> str:
-    """Its name for people: "DFlash", "lookup", "DFlash2+lookup"."""
+    """A drafter's display name, such as "DFlash", "lookup" or "DFlash2+lookup"."""
     return getattr(drafter, "label", type(drafter).__name__)
 
 
 def cache_bytes(drafter: Drafter | None, target: Target, tokens: int) -> int:
-    """Bytes of a session's caches after this many tokens; 0 if they cannot be stored.
+    """The bytes of a session's caches after this many tokens; 0 if they cannot be stored.
 
-    Nothing is computed.
+    Only shapes are used; no array is computed.
     """
     session = start_session(drafter, target, Sampler())
     if drafter is None or not isinstance(session, SupportsSharing):
@@ -259,7 +266,10 @@ def cache_bytes(drafter: Drafter | None, target: Target, tokens: int) -> int:
 
 
 def slot_cost(drafter: Drafter | None, target: Target) -> float | None:
-    """What each drafted token is likely to cost; None if all of a draft cost about as one."""
+    """The likely cost of each drafted token, in plain steps of the target.
+
+    None if a whole draft costs about as much as one token.
+    """
     cost: Callable[[Target], float] | None = getattr(drafter, "slot_cost", None)
     return None if cost is None else cost(target)
 
@@ -267,11 +277,11 @@ def slot_cost(drafter: Drafter | None, target: Target) -> float | None:
 def is_drafter(value: object) -> TypeGuard[Drafter]:
     """Whether a value has what `Drafter` names.
 
-    `isinstance` does not tell: since Python 3.12 it passes over `__getattr__`, and an MLX module
-    keeps tuples such as `tap_layers` behind it.
+    `isinstance` cannot tell: since Python 3.12 it ignores `__getattr__`, which an MLX module needs
+    for tuples such as `tap_layers`.
     """
-    started: object = getattr(value, "start", None)
-    return callable(started) and hasattr(value, "tap_layers") and not isinstance(value, type)
+    start: object = getattr(value, "start", None)
+    return callable(start) and hasattr(value, "tap_layers") and not isinstance(value, type)
 
 
 def check_pair(target: object, drafter: object) -> None:

@@ -1,7 +1,7 @@
 """Rotary positions of a drafter, as Transformers computes them.
 
-mlx-lm's modules serve every kind but YaRN: theirs has no `truncate` and no `attention_factor`,
-which published drafters set.
+mlx-lm's modules are used for every kind but YaRN, because theirs has no `truncate` and no
+`attention_factor`, which published drafters set.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class YarnRope(nn.Module):
 
 def _kept_frequencies(dims: int, base: float, scaling: Mapping[str, Any]) -> mx.array:
     """How much of each frequency is kept, [dims / 2] from 1 (fast) to 0 (slow)."""
-    ends = []  # the dimensions that turn this often within the original context
+    # The dimensions that turn beta_fast and beta_slow times within the original context.
+    ends = []
     for rotations in (scaling.get("beta_fast", 32), scaling.get("beta_slow", 1)):
         length = scaling["original_max_position_embeddings"] / (rotations * 2 * math.pi)
         ends.append(dims * math.log(length) / (2 * math.log(base)))

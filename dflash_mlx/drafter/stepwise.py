@@ -1,8 +1,8 @@
-"""Drafting token by token: each slot's input is the token before it and the network's own state.
+"""Drafting token by token: each slot's input is the token before it and the network's last state.
 
 EAGLE-3 heads and heads for multi-token prediction pair the features of a token with the embedding
 of the *next* token. So the newest features wait until that token is known, and a draft begins with
-them and the anchor. Its further rows are made of the network's own outputs. They leave the cache
+them and the anchor. Its further rows are made from the network's own outputs. They leave the cache
 after the draft, even if the target accepts their tokens: kept rows come from the target's features.
 """
 
@@ -21,7 +21,8 @@ from .network_session import FeatureSession, NetworkDrafter, NetworkSession
 if TYPE_CHECKING:
     from ..targets import Target
 
-BLOCK_SIZE = 8  # the most rows of a draft, which costs more with each
+# A draft has at most this many rows, because each row costs another pass.
+BLOCK_SIZE = 8
 
 
 class StepwiseDrafter(NetworkDrafter):
@@ -40,15 +41,16 @@ class StepwiseDrafter(NetworkDrafter):
         return BLOCK_SIZE
 
     def fuse(self, taps: mx.array) -> mx.array:
-        """Features [1, S, D] from the concatenated taps [1, S, K*Dt]; here these themselves."""
+        """Features [1, S, D] from the concatenated taps [1, S, K*Dt]; unchanged by default."""
         return taps
 
     def advance(
         self, features: mx.array, tokens: mx.array, cache: list[Any], target: Target
     ) -> mx.array:
-        """Hidden states [1, S, D] after S rows, which the cache keeps.
+        """Compute the hidden states [1, S, D] of S rows, which the cache keeps.
 
-        Each row has the features [1, S, D] of a token, and the token after it, of `tokens` [1, S].
+        Each row pairs the features of a token, from `features` [1, S, D], with the token after it,
+        from `tokens` [1, S].
         """
         raise NotImplementedError
 
@@ -57,7 +59,7 @@ class StepwiseDrafter(NetworkDrafter):
         raise NotImplementedError
 
     def feedback(self, hidden: mx.array) -> mx.array:
-        """The features [1, S, D] of the next rows; here the hidden states [1, S, D]."""
+        """The features [1, S, D] of the next rows; by default the hidden states [1, S, D]."""
         return hidden
 
     def slot_cost(self, target: Target) -> float:
@@ -65,7 +67,7 @@ class StepwiseDrafter(NetworkDrafter):
         return weight_bytes(self) / weight_bytes(target.model)
 
     def start(self, target: Target, sampler: Sampler | None = None) -> NetworkSession:
-        """See `NetworkDrafter`."""
+        """Begin one request over `target`. Raises `IncompatibleDrafterError`."""
         self.check_fits(target)
         return StepwiseSession(self, target, sampler or Sampler())
 
@@ -76,7 +78,7 @@ class StepwiseSession(FeatureSession):
     drafter: StepwiseDrafter
 
     def draft(self, anchor: int, width: int) -> DraftScores:
-        """See `NetworkSession`."""
+        """Score the slots of a draft of at most `width` rows, one pass per slot."""
         network = self.drafter
         hidden = self._advance(anchor)[:, -1:]
         drafted_rows = 1
@@ -86,12 +88,14 @@ class StepwiseSession(FeatureSession):
             if token is not None:
                 drafted_rows += network.drafts_add_rows
                 features = network.feedback(hidden)
-                hidden = network.advance(features, token[None], self.cache, self.target)
+                hidden = network.advance(
+                    features, token[None], cache=self.cache, target=self.target
+                )
             return network.to_full_vocab(network.logits(hidden, self.target)[0])
 
         try:
             slots = min(width, network.block_size) - 1
-            return draft_chain(self.sampler, anchor, slots, logits)
+            return draft_chain(self.sampler, anchor, slots=slots, logits_after=logits)
         finally:  # a processor may fail
             for layer in self.cache:
                 layer.trim(drafted_rows)
@@ -104,26 +108,44 @@ class StepwiseSession(FeatureSession):
         self._advance(None)
 
     def _advance(self, anchor: int | None) -> mx.array:
-        """Read features that wait; without an anchor, all but the newest."""
+        """Read the waiting features; without an anchor, all but the newest."""
         taps, tokens = self.pop_features(anchor)
         network = self.drafter
-        following = mx.array([tokens], mx.int32)
-        return network.advance(network.fuse(taps), following, self.cache, self.target)
+        return network.advance(
+            network.fuse(taps),
+            mx.array([tokens], mx.int32),
+            cache=self.cache,
+            target=self.target,
+        )
 
 
 def draft_chain(
-    sampler: Sampler, anchor: int, slots: int, logits: Callable[[mx.array | None], mx.array]
+    sampler: Sampler,
+    anchor: int,
+    *,
+    slots: int,
+    logits_after: Callable[[mx.array | None], mx.array],
 ) -> DraftScores:
-    """Slots that are drafted one after the other.
+    """Draft tokens one after the other.
 
-    `logits` gives those of a slot [1, V], from the token [1] before it; None in the first.
+    Args:
+        sampler: the sampler of the request.
+        anchor: the token before the first slot.
+        slots: how many tokens to draft.
+        logits_after: returns the logits [1, V] after a token [1]; None stands for the anchor.
     """
     tokens: list[mx.array] = []
     scores: list[mx.array] = []
     for _ in range(slots):
         before = mx.concatenate(tokens) if tokens else None
-        score, _ = sampler.draft_scores(logits(tokens[-1] if tokens else None), before)
-        tokens.append(score.argmax(axis=-1).astype(mx.int32))
-        scores.append(score)
-    nothing = mx.zeros((slots, 0))
-    return DraftScores(mx.concatenate(scores), 1.0, nothing, anchor, tokens=mx.concatenate(tokens))
+        logits = logits_after(tokens[-1] if tokens else None)
+        slot_scores, _ = sampler.draft_scores(logits, before)
+        tokens.append(slot_scores.argmax(axis=-1).astype(mx.int32))
+        scores.append(slot_scores)
+    return DraftScores(
+        mx.concatenate(scores),
+        weight=1.0,
+        hidden=mx.zeros((slots, 0)),
+        anchor=anchor,
+        tokens=mx.concatenate(tokens),
+    )

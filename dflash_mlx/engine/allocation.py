@@ -115,7 +115,9 @@ class RowAllocator:
         self._count = count
         if not self._further:
             self._plain_left = max(0, self._plain_left - 1)
-        self._policy.costs.observe(self._kind, count + self._further, seconds, count)
+        self._policy.costs.observe(
+            self._kind, rows=count + self._further, seconds=seconds, requests=count
+        )
         self._policy.count(self._further > 0, sum(tokens) / count, self._cost)
 
     def _best(self, candidates: Sequence[DraftCandidate], required: int) -> list[int]:

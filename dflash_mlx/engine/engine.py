@@ -101,8 +101,10 @@ class Engine(AbstractContextManager["Engine", None]):
             allocator = RowAllocator(policy)
         batch = batch or SharedBatch(target, allocator)
         layers = batch.slot_layers
-        self._memory = MemoryBudget(target, drafter, memory, prefix, slot_layers=layers)
-        self._scheduler = BatchScheduler(batch, self._memory, most_jobs, stall_ms / 1e3)
+        self._memory = MemoryBudget(target, drafter, size=memory, prefix=prefix, slot_layers=layers)
+        self._scheduler = BatchScheduler(
+            batch, self._memory, max_running=most_jobs, stall=stall_ms / 1e3
+        )
         self._submitted: deque[tuple[Job, Request]] = deque()  # by other threads
         self._lock = threading.Lock()
         self._step_due = False

@@ -114,14 +114,13 @@ class SharedBatch:
             with item:
                 if item.error is None:
                     rows = slice(step.span.first, step.span.end)
-                    accepted = item.request.accept(step, read[id(step.choices)][rows])
+                    kept, tokens = item.request.accept(step, read[id(step.choices)][rows])
                     ahead = following.get(item.request)
-                    rows_kept, new_tokens = accepted
-                    item.event = item.request.commit(step, rows_kept, new_tokens, ahead)
+                    item.event = item.request.commit(step, rows=kept, tokens=tokens, ahead=ahead)
                     if ahead is not None:
                         self._ahead[item.request] = ahead
         self._steps += 1
-        if self._steps % SPAN == 0:  # a session without a slot clears it on its own
+        if self._steps % SPAN == 0:  # sessions without a slot clear it themselves
             mx.clear_cache()
         if self._allocator is not None and len(new or items) > 1:
             events = [(item.request, item.event) for item in new or items if item.event is not None]
@@ -212,7 +211,10 @@ class SharedBatch:
             for item in items
         ]
         choices = sample(rows, logits)
-        return [Step(item.span, choices, taps, shared, ahead) for item in items]
+        return [
+            Step(item.span, choices=choices, taps=taps, shared=shared, ahead=ahead)
+            for item in items
+        ]
 
     def verify(
         self, items: Sequence[BatchItem], tokens: mx.array | None = None
