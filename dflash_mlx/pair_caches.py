@@ -149,9 +149,9 @@ class Caches:
             opened = self.prefix.open(
                 prompt, sampler=sampler, kv_bits=self.kv_bits, salt=self._salt
             )
-            self.target_session, self.draft_session, held = opened
+            self.target_session, self.draft_session, cached = opened
             self._keys = self.prefix.keys(self.kv_bits, self._salt)
-            self.ids = list(prompt[:held])
+            self.ids = list(prompt[:cached])
         self._started = True
 
     def next_chunk(self, most: int = PREFILL_STEP) -> Span | None:

@@ -66,7 +66,7 @@ def read_candidates(candidates: Sequence[CandidateTokens]) -> list[tuple[np.ndar
     ]
 
 
-def likeliest(scores: mx.array, count: int, ids: mx.array | None = None) -> CandidateTokens:
+def top_tokens(scores: mx.array, count: int, ids: mx.array | None = None) -> CandidateTokens:
     """The `count` most probable tokens of each slot, from scores [L, V].
 
     With `ids` [DV], the scores are [L, DV] and belong to the tokens with these ids.

@@ -161,9 +161,9 @@ class ModelSession(NetworkSession):
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
-        held = self._session.position
-        self._pending = self._pending[: max(0, position - held)]
-        self._session.trim_to(min(position, held))
+        cached = self._session.position
+        self._pending = self._pending[: max(0, position - cached)]
+        self._session.trim_to(min(position, cached))
         self.position = position
 
     def checkpoint(self) -> tuple[Checkpoint, int, list[int]]:
@@ -172,8 +172,8 @@ class ModelSession(NetworkSession):
 
     def rewind(self, checkpoint: tuple[Checkpoint, int, list[int]]) -> None:
         """Go back to a checkpoint."""
-        held, self.position, pending = checkpoint
-        self._session.rewind(held)
+        session_checkpoint, self.position, pending = checkpoint
+        self._session.rewind(session_checkpoint)
         self._pending = list(pending)
 
     def rows(self, start: int, end: int) -> Arrays:

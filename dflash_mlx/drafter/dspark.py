@@ -15,7 +15,7 @@ from collections.abc import Container, Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from .candidates import CandidateTokens, DraftScores, likeliest
+from .candidates import CandidateTokens, DraftScores, top_tokens
 from .config import DraftConfig
 from .dflash import DFlash
 
@@ -90,7 +90,7 @@ class DSpark(DFlash):
     def candidates(self, draft: DraftScores, count: int) -> CandidateTokens:
         """The most probable tokens of every slot, given the best tokens before it."""
         [(_, scores)] = self._walk([draft])
-        return likeliest(scores, count, self.token_ids())
+        return top_tokens(scores, count, self.token_ids())
 
     def _walk(self, requests: Sequence[DraftScores]) -> list[tuple[mx.array, mx.array]]:
         """The best tokens [L] of every request, and the scores [L, DV] with the Markov biases.

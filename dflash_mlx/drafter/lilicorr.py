@@ -1,6 +1,6 @@
 """LiLiCorr (NVIDIA, arXiv 2608.20530): a DFlash whose head scores neighbouring candidates together.
 
-The likeliest tokens of all slots form a lattice. A small bidirectional transformer reads all of
+The most probable tokens of all slots form a lattice. A small bidirectional transformer reads all of
 them, with their probabilities and the block's hidden states, and gives each a vector on either
 side: a candidate follows another as well as their vectors agree. The newest feature of the text
 stands in for the anchor. Checkpoints may have DFlash2's convolutions.
@@ -106,7 +106,7 @@ class LatticeHead(nn.Module):
         """Scores [L, K, K] in f32 of every candidate after every candidate of the slot before.
 
         Args:
-            embeddings: [L, K, D] of the candidates, the likeliest first.
+            embeddings: [L, K, D] of the candidates, the most probable first.
             log_probs: [L, K], theirs among all tokens, in f32.
             hidden: [L, D], the slots' hidden states.
             newest: [D], the newest feature of the text, which all rows of the first slot follow.

@@ -122,7 +122,7 @@ class MTPHead(StepwiseDrafter, nn.Module):
         layout: the layout of the target's family.
 
     Attributes:
-        tap_layers: the target's last layer.
+        tap_layers: the index of the target's last layer.
 
     Raises `IncompatibleDrafterError` for a target that does not end with a norm in this process.
     """

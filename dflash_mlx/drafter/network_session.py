@@ -19,7 +19,7 @@ from ..sampling import Sampler
 from ..targets import caches
 from ..targets.caches import Arrays, Checkpoint
 from ..targets.taps import gathered
-from .candidates import CandidateTokens, DraftScores, likeliest, read_candidates
+from .candidates import CandidateTokens, DraftScores, read_candidates, top_tokens
 from .draft_tree import DraftTree
 from .protocol import SupportsSharing, SupportsTrees
 
@@ -77,7 +77,7 @@ class NetworkDrafter:
         A token-by-token network scores each position after its top-1 prefix, so a tree costs no
         more passes than a chain.
         """
-        return likeliest(draft.scores, count)
+        return top_tokens(draft.scores, count)
 
     def check_fits(self, target: Target) -> None:
         """Raise `IncompatibleDrafterError` unless the drafter was made for this target."""
@@ -232,10 +232,11 @@ class FeatureSession(NetworkSession):
 
     def trim_to(self, position: int) -> None:
         """Forget all tokens from a position on."""
-        held = self.cache[0].offset
-        pending = self.pop_features()[0][:, : max(0, position - held)]
+        cached = self.cache[0].offset
+        features, _ = self.pop_features()
+        pending = features[:, : max(0, position - cached)]
         for layer in self.cache:
-            layer.trim(max(0, held - position))
+            layer.trim(max(0, cached - position))
         self.extend(pending)
 
     def checkpoint(self) -> tuple[Checkpoint, list[PendingFeatures]]:
@@ -245,8 +246,8 @@ class FeatureSession(NetworkSession):
 
     def rewind(self, checkpoint: tuple[Checkpoint, list[PendingFeatures]]) -> None:
         """Go back to the state of a checkpoint."""
-        held, pending = checkpoint
-        caches.rewind_all(self.cache, self.cache[0].offset, held)
+        cache_checkpoint, pending = checkpoint
+        caches.rewind_all(self.cache, self.cache[0].offset, cache_checkpoint)
         self._pending = list(pending)
         self.pending_features = len(pending)
         self._next = []
@@ -275,8 +276,9 @@ class FeatureSession(NetworkSession):
 
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Start with `position` tokens from stored rows and state, as in `SupportsSharing`."""
-        if held := position - self._feature_shift:
-            caches.restore_all(self.cache, held, rows=rows, state=state, room=room)
+        cached = position - self._feature_shift
+        if cached:
+            caches.restore_all(self.cache, cached, rows=rows, state=state, room=room)
         if self._feature_shift:
             self.extend(state["features"])
         self.start_computing()

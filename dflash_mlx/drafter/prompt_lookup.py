@@ -111,7 +111,7 @@ class LookupRates:
         # How many drafts were tried and how many were right, by the match's length class and slot.
         self._counts: dict[tuple[int, int], tuple[float, float]] = {}
 
-    def of(self, matched: int, slots: int) -> list[float]:
+    def expected(self, matched: int, slots: int) -> list[float]:
         """The rate of each slot after a match of 2 tokens or more.
 
         Each rate assumes that the slots before it are right.
@@ -172,9 +172,9 @@ class PromptLookup:
         slots = min(width, BLOCK_SIZE) - 1
         if not matched or slots < 1:
             return []
-        begin = len(self._index.tokens) + 1  # behind the anchor
+        begin = len(self._index.tokens) + 1  # after the anchor
         self._drafts[begin] = (matched, self._index.follow(place, anchor, slots))
-        return self._rates.of(matched, slots)
+        return self._rates.expected(matched, slots)
 
     def propose(self, anchor: int, width: int) -> Proposal:
         """Propose the draft that `rates` rated last, with at most `width` rows."""

@@ -1,17 +1,17 @@
 """What the decoding loop expects of a drafter, and the base class of its sessions.
 
 A drafter is any object with `tap_layers` and `start`. What `start` returns needs `extend` and
-`propose` (`SupportsDrafting`). The package's own sessions are a `DraftSession`; for each thing more
-that some can do there is a base class: `SupportsResume`, `SupportsSharing` and `SupportsTrees`.
-`start_session` gives the loop a `DraftSession` in any case.
+`propose` (`SupportsDrafting`). The package's own sessions inherit from `DraftSession`. Further
+abilities have base classes: `SupportsResume`, `SupportsSharing` and `SupportsTrees`.
+`start_session` always gives the loop a `DraftSession`.
 
 A drafter may also have these attributes; the functions at the end of this file read them:
 
-    block_size       the most rows that it drafts well, the anchor included
+    block_size       the maximum number of rows that it drafts well, the anchor included
     drafts_trees     whether its sessions have `propose_tree`
-    label            its name for people, if not the class's
-    slot_cost(t)     of a drafter that drafts token by token over target t: what each token is
-                     likely to cost, in plain steps of the target
+    label            its display name; by default the name of the class
+    slot_cost(t)     for a drafter that drafts token by token: the likely cost of each token, in
+                     plain steps of target t
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class SupportsDrafting(Protocol):
-    """The least that a request's drafting state can do."""
+    """What the drafting state of a request must be able to do."""
 
     def extend(self, taps: mx.array) -> None:
         """Add the features [1, S, K*D] of S newly committed tokens, in order.

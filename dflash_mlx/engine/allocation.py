@@ -40,11 +40,12 @@ class RowAllocator:
     def __init__(self, policy: DraftPolicy, clock: Callable[[], float] = time.perf_counter) -> None:
         self._policy = policy
         self._clock = clock
-        self._plain_left = self._in_vain = 0  # see `AdaptivePlanner`
+        self._plain_left = 0  # plain steps that are decided but not taken
+        self._plain_decisions = 0  # decisions for plain steps in a row
         self._started: float | None = None  # the time of `allocate`; None for a pipelined step
         self._ended = 0.0
         self._kind = "chain"
-        self._further = 0  # drafted rows of the step
+        self._drafted_rows = 0  # drafted rows of the step
         self._cost = 1.0  # expected cost of the step, in plain steps
         self._timed = True  # whether the step's time tells its cost
         self._count = 0  # requests in the last step
@@ -73,12 +74,12 @@ class RowAllocator:
         chosen = list[int]()
         if self._plain_left == 0 and not costs.needs_plain_step(count):
             chosen = self._best(candidates, required)
-            self._in_vain = 0 if required + len(chosen) else self._in_vain + 1
-            self._plain_left = plain_steps_after(self._in_vain)
+            self._plain_decisions = 0 if required + len(chosen) else self._plain_decisions + 1
+            self._plain_left = plain_steps_after(self._plain_decisions)
         for owner in chosen:
             rows[owner] += 1
-        self._further = required + len(chosen)
-        self._cost = costs.cost(self._kind, count + self._further, count)
+        self._drafted_rows = required + len(chosen)
+        self._cost = costs.cost(self._kind, count + self._drafted_rows, count)
         unread = sum(
             candidate.unread
             for candidate, row_count in zip(candidates, rows, strict=True)
@@ -100,7 +101,7 @@ class RowAllocator:
         self._started = None
         if was_pipelined:
             started = self._ended
-            self._further = 0
+            self._drafted_rows = 0
             self._cost = 1.0
             self._timed = True
         self._ended = now
@@ -113,12 +114,12 @@ class RowAllocator:
         self._timed &= pipelined == was_pipelined and count == before
         seconds = now - started if self._timed else None
         self._count = count
-        if not self._further:
+        if not self._drafted_rows:
             self._plain_left = max(0, self._plain_left - 1)
         self._policy.costs.observe(
-            self._kind, rows=count + self._further, seconds=seconds, requests=count
+            self._kind, rows=count + self._drafted_rows, seconds=seconds, requests=count
         )
-        self._policy.count(self._further > 0, sum(tokens) / count, self._cost)
+        self._policy.count(self._drafted_rows > 0, sum(tokens) / count, self._cost)
 
     def _best(self, candidates: Sequence[DraftCandidate], required: int) -> list[int]:
         """Choose the optional rows that yield the most tokens per second.

@@ -158,7 +158,7 @@ class AdaptivePlanner(Planner):
         # Plain steps that are already decided, the current one included.
         self._plain_left = 0
         # Consecutive decisions that found nothing to draft.
-        self._in_vain = 0
+        self._plain_decisions = 0
         # The current step: what it drafts, its tree if it has one, and how many features the
         # network reads first.
         self._kind = "chain"
@@ -177,8 +177,8 @@ class AdaptivePlanner(Planner):
         length = 1
         if self._plain_left == 0:
             length = 1 if network is None else self._length(width)
-            self._in_vain = 0 if length > 1 else self._in_vain + 1
-            self._plain_left = plain_steps_after(self._in_vain)
+            self._plain_decisions = 0 if length > 1 else self._plain_decisions + 1
+            self._plain_left = plain_steps_after(self._plain_decisions)
         if rates := session.lookup_rates(anchor, width)[: width - 1]:
             probs = path_probabilities(rates)
             speed = max(MIN_SPEEDUP, self._speed(length))

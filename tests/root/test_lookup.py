@@ -64,11 +64,11 @@ def test_a_draft_follows_the_text_and_then_itself():
 
 def test_rates_follow_what_was_right():
     rates = LookupRates()
-    assert rates.of(40, 4)[0] > rates.of(8, 4)[0] > rates.of(2, 4)[0]
+    assert rates.expected(40, 4)[0] > rates.expected(8, 4)[0] > rates.expected(2, 4)[0]
     for _ in range(30):
         rates.learn(40, 4, 0)
         rates.learn(2, 4, 4)
-    assert rates.of(40, 4)[0] < 0.2 and min(rates.of(2, 4)) > 0.8
+    assert rates.expected(40, 4)[0] < 0.2 and min(rates.expected(2, 4)) > 0.8
 
 
 def priced(drafter, row=0.05, draft=0.1):
