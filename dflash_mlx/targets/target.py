@@ -106,6 +106,8 @@ class Target:
         self._taps: dict[tuple[int, ...], Taps] = {}
         self._interception = Interception.of(model, parts)
         self.steps = TracedSteps()
+        if self.in_pieces:
+            self.steps.why_not = "replayed steps were never timed on a GPU"
 
     def __repr__(self) -> str:
         """The name and the shape; MLX's own of `model` lists every layer."""

@@ -85,19 +85,20 @@ class TracedSteps:
         shape = *key, rows, attended, kinds
         traces = self._of_thread.traces
         trace = traces.get(shape)
-        if trace is None:
-            if shape not in self._of_thread.seen:
-                self._of_thread.seen.add(shape)
-                return None
-            trace = _Trace(forward(), caches, attended)
-            self.traced += 1
+        if trace is not None:
+            traces.move_to_end(shape)
+            return trace.run(ids, offset, caches)
+        if shape not in self._of_thread.seen:
+            self._of_thread.seen.add(shape)
+            return None
+        trace = _Trace(forward(), caches, attended)
+        self.traced += 1
         try:
             results = trace.run(ids, offset, caches)
         except (*MODEL_ERRORS, UntraceableError) as error:
             self.why_not = str(error).splitlines()[0]
             return None
         traces[shape] = trace
-        traces.move_to_end(shape)
         if len(traces) > MOST_TRACES:
             traces.popitem(last=False)
         return results
