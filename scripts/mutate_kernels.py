@@ -58,7 +58,7 @@ COVERED = {
     "test_kernel_source": "source launcher",
     "test_kernel_models": "attention modules",
     "test_batched test_many_requests": "rows sharing kv_slots",
-    "test_tree_attention test_tree_families": "rows kv window span intercept tree_attention",
+    "test_tree_attention test_tree_families": "row_cache kv window span intercept tree_attention",
 }
 FOLDERS = ("metal", "dflash_mlx/kernels", "dflash_mlx/loading", "dflash_mlx/targets")
 # What is replaced by what, wherever it stands in a line of code.

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from ..errors import SettingsError
 from ..targets import internals
 from ..targets.caches import make_cache
-from ..targets.parts import find_parts
+from ..targets.model_parts import find_parts
 from ..validation import ErrorWrapper
 
 # What mlx-lm's `shard` and `pipeline` raise for sizes that do not divide, and for unknown layers.

@@ -40,7 +40,7 @@ from .internals import (
     text_model,
 )
 from .mixers import read_rows
-from .parts import ModelParts
+from .model_parts import ModelParts
 from .recurrences import Recurrence, recurrence_of
 from .rows import AXES, PerRequest, Rows
 from .tree_attention import ropes

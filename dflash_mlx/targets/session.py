@@ -13,7 +13,7 @@ from ..memory import SPAN, compute
 from ..proposal import Proposal
 from . import caches
 from .caches import Arrays, CacheParts, Checkpoint, FullCache, RecurrentCache, make_cache
-from .parts import ModelParts
+from .model_parts import ModelParts
 from .rows import Rows, SharedForward, Verified
 from .span import Span
 from .traced import can_trace

@@ -21,7 +21,7 @@ from .attention import attention_function, check_exact
 from .caches import make_cache
 from .intercept import Forward, Interception
 from .kv_slots import KVSlots
-from .parts import MODEL_ERRORS, find_parts, scale_between
+from .model_parts import MODEL_ERRORS, find_parts, scale_between
 from .rows import Rows, SharedForward, Verified
 from .session import TargetSession
 from .sharing import sharing_of

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from .caches import FullCache, QuantizedCache, RecurrentCache
 from .caches.step import STEPS, step_cache
-from .parts import MODEL_ERRORS
+from .model_parts import MODEL_ERRORS
 
 FINE = 128  # keys by which the attended ones grow
 COARSE = 256  # from so many keys on, and by as many; caches grow by as many

@@ -2,9 +2,9 @@
 
 mlx-lm's models get what depends on a row's position from outside: the attention mask from the
 cache, the rotation of queries and keys from the `rope` module, and a few get a factor for each
-query from a function. During a tree's verify the caches return the ancestor mask (`caches.rows`),
-and `rope` and that function take a row's depth for its number (`intercept`). Recurrent layers read
-trees in `mixers`. Here is which layers cannot.
+query from a function. During a tree's verify the caches return the ancestor mask
+(`caches.row_cache`), and `rope` and that function take a row's depth for its number (`intercept`).
+Recurrent layers read trees in `mixers`. Here is which layers cannot.
 """
 
 from __future__ import annotations

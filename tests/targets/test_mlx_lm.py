@@ -17,8 +17,8 @@ from mlx_lm.models import ministral3, mistral4
 
 from dflash_mlx.targets import internals
 from dflash_mlx.targets.caches import make_cache, own_cache
-from dflash_mlx.targets.caches.rows import RowCache
-from dflash_mlx.targets.parts import find_parts
+from dflash_mlx.targets.caches.row_cache import RowCache
+from dflash_mlx.targets.model_parts import find_parts
 
 PACKAGE = Path(__file__).parents[2] / "dflash_mlx"
 HYBRID = ("qwen3_5", "qwen3_5_moe", "qwen3_next")

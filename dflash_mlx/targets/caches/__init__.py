@@ -17,10 +17,10 @@ from .base import (
     state_of_all,
     strip_prefix,
 )
+from .cache_parts import CacheParts
 from .chunked import ChunkedCache
 from .kv import FullCache, QuantizedCache
 from .make import check_kv_bits, make_cache, own_cache
-from .parts import CacheParts
 from .recurrent import RecurrentCache
 from .window import WindowCache
 

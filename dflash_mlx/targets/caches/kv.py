@@ -10,7 +10,7 @@ from mlx.utils import tree_map
 
 from ..internals import KVCache, QuantizedKVCache
 from .base import Arrays, Contents
-from .rows import RowCache
+from .row_cache import RowCache
 
 
 class KeysAndValues(RowCache):

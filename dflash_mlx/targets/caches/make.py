@@ -23,10 +23,10 @@ from ..internals import (
     make_prompt_cache,
 )
 from ..recurrences import recurrence_of
+from .cache_parts import CacheParts
 from .chunked import ChunkedCache
 from .generic import generic_class
 from .kv import FullCache, QuantizedCache
-from .parts import CacheParts
 from .recurrent import RecurrentCache
 from .window import WindowCache
 

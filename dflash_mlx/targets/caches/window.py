@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..internals import RotatingKVCache
 from .base import Arrays, reference
-from .rows import RowCache
+from .row_cache import RowCache
 
 
 class WindowCache(RowCache, RotatingKVCache):
