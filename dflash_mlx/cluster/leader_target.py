@@ -58,19 +58,20 @@ class LeaderTarget(Target):
 
     def forward(self, rows: Rows, logits: Literal["all", "last"] = "all") -> Verified:
         """Verify as `Target.forward` does, on all ranks. The result is computed."""
+        forward = super().forward
+        if rows.is_prompt:  # part of `read`, which the other ranks run, too
+            return forward(rows, logits)
         drafts = []
         spans = []
         for span in rows.spans:
-            if not rows.is_prompt:
-                self.check(span.proposal)
+            self.check(span.proposal)
             tokens = span.proposal.tokens
             ids: Any = tokens.tolist() if isinstance(tokens, mx.array) else tokens
             parents = () if span.is_chain else span.parents
             drafts.append((_number(span), ids, parents))
-            spans.append(Span(span.session, Proposal(ids, parents), span.ends_prompt))
-        rows_on_host = Rows(spans, is_prompt=rows.is_prompt, slots=rows.slots)
-        forward = super().forward
-        return self.leader.run(lambda: forward(rows_on_host, logits), VERIFY, drafts)
+            spans.append(Span(span.session, Proposal(ids, parents)))
+        rows_on_host = Rows(spans, slots=rows.slots)
+        return self.leader.run(lambda: forward(rows_on_host, logits), VERIFY, drafts, logits)
 
     def read(self, spans: Sequence[Span]) -> list[tuple[mx.array | None, mx.array]]:
         """Read a prompt's tokens as `Target.read` does, on all ranks."""

@@ -98,11 +98,11 @@ class RankWorker:
             span = Span(self.objects[session], Proposal(tokens), ends_prompt=last)
             return self._target.read([span])
         # For each draft: session, tokens and parents. A chain has no parents.
-        (drafts,) = arguments
+        drafts, logits = arguments
         spans = [
             Span(self.objects[session], Proposal(tokens, tuple(parents)))
             for session, tokens, parents in drafts
         ]
         if len(spans) > 1 and self._slots is None and self._target.sharing is not None:
             self._slots = KVSlots(self._target.sharing.slot_layers)
-        return self._target.forward(Rows(spans, slots=self._slots))
+        return self._target.forward(Rows(spans, slots=self._slots), logits)
