@@ -75,7 +75,7 @@ def tune(
 
 
 def _time_kernels(names: options.Names, weights: options.Weights) -> list[Timing] | None:
-    """Time the kernels for a model, longer than its first load does, and keep the results.
+    """Time the kernels for a model for longer than its first load does, and keep the results.
 
     Returns None without Metal. Raises the errors of `dflash_mlx.load_target`.
     """

@@ -100,7 +100,7 @@ class DraftSession(ABC):
     def lookup_rates(self, anchor: int, width: int) -> list[float]:
         """The acceptance rate expected of each slot of a lookup draft of at most `width` rows.
 
-        Each is given that the slots before it are right. Empty if there is no such draft.
+        Each rate assumes that all earlier slots are accepted. Empty if there is no such draft.
         """
         return [] if self.lookup is None else self.lookup.rates(anchor, width)
 

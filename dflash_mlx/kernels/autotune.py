@@ -231,7 +231,7 @@ def _choose(
 def _time(
     name: str, without: Keys, with_ours: Keys, in_turns: InTurns, order: Sequence[int] = TIMED_ORDER
 ) -> Timing:
-    """Forwards with two sets of kernels in turns, while there is time."""
+    """Time forwards with two sets of kernels in turns, until the time is up."""
     stock = {}
     ours = {}
     for rows in tqdm(order, TITLE, leave=False, disable=None):

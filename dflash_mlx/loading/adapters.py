@@ -85,8 +85,9 @@ class Adapter:
         from mlx_lm.tuner.utils import load_adapters  # mlx-lm's trainer comes with it
 
         load_adapters(model, str(self.folder))
-        full = self.config.get("fine_tune_type") == "full"
-        for path, _ in () if full else tree_flatten(model.parameters()):
+        if self.config.get("fine_tune_type") == "full":
+            return
+        for path, _ in tree_flatten(model.parameters()):
             if path.rpartition(".")[2] in _PARTS and path not in self.stored:
                 raise WeightsError(f"{wrong} (the tensor {path} is missing).")
 

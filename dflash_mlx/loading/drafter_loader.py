@@ -69,7 +69,9 @@ def check_drafter(folder: Folder, model: nn.Module | None) -> None:
     if needs_target(folder.config):
         return
     config = _read_config(folder)
-    for part in model.modules() if model else ():
+    if model is None:
+        return
+    for part in model.modules():
         if isinstance(part, nn.Embedding):
             vocabulary, width = part.weight.shape
             config.check_fits(width, vocabulary, _depth_for(config, model))

@@ -139,13 +139,13 @@ def time_verifies(
 
 
 def _fill(target: Target, caches: Sequence[Any], depth: int) -> None:
-    """Give empty caches without a window `depth` keys and values of zeros."""
+    """Fill the empty caches that have no window with `depth` keys and values, all zeros."""
     filled = []
     for layer, cache in zip(target.parts.owners, caches, strict=True):
-        attends = attention_of(layer)
-        if isinstance(cache, FullCache) and attends is not None and has_key_projection(attends):
-            shape = (1, key_heads(attends), depth + cache.step, head_size(attends))
-            dtype = dtype_of(attends.k_proj)
+        module = attention_of(layer)
+        if isinstance(cache, FullCache) and module is not None and has_key_projection(module):
+            shape = (1, key_heads(module), depth + cache.step, head_size(module))
+            dtype = dtype_of(module.k_proj)
             cache.keys = mx.zeros(shape, dtype)
             cache.values = mx.zeros(shape, dtype)
             cache.offset = depth

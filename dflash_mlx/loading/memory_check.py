@@ -52,7 +52,9 @@ def fits(size: float, quantized: bool = False, beside: float = 0.0, *, mac: bool
     limit = usable_bytes() - beside
     if size * (1 if quantized or mac else 2) <= limit:
         return YES
-    for bits in () if quantized else (8, 4):
+    if quantized:
+        return NO
+    for bits in (8, 4):
         if Quantization(bits, 64).bytes_of(1) * size / 2 <= limit:
             return f"with --target-bits {bits}"
     return NO

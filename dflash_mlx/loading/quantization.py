@@ -78,7 +78,9 @@ def stored_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
 def mode_of(bits: int, group_size: int, bytes_as_scales: bool) -> str:
     """The mode of stored weights; "affine" has scales in floating point."""
-    for mode, (widths, groups, _) in _MODES.items() if bytes_as_scales else ():
+    if not bytes_as_scales:
+        return "affine"
+    for mode, (widths, groups, _) in _MODES.items():
         if mode != "affine" and bits in widths and group_size in groups:
             return mode
     return "affine"

@@ -227,7 +227,7 @@ def _llama(fields: Fields, config: Config) -> Config:
 
 
 def _gemma(fields: Fields, config: Config) -> Config:
-    """The scale of attention, which the largest of each generation has another way."""
+    """The scale of attention; the largest model of each generation computes it differently."""
     largest = config["num_hidden_layers"] in (46, 62)
     per_head = config["hidden_size"] // config["num_attention_heads"]
     return {"query_pre_attn_scalar": per_head if largest else config["head_dim"]}
