@@ -61,7 +61,8 @@ def read_candidates(candidates: Sequence[CandidateTokens]) -> list[tuple[np.ndar
     """Read the tokens and log-probabilities of many requests; waits once for the device."""
     compute(candidates)
     return [
-        (np.array(tokens), np.maximum(np.array(log_probs, np.float64), EXCLUDED_LOG_PROB))
+        # The log-probabilities of a slot are NaN where all of its tokens are excluded.
+        (np.array(tokens), np.fmax(np.array(log_probs, np.float64), EXCLUDED_LOG_PROB))
         for tokens, log_probs in candidates
     ]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tinymodels import drafter_config, random_drafter, target
 
 from dflash_mlx.distributions import gumbel
-from dflash_mlx.drafter.candidates import read_candidates
+from dflash_mlx.drafter.candidates import read_candidates, top_tokens
 from dflash_mlx.drafter.config import DraftConfig
 from dflash_mlx.drafter.dflash2 import DFlash2
 from dflash_mlx.drafter.draft_tree import DraftTree, best_chain, best_first
@@ -199,6 +199,17 @@ def test_what_top_k_excludes_is_not_drafted():
     started = drafter.start(target(), sampler)
     started.extend(target().features(mx.array([PROMPT]), (0, 2))[1])
     assert started.propose_tree(ANCHOR, 64, 16).propose(64).is_chain
+
+
+def test_a_slot_whose_tokens_are_all_excluded_ends_the_tree():
+    """As where a schema allows none of the tokens that an assistant's best clusters have."""
+    nothing = mx.full((1, 9), -mx.inf)
+    scores = mx.concatenate([mx.arange(9.0)[None], nothing])
+    [(tokens, log_probs)] = read_candidates([top_tokens(scores, 4)])
+    assert np.isfinite(log_probs).all()
+    tree = DraftTree(ANCHOR, tokens=tokens, log_probs=log_probs, rows=9)
+    assert max(tree.propose(9).depths) == 1
+    assert np.isfinite(tree.propose_chain(9).log_probs).all()
 
 
 def test_a_tree_is_no_deeper_than_asked():
