@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 from batches import SharedVerifier, by_proposal, states_are_same
-from families import Letters, family_target, random_prompt
+from families import CharacterTokenizer, family_target, random_prompt
 from kernel_check import on_gpu_or_emulator, random_parents
 from kernel_models import Launches, exact_target
 
@@ -69,7 +69,7 @@ def test_requests_that_do_not_fit_into_one_forward(family):
 def test_another_target_of_the_same_model_changes_nothing():
     """One without kernels reads rows between a verify and its commit, as another thread might."""
     target = exact_target("qwen3_5", Launches())
-    stock = Target(target.model, Letters(), config=target.config, name="stock")
+    stock = Target(target.model, CharacterTokenizer(), config=target.config, name="stock")
     beside, alone = (target.start() for _ in range(2))
     for session in (beside, alone):
         list(session.prefill(random_prompt(3, 3)))
