@@ -220,5 +220,5 @@ def test_the_folder_is_for_one_user_and_other_files_are_not_touched(tmp_path):
 
 def test_a_folder_that_cannot_be_is_said_at_once(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="choose another place"):
+    with pytest.raises(OutputError, match="choose another path"):
         store(Target(), Drafter(), folder=tmp_path / "file")
