@@ -40,9 +40,10 @@ from .internals import (
     text_model,
 )
 from .mixers import read_rows
-from .model_parts import ModelParts
+from .model_parts import ModelParts, different
 from .recurrences import Recurrence, recurrence_of
-from .rows import AXES, PerRequest, Rows
+from .rows import AXES, PerRequest, Rows, Verified
+from .taps import Taps
 from .tree_attention import ropes
 
 if TYPE_CHECKING:
@@ -118,9 +119,9 @@ class Interception:
         return interception
 
     def _install(self, model: nn.Module, parts: ModelParts) -> None:
-        for layer in _different(parts.layers):
+        for layer in different(parts.layers):
             self._override(layer, self._layer)
-            for rope in _different(ropes(layer)):
+            for rope in different(ropes(layer)):
                 self._override(rope, self._rope)
             if (attention := attention_of(layer)) is not None:
                 self._override_attention(attention, is_mla(layer))
@@ -142,14 +143,34 @@ class Interception:
         """The same: a copy of the model has modules of the same classes, which ask this one."""
         return self
 
-    def run(self, forward: Forward, call: Callable[[], mx.array]) -> mx.array:
-        """Run a forward of the model in this thread."""
+    def run(
+        self,
+        model: nn.Module,
+        ids: mx.array,
+        caches: Sequence[Any] | None,
+        taps: Taps,
+        forward: Forward,
+    ) -> Verified:
+        """Run a forward of the model in this thread.
+
+        Args:
+            model: the intercepted model.
+            ids: tokens [N, S].
+            caches: what the model gets; None for whole sequences.
+            taps: the layers to tap.
+            forward: what the model's modules are to do.
+
+        Returns:
+            The logits [N, S, V], of fewer rows if `forward.last_only`, and the taps [N, S, K*D].
+        """
+        forward.tapped = taps.tapped
         outer = self._running.forward
         self._running.forward = forward
         try:
-            return call()
+            logits: Any = model(ids, cache=caches)
         finally:
             self._running.forward = outer
+        return logits, taps.of(forward.runs, ids.shape[1])
 
     def _layer(self, stock: Call) -> Call:
         running = self._running
@@ -204,9 +225,9 @@ class Interception:
     def _override_attention(self, attention: Any, latent: bool) -> None:
         kind = stock_class(attention)
         if kind is DeepseekV3Attention:
-            self._override(attention, self._verified(mla.dense))
+            self._override(attention, self._with(mla.dense))
         elif kind is DeepseekV32Attention:
-            self._override(attention, self._verified(mla.sparse))
+            self._override(attention, self._with(mla.sparse))
             self._override(attention.indexer, self._indexer)
         elif calls_attention(attention) and not latent:
             running = self._running
@@ -219,31 +240,21 @@ class Interception:
 
             stock: Any = kind
             ours = rebind_globals(stock.__call__, **{ATTENTION: attend})
-            self._override(attention, self._attending(ours))
+            self._override(attention, self._with(ours, where="attends"))
 
-    def _attending(self, ours: Call) -> Callable[[Call], Call]:
-        """An attention layer whose code calls our function, where there is one to call."""
+    def _with(self, ours: Call, where: str = "verifies") -> Callable[[Call], Call]:
+        """A module that runs `ours` in place of its own code where a forward says so.
+
+        Args:
+            ours: the call.
+            where: the attribute of `Forward` that says so.
+        """
         running = self._running
 
         def make(stock: Call) -> Call:
             def call(module: nn.Module, *args: Any, **settings: Any) -> Any:
                 forward = running.forward
-                if forward is None or not forward.attends:
-                    return stock(module, *args, **settings)
-                return ours(module, *args, **settings)
-
-            return call
-
-        return make
-
-    def _verified(self, ours: Call) -> Callable[[Call], Call]:
-        """A module that runs `ours` in place of its own code, but for prompts read alone."""
-        running = self._running
-
-        def make(stock: Call) -> Call:
-            def call(module: nn.Module, *args: Any, **settings: Any) -> Any:
-                forward = running.forward
-                if forward is None or not forward.verifies:
+                if forward is None or not getattr(forward, where):
                     return stock(module, *args, **settings)
                 return ours(module, *args, **settings)
 
@@ -262,7 +273,7 @@ class Interception:
             recurrence = kind(mixer, forward.kernels)
             return read_rows(recurrence, forward.rows, x, cache)
 
-        return self._verified(ours)
+        return self._with(ours)
 
     def _indexer(self, stock: Call) -> Call:
         """An indexer of DeepSeek-V3.2 that reads many requests one after another."""
@@ -287,8 +298,3 @@ def _rotate(stock: Call, rows: Any, x: mx.array, offset: Any = 0, **settings: An
     if len(x) > 1:
         return stock(x, offset=positions, **settings)
     return stock(x.swapaxes(0, -2), offset=positions, **settings).swapaxes(0, -2)
-
-
-def _different(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Each module once, as layers may run twice and share parts."""
-    return list({id(module): module for module in modules}.values())

@@ -65,6 +65,11 @@ class ModelParts:
         return pairs
 
 
+def different(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Each module once, as layers may run twice and share parts."""
+    return list({id(module): module for module in modules}.values())
+
+
 def find_parts(model: Any) -> ModelParts:
     """Find the parts of an mlx-lm model.
 
@@ -78,8 +83,7 @@ def find_parts(model: Any) -> ModelParts:
     gets: dict[int, int] = {}  # a cache's identity -> the place of its layer
     ran: list[nn.Module] = []
     watched = [
-        (layer, partial(_watched, calls=calls, ran=ran, gets=gets))
-        for layer in {id(layer): layer for layer in layers}.values()
+        (layer, partial(_watched, calls=calls, ran=ran, gets=gets)) for layer in different(layers)
     ]
     watched += [(module, partial(_watched, calls=calls)) for module in others]
     with overridden(watched):

@@ -7,20 +7,17 @@ forward for each request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.nn as nn
 
 from ..subclassing import stock_class
-from .attention import calls_attention
+from .attention import Pairs, calls_attention
 from .caches import FullCache, RecurrentCache
 from .internals import DeepseekV3Attention, DeepseekV32Attention, attention_of, is_mla
 from .recurrences import recurrence_of
 from .rows import SharedForward
 from .tree_attention import why_no_trees
-
-Pairs = Sequence[tuple[nn.Module | None, Any]]  # layers with their caches
 
 
 def sharing_of(pairs: Pairs, exact: bool, last_rows: bool) -> SharedForward | None:

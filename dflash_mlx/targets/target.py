@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -299,7 +299,9 @@ class Target:
         With a cache, the sequences go on with what it holds. Raises `SettingsError` for a layer
         that cannot be tapped.
         """
-        return self._run(tokens, cache, self._taps_of(tuple(layers)), Forward(rows=None))
+        clean_up_at_end()
+        taps = self._taps_of(tuple(layers))
+        return self._interception.run(self.model, tokens, cache, taps, Forward(rows=None))
 
     def run_together(
         self, rows: Rows, sharing: SharedForward | None, logits: Literal["all", "last"] = "all"
@@ -312,6 +314,41 @@ class Target:
             rows.slots.arrange(rows.spans)
         for span in rows.spans:
             span.session.begin(span, all_kept=rows.is_prompt)
+        all_logits, taps = self._replay(rows) or self._run(rows, sharing, logits)
+        for span in rows.spans:
+            self._check_mask(span)
+        taps = taps.reshape(1, len(rows), taps.shape[-1])
+        if logits == "last":
+            all_logits = rows.last(all_logits)  # where the norm does not run once
+        return all_logits.flatten(0, 1), taps
+
+    def _replay(self, rows: Rows) -> Verified | None:
+        """A step's logits [1, N, V] and taps [1, N, K*D] by its trace; None if it has none.
+
+        Steps of one request that verify a chain can have one, on MLX's own kernels.
+        """
+        session = rows.spans[0].session
+        is_step = not (rows.is_shared or rows.is_prompt or rows.tree)
+        if not is_step or not session.can_trace or self.steps.why_not is not None:
+            return None
+        if self.wiring is not None or self.is_distributed:
+            return None
+        taps = self._taps_of(rows.tap_layers)
+
+        def make() -> Any:
+            chain = Rows([Span(EMPTY, Proposal([0] * len(rows)))])
+            run = partial(self._interception.run, self.model)
+            return lambda ids, held: run(ids, held, taps, Forward(chain))
+
+        clean_up_at_end()
+        key = (rows.tap_layers, session.kv_bits)
+        ids = rows.tokens(self.vocab_size)[None]
+        return self.steps.run(key, forward=make, ids=ids, caches=session.cache)
+
+    def _run(
+        self, rows: Rows, sharing: SharedForward | None, logits: Literal["all", "last"]
+    ) -> Verified:
+        """The model's logits [n, W, V] of rows in their `shape`, and their taps [n, W, K*D]."""
         kernels = None
         if self.wiring is not None and self.wiring.exact:
             kernels = self.wiring.kernels
@@ -322,54 +359,11 @@ class Target:
             last_only=logits == "last",
             pieces=self._pieces if self.in_pieces and rows.starts_early else frozenset(),
         )
+        clean_up_at_end()
         held = rows.caches(sharing)
         ids = rows.tokens(self.vocab_size).reshape(rows.shape)
-        results = self._replay(rows, ids)
-        if results is None:
-            results = self._run(ids, held, self._taps_of(rows.tap_layers), forward)
-        all_logits, taps = results
-        for span in rows.spans:
-            self._check_mask(span)
-        taps = taps.reshape(1, len(rows), taps.shape[-1])
-        if logits == "last":
-            all_logits = rows.last(all_logits)  # where the norm does not run once
-        return all_logits.flatten(0, 1), taps
-
-    def _replay(self, rows: Rows, ids: mx.array) -> Verified | None:
-        """A step's logits [1, N, V] and taps [1, N, K*D] by its trace; None if it has none.
-
-        Steps of one request that verify a chain can have one, on MLX's own kernels.
-        """
-        session = rows.spans[0].session
-        is_step = not (rows.is_shared or rows.is_prompt or rows.tree)
-        if not is_step or not session.can_trace or self.wiring is not None or self.is_distributed:
-            return None
-        model = self.model
-        interception = self._interception
         taps = self._taps_of(rows.tap_layers)
-
-        def make() -> Any:
-            chain = Rows([Span(EMPTY, Proposal([0] * len(rows)))])
-
-            def forward(ids: mx.array, held: Sequence[Any]) -> Verified:
-                step = Forward(chain, tapped=taps.tapped)
-                logits = interception.run(step, lambda: model(ids, cache=held))
-                return logits, taps.of(step.runs, ids.shape[1])
-
-            return forward
-
-        clean_up_at_end()
-        key = (rows.tap_layers, session.kv_bits)
-        return self.steps.run(key, forward=make, ids=ids, caches=session.cache)
-
-    def _run(
-        self, ids: mx.array, held: Sequence[Any] | None, taps: Taps, forward: Forward
-    ) -> Verified:
-        """The model's logits of ids [N, S] with these caches, and its taps [N, S, K*D]."""
-        clean_up_at_end()
-        forward.tapped = taps.tapped
-        logits = self._interception.run(forward, lambda: self.model(ids, cache=held))
-        return logits, taps.of(forward.runs, ids.shape[1])
+        return self._interception.run(self.model, ids, held, taps, forward)
 
     def _parts_of(self, rows: Rows, sharing: SharedForward | None) -> Iterator[Rows]:
         """The rows that share a forward of the model."""

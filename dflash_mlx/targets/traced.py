@@ -67,6 +67,8 @@ class TracedSteps:
     ) -> tuple[mx.array, mx.array] | None:
         """Replay a forward that has been traced, or trace it; None if it is to be run without.
 
+        Not to be called once there is a `why_not`.
+
         Args:
             key: what the forward depends on besides its arguments, such as the tapped layers.
             forward: makes it. It must not refer to a request.
@@ -74,7 +76,7 @@ class TracedSteps:
             caches: the request's; their contents change as the forward changes them.
         """
         offset = _offset_of(caches)
-        if self.why_not is not None or not offset:
+        if not offset:
             return None
         rows = ids.shape[1]
         for cache in caches:
