@@ -63,8 +63,8 @@ class LeaderTarget(Target):
             return forward(rows, logits)
         drafts = []
         spans = []
+        self.check_rows(rows)
         for span in rows.spans:
-            self.check(span.proposal)
             tokens = span.proposal.tokens
             ids: Any = tokens.tolist() if isinstance(tokens, mx.array) else tokens
             parents = () if span.is_chain else span.parents

@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..errors import SettingsError
 from .internals import mask_of
 from .kv_slots import KVSlots, SlotArray, SlotRows
 from .span import Span
@@ -82,6 +83,23 @@ class Rows:
     def tap_layers(self) -> tuple[int, ...]:
         """The layers that the requests' drafters read, the same for all of them."""
         return self.spans[0].session.tap_layers
+
+    def check_sessions(self) -> None:
+        """Raise `SettingsError` for requests that cannot be in one forward, or not yet."""
+        sessions = [span.session for span in self.spans]
+        if len(set(sessions)) < len(sessions):
+            raise SettingsError("A session is twice in a forward: give it one span with all rows.")
+        for session in sessions:
+            if session.tap_layers != self.tap_layers:
+                raise SettingsError(
+                    f"Sessions that tap layers {self.tap_layers} and {session.tap_layers} cannot "
+                    "share a forward: read them one after another."
+                )
+            if not session.intact:
+                raise SettingsError(
+                    "The last forward of a session failed or was not committed: commit the rows "
+                    "to keep before it reads more, or start another session."
+                )
 
     @property
     def is_shared(self) -> bool:

@@ -234,6 +234,13 @@ class Target:
         if not proposal.is_chain:
             self.check_trees()
 
+    def check_rows(self, rows: Rows) -> None:
+        """Raise what `forward` raises for rows that it cannot read."""
+        rows.check_sessions()
+        if not rows.is_prompt:
+            for span in rows.spans:
+                self.check(span.proposal)
+
     def check_trees(self) -> None:
         """Raise `UnsupportedTreeError` where draft trees cannot be verified."""
         if self.why_no_trees is not None:
@@ -256,12 +263,12 @@ class Target:
             The logits [R, V] after the rows, or [n, V] after each request's last row, and the rows'
             taps [1, R, K*D]. Nothing is evaluated.
 
-        Raises `UnsupportedTreeError` for a tree that this target cannot read, and `SettingsError`
-        for more rows of a request than exact verification takes; before anything has changed.
+        Raises, before anything has changed, `UnsupportedTreeError` for a tree that this target
+        cannot read, and `SettingsError` for more rows of a request than exact verification takes,
+        for requests with other `tap_layers`, for a session that is there twice, and for one whose
+        last forward was not committed.
         """
-        if not rows.is_prompt:
-            for span in rows.spans:
-                self.check(span.proposal)
+        self.check_rows(rows)
         sharing = self.sharing if rows.is_shared else None
         results = [
             self.run_together(part, sharing, logits) for part in self._parts_of(rows, sharing)

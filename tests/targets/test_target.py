@@ -19,7 +19,9 @@ from tinymodels import (
 
 from dflash_mlx.errors import SettingsError
 from dflash_mlx.proposal import Proposal
+from dflash_mlx.targets.rows import Rows
 from dflash_mlx.targets.session import LAST_STEP, longest_step
+from dflash_mlx.targets.span import Span
 
 VOCABULARY = len(tokenizer())
 STEP = longest_step()
@@ -45,6 +47,28 @@ def test_its_shape():
 def test_a_layer_it_lacks_cannot_be_tapped(layers):
     with pytest.raises(SettingsError, match=f"Layer {layers[-1]} .* has 3"):
         target().start(layers)
+
+
+def test_what_a_forward_cannot_read_is_refused_before_anything_changes():
+    model = target("qwen3")
+    sessions = [model.start((0,)), model.start((0,)), model.start((1,))]
+    for session in sessions:
+        session.read([5, 9, 2], last=True)
+    first, second, tapping_another_layer = (Span(session, Proposal([7])) for session in sessions)
+    with pytest.raises(SettingsError, match=r"layers \(0,\) and \(1,\)"):
+        model.forward(Rows([first, tapping_another_layer]))
+    with pytest.raises(SettingsError, match="twice"):
+        model.forward(Rows([first, Span(sessions[0], Proposal([8]))]))
+    model.forward(Rows([first]))
+    with pytest.raises(SettingsError, match="was not committed"):
+        model.forward(Rows([first]))
+    with pytest.raises(SettingsError, match="was not committed"):
+        sessions[0].read([8], last=True)
+    sessions[0].commit([0])
+    logits, _ = sessions[0].read([8], last=True)
+    model.forward(Rows([second]))
+    sessions[1].commit([0])
+    assert mx.array_equal(sessions[1].read([8], last=True)[0], logits)
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
