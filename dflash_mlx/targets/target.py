@@ -15,6 +15,7 @@ from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..memory import compute
 from ..proposal import Proposal
 from ..threads import clean_up_at_end, evaluate
+from ..traces import Traces
 from ..validation import ErrorWrapper, text_config
 from . import caches, internals
 from .attention import attention_function, check_exact
@@ -27,7 +28,7 @@ from .session import TargetSession
 from .sharing import sharing_of
 from .span import Span
 from .taps import EMBEDDING, Taps
-from .traced import TracedSteps
+from .traced import replay
 from .tree_attention import why_no_trees
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class Target:
         self._pieces = frozenset(id(layer) for layer in self.layers[PIECE - 1 : -1 : PIECE])
         self._taps: dict[tuple[int, ...], Taps] = {}
         self._interception = Interception.of(model, parts)
-        self.steps = TracedSteps()
+        self.steps = Traces(MODEL_ERRORS)
         if self.in_pieces:
             self.steps.why_not = "replayed steps were never timed on a GPU"
 
@@ -350,7 +351,7 @@ class Target:
         clean_up_at_end()
         key = (rows.tap_layers, session.kv_bits)
         ids = rows.tokens(self.vocab_size)[None]
-        return self.steps.run(key, forward=make, ids=ids, caches=session.cache)
+        return replay(self.steps, key, forward=make, ids=ids, caches=session.cache)
 
     def _run(
         self, rows: Rows, sharing: SharedForward | None, logits: Literal["all", "last"]

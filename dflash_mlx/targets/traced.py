@@ -1,112 +1,58 @@
-"""A step's forward as one traced function, which is replayed without Python.
+"""A step's forward as one traced function, which is replayed without Python (`traces`).
 
-Building a forward of mlx-lm's modules takes Python longer than a small model's products take a CPU,
-and a GPU waits for it. Tokens, position and the caches' contents are arguments here and the new
-contents are results, so `mx.compile` can keep the graph of each shape. A shape is the number of
-rows, the keys that they attend to and the room in the caches. It is traced when it comes a second
-time: the last step of a text has a length of its own.
-
-MLX keeps traces per thread, and so does this. The trace is of `Target`'s own forward on other
-caches (`caches.step`), with the same bits. On a CPU nothing in it is fused (`machine.fusion`).
+Tokens, position and the caches' contents are arguments and the new contents are results. The trace
+is of `Target`'s own forward on other caches (`caches.step`), with the same bits.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from ..traces import Shape, Traces, UntraceableError
 from .caches import FullCache, QuantizedCache, RecurrentCache
 from .caches.step import STEPS, step_cache
-from .model_parts import MODEL_ERRORS
 
 FINE = 128  # keys by which the attended ones grow
 COARSE = 256  # from so many keys on, and by as many; caches grow by as many
 FINE_UNTIL = 1024
-MOST_TRACES = 64  # of a target, in each thread
 
 # ids [1, N], caches of a step -> logits [1, N, V] and taps [1, N, K*D]
 Forward = Callable[[mx.array, Sequence[Any]], tuple[mx.array, mx.array]]
-Shape = tuple[Any, ...]
 
 
-class UntraceableError(Exception):
-    """The model does not read the mask that hides keys."""
+def replay(
+    traces: Traces,
+    key: Shape,
+    forward: Callable[[], Forward],
+    ids: mx.array,
+    caches: Sequence[Any],
+) -> tuple[mx.array, mx.array] | None:
+    """Replay a forward that has been traced, or trace it; None if it is to be run without.
 
-
-class _OfThread(threading.local):
-    """The traces of one thread, the one used last at the end, and the shapes that came once."""
-
-    def __init__(self) -> None:
-        self.traces: OrderedDict[Shape, _Trace] = OrderedDict()
-        self.seen: set[Shape] = set()
-
-
-class TracedSteps:
-    """The traced forwards of one target's steps.
-
-    Attributes:
-        why_not: what keeps the model from being traced; None as long as nothing has.
-        traced: how often a shape was traced.
+    Args:
+        traces: the target's.
+        key: what the forward depends on besides its arguments, such as the tapped layers.
+        forward: makes it. It must not refer to a request.
+        ids: the rows' tokens [1, N].
+        caches: the request's; their contents change as the forward changes them.
     """
-
-    def __init__(self) -> None:
-        self._of_thread = _OfThread()
-        self.why_not: str | None = None
-        self.traced = 0
-
-    def run(
-        self,
-        key: Shape,
-        forward: Callable[[], Forward],
-        ids: mx.array,
-        caches: Sequence[Any],
-    ) -> tuple[mx.array, mx.array] | None:
-        """Replay a forward that has been traced, or trace it; None if it is to be run without.
-
-        Not to be called once there is a `why_not`.
-
-        Args:
-            key: what the forward depends on besides its arguments, such as the tapped layers.
-            forward: makes it. It must not refer to a request.
-            ids: the rows' tokens [1, N].
-            caches: the request's; their contents change as the forward changes them.
-        """
-        offset = _offset_of(caches)
-        if not offset:
-            return None
-        rows = ids.shape[1]
-        for cache in caches:
-            if not isinstance(cache, RecurrentCache):
-                cache.reserve(rows)
-        attended = attended_keys(offset + rows)
-        kinds = tuple(_shape_of(cache) for cache in caches)
-        shape = *key, rows, attended, kinds
-        traces = self._of_thread.traces
-        trace = traces.get(shape)
-        if trace is not None:
-            traces.move_to_end(shape)
-            return trace.run(ids, offset, caches)
-        if shape not in self._of_thread.seen:
-            self._of_thread.seen.add(shape)
-            return None
-        trace = _Trace(forward(), caches, attended)
-        self.traced += 1
-        try:
-            results = trace.run(ids, offset, caches)
-        except (*MODEL_ERRORS, UntraceableError) as error:
-            self.why_not = str(error).splitlines()[0]
-            return None
-        traces[shape] = trace
-        if len(traces) > MOST_TRACES:
-            traces.popitem(last=False)
-        return results
+    offset = _offset_of(caches)
+    if not offset:
+        return None
+    rows = ids.shape[1]
+    for cache in caches:
+        if not isinstance(cache, RecurrentCache):
+            cache.reserve(rows)
+    attended = attended_keys(offset + rows)
+    kinds = tuple(_shape_of(cache) for cache in caches)
+    shape = *key, rows, attended, kinds
+    return traces.call(shape, lambda: _Step(forward(), caches, attended), ids, offset, caches)
 
 
-class _Trace:
+class _Step:
     """A forward as a function of arrays, traced at its first call.
 
     Args:
@@ -122,7 +68,9 @@ class _Trace:
         self._recurrences: list[Any] = []
         self._function = mx.compile(self._step)
 
-    def run(self, ids: mx.array, offset: int, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
+    def __call__(
+        self, ids: mx.array, offset: int, caches: Sequence[Any]
+    ) -> tuple[mx.array, mx.array]:
         """The logits [1, N, V] and taps [1, N, K*D] of ids [1, N]; the caches change. Lazy."""
         contents = [cache.contents() for cache in caches]
         logits, taps, made = self._function(ids, mx.array([offset], mx.int32), contents)

@@ -9,7 +9,9 @@ from tinymodels import target
 
 import dflash_mlx as dm
 from dflash_mlx.proposal import Proposal
-from dflash_mlx.targets.traced import TracedSteps, attended_keys
+from dflash_mlx.targets.model_parts import MODEL_ERRORS
+from dflash_mlx.targets.traced import attended_keys
+from dflash_mlx.traces import Traces
 
 PROMPT = [token % 90 for token in range(60)]
 LENGTHS = [1, 1, 16, 4, 1, 16, 4, 16, 1, 1, 4, 16] * 2
@@ -30,7 +32,7 @@ def steps_of(one, kv_bits=None, lengths=LENGTHS):
 
 def untraced(monkeypatch, call):
     with monkeypatch.context() as patched:
-        patched.setattr(TracedSteps, "run", lambda *args, **settings: None)
+        patched.setattr(Traces, "call", lambda *args, **settings: None)
         return call()
 
 
@@ -40,7 +42,7 @@ def test_a_replayed_step_has_the_bits_of_the_forward(family, monkeypatch):
     expected = untraced(monkeypatch, lambda: steps_of(one))
     for _ in range(2):
         results = steps_of(one)
-    assert one.steps.why_not is None and one.steps.traced >= 3
+    assert one.steps.why_not is None and one.steps.count >= 3
     assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
 
 
@@ -50,7 +52,7 @@ def test_a_replayed_step_writes_quantized_keys(kv_bits, monkeypatch):
     expected = untraced(monkeypatch, lambda: steps_of(one, kv_bits))
     for _ in range(2):
         results = steps_of(one, kv_bits)
-    assert one.steps.why_not is None and one.steps.traced >= 3
+    assert one.steps.why_not is None and one.steps.count >= 3
     assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
 
 
@@ -58,15 +60,15 @@ def test_a_shape_is_traced_once_and_when_it_comes_again():
     one = target(num_hidden_layers=2)
     dm.generate(one, None, PROMPT, max_tokens=400)
     shapes = {attended_keys(len(PROMPT) + n) for n in range(1, 400)}
-    assert one.steps.traced == len(shapes)
+    assert one.steps.count == len(shapes)
     dm.generate(one, None, PROMPT, max_tokens=400)
-    assert one.steps.traced == len(shapes)
+    assert one.steps.count == len(shapes)
 
 
 def test_every_thread_traces_for_itself():
     one = target()
     dm.generate(one, None, PROMPT, max_tokens=30)
-    before = one.steps.traced
+    before = one.steps.count
     texts = [dm.generate(one, None, PROMPT, max_tokens=30).tokens]
 
     def write():
@@ -77,7 +79,7 @@ def test_every_thread_traces_for_itself():
         thread.start()
         thread.join()
     assert texts[1:] == [texts[0]] * 2
-    assert one.steps.traced == before + 2
+    assert one.steps.count == before + 2
 
 
 def test_a_replayed_step_writes_in_place(monkeypatch):
@@ -96,15 +98,15 @@ def test_a_replayed_step_writes_in_place(monkeypatch):
         return mx.get_peak_memory() - before, session.cache[0].keys.nbytes
 
     more, keys = peak()
-    assert one.steps.traced == 1
+    assert one.steps.count == 1
     assert more <= untraced(monkeypatch, peak)[0] + keys // 4
 
 
 def test_a_model_that_looks_at_its_position_runs_without_traces(monkeypatch):
     one = target(num_hidden_layers=5)
     expected = steps_of(one)
-    assert one.steps.traced
-    one.steps = TracedSteps()
+    assert one.steps.count
+    one.steps = Traces(MODEL_ERRORS)
     attention = type(one.model.model.layers[0].self_attn)
     own = attention.__call__
 
@@ -115,5 +117,5 @@ def test_a_model_that_looks_at_its_position_runs_without_traces(monkeypatch):
     monkeypatch.setattr(attention, "__call__", call)
     results = steps_of(one)
     assert "eval" in one.steps.why_not
-    assert not one.steps._of_thread.traces
+    assert not one.steps._of_thread.functions
     assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
