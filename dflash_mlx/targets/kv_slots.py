@@ -76,6 +76,18 @@ class SlotArray:
         self.layers: list[list[mx.array]] = []
         self._sizes: list[list[int]] = []  # rows of a slot's keys and of its values: H * capacity
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of rows of the first layer's keys, in all slots, and of each slot."""
+        return len(self.layers[0][0]), self.capacity
+
+    def holding(self, layers: Sequence[Sequence[mx.array]]) -> SlotArray:
+        """An array of the same shape that holds these layers, for a traced step."""
+        array = SlotArray(self.capacity)
+        array._sizes = self._sizes
+        array.layers = [list(pair) for pair in layers]
+        return array
+
     def add(self, entering: Mapping[Any, Sequence[FullCache]], numbers: Sequence[int]) -> None:
         """Move the rows of these caches into new slots, behind those in use without gaps."""
         first = self.used
@@ -223,42 +235,61 @@ class KVSlots:
 class SlotRows:
     """The rows of a forward whose requests have slots in one array.
 
-    They form a table [n, W]: a request's rows for each slot. Where a request has fewer than W, its
-    last row stands in all other places too, and is written and read again.
+    They form a table [n, W]: a request's rows for each slot.
 
     Args:
         array: with n slots in use.
-        spans: the rows of each request that has a slot in it.
-        stacked: whether the forward has the table's shape already, instead of [1, R].
+        positions: [n, W] int32, of the rows in their texts.
+        end: rows of each slot that are attended to.
+        rows: the places of the table's rows in the forward, slot by slot; None where the forward
+            has the table's shape already, instead of [1, R].
+
+    Attributes:
+        array, positions, end, rows: as given.
     """
 
-    def __init__(self, array: SlotArray, spans: Sequence[Span], stacked: bool) -> None:
-        self._array = array
-        self._stacked = stacked
-        self._count = len(spans)
-        self._width = max(len(span) for span in spans)
-        self._end = max(span.position + len(span) for span in spans)
-        self._spans = sorted(spans, key=lambda span: span.session.slot.index)
-        self._positions = mx.array(self._table([span.position for span in self._spans]))
+    def __init__(
+        self, array: SlotArray, positions: mx.array, end: int, rows: list[int] | None
+    ) -> None:
+        self.array = array
+        self.positions = positions
+        self.end = end
+        self.rows = rows
         self._places: dict[int, mx.array] = {}
         self._masks: dict[int | None, mx.array] = {}
 
-    def _table(self, starts: Sequence[int]) -> list[list[int]]:
-        """Numbers that rise by one from row to row, [n, W], from the first row's of each slot."""
-        return [
-            [start + min(row, len(span) - 1) for row in range(self._width)]
-            for start, span in zip(starts, self._spans, strict=True)
-        ]
+    @classmethod
+    def of(cls, array: SlotArray, spans: Sequence[Span], stacked: bool) -> SlotRows:
+        """The rows of these requests.
 
-    @cached_property
-    def rows(self) -> list[int]:
-        """The places of the table's rows in the forward, slot by slot."""
-        table = self._table([span.first for span in self._spans])
-        return [row for slot in table for row in slot]
+        Where one has fewer than W, its last row stands in all other places too, and is written and
+        read again.
+
+        Args:
+            array: where they have their slots.
+            spans: the rows of each.
+            stacked: whether the forward has the table's shape.
+        """
+        spans = sorted(spans, key=lambda span: span.session.slot.index)
+        width = max(len(span) for span in spans)
+
+        def table(starts: Sequence[int]) -> list[list[int]]:
+            """Numbers that rise by one from row to row, from the first row's of each slot."""
+            return [
+                [start + min(row, len(span) - 1) for row in range(width)]
+                for start, span in zip(starts, spans, strict=True)
+            ]
+
+        rows = None
+        if not stacked:
+            rows = [row for slot in table([span.first for span in spans]) for row in slot]
+        positions = mx.array(table([span.position for span in spans]), mx.int32)
+        return cls(array, positions, max(span.position + len(span) for span in spans), rows)
 
     @cached_property
     def _index(self) -> slice | mx.array:
         """The table's rows as an index. Rows side by side are read in place."""
+        assert self.rows is not None
         first = self.rows[0]
         end = first + len(self.rows)
         side_by_side = self.rows == list(range(first, end))
@@ -266,28 +297,27 @@ class SlotRows:
 
     def rows_of(self, x: mx.array) -> mx.array:
         """These rows [n, H, W, D] of a forward's rows [1, H, R, D]."""
-        if self._stacked:
+        if self.rows is None:
             return x
-        shape = self._count, self._width
-        return mx.unflatten(x.squeeze(0)[:, self._index], 1, shape).swapaxes(0, 1)
+        return mx.unflatten(x.squeeze(0)[:, self._index], 1, self.positions.shape).swapaxes(0, 1)
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write new keys and values [1, H, R, D] and return all of each slot's [n, H, L, D]."""
-        self._array.write(layer, self._places_of, self.rows_of(keys), self.rows_of(values))
-        return self._array.read(layer, self._count, self._end)
+        self.array.write(layer, self._places_of, self.rows_of(keys), self.rows_of(values))
+        return self.array.read(layer, len(self.positions), self.end)
 
     def _places_of(self, heads: int) -> mx.array:
         """Where an array of so many heads has these rows, [n, H, W]."""
         if heads not in self._places:  # the same for every layer
-            starts = mx.arange(self._count * heads) * self._array.capacity
-            self._places[heads] = starts.reshape(-1, heads, 1) + self._positions[:, None]
+            starts = mx.arange(len(self.positions) * heads) * self.array.capacity
+            self._places[heads] = starts.reshape(-1, heads, 1) + self.positions[:, None]
         return self._places[heads]
 
     def mask(self, window: int | None = None) -> mx.array:
         """Which keys each row sees: [n, 1, W, L] bool."""
         if window not in self._masks:  # the same for every layer
-            positions = self._positions[:, None, :, None]
-            keys = mx.arange(self._end)
+            positions = self.positions[:, None, :, None]
+            keys = mx.arange(self.end)
             seen = keys <= positions
             if window is not None:
                 seen = seen & (keys > positions - window)

@@ -57,6 +57,7 @@ class Rows:
 
     Attributes:
         spans, is_prompt, slots: as given.
+        is_stacked: whether several requests lie on the batch axis, as `arrange` decides.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Rows:
         self.spans = spans
         self.is_prompt = is_prompt
         self.slots = slots
+        self.is_stacked = False
+        self._slot_layers: tuple[int, ...] = ()
         self._tokens = tokens
         self._count = 0
         for span in spans:
@@ -151,7 +154,7 @@ class Rows:
 
         x may consist of these rows already.
         """
-        if not self.is_shared or self._is_stacked:
+        if not self.is_shared or self.is_stacked:
             return x[:, -1:]
         return x if x.shape[1] == len(self.spans) else x[:, self._ends]
 
@@ -162,13 +165,39 @@ class Rows:
 
     # What follows is asked of several requests' rows only.
 
-    def caches(self, sharing: SharedForward | None) -> list[Any]:
+    def arrange(self, sharing: SharedForward | None) -> None:
+        """Move requests into slots or out of them, and decide how the rows lie in the forward.
+
+        Args:
+            sharing: what several requests share.
+        """
+        for span in self.spans:
+            if not self.is_shared or self.slots is None or not span.is_chain:
+                span.session.leave_slot()
+        if self.is_shared:
+            assert sharing is not None
+            self._slot_layers = sharing.slot_layers
+            if self.slots is not None:
+                self.slots.arrange(self.spans)
+            self.is_stacked = sharing.stacks and self._fills_slots()
+
+    def _fills_slots(self) -> bool:
+        """Whether the requests have as many rows and slots in one array, and are in their order."""
+        width = len(self.spans[0])
+        slots = [span.session.slot for span in self.spans]
+        return all(
+            slot is not None
+            and slot.array is slots[0].array
+            and slot.index == number
+            and len(span) == width
+            for number, (span, slot) in enumerate(zip(self.spans, slots, strict=True))
+        )
+
+    def caches(self) -> list[Any]:
         """The caches that the model gets: the only request's own, or stand-ins for those of all."""
         if not self.is_shared:
             return self.spans[0].session.cache
-        assert sharing is not None
-        self._stacks = sharing.stacks
-        places = {number: place for place, number in enumerate(sharing.slot_layers)}
+        places = {number: place for place, number in enumerate(self._slot_layers)}
         caches = zip(*(span.session.cache for span in self.spans), strict=True)
         return [SharedCache(self, parts, places.get(number)) for number, parts in enumerate(caches)]
 
@@ -179,33 +208,17 @@ class Rows:
         for span in self.spans:
             if span.session.slot is not None:
                 spans.setdefault(span.session.slot.array, []).append(span)
-        return [SlotRows(array, members, self._is_stacked) for array, members in spans.items()]
+        return [SlotRows.of(array, members, self.is_stacked) for array, members in spans.items()]
 
     @cached_property
     def without_slots(self) -> list[int]:
         """The numbers of the requests that have no slot."""
         return [number for number, span in enumerate(self.spans) if span.session.slot is None]
 
-    @cached_property
-    def _is_stacked(self) -> bool:
-        """Whether the requests lie on the batch axis.
-
-        Then all have as many rows and slots in one array, and are in the order of their slots.
-        """
-        width = len(self.spans[0])
-        slots = [span.session.slot for span in self.spans]
-        return self._stacks and all(
-            slot is not None
-            and slot.array is slots[0].array
-            and slot.index == number
-            and len(span) == width
-            for number, (span, slot) in enumerate(zip(self.spans, slots, strict=True))
-        )
-
     @property
     def shape(self) -> tuple[int, int]:
         """Of the rows in the model: [1, R], or [n, W] where the requests are on the batch axis."""
-        if self.is_shared and self._is_stacked:
+        if self.is_stacked:
             return len(self.spans), len(self.spans[0])
         return 1, len(self)
 
@@ -215,7 +228,7 @@ class Rows:
 
         Its shape is one that only the ropes of `intercept` can use.
         """
-        if self._is_stacked:
+        if self.is_stacked:
             positions = [span.position for span in self.spans]
         else:
             positions = [
@@ -248,7 +261,7 @@ class Rows:
 
     def join(self, in_slots: Sequence[mx.array], others: Sequence[mx.array]) -> mx.array:
         """All rows [1, H, R, D] in order: those in slots [n, H, W, D], and others [1, H, N, D]."""
-        if self._is_stacked:
+        if self.is_stacked:
             return in_slots[0]
         parts = [x.swapaxes(0, 1).flatten(1, 2)[None] for x in in_slots]
         parts += others
@@ -258,7 +271,10 @@ class Rows:
     @cached_property
     def _order(self) -> mx.array | None:
         """The place of each row in what `join` joins; None if they are in order."""
-        rows = [row for slots in self.slot_rows for row in slots.rows]
+        rows: list[int] = []
+        for slots in self.slot_rows:
+            assert slots.rows is not None
+            rows += slots.rows
         for number in self.without_slots:
             span = self.spans[number]
             rows += range(span.first, span.end)

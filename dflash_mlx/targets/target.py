@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import mlx.core as mx
@@ -15,7 +14,6 @@ from ..errors import ConfigError, SettingsError, UnsupportedTreeError
 from ..memory import compute
 from ..proposal import Proposal
 from ..threads import clean_up_at_end, evaluate
-from ..traces import Traces
 from ..validation import ErrorWrapper, text_config
 from . import caches, internals
 from .attention import attention_function, check_exact
@@ -28,7 +26,7 @@ from .session import TargetSession
 from .sharing import sharing_of
 from .span import Span
 from .taps import EMBEDDING, Taps
-from .traced import replay
+from .traced import TracedSteps
 from .tree_attention import why_no_trees
 
 if TYPE_CHECKING:
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
     from ..kernels.modules import Wiring
 
-EMPTY = SimpleNamespace(position=0, tap_layers=())  # stands for a request while a step is traced
 PIECE = 4  # layers of a verify that are handed to the device together
 
 
@@ -106,7 +103,7 @@ class Target:
         self._pieces = frozenset(id(layer) for layer in self.layers[PIECE - 1 : -1 : PIECE])
         self._taps: dict[tuple[int, ...], Taps] = {}
         self._interception = Interception.of(model, parts)
-        self.steps = Traces(MODEL_ERRORS)
+        self.steps = TracedSteps(partial(self._interception.run, model))
         if self.in_pieces:
             self.steps.why_not = "replayed steps were never timed on a GPU"
 
@@ -315,48 +312,27 @@ class Target:
         self, rows: Rows, sharing: SharedForward | None, logits: Literal["all", "last"] = "all"
     ) -> Verified:
         """One forward of this process's model over rows that can share it, as `forward`."""
-        for span in rows.spans:
-            if not rows.is_shared or rows.slots is None or not span.is_chain:
-                span.session.leave_slot()
-        if rows.is_shared and rows.slots is not None:
-            rows.slots.arrange(rows.spans)
+        rows.arrange(sharing)
         for span in rows.spans:
             span.session.begin(span, all_kept=rows.is_prompt)
-        all_logits, taps = self._replay(rows) or self._run(rows, sharing, logits)
+        ids = rows.tokens(self.vocab_size).reshape(rows.shape)
+        taps = self._taps_of(rows.tap_layers)
+        clean_up_at_end()
+        verified = None
+        if self.wiring is None and not self.is_distributed:
+            verified = self.steps.replay(rows, ids, taps)
+        all_logits, tapped = verified or self._run(rows, ids, taps, logits)
         for span in rows.spans:
             self._check_mask(span)
-        taps = taps.reshape(1, len(rows), taps.shape[-1])
+        tapped = tapped.reshape(1, len(rows), tapped.shape[-1])
         if logits == "last":
             all_logits = rows.last(all_logits)  # where the norm does not run once
-        return all_logits.flatten(0, 1), taps
-
-    def _replay(self, rows: Rows) -> Verified | None:
-        """A step's logits [1, N, V] and taps [1, N, K*D] by its trace; None if it has none.
-
-        Steps of one request that verify a chain can have one, on MLX's own kernels.
-        """
-        session = rows.spans[0].session
-        is_step = not (rows.is_shared or rows.is_prompt or rows.tree)
-        if not is_step or not session.can_trace or self.steps.why_not is not None:
-            return None
-        if self.wiring is not None or self.is_distributed:
-            return None
-        taps = self._taps_of(rows.tap_layers)
-
-        def make() -> Any:
-            chain = Rows([Span(EMPTY, Proposal([0] * len(rows)))])
-            run = partial(self._interception.run, self.model)
-            return lambda ids, held: run(ids, held, taps, Forward(chain))
-
-        clean_up_at_end()
-        key = (rows.tap_layers, session.kv_bits)
-        ids = rows.tokens(self.vocab_size)[None]
-        return replay(self.steps, key, forward=make, ids=ids, caches=session.cache)
+        return all_logits.flatten(0, 1), tapped
 
     def _run(
-        self, rows: Rows, sharing: SharedForward | None, logits: Literal["all", "last"]
+        self, rows: Rows, ids: mx.array, taps: Taps, logits: Literal["all", "last"]
     ) -> Verified:
-        """The model's logits [n, W, V] of rows in their `shape`, and their taps [n, W, K*D]."""
+        """The model's logits [n, W, V] of rows with ids [n, W], and their taps [n, W, K*D]."""
         kernels = None
         if self.wiring is not None and self.wiring.exact:
             kernels = self.wiring.kernels
@@ -367,11 +343,7 @@ class Target:
             last_only=logits == "last",
             pieces=self._pieces if self.in_pieces and rows.starts_early else frozenset(),
         )
-        clean_up_at_end()
-        held = rows.caches(sharing)
-        ids = rows.tokens(self.vocab_size).reshape(rows.shape)
-        taps = self._taps_of(rows.tap_layers)
-        return self._interception.run(self.model, ids, held, taps, forward)
+        return self._interception.run(self.model, ids, rows.caches(), taps, forward)
 
     def _parts_of(self, rows: Rows, sharing: SharedForward | None) -> Iterator[Rows]:
         """The rows that share a forward of the model."""

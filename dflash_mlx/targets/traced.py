@@ -7,52 +7,97 @@ is of `Target`'s own forward on other caches (`caches.step`), with the same bits
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
 
-from ..traces import Shape, Traces, UntraceableError
-from .caches import FullCache, QuantizedCache, RecurrentCache
+from ..proposal import Proposal
+from ..traces import Traces, UntraceableError
+from .caches import RecurrentCache
 from .caches.step import STEPS, step_cache
+from .intercept import Forward
+from .kv_slots import SlotArray, SlotRows
+from .model_parts import MODEL_ERRORS
+from .rows import AXES, Rows, Verified
+from .span import Span
+from .taps import Taps
 
 FINE = 128  # keys by which the attended ones grow
 COARSE = 256  # from so many keys on, and by as many; caches grow by as many
 FINE_UNTIL = 1024
 
-# ids [1, N], caches of a step -> logits [1, N, V] and taps [1, N, K*D]
-Forward = Callable[[mx.array, Sequence[Any]], tuple[mx.array, mx.array]]
+EMPTY = SimpleNamespace(position=0, tap_layers=())  # stands for a request while a step is traced
 
 
-def replay(
-    traces: Traces,
-    key: Shape,
-    forward: Callable[[], Forward],
-    ids: mx.array,
-    caches: Sequence[Any],
-) -> tuple[mx.array, mx.array] | None:
-    """Replay a forward that has been traced, or trace it; None if it is to be run without.
+class TracedSteps(Traces):
+    """The traced forwards of one model's steps, on MLX's own kernels.
 
     Args:
-        traces: the target's.
-        key: what the forward depends on besides its arguments, such as the tapped layers.
-        forward: makes it. It must not refer to a request.
-        ids: the rows' tokens [1, N].
-        caches: the request's; their contents change as the forward changes them.
+        run: a forward of the model: ids [n, W], caches, taps and what its modules are to do.
     """
-    offset = _offset_of(caches)
-    if not offset:
-        return None
-    rows = ids.shape[1]
-    for cache in caches:
-        if not isinstance(cache, RecurrentCache):
-            cache.reserve(rows)
-    attended = attended_keys(offset + rows)
-    kinds = tuple(_shape_of(cache) for cache in caches)
-    shape = *key, rows, attended, kinds
-    return traces.call(shape, lambda: _Step(forward(), caches, attended), ids, offset, caches)
+
+    def __init__(self, run: Callable[[mx.array, Sequence[Any], Taps, Forward], Verified]) -> None:
+        super().__init__(MODEL_ERRORS)
+        self._run = run
+
+    def replay(self, rows: Rows, ids: mx.array, taps: Taps) -> Verified | None:
+        """Replay a step that has been traced, or trace it; None if it is to be run without.
+
+        What can be replayed is a chain of one request, or the rows of several that lie on the batch
+        axis.
+
+        Args:
+            rows: of the step; caches and slots change as the forward changes them.
+            ids: their tokens, in their `shape` [n, W].
+            taps: the layers to tap.
+
+        Returns the logits [n, W, V] and the taps [n, W, K*D].
+        """
+        if self.why_not is not None or rows.is_prompt or rows.tree:
+            return None
+        if rows.is_stacked:
+            return self._replay_stacked(ids, rows, taps)
+        if rows.is_shared or not rows.spans[0].session.can_trace:
+            return None
+        return self._replay_chain(ids, rows.spans[0].session, taps)
+
+    def _replay_chain(self, ids: mx.array, session: Any, taps: Taps) -> Verified | None:
+        caches = session.cache
+        offset = session.position
+        if not offset:
+            return None
+        count = ids.shape[1]
+        for cache in caches:
+            if not isinstance(cache, RecurrentCache):
+                cache.reserve(count)
+        attended = attended_keys(offset + count)
+        kinds = tuple(_shape_of(cache) for cache in caches)
+        shape = session.tap_layers, session.kv_bits, count, attended, kinds
+
+        def make() -> _Chain:
+            rows = Rows([Span(EMPTY, Proposal([0] * count))])
+            run = self._run
+            return _Chain(lambda ids, held: run(ids, held, taps, Forward(rows)), caches, attended)
+
+        return cast(Verified | None, self.call(shape, make, ids, offset, caches))
+
+    def _replay_stacked(self, ids: mx.array, rows: Rows, taps: Taps) -> Verified | None:
+        [slots] = rows.slot_rows
+        array = slots.array
+        attended = attended_keys(slots.end)
+        shape = "stacked", rows.tap_layers, ids.shape, attended, array.shape
+
+        def make() -> _Stacked:
+            run = self._run
+            return _Stacked(
+                lambda ids, rows: run(ids, rows.caches(), taps, Forward(rows)), array, attended
+            )
+
+        return cast(Verified | None, self.call(shape, make, ids, slots.positions, array))
 
 
-class _Step:
+class _Chain:
     """A forward as a function of arrays, traced at its first call.
 
     Args:
@@ -61,16 +106,19 @@ class _Step:
         attended: keys that the layers attend to.
     """
 
-    def __init__(self, forward: Forward, caches: Sequence[Any], attended: int) -> None:
-        self._forward: Forward = forward
+    def __init__(
+        self,
+        forward: Callable[[mx.array, Sequence[Any]], Verified],
+        caches: Sequence[Any],
+        attended: int,
+    ) -> None:
+        self._forward = forward
         self._attended = attended
         self._like = [_without_arrays(cache) for cache in caches]
         self._recurrences: list[Any] = []
         self._function = mx.compile(self._step)
 
-    def __call__(
-        self, ids: mx.array, offset: int, caches: Sequence[Any]
-    ) -> tuple[mx.array, mx.array]:
+    def __call__(self, ids: mx.array, offset: int, caches: Sequence[Any]) -> Verified:
         """The logits [1, N, V] and taps [1, N, K*D] of ids [1, N]; the caches change. Lazy."""
         contents = [cache.contents() for cache in caches]
         logits, taps, made = self._function(ids, mx.array([offset], mx.int32), contents)
@@ -97,6 +145,55 @@ class _Step:
         return logits, taps, made
 
 
+class StackedRows(Rows):
+    """The rows of a traced step of n requests, which lie on the batch axis.
+
+    Args:
+        slots: all of their rows; the positions are an array, so that a trace fits all texts.
+        layers: the number of the model's caches, which are all in slots.
+    """
+
+    def __init__(self, slots: SlotRows, layers: int) -> None:
+        requests, width = slots.positions.shape
+        session = SimpleNamespace(position=0, tap_layers=(), cache=[None] * layers)
+        super().__init__([Span(session, Proposal([0] * width)) for _ in range(requests)])
+        self.is_stacked = True
+        self.slot_rows = [slots]
+        self.without_slots = []
+        self.offset = slots.positions[:, 0].reshape(-1, *[1] * (AXES - 1))
+        self._slot_layers = tuple(range(layers))
+
+
+class _Stacked:
+    """A forward of requests on the batch axis as a function of arrays, traced at its first call.
+
+    Args:
+        forward: the forward.
+        array: where the requests have their slots; only its shape counts.
+        attended: keys that the layers attend to.
+    """
+
+    def __init__(
+        self, forward: Callable[[mx.array, StackedRows], Verified], array: SlotArray, attended: int
+    ) -> None:
+        self._forward = forward
+        self._like = array.holding([])
+        self._attended = attended
+        self._function = mx.compile(self._step)
+
+    def __call__(self, ids: mx.array, positions: mx.array, array: SlotArray) -> Verified:
+        """The logits [n, W, V] and taps [n, W, K*D] of ids [n, W]; the array changes. Lazy."""
+        logits, taps, array.layers = self._function(ids, positions, array.layers)
+        return logits, taps
+
+    def _step(self, ids: mx.array, positions: mx.array, contents: Any) -> Any:
+        """The forward: logits, taps, and what it has made of the contents."""
+        array = self._like.holding(contents)
+        slots = SlotRows(array, positions, end=self._attended, rows=None)
+        logits, taps = self._forward(ids, StackedRows(slots, layers=len(contents)))
+        return logits, taps, array.layers
+
+
 def attended_keys(keys: int) -> int:
     """The keys that layers attend to where so many are there."""
     step = FINE if keys <= FINE_UNTIL else COARSE
@@ -107,13 +204,6 @@ def can_trace(caches: Sequence[Any]) -> bool:
     """Whether a step can be a function of the contents of all of these caches."""
     kinds = {type(cache) for cache in caches}
     return kinds <= STEPS.keys() and kinds != {RecurrentCache} and bool(kinds)
-
-
-def _offset_of(caches: Sequence[Any]) -> int:
-    """The position of the next row; 0 where caches are empty."""
-    return next(
-        (cache.offset for cache in caches if isinstance(cache, FullCache | QuantizedCache)), 0
-    )
 
 
 def _shape_of(cache: Any) -> Any:
