@@ -52,6 +52,8 @@ def test_a_download_has_one_bar_ends_at_once_and_is_asked_for_once(hub, tmp_path
     hub.hold.set()
     again = opened(tmp_path, hub, "pull", TARGET)
     again.program.expect(pexpect.EOF)
+    again.program.close()
+    assert again.program.exitstatus == 0, again.shown
     assert all(word not in again.shown for word in ("Fetching", "Reconstruction", "complete:"))
 
     hub.requests.clear()
