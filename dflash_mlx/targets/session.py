@@ -12,11 +12,19 @@ from mlx.utils import tree_flatten
 from ..memory import SPAN, compute
 from ..proposal import Proposal
 from . import caches
-from .caches import Arrays, CacheParts, Checkpoint, FullCache, RecurrentCache, make_cache
+from .caches import (
+    Arrays,
+    CacheParts,
+    Checkpoint,
+    FullCache,
+    RecurrentCache,
+    WindowCache,
+    make_cache,
+)
 from .model_parts import ModelParts
 from .rows import Rows, SharedForward, Verified
 from .span import Span
-from .traced import can_trace
+from .traced import TracedSteps, can_trace
 
 PREFILL_STEP = 2048  # tokens per prefill forward, as in mlx-lm
 CPU_STEP = 512  # on a CPU, whose attention also computes the pairs that the causal mask drops
@@ -33,6 +41,7 @@ class Reader(Protocol):
 
     model: nn.Module
     parts: ModelParts
+    steps: TracedSteps
     vocab_size: int
 
     def forward(self, rows: Rows, logits: Literal["all", "last"] = "all") -> Verified:
@@ -78,6 +87,7 @@ class TargetSession:
         self._lazy = [
             cache for cache in self.cache if not cache.can_trim or isinstance(cache, CacheParts)
         ]
+        self._windows = [cache for cache in self.cache if isinstance(cache, WindowCache)]
         self.can_pipeline = not self._lazy
         self.can_trace = can_trace(self.cache)
         self._rolls_back = all(cache.rolls_back for cache in self.cache)
@@ -148,6 +158,11 @@ class TargetSession:
         """
         self.intact = False
         self._uncommitted = span.proposal
+        for cache in self._windows:
+            if all_kept or self._target.steps.why_not is not None:
+                cache.leave_ring()
+            else:
+                cache.reserve(len(span))
         if not (all_kept or self._rolls_back or len(span) == 1):
             self._before = self.checkpoint()
         if not span.is_chain:

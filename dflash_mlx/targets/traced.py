@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from ..proposal import Proposal
 from ..traces import Traces, UntraceableError
-from .caches import RecurrentCache
-from .caches.step import STEPS, step_cache
+from .caches import RecurrentCache, WindowCache
+from .caches.step import STEPS, step_caches
 from .intercept import Forward
 from .kv_slots import SlotArray, SlotRows
 from .model_parts import MODEL_ERRORS
@@ -129,10 +129,7 @@ class _Chain:
 
     def _step(self, ids: mx.array, offset: mx.array, contents: Sequence[Any]) -> Any:
         """The forward: logits, taps, and what each cache has made of its contents."""
-        caches = [
-            step_cache(like, held, offset, self._attended)
-            for like, held in zip(self._like, contents, strict=True)
-        ]
+        caches = step_caches(self._like, contents, offset, ids.shape[1], self._attended)
         logits, taps = self._forward(ids, caches)
         with_rows = [cache for cache in caches if not isinstance(cache, RecurrentCache)]
         if with_rows and not any(cache.mask_was_read for cache in with_rows):
@@ -202,6 +199,8 @@ def attended_keys(keys: int) -> int:
 
 def can_trace(caches: Sequence[Any]) -> bool:
     """Whether a step can be a function of the contents of all of these caches."""
+    if any(isinstance(cache, WindowCache) and cache.keep for cache in caches):
+        return False  # it has no ring
     kinds = {type(cache) for cache in caches}
     return kinds <= STEPS.keys() and kinds != {RecurrentCache} and bool(kinds)
 

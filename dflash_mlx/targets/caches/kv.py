@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from ..internals import KVCache, QuantizedKVCache
-from .base import Arrays, Contents
+from .base import Arrays
 from .row_cache import RowCache
 
 
@@ -17,9 +17,6 @@ class KeysAndValues(RowCache):
     """What both have in common: rejected rows go by moving `offset` back, and nothing is copied."""
 
     can_trim = True
-    keys: Any
-    values: Any
-    offset: int
     step: int  # rows by which it grows
 
     def visible(self) -> tuple[int, None]:
@@ -41,10 +38,6 @@ class KeysAndValues(RowCache):
         """List the arrays that the cache consists of."""
         return [self.keys, self.values]
 
-    def contents(self) -> Contents:
-        """What a traced step reads and writes: keys, then values."""
-        return self.keys, self.values
-
     def reserve(self, rows: int) -> None:
         """Have room for so many more rows, and as many rows as a multiple of the cache's steps.
 
@@ -54,17 +47,6 @@ class KeysAndValues(RowCache):
             more = -(-(self.offset + rows) // self.step) * self.step - self.offset
             self.keys = tree_map(lambda held: self._with_room(held, more), self.keys)
             self.values = tree_map(lambda held: self._with_room(held, more), self.values)
-
-    @property
-    def capacity(self) -> int:
-        """The rows that fit into the arrays."""
-        keys = self.keys[0] if isinstance(self.keys, tuple | list) else self.keys
-        return int(keys.shape[2])
-
-    def take(self, contents: Contents, rows: int) -> None:
-        """Hold what a traced step of so many rows has made of the contents."""
-        self.keys, self.values = contents
-        self.offset += rows
 
     def export_state(self) -> Arrays:
         """Return nothing: there is no state."""

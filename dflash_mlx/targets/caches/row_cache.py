@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..span import Span
+from .base import Contents
 
 
 class RowCache:
@@ -25,6 +26,9 @@ class RowCache:
     rolls_back = True
     reads_trees = True
     tree: Span | None = None
+    keys: Any
+    values: Any
+    offset: int
     _new: tuple[mx.array, mx.array]  # keys and values of the tree's rows [1, H, N, D]
 
     def visible(self) -> tuple[int, int | None]:
@@ -38,6 +42,25 @@ class RowCache:
     def cut(self, rows: int) -> None:
         """Forget the last rows, which are rows of the last verify."""
         raise NotImplementedError
+
+    def contents(self) -> Contents:
+        """What a traced step reads and writes: keys, then values."""
+        return self.keys, self.values
+
+    def take(self, contents: Contents, rows: int) -> None:
+        """Hold what a traced step of so many rows has made of the contents."""
+        self.keys, self.values = contents
+        self.offset += rows
+
+    def reserve(self, rows: int) -> None:
+        """Have the contents as a traced step needs them, with room for so many more rows."""
+        raise NotImplementedError
+
+    @property
+    def capacity(self) -> int:
+        """The rows that fit into the arrays."""
+        keys = self.keys[0] if isinstance(self.keys, tuple | list) else self.keys
+        return int(keys.shape[2])
 
     def begin(self, tree: Span) -> None:
         """Prepare for a verify whose rows are a tree."""
