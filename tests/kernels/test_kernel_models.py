@@ -146,6 +146,7 @@ def test_many_rows_are_left_to_stock_layers():
     assert session.position == 66
     assert launches.counts == {"verify_matmul_affine": 1}  # the head, of one row
     session.verify(Proposal([1]))
+    session.commit([0])
     assert launches.counts
     with pytest.raises(SettingsError, match="at most 64 rows"):
         session.verify(Proposal([1] * 65))
