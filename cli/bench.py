@@ -41,12 +41,12 @@ SUITE_LIMIT = 10  # prompts per category of a hub suite, unless --limit says oth
 PROTOCOL = "zlab"  # the only value of --protocol
 SEED = 0  # the seed of sampling, so that every run makes the same texts
 SUITE = f"{EMBEDDED_SUITE} (default), {', '.join(SUITES)}. Repeatable."
-FILE = 'JSONL of {"prompt" or "messages", "category", "answer"} instead.'
+FILE = 'Measure JSON lines of {"prompt" or "messages", "category", "answer"}.'
 LIMIT = f"Prompts per category. Default: {SUITE_LIMIT} for hub suites."
-ZLAB = "zlab: prompts, lengths and means of z-lab's papers."
-BLOCK = "Rows of a step. Default: the drafter's block."
+ZLAB = "zlab: measure as z-lab's papers do (prompts, lengths, means)."
+BLOCK = "Verify N tokens per step. Default: the drafter's maximum."
 TREES = "Also measure draft trees of N tokens, or auto."
-CLIENTS = "With --openai: this many clients at once."
+CLIENTS = "With --openai: how many clients ask at the same time."
 INTERRUPTED = 130  # the exit code of shells
 SERVED = "Measure an OpenAI-compatible server; --model is its name there."
 
@@ -66,7 +66,7 @@ def bench(
         None,
         panel=PROMPTS,
         metavar="DIR",
-        help="Read suites from here, not the hub.",
+        help="Read the suites from this folder, not from the hub.",
     ),
     protocol: str | None = option(None, panel=PROMPTS, metavar="NAME", help=ZLAB),
     limit: int | None = option(None, panel=PROMPTS, metavar="N", help=LIMIT, min=1),
@@ -92,7 +92,9 @@ def bench(
 ) -> None:
     """Compare plain decoding, drafting and mlx-lm on the same prompts, in turns.
 
-    The drafter runs alone, in whole blocks. `generate` adds lookup and chooses draft lengths.
+    Each step drafts as many tokens as the drafter can.
+
+    `generate` drafts fewer where that is faster, and adds lookup.
     """
     if runs_elsewhere(machines, names=names, weights=weights, context=context):
         return
@@ -136,7 +138,7 @@ def bench(
         content = _measure_server(client, prompts=chosen, setup=setup, out=out)
     else:
         network = replace(names, draft=names.draft or known_drafter(names.model))
-        # Whole blocks show what the drafter is worth without the policy's choice of draft length.
+        # Full blocks show what the drafter is worth without the policy's choice of draft length.
         loading: dict[str, Any] = {
             "settings": {"block_size": block_size},
             "member": cluster_member(context),

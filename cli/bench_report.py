@@ -62,7 +62,7 @@ def show(content: Mapping[str, Any]) -> None:
         output.note(f"{tuned}, {untuned:.2f} without it: the same drafter and prompts")
     if content["block_size"]:
         output.note(
-            "In whole blocks; generate chooses lengths, and adds lookup to a known drafter."
+            "Each step drafted the most tokens; generate chooses how many, and may add lookup."
         )
     if any("?" in cell for row in rows for cell in _figures(row, overall["methods"], "median")):
         output.note(output.DOUBTFUL)

@@ -129,7 +129,8 @@ def _set(chat: Chat, text: str) -> None:
         changed = {name: SETTINGS[name].parse(name, value.strip())}
         chat.change(changed)
         note_without_effect({**changed, "temperature": chat.settings["temperature"]}, str)
-    for number in [name] if name else NUMBERS:
+    shown = [name] if name else NUMBERS
+    for number in shown:
         note(f"{number:18} {chat.settings[number]}")
 
 

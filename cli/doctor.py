@@ -47,7 +47,7 @@ REQUIRED = ("mlx", "mlx-lm")  # nothing works without these packages
 MIN_DISK_GB = 10  # most models do not fit into less
 TOKENS = 16  # generated with the embedded pair
 
-LINK = "Check these machines and their link instead (mlx.launch's file)."
+LINK = "Check these machines and their link instead (hosts file of mlx.launch)."
 KERNELS = "On a Mac, check every Metal kernel in five minutes, and write what to send back."
 WEIGHTS = "Also load this model and check its weights; with --hosts, the model to share."
 

@@ -18,7 +18,7 @@ from dflash_mlx.loading.registry import (
     local_path,
     packaged,
 )
-from dflash_mlx.loading.sizes import bytes_beside
+from dflash_mlx.loading.sizes import drafter_and_context_bytes
 from dflash_mlx.machine.facts import bytes_in, cache_folder
 
 from . import options
@@ -64,7 +64,7 @@ def list_(*, json: bool = options.JSON) -> None:
     copies = Hub().copies()
     verdicts = {}  # whether each model fits
     for name, size in copies.items():
-        verdicts[name] = fits(size, looks_quantized(name), bytes_beside(name))
+        verdicts[name] = fits(size, looks_quantized(name), drafter_and_context_bytes(name))
     if json:
         rows = [{"name": name, "bytes": copies[name], "fits": verdicts[name]} for name in copies]
         print_json({"models": rows})

@@ -36,19 +36,19 @@ class Machines:
         None,
         panel=MODEL,
         metavar="FILE",
-        help="Share the model (mlx.launch's file).",
+        help="Share the model with the machines in this hosts file.",
     )
     stall_seconds: float = option(
         20.0,
         panel=MODEL,
         metavar="S",
-        help="Give up a machine silent for S seconds.",
+        help="Stop if a machine is silent for S seconds.",
         min=1,
     )
     pipeline: bool = flag(
         "--pipeline",
         panel=MODEL,
-        help="Split the layers over them, not the heads.",
+        help="Give each machine some layers, not some heads.",
     )
 
 

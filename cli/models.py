@@ -290,10 +290,16 @@ def _memory_details(pair: KnownPair, mac: Mac) -> Iterator[tuple[str, str]]:
     if size is None:
         yield "memory", "size not known"
         return
-    for bits in (BITS, MORE_BITS) if size.stored is None else (BITS,):
+    is_stored = size.stored is not None
+    for bits in _bits_shown(is_stored):
         fits = "fits" if mac.fits(pair, bits) else "does not fit"
-        label = f"{bits} bits" if size.stored is None else "as published"
+        label = "as published" if is_stored else f"{bits} bits"
         yield label, f"{_sum(memory_need(pair, bits))}  {fits} {mac.name}"
+
+
+def _bits_shown(is_stored: bool) -> tuple[int, ...]:
+    """Return the bits per weight to show. Weights stored quantized have one size for any bits."""
+    return (BITS,) if is_stored else (BITS, MORE_BITS)
 
 
 def _estimated_downloads(pair: KnownPair) -> dict[str, str]:
@@ -328,7 +334,7 @@ def _as_json(pair: KnownPair, mac: Mac, copies: dict[str, int]) -> dict[str, Any
         predicted["plain"] = 1 / size.plain_seconds(mac.chip)
         predicted["gains_above"] = size.gains_above(mac.chip)
     needs: dict[str, Any] = {}
-    for bits in (BITS,) if is_stored else (BITS, MORE_BITS):
+    for bits in _bits_shown(is_stored):
         need = memory_need(pair, bits)
         needs[str(bits)] = need and asdict(need) | {"total": need.total}
     return {

@@ -179,7 +179,7 @@ ADAPTER = option(
     None,
     panel=MODEL,
     metavar="PATH",
-    help="LoRA of mlx_lm.lora or PEFT: folder or name.",
+    help="LoRA adapter (mlx_lm.lora or PEFT): folder or hub name.",
 )
 TARGET_BITS = option(
     None,
@@ -212,32 +212,32 @@ class Weights:
         None,
         panel=MODEL,
         metavar="4|8|16",
-        help="Quantize the drafter's on load; 16 keeps them.",
+        help="Quantize the drafter on load; 16 does not.",
     )
     draft_window: int | None = option(
         None,
         panel=MODEL,
         metavar="N",
-        help="Tokens that the drafter remembers. Default: all.",
+        help="How many tokens the drafter remembers. Default: all.",
         min=1,
     )
     quant_mode: str = option(
         "affine",
         panel=MODEL,
         metavar="MODE",
-        help="affine, mxfp4, mxfp8 or nvfp4.",
+        help="How to quantize: affine, mxfp4, mxfp8 or nvfp4.",
     )
     group_size: int | None = option(
         None,
         panel=MODEL,
         metavar="N",
-        help="Weights per scale. Default: the mode's own.",
+        help="Weights that share a scale. Default: by mode.",
     )
     kernels: str = option(
         AUTO,
         panel=MODEL,
         metavar="auto|off|exact",
-        help="Metal kernels; exact: bit-identical to plain decoding.",
+        help="Metal kernels. exact: bit-identical to plain decoding.",
     )
     offline: bool = OFFLINE
     stock_blas: bool = STOCK_BLAS
@@ -266,7 +266,7 @@ class Drafting:
     no_policy: bool = flag(
         "--no-policy",
         panel=DECODING,
-        help="Draft whole blocks, even where that is slower.",
+        help="Always draft the most tokens, even if slower.",
     )
 
 

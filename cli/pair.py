@@ -24,7 +24,7 @@ from dflash_mlx.loading.registry import (
     local_path,
     short,
 )
-from dflash_mlx.loading.sizes import bytes_beside
+from dflash_mlx.loading.sizes import drafter_and_context_bytes
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.machine.facts import cache_folder
 from dflash_mlx.validation import UTF8, path_kind, user_path
@@ -63,7 +63,7 @@ class Pair:
         drafter: None for plain decoding.
         block_size, kv_bits, tree_budget: settings of `stream_generate`.
         blas: the BLAS that MLX uses.
-        policy: chooses the draft lengths; None drafts whole blocks.
+        policy: chooses the draft lengths; None drafts a full block in each step.
         member: this machine among several that share the target; None if it is alone.
     """
 
@@ -330,7 +330,7 @@ def announce(name: str | None, hub: Hub, drafter: bool = False) -> None:
     if drafter:
         note(f"drafter {name}: {sized(size)} to download")
         return
-    other_bytes = bytes_beside(name)
+    other_bytes = drafter_and_context_bytes(name)
     line = f"{name}: {sized(size)} to download, "
     line += fits_here(size, looks_quantized(name), other_bytes)
     if other_bytes:

@@ -14,7 +14,7 @@ PORT = option(
     "-p",
     panel=SERVER,
     metavar="PORT",
-    help="Port; 0 takes a free one.",
+    help="Port to listen on; 0 takes a free one.",
     min=0,
     max=65535,
 )
@@ -41,20 +41,20 @@ class Access:
         None,
         panel=SERVER,
         metavar="FILE",
-        help="Require a key of FILE (one per line; # comments).",
+        help="Require one of the keys in FILE (one per line; # comments).",
     )
     no_auth: bool = flag("--no-auth", panel=SERVER, help="Answer other machines without a key.")
     allow_host: list[str] | None = option(
         None,
         panel=SERVER,
         metavar="NAME",
-        help="Another name of this server. Repeatable.",
+        help="Also accept requests to this host name. Repeatable.",
     )
     allow_origin: list[str] | None = option(
         None,
         panel=SERVER,
         metavar="URL",
-        help="Answer web pages of this origin. Repeatable.",
+        help="Let web pages of this origin send requests. Repeatable.",
     )
 
 
@@ -66,7 +66,7 @@ class Load:
         32,
         panel=SERVER,
         metavar="N",
-        help="Requests decoded together.",
+        help="How many requests are decoded together.",
         min=1,
         max=1024,
     )
@@ -74,26 +74,26 @@ class Load:
         64,
         panel=SERVER,
         metavar="N",
-        help="Requests that may wait.",
+        help="How many requests may wait.",
         min=0,
     )
     memory: float | None = option(
         None,
         panel=SERVER,
         metavar="GB",
-        help="KV caches. Default: 80% of the rest.",
+        help="Memory for KV caches. Default: 80% of what weights leave.",
         min=0.001,
     )
     wire: bool = flag(
         "--wire",
         panel=SERVER,
-        help="Keep the last loaded weights in memory (macOS).",
+        help="Pin the last loaded weights in memory (macOS).",
     )
     prefix_cache: float | None = option(
         None,
         panel=SERVER,
         metavar="GB",
-        help="Prefixes in it. Default: 25% of the rest.",
+        help="Memory for prefixes. Default: 25% of what weights leave.",
         min=0,
     )
     cache_dir: Path | None = option(
@@ -106,27 +106,27 @@ class Load:
         32.0,
         panel=SERVER,
         metavar="GB",
-        help="Limit of --cache-dir.",
+        help="Size limit of --cache-dir.",
         min=0.001,
     )
     disk_left: float = option(
         10.0,
         panel=SERVER,
         metavar="GB",
-        help="Disk that --cache-dir leaves free.",
+        help="Disk space that --cache-dir leaves free.",
         min=0,
     )
     idle: float | None = option(
         None,
         panel=SERVER,
         metavar="MIN",
-        help="Unload a model idle this long. Default: never.",
+        help="Unload a model after MIN minutes without requests. Default: never.",
         min=0,
     )
     drain_seconds: float = option(
         30.0,
         panel=SERVER,
         metavar="S",
-        help="Time to finish open answers.",
+        help="At shutdown, how long open answers may take.",
         min=0,
     )

@@ -29,7 +29,7 @@ MAX_TOKENS = 256  # of each answer
 
 @dataclass(frozen=True)
 class Scores:
-    """How a drafter does on held-out prompts, with greedy decoding and whole blocks."""
+    """How a drafter does on held-out prompts, with greedy decoding and full blocks."""
 
     prompts: int
     identical: int  # answers equal to those of plain decoding

@@ -44,7 +44,7 @@ class GenerationSettings(RequestSettings):
     policy: DraftPolicy | Literal["auto"] | None = setting(
         None,
         'Chooses the draft length of each step, unless `block_size` is given. "auto" makes one for '
-        "this request; one of your own learns for later requests. None drafts whole blocks.",
+        "this request; one of your own learns for later requests. None drafts a full block.",
         convert=lambda value: value if value == AUTO or isinstance(value, DraftPolicy) else None,
         allowed='None, "auto" or dm.DraftPolicy.of(target, drafter)',
     )

@@ -86,8 +86,10 @@ def _checked_parents(given: Any, rows: int) -> tuple[int, ...]:
     parents = _integers("parents", given, -1)
     if parents and len(parents) != rows:
         raise ProposalError(f"A proposal of {rows} tokens names {len(parents)} parents.")
-    if parents and (parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents) if i)):
-        raise ProposalError(f"The parents {tuple(parents)} do not form a tree rooted at row 0.")
+    for row, parent in enumerate(parents):
+        is_valid = 0 <= parent < row if row > 0 else parent == -1
+        if not is_valid:
+            raise ProposalError(f"The parents {tuple(parents)} do not form a tree rooted at row 0.")
     return tuple(parents)
 
 
@@ -96,10 +98,11 @@ def _integers(name: str, given: Any, least: int) -> list[int]:
     is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
     if is_list or (isinstance(given, np.ndarray) and given.ndim == 1):
         values: list[Any] = list(given)
+        if not values:
+            return values
         # The usual case, which every step has: plain ints of a possible size.
-        if {*map(type, values)} <= {int} and (
-            not values or (min(values) >= least and max(values) <= MAX_INT32)
-        ):
+        has_plain_ints = {*map(type, values)} == {int}
+        if has_plain_ints and min(values) >= least and max(values) <= MAX_INT32:
             return values
         if all(is_integer(value, least) for value in values):
             return [int(value) for value in values]

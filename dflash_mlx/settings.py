@@ -203,7 +203,7 @@ class RequestSettings:
     )
     top_p: float = setting(
         1.0,
-        "Keep the top tokens that reach P.",
+        "Sample from the top tokens that add up to P.",
         kind=float,
         minimum=5e-324,
         maximum=1,
@@ -213,7 +213,7 @@ class RequestSettings:
     )
     top_k: int = setting(
         0,
-        "Keep the top K tokens; 0 for all.",
+        "Sample from the top K tokens; 0 for all.",
         kind=int,
         minimum=0,
         metavar="K",
@@ -221,7 +221,7 @@ class RequestSettings:
     )
     min_p: float = setting(
         0.0,
-        "Keep tokens over P x the top one.",
+        "Drop tokens less than P times as likely as the top one.",
         kind=float,
         minimum=0,
         maximum=1,
@@ -261,7 +261,7 @@ class RequestSettings:
     )
     presence_penalty: float = setting(
         0.0,
-        "Penalize tokens that the answer contains.",
+        "Penalize tokens that are in the answer already.",
         kind=float,
         minimum=-MAX_F32,
         maximum=MAX_F32,
@@ -269,7 +269,7 @@ class RequestSettings:
     )
     frequency_penalty: float = setting(
         0.0,
-        "Penalize by how often a token occurred.",
+        "Penalize tokens by how often the answer has them.",
         kind=float,
         minimum=-MAX_F32,
         maximum=MAX_F32,

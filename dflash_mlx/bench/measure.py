@@ -76,7 +76,10 @@ class Comparison:
 
     def run(self, *methods: str) -> None:
         """Decode once with each method, in the opposite order of the last turn."""
-        for method in reversed(methods) if len(self.runs.get(PLAIN, ())) % 2 else methods:
+        turns = len(self.runs.get(PLAIN, ()))
+        if turns % 2 == 1:
+            methods = methods[::-1]
+        for method in methods:
             self.runs.setdefault(method, []).append(self._run(method))
             self.ran()
 

@@ -84,7 +84,7 @@ class Cluster:
 
     @property
     def leader(self) -> Leader:
-        """Rank 0's, once its target is loaded."""
+        """What sends rank 0's operations to the other ranks, once the target is loaded."""
         assert self._leader is not None
         return self._leader
 
@@ -94,7 +94,7 @@ class Cluster:
             self._process.send(word, reason)
 
     def follow(self, name: str, bits: int | None = None, **settings: Any) -> None:
-        """As any rank but 0: load this rank's part, and repeat what rank 0 does until it ends.
+        """Load this rank's part, and repeat what rank 0 does until it ends. Not for rank 0.
 
         Args:
             name, bits, settings: as for `dm.load_target`, the same on all ranks.
@@ -104,7 +104,7 @@ class Cluster:
         self.work(load_target(name, bits, cluster=self, **settings))
 
     def work(self, target: Target) -> RankWorker:
-        """The part of `follow` after loading."""
+        """Repeat what rank 0 does until it ends: what `follow` does after loading."""
         worker = RankWorker(self.channel, target)
         watchdog = Watchdog(max(SILENCE_SECONDS, self._stall), self._silent)
         try:
@@ -114,12 +114,15 @@ class Cluster:
         return worker
 
     def close(self) -> None:
-        """As rank 0: let the other ranks end."""
+        """Let the other ranks end. Only rank 0 does."""
         if self._leader is not None:
             self._leader.close()
 
     def shard(self, name: str, model: nn.Module) -> None:
-        """Reduce a model to this rank's part; see `SupportsSharding`."""
+        """Reduce a model to this rank's heads or layers, before its weights are read.
+
+        Raises `SettingsError` for a model that cannot be split.
+        """
         check_rollback(name, model)
         if self._pipeline:
             self._layers = split_by_layers(name, model, self.channel.group)
@@ -128,33 +131,50 @@ class Cluster:
         if self._whole_head is not None and self.rank == 0:
             mx.eval(self._whole_head.parameters())
 
-    def open(self, *of: Any) -> Target:
-        """The target of this rank's part; see `SupportsSharding`."""
+    def open(self, model: nn.Module, tokenizer: Any, config: dict[str, Any], name: str) -> Target:
+        """Make the target of this rank's part, once all ranks have loaded theirs.
+
+        Raises:
+            ClusterError: a rank is lost.
+            SettingsError: a pipeline cannot run this model.
+        """
         self._meet()
         if self.rank:  # from now on rank 0 decides when it is over
             signal.signal(signal.SIGINT, self._interrupt)
-        limit = Limits(0)
         if self._pipeline:
-            stage = PipelineStage(self._layers, *of)
-            rank_limits = self._meet(limits(stage))
-            if len({limit & Limits.NO_BATCH for limit in map(Limits, rank_limits)}) > 1:
-                raise SettingsError(
-                    f"{stage.name}: its layers take several requests in different ways, leave "
-                    "--pipeline out, or use one machine."
-                )
-            limit = reduce(or_, map(Limits, rank_limits))
+            return self._open_stage(model, tokenizer, config, name)
         if self.rank:
-            return stage if self._pipeline else Target(*of)
+            return Target(model, tokenizer, config, name)
         self._leader = Leader(self.channel, self._stall, self._lost)
-        target: Target
-        if self._pipeline:
-            target = LeaderStage(limit, self._layers, self._leader, None, *of)
-        else:
-            target = LeaderTarget(self._leader, self._whole_head, *of)
+        target = LeaderTarget(self._leader, self._whole_head, model, tokenizer, config, name)
+        check_runs(target)
+        return target
+
+    def _open_stage(
+        self, model: nn.Module, tokenizer: Any, config: dict[str, Any], name: str
+    ) -> Target:
+        """Make the target of this rank's layers, in a pipeline. Raises `SettingsError`."""
+        stage = PipelineStage(self._layers, model, tokenizer, config, name)
+        rank_limits = [Limits(number) for number in self._meet(limits(stage))]
+        batch_limits = {limit & Limits.NO_BATCH for limit in rank_limits}
+        if len(batch_limits) > 1:
+            raise SettingsError(
+                f"{stage.name}: its layers take several requests in different ways, leave "
+                "--pipeline out, or use one machine."
+            )
+        if self.rank:
+            return stage
+        self._leader = Leader(self.channel, self._stall, self._lost)
+        # The whole model's limits; a pipeline does not split the head.
+        limit = reduce(or_, rank_limits)
+        target = LeaderStage(
+            limit, self._layers, self._leader, None, model, tokenizer, config, name
+        )
         check_runs(target)
         return target
 
     def _meet(self, word: int = 0) -> list[int]:
+        """Wait for all ranks. Returns the number that each of them sent, by rank."""
         with ErrorWrapper(
             ClusterError, "The machines of the cluster do not come together", MLX_ERRORS
         ):

@@ -75,8 +75,10 @@ class Hosts:
         ports = _free_ports(sum(max(1, len(host.ips)) for host in self.machines))
         base: dict[str, Any] = {"environment": self.environment}
         if self.backend == RING:
-            taken = iter(ports)
-            ring = [[f"{ip}:{next(taken)}" for ip in host.ips] for host in self.machines]
+            free_ports = iter(ports)
+            ring = []
+            for host in self.machines:
+                ring.append([f"{ip}:{next(free_ports)}" for ip in host.ips])
             base["files"] = {"MLX_HOSTFILE": ring}
         else:
             coordinator = {"MLX_JACCL_COORDINATOR": f"{self.machines[0].ips[0]}:{ports[0]}"}

@@ -24,8 +24,11 @@ RANK_VARIABLES: Final = (MLX_RANK, "OMPI_COMM_WORLD_RANK")  # set by launchers o
 
 def rank() -> int | None:
     """The number of this process among several; None if no launcher of MLX started it."""
-    rank = next(filter(None, map(os.environ.get, RANK_VARIABLES)), None)
-    return None if rank is None else int(rank)
+    for variable in RANK_VARIABLES:
+        value = os.environ.get(variable)
+        if value:
+            return int(value)
+    return None
 
 
 class RankProcess:

@@ -116,8 +116,10 @@ class Folder:
         if not parts and "quantization" not in config and file.is_file():
             described = of_modelopt(read_json(file), file)
             return config if described is None else config | {"quantization_config": described}
+        if not parts:
+            return config
         types: dict[str, str] = {}
-        for weights in self.path.glob("model*.safetensors") if parts else ():
+        for weights in self.path.glob("model*.safetensors"):
             types |= {name: tensor.dtype for name, tensor in self.header(weights).items()}
         if not are_plain(types):
             return config

@@ -99,15 +99,15 @@ def candidates(target: Target, tensor_units: bool = False) -> Rows:
 def time_kernels(
     target: Target, kernels: Kernels, stopwatch: Stopwatch
 ) -> tuple[Rows, list[Timing]]:
-    """Time a target whose layers are MLX's, as `time_verifies` does, and keep the answer."""
+    """Time a target whose layers are MLX's, as `time_verify_steps` does, and keep the answer."""
     begin_checks(kernels)
-    rows, timings = time_verifies(target, kernels, stopwatch)
+    rows, timings = time_verify_steps(target, kernels, stopwatch)
     if any(timing.ours for timing in timings):  # else the next load times again
         store_choices(forms(target), rows)
     return rows, timings
 
 
-def time_verifies(
+def time_verify_steps(
     target: Target, kernels: Kernels, stopwatch: Stopwatch
 ) -> tuple[Rows, list[Timing]]:
     """Time a target's verifies; returns the rows at which ours run, by form, and the timings.

@@ -89,12 +89,12 @@ def without_fp8(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
             continue
         scales = converted.pop(f"{name}{SCALES}")
         floats = mx.from_fp8(weights[name], dtype=mx.bfloat16)
-        for axis in (-2, -1) if scales.ndim > 1 else ():
-            size = floats.shape[axis]
-            blocks = scales.shape[axis]
-            block = 1 << (-(-size // blocks) - 1).bit_length()  # the last block may be smaller
-            scales = mx.repeat(scales, block, axis)
         if scales.ndim > 1:
+            for axis in (-2, -1):
+                size = floats.shape[axis]
+                blocks = scales.shape[axis]
+                block = 1 << (-(-size // blocks) - 1).bit_length()  # the last block may be smaller
+                scales = mx.repeat(scales, block, axis)
             scales = scales[..., : floats.shape[-2], : floats.shape[-1]]
         converted[name] = (floats * scales).astype(mx.bfloat16)
     return converted

@@ -156,10 +156,18 @@ def known_drafter(name: str) -> str | None:
 
     A GGUF file is known by its own name, or by the models that it says it was made of.
     """
-    return _drafter_of(name) or next(filter(None, map(_drafter_of, _base_models(name))), None)
+    drafter = _drafter_by_name(name)
+    if drafter is not None:
+        return drafter
+    for base_model in _base_models(name):
+        drafter = _drafter_by_name(base_model)
+        if drafter is not None:
+            return drafter
+    return None
 
 
-def _drafter_of(name: str) -> str | None:
+def _drafter_by_name(name: str) -> str | None:
+    """The default drafter of the target that a name stands for; None if the name is not known."""
     for packaged_name, targets in PACKAGED.items():
         if name == packaged_name or any(_is_conversion(name, target) for target in targets):
             return packaged_name

@@ -147,8 +147,8 @@ def memory_need(pair: KnownPair, bits: int = BITS) -> MemoryNeed | None:
     return MemoryNeed(size.weights(bits), size.drafter_bytes, size.context(CONTEXT))
 
 
-def bytes_beside(name: str) -> float:
-    """What a known target's drafter and a context take beside its weights; else 0."""
+def drafter_and_context_bytes(name: str) -> float:
+    """Bytes of a known target's drafter and of `CONTEXT` tokens; 0 if the target is not known."""
     pair = pair_of(name)
     need = None if pair is None else memory_need(pair)
     return 0.0 if need is None else need.drafter + need.context

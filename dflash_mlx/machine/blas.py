@@ -166,7 +166,11 @@ def _shim(kernel: str, flags: list[str]) -> Iterator[Path]:
 
 def _compiler() -> str | None:
     """The path of the first C compiler that there is."""
-    return next(filter(None, map(shutil.which, _COMPILERS)), None)
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    return None
 
 
 def _version(compiler: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from ..answers.parts import Part, Reasoning, Text
 from .body import Body, ListOf
@@ -27,6 +27,10 @@ from .openai_common import ChoicesBody
 from .request import GenerationRequest
 from .response import ChoicesResponse, Event, step_drafting
 from .steps import StepOutput
+
+# Fields in which litellm, OpenRouter and Ollama's clients repeat a message's reasoning, with
+# signatures that only other servers can check. The text itself is in `reasoning_content`.
+UNREAD_REASONING: Final = ("thinking", "thinking_blocks", "reasoning_details")
 
 
 class ChatFunction(Body):
@@ -61,6 +65,8 @@ class ChatCall(Body):
 class ChatMessage(Body):
     """A message of a conversation."""
 
+    model_config = ConfigDict(extra="allow")  # so that `ignored` sees the unknown fields
+
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | ListOfParts[ContentPart] | None = None
     reasoning_content: str | None = None
@@ -72,6 +78,12 @@ class ChatMessage(Body):
     name: str | None = None
     refusal: str | None = None
     prefix: bool | None = None  # whether the answer continues this message, the last one
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of the fields with reasoning that the message has and the server does not read."""
+        unknown_fields = self.model_extra or {}
+        return [f"messages.{name}" for name in UNREAD_REASONING if unknown_fields.get(name)]
 
     def for_template(self) -> dict[str, Any]:
         """Convert the message for a chat template."""
@@ -138,6 +150,7 @@ class ChatBody(ChoicesBody):
     thinking: ThinkingConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     def generation_request(self) -> GenerationRequest:
         """Convert to the internal request. Raises `RequestError`."""
@@ -156,9 +169,32 @@ class ChatBody(ChoicesBody):
             n=self.n or 1,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             template_settings=self._thinking() | (self.chat_template_kwargs or {}),
-            continues_message=bool(self.continue_final_message or self.messages[-1].prefix),
-            ignored=self.thinking.ignored if self.thinking else (),
+            continues_message=self._continues_message(),
+            ignored=self._ignored(),
         )
+
+    def _continues_message(self) -> bool:
+        """Return whether the answer continues the last message. Raises `RequestError`."""
+        continues = bool(self.continue_final_message or self.messages[-1].prefix)
+        if self.add_generation_prompt is False and not continues:
+            raise RequestError(
+                "add_generation_prompt: false needs continue_final_message: true.",
+                param="add_generation_prompt",
+            )
+        if self.add_generation_prompt and continues:
+            raise RequestError(
+                "add_generation_prompt: true would begin a new message, but the request continues "
+                "the last one.",
+                param="add_generation_prompt",
+            )
+        return continues
+
+    def _ignored(self) -> list[str]:
+        """Return the names of what is ignored in the messages and in `thinking`."""
+        names = list(self.thinking.ignored) if self.thinking else []
+        for message in self.messages:
+            names += message.ignored
+        return names
 
     def _thinking(self) -> dict[str, Any]:
         """Return the chat template's variables for thinking, which four fields may set."""

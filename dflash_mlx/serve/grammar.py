@@ -232,8 +232,9 @@ class GrammarFactory:
         A rule has to name them by their ids.
         """
         pattern = self._single_tokens
+        parts = re.split(f"({pattern})", text) if pattern else [text]
         literals = []
-        for part in re.split(f"({pattern})", text) if pattern else [text]:
+        for part in parts:
             if part in self._added_tokens:
                 literals.append(f"<[{self._added_tokens[part]}]>")
             elif part:

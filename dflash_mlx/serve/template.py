@@ -170,11 +170,10 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> R
         except PromptError as error:
             first_error = first_error or error
             continue
-        missing_roles = {
-            message["role"]
-            for message in messages
-            if any(word not in text for word in _required_words(message))
-        }
+        missing_roles = set()
+        for message in messages:
+            if any(word not in text for word in _required_words(message)):
+                missing_roles.add(message["role"])
         rendered = Rendered(text, attempt, settings)
         if not missing_roles:
             return rendered

@@ -91,7 +91,8 @@ def collect_samples(
         encode_prompt(target, [{"role": "user", "content": turn}] if chat else turn)
         for turn in turns
     ]
-    for source, record in read_records(recipe.data) if recipe.data else ():
+    records = read_records(recipe.data) if recipe.data else ()
+    for source, record in records:
         if isinstance(record, str) or recipe.keep_answers:
             samples.append(encode_record(target.tokenizer, source, record))
         else:

@@ -34,7 +34,7 @@ class Recipe:
 
     data: Path | None = setting(
         None,
-        "JSON lines of prompts, chats or texts; or a .txt file.",
+        "JSON lines with prompts, chats or texts, or a .txt file.",
         kind=Path,
         convert=instance_of(Path),
         allowed="a path",
@@ -65,7 +65,7 @@ class Recipe:
     )
     rows: int = setting(
         24,
-        "Answers generated together.",
+        "How many answers are generated together.",
         kind=int,
         minimum=1,
         maximum=MAX_INT32,
@@ -73,7 +73,7 @@ class Recipe:
     )
     turn_tokens: int = setting(
         128,
-        "End a prompt that the model writes.",
+        "End a prompt that the model writes after N tokens.",
         kind=int,
         minimum=1,
         maximum=MAX_INT32,
@@ -87,7 +87,7 @@ class Recipe:
     )
     block_size: int = setting(
         8,
-        "Rows of a block, with the known first one.",
+        "Tokens per block: a known one, and N - 1 drafts.",
         kind=int,
         minimum=2,
         maximum=MAX_INT32,
@@ -95,7 +95,7 @@ class Recipe:
     )
     layers: int | None = setting(
         None,
-        "Default: one per eight of the model's, plus one.",
+        "Drafter layers. Default: 1 + an eighth of the model's.",
         kind=int,
         minimum=1,
         maximum=MAX_INT32,
@@ -103,7 +103,7 @@ class Recipe:
     )
     causal: bool = setting(
         False,
-        "Let rows of a block see only earlier rows.",
+        "Let each draft position see only earlier ones.",
         kind=bool,
         options=("--causal",),
     )
@@ -123,7 +123,7 @@ class Recipe:
     )
     bits: int | None = setting(
         None,
-        "Store the drafter in so many bits, not 16.",
+        "Bits of the stored drafter. Default: 16.",
         kind=int,
         metavar="4|6|8",
         choices=(4, 6, 8),
@@ -131,7 +131,7 @@ class Recipe:
     )
     steps: int | None = setting(
         None,
-        "Default: six epochs.",
+        "Training steps. Default: six epochs.",
         kind=int,
         minimum=1,
         maximum=MAX_INT32,
@@ -139,7 +139,7 @@ class Recipe:
     )
     hours: float | None = setting(
         None,
-        "As many steps as fit into H hours, with the answers; at least half of them.",
+        "Train for H hours, at most half of which go to prompts and answers.",
         kind=float,
         minimum=1e-9,
         maximum=1e9,
@@ -148,7 +148,7 @@ class Recipe:
     )
     anchors: int = setting(
         64,
-        "Blocks per sequence and step.",
+        "Blocks that a step learns from each sequence.",
         kind=int,
         minimum=1,
         maximum=MAX_INT32,
@@ -156,7 +156,7 @@ class Recipe:
     )
     tokens: int = setting(
         1024,
-        "Tokens of half a step.",
+        "Tokens in each of the two batches of a step.",
         kind=int,
         minimum=16,
         maximum=MAX_INT32,
@@ -164,7 +164,7 @@ class Recipe:
     )
     learning_rate: float = setting(
         None,
-        "Peak. Default: the optimizer's.",
+        "Peak learning rate. Default: the optimizer's.",
         kind=float,
         minimum=1e-30,
         maximum=1e30,
@@ -173,7 +173,7 @@ class Recipe:
     )
     keep_features: bool = setting(
         False,
-        "Keep the model's hidden states on disk: steps do not compute them again.",
+        "Keep the model's hidden states on disk instead of computing them again.",
         kind=bool,
         options=("--keep-features",),
     )
@@ -186,7 +186,7 @@ class Recipe:
     )
     held_out: int = setting(
         32,
-        "Samples for evaluation.",
+        "How many samples are held out for evaluation.",
         kind=int,
         minimum=1,
         maximum=MAX_INT32,

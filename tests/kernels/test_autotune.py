@@ -17,7 +17,7 @@ from dflash_mlx.loading import kernel_plan
 from dflash_mlx.loading.kernel_plan import (
     candidates,
     forms,
-    time_verifies,
+    time_verify_steps,
     use_drafter_kernels,
     use_kernels,
 )
@@ -109,7 +109,7 @@ def timed(products, attention, far=None, *settings, layers=2):
 def test_whole_verifies_decide_for_each_group(products, attention, far, wins):
     target, clock, stopwatch = timed(products, attention, far)
     classes = [type(part) for part in target.model.modules()]
-    rows, timings = time_verifies(target, Kernels(clock), stopwatch)
+    rows, timings = time_verify_steps(target, Kernels(clock), stopwatch)
     assert [type(part) for part in target.model.modules()] == classes and target.wiring is None
     part = {"near": " at 20", "far": " at 40"}
     for name in ("products", "near", "far"):
@@ -127,7 +127,7 @@ def test_whole_verifies_decide_for_each_group(products, attention, far, wins):
 def test_it_ends_in_time_with_36_layers(step, rows):
     """3 seconds and one call at most, however long a call takes; what was not timed is MLX's."""
     target, clock, stopwatch = timed(-step / 1000, -step / 1000, None, 3.0, step, layers=36)
-    found, [whole, *_] = time_verifies(target, Kernels(clock), stopwatch)
+    found, [whole, *_] = time_verify_steps(target, Kernels(clock), stopwatch)
     assert clock.now <= 3.0 + 4 * step and rows <= set(whole.ours)
     assert all(of <= choose.chosen(whole.ours, 64) for of in found.values())
     assert any(found.values()) == bool(rows)
@@ -217,7 +217,7 @@ def test_the_stopwatch_decides_between_tensor_units_and_tiles(on, off, used, win
     """And between the faster of them and MLX."""
     sizes = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     target, clock, stopwatch = started(lambda name, _: on if "tensor" in name else off, **sizes)
-    rows, _ = time_verifies(target, Kernels(clock, tensor_units=used is not None), stopwatch)
+    rows, _ = time_verify_steps(target, Kernels(clock, tensor_units=used is not None), stopwatch)
     keys = {matrix.key for _, _, matrix in matrices(target.model, target.config)}
     assert {tensor_key(key) in rows for key in keys} == {bool(used)}
     assert {bool(rows[key]) for key in keys} == {wins}

@@ -114,8 +114,9 @@ def test_a_need_is_a_sum():
     assert need.total == size.weights(4) + size.drafter_bytes + size.context(CONTEXT)
     assert memory_need(by_name["Kimi-K2.5"]) is None
     assert registry.pair_of("Qwen3-8B-4bit").short == "Qwen3-8B"
-    beside = sizes.bytes_beside("mlx-community/Qwen3-8B-4bit")
-    assert beside == need.drafter + need.context > 0 == sizes.bytes_beside("somebody/model")
+    other_bytes = sizes.drafter_and_context_bytes("mlx-community/Qwen3-8B-4bit")
+    assert other_bytes == need.drafter + need.context > 0
+    assert sizes.drafter_and_context_bytes("somebody/model") == 0
 
 
 @pytest.mark.parametrize("step", MAC["steps"], ids=lambda s: "{model} {chip} {rows}".format(**s))

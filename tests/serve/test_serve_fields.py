@@ -334,6 +334,48 @@ def test_a_header_names_tools_that_are_left_out(engine):
     assert '"name": "f"' in engine.prompt()
 
 
+BLOCKS = [{"type": "thinking", "thinking": "Hm.", "signature": "abc"}]
+DETAILS = [{"type": "reasoning.text", "text": "Hm."}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("more", "ignored"),
+    [
+        ({"thinking_blocks": BLOCKS}, "messages.thinking_blocks"),
+        ({"reasoning_details": DETAILS}, "messages.reasoning_details"),
+        ({"thinking": "Hm."}, "messages.thinking"),
+        ({"thinking_blocks": [], "reasoning_details": None, "annotations": []}, None),
+        ({"reasoning_content": "Hm."}, None),
+    ],
+)
+def test_a_header_names_reasoning_that_is_not_read(engine, more, ignored, stream):
+    """Once, although each of an agent's earlier messages has it."""
+    answer_before = {"role": "assistant", "content": "Hello."} | more
+    messages = [user("Hi"), answer_before, user("And?"), answer_before, user("More?")]
+    answer = told(engine, CHAT, {"messages": messages, "stream": stream})
+    assert answer.headers.get("x-dflash-ignored") == ignored
+
+
+def test_the_generation_prompt_is_left_out_only_to_continue_a_message(engine):
+    begun = [user("Hi"), {"role": "assistant", "content": "Hel"}]
+    continued = {"messages": begun, "continue_final_message": True}
+    told(engine, CHAT, {"add_generation_prompt": True})
+    told(engine, CHAT, continued | {"add_generation_prompt": False})
+    assert engine.prompt().endswith("Hel")
+    prefixed = [user("Hi"), {"role": "assistant", "content": "Hel", "prefix": True}]
+    for more in (
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "messages": begun},
+        {"add_generation_prompt": False, "continue_final_message": False},
+        continued | {"add_generation_prompt": True},
+        {"messages": prefixed, "add_generation_prompt": True},
+    ):
+        answer = post(engine, CHAT, ask(CHAT) | more)
+        assert answer.status_code == 400, more
+        assert answer.json()["error"]["param"] == "add_generation_prompt"
+
+
 @pytest.mark.parametrize("api", APIS)
 def test_every_field_is_used_refused_or_ignored_for_a_reason(api):
     table = make_docs.support(BODIES[api], depth=3)

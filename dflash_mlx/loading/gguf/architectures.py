@@ -57,7 +57,8 @@ class Fields:
         value = self._metadata.get(f"{self._kind}.{name}", default)
         if value is _REQUIRED:
             raise ConfigError(f"{self.path}: {self._kind}.{name} is missing.")
-        for number in value if isinstance(value, list) else [value]:
+        numbers = value if isinstance(value, list) else [value]
+        for number in numbers:
             if isinstance(number, int | float) and not 0 <= number < 2**31:
                 raise self.wrong(name, number)
         return value
