@@ -61,7 +61,7 @@ _QUANTIZED = """
 _ATTEND = """
   const int nodes = queries_shape[2], group = queries_shape[1] / key_heads;
   const dflash::Problem problem{
-      nodes, group, keys_shape[2], numbers[0], numbers[1], as_type<float>(numbers[2])};
+      nodes, group, place[1], place[0], numbers[0], as_type<float>(numbers[1])};
   dflash::attend_chunk<T, D, CHUNK, BLOCKS, TREE>(queries, queries_strides[1], queries_strides[2],
       queries_strides[3], key_rows, value_rows, {tree}, problem, partial, stats,
       key_tile, value_tile, rows, threadgroup_position_in_grid, key_heads,
@@ -83,7 +83,7 @@ def _attends(quantized: bool, tree: bool) -> Kernel:
     return Kernel(
         f"block_attention{'_quantized' * quantized}{'_tree' * tree}",
         file="block_attention.metal",
-        inputs=["queries", *stored, *positions, "numbers"],
+        inputs=["queries", *stored, *positions, "numbers", "place"],
         outputs=["partial", "stats"],
         body=_MEMORY + (_QUANTIZED if quantized else _PLAIN) + call,
         copies=False,  # a cache's keys are a slice: never copy them
@@ -126,6 +126,9 @@ class AttentionCall(NamedTuple):
         window: positions a row looks back, its own included; None for all.
         sinks: [H] scores without a value (gpt-oss).
         tree: the tree; None for a chain.
+        place: [2] int32, `first` and the number of rows that are there, where a trace is to fit all
+            positions: the rows behind those are not read, and `first` is ignored; without a window
+            it is 0. None for all of the rows. Not for trees.
     """
 
     queries: mx.array
@@ -136,11 +139,26 @@ class AttentionCall(NamedTuple):
     window: int | None = None
     sinks: mx.array | None = None
     tree: TreeMask | None = None
+    place: mx.array | None = None
 
 
-# What the layers of one kind share in a step: both launches with their numbers. The tree is kept,
-# so that its id stays its own.
-Launches = tuple[Launch, list[mx.array], Launch, mx.array, TreeMask | None]
+class Launches(NamedTuple):
+    """What the layers of one kind share in a step.
+
+    Attributes:
+        attend, merge: the launches.
+        numbers: the inputs of the first one that are no queries, keys or values; without the place.
+        place: as of `AttentionCall`, for calls that have none.
+        counts: the number of chunks, and of nodes.
+        tree: it is kept, so that its id stays its own.
+    """
+
+    attend: Launch
+    numbers: list[mx.array]
+    place: mx.array
+    merge: Launch
+    counts: mx.array
+    tree: TreeMask | None
 
 
 class BlockAttention(Launcher):
@@ -152,7 +170,7 @@ class BlockAttention(Launcher):
 
     def __call__(self, call: AttentionCall) -> mx.array:
         """The result [1, H, N, D] in the queries' dtype; sums are float32. Raises `KernelError`."""
-        queries, keys, values, scale, first, window, sinks, tree = call
+        queries, keys, values, scale, first, window, sinks, tree, place = call
         key = (
             queries.shape,
             queries.dtype,
@@ -160,7 +178,7 @@ class BlockAttention(Launcher):
             kind(values),
             sinks is None,
             scale,
-            first,
+            first if place is None else None,
             window,
             None if tree is None else id(tree),
         )
@@ -170,9 +188,10 @@ class BlockAttention(Launcher):
                 self._known.clear()
             prepare = partial(self._prepare, call)
             prepared = self._checked(key, prepare, lambda: self._check(call))
-        attend, numbers, merge, counts, _ = prepared
-        sums = attend([queries, *_arrays(keys), *_arrays(values), *numbers])
-        return merge([*sums, counts] if sinks is None else [*sums, sinks, counts])[0]
+        numbers = [*prepared.numbers, prepared.place if place is None else place]
+        sums = prepared.attend([queries, *_arrays(keys), *_arrays(values), *numbers])
+        inputs = sums if sinks is None else [*sums, sinks]
+        return prepared.merge([*inputs, prepared.counts])[0]
 
     def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
         """Calls with one tile of rows, with several, and for a first token."""
@@ -238,10 +257,12 @@ class BlockAttention(Launcher):
 
     def _prepare(self, call: AttentionCall) -> Launches:
         check(call)
-        queries, keys, _, scale, first, window, sinks, tree = call
+        queries, keys, _, scale, first, window, sinks, tree, place = call
         _, heads, nodes, head_dim = queries.shape
         key_heads, length = keys.shape[1:3]
         chunks = (first + length - 1) // CHUNK - first // CHUNK + 1
+        if place is not None:  # as many as there may be
+            chunks = (length - 1) // CHUNK + (1 if window is None else 2)
         group = heads // key_heads
         blocks, simdgroups = _tiling(group * nodes, queries)
         rows = 8 * blocks * simdgroups  # of a threadgroup
@@ -274,18 +295,27 @@ class BlockAttention(Launcher):
             threadgroup=(head_dim, 1, 1),
             outputs=[(queries.shape, queries.dtype)],
         )
-        words = np.array([first, window or _UNLIMITED, 0], np.int32)
-        words[2:] = np.float32(scale).view(np.int32)
-        numbers = [*_tree_inputs(tree), mx.array(words)]
-        return attend, numbers, merge, mx.array([chunks, nodes]), tree
+        words = np.array([window or _UNLIMITED, 0], np.int32)
+        words[1:] = np.float32(scale).view(np.int32)
+        return Launches(
+            attend,
+            numbers=[*_tree_inputs(tree), mx.array(words)],
+            place=mx.array([first, length], mx.int32),
+            merge=merge,
+            counts=mx.array([chunks, nodes]),
+            tree=tree,
+        )
 
 
 def block_attention_reference(call: AttentionCall) -> mx.array:
     """What `BlockAttention` computes, in plain MLX."""
     check(call)
-    queries, keys, values, scale, first, window, sinks, tree = call
+    queries, keys, values, scale, first, window, sinks, tree, place = call
     nodes = queries.shape[2]
     length = keys.shape[2]
+    if place is not None:
+        first, length = map(int, np.array(place))
+        keys, values = (dequantized(x)[..., :length, :] for x in (keys, values))
     past = length - nodes
     if tree is None:
         rows = mx.arange(nodes)
@@ -302,7 +332,7 @@ def block_attention_reference(call: AttentionCall) -> mx.array:
 
 def check(call: AttentionCall) -> None:
     """Raise `KernelError` for arguments that `BlockAttention` does not take."""
-    queries, keys, values, *_, sinks, tree = call
+    queries, keys, values, *_, sinks, tree, place = call
     fits = queries.ndim == len(keys.shape) == 4 and keys.shape == values.shape
     if fits:
         batch, heads, nodes, head_dim = queries.shape
@@ -317,6 +347,7 @@ def check(call: AttentionCall) -> None:
             and {x.dtype for x in stored} == {queries.dtype}
             and kind(keys) == kind(values)
             and (sinks is None or sinks.shape == (heads,))
+            and (place is None or (tree is None and place.shape == (2,)))
             and (tree is None or tree.positions.shape == (nodes,))
             and (tree is None or tree.ancestors.shape == (nodes, nodes))
         )

@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import SettingsError
-from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, AttentionCall, TreeMask
+from ..kernels.block_attention import HEAD_DIMS, MOST_NODES, AttentionCall
 from ..kernels.choose import attention_rows
 from ..kernels.selfcheck import KernelCheckFailed
 from ..kernels.shapes import attention_key
@@ -97,12 +97,10 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
     if wiring is None:
         return scaled_dot_product_attention
     kernel = wiring.kernels.attention
-    # The layers of a forward ask the same, for each request. They share their masks, full or of a
-    # window.
+    # The layers of a forward ask the same, for each request.
     rows_of = functools.lru_cache(maxsize=64)(
         lambda length, *heads: attention_rows(wiring.rows, attention_key(*heads), length)
     )
-    tree_of = functools.lru_cache(maxsize=2)(_tree)
 
     def attend(
         queries: mx.array,
@@ -129,11 +127,7 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
         ours = wiring.exact or rows in rows_of(length, heads, key_heads, head_dim)
         if not ours or not _readable(queries, cache, mask):
             return stock()
-        tree = None
-        # A window's mask says no more than the window: only a tree's has more to say.
         has_window = isinstance(cache, WindowCache)
-        if isinstance(mask, mx.array) and (cache.tree is not None or not has_window):
-            tree = tree_of(mask, cache.offset - rows)
         window = cache.max_size if has_window else None
         if has_window:
             keys = cache.in_order(keys)
@@ -141,7 +135,8 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
         elif isinstance(cache, QuantizedCache):
             keys = _affine(cache, *keys)
             values = _affine(cache, *values)
-        first = cache.offset - keys.shape[2]
+        place = getattr(cache, "place", None)
+        first = cache.offset - keys.shape[2] if place is None else 0
         try:
             return kernel(
                 AttentionCall(
@@ -152,7 +147,8 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
                     first=first,
                     window=window,
                     sinks=sinks,
-                    tree=tree,
+                    tree=None if cache.tree is None else cache.tree.tree_mask,
+                    place=place,
                 )
             )
         except KernelCheckFailed:
@@ -206,14 +202,6 @@ def attend_each(
             )
         )
     return rows.join(in_slots, outputs) if in_slots else mx.concatenate(outputs, axis=2)
-
-
-def _tree(mask: mx.array, past: int) -> TreeMask:
-    """The tree of a mask's last N columns [..., N, K], after `past` tokens; or a chain's."""
-    nodes = mask.shape[-2]
-    ancestors = mask.reshape(nodes, -1)[:, -nodes:]
-    # A depth counts ancestors.
-    return TreeMask(past - 1 + ancestors.sum(axis=-1), ancestors)
 
 
 def _readable(queries: mx.array, cache: Any, mask: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..kernels.block_attention import TreeMask
 from ..proposal import Proposal
 
 
@@ -76,6 +77,12 @@ class Span:
         paths = [[0, *path, *[-1] * (deepest - len(path))] for path in self.proposal.paths()]
         return mx.array(paths, mx.int32)
 
+    @cached_property
+    def tree_mask(self) -> TreeMask:
+        """The shape of the tree, as the attention kernel reads it; of a chain as well."""
+        ancestors = (self.paths[:, :, None] == mx.arange(len(self))).any(axis=1)
+        return TreeMask(self.position + self.depths, ancestors)
+
     def windows(self, size: int, held: int) -> mx.array:
         """The last `size` rows of each row's path, the row itself last, [N, size] int32.
 
@@ -96,9 +103,8 @@ class Span:
         With a window, only keys fewer than `window` positions back.
         """
         self.mask_was_read = True
-        rows = mx.arange(len(self))
-        ancestors = (self.paths[:, :, None] == rows).any(axis=1)
-        mask = mx.concatenate([mx.ones((len(self), held), mx.bool_), ancestors], axis=1)
+        older = mx.ones((len(self), held), mx.bool_)
+        mask = mx.concatenate([older, self.tree_mask.ancestors], axis=1)
         if window is None:
             return mask
         positions = mx.concatenate([mx.arange(-held, 0), self.depths])  # the first row's is 0

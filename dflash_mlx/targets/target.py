@@ -93,19 +93,16 @@ class Target:
             self.why_no_trees = next(filter(None, problems), None)
         if wiring is not None and wiring.exact:
             check_exact(pairs)
+        self._interception = Interception.of(model, parts)
+        # Where the CPU is the device, it has no time to gain by starting early.
+        self.in_pieces = mx.default_device() != mx.Device(mx.cpu)
         self.wiring = wiring
         self._embed_scale = internals.embed_scale(internals.backbone(internals.text_model(model)))
         if self._embed_scale is None and not internals.first_layer(model):
             self._embed_scale = scale_between(parts.embedded, parts.entered)
         evaluate(model)
-        # Where the CPU is the device, it has no time to gain by starting early.
-        self.in_pieces = mx.default_device() != mx.Device(mx.cpu)
         self._pieces = frozenset(id(layer) for layer in self.layers[PIECE - 1 : -1 : PIECE])
         self._taps: dict[tuple[int, ...], Taps] = {}
-        self._interception = Interception.of(model, parts)
-        self.steps = TracedSteps(partial(self._interception.run, model))
-        if self.in_pieces:
-            self.steps.why_not = "replayed steps were never timed on a GPU"
 
     def __repr__(self) -> str:
         """The name and the shape; MLX's own of `model` lists every layer."""
@@ -153,7 +150,13 @@ class Target:
     @wiring.setter
     def wiring(self, wiring: Wiring | None) -> None:
         self._wiring = wiring
-        self._attend = attention_function(wiring)
+        kernels = wiring.kernels if wiring is not None and wiring.exact else None
+        self._forward = partial(Forward, attend=attention_function(wiring), kernels=kernels)
+        self.steps = TracedSteps(partial(self._interception.run, self.model), self._forward)
+        if self.in_pieces:
+            self.steps.why_not = "replayed steps were never timed on a GPU"
+        elif wiring is not None and not wiring.kernels.on_device:
+            self.steps.why_not = "the kernels are emulated"
         vars(self).pop("sharing", None)
 
     @cached_property
@@ -318,9 +321,7 @@ class Target:
         ids = rows.tokens(self.vocab_size).reshape(rows.shape)
         taps = self._taps_of(rows.tap_layers)
         clean_up_at_end()
-        verified = None
-        if self.wiring is None and not self.is_distributed:
-            verified = self.steps.replay(rows, ids, taps)
+        verified = None if self.is_distributed else self.steps.replay(rows, ids, taps)
         all_logits, tapped = verified or self._run(rows, ids, taps, logits)
         for span in rows.spans:
             self._check_mask(span)
@@ -333,13 +334,8 @@ class Target:
         self, rows: Rows, ids: mx.array, taps: Taps, logits: Literal["all", "last"]
     ) -> Verified:
         """The model's logits [n, W, V] of rows with ids [n, W], and their taps [n, W, K*D]."""
-        kernels = None
-        if self.wiring is not None and self.wiring.exact:
-            kernels = self.wiring.kernels
-        forward = Forward(
+        forward = self._forward(
             rows,
-            attend=self._attend,
-            kernels=kernels,
             last_only=logits == "last",
             pieces=self._pieces if self.in_pieces and rows.starts_early else frozenset(),
         )

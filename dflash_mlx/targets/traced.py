@@ -31,15 +31,21 @@ EMPTY = SimpleNamespace(position=0, tap_layers=())  # stands for a request while
 
 
 class TracedSteps(Traces):
-    """The traced forwards of one model's steps, on MLX's own kernels.
+    """The traced forwards of one model's steps.
 
     Args:
         run: a forward of the model: ids [n, W], caches, taps and what its modules are to do.
+        make_forward: makes a `Forward` of rows, with the target's kernels.
     """
 
-    def __init__(self, run: Callable[[mx.array, Sequence[Any], Taps, Forward], Verified]) -> None:
+    def __init__(
+        self,
+        run: Callable[[mx.array, Sequence[Any], Taps, Forward], Verified],
+        make_forward: Callable[[Rows], Forward],
+    ) -> None:
         super().__init__(MODEL_ERRORS)
         self._run = run
+        self._make_forward = make_forward
 
     def replay(self, rows: Rows, ids: mx.array, taps: Taps) -> Verified | None:
         """Replay a step that has been traced, or trace it; None if it is to be run without.
@@ -78,7 +84,8 @@ class TracedSteps(Traces):
         def make() -> _Chain:
             rows = Rows([Span(EMPTY, Proposal([0] * count))])
             run = self._run
-            return _Chain(lambda ids, held: run(ids, held, taps, Forward(rows)), caches, attended)
+            forward = self._make_forward
+            return _Chain(lambda ids, held: run(ids, held, taps, forward(rows)), caches, attended)
 
         return cast(Verified | None, self.call(shape, make, ids, offset, caches))
 
@@ -90,8 +97,9 @@ class TracedSteps(Traces):
 
         def make() -> _Stacked:
             run = self._run
+            forward = self._make_forward
             return _Stacked(
-                lambda ids, rows: run(ids, rows.caches(), taps, Forward(rows)), array, attended
+                lambda ids, rows: run(ids, rows.caches(), taps, forward(rows)), array, attended
             )
 
         return cast(Verified | None, self.call(shape, make, ids, slots.positions, array))

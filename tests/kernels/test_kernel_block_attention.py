@@ -1,5 +1,6 @@
 """Block attention on the emulated device, held to one rounding of softmax written out in numpy."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,6 +194,32 @@ def test_kernel_and_reference_are_softmax_attention(case, kernel):
     exact = [*map(dequantized, args)]
     expected = mx.array(truth(*exact, **named)[0], mx.float32)
     assert relative_error(reference(*exact, **named), expected) < 1e-5
+
+
+PLACED = [case for case in CASES if not case.tree and (case.window or not case.first)]
+
+
+@pytest.mark.parametrize("case", PLACED, ids=str)
+def test_rows_behind_those_that_are_there_change_no_bit(case, kernel):
+    """As in a trace, whose buffers have room: what is there is told by an array."""
+    (queries, *stored), named = case.arguments()
+    expected = kernel(queries, *stored, **named)
+    place = mx.array([named.pop("first"), case.length], mx.int32)
+    for room in (1, 300, 700):
+        longer = [with_room(rows, room) for rows in stored]
+        assert mx.array_equal(kernel(queries, *longer, **named, place=place), expected)
+        result = reference(queries, *longer, **named, place=place)
+        assert mx.array_equal(result, reference(queries, *stored, **named, first=int(place[0])))
+
+
+def with_room(rows: Any, room: int) -> Any:
+    """Keys or values with so many more rows behind them, which are no numbers."""
+    if isinstance(rows, AffineWeights):
+        parts = (with_room(part, room) for part in (rows.words, rows.scales, rows.biases))
+        return AffineWeights(*parts, rows.bits, rows.group_size)
+    fill = 1 if rows.dtype == mx.uint32 else math.nan
+    more = mx.full((*rows.shape[:2], room, rows.shape[3]), fill, rows.dtype)
+    return mx.concatenate([rows, more], axis=2)
 
 
 @pytest.mark.parametrize("tree", [False, True])

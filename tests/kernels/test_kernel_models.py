@@ -113,6 +113,34 @@ def test_windows_do_not_make_a_tree_of_a_chain():
     assert set(kinds) == {True}
 
 
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [*((exact_target, family) for family in FAMILIES), (chosen_target, "qwen3")],
+)
+def test_the_function_of_a_traced_step_runs_on_kernels(kind, family, monkeypatch):
+    """Bit for bit. No emulator can run in a trace: the function is called each time."""
+    target = kind(family, quick_factory())
+    lengths = [5, 1, 16, 5, 1, 5, 1, 16] * 2
+    expected = steps(target, lengths)
+    assert target.steps.why_not == "the kernels are emulated"
+    target.steps.why_not = None
+    monkeypatch.setattr(mx, "compile", lambda function: function)
+    results = steps(target, lengths)
+    assert target.steps.why_not is None and target.steps.count >= 3
+    assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
+
+
+def steps(target: Target, lengths: list[int]) -> list[mx.array]:
+    """The logits of verifies of so many rows, behind a prompt; the first rows are kept."""
+    session = target.start()
+    list(session.prefill(PROMPT))
+    results = []
+    for number, rows in enumerate(lengths):
+        results.append(session.verify(Proposal(families.random_prompt(rows, seed=number)))[0])
+        session.commit(list(range(-(-rows // 2))))
+    return results
+
+
 def test_quantized_keys_and_values():
     target = exact_target("qwen3", quick_factory())
     plain = dm.generate(target, None, SHORT, max_tokens=12, kv_bits=8).tokens

@@ -83,7 +83,7 @@ def test_another_target_of_the_same_model_changes_nothing():
 def test_no_more_rows_than_the_kernels_take():
     """Requests go together as long as all their rows do."""
     target = family_target("qwen3")
-    kernels = SimpleNamespace(attention=None)
+    kernels = SimpleNamespace(attention=None, on_device=False)
     target.wiring = SimpleNamespace(widest=64, exact=False, rows={}, kernels=kernels)
 
     def parts(widths: list[int]) -> list[int]:

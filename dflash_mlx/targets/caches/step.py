@@ -24,9 +24,11 @@ class StepRows:
     Attributes:
         offset: the position of the step's first row, [1] int32.
         attended: keys that the layers attend to.
+        place: [2] int32, the position of the first of these, and how many are there.
         mask_was_read: whether the model has asked for the mask.
     """
 
+    place: mx.array
     keys: Any
     values: Any
     offset: Any
@@ -42,6 +44,10 @@ class StepRows:
         keys = self.positions()[None]
         seen = keys <= rows
         return seen if window_size is None else seen & (rows - keys < window_size)
+
+    def in_order(self, rows: mx.array) -> mx.array:
+        """What `update_and_fetch` returned, which is in order of position."""
+        return rows
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write keys and values [1, H, N, D]; returns those that the layers attend to."""
@@ -95,6 +101,7 @@ class Ring:
     Attributes:
         positions: of the keys that its layers attend to, in order, [K] int32.
         read: their places; None where these are the first ones.
+        place: the first position and the number of keys that are there, [2] int32.
         written: the places of the step's rows, [rows] int32.
     """
 
@@ -105,9 +112,12 @@ class Ring:
         self.written = (offset + mx.arange(rows)) % capacity
         self.positions = mx.arange(min(attended, older + rows))
         self.read: mx.array | None = None
+        first = mx.zeros(1, mx.int32)
         if attended > older:  # the oldest may have left the window
-            self.positions = self.positions + mx.maximum(offset - older, 0)
+            first = mx.maximum(offset - older, 0)
+            self.positions = self.positions + first
             self.read = self.positions % capacity
+        self.place = mx.concatenate([first, offset + rows - first])
 
 
 class WindowStep(StepRows, WindowCache):
@@ -169,6 +179,7 @@ def step_caches(
         attended: keys that layers without a window attend to.
     """
     rings: dict[tuple[int, int], Ring] = {}
+    place = mx.concatenate([mx.zeros(1, mx.int32), offset + rows])
     made = []
     for cache, held in zip(caches, contents, strict=True):
         kind: Any = STEPS[type(cache)]
@@ -181,9 +192,11 @@ def step_caches(
         step.keys, step.values = held
         step.offset = offset
         step.attended = attended
+        step.place = place
         if isinstance(cache, WindowCache):
             key = cache.max_size, step.capacity
             if key not in rings:
                 rings[key] = Ring(cache, step.capacity, offset, rows, attended)
             step.ring = rings[key]
+            step.place = step.ring.place
     return made
