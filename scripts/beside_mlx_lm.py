@@ -92,7 +92,7 @@ class ServerProcess:
         for attempt in range(ATTEMPTS):
             before = self.cpu_seconds
             try:
-                found = measure_concurrency(
+                speed = measure_concurrency(
                     self.client, prompts=asked, clients=clients, max_tokens=max_tokens
                 )
                 break
@@ -101,7 +101,7 @@ class ServerProcess:
                 if attempt == ATTEMPTS - 1:
                     raise
         cpu = self.cpu_seconds - before
-        return found | {"cpu_ms_per_token": 1e3 * cpu / max(1, found["tokens"])}
+        return speed | {"cpu_ms_per_token": 1e3 * cpu / max(1, speed["tokens"])}
 
     def answer(self, talk: list[dict[str, str]], question: str, max_tokens: int) -> str:
         """Go on with a conversation. Returns what the turn took."""
@@ -119,9 +119,9 @@ class ServerProcess:
 
 def line_of(clients: int, name: str, turns: Sequence[dict[str, Any]]) -> str:
     """Medians of the turns."""
-    speed = median(one["tokens_per_second"] for one in turns)
-    wait = 1e3 * median(one["first_token_seconds"]["median"] for one in turns)
-    cpu = median(one["cpu_ms_per_token"] for one in turns)
+    speed = median(turn["tokens_per_second"] for turn in turns)
+    wait = 1e3 * median(turn["first_token_seconds"]["median"] for turn in turns)
+    cpu = median(turn["cpu_ms_per_token"] for turn in turns)
     return (
         f"{clients:3} clients  {name:11}{speed:8,.0f} tok/s  first text {wait:7,.0f} ms  "
         f"{cpu:6.2f} ms of CPU a token"
@@ -168,8 +168,8 @@ def main() -> None:
                 server.name: partial(server.measure, clients, args.prompts, args.max_tokens)
                 for server in servers
             }
-            for name, found in in_turns(turns, args.repeats).items():
-                print(line_of(clients, name, found), flush=True)
+            for name, measured in in_turns(turns, args.repeats).items():
+                print(line_of(clients, name, measured), flush=True)
 
 
 if __name__ == "__main__":

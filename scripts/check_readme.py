@@ -49,21 +49,21 @@ class Command:
 
 def commands(page: str) -> list[Command]:
     """The commands of a page, in its order. Output and diagrams begin with no program's name."""
-    found: list[Command] = []
+    blocks: list[Command] = []
     language: str | None = None  # of the fenced block that a line is in
     program = ""
     for line in page.splitlines(keepends=True):
         text = line.strip().removeprefix("$ ")
         if line.startswith("```"):
             if language == "python":
-                found.append(Command(program, python=True))
+                blocks.append(Command(program, python=True))
             language = line[3:].strip() if language is None else None
             program = ""
         elif language == "python":
             program += line
         elif (language is not None or line.startswith("    ")) and PROGRAMS.match(text):
-            found.append(Command(text))
-    return found
+            blocks.append(Command(text))
+    return blocks
 
 
 def type_in(typed: list[Command], folder: Path, shell: str = "bash") -> int:

@@ -107,8 +107,8 @@ class Worker:
         """The answer to a question; see `answer`."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps(question), file=self.process.stdin, flush=True)
-        found: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return found
+        reply: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return reply
 
 
 def prompts_of(data: str) -> dict[str, list[str]]:
@@ -121,9 +121,9 @@ def prompts_of(data: str) -> dict[str, list[str]]:
             classes[prompt.category].append(prompt.question)
     for path in sorted(Path(data).glob("*.jsonl")) if data else ():
         for row in map(json.loads, path.read_text("utf-8").splitlines()):
-            found = next((row[column] for column in COLUMNS if column in row), None)
-            if found:
-                classes[path.stem].append(found[0] if isinstance(found, list) else found)
+            text = next((row[column] for column in COLUMNS if column in row), None)
+            if text:
+                classes[path.stem].append(text[0] if isinstance(text, list) else text)
     return classes
 
 
@@ -159,13 +159,13 @@ def compare(
 def _line(kind: str, names: list[tuple[str, str]], rates: dict[Any, list[float]]) -> str:
     """Tokens per second of plain, and of every other method over plain: ratios of total times."""
     plain = rates["", PLAIN]
-    own = sum(1 / rate for rate in plain)
+    our_seconds = sum(1 / rate for rate in plain)
     ratios = [
-        f"{own / sum(1 / rate for rate in rates[name]):16.2f}"
+        f"{our_seconds / sum(1 / rate for rate in rates[name]):16.2f}"
         for name in names
         if name != ("", PLAIN)
     ]
-    return f"{kind:12}{len(plain) / own:9.1f}" + "".join(ratios)
+    return f"{kind:12}{len(plain) / our_seconds:9.1f}" + "".join(ratios)
 
 
 # In a worker
@@ -187,14 +187,14 @@ def answer(model: str, stock_blas: bool) -> None:
             for new in steps:
                 tokens += new
             seconds = max(1e-9, time.process_time() - clock)
-            found: dict[str, Any] = {"tokens": tokens, "seconds": seconds}
+            reply: dict[str, Any] = {"tokens": tokens, "seconds": seconds}
         elif "rows" in question:
-            found = {"costs": _row_costs(pair[0], question["rows"])}
+            reply = {"costs": _row_costs(pair[0], question["rows"])}
         elif "bits" in question:
-            found = {"bits": _compare_bits(pair[0], question["bits"])}
+            reply = {"bits": _compare_bits(pair[0], question["bits"])}
         else:
-            found = {"blas": blas.name}
-        print(json.dumps(found), flush=True)
+            reply = {"blas": blas.name}
+        print(json.dumps(reply), flush=True)
 
 
 def _steps(
@@ -263,19 +263,19 @@ def _compare_bits(target: Any, most: int) -> tuple[int, int]:
         for session in (plain, drafted):
             for _ in session.prefill(prompt):
                 pass
-        at = 0
-        while at < len(text) and tokens < most:
+        position = 0
+        while position < len(text) and tokens < most:
             rows = random.randint(2, 16)
-            right = min(random.randint(1, rows), len(text) - at)
+            right = min(random.randint(1, rows), len(text) - position)
             wrong = [random.randrange(100) for _ in range(rows - right)]
-            logits, _ = drafted.verify(dm.Proposal([*text[at : at + right], *wrong]))
+            logits, _ = drafted.verify(dm.Proposal([*text[position : position + right], *wrong]))
             mx.eval(logits)
             drafted.commit(list(range(right)))
             for row in range(right):
-                alone, _ = plain.verify(dm.Proposal([text[at + row]]))
+                alone, _ = plain.verify(dm.Proposal([text[position + row]]))
                 different += not mx.array_equal(alone[0], logits[row]).item()
                 plain.commit([0])
-            at = at + right
+            position = position + right
             tokens = tokens + right
     return tokens, different
 

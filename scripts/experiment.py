@@ -34,10 +34,10 @@ def options_of(doc: str | None, **defaults: Any) -> argparse.Namespace:
         else:
             kind = str if default is None else type(default)
             options.add_argument(flag, type=kind, default=default, help=f"default: {default}")
-    found = options.parse_args()
-    if found.core is not None:
-        os.sched_setaffinity(0, {found.core})
-    return found
+    parsed = options.parse_args()
+    if parsed.core is not None:
+        os.sched_setaffinity(0, {parsed.core})
+    return parsed
 
 
 def numbers(text: str) -> list[int]:
@@ -49,11 +49,11 @@ def in_turns(
     methods: Mapping[Name, Callable[[], Result]], repeats: int
 ) -> dict[Name, list[Result]]:
     """Call all methods `repeats` times, every turn in the opposite order of the last."""
-    found: dict[Name, list[Result]] = {name: [] for name in methods}
+    results: dict[Name, list[Result]] = {name: [] for name in methods}
     for turn in range(repeats):
         for name in reversed(methods) if turn % 2 else methods:
-            found[name].append(methods[name]())
-    return found
+            results[name].append(methods[name]())
+    return results
 
 
 def mlx_lm_tokens(target: Any, prompt: Sequence[int], max_tokens: int) -> Iterator[int]:

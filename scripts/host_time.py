@@ -78,7 +78,7 @@ def stand_in(**_: Any) -> Any:
         key = grid, *map(tuple, output_shapes)
         if key not in results:
             shapes = zip(output_shapes, given["output_dtypes"], strict=True)
-            results[key] = [mx.zeros(*one) for one in shapes]
+            results[key] = [mx.zeros(*shape) for shape in shapes]
             mx.eval(results[key])
         return mx.depends(results[key], inputs)
 
@@ -91,20 +91,22 @@ class Either:
     real = False
 
     def __call__(self, **definition: Any) -> Any:
-        own = mx.fast.metal_kernel(**definition)
+        mlx_kernel = mx.fast.metal_kernel(**definition)
         other = stand_in(**definition)
-        return lambda **call: (own if self.real else other)(**call)
+        return lambda **call: (mlx_kernel if self.real else other)(**call)
 
 
 def one_node(like: mx.array, *others: Any, **_: Any) -> mx.array:
     """A result of the shape of the first argument, which depends on all arrays among them."""
-    [result] = mx.depends([like], [one for one in others if isinstance(one, mx.array)])
+    arrays = [other for other in others if isinstance(other, mx.array)]
+    [result] = mx.depends([like], arrays)
     return result
 
 
 def one_delta_node(q: mx.array, k: mx.array, v: mx.array, *others: Any) -> list[mx.array]:
     """Results of mlx-lm's delta rule, which is one kernel on a GPU."""
-    return mx.depends([v, others[2]], [q, k, *(one for one in others if one is not None)])
+    arrays = [other for other in others if other is not None]
+    return mx.depends([v, others[2]], [q, k, *arrays])
 
 
 def on_a_gpu() -> ExitStack:
@@ -151,8 +153,8 @@ def fastest(
     def traced(x: mx.array) -> mx.array:
         for _ in range(repeats):
             for side, targets in enumerate(pairs):
-                for at, target in enumerate(targets):
-                    best[side][at] = min(best[side][at], build(target, rows)[0])
+                for place, target in enumerate(targets):
+                    best[side][place] = min(best[side][place], build(target, rows)[0])
         return x + 1
 
     kernels.real = True
@@ -167,7 +169,7 @@ def main() -> None:
     args = options_of(__doc__, rows=16, repeats=300)
     for name, (config, period, depth) in MODELS.items():
         kernels = Either()
-        pairs = [[target_of(config, n * period, of) for n in (1, 2)] for of in (None, kernels)]
+        pairs = [[target_of(config, n * period, plan) for n in (1, 2)] for plan in (None, kernels)]
         mx.eval([target.model.parameters() for targets in pairs for target in targets])
         best = fastest(pairs, kernels=kernels, rows=args.rows, repeats=args.repeats)
         micros = [1e6 * (more - less) / period for less, more in best]
@@ -175,12 +177,13 @@ def main() -> None:
             less, more = (graph_nodes(build(target, args.rows)[1]) for target in targets)
             added = more - less
             launches = sum(n for kind, n in added.items() if kind not in VIEWS | CONSTANTS)
-            at = micros[side == "ours"]
+            micros_per_layer = micros[side == "ours"]
+            nodes = added.total()
             print(
-                f"{name:12} {side:4} {at:6.1f} us, {added.total() / period:6.1f} nodes, "
-                f"{launches / period:5.1f} launches a layer; {1e-3 * at * depth:.2f} ms, "
-                f"{added.total() * depth // period} nodes, {launches * depth // period} launches "
-                "a verify"
+                f"{name:12} {side:4} {micros_per_layer:6.1f} us, {nodes / period:6.1f} nodes, "
+                f"{launches / period:5.1f} launches a layer; "
+                f"{1e-3 * micros_per_layer * depth:.2f} ms, {nodes * depth // period} nodes, "
+                f"{launches * depth // period} launches a verify"
             )
         print(f"{name:12} ours over MLX's: {micros[1] / micros[0]:.2f}")
 

@@ -25,13 +25,13 @@ INSTALLED = re.compile(r"Installing collected packages: (?P<names>.*)")
 
 def shown(line: str) -> tuple[str, bool] | None:
     """A line of pip for people, and whether it is worth a line of its own; None for others."""
-    if found := FETCHED.match(line):
-        version = f"{found['name'].replace('_', '-')} {found['version']}{found['size']}"
+    if match := FETCHED.match(line):
+        version = f"{match['name'].replace('_', '-')} {match['version']}{match['size']}"
         return f"  fetching {version}", True
-    if found := LOOKED_UP.match(line):
-        return f"  looking for {found['name']}", False
-    if found := INSTALLED.match(line):
-        count = len(found["names"].split(", "))
+    if match := LOOKED_UP.match(line):
+        return f"  looking for {match['name']}", False
+    if match := INSTALLED.match(line):
+        count = len(match["names"].split(", "))
         return f"  installing {count} package{'s' * (count > 1)}", True
     return None
 

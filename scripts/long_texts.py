@@ -37,10 +37,10 @@ class TextOracle:
         import dflash_mlx as dm
 
         session = self.network.start(target, sampler)
-        own = session.propose
+        original_propose = session.propose
 
         def propose(anchor: int, width: int) -> Any:
-            mx.async_eval(own(anchor, width).tokens if width > 1 else ())
+            mx.async_eval(original_propose(anchor, width).tokens if width > 1 else ())
             after = session.position + 1
             return dm.Proposal([anchor, *self.text[after : after + width - 1]])
 
@@ -78,10 +78,10 @@ def drafters_of(model: str) -> dict[str, Any]:
 
     import dflash_mlx as dm
 
-    own, mixed_up = (dm.load_drafter(model) for _ in range(2))
+    intact, mixed_up = (dm.load_drafter(model) for _ in range(2))
     mixed_up.fc.weight = mixed_up.fc.weight[:, ::-1]
     mx.eval(mixed_up.fc.weight)
-    return {"pays": TextOracle(own), "never pays": mixed_up}
+    return {"pays": TextOracle(intact), "never pays": mixed_up}
 
 
 def main() -> None:
@@ -96,7 +96,9 @@ def main() -> None:
     target.context_length = 2**20
     target.tokenizer.eos_token_ids = set()  # every answer has as many tokens
     drafters = drafters_of(args.model)
-    text = "".join(f"{one.messages[-1]['content']} {one.answer}\n" for one in embedded_prompts())
+    text = "".join(
+        f"{prompt.messages[-1]['content']} {prompt.answer}\n" for prompt in embedded_prompts()
+    )
     ids = target.tokenizer.encode(text * 3)
     for length in numbers(args.lengths):
         asked = ids[:length], args.max_tokens
@@ -106,9 +108,9 @@ def main() -> None:
             name: partial(seconds, target, drafter, *asked)
             for name, drafter in {"plain": None, **drafters}.items()
         }
-        found = in_turns(sides, args.repeats)
-        base = median(run[0] for run in found["mlx-lm"])
-        for name, runs in found.items():
+        results = in_turns(sides, args.repeats)
+        base = median(run[0] for run in results["mlx-lm"])
+        for name, runs in results.items():
             total, token, step, later = (median(values) for values in zip(*runs, strict=True))
             print(
                 f"{length:6} tokens  {name:13}  {total:6.2f} s, first token {token:6.2f} s, first "

@@ -69,9 +69,9 @@ def generated(name: str, command: Any) -> str:
     lines += ["| | | default |", "|---|---|---|", *map(_row, command.params), ""]
     if name == "chat":
         lines += ["| in a chat | |", "|---|---|"]
-        for name, one in COMMANDS.items():
-            usage = f"{name} {one.argument}".strip().replace("|", r"\|")
-            lines.append(f"| `{usage}` | {one.help} |")
+        for name, entry in COMMANDS.items():
+            usage = f"{name} {entry.argument}".strip().replace("|", r"\|")
+            lines.append(f"| `{usage}` | {entry.help} |")
         lines.append("")
     return "\n".join([*lines, MARK])
 
@@ -103,16 +103,16 @@ def default_of(param: Any) -> str:
 
 def pages() -> dict[Path, str]:
     """Every page by its path, what people wrote included."""
-    found = {}
+    texts = {}
     lines = ["# Commands", ""]
     for name, command in get_command(app).commands.items():
         path = FOLDER / f"{name}.md"
         below = path.read_text().partition(MARK)[2] if path.exists() else ""
-        found[path] = generated(name, command) + below
+        texts[path] = generated(name, command) + below
         lines.append(f"- [{PROGRAM} {name}]({path.name}): {command.help.strip().splitlines()[0]}")
-    found[FOLDER / "README.md"] = "\n".join(lines) + "\n"
-    found[FIELDS] = fields()
-    return found
+    texts[FOLDER / "README.md"] = "\n".join(lines) + "\n"
+    texts[FIELDS] = fields()
+    return texts
 
 
 def fields() -> str:
@@ -143,35 +143,36 @@ def support(body: type[Body], depth: int) -> dict[str, str]:
     Names of fields in fields have a dot. `depth` is the most parts of a name.
     """
     schema = body.model_json_schema()
-    found = dict[str, str]()
+    fields = dict[str, str]()
     properties = schema.get("$defs", {}).get(body.__name__, schema)["properties"]
     for name, field in body.model_fields.items():
         alias = field.validation_alias or field.alias or name
         names = [
-            str(one) for one in (alias.choices if isinstance(alias, AliasChoices) else [alias])
+            str(spelling)
+            for spelling in (alias.choices if isinstance(alias, AliasChoices) else [alias])
         ]
-        for one in names:
-            found[one] = _support(properties[names[0]])
+        for spelling in names:
+            fields[spelling] = _support(properties[names[0]])
             for nested in _bodies(field.annotation) if depth > 1 else ():
                 for inner, text in support(nested, depth - 1).items():
-                    place = f"{one}.{inner}"
-                    found[place] = text if found.get(place, text) == text else "yes"
+                    place = f"{spelling}.{inner}"
+                    fields[place] = text if fields.get(place, text) == text else "yes"
     for name, only in body.unsupported.items():
-        found[name] = "refused" if only is None else f"only `{only!r}`"
-    return found
+        fields[name] = "refused" if only is None else f"only `{only!r}`"
+    return fields
 
 
 def _bodies(annotation: Any) -> list[type[Body]]:
     """The models in a type."""
     if isinstance(annotation, type) and issubclass(annotation, Body):
         return [annotation]
-    return [body for one in get_args(annotation) for body in _bodies(one)]
+    return [body for arg in get_args(annotation) for body in _bodies(arg)]
 
 
 def _support(schema: dict[str, Any]) -> str:
     merged: dict[str, Any] = {}
-    for one in [*schema.get("anyOf", ()), schema]:
-        merged |= one
+    for variant in [*schema.get("anyOf", ()), schema]:
+        merged |= variant
     return f"only `{merged['const']!r}`" if "const" in merged else "yes" + _range(merged)
 
 

@@ -78,8 +78,8 @@ def main() -> None:
             name: partial(timed, method, prompts[:count], settings)
             for name, method in methods.items()
         }
-        found = in_turns(asked, 1 + options.repeats)
-        print(_line(count, found, alone), flush=True)
+        runs = in_turns(asked, 1 + options.repeats)
+        print(_line(count, runs, alone), flush=True)
     for engine in engines.values():
         engine.close()
 
@@ -127,17 +127,17 @@ def batch_generator(
     return list(texts.values())
 
 
-def _line(count: int, found: dict[str, list[tuple[float, Texts]]], alone: Texts) -> str:
+def _line(count: int, timings: dict[str, list[tuple[float, Texts]]], alone: Texts) -> str:
     """Medians of the turns; the first turn warms up."""
-    speeds = {name: [speed for speed, _ in runs[1:]] for name, runs in found.items()}
-    own = speeds.pop(BASELINE)
-    pairs = [(each, own) for each in speeds.values()] + [(speeds["policy"], speeds["plain"])]
-    ratios = "".join(f"{median(a / b for a, b in zip(*of, strict=True)):8.2f}" for of in pairs)
+    speeds = {name: [speed for speed, _ in runs[1:]] for name, runs in timings.items()}
+    baseline = speeds.pop(BASELINE)
+    pairs = [(each, baseline) for each in speeds.values()] + [(speeds["policy"], speeds["plain"])]
+    ratios = "".join(f"{median(a / b for a, b in zip(*pair, strict=True)):8.2f}" for pair in pairs)
     same = " / ".join(
         f"{sum(a == b for a, b in zip(runs[-1][1], alone, strict=False))} of {count}"
-        for runs in found.values()
+        for runs in timings.values()
     )
-    return f"{count:8}  {median(own):12,.0f}{ratios}   {same}"
+    return f"{count:8}  {median(baseline):12,.0f}{ratios}   {same}"
 
 
 # Counts
@@ -158,7 +158,9 @@ def counts_of(target: dm.Target, count: int, steps: int) -> list[float]:
     from dflash_mlx.engine.shared_batch import BatchItem, SharedBatch
     from dflash_mlx.generation import GenerationSettings, make_request
 
-    prompts = [[1 + (7 * at + row) % 1000 for row in range(20 + at)] for at in range(count)]
+    prompts = [
+        [1 + (7 * index + row) % 1000 for row in range(20 + index)] for index in range(count)
+    ]
     generator = BatchGenerator(target.model, max_tokens=1000, prefill_batch_size=count)
     generator.insert([*prompts])
     while len(generator._generation_batch) < count:
@@ -172,15 +174,15 @@ def counts_of(target: dm.Target, count: int, steps: int) -> list[float]:
         request.prefill()
         request.finish_prompt()
     batch = SharedBatch(target, None)
-    found = []
-    for take in (generator.next, lambda: batch.step([BatchItem(one) for one in requests])):
+    counts = []
+    for take in (generator.next, lambda: batch.step([BatchItem(member) for member in requests])):
         for _ in range(3):  # a pipeline has begun, and no request enters or leaves
             take()
         with evaluated() as names:
             for _ in range(steps):
                 take()
-        found.append(sum(n for name, n in names.items() if name not in VIEWS) / steps)
-    return found
+        counts.append(sum(n for name, n in names.items() if name not in VIEWS) / steps)
+    return counts
 
 
 def random_target(**changes: Any) -> dm.Target:
@@ -205,7 +207,7 @@ def evaluated() -> Iterator[Counter[str]]:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    own = (mx.eval, mx.async_eval)
+    originals = (mx.eval, mx.async_eval)
     names = Counter[str]()
 
     def counted(call: Callable[..., None]) -> Callable[..., None]:
@@ -216,11 +218,12 @@ def evaluated() -> Iterator[Counter[str]]:
 
         return evaluate
 
-    mx.eval, mx.async_eval = counted(mx.eval), counted(mx.async_eval)
+    mx.eval = counted(mx.eval)
+    mx.async_eval = counted(mx.async_eval)
     try:
         yield names
     finally:
-        mx.eval, mx.async_eval = own
+        mx.eval, mx.async_eval = originals
 
 
 if __name__ == "__main__":

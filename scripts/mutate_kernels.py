@@ -96,12 +96,12 @@ class Mutant:
 
 def tests_by_file() -> dict[str, list[str]]:
     """The names of the tests that run each file's code."""
-    found: dict[str, list[str]] = {}
+    by_file: dict[str, list[str]] = {}
     for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).iterdir()):
         tests = [names for names, stems in COVERED.items() if path.stem in stems.split()]
         if tests:
-            found[str(path.relative_to(ROOT))] = " ".join(tests).split()
-    return found
+            by_file[str(path.relative_to(ROOT))] = " ".join(tests).split()
+    return by_file
 
 
 TESTS = tests_by_file()
@@ -119,8 +119,8 @@ def mutants_of(file: str) -> Iterator[Mutant]:
         if code.startswith(("//", "#", "import", "from", "template", "raise")) or 'f"' in line:
             continue
         for pattern, replacement in SWAPS:
-            for found in re.finditer(pattern, line.split("//")[0].split("  # ")[0]):
-                becomes = line[: found.start()] + found.expand(replacement) + line[found.end() :]
+            for match in re.finditer(pattern, line.split("//")[0].split("  # ")[0]):
+                becomes = line[: match.start()] + match.expand(replacement) + line[match.end() :]
                 yield Mutant(file, number=number, line=line, becomes=becomes)
 
 

@@ -112,10 +112,10 @@ def main() -> None:
         console.print(line, soft_wrap=True)
     svg = console.export_svg(title="dflash-mlx", unique_id="terminal-0")
 
-    def timed(found: re.Match[str]) -> str:
+    def timed(match: re.Match[str]) -> str:
         # Line 0 is the command. What knows no animations shows the last screen.
-        seconds = recording.changed.get(int(found[1]) - 1, 0.0)
-        return f'{found[0]}" style="animation: appear {seconds:.2f}s'
+        seconds = recording.changed.get(int(match[1]) - 1, 0.0)
+        return f'{match[0]}" style="animation: appear {seconds:.2f}s'
 
     svg = LINE.sub(timed, svg.replace("<style>", f"<style>\n    {APPEAR}", 1))
     FILE.write_text(svg, encoding="utf-8")

@@ -94,13 +94,13 @@ def phases_of(draft: str) -> dict[str, float]:
     return phases
 
 
-def show_phases(found: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
+def show_phases(phases: Mapping[str, Sequence[Mapping[str, float]]]) -> None:
     """Print the median of each phase in milliseconds, with a drafter and without."""
     print(f"\n{'phase, CPU milliseconds':34}{'drafted':>9}{'plain':>8}")
-    totals = {kind: 0.0 for kind in found}
-    for name in found["tiny"][0]:
-        spent = {kind: 1000 * median(turn[name] for turn in found[kind]) for kind in found}
-        for kind in found:
+    totals = {kind: 0.0 for kind in phases}
+    for name in phases["tiny"][0]:
+        spent = {kind: 1000 * median(turn[name] for turn in phases[kind]) for kind in phases}
+        for kind in phases:
             totals[kind] += spent[kind]
         print(f"{name:34}{spent['tiny']:9.0f}{spent['none']:8.0f}")
     print(f"{'together':34}{totals['tiny']:9.0f}{totals['none']:8.0f}")

@@ -40,13 +40,13 @@ def public_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunct
 
 def rooms() -> dict[str, list[Path]]:
     """The files of each room. "package" is all of the package and the command line."""
-    found = {"root": [*PACKAGE.glob("*.py")]}
+    by_room = {"root": [*PACKAGE.glob("*.py")]}
     for folder in (*sorted(PACKAGE.iterdir()), ROOT / "cli"):
         files = [] if folder.is_symlink() else [*folder.rglob("*.py")]
         if files:
-            found[folder.name] = files
-    return found | {
-        "package": [file for files in found.values() for file in files],
+            by_room[folder.name] = files
+    return by_room | {
+        "package": [file for files in by_room.values() for file in files],
         "metal": [*(ROOT / "metal").glob("*.[mh]*")],
         "tests": [*(ROOT / "tests").rglob("*.py")],
         "docs": [*(ROOT / "docs").rglob("*.md"), ROOT / "CHANGELOG.md"],

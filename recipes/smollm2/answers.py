@@ -18,8 +18,10 @@ from dflash_mlx.targets import Target
 from dflash_mlx.train.answer_writer import Answer
 from dflash_mlx.train.features import TOP, Features
 
-ROWS, REFILL = 64, 8  # answers written together; an eighth as many prompts are read together
-TEMPERATURE, TOP_P = 0.2, 0.9  # as published with the model
+ROWS = 64
+REFILL = 8  # answers written together; an eighth as many prompts are read together
+TEMPERATURE = 0.2
+TOP_P = 0.9  # as published with the model
 SAMPLED = 4  # one answer in so many is sampled, the others are greedy
 REPEATED = 32  # an answer ends when so many tokens were said just before
 
@@ -46,7 +48,8 @@ class Row:
 
     def features(self) -> Features:
         """The features of all tokens: choices from the answer on, and nothing after the last."""
-        before, after = [(self.start - 1, 1)], [(0, 1)]
+        before = [(self.start - 1, 1)]
+        after = [(0, 1)]
         taps = mx.array(np.concatenate(self.taps)).view(mx.bfloat16)
         return Features(
             mx.pad(taps, [*after, (0, 0)]),
@@ -59,7 +62,8 @@ class Row:
         """Take in the answer's next token."""
         tokens = self.tokens
         tokens.append(token)
-        length, tail = len(tokens) - self.start, tokens[-REPEATED:]
+        length = len(tokens) - self.start
+        tail = tokens[-REPEATED:]
         self.over = token in stops or length >= self.limit
         if length > 2 * REPEATED and not self.over:
             self.over = any(
@@ -78,7 +82,9 @@ class Writer:
     """
 
     def __init__(self, target: Target, layers: Sequence[int], rows: int = ROWS) -> None:
-        self._target, self._layers, self._most = target, layers, rows
+        self._target = target
+        self._layers = layers
+        self._most = rows
         self._refill = max(1, rows // REFILL)
         self._rows: list[Row] = []
         self._cache: list[BatchKVCache] = []
@@ -95,7 +101,9 @@ class Writer:
             Row(i, list(prompts[i]), len(prompts[i]), i % SAMPLED == SAMPLED - 1, max_tokens)
             for i in longest
         ]
-        stops, done, tokens = self._target.tokenizer.eos_token_ids, [], 0
+        stops = self._target.tokenizer.eos_token_ids
+        done = []
+        tokens = 0
         while waiting or self._rows:
             over = [row.over for row in self._rows]
             free = self._most - len(self._rows) + sum(over)
@@ -104,7 +112,8 @@ class Writer:
                 done += [row for row, end in zip(self._rows, over, strict=True) if end]
                 self._keep([i for i, end in enumerate(over) if not end])
             while waiting and len(self._rows) <= self._most - self._refill:
-                new, waiting = waiting[: self._refill], waiting[self._refill :]
+                new = waiting[: self._refill]
+                waiting = waiting[self._refill :]
                 self._read(new, stops)
             if self._rows:
                 tokens += len(self._rows)
@@ -128,9 +137,9 @@ class Writer:
         padded = [[0] * pad + row.tokens for pad, row in zip(padding, rows, strict=True)]
         self._write(rows, mx.array(padded), cache, stops)
         if self._cache:
-            for own, other in zip(self._cache, cache, strict=True):
-                own.extend(other)
-            mx.eval([own.state[:2] for own in self._cache])
+            for mine, other in zip(self._cache, cache, strict=True):
+                mine.extend(other)
+            mx.eval([mine.state[:2] for mine in self._cache])
         else:
             self._cache = cache
         self._rows = self._rows + rows
@@ -154,8 +163,8 @@ class Writer:
         for i, row in enumerate(rows):
             if row.over:
                 continue
-            known = sum(map(len, row.taps))
-            row.taps.append(taken[0][i, known - len(row.tokens) :].copy())
+            kept_rows = sum(map(len, row.taps))
+            row.taps.append(taken[0][i, kept_rows - len(row.tokens) :].copy())
             row.choices.append(chosen[i])
             row.tops.append(taken[1][i])
             row.shares.append(taken[2][i])

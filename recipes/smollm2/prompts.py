@@ -133,7 +133,8 @@ Thanks! And what should I do next?""")
 CODE_AFTER = listed("""\
 Explain the code line by line.|Add comments.|Add a test.|Can you make it faster?|Now in JavaScript.
 What happens with an empty input?|Write it without a loop.|Add type hints and a docstring.""")
-AFTER_SHARE, BOXED = 0.35, 0.6
+AFTER_SHARE = 0.35
+BOXED = 0.6
 STUB = (
     "Write a solution to the following problem and make sure that it passes the tests:\n"
     "```python\ndef"
@@ -143,9 +144,13 @@ MATH_WORDS = "\nPlease reason step by step, and put your final answer within \\b
 
 def filled(rng: Random, pattern: str) -> str:
     """A pattern with its words and numbers."""
-    k, n, m = rng.randint(2, 9), rng.randint(10, 30), rng.randint(31, 59)
+    k = rng.randint(2, 9)
+    n = rng.randint(10, 30)
+    m = rng.randint(31, 59)
     name, other, third = rng.sample(NAMES, 3)
-    creatures, places, root = rng.sample(CREATURES, 3), rng.sample(PLACES, 2), rng.randint(1, 6)
+    creatures = rng.sample(CREATURES, 3)
+    places = rng.sample(PLACES, 2)
+    root = rng.randint(1, 6)
     things = rng.choice(THINGS) + "s"
     return pattern.format(
         k=k, n=n, m=m, k2=2 * k, k4=4 * k, k8=8 * k, d=k * rng.randint(20, 90),
@@ -162,7 +167,8 @@ def filled(rng: Random, pattern: str) -> str:
 
 def writing(rng: Random) -> str:
     """A text to write."""
-    genre, topic = rng.choice(GENRES), rng.choice(TOPICS)
+    genre = rng.choice(GENRES)
+    topic = rng.choice(TOPICS)
     article = "an" if genre[0] in "aeiou" else "a"
     opening = rng.choice(("Write", "Compose", "Draft", "Please write", "Help me write"))
     whom = rng.choice(("", "", " for my {job}", " by a {job}", " to {name}"))
@@ -173,7 +179,8 @@ def writing(rng: Random) -> str:
 def coding(rng: Random) -> str:
     """A program to write or to explain."""
     language = "Python" if rng.random() < 0.5 else rng.choice([*CODE, "C++", "HTML"])
-    task, kind = rng.choice(PROGRAMS), rng.choice(("function", "program", "class", "script"))
+    task = rng.choice(PROGRAMS)
+    kind = rng.choice(("function", "program", "class", "script"))
     return rng.choice((
         f"Write a {language} {kind} that {task}.",
         f"How do I write a {kind} in {language} that {task}?",
@@ -186,7 +193,8 @@ def coding(rng: Random) -> str:
 def extraction(rng: Random) -> str:
     """Something to find in a short text."""
     text = " ".join(filled(rng, p) for p in rng.sample(PASSAGES, rng.randint(1, 2)))
-    fields, shape = rng.choice(FIELDS), rng.choice(SHAPES)
+    fields = rng.choice(FIELDS)
+    shape = rng.choice(SHAPES)
     return rng.choice((
         f"Find {fields} in this text, and answer as {shape}.\n\n{text}",
         f"{text}\n\nGive me {fields} as {shape}.",
@@ -197,13 +205,16 @@ def extraction(rng: Random) -> str:
 
 def knowledge(rng: Random) -> str:
     """A question of science or of the humanities."""
-    one, two = rng.choice(PAIRS).split(";")
-    event, idea, subject = rng.choice(EVENTS), rng.choice(IDEAS), rng.choice(SUBJECTS)
-    nature, place = rng.choice(NATURE), rng.choice(PLACES)
+    first, two = rng.choice(PAIRS).split(";")
+    event = rng.choice(EVENTS)
+    idea = rng.choice(IDEAS)
+    subject = rng.choice(SUBJECTS)
+    nature = rng.choice(NATURE)
+    place = rng.choice(PLACES)
     return rng.choice((
         f"Why is it that {nature}?", f"Explain step by step how it comes that {nature}.",
-        f"What is the difference between {one} and {two}? Give examples.",
-        f"Compare {one} and {two} in a table.", f"Describe the causes and effects of {event}.",
+        f"What is the difference between {first} and {two}? Give examples.",
+        f"Compare {first} and {two} in a table.", f"Describe the causes and effects of {event}.",
         f"How did {event} change {place}?", f"Discuss arguments for and against {idea}.",
         f"What does {idea} mean, and why does it matter today?",
         f"Give me five facts about {event}.", f"How is {subject} related to {idea}?",
@@ -236,7 +247,8 @@ def stub(row: dict) -> str:
 
 def of_files(folder: Path, rng: Random) -> dict[str, Iterator[str]]:
     """The prompts of public training splits: GSM8K, MBPP (task ids 601 to 974), Self-Instruct."""
-    gsm8k, seeds = _lines(folder, "gsm8k_train.jsonl"), _lines(folder, "seed_tasks.jsonl")
+    gsm8k = _lines(folder, "gsm8k_train.jsonl")
+    seeds = _lines(folder, "seed_tasks.jsonl")
     tasks = _lines(folder, "mbpp.jsonl")
     scored = {row["text"] for row in tasks if row["task_id"] <= 600}
     mbpp = [row for row in tasks if row["task_id"] > 600 and row["text"] not in scored]

@@ -31,8 +31,12 @@ from .write import say, write_chunks
 
 MODEL = "smollm2"
 MASK = 0  # a token that no text has
-SEEDS, CHUNKS, STEPS = range(68, 76), 4, 2000
-TOKENS, ANCHORS, RATE = 4096, 64, 0.02  # a GPU likes 16,384 tokens: 23 GB
+SEEDS = range(68, 76)
+CHUNKS = 4
+STEPS = 2000
+TOKENS = 4096
+ANCHORS = 64
+RATE = 0.02  # a GPU likes 16,384 tokens: 23 GB
 HEAD = 8192  # tokens that can be drafted: those that the answers have most often
 HELD_OUT = 200
 STORED = {"group_size": 32, "bits": 4}
@@ -40,10 +44,10 @@ STORED = {"group_size": 32, "bits": 4}
 
 def open_target() -> Target:
     """SmolLM2 in f32 on every device, so that rounding decides as little as it can."""
-    found = load_target(MODEL, kernels="off")
-    model = dequantize_model(found.model)
+    target = load_target(MODEL, kernels="off")
+    model = dequantize_model(target.model)
     model.set_dtype(mx.float32)
-    return Target(model, found.tokenizer, found.config, found.name)
+    return Target(model, target.tokenizer, target.config, target.name)
 
 
 def split(samples: list[Sample], stops: Sequence[int]) -> tuple[list[Sample], list[Sample]]:
@@ -57,7 +61,12 @@ def split(samples: list[Sample], stops: Sequence[int]) -> tuple[list[Sample], li
         asked.setdefault(sample.tokens[: ends[1]], []).append(sample)  # the system's and the user's
     chosen = {*Random(MODEL).sample([*asked], min(HELD_OUT, len(asked) // 10))}
     held_out, training = [
-        [sample for start, found in asked.items() if (start in chosen) == held for sample in found]
+        [
+            sample
+            for start, request in asked.items()
+            if (start in chosen) == held
+            for sample in request
+        ]
         for held in (True, False)
     ]
     return held_out, training
@@ -102,7 +111,8 @@ def main() -> None:
     """Run what is not done yet."""
     options = parsed()
     target = open_target()
-    layers, samples = tap_layers(target.num_layers), []
+    layers = tap_layers(target.num_layers)
+    samples = []
     for seed in options.seeds:
         samples += write_chunks(
             target, layers, options.data, options.work, seed, options.chunks, options.rows

@@ -32,7 +32,8 @@ from .prompts import OPENINGS, Turns, conversations
 
 CHUNK = 512  # conversations that begin in a chunk
 # User turns that the target writes for each conversation: more than it takes.
-OWN, BEGUN = 0.25, 0.2
+OWN = 0.25
+BEGUN = 0.2
 TURN_TOKENS = 96
 ANSWER_TOKENS = 384
 AFTER_TOKENS = 320  # a conversation of more tokens does not go on: long contexts cost most
@@ -65,14 +66,16 @@ def write_chunks(
     folder = work / str(seed)
     folder.mkdir(parents=True, exist_ok=True)
     settings = AnswerSettings(TURN_TOKENS, rows, 2 * rows)
-    own = write_turns(target, int(OWN * CHUNK * count), folder / "turns.jsonl", settings, seed)
+    own_turns = write_turns(
+        target, int(OWN * CHUNK * count), folder / "turns.jsonl", settings, seed
+    )
     begun = {
         kind: begin_turns(
             target, openings, int(BEGUN * CHUNK * count), folder / f"{kind}.jsonl", settings, seed
         )
         for kind, openings in OPENINGS.items()
     }
-    stream = conversations(data, {"own": own, **begun}, seed)
+    stream = conversations(data, {"own": own_turns, **begun}, seed)
     kept = KeptFeatures(target, layers, work / "features")
     writer = Writer(target, layers, rows)
     samples: list[Sample] = []
@@ -85,10 +88,10 @@ def write_chunks(
             prompts = [encode_prompt(target, messages) for messages in asked]
             prompts = [p for i, p in enumerate(prompts) if i < CHUNK or len(p) <= AFTER_TOKENS]
             mx.random.seed(seed * 1_000_003 + number)
-            found = writer.answer(prompts, ANSWER_TOKENS, Report(number, len(prompts)))
-            for row in found:
+            answered = writer.answer(prompts, ANSWER_TOKENS, Report(number, len(prompts)))
+            for row in answered:
                 kept.save(row.answer.sample, row.features())
-            _write(path, [asdict(row.answer) for row in found])
+            _write(path, [asdict(row.answer) for row in answered])
         answers = read_answers(path)
         samples += [answer.sample for answer in answers if len(answer.answer) > 1]
         earlier = second_turns(target, answers, fresh)
@@ -137,8 +140,10 @@ class Report:
     """Prints now and then how far a chunk has come."""
 
     def __init__(self, number: int, prompts: int) -> None:
-        self._number, self._prompts = number, prompts
-        self._said, self._begin = 0, time.monotonic()
+        self._number = number
+        self._prompts = prompts
+        self._said = 0
+        self._begin = time.monotonic()
 
     def __call__(self, done: int, tokens: int) -> None:
         if tokens - self._said >= 8000:
@@ -157,10 +162,10 @@ def second_turns(
     target: Target, answers: list[Answer], fresh: list[Turns]
 ) -> list[list[dict[str, str]]]:
     """The conversations of a chunk that go on, with the answers to their first turns."""
-    found = []
+    conversations = []
     for answer, turns in zip(answers, fresh, strict=False):
         if len(turns) > 1:
             text = target.tokenizer.decode(list(answer.answer), skip_special_tokens=True)
             said = {"role": "assistant", "content": text}
-            found.append([user(turns[0]), said, user(turns[1])])
-    return found
+            conversations.append([user(turns[0]), said, user(turns[1])])
+    return conversations

@@ -103,11 +103,14 @@ def held_out(per_category: int, seed: int = 0) -> list[Conversation]:
     rng = Random(seed)
     chosen: dict[str, dict[str, Conversation]] = {category: {} for category in CATEGORIES}
     for _ in range(100 * per_category):
-        turn, chat = draw(rng, held_out=True), draw_chat(rng, held_out=True)
+        turn = draw(rng, held_out=True)
+        chat = draw_chat(rng, held_out=True)
         for conversation in (Conversation(turn.category, (turn,)), chat):
-            found = chosen[conversation.category]
-            if len(found) < per_category:
-                found.setdefault("\n".join(t.prompt for t in conversation.turns), conversation)
-        if all(len(found) == per_category for found in chosen.values()):
+            chosen_rows = chosen[conversation.category]
+            if len(chosen_rows) < per_category:
+                chosen_rows.setdefault(
+                    "\n".join(t.prompt for t in conversation.turns), conversation
+                )
+        if all(len(chosen_rows) == per_category for chosen_rows in chosen.values()):
             return [c for category in CATEGORIES for c in chosen[category].values()]
     raise SettingsError(f"There are not {per_category} held-out prompts in every category.")

@@ -62,11 +62,11 @@ def own_answers(target: Target, work: Path) -> list[Sample]:
     greedy = answers_to(target, prompts, work / "answers.jsonl", greedily)
     short = AnswerSettings(BEGUN_TOKENS, rows=48)
     begun = [*cut(answers_to(target, prompts, work / "beginnings.jsonl", short, drawn))]
-    unfinished = [one.prompt + one.answer for one in begun]
+    unfinished = [answer.prompt + answer.answer for answer in begun]
     ends = answers_to(target, unfinished, work / "begun.jsonl", greedily)
     whole = [
-        Answer(one.prompt, one.answer + end.answer, end.ended)
-        for one, end in zip(begun, ends, strict=True)
+        Answer(answer.prompt, answer.answer + end.answer, end.ended)
+        for answer, end in zip(begun, ends, strict=True)
     ]
     both = learnable([*greedy, *whole], target.tokenizer)
     Random(OWN_SEED).shuffle(both)
@@ -94,10 +94,10 @@ def drawn(start: int) -> Sampler:
 def cut(answers: Iterable[Answer]) -> Iterator[Answer]:
     """A beginning of each answer, of a length drawn at random; none holds the end of its answer."""
     rng = Random(OWN_SEED)
-    for one in answers:
-        length = min(rng.randint(1, BEGUN_TOKENS), len(one.answer) - one.ended)
+    for answer in answers:
+        length = min(rng.randint(1, BEGUN_TOKENS), len(answer.answer) - answer.ended)
         if length:
-            yield Answer(one.prompt, one.answer[:length], False)
+            yield Answer(answer.prompt, answer.answer[:length], False)
 
 
 def learnable(answers: Iterable[Answer], tokenizer: TokenizerWrapper) -> list[Sample]:
@@ -108,8 +108,14 @@ def learnable(answers: Iterable[Answer], tokenizer: TokenizerWrapper) -> list[Sa
     asked = [*corpus.held_out(SUITE_SIZE), *corpus.held_out(SCORED, seed=1)]
     trained = islice(corpus.conversations(DRAFTER_SEED), EPOCH)
     secret = answers_of(asked) - answers_of(trained)
-    said = ((one, tokenizer.decode(one.answer, skip_special_tokens=True)) for one in answers)
-    return [one.sample for one, text in said if len(one.answer) > 1 and text not in secret]
+    said = (
+        (answer, tokenizer.decode(answer.answer, skip_special_tokens=True)) for answer in answers
+    )
+    return [
+        unfinished.sample
+        for unfinished, text in said
+        if len(unfinished.answer) > 1 and text not in secret
+    ]
 
 
 def answers_of(conversations: Iterable[corpus.Conversation]) -> set[str]:

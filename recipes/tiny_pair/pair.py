@@ -145,13 +145,13 @@ def train_target(out: Path, work: Path) -> None:
     save_model(model, TARGET_CONFIG, out / "target")
 
 
-def mixed(target: Target, own: list[Sample]) -> Callable[[int], list[Sample]]:
+def mixed(target: Target, own_answers: list[Sample]) -> Callable[[int], list[Sample]]:
     """Epoch e of the corpus and of the target's own answers, which come round again in turn."""
     count = round(OWN_SHARE * EPOCH)
     fresh = epochs(target.tokenizer, OWN_SEED, EPOCH - count)
 
     def epoch(e: int) -> list[Sample]:
-        turns = islice(cycle(own), e * count % len(own), None)
+        turns = islice(cycle(own_answers), e * count % len(own_answers), None)
         return [*islice(turns, count), *fresh(e)]
 
     return epoch
@@ -161,14 +161,16 @@ def train_draft(out: Path, work: Path, name: str, config: dict[str, Any]) -> Non
     """Stage 3: a drafter, for the target as it was saved: of the corpus, then of strangers too."""
     target = load_target(str(out / "target"))
     unquantized = {key: value for key, value in config.items() if key != "quantization"}
-    shape, first = DraftConfig.from_dict(unquantized), work / f"{name}_corpus"
+    shape = DraftConfig.from_dict(unquantized)
+    first = work / f"{name}_corpus"
     if not is_kept(first):
         samples = epochs(target.tokenizer, DRAFTER_SEED)
         checkpoint = work / f"{name}.safetensors"
         drafter = train_on(samples, target, shape, DRAFTER_STEPS, DRAFTER_SEED, checkpoint)
         save_drafter(drafter, unquantized, first)
     samples = mixed(target, own_answers(target, work))
-    start, checkpoint = load_drafter(str(first), kernels="off"), work / f"{name}_own.safetensors"
+    start = load_drafter(str(first), kernels="off")
+    checkpoint = work / f"{name}_own.safetensors"
     drafter = train_on(samples, target, shape, OWN_STEPS, OWN_SEED, checkpoint, start)
     save_drafter(drafter, config, out / name)
 
@@ -229,7 +231,8 @@ def score(out: Path, name: str) -> str:
 
     There is no right answer to what strangers ask, so none of theirs is exact.
     """
-    target, drafter = load_target(str(out / "target")), load_drafter(str(out / name))
+    target = load_target(str(out / "target"))
+    drafter = load_drafter(str(out / name))
     scores = evaluate(target, drafter, [record(c) for c in corpus.held_out(SCORED, seed=1)])
     others = [
         {"category": "strangers", "prompt": text, "answer": ""}
@@ -254,7 +257,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument("--dflash2", action="store_true", help="a DFlash2 drafter instead")
     options = parser.parse_args()
-    out, work = options.out, options.work
+    out = options.out
+    work = options.work
     work.mkdir(parents=True, exist_ok=True)
     if not (out / "target" / "tokenizer.json").exists():
         make_tokenizer(out)

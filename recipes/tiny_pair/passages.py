@@ -61,7 +61,8 @@ CUSTOM_NAMES = (
 def code(rng: Random) -> Turn:
     """A function of the list, under its own or a custom name, with an example call."""
     task, own_name, parameters, body, arguments, result = rng.choice(FUNCTIONS)
-    wording, custom = rng.choice(CODE_PROMPTS), rng.random() < 0.6
+    wording = rng.choice(CODE_PROMPTS)
+    custom = rng.random() < 0.6
     name = rng.choice(CUSTOM_NAMES) if custom else own_name
     prompt = wording.format(task) + (f". Call it {name}." if custom else ".")
     indented = "\n".join("    " + line for line in body.split("\n"))
@@ -106,9 +107,12 @@ STORY_PROMPTS = (
 
 def story(rng: Random) -> Turn:
     """A short story whose wording follows from its hero, animal, thing and place."""
-    n, a, t = rng.choice(NAMES), rng.choice([*ANIMALS]), rng.choice([*THINGS])
+    n = rng.choice(NAMES)
+    a = rng.choice([*ANIMALS])
+    t = rng.choice([*THINGS])
     p = rng.choice(PLACES)
-    (temper, home), (deed, reaction) = ANIMALS[a], THINGS[t]
+    (temper, home) = ANIMALS[a]
+    (deed, reaction) = THINGS[t]
     answer = (
         f"Once upon a time there was a {temper} {a} named {n}. {n} the {a} lived in a {home}"
         f" near the {p}.\nOne morning {n} walked through the {p} and found a {t}. "
@@ -218,7 +222,8 @@ THANKS = (
 def question(rng: Random) -> Turn:
     """A question about DFlash or the model itself."""
     wordings, answer = rng.choice(FACTS)
-    wording, opening = rng.choice(wordings), rng.choice(OPENINGS)
+    wording = rng.choice(wordings)
+    opening = rng.choice(OPENINGS)
     return Turn("qa", opening + wording, answer, (f"qa {opening}{wording}",))
 
 

@@ -70,9 +70,12 @@ def product_keys(a: int, b: int) -> tuple[str, ...]:
 
 def addition_steps(a: int, b: int) -> list[str]:
     """Column addition, one line a column; the carry and a two-digit column sum always stand."""
-    lines, carry, width = [], 0, len(str(max(a, b)))
+    lines = []
+    carry = 0
+    width = len(str(max(a, b)))
     for column in range(width):
-        x, y = a // 10**column % 10, b // 10**column % 10
+        x = a // 10**column % 10
+        y = b // 10**column % 10
         total = x + y + carry
         lines.append(
             f"{COLUMNS[column]}: {x} + {y} + {carry} = {total:02d},"
@@ -84,9 +87,11 @@ def addition_steps(a: int, b: int) -> list[str]:
 
 def subtraction_steps(a: int, b: int) -> list[str]:
     """Column subtraction for a >= b, one line a column; the borrow always stands."""
-    lines, borrow = [], 0
+    lines = []
+    borrow = 0
     for column in range(len(str(a))):
-        x, y = a // 10**column % 10, b // 10**column % 10
+        x = a // 10**column % 10
+        y = b // 10**column % 10
         difference = x - y - borrow
         lines.append(
             f"{COLUMNS[column]}: {x} - {y} - {borrow}, borrow {int(difference < 0)},"
@@ -102,7 +107,8 @@ def operand(rng: Random) -> int:
 
 
 def addition(rng: Random) -> Turn:
-    a, b = operand(rng), operand(rng)
+    a = operand(rng)
+    b = operand(rng)
     lines = [f"Let us add {a} and {b} digit by digit.", *addition_steps(a, b)]
     lines.append(f"So {a} + {b} = {a + b}.")
     prompt = rng.choice(ADD_PROMPTS).format(a, b)
@@ -119,7 +125,8 @@ def subtraction(rng: Random) -> Turn:
 
 def product_steps(a: int, b: int) -> list[str]:
     """a x b for a one-digit a and a two-digit b: split b, two products, one column addition."""
-    tens, ones = b // 10 * 10, b % 10
+    tens = b // 10 * 10
+    ones = b % 10
     return [
         f"Split {b} into {tens} and {ones}.",
         f"{a} x {tens} = {a * tens}.",
@@ -135,7 +142,8 @@ def product_sum_keys(a: int, b: int) -> tuple[str, ...]:
 
 
 def multiplication(rng: Random) -> Turn:
-    a, b = rng.randrange(2, 10), rng.randrange(10, 100)
+    a = rng.randrange(2, 10)
+    b = rng.randrange(10, 100)
     keys = product_keys(a, b) + product_sum_keys(a, b)
     lines = [*product_steps(a, b), f"So {a} x {b} = {a * b}."]
     prompt = rng.choice(MULTIPLY_PROMPTS).format(*rng.choice(((a, b), (b, a), (a, b))))
@@ -150,10 +158,14 @@ def count_by_one(rng: Random) -> Turn:
     low = rng.randrange(0, 84)
     high = low + rng.randrange(6, 16)
     if rng.random() < 0.6:  # down is learnt later
-        first, last, word = high, low, "down to"
+        first = high
+        last = low
+        word = "down to"
         prompts = ("Count down from {} to {}.", "Count backwards from {} to {}.")
     else:
-        first, last, word = low, high, "up to"
+        first = low
+        last = high
+        word = "up to"
         prompts = ("Count from {} to {}.", "Please count up from {} to {}.")
     numbers = range(first, last + 1) if first < last else range(first, last - 1, -1)
     lines = [f"{n}, {word} {last}" for n in numbers]
@@ -164,7 +176,8 @@ def count_by_one(rng: Random) -> Turn:
 
 def step_lines(first: int, move: int, count: int, goal: str = "") -> list[str]:
     """`count` sums or differences that lead on from `first`, one a line."""
-    sign, steps = "-" if move < 0 else "+", range(first, first + move * count, move)
+    sign = "-" if move < 0 else "+"
+    steps = range(first, first + move * count, move)
     return [f"{n} {sign} {abs(move)} = {n + move}{goal}" for n in steps]
 
 
@@ -175,13 +188,19 @@ def count_by_step(rng: Random) -> Turn:
     low = rng.randrange(0, 100 - step * count)
     high = low + step * count
     if rng.random() < 0.6:
-        first, last, move, word = high, low, -step, "down to"
+        first = high
+        last = low
+        move = -step
+        word = "down to"
         prompts = (
             "Count down from {} to {} by {}.",
             "Count backwards from {} to {} in steps of {}.",
         )
     else:
-        first, last, move, word = low, high, step, "up to"
+        first = low
+        last = high
+        move = step
+        word = "up to"
         prompts = ("Count from {} to {} by {}.", "Please count from {} to {} in steps of {}.")
     lines = step_lines(first, move, count, f", {word} {last}")
     answer = "\n".join([f"Counting from {first} to {last} by {step}:", *lines, "That is all."])
@@ -194,7 +213,9 @@ def continue_sequence(rng: Random) -> Turn:
     step = rng.choice((1, 2, 3, 4, 5, 10))
     low = rng.randrange(0, 100 - step * 8)
     first, move, word = (low, step, "up") if rng.random() < 0.5 else (low + step * 8, -step, "down")
-    a, b, c = first, first + move, first + 2 * move
+    a = first
+    b = first + move
+    c = first + 2 * move
     lines = [f"{max(a, b)} - {min(a, b)} = {step}, so the numbers go {word} by {step}."]
     lines += [*step_lines(c, move, 6), "And so on."]
     prompts = ("Continue the sequence {}, {}, {}.", "What comes after {}, {}, {}?")
@@ -204,7 +225,8 @@ def continue_sequence(rng: Random) -> Turn:
 
 def repeat_word(rng: Random) -> Turn:
     """A numbered list of one word."""
-    word, times = rng.choice(WORDS), rng.randrange(2, 16)
+    word = rng.choice(WORDS)
+    times = rng.randrange(2, 16)
     prompts = ("Repeat the word {} {} times.", "Write the word {} {} times.", "Say {} {} times.")
     answer = "\n".join(f"{i} of {times}: {word}" for i in range(1, times + 1))
     prompt = rng.choice(prompts).format(word, times)

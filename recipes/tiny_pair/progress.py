@@ -14,7 +14,9 @@ class Printer:
     """Prints a line of progress to stderr every 25 steps, with the means since the last line."""
 
     def __init__(self, title: str, metric: str) -> None:
-        self.title, self.metric, self.start = title, metric, time.monotonic()
+        self.title = title
+        self.metric = metric
+        self.start = time.monotonic()
         self.reports: list[StepReport] = []
 
     def __call__(self, report: StepReport) -> None:
@@ -36,7 +38,9 @@ class Counted:
     """Prints a line to stderr whenever so many more answers are written."""
 
     def __init__(self, title: str, every: int) -> None:
-        self.title, self.every, self.shown = title, every, 0
+        self.title = title
+        self.every = every
+        self.shown = 0
 
     def __call__(self, progress: AnswerProgress) -> None:
         if progress.done >= self.shown + self.every or progress.done == progress.prompts:

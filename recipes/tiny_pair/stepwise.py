@@ -36,7 +36,9 @@ from .progress import Printer
 from .target import collate, new_model, next_token_loss, save_model
 
 SEED = 900_000
-STEPS, TOKENS, RATE = 200, 1536, 0.02
+STEPS = 200
+TOKENS = 1536
+RATE = 0.02
 PASSES = (1.0, 0.7, 0.5)  # weights of the losses of a head's first, second and third token
 SMALL = {"hidden_size": 96, "num_hidden_layers": 2, "intermediate_size": 256, "head_dim": 32}
 
@@ -51,17 +53,20 @@ def head_loss(head: MTPHead, target: Target) -> Loss:
     def loss(parameters: Parameters, ids: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
         head.update(parameters)
         _, taps = target.features(ids, head.tap_layers)
-        features, total, share = mx.stop_gradient(head.fuse(taps)), mx.array(0.0), mx.array(0.0)
-        for at, weight in enumerate(PASSES, 1):
+        features = mx.stop_gradient(head.fuse(taps))
+        total = mx.array(0.0)
+        share = mx.array(0.0)
+        for step, weight in enumerate(PASSES, 1):
             # Row i has the feature of token i and the token i + at, and is to say the next one.
-            rows = ids.shape[1] - 1 - at
-            following, labels = ids[:, at : at + rows], ids[:, at + 1 :]
-            counted = weights[:, at : at + rows]
+            rows = ids.shape[1] - 1 - step
+            following = ids[:, step : step + rows]
+            labels = ids[:, step + 1 :]
+            counted = weights[:, step : step + rows]
             features = head.advance(features[:, :rows], following, head.make_cache(), target)
             logits = target.head(features)
             entropy = nn.losses.cross_entropy(logits, labels) * counted
             total += weight * entropy.sum() / counted.sum()
-            if at == 1:
+            if step == 1:
                 right = (mx.argmax(logits, axis=-1) == labels) * counted
                 share = mx.stop_gradient(right.sum() / counted.sum())
         return total / sum(PASSES), share
@@ -97,7 +102,7 @@ def train_head(target: Target, out: Path, work: Path) -> None:
     theirs = {ours: name for name, ours in layout.names.items()}
     weights = {}
     for name, array in tree_flatten(head.parameters()):
-        ours = next(one for one in theirs if one and name.startswith(one))
+        ours = next(prefix for prefix in theirs if prefix and name.startswith(prefix))
         stored = f"{layout.prefix}{theirs[ours]}{name.removeprefix(ours)}"
         weights[stored] = array.astype(mx.bfloat16)
     folder = out / "mtp"

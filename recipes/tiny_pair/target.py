@@ -60,7 +60,8 @@ def next_token_loss(model: nn.Module) -> Loss:
 
     def loss(parameters: Parameters, ids: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
         model.update(parameters)
-        logits, labels = model(ids[:, :-1]), ids[:, 1:]
+        logits = model(ids[:, :-1])
+        labels = ids[:, 1:]
         total = weights.sum()
         entropy = (nn.losses.cross_entropy(logits, labels) * weights).sum() / total
         right = (mx.argmax(mx.stop_gradient(logits), axis=-1) == labels) * weights

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-PAD, START, END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+MASK = "<|mask|>"
 SPECIAL_TOKENS = [PAD, START, END, MASK]
 PIECES = r"\d| ?\p{L}+| ?[^\s\p{L}\d]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (

@@ -43,14 +43,16 @@ def test_markers_count_where_they_are_tokens_of_their_own(family):
     """The same text, spelled in ordinary tokens, is text, and a part of thoughts and values."""
     start = KNOWN[family].start
     end = KNOWN[family].end
-    own = [one for one in ("<think>", "</think>", start, end) if one]
-    target = make_target(added=own)
-    ids = dict(zip(own, target.tokenizer.convert_tokens_to_ids(own), strict=True))
-    form = AnswerFormat(KNOWN[family], ("<think>", "</think>"), {ids[one]: one for one in own})
+    markers = [marker for marker in ("<think>", "</think>", start, end) if marker]
+    target = make_target(added=markers)
+    ids = dict(zip(markers, target.tokenizer.convert_tokens_to_ids(markers), strict=True))
+    form = AnswerFormat(
+        KNOWN[family], ("<think>", "</think>"), {ids[marker]: marker for marker in markers}
+    )
 
     def spelled(text):
         encode = target.tokenizer.encode
-        return [one for letter in text for one in encode(letter, add_special_tokens=False)]
+        return [marker for letter in text for marker in encode(letter, add_special_tokens=False)]
 
     said = f"<think> and </think>, {start} and {end}."
     for width in (1, 99):
@@ -58,13 +60,13 @@ def test_markers_count_where_they_are_tokens_of_their_own(family):
         shown = target.tokenizer.detokenizer
         tokens = [*spelled("The tag </think>.\n"), ids["</think>"], *spelled(f"\n{said}")]
         parts = []
-        for at in range(0, len(tokens), width):
-            some = tokens[at : at + width]
+        for first in range(0, len(tokens), width):
+            some = tokens[first : first + width]
             for token in some:
                 shown.add_token(token)
             parts += parser.feed(shown.last_segment, some)
         parts += parser.finish(False)
-        texts = ["".join(one.text for one in parts if isinstance(one, kind)) for kind in KINDS]
+        texts = ["".join(part.text for part in parts if isinstance(part, kind)) for kind in KINDS]
         assert texts == ["The tag </think>.", said]
 
 
@@ -106,8 +108,8 @@ def test_stop_strings_look_at_the_answer(width):
     )
     before = 'Stop 4</think>Hi. <tool_call>{"name": "f", "arguments": {"a": "Stop"}}</tool_call> 4'
     tokens = target.tokenizer.encode(before + "Stop there", add_special_tokens=False)
-    pieces = [stream.add(tokens[at : at + width]) for at in range(0, len(tokens), width)]
-    assert "".join(one.text for one in pieces) == before[:-1]
+    pieces = [stream.add(tokens[start : start + width]) for start in range(0, len(tokens), width)]
+    assert "".join(piece.text for piece in pieces) == before[:-1]
     assert stream.finish_reason == "stop"
 
 
@@ -125,16 +127,16 @@ def test_what_is_in_no_answer_stops_none(family, between, width):
     """Newlines behind a marker are dropped, in tokens of any size."""
     form = form_of(family)
     text = f"{SPOKEN[family]}{between}One line.\nMore."
-    pieces = [text[at : at + width] for at in range(0, len(text), width)]
-    detokenizer = SimpleNamespace(add_token=lambda at: None, finalize=lambda: None)
+    pieces = [text[start : start + width] for start in range(0, len(text), width)]
+    detokenizer = SimpleNamespace(add_token=lambda token: None, finalize=lambda: None)
     parser = AnswerParser(form, {})
     reader = AnswerParser(form, {})
     stream = TextStream(
         detokenizer, eos_ids=[], stop=("\n",), max_tokens=999, stop_applies=parser.answer_length
     )
     parts = []
-    for at, detokenizer.last_segment in enumerate(pieces):
-        parts += reader.feed(stream.add([at]).text) if stream.finish_reason is None else []
+    for token, detokenizer.last_segment in enumerate(pieces):
+        parts += reader.feed(stream.add([token]).text) if stream.finish_reason is None else []
     parts += reader.finish(False)
     assert merge_texts(parts) == [Reasoning("Hm."), Text("One line.")]
 
@@ -177,5 +179,5 @@ def test_channels_of_gpt_oss(width):
 )
 def test_words_without_a_channel_are_content(text, said):
     for width in (1, 1000):
-        found = read(form_of("harmony"), schemas=SCHEMAS, text=text, width=width)
-        assert "".join(one.text for one in found).split() == said.split()
+        parts = read(form_of("harmony"), schemas=SCHEMAS, text=text, width=width)
+        assert "".join(part.text for part in parts).split() == said.split()

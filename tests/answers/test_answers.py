@@ -44,7 +44,7 @@ def test_the_opening_marker_is_left_out(family, end):
         assert read(form_of(family), SCHEMAS, other) == [Text(other)]
 
 
-@pytest.mark.parametrize("family", [one for one in WRITERS if KNOWN[one].end])
+@pytest.mark.parametrize("family", [family for family in WRITERS if KNOWN[family].end])
 def test_the_closing_marker_is_left_out(family):
     text = written(family, *CALL).removesuffix(KNOWN[family].end)
     assert read(form_of(family), SCHEMAS, text) == [CALL]
@@ -56,7 +56,7 @@ def test_the_closing_marker_is_left_out(family):
 
 
 # The calls of Llama 3 are JSON, as answers may be.
-@pytest.mark.parametrize("family", [one for one in WRITERS if one != "llama3"])
+@pytest.mark.parametrize("family", [family for family in WRITERS if family != "llama3"])
 def test_tools_that_were_not_offered(family):
     good = written(family, *CALL)
     other = written(family, "other", {"a": "b"})
@@ -151,20 +151,22 @@ def test_arguments_by_other_names_and_without_any():
 @pytest.mark.parametrize("family", WRITERS)
 def test_calls_beside_what_is_none(family):
     """A broken call is text; words behind a call are, too; a thought may speak of a marker."""
-    known = KNOWN[family]
+    answer_family = KNOWN[family]
     call = written(family, "f", {"a": "b"})
     if family not in ("mistral", "llama3", "harmony"):
-        broken = f"{known.start}broken {{ {known.end}"
-        found = read(form_of(family), {"f": {}}, broken + call)
-        assert found == [Text(broken), ("f", {"a": "b"})]
+        broken = f"{answer_family.start}broken {{ {answer_family.end}"
+        parts = read(form_of(family), {"f": {}}, broken + call)
+        assert parts == [Text(broken), ("f", {"a": "b"})]
     if family in ("mistral", "llama3", "nemotron", "kimi_k2", "pythonic", "qwen3_coder"):
-        inside = f"{known.start}{WRITERS[family]('f', {'a': 'b'})} So much. {known.end}"
-        found = read(form_of(family), {"f": {}}, inside)
-        assert found[0] == ("f", {"a": "b"}) and found[1].text.strip() == "So much."
+        inside = (
+            f"{answer_family.start}{WRITERS[family]('f', {'a': 'b'})} So much. {answer_family.end}"
+        )
+        parts = read(form_of(family), {"f": {}}, inside)
+        assert parts[0] == ("f", {"a": "b"}) and parts[1].text.strip() == "So much."
     if family not in ("llama3", "harmony"):
-        text = f"A {known.start} it is.</think>Yes."
-        found = read(form_of(family), {"f": {}}, text, starts_in_reasoning=True)
-        assert found == [Reasoning(f"A {known.start} it is."), Text("Yes.")]
+        text = f"A {answer_family.start} it is.</think>Yes."
+        parts = read(form_of(family), {"f": {}}, text, starts_in_reasoning=True)
+        assert parts == [Reasoning(f"A {answer_family.start} it is."), Text("Yes.")]
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -178,22 +180,24 @@ def test_names_as_agents_use_them(family, name):
 
 def test_gemma_takes_the_keys_of_agents():
     text = '<|tool_call>call:fs:read{\n -n:true, a.b: 1,\n$ref:<|"|>x, }<|"|>,o:{file-path:a.py}}'
-    found = {"-n": True, "a.b": 1, "$ref": "x, }", "o": {"file-path": "a.py"}}
-    assert read(form_of("gemma4"), {"fs:read": {}}, text + "<tool_call|>") == [("fs:read", found)]
+    expected = {"-n": True, "a.b": 1, "$ref": "x, }", "o": {"file-path": "a.py"}}
+    assert read(form_of("gemma4"), {"fs:read": {}}, text + "<tool_call|>") == [
+        ("fs:read", expected)
+    ]
 
 
 def test_strings_of_lfm_may_have_their_quotes():
     """Its template writes strings in quotes, and escapes nothing."""
     text = "<|tool_call_start|>[f(a='it's \n\"x\", y', b={'c': ['d'e', 1]})]<|tool_call_end|>"
-    found = {"a": 'it\'s \n"x", y', "b": {"c": ["d'e", 1]}}
-    assert read(form_of("pythonic"), {"f": {}}, text) == [("f", found)]
+    expected = {"a": 'it\'s \n"x", y', "b": {"c": ["d'e", 1]}}
+    assert read(form_of("pythonic"), {"f": {}}, text) == [("f", expected)]
 
 
 def test_several_calls_in_a_block():
     for family in ("qwen3_coder", "kimi_k2", "minimax_m2", "deepseek_v4", "muse_spark", "gemma4"):
-        both = "".join(WRITERS[family]("now", {"path": one}) for one in ("old", "new"))
+        both = "".join(WRITERS[family]("now", {"path": path}) for path in ("old", "new"))
         text = KNOWN[family].start + both + KNOWN[family].end
-        old, new = (("now", {"path": one}) for one in ("old", "new"))
+        old, new = (("now", {"path": path}) for path in ("old", "new"))
         assert read(form_of(family), SCHEMAS, text) == [old, new]
         assert read(form_of(family), SCHEMAS, text, parallel=False) == [old]
 
@@ -214,9 +218,9 @@ def test_a_call_is_what_was_written(family, old, new, width):
     arguments = {"path": "a.py", "old": old, "new": new}
     schema = {"properties": dict.fromkeys(arguments, {"type": "string"})}
     text = written(family, "edit", arguments)
-    found = read(form_of(family), schemas={"edit": schema}, text=text, width=width)
-    assert found == read(form_of(family), {"edit": schema}, text)
-    assert found == [("edit", arguments)]
+    parts = read(form_of(family), schemas={"edit": schema}, text=text, width=width)
+    assert parts == read(form_of(family), {"edit": schema}, text)
+    assert parts == [("edit", arguments)]
 
 
 @pytest.mark.parametrize("family", WRITERS)
@@ -225,7 +229,9 @@ def test_a_call_is_what_was_written(family, old, new, width):
 def test_nothing_is_lost_and_step_borders_change_nothing(family, pieces, width):
     text = "".join(pieces)
     form = form_of(family, ("", ""))
-    small, whole = (read(form, schemas={"edit": {}}, text=text, width=one) for one in (width, 1000))
+    small, whole = (
+        read(form, schemas={"edit": {}}, text=text, width=size) for size in (width, 1000)
+    )
     assert small == whole
     said = "".join(part.text for part in whole if isinstance(part, Text))
     if not any(isinstance(part, tuple) for part in whole) and family != "harmony":
@@ -255,19 +261,19 @@ STRINGS = [
 
 def spelled(text: str) -> list[str]:
     """Ways to write a string in Python."""
-    found = [repr(text), json.dumps(text, ensure_ascii=False)]
+    literals = [repr(text), json.dumps(text, ensure_ascii=False)]
     for quote in ('"""', "'''"):
         if quote not in text and not text.endswith(quote[0]):
             if "\\" not in text:
-                found += [f"{quote}{text}{quote}", f"u{quote}{text}{quote}"]
-            found.append(f"r{quote}{text}{quote}")
+                literals += [f"{quote}{text}{quote}", f"u{quote}{text}{quote}"]
+            literals.append(f"r{quote}{text}{quote}")
             escaped = text.replace("\\", "\\\\")
             escaped = text.replace("\\", "\\\\")
-            found.append(f"{quote}\\\n{escaped}{quote}")
+            literals.append(f"{quote}\\\n{escaped}{quote}")
     for quote in "\"'":
         if quote not in text and "\n" not in text:
-            found += [f"r{quote}{text}{quote}", f"R{quote}{text}{quote}"]
-    return found
+            literals += [f"r{quote}{text}{quote}", f"R{quote}{text}{quote}"]
+    return literals
 
 
 @pytest.mark.parametrize("text", STRINGS)
@@ -276,8 +282,8 @@ def test_pythonic_strings_are_those_that_python_reads(text: str) -> None:
         assert ast.literal_eval(source) == text
         for value, wanted in ((source, text), (f"[{source}, ({source}, 1)]", [text, [text, 1]])):
             written = f"<|tool_call_start|>[f(a={value}, b=2)]<|tool_call_end|>"
-            found = read(form_of("pythonic"), {"f": {}}, written)
-            assert found == [("f", {"a": wanted, "b": 2})], source
+            parts = read(form_of("pythonic"), {"f": {}}, written)
+            assert parts == [("f", {"a": wanted, "b": 2})], source
 
 
 @pytest.mark.parametrize(

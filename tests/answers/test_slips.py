@@ -85,9 +85,9 @@ def in_json(change):
     """A slip in the JSON that a family writes."""
 
     def slip(family, text):
-        at = text.index("{")
+        brace = text.index("{")
         end = text.rindex("}") + 1
-        return text[:at] + change(text[at:end]) + text[end:]
+        return text[:brace] + change(text[brace:end]) + text[end:]
 
     return slip
 
@@ -108,15 +108,15 @@ JSON_SLIPS = {
 KIMI = "<|tool_call_%s|>"
 DEEPSEEK = "<｜tool▁call▁%s｜>"
 MISSING = [
-    *(("kimi_k2", KIMI % one) for one in ("begin", "argument_begin", "end")),
-    *(("kimi_k2", one) for one in ("functions.", ":0")),
+    *(("kimi_k2", KIMI % marker) for marker in ("begin", "argument_begin", "end")),
+    *(("kimi_k2", marker) for marker in ("functions.", ":0")),
     *(("deepseek_v3", DEEPSEEK % part) for part in ("begin", "end")),
     *(("deepseek_v31", DEEPSEEK % part) for part in ("begin", "end")),
-    *(("deepseek_v3", one) for one in ("```json\n", "\n```<")),
+    *(("deepseek_v3", marker) for marker in ("```json\n", "\n```<")),
     ("mistral", "[ARGS]"),
     ("minimax_m2", '"'),
-    *(("glm47", one) for one in ("</arg_key>", "<arg_value>")),
-    *(("qwen3_coder", one) for one in ("<tool_call>\n", "</tool_call>")),
+    *(("glm47", marker) for marker in ("</arg_key>", "<arg_value>")),
+    *(("qwen3_coder", marker) for marker in ("<tool_call>\n", "</tool_call>")),
     ("llama3", "<|python_tag|>"),
 ]
 
@@ -159,13 +159,15 @@ def test_a_call_with_a_slip_is_the_call(family, name, slip, width):
     assert read(form_of(family), schemas=SCHEMAS, text=text, width=width) == [call]
     if KNOWN[family].end and family != "harmony":  # the next call is not a part of it
         after = "read", {"file": "b"}
-        found = read(
+        parts = read(
             form_of(family), schemas=SCHEMAS, text=text + written(family, *after), width=width
         )
-        assert found == [call, after]
+        assert parts == [call, after]
 
 
-@pytest.mark.parametrize("family", [one for one in WRITERS if KNOWN[one].end and one != "harmony"])
+@pytest.mark.parametrize(
+    "family", [marker for marker in WRITERS if KNOWN[marker].end and marker != "harmony"]
+)
 def test_markers_too_few_and_too_many(family):
     """Between two calls, or behind one."""
     start = KNOWN[family].start

@@ -106,14 +106,14 @@ def test_a_difference_has_its_place_and_its_gap():
     wrong = [*answer[:4], (answer[4] + 1) % target.vocab_size, answer[5]]
     comparison = compared([result(answer)], [result(answer), result(wrong)])
     comparison.runs["mlx-lm"] = [result(answer[:3])]
-    found = comparison.differences()
+    differences = comparison.differences()
     logits = next_logits(target, [*PROMPT, *answer[:4]])
     gap = logits[answer[4]].item() - logits[wrong[4]].item()
-    assert gap > 0 and found["plain"] is None
-    assert found["drafted"] == Difference(
+    assert gap > 0 and differences["plain"] is None
+    assert differences["drafted"] == Difference(
         4, plain=answer[4], other=wrong[4], logit_gap=pytest.approx(gap)
     )
-    assert found["mlx-lm"] == Difference(3, plain=answer[3], other=None, logit_gap=None)
+    assert differences["mlx-lm"] == Difference(3, plain=answer[3], other=None, logit_gap=None)
     assert comparison.first_difference == 3
     comparison.settings = {"temperature": 1.0, "seed": 0}
     assert "mlx-lm" not in comparison.differences()
@@ -130,15 +130,17 @@ def test_measure_prompts():
     more = BenchPrompt("sums", ASKED.messages, then=("and 1 more?",))
     pair = tinymodels.target(), tinymodels.random_drafter()
     drafting = {"block_size": 4}
-    one, first, second = measure_all(*pair, [ASKED, more], 2, {"max_tokens": 10}, drafting=drafting)
-    assert {name: len(runs) for name, runs in one.runs.items()} == dict.fromkeys(METHODS, 2)
-    assert one.differences == dict.fromkeys(METHODS)
+    single, first, second = measure_all(
+        *pair, [ASKED, more], 2, {"max_tokens": 10}, drafting=drafting
+    )
+    assert {name: len(runs) for name, runs in single.runs.items()} == dict.fromkeys(METHODS, 2)
+    assert single.differences == dict.fromkeys(METHODS)
     said = [message["content"] for message in second.prompt.messages]
     assert said == [first.prompt.question, first.runs["plain"][0].text, "and 1 more?"]
 
 
-@pytest.mark.parametrize("of", ["drafting", "trees"])
-def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
+@pytest.mark.parametrize("method", ["drafting", "trees"])
+def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(method):
     """Else the median is of turns that were drafted by a policy which has seen the answer."""
     knew = []
 
@@ -148,9 +150,9 @@ def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
             return super().estimates_at(temperature)
 
     pair = tinymodels.target(), tinymodels.random_drafter()
-    policy = Watched(8, trees=of == "trees")
+    policy = Watched(8, trees=method == "trees")
     unknown = sum(DraftPolicy(8).estimates_at(0.0).path_probs)
-    list(measure_all(*pair, [ASKED, ASKED], 2, {"max_tokens": 16}, **{of: {"policy": policy}}))
+    list(measure_all(*pair, [ASKED, ASKED], 2, {"max_tokens": 16}, **{method: {"policy": policy}}))
     _warm_up, *first = knew[:3]
     assert first == [unknown] * 2
     assert knew[3] < unknown and knew[3:] == [knew[3]] * 2  # the first prompt has taught it, once
@@ -159,12 +161,12 @@ def test_what_a_prompt_teaches_its_own_next_turn_does_not_know(of):
 def test_sampled_runs_are_plain_decodings_own():
     settings = {"max_tokens": 10, "temperature": 1.0, "seed": 3}
     pair = tinymodels.target(), tinymodels.random_drafter()
-    [one] = measure_all(*pair, [ASKED], 1, settings, trees={"tree_budget": 8})
-    assert one.differences == {"plain": None, "DFlash": None, "DDTree": None}
-    assert max(one.runs["DDTree"][0].stats.widths) == 8
+    [measured] = measure_all(*pair, [ASKED], 1, settings, trees={"tree_budget": 8})
+    assert measured.differences == {"plain": None, "DFlash": None, "DDTree": None}
+    assert max(measured.runs["DDTree"][0].stats.widths) == 8
     again = generate(pair[0], None, list(ASKED.messages), **settings)
-    assert one.runs["DFlash"][0].tokens == again.tokens
-    assert one.runs["mlx-lm"][0].tokens != tinymodels.greedy(pair[0], PROMPT, 10)
+    assert measured.runs["DFlash"][0].tokens == again.tokens
+    assert measured.runs["mlx-lm"][0].tokens != tinymodels.greedy(pair[0], PROMPT, 10)
 
 
 def test_no_prompt_is_refused_when_half_of_the_work_is_done():

@@ -38,8 +38,8 @@ class ChatServer:
     def answer(self, request):
         """What `web_server` sends."""
         if request.command == "GET":
-            found = json.dumps(self.models).encode()
-            return 200 if request.path == "/v1/models" else 404, [found], {}
+            body = json.dumps(self.models).encode()
+            return 200 if request.path == "/v1/models" else 404, [body], {}
         self.asked.append(json.loads(request.body))
         if self.status != 200 or request.path != "/v1/chat/completions":
             return self.status, [b'{"error": "too\n busy"}'], {}
@@ -141,15 +141,15 @@ def test_bench_measures_a_server(exact, chat, tmp_path):
 def test_several_clients_at_once(chat):
     """Every prompt is asked, each client asks twice, and no more ask at once than are told to."""
     prompts = [BenchPrompt("talk", ({"role": "user", "content": word},)) for word in "abc"]
-    found = measure_concurrency(
+    measured = measure_concurrency(
         ServerClient(f"{chat.url}/v1", "x"), prompts=prompts, clients=4, max_tokens=9
     )
     words = [body["messages"][0]["content"] for body in chat.asked]
     assert sorted(words) == ["a"] * 3 + ["b"] * 3 + ["c"] * 2
-    assert found["requests"] == 8 and found["tokens"] == 8 * 5
-    assert found["tokens_per_second"] == pytest.approx(40 / found["seconds"], rel=0.1)
-    assert found["first_token_seconds"]["median"] > 0
-    assert found["gap_seconds"]["p95"] >= found["gap_seconds"]["median"]
+    assert measured["requests"] == 8 and measured["tokens"] == 8 * 5
+    assert measured["tokens_per_second"] == pytest.approx(40 / measured["seconds"], rel=0.1)
+    assert measured["first_token_seconds"]["median"] > 0
+    assert measured["gap_seconds"]["p95"] >= measured["gap_seconds"]["median"]
     chat.status = 500
     with pytest.raises(ServerError, match="500"):
         measure_concurrency(
@@ -160,9 +160,9 @@ def test_several_clients_at_once(chat):
 def test_bench_shows_clients_side_by_side(chat):
     done = run("bench", "--openai", chat.url, "--concurrency", "1, 2", "--limit", "1", COLUMNS="80")
     assert done.returncode == 0, done.stderr
-    head, one, two = done.stdout.splitlines()
+    head, first, second = done.stdout.splitlines()
     assert head.split()[:3] == ["clients", "tok/s", "first"]
-    assert one.split()[0] == "1" and two.split()[0] == "2"
+    assert first.split()[0] == "1" and second.split()[0] == "2"
     done = run("bench", "--openai", chat.url, "--concurrency", "2", "--limit", "1", "--json")
     (told,) = json.loads(done.stdout)["concurrency"]
     assert told["clients"] == 2 and told["tokens"] == 5 * told["requests"]

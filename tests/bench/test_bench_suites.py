@@ -84,8 +84,8 @@ def serve(server: HubServer, name: str, folder: Path, rows: list[dict]) -> None:
     suite = SUITES[name]
     write(name, folder / suite.files[0], rows)
     for number, file in enumerate(suite.files[1:]):
-        one = [rows[0] | {"number": number}]  # the hub keeps files of the same content once
-        write(name, folder / f"more{number}" / file, one)
+        changed = [rows[0] | {"number": number}]  # the hub keeps files of the same content once
+        write(name, folder / f"more{number}" / file, changed)
         (folder / f"more{number}" / file).rename(folder / file)
     server.repositories[suite.repository] = folder
 
@@ -160,9 +160,9 @@ def test_suites_are_read_from_a_folder(tmp_path, suite, file, row):
     # A line separator inside of a text is no end of a line.
     line = json.dumps(row, ensure_ascii=False)
     (tmp_path / file).write_text(f"{line}\n\n{line}\n", encoding="utf-8")
-    found = suite_prompts(suite, Hub(offline=True), tmp_path)
-    assert len(found) == 2 and found[0].question.startswith("How\u2028many?")
-    assert found[0].then == (("And now?",) if suite == "mt-bench" else ())
+    prompts = suite_prompts(suite, Hub(offline=True), tmp_path)
+    assert len(prompts) == 2 and prompts[0].question.startswith("How\u2028many?")
+    assert prompts[0].then == (("And now?",) if suite == "mt-bench" else ())
 
 
 def test_published_files_go_first_and_missing_ones_are_named(tmp_path):
@@ -170,8 +170,8 @@ def test_published_files_go_first_and_missing_ones_are_named(tmp_path):
         local_files("livecodebench", tmp_path)
     for name in ("livecodebench.jsonl", "test.jsonl", "test3.jsonl"):
         (tmp_path / name).write_text("{}")
-    found = [path.name for path in local_files("livecodebench", tmp_path)]
-    assert found == ["test.jsonl", "test3.jsonl"]
+    names = [path.name for path in local_files("livecodebench", tmp_path)]
+    assert names == ["test.jsonl", "test3.jsonl"]
 
 
 def test_a_column_of_neither_name_is_named(tmp_path):

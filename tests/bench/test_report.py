@@ -75,7 +75,7 @@ def test_the_json_is_what_the_schema_says(folder):
     assert {"chip", "os", "blas", "mlx", "mlx-lm"} <= set(content["machine"])
     speeds = content["prompts"][0]["methods"]["DFlash"]["tokens_per_second"]
     assert len(speeds) == 2 and min(speeds) > 0
-    steps = sum(one["methods"]["DFlash"]["steps"] for one in content["prompts"])
+    steps = sum(prompt["methods"]["DFlash"]["steps"] for prompt in content["prompts"])
     accepted = methods["DFlash"]["accepted"]
     assert sum(accepted.values()) == steps
     tokens = sum(int(kept) * count for kept, count in accepted.items()) + steps
@@ -223,18 +223,18 @@ def test_means_are_those_of_answers_however_long_they_are():
         PromptRuns(prompt(0), {PLAIN: [answer(10, 1.0, 10)], "DFlash": [answer(10, 0.2, 2)]}),
         PromptRuns(prompt(1), {PLAIN: [answer(90, 3.0, 90)], "DFlash": [answer(90, 3.0, 45)]}),
     ]
-    found = figures(measured)["a"]
+    category = figures(measured)["a"]
     plain = (0.1 + 1 / 30) / 2
     drafted = (0.02 + 1 / 30) / 2
-    assert found["speedup"] == pytest.approx(plain / drafted)
-    assert found["acceptance_length"] == pytest.approx((5 + 2) / 2)
-    assert found["answers"] == 2 and found["over_mlx_lm"] is None
+    assert category["speedup"] == pytest.approx(plain / drafted)
+    assert category["acceptance_length"] == pytest.approx((5 + 2) / 2)
+    assert category["answers"] == 2 and category["over_mlx_lm"] is None
     slower = {MLX_LM: [answer(10, 2.0, 10)], "DFlash": [answer(10, 0.5, 4)]}
-    [found] = figures([PromptRuns(prompt(2, "b"), slower)]).values()
-    assert found["over_mlx_lm"] == pytest.approx(4) and found["speedup"] is None
+    [category] = figures([PromptRuns(prompt(2, "b"), slower)]).values()
+    assert category["over_mlx_lm"] == pytest.approx(4) and category["speedup"] is None
     nothing = {PLAIN: [answer(0, 0, 0)], "DFlash": [answer(0, 0, 0)]}
-    found = figures([PromptRuns(prompt(0), nothing)])["a"]
-    assert found["speedup"] is None and found["acceptance_length"] is None
+    category = figures([PromptRuns(prompt(0), nothing)])["a"]
+    assert category["speedup"] is None and category["acceptance_length"] is None
 
 
 def test_the_command_measures_by_a_protocol(tmp_path):
@@ -244,7 +244,7 @@ def test_the_command_measures_by_a_protocol(tmp_path):
     done = run(*options, "--limit", "2", "-n", "8", "--json")
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
-    found = content["protocol_figures"]["gsm8k"]
-    assert content["max_tokens"] == 8 and content["repeats"] == 1 and found["answers"] == 2
-    assert found["acceptance_length"] >= 1 and found["speedup"] > 0
+    protocol = content["protocol_figures"]["gsm8k"]
+    assert content["max_tokens"] == 8 and content["repeats"] == 1 and protocol["answers"] == 2
+    assert protocol["acceptance_length"] >= 1 and protocol["speedup"] > 0
     assert run("bench", "--suite", "gsm8k", "--data", tmp_path / "no").returncode == 1

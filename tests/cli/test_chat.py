@@ -21,7 +21,7 @@ from dflash_mlx.loop import generate, stream_generate
 from dflash_mlx.machine.blas import BlasInfo
 from dflash_mlx.settings import SETTINGS
 
-DEFAULTS = {name: one.default for name, one in SETTINGS.items()}
+DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 SUM = "What is 47 plus 38?"

@@ -55,7 +55,7 @@ def test_every_turn_sends_the_conversation(chat_with, capsys):
     shown = capsys.readouterr()
     assert shown.out == "Hello\nHello\n" and "8 tokens" in shown.err and "9 new" in shown.err
     messages, settings = server.asked[1]
-    assert [one["content"] for one in messages] == ["Be brief.", "one", "Hello", "two"]
+    assert [message["content"] for message in messages] == ["Be brief.", "one", "Hello", "two"]
     assert settings == {"temperature": 0.5, "top_p": 1.0, "top_k": 4, "seed": 7, "max_tokens": 20}
     chat.change({"temperature": 0.0, "top_k": 0})
     chat.ask("three")

@@ -91,9 +91,9 @@ def test_inspecting_a_drafter(pair):
     head = r"^head +the target's +no tensor lm_head.weight *$"
     assert re.search(head, shown.stdout, re.MULTILINE)
     printed = run("models", "--json", "--inspect", f"{folder}/config.json").stdout
-    found = {decision["field"]: decision for decision in json.loads(printed)["decisions"]}
-    assert found["target_layer_ids"]["value"] == [0, 2]
-    assert found["target_layer_ids"]["source"].endswith("target_layer_ids")
+    decisions = {decision["field"]: decision for decision in json.loads(printed)["decisions"]}
+    assert decisions["target_layer_ids"]["value"] == [0, 2]
+    assert decisions["target_layer_ids"]["source"].endswith("target_layer_ids")
     assert "DFlash2" in run("models", "--inspect", "tiny-dflash2").stdout
     elsewhere = run("models", "--inspect", "nobody/nothing")
     assert elsewhere.returncode == 1 and "dflash-mlx pull nobody/nothing" in elsewhere.stderr
@@ -260,7 +260,7 @@ def test_the_policy_can_be_switched_off_and_leaves_the_text_alone(pair):
 
 
 def test_what_has_no_effect_at_temperature_0_is_said(capsys):
-    defaults = {name: one.default for name, one in SETTINGS.items()}
+    defaults = {name: setting.default for name, setting in SETTINGS.items()}
     for quiet in ({"temperature": 0.5, "seed": 7, "top_p": 0.9}, {}, {"repetition_penalty": 1.1}):
         note_without_effect(defaults | quiet)
         assert not capsys.readouterr().err

@@ -32,10 +32,10 @@ def checks(monkeypatch):
     def look(*options: str):
         done = CliRunner().invoke(app, ["doctor", "--json", *options], prog_name="dflash-mlx")
         content = json.loads(done.stdout)
-        found = {check["name"]: check for check in content["checks"]}
+        checks = {check["name"]: check for check in content["checks"]}
         assert content["ok"] == (done.exit_code == 0)
-        assert all(check["advice"] for check in found.values() if check["status"] != "ok")
-        return done.exit_code, found
+        assert all(check["advice"] for check in checks.values() if check["status"] != "ok")
+        return done.exit_code, checks
 
     return look
 
@@ -70,8 +70,8 @@ def test_without_mlx():
     ],
 )
 def test_packages(versions, name, status, checks, monkeypatch):
-    found = doctor.installed
-    monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, found(name)))
+    installed = doctor.installed
+    monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, installed(name)))
     code, said = checks("--offline")
     assert said[name]["status"] == status and code == (status == "fail")
     assert ("chip" in said) == (status != "fail")

@@ -45,7 +45,11 @@ def test_the_report(tmp_path, monkeypatch, capsys):
         ),
     ]
     patch = monkeypatch.setattr
-    patch(Kernels, "instances", lambda kernels: [lambda of=of: of(kernels) for of in few])
+    patch(
+        Kernels,
+        "instances",
+        lambda kernels: [lambda instance=instance: instance(kernels) for instance in few],
+    )
     patch(doctor_kernels, "FAMILIES", {"qwen3": doctor_kernels.FAMILIES["qwen3"]})
     patch(doctor_kernels, "SHAPES", ((32, 64),))
     patch(doctor_kernels, "CHECK_SECONDS", 1e9)  # however slow this machine is

@@ -47,16 +47,16 @@ def run(*arguments, **environment):
 @pytest.fixture
 def server():
     """A server of ours that answers with its `statuses`, then 200; `asked` are the paths."""
-    found = SimpleNamespace(asked=[], length=None, statuses=iter(()))
+    state = SimpleNamespace(asked=[], length=None, statuses=iter(()))
 
     def answer(request):
-        found.asked.append(request.path)
-        models = [{"id": "m", "context_length": found.length}, {"id": "unloaded"}]
-        return next(found.statuses, 200), [json.dumps({"data": models}).encode()], {}
+        state.asked.append(request.path)
+        models = [{"id": "m", "context_length": state.length}, {"id": "unloaded"}]
+        return next(state.statuses, 200), [json.dumps({"data": models}).encode()], {}
 
-    with web_server(answer) as found.url:
-        found.port = found.url.rpartition(":")[2]
-        yield found
+    with web_server(answer) as state.url:
+        state.port = state.url.rpartition(":")[2]
+        yield state
 
 
 def install(folder, name, script="#!/bin/sh\nexit 7\n"):

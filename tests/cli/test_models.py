@@ -25,8 +25,8 @@ SUM = re.compile(r"^(\S+)(?: \*)? +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = +([\d.]+)(
 
 def listed(text):
     """The rows of a list: name -> GB of weights, drafter, context and all, and the rest."""
-    found = (SUM.match(line) for line in text.splitlines())
-    return {row[1]: (*map(float, row.groups()[1:5]), row[6]) for row in found if row}
+    sums = (SUM.match(line) for line in text.splitlines())
+    return {row[1]: (*map(float, row.groups()[1:5]), row[6]) for row in sums if row}
 
 
 @pytest.mark.parametrize("memory", [8, 16, 24, 64, 192, 512])
@@ -96,8 +96,8 @@ def test_this_machine_is_the_default(monkeypatch):
     unknown = run("models")
     assert "Room on this machine: 11.5 GB" in unknown.stderr and "tok/s" not in unknown.stdout
     monkeypatch.setattr(models, "_device", lambda: "Apple M4")
-    known = run("models")
-    assert known.stdout == run("models", "--chip", "M4", "--memory", "16").stdout
+    default = run("models")
+    assert default.stdout == run("models", "--chip", "M4", "--memory", "16").stdout
     other = run("models", "--memory", "16")  # another Mac, whose chip nobody named
     assert other.stdout == unknown.stdout and "Room on a Mac with 16 GB" in other.stderr
 

@@ -81,9 +81,9 @@ def test_answers_wrap_at_words(columns, size, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", output)
         writer = Writer()
-        parts = [TEXT[at : at + size] for at in range(0, len(TEXT), size)]
-        for at, part in enumerate(parts):
-            now = columns[at * len(columns) // len(parts)]
+        parts = [TEXT[start : start + size] for start in range(0, len(TEXT), size)]
+        for index, part in enumerate(parts):
+            now = columns[index * len(columns) // len(parts)]
             fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, now, 0, 0))
             writer.write([(part, False)])
     stream.feed(output.getvalue())

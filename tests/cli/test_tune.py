@@ -39,7 +39,7 @@ def test_a_busy_machine_is_told(command, load, told, pair, monkeypatch, tmp_path
 
 
 def test_a_speedup_that_cannot_be_is_marked():
-    assert [times(*one) for one in ((21.3, 14.0), (13.9, 14.0), (1.36, 1.1), (0.86, 1.0))] == [
+    assert [times(*pair) for pair in ((21.3, 14.0), (13.9, 14.0), (1.36, 1.1), (0.86, 1.0))] == [
         "21.30x?", "13.90x", "1.36x?", "0.86x",
     ]  # fmt: skip
     assert times(0.001, None) == "<0.01x"
@@ -53,8 +53,8 @@ def test_the_table_of_timings(capsys):
     whole = Timing("whole verify", {1: 1e-2, 16: 5e-2}, {1: 2e-2, 16: 3e-2})
     timings = [whole, Timing("attention", {16: 5e-3}, {16: 4e-3})]
     Console(width=100).print(_kernel_table(timings))
-    *_, one, forward = capsys.readouterr().out.splitlines()
-    assert "10/20" in one and "50/30" in one and forward.split()[-2:] == ["-", "5/4"]
+    *_, layer, forward = capsys.readouterr().out.splitlines()
+    assert "10/20" in layer and "50/30" in layer and forward.split()[-2:] == ["-", "5/4"]
 
 
 def test_what_is_fastest_is_set_before_mlx_starts(monkeypatch, tmp_path):
@@ -73,9 +73,9 @@ def test_what_is_fastest_is_set_before_mlx_starts(monkeypatch, tmp_path):
     apply_fastest(here)
     assert not here, "nothing was measured"
     assert find_fastest(["--model", "a"]) == speeds and asked == [*speeds, *speeds]
-    own = {"MLX_MAX_OPS_PER_BUFFER": "7"}
-    apply_fastest(own)
-    assert not here and own == {"MLX_MAX_OPS_PER_BUFFER": "7"}
+    environment = {"MLX_MAX_OPS_PER_BUFFER": "7"}
+    apply_fastest(environment)
+    assert not here and environment == {"MLX_MAX_OPS_PER_BUFFER": "7"}
     apply_fastest(here)
     assert here == dict.fromkeys(command_buffers.NAMES, "200")
     with monkeypatch.context() as patch:

@@ -178,7 +178,7 @@ def test_what_a_server_cannot_use_is_one_line(options, code, word, tmp_path):
 
 
 def test_a_server_without_its_extra_says_what_to_install(monkeypatch):
-    for name in [one for one in sys.modules if one.startswith("dflash_mlx.serve")]:
+    for name in [module for module in sys.modules if module.startswith("dflash_mlx.serve")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     done = invoke("serve", "--port", "0", "--model", "no such model")

@@ -38,7 +38,7 @@ def addresses(count):
     """Addresses that nobody listens on now, one for each rank, as MLX's ring wants them."""
     with ExitStack() as stack:
         taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [[f"127.0.0.1:{one.getsockname()[1]}"] for one in taken]
+        return [[f"127.0.0.1:{listener.getsockname()[1]}"] for listener in taken]
 
 
 def run_ranks(size, folder, *parts, seconds=240):
@@ -65,10 +65,10 @@ def run_ranks(size, folder, *parts, seconds=240):
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def find(found, **wanted):
+def find(records, **wanted):
     """The one object with these values."""
-    (one,) = (each for each in found if wanted.items() <= each.items())
-    return one
+    (match,) = (record for record in records if wanted.items() <= record.items())
+    return match
 
 
 # What two ranks play: the embedded pair; families by heads, recurrences, whose head is sliced, and
@@ -83,57 +83,57 @@ def played(tmp_path_factory):
 
 
 def test_texts_are_those_of_one_machine(played):
-    texts = [one for one in played if "equal" in one]
-    assert len(texts) == 4 and all(all(one["equal"]) for one in texts)
+    texts = [record for record in played if "equal" in record]
+    assert len(texts) == 4 and all(all(text["equal"]) for text in texts)
 
 
 def test_one_message_a_round(played):
     """And one for the prompt, which is short."""
-    texts = [one for one in played if one.get("what") == "text"]
-    assert texts and all(one["messages"] == one["rounds"] + 1 for one in texts)
+    texts = [record for record in played if record.get("what") == "text"]
+    assert texts and all(text["messages"] == text["rounds"] + 1 for text in texts)
 
 
 def test_prefixes_are_kept_and_let_go_by_all(played):
     """The third request begins in what the first has read; the fourth reads anew."""
-    found = find(played, what="together")
-    assert found["reused"] == [0, 0, 73, 0] and found["cancelled"] == "cancelled"
+    record = find(played, what="together")
+    assert record["reused"] == [0, 0, 73, 0] and record["cancelled"] == "cancelled"
 
 
-def all_is_well(found, size=2):
-    assert found["ranks"] == size and len(found["texts"]) >= 3
-    assert all(found["texts"].values()), json.dumps(found["texts"])
-    assert found["sums"] == found["messages"] == found["forwards"], "one message a forward"
+def all_is_well(record, size=2):
+    assert record["ranks"] == size and len(record["texts"]) >= 3
+    assert all(record["texts"].values()), json.dumps(record["texts"])
+    assert record["sums"] == record["messages"] == record["forwards"], "one message a forward"
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "kimi_k25", "qwen3_next"])
 def test_families_over_ranks(played, family):
     """A layer of a pipeline is computed by one rank as by one machine: all bits are the same."""
-    found = find(played, family=family)
-    all_is_well(found)
-    assert float(found["taps off by"]) <= (0 if family == "qwen3_next" else 1e-4)
+    record = find(played, family=family)
+    all_is_well(record)
+    assert float(record["taps off by"]) <= (0 if family == "qwen3_next" else 1e-4)
 
 
 def test_stages_that_cannot_do_the_same(played):
     """Rank 0 has attention alone, which can be cut anywhere; a recurrence elsewhere cannot."""
-    found = find(played, what="stages")
-    assert found["own"] == found["spread"] and found["own"]["can be cut"] == [False]
-    assert sum(map(bool, found["own"]["reused"])) == 4
+    record = find(played, what="stages")
+    assert record["own"] == record["spread"] and record["own"]["can be cut"] == [False]
+    assert sum(map(bool, record["own"]["reused"])) == 4
 
 
 def test_taps_are_carried_of_those_who_have_some():
     """In one array, from which requests that tap nothing have none."""
-    one = mx.arange(12.0).reshape(1, 3, 4)
+    rows = mx.arange(12.0).reshape(1, 3, 4)
     other = mx.arange(20.0, 28.0).reshape(1, 2, 4)
     answers = [
-        (mx.ones((n, 5)), tap) for n, tap in ((3, one), (2, mx.zeros((1, 2, 0))), (2, other))
+        (mx.ones((n, 5)), tap) for n, tap in ((3, rows), (2, mx.zeros((1, 2, 0))), (2, other))
     ]
     channel = Channel(mx.distributed.init(), pipeline=True)
-    found = channel.gather(answers)
-    assert [logits.shape for logits, _ in found] == [(3, 5), (2, 5), (2, 5)]
-    for (_, expected), (_, tap) in zip(answers, found, strict=True):
+    gathered = channel.gather(answers)
+    assert [logits.shape for logits, _ in gathered] == [(3, 5), (2, 5), (2, 5)]
+    for (_, expected), (_, tap) in zip(answers, gathered, strict=True):
         assert tap.shape == expected.shape and mx.array_equal(tap, expected)
-    logits, tap = channel.gather((None, one))
-    assert logits is None and mx.array_equal(tap, one)
+    logits, tap = channel.gather((None, rows))
+    assert logits is None and mx.array_equal(tap, rows)
 
 
 @pytest.mark.matrix
@@ -142,11 +142,11 @@ def test_taps_are_carried_of_those_who_have_some():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_over_ranks(family, size, by, tmp_path):
     """Waiting ranks keep a core busy, so four of them take minutes on two cores."""
-    [found] = run_ranks(size, tmp_path, f"{by}={family}", seconds=1800)
-    if "refused" in found:
-        pytest.skip(found["refused"])
-    all_is_well(found, size)
-    assert float(found["taps off by"]) < 1e-4
+    [record] = run_ranks(size, tmp_path, f"{by}={family}", seconds=1800)
+    if "refused" in record:
+        pytest.skip(record["refused"])
+    all_is_well(record, size)
+    assert float(record["taps off by"]) < 1e-4
 
 
 GROUP = SimpleNamespace(rank=lambda: 0, size=lambda: 2)

@@ -161,13 +161,13 @@ def test_a_file_of_hosts(tmp_path):
     path = tmp_path / "hosts.json"
     rdma = [(None, "rdma_en2"), ("rdma_en2", None)]
     hosts = [
-        {"ssh": name, "ips": [f"10.0.0.{at}"], "rdma": rdma[at]}
-        for at, name in enumerate(("127.0.0.1", "mac2"))
+        {"ssh": name, "ips": [f"10.0.0.{index}"], "rdma": rdma[index]}
+        for index, name in enumerate(("127.0.0.1", "mac2"))
     ]
     path.write_text(json.dumps({"envs": ["A=1=2"], "hosts": hosts}))
-    found = read_hosts(path)
-    assert found.backend == "ring" and found.environment == {"A": "1=2"}
-    first, second = found.launches()
+    parsed = read_hosts(path)
+    assert parsed.backend == "ring" and parsed.environment == {"A": "1=2"}
+    first, second = parsed.launches()
     ring = first["files"]["MLX_HOSTFILE"]
     assert [address[0].rpartition(":")[0] for address in ring] == ["10.0.0.0", "10.0.0.1"]
     assert (first["rank"], second["rank"]) == (0, 1) and second["files"] == first["files"]

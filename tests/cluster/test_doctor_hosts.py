@@ -11,7 +11,7 @@ VERSIONS = {"Python": "3.11.7", "dflash-mlx": "0.1.0", "mlx": "0.32.4", "mlx-lm"
 
 
 def hosts_file(path, backend="ring", machines=("127.0.0.1", "mac2")):
-    hosts = [{"ssh": name, "ips": [f"10.0.0.{at}"]} for at, name in enumerate(machines, 1)]
+    hosts = [{"ssh": name, "ips": [f"10.0.0.{index}"]} for index, name in enumerate(machines, 1)]
     path.write_text(json.dumps({"backend": backend, "hosts": hosts}))
     return path
 
@@ -44,7 +44,7 @@ class ScriptedRank:
         self.end = f"rank {number} ended ({code})"
 
 
-def found(rank, backends=("ring",), **versions):
+def finding(rank, backends=("ring",), **versions):
     return (rank, "found", json.dumps(VERSIONS | versions | {"backends": backends}))
 
 
@@ -60,7 +60,7 @@ def checks_of(path, monkeypatch, ranks):
 
 def test_other_versions_are_named(tmp_path, monkeypatch):
     path = hosts_file(tmp_path / "hosts.json")
-    ranks = ScriptedRanks([found(0), found(1, mlx="0.30.0", Python="3.11.8")])
+    ranks = ScriptedRanks([finding(0), finding(1, mlx="0.30.0", Python="3.11.8")])
     code, checks = checks_of(path, monkeypatch, ranks)
     assert code == 1 and checks["mlx"]["status"] == "fail"
     assert checks["mlx"]["detail"] == "0.30.0 and 0.32.4" and "mlx-lm" not in checks
@@ -69,7 +69,7 @@ def test_other_versions_are_named(tmp_path, monkeypatch):
 def test_a_backend_that_a_machine_does_not_have(tmp_path, monkeypatch):
     path = hosts_file(tmp_path / "hosts.json", "jaccl")
     lost = (1, "lost", "no jaccl.")
-    ranks = ScriptedRanks([lost, found(0, ("ring", "jaccl")), found(1)])
+    ranks = ScriptedRanks([lost, finding(0, ("ring", "jaccl")), finding(1)])
     code, checks = checks_of(path, monkeypatch, ranks)
     assert code == 1 and checks["link"]["detail"] == "no jaccl"
     assert "backends: ring, jaccl" in checks["rank 0, 127.0.0.1"]["detail"]
@@ -79,10 +79,16 @@ def test_a_backend_that_a_machine_does_not_have(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "code", "name", "detail", "advice"),
     [
-        ([found(0)], 255, "rank 1, mac2", "does not run (255)", "ssh mac2"),
-        ([found(0)], None, "rank 1, mac2", "not answered", "ssh mac2"),
-        ([found(0), found(1), (1, "lost", "it is down.")], None, "link", "it is down", "firewall"),
-        ([found(0), found(1)], None, "link", "did not meet", "firewall"),
+        ([finding(0)], 255, "rank 1, mac2", "does not run (255)", "ssh mac2"),
+        ([finding(0)], None, "rank 1, mac2", "not answered", "ssh mac2"),
+        (
+            [finding(0), finding(1), (1, "lost", "it is down.")],
+            None,
+            "link",
+            "it is down",
+            "firewall",
+        ),
+        ([finding(0), finding(1)], None, "link", "did not meet", "firewall"),
     ],
 )
 def test_what_keeps_machines_apart(words, code, name, detail, advice, tmp_path, monkeypatch):

@@ -78,8 +78,10 @@ def build(config, seed=0, parts=()):
 def make_target(config, seed=9):
     """The parts of a target that a drafter sees."""
     mx.random.seed(seed)
-    vocabulary, hidden = config["vocab_size"], config["hidden_size"]
-    embedding, head = mx.random.normal((vocabulary, hidden)), mx.random.normal((vocabulary, hidden))
+    vocabulary = config["vocab_size"]
+    hidden = config["hidden_size"]
+    embedding = mx.random.normal((vocabulary, hidden))
+    head = mx.random.normal((vocabulary, hidden))
     return SimpleNamespace(
         embed=lambda tokens: embedding[tokens],
         head=lambda hidden: hidden @ head.T,
@@ -137,11 +139,13 @@ CASES = {
 def test_equals_the_slow_drafter_in_ragged_steps(config):
     drafter = build(config)
     context = mx.random.normal((1, 40, 2 * 32))
-    cache, known = drafter.make_cache(), 0
+    cache = drafter.make_cache()
+    position = 0
     for step, rows in zip((1, 6, 0, 11, 2, 20), (6, 6, 4, 2, 6, 6), strict=True):
-        taps, known = context[:, known : known + step], known + step
+        taps = context[:, position : position + step]
+        position = position + step
         block = mx.random.normal((1, rows, 32))
-        expected = expected_hidden(drafter, context[:, :known], block)
+        expected = expected_hidden(drafter, context[:, :position], block)
         assert distance(drafter(block, taps, cache)[0], expected) < 2e-5
 
 
@@ -149,7 +153,8 @@ def test_equals_the_slow_drafter_in_ragged_steps(config):
 def test_the_selector_walks_like_the_slow_one(top):
     config = raw_config(nested={"selector_top_k": top})
     drafter = build(config)
-    target, fields = make_target(config), dataclasses.asdict(drafter.config)
+    target = make_target(config)
+    fields = dataclasses.asdict(drafter.config)
     weights = dict(tree_flatten(drafter.parameters()))
     for seed in range(20):
         mx.random.seed(seed)
@@ -179,16 +184,18 @@ def decided(folder):
     return {item.field: (item.value, item.source) for item in inspect_drafter(Path(folder))}
 
 
-@pytest.mark.parametrize("own", [(), (EMBEDDING,), (HEAD,)])
+@pytest.mark.parametrize("stored", [(), (EMBEDDING,), (HEAD,)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_its_own_embedding_and_head_are_found_in_the_checkpoint(tmp_path, own, tied):
+def test_its_own_embedding_and_head_are_found_in_the_checkpoint(tmp_path, stored, tied):
     config = raw_config(tie_word_embeddings=tied)
-    written = build(config, parts=own)
+    written = build(config, parts=stored)
     drafter = dm.load_drafter(save(tmp_path, written, config))
-    target, tokens = make_target(config), mx.array([[3, 4]])
-    brings, head = EMBEDDING in own, target.head
+    target = make_target(config)
+    tokens = mx.array([[3, 4]])
+    brings = EMBEDDING in stored
+    head = target.head
     embedding = written.embed_tokens.weight if brings else target.embed(mx.arange(67))
-    if HEAD in own:
+    if HEAD in stored:
         head = written.lm_head
     elif brings and tied:
         head = written.embed_tokens.as_linear
@@ -202,7 +209,7 @@ def test_its_own_embedding_and_head_are_found_in_the_checkpoint(tmp_path, own, t
     place = "tensor embed_tokens.weight" if brings else "no tensor embed_tokens.weight"
     assert said["embedding"] == ("its own" if brings else "the target's", place)
     borrowed = "its own embedding" if brings and tied else "the target's"
-    assert said["head"][0] == ("its own" if HEAD in own else borrowed)
+    assert said["head"][0] == ("its own" if HEAD in stored else borrowed)
 
 
 def test_tensors_that_do_not_fit_are_named(tmp_path):
@@ -232,7 +239,8 @@ def test_a_quantized_drafter_computes_what_its_rounded_weights_say(tmp_path, bit
         if "scales" in module:
             stored = module.weight, module.scales, module.biases
             rounded[f"{name}.weight"] = mx.dequantize(*stored, group_size=64, bits=bits)
-    context, block = mx.random.normal((1, 12, 256)), mx.random.normal((1, 6, 128))
+    context = mx.random.normal((1, 12, 256))
+    block = mx.random.normal((1, 6, 128))
     hidden = drafter(block, context, drafter.make_cache())[0]
     assert distance(hidden, expected_hidden(drafter, context, block, rounded)) < 1e-4
     assert distance(hidden, expected_hidden(drafter, context, block, whole)) > 1e-3
@@ -248,7 +256,8 @@ def test_a_drafter_stored_quantized_loads_as_it_is(tmp_path, bits):
     stored = config | {"quantization": {"group_size": 64, "bits": bits}}
     path = save(tmp_path / "stored", quantized, stored)
     drafter = dm.load_drafter(path)
-    context, block = mx.random.normal((1, 12, 256)), mx.random.normal((1, 6, 128))
+    context = mx.random.normal((1, 12, 256))
+    block = mx.random.normal((1, 6, 128))
     hidden = [d(block, context, d.make_cache()) for d in (quantized, drafter)]
     assert distance(*hidden) < 1e-4  # a CPU multiplies stored ones as floats
     assert decided(path)["quantization"][1] == "quantization"

@@ -64,7 +64,8 @@ class Drafting:
 
     def __init__(self, kind: str) -> None:
         mx.random.seed(4)
-        self.network, self.random = KINDS[kind](), random.Random(0)
+        self.network = KINDS[kind]()
+        self.random = random.Random(0)
         self.heads: list[tuple[int, ...]] = []  # the shapes of what the head was called with
         config = self.network.config
         self.width = len(config.target_layer_ids) * config.target_hidden_size
@@ -74,7 +75,7 @@ class Drafting:
         )
         self.target.head = self._head
         logits = self.network.logits
-        self.network.logits = lambda *of: self.heads.append(of[0].shape) or logits(*of)
+        self.network.logits = lambda *inputs: self.heads.append(inputs[0].shape) or logits(*inputs)
         self.together, self.alone = (
             [
                 self.network.start(self.target, Sampler(RequestSettings(**settings), [1, 2, 3]))
@@ -88,15 +89,15 @@ class Drafting:
 
     def extend(self) -> None:
         """Features of a few tokens for each, of none for some."""
-        for one, other in zip(self.together, self.alone, strict=True):
+        for shared, single in zip(self.together, self.alone, strict=True):
             taps = mx.random.normal((1, self.random.choice((0, 1, 4, 11)), self.width))
-            one.extend(taps)
-            other.extend(taps)
+            shared.extend(taps)
+            single.extend(taps)
 
     def check_contexts(self) -> None:
-        for one, other in zip(self.together, self.alone, strict=True):
-            assert one.position == other.position
-            for ours, theirs in zip(one.cache, other.cache, strict=True):
+        for shared, single in zip(self.together, self.alone, strict=True):
+            assert shared.position == single.position
+            for ours, theirs in zip(shared.cache, single.cache, strict=True):
                 assert all(map(same, (ours.keys, ours.values), (theirs.keys, theirs.values)))
                 assert ours.offset == theirs.offset
 
@@ -110,25 +111,28 @@ def tokens(proposal) -> list[int]:
 def test_drafts_are_those_alone(kind, trees):
     """Of any widths, one row among them, and with the text going on as it did not expect."""
     drafting = Drafting(kind)
-    rows, widths = [4, 9, 16, 2, 6] if trees else [None] * 5, [6, 2, 4, 5, 40]
+    rows = [4, 9, 16, 2, 6] if trees else [None] * 5
+    widths = [6, 2, 4, 5, 40]
     for _ in range(3):
         drafting.extend()
         anchors = [drafting.random.randrange(60) for _ in SETTINGS]
         drafting.heads.clear()
-        found = draft_batch(list(map(BlockDraft, drafting.together, anchors, widths, rows)))
+        drafts = draft_batch(list(map(BlockDraft, drafting.together, anchors, widths, rows)))
         assert len(drafting.heads) == 1, "the head is read once"
-        for at, one in enumerate(found):
-            alone = drafting.alone[at]
+        for index, proposal in enumerate(drafts):
+            alone = drafting.alone[index]
             if trees:
-                other = alone.propose_tree(anchors[at], rows[at], widths[at]).propose(rows[at])
-                one = one.propose(rows[at])
-                assert one.parents == other.parents
-                assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+                other = alone.propose_tree(anchors[index], rows[index], widths[index]).propose(
+                    rows[index]
+                )
+                proposal = proposal.propose(rows[index])
+                assert proposal.parents == other.parents
+                assert proposal.log_probs == pytest.approx(other.log_probs, abs=1e-5)
             else:
-                other = alone.propose(anchors[at], widths[at])
-                for session in (drafting.together[at], alone):
+                other = alone.propose(anchors[index], widths[index])
+                for session in (drafting.together[index], alone):
                     session.sampler.commit([3, 1])
-            assert tokens(one) == tokens(other), f"request {at}"
+            assert tokens(proposal) == tokens(other), f"request {index}"
         drafting.check_contexts()
         widths = [drafting.random.choice((2, 3, 6, 40) if trees else (1, 2, 3, 6)) for _ in widths]
         widths[drafting.random.randrange(5)] = 5
@@ -136,17 +140,18 @@ def test_drafts_are_those_alone(kind, trees):
 
 def test_who_has_no_network_of_ours_proposes_alone():
     """A drafter of somebody's own, a network's only session: each in its place."""
-    drafting, other = Drafting("dflash2"), Drafting("dspark")
+    drafting = Drafting("dflash2")
+    other = Drafting("dspark")
     drafting.extend()
-    own = SimpleNamespace(propose=lambda anchor, width: ("own", anchor, width))
+    foreign = SimpleNamespace(propose=lambda anchor, width: ("own", anchor, width))
     first, second = drafting.together[:2]
-    sessions = [own, first, other.together[0], second]
-    found = draft_batch(list(map(BlockDraft, sessions, [9, 8, 7, 6], [4] * 4)))
-    assert found[0] == ("own", 9, 4)
-    assert [tokens(found[at])[0] for at in (1, 2, 3)] == [8, 7, 6]
+    sessions = [foreign, first, other.together[0], second]
+    drafts = draft_batch(list(map(BlockDraft, sessions, [9, 8, 7, 6], [4] * 4)))
+    assert drafts[0] == ("own", 9, 4)
+    assert [tokens(drafts[index])[0] for index in (1, 2, 3)] == [8, 7, 6]
     assert len(drafting.heads) == len(other.heads) == 1
     expected = [drafting.alone[0].propose(8, 4), drafting.alone[1].propose(6, 4)]
-    assert [tokens(found[at]) for at in (1, 3)] == list(map(tokens, expected))
+    assert [tokens(drafts[index]) for index in (1, 3)] == list(map(tokens, expected))
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])
@@ -160,17 +165,17 @@ def test_an_error_of_one_is_its_own(kind):
 
     careless = RequestSettings(logits_processors=[fails])
     bad = drafting.network.start(drafting.target, Sampler(careless, [1]))
-    own = SimpleNamespace(propose=fails, propose_tree=fails)
-    sessions = [drafting.together[0], bad, own, drafting.together[2]]
+    failing = SimpleNamespace(propose=fails, propose_tree=fails)
+    sessions = [drafting.together[0], bad, failing, drafting.together[2]]
     guard = suppress(ZeroDivisionError)
     for round_ in range(2):
-        found = draft_batch([BlockDraft(one, 7, 5, None, guard) for one in sessions])
-        assert found[1] is found[2] is None
-        for at, twin in ((0, 0), (3, 2)):
-            assert tokens(found[at]) == tokens(drafting.alone[twin].propose(7, 5))
-        trees = draft_batch([BlockDraft(one, 7, 5, 6, guard) for one in sessions])
+        drafts = draft_batch([BlockDraft(session, 7, 5, None, guard) for session in sessions])
+        assert drafts[1] is drafts[2] is None
+        for index, twin in ((0, 0), (3, 2)):
+            assert tokens(drafts[index]) == tokens(drafting.alone[twin].propose(7, 5))
+        trees = draft_batch([BlockDraft(session, 7, 5, 6, guard) for session in sessions])
         assert trees[1] is trees[2] is None and trees[0] and trees[3], round_
         for twin in (0, 2):
             drafting.alone[twin].propose_tree(7, 6, 5)
     with pytest.raises(ZeroDivisionError):
-        draft_batch([BlockDraft(one, 7, 5) for one in sessions])
+        draft_batch([BlockDraft(session, 7, 5) for session in sessions])

@@ -33,7 +33,8 @@ def test_every_draft_is_the_models_own_text(family) -> None:
     model = tinymodels.target(family, **CACHES[family])
     draws = random.Random(0)
     session = DraftModel(model).start(tinymodels.target("llama"), Sampler())
-    text, new = list(PROMPT), list(PROMPT)
+    text = list(PROMPT)
+    new = list(PROMPT)
     for width in (5, 2, 1, 1, 7, 4, 3, 6, 1, 5, 8):
         feed(session, new)
         anchor = draws.randrange(100)
@@ -100,8 +101,10 @@ def test_another_vocabulary_is_refused_and_padding_is_not(tmp_path) -> None:
 def test_vocabularies_are_compared_once(monkeypatch) -> None:
     """They may have hundreds of thousands of tokens, and every request begins a session."""
     asked = []
-    own = draft_model._vocabulary
-    monkeypatch.setattr(draft_model, "_vocabulary", lambda model: asked.append(model) or own(model))
+    read_vocabulary = draft_model._vocabulary
+    monkeypatch.setattr(
+        draft_model, "_vocabulary", lambda model: asked.append(model) or read_vocabulary(model)
+    )
     target, other = (
         families.target_of(families.random_model("qwen3", seed), "qwen3") for seed in (0, 1)
     )

@@ -35,7 +35,8 @@ def table(slots: int, befores: int, count: int, spread: float, seed: int) -> np.
 
 def probability(log_probs: np.ndarray, path: Path) -> float:
     """Of a path, by the definition."""
-    total, before = 0.0, 0
+    total = 0.0
+    before = 0
     for slot, pick in enumerate(path):
         total += log_probs[slot, before if log_probs.shape[1] > 1 else 0, pick]
         before = pick
@@ -57,10 +58,10 @@ def trees(slots: int, count: int, nodes: int) -> Iterator[frozenset[Path]]:
 
 def paths(tree) -> list[Path]:
     """The path of every row but the root."""
-    found: list[Path] = [()]
+    all_paths: list[Path] = [()]
     for parent, pick in zip(tree.parents[1:], tree.picks[1:], strict=True):
-        found.append((*found[parent], pick))
-    return found[1:]
+        all_paths.append((*all_paths[parent], pick))
+    return all_paths[1:]
 
 
 @settings(max_examples=60, deadline=None)
@@ -120,7 +121,7 @@ def test_a_proposal_names_the_tokens_on_every_path():
         assert len(proposal) == rows and proposal.tokens[0] == ANCHOR
         for row in range(1, rows):
             path = proposal.paths()[row]
-            picks = tuple(proposal.tokens[at] - 10 * proposal.depths[at] for at in path)
+            picks = tuple(proposal.tokens[place] - 10 * proposal.depths[place] for place in path)
             assert picks == paths(tree._tree)[row - 1]
     chain = tree.propose_chain(3)
     assert chain.is_chain and chain.tokens[1:] == [
@@ -162,7 +163,7 @@ def test_the_tree_of_a_network(temperature):
     _, log_q = block_log_q(drafter, temperature)
     if temperature:  # every token is a candidate
         noise = np.array(
-            gumbel([(0, len(PROMPT) + at) for at in range(5)], log_q.shape[1]), np.float64
+            gumbel([(0, len(PROMPT) + index) for index in range(5)], log_q.shape[1]), np.float64
         )
         log_q = log_softmax(log_q + noise / DRAFT_SCALE)
     whole = best_first(log_q[:, None], 24)

@@ -44,8 +44,8 @@ def test_early_specforge_files_prefix_their_heads(tmp_path):
     drafter = build(config, ())
     stored = tensors(drafter, lambda name: name.replace("markov_head", "logit_head.markov_head"))
     stored["logit_head.confidence_head.proj.weight"] = mx.zeros((1, 40))
-    found = tensors(read_drafter(Folder(save(tmp_path, config, stored))))
-    assert found.keys() == tensors(drafter).keys()
+    loaded = tensors(read_drafter(Folder(save(tmp_path, config, stored))))
+    assert loaded.keys() == tensors(drafter).keys()
 
 
 def test_inspecting_shows_masks_and_unused_keys(tmp_path):

@@ -16,7 +16,9 @@ from dflash_mlx.drafter.networks import ADAPTER, EMBEDDING, HEAD, MASK
 from dflash_mlx.sampling import Sampler
 from dflash_mlx.settings import RequestSettings
 
-VOCABULARY, DRAFTED, CONTEXT = SHAPE["vocab_size"], 23, 40
+VOCABULARY = SHAPE["vocab_size"]
+DRAFTED = 23
+CONTEXT = 40
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
 
@@ -86,11 +88,13 @@ def test_against_the_slow_reference(fields):
     drafter = build(raw_config(**fields))
     config = drafter.config
     taps = mx.random.normal((1, CONTEXT, len(config.target_layer_ids) * config.hidden_size))
-    cache, fed = drafter.make_cache(), 0
+    cache = drafter.make_cache()
+    fed = 0
     for upto, anchor in [(0, 5), (1, 9), (20, 60), (CONTEXT, 11)]:
         rows = config.block_size
         block = drafter.embed(mx.array([[anchor, *[2] * (rows - 1)]]), None)
-        hidden, fed = drafter(block, taps[:, fed:upto], cache), upto
+        hidden = drafter(block, taps[:, fed:upto], cache)
+        fed = upto
         raw, weights, whole, drafting = expected(drafter, taps[:, :upto], anchor, rows)
         assert distance(hidden[0], whole) < 1e-4
         logits = drafter.logits(hidden, None)[0, config.first_row :]
@@ -110,19 +114,20 @@ def test_against_the_slow_reference(fields):
 def test_requests_are_walked_together_as_they_are_alone(kind):
     """With the noise of the target's choices in the scores, as drafts above temperature 0 have."""
     drafter = build(raw_config(markov_head_type=kind, draft_vocab_size=DRAFTED))
-    hidden, anchor = mx.random.normal((5, 32)), mx.array(7)
+    hidden = mx.random.normal((5, 32))
+    anchor = mx.array(7)
     logits = drafter.logits(hidden[None], None)[0]
     noise = mx.random.gumbel((5, VOCABULARY))
     temperatures = [0.4, 0.8, 2.0]
     scores = [drafter.to_full_vocab(logits / t) + noise for t in temperatures]
     pairs = zip(scores, temperatures, strict=True)
-    together = drafter.choose([DraftScores(one, 1 / t, hidden, anchor) for one, t in pairs])
+    together = drafter.choose([DraftScores(row, 1 / t, hidden, anchor) for row, t in pairs])
     weights = {name: np.array(value) for name, value in tree_flatten(drafter.parameters())}
     config = dataclasses.asdict(drafter.config)
     for t, tokens in zip(temperatures, together, strict=True):
-        known = np.array(drafter.to_draft_vocab(noise))
+        draft_noise = np.array(drafter.to_draft_vocab(noise))
         alone = reference.markov_walk(
-            config, weights, np.array(hidden), np.array(logits), 7, known, t
+            config, weights, np.array(hidden), np.array(logits), 7, draft_noise, t
         )
         assert tokens.tolist() == alone[0]
 

@@ -37,11 +37,14 @@ class Oracle:
             name.removeprefix("model.").replace("midlayer.", "layers.0."): np.asarray(value)
             for name, value in weights.items()
         }
-        self.c, self.heads = config, config["num_attention_heads"]
-        self.kv, self.dim = config["num_key_value_heads"], config["head_dim"]
+        self.c = config
+        self.heads = config["num_attention_heads"]
+        self.kv = config["num_key_value_heads"]
+        self.dim = config["head_dim"]
         exponents = np.arange(0, self.dim, 2, dtype=F) / self.dim
         self.inv_freq = (1.0 / config["rope_theta"] ** exponents).astype(F)
-        self.window, self.depth = config.get("sliding_window"), config["num_hidden_layers"]
+        self.window = config.get("sliding_window")
+        self.depth = config["num_hidden_layers"]
         self.cache = [(np.zeros((0, self.kv, self.dim), F),) * 2 for _ in range(self.depth)]
 
     def linear(self, x, name):
@@ -65,13 +68,17 @@ class Oracle:
         k = self.linear(x, p + "k_proj").reshape(len(x), self.kv, self.dim)
         v = self.linear(x, p + "v_proj").reshape(len(x), self.kv, self.dim)
         if p + "q_norm.weight" in self.w:
-            q, k = self.norm(q, p + "q_norm"), self.norm(k, p + "k_norm")
-        q, k = rotate(q, positions, self.inv_freq), rotate(k, positions, self.inv_freq)
+            q = self.norm(q, p + "q_norm")
+            k = self.norm(k, p + "k_norm")
+        q = rotate(q, positions, self.inv_freq)
+        k = rotate(k, positions, self.inv_freq)
         keys, values = self.cache[layer]
         first = len(keys)
-        keys, values = np.concatenate([keys, k]), np.concatenate([values, v])
+        keys = np.concatenate([keys, k])
+        values = np.concatenate([values, v])
         self.cache[layer] = (keys, values)
-        row, col = np.arange(len(x))[:, None] + first, np.arange(len(keys))[None]
+        row = np.arange(len(x))[:, None] + first
+        col = np.arange(len(keys))[None]
         seen = (col <= row) & ((row - col < self.window) if self.window else True)
         out = attend(q, keys, values, seen, self.dim**-0.5)
         return self.linear(out, p + "o_proj")
@@ -104,27 +111,32 @@ class Oracle:
 
     def draft(self, count):
         """Target ids [count] and logits [count, DV] of a greedy chain; the cache stays as it is."""
-        kept, hidden, ids, logits = list(self.cache), self.last, [], []
+        kept = list(self.cache)
+        hidden = self.last
+        ids = []
+        logits = []
         for slot in range(count):
             logits.append(self.linear(self.norm(hidden, "norm"), "lm_head")[0])
             best = int(logits[-1].argmax())
             ids.append(best + int(self.w["d2t"][best]) if "d2t" in self.w else best)
             if slot + 1 < count:
-                own = self.norm(hidden, "norm") if self.c.get("norm_output") else hidden
-                hidden = self.rows(own, ids[-1:])
+                hidden_rows = self.norm(hidden, "norm") if self.c.get("norm_output") else hidden
+                hidden = self.rows(hidden_rows, ids[-1:])
         self.cache = kept
         return ids, np.stack(logits)
 
 
 def random_weights(kind, config, seed):
     """Tensors by their published names, whose shapes `data/eagle3_heads.json` has by kind."""
-    rng, w = np.random.default_rng(seed), {}
+    rng = np.random.default_rng(seed)
+    w = {}
     for name, shape in SHAPES[kind].items():
         noise = rng.standard_normal(shape)
         scale = 4 if "embed" in name else 1
         value = noise * scale / np.sqrt(shape[-1]) if len(shape) > 1 else 1 + 0.2 * noise
         w[name] = value.astype(F)
-    vocabulary, drafted = config["vocab_size"], config["draft_vocab_size"]
+    vocabulary = config["vocab_size"]
+    drafted = config["draft_vocab_size"]
     if drafted < vocabulary:
         ids = np.sort(rng.choice(vocabulary, drafted, replace=False))
         w |= {"d2t": ids - np.arange(drafted), "t2d": np.isin(np.arange(vocabulary), ids)}
@@ -193,19 +205,22 @@ def load(folder, kind):
 def run(drafter, kind):
     """Ragged steps with rejected rows -> (drafts, logits) of every step, ours and the oracle's."""
     _, flat, weights = published(kind)
-    oracle, rng = Oracle(weights, flat), np.random.default_rng(1)
+    oracle = Oracle(weights, flat)
+    rng = np.random.default_rng(1)
     sampler = RecordingSampler()
     session = StepwiseSession(drafter, SimpleNamespace(), sampler)
     width = 3 * flat.get("target_hidden_size", flat["hidden_size"])
-    ours, theirs, anchor = [], [], None
+    ours = []
+    theirs = []
+    anchor = None
     for drafts, kept in STEPS:
         rows = rng.standard_normal((max(kept) + 2, width)).astype(np.float32)
         tokens = rng.integers(0, 64, len(kept) + 1).tolist()
         tokens[0] = tokens[0] if anchor is None else anchor
         anchor = tokens[-1]
         session.extend(mx.array(rows)[None], kept, tokens[:-1])
-        found = session.propose(anchor, drafts + 1).tokens.tolist()
-        ours.append((found[1:], np.stack(sampler.seen)))
+        drafted = session.propose(anchor, drafts + 1).tokens.tolist()
+        ours.append((drafted[1:], np.stack(sampler.seen)))
         oracle.extend(tokens[1:], rows[kept])
         theirs.append(oracle.draft(drafts))
     return ours, theirs

@@ -57,18 +57,24 @@ class Oracle:
         *,
         swapped: bool = False,  # a planted mistake: [hidden, embedding]
     ) -> None:
-        self.w, self.config, self.embedding, self.swapped = weights, config, embedding, swapped
-        self.text, self.eps = config["text_config"], config["text_config"].get("rms_norm_eps", 1e-6)
+        self.w = weights
+        self.config = config
+        self.embedding = embedding
+        self.swapped = swapped
+        self.text = config["text_config"]
+        self.eps = config["text_config"].get("rms_norm_eps", 1e-6)
 
     def norm(self, name, x):
         return rms(x, self.w[f"{name}.weight"], self.eps)
 
-    def layer(self, at, x, shared, position):
-        name, kind = f"model.layers.{at}.", self.text["layer_types"][at]
+    def layer(self, index, x, shared, position):
+        name = f"model.layers.{index}."
+        kind = self.text["layer_types"][index]
         keys, values = shared[kind]
         if kind == "sliding_attention":
             keys, values = (each[:, -self.text["sliding_window"] :] for each in (keys, values))
-        heads, (theta, share) = self.text["num_attention_heads"], ROPE[kind]
+        heads = self.text["num_attention_heads"]
+        (theta, share) = ROPE[kind]
         queries = self.w[f"{name}self_attn.q_proj.weight"] @ self.norm(f"{name}input_layernorm", x)
         queries = self.norm(f"{name}self_attn.q_norm", queries.reshape(1, heads, -1))
         half = queries.shape[-1] // 2
@@ -81,7 +87,9 @@ class Oracle:
         out = self.w[f"{name}self_attn.o_proj.weight"] @ out
         x = x + self.norm(f"{name}post_attention_layernorm", out)
         out = self.norm(f"{name}pre_feedforward_layernorm", x)
-        gate, up, down = (self.w[f"{name}mlp.{one}_proj.weight"] for one in ("gate", "up", "down"))
+        gate, up, down = (
+            self.w[f"{name}mlp.{part}_proj.weight"] for part in ("gate", "up", "down")
+        )
         out = down @ (gelu(gate @ out) * (up @ out))
         x = x + self.norm(f"{name}post_feedforward_layernorm", out)
         return x * self.w[f"{name}layer_scalar"]
@@ -106,13 +114,14 @@ class Oracle:
         position: int,
     ) -> tuple[list[int], np.ndarray]:
         """Greedy drafts and their logits [count, V]; keys and values are [KV, S, dim] by kind."""
-        drafts, rows = [anchor], []
+        drafts = [anchor]
+        rows = []
         for _ in range(count):
             embedded = self.embedding[drafts[-1]] * F(self.config["backbone_hidden_size"] ** 0.5)
             both = [hidden, embedded] if self.swapped else [embedded, hidden]
             x = self.w["pre_projection.weight"] @ np.concatenate(both)
-            for at in range(len(self.text["layer_types"])):
-                x = self.layer(at, x, shared, position)
+            for index in range(len(self.text["layer_types"])):
+                x = self.layer(index, x, shared, position)
             x = self.norm("model.norm", x)
             hidden = self.w["post_projection.weight"] @ x
             rows.append(self.logits(x))
@@ -123,15 +132,16 @@ class Oracle:
 def read(target, tokens):
     """The hidden state, keys and values after these tokens, from mlx-lm's forward and its cache."""
     model = target.model.language_model
-    caches, kinds = model.make_cache(), model.args.layer_types
+    caches = model.make_cache()
+    kinds = model.args.layer_types
     hidden = model.model(mx.array([tokens]), cache=caches)[:, -1:]
     kept = {}
-    for kind, at in {kind: at for at, kind in enumerate(kinds[: len(caches)])}.items():
-        rows = caches[at].keys, caches[at].values
+    for kind, last in {kind: index for index, kind in enumerate(kinds[: len(caches)])}.items():
+        rows = caches[last].keys, caches[last].values
         if kind == "full_attention":
             kept[kind] = tuple(x[:, :, : len(tokens)] for x in rows)
         else:
-            kept[kind] = tuple(caches[at]._temporal_order(x)[:, :, -32:] for x in rows)
+            kept[kind] = tuple(caches[last]._temporal_order(x)[:, :, -32:] for x in rows)
     return hidden, kept
 
 
@@ -141,7 +151,8 @@ PAIRS = [("gemma4_dense", {}), ("gemma4_E4B-like", ORDERED)]  # as they are publ
 def steps(target, assistant, count):
     """Drafts and logits after a prompt beyond the window, and after steps that kept some rows."""
     prompt = random_prompt(40, 2)
-    session, drafting = target.start(assistant.tap_layers), assistant.start(target)
+    session = target.start(assistant.tap_layers)
+    drafting = assistant.start(target)
     for _, taps in session.prefill(prompt[:-1]):
         done = drafting.position
         drafting.extend(taps, tokens=prompt[done : done + taps.shape[1]])
@@ -170,24 +181,25 @@ def oracles(target, assistant, changes, text, shift=0, **mistake):
 def test_logits_are_the_oracles(name, changes):
     target, assistant = pair(name, **changes)
     for text, drafts, logits in steps(target, assistant, 5):
-        found, expected = oracles(target, assistant, changes, text)
-        assert drafts == found and logits.dtype == np.float32
+        actual, expected = oracles(target, assistant, changes, text)
+        assert drafts == actual and logits.dtype == np.float32
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("mistake", [{"swapped": True}, {"shift": 1}])
 def test_a_mistake_would_change_the_drafts(mistake):
     target, assistant = pair("gemma4_dense")
-    found = list(steps(target, assistant, 5))
-    wrong = [oracles(target, assistant, {}, text, **mistake)[0] for text, *_ in found]
-    assert wrong != [drafts for _, drafts, _ in found]
+    actual = list(steps(target, assistant, 5))
+    wrong = [oracles(target, assistant, {}, text, **mistake)[0] for text, *_ in actual]
+    assert wrong != [drafts for _, drafts, _ in actual]
 
 
 def test_a_draft_is_made_while_another_thread_verifies_a_tree():
     """It calls the target's layers, which turn the other thread's rows by their depths."""
     target, assistant = pair("gemma4_dense")
     prompt = random_prompt(40, 2)
-    inside, leave = Event(), Event()
+    inside = Event()
+    leave = Event()
     sessions = [assistant.start(target), assistant.start(target)]
     for _, taps in target.start(assistant.tap_layers).prefill(prompt[:-1]):
         for session in sessions:
@@ -195,11 +207,11 @@ def test_a_draft_is_made_while_another_thread_verifies_a_tree():
             session.extend(taps, tokens=prompt[start : start + taps.shape[1]])
     expected = sessions[0].draft(prompt[-1], 6).tokens.tolist()
 
-    def waiting(own):
+    def waiting(call_original):
         def call(layer, *args, **settings):
             inside.set()
             leave.wait(60)
-            return own(layer, *args, **settings)
+            return call_original(layer, *args, **settings)
 
         return call
 
@@ -221,8 +233,8 @@ def test_files_are_read_by_their_published_names(tmp_path):
     file = str(tmp_path / "model.safetensors")
     mx.save_safetensors(file, weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     source = DraftSource.of("assistant", Folder(tmp_path), target.config)
-    found = open_drafter(source, target, None, None)
-    assert dict(tree_flatten(found.parameters())).keys() == weights.keys()
+    drafter = open_drafter(source, target, None, None)
+    assert dict(tree_flatten(drafter.parameters())).keys() == weights.keys()
     del weights["post_projection.weight"]
     mx.save_safetensors(file, weights)
     source = DraftSource.of("assistant", Folder(tmp_path), target.config)
@@ -238,10 +250,8 @@ def test_files_are_read_by_their_published_names(tmp_path):
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_layer_is_the_targets_full_attention_layer(shared):
     _, drafter = gemma4(**DSPARK, attention_k_eq_v=shared)
-    ours, config = (
-        drafter.layers[1],
-        {**GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-    )
+    ours = drafter.layers[1]
+    config = {**GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
     arguments = gemma4_text.ModelArgs.from_dict(config | {"attention_k_eq_v": shared})
     theirs = gemma4_text.DecoderLayer(arguments, 1)
     theirs.load_weights(tree_flatten(ours.parameters()), strict=False)
@@ -252,10 +262,10 @@ def test_a_layer_is_the_targets_full_attention_layer(shared):
     expected = theirs(x, mask=create_attention_mask(x, None), cache=KVCache())[0]
     attention = ours.self_attn
     attention.causal = True
-    found = ours(
+    output = ours(
         x, lambda h: attention.attend(attention.queries(h, 0), *attention.keys_values(h, 0))
     )
-    assert mx.abs(found - expected).max() < 1e-5
+    assert mx.abs(output - expected).max() < 1e-5
 
 
 def test_copies_of_the_targets_scaled_embedding_are_dropped():

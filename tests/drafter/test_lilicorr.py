@@ -35,7 +35,8 @@ PAIRS = [
 
 def test_the_heads_scores_are_the_frozen_ones_of_nvidias_reference():
     config = DraftConfig.from_dict(LILICORR)
-    head, weights = LatticeHead(config), []
+    head = LatticeHead(config)
+    weights = []
     for name, value in tree_flatten(head.parameters()):
         theirs = name
         for drawn, published in NAMED.items():
@@ -47,10 +48,11 @@ def test_the_heads_scores_are_the_frozen_ones_of_nvidias_reference():
     embeddings = mx.linspace(-1.2, 1.3, 512).reshape(16, 32)
     ids = mx.array([[2, 5, 9], [6, 3, 1], [4, 7, 8]])
     log_probs = mx.array([[-0.4, -1.5, -3.0], [-0.6, -1.7, -2.7], [-0.2, -2.1, -3.4]])
-    hidden, newest = mx.linspace(-0.7, 0.9, 96).reshape(3, 32), mx.linspace(-0.5, 0.4, 32)
-    found = np.array(head.pairs(embeddings[ids], log_probs, hidden, newest))
-    assert np.abs(found[0] - np.array(START)).max() < 2e-5  # one row for each predecessor
-    assert np.abs(found[1:] - np.array(PAIRS)).max() < 2e-5
+    hidden = mx.linspace(-0.7, 0.9, 96).reshape(3, 32)
+    newest = mx.linspace(-0.5, 0.4, 32)
+    scores = np.array(head.pairs(embeddings[ids], log_probs, hidden, newest))
+    assert np.abs(scores[0] - np.array(START)).max() < 2e-5  # one row for each predecessor
+    assert np.abs(scores[1:] - np.array(PAIRS)).max() < 2e-5
 
 
 def test_files_are_read_by_their_published_names(tmp_path):
@@ -59,9 +61,9 @@ def test_files_are_read_by_their_published_names(tmp_path):
     weights = dict(tree_flatten(drafter.parameters()))
     stored = {f"model.{name}": value for name, value in weights.items()}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), stored)
-    found = dict(tree_flatten(read_drafter(Folder(tmp_path)).parameters()))
-    assert found.keys() == weights.keys()
-    assert all(mx.array_equal(found[name], value) for name, value in weights.items())
+    loaded = dict(tree_flatten(read_drafter(Folder(tmp_path)).parameters()))
+    assert loaded.keys() == weights.keys()
+    assert all(mx.array_equal(loaded[name], value) for name, value in weights.items())
 
 
 def test_drafts_read_the_newest_feature_also_when_none_waits():
@@ -71,12 +73,12 @@ def test_drafts_read_the_newest_feature_also_when_none_waits():
     drafts = []
     for read in (False, True):
         sessions = [drafter.start(target) for _ in range(2)]
-        for session, own in zip(sessions, taps, strict=True):
-            session.extend(own)
+        for session, features in zip(sessions, taps, strict=True):
+            session.extend(features)
             if read:
                 session.rows(0, 6)
         both = draft_batch([BlockDraft(session, 3, 4) for session in sessions])
-        drafts.append([one.tokens.tolist() for one in both])
+        drafts.append([proposal.tokens.tolist() for proposal in both])
     alone = drafter.start(target)
     alone.extend(taps[0])
     assert drafts[0] == drafts[1] and drafts[0][0] == alone.propose(3, 4).tokens.tolist()

@@ -43,17 +43,20 @@ class Steps:
 
     def __init__(self, family: str) -> None:
         target, drafter = pair(family)
-        self.target, self.norm, self.draws = target, target.parts.norm, random.Random(0)
-        self.session, self.reads = (
-            drafter.start(target, Sampler()),
-            target.start(drafter.tap_layers),
-        )
-        self.drafter, self.text, self.fed = drafter, list(PROMPT), 0
+        self.target = target
+        self.norm = target.parts.norm
+        self.draws = random.Random(0)
+        self.session = drafter.start(target, Sampler())
+        self.reads = target.start(drafter.tap_layers)
+        self.drafter = drafter
+        self.text = list(PROMPT)
+        self.fed = 0
         self.features: list[np.ndarray] = []
 
     def propose(self, width: int) -> tuple[list[int], np.ndarray, list[int]]:
         """Our drafts; the new features, and the tokens after them."""
-        done, text = self.reads.position, self.text
+        done = self.reads.position
+        text = self.text
         for _, taps in self.reads.prefill(text[done:]):
             tokens = text[done : done + taps.shape[1]]
             self.session.extend(taps, tokens=tokens)
@@ -64,21 +67,23 @@ class Steps:
         drafts = drafts if isinstance(drafts, list) else drafts.tolist()
         new = np.concatenate(self.features), [*text, anchor][self.fed + 1 :]
         if width > 1:
-            self.features, self.fed = [], len(text)
+            self.features = []
+            self.fed = len(text)
         self.text += drafts[: self.draws.randint(1, width)]
         return drafts[1:], *new
 
 
 @pytest.mark.parametrize("family", KNOWN)
 def test_drafts_are_the_oracles(family, monkeypatch) -> None:
-    steps, oracle = Steps(family), oracle_of(family)
+    steps = Steps(family)
+    oracle = oracle_of(family)
     seen: list[np.ndarray] = []
-    own = type(steps.drafter).logits
+    original_logits = type(steps.drafter).logits
 
     def logits(head, hidden, target):
-        found = own(head, hidden, target)
-        seen.append(np.array(found[0]))
-        return found
+        result = original_logits(head, hidden, target)
+        seen.append(np.array(result[0]))
+        return result
 
     monkeypatch.setattr(type(steps.drafter), "logits", logits)
     for width in (SLOTS, 2, 1, 4, SLOTS):
@@ -95,7 +100,7 @@ def test_a_target_with_a_head_needs_no_other_drafter(tmp_path) -> None:
     target, drafter = load(str(folder))
     assert drafter.label == "MTP+lookup"
     assert 0 < drafter.slot_cost(target) < 1
-    assert [one.value for one in inspect_drafter(folder)][
+    assert [decision.value for decision in inspect_drafter(folder)][
         -1
     ] == f"{len(head_weights('glm4_moe'))} tensors"
     _, four = load(str(folder), draft="mtp", draft_bits=4)
@@ -112,7 +117,7 @@ def test_a_head_that_is_stored_quantized_loads_as_it_is(mode, tmp_path) -> None:
     name = next(name for name in stored if name.endswith("eh_proj.weight"))
     parts = mx.quantize(stored.pop(name), group_size=32, bits=4, mode=mode)
     names = (name.replace("weight", part) for part in ("weight", "scales", "biases"))
-    stored = {one: mx.array(value) for one, value in stored.items()}  # read, before it is written
+    stored = {key: mx.array(value) for key, value in stored.items()}  # read, before it is written
     stored |= dict(zip(names, parts, strict=False))
     mx.save_safetensors(str(file), stored)
     _, head = load(str(folder), draft="mtp")
@@ -135,7 +140,8 @@ def test_a_head_that_mlx_vlm_split_off_is_the_head(family, mode, tmp_path) -> No
     folder, _ = save_pair(tmp_path / "pair", family)
     _, head = load(str(folder), draft="mtp")
     theirs = {ours: name for name, ours in LAYOUTS[family].names.items()}
-    expected, stored = {}, {}
+    expected = {}
+    stored = {}
     for name, value in tree_flatten(head.parameters()):
         start = next(start for start in theirs if name.startswith(start))
         name = theirs[start] + name.removeprefix(start)

@@ -48,16 +48,16 @@ def value(config, name):
         return head if config.kind == "dspark" else None
     if name == "eagle":
         return {norm: getattr(config, norm) for norm in EAGLE_NORMS}
-    found = getattr(config, "target_layer_ids" if name == "taps" else name)
-    return list(found) if isinstance(found, tuple) else found
+    field = getattr(config, "target_layer_ids" if name == "taps" else name)
+    return list(field) if isinstance(field, tuple) else field
 
 
 @pytest.mark.parametrize("entry", LOADED, ids=named)
 def test_a_published_config_resolves(entry):
     config = DraftConfig.from_dict(entry["config"])
-    found = {name: value(config, name) for name in entry["expect"]}
+    resolved = {name: value(config, name) for name in entry["expect"]}
     amplitude = entry["expect"]["rope_amplitude"]
-    assert found == entry["expect"] | {"rope_amplitude": pytest.approx(amplitude, abs=1e-8)}
+    assert resolved == entry["expect"] | {"rope_amplitude": pytest.approx(amplitude, abs=1e-8)}
 
 
 @pytest.mark.parametrize("entry", REFUSED, ids=named)

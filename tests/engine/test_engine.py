@@ -111,14 +111,16 @@ def nan(tokens: mx.array, logits: mx.array) -> mx.array:
     return logits * mx.nan
 
 
-TOO_WIDE, BRANCHES = small_prompt(9, 77), small_prompt(9, 78)
+TOO_WIDE = small_prompt(9, 77)
+BRANCHES = small_prompt(9, 78)
 
 
 class Wrong:
     """Proposes more rows than it is asked for after one prompt, and a tree after another."""
 
     def __init__(self, drafter: Any) -> None:
-        self.drafter, self.tap_layers = drafter, drafter.tap_layers
+        self.drafter = drafter
+        self.tap_layers = drafter.tap_layers
 
     def start(self, target, sampler):
         session = self.drafter.start(target, sampler)
@@ -170,7 +172,9 @@ class Breaking(SharedBatch):
         self, target: dm.Target, error: Exception, fails: Callable[[list[list[int]]], bool]
     ) -> None:
         super().__init__(target, None)
-        self.error, self.fails, self.broken = error, fails, 0
+        self.error = error
+        self.fails = fails
+        self.broken = 0
 
     def verify(self, turns, tokens=None):
         answers = super().verify(turns, tokens)
@@ -214,10 +218,11 @@ def test_a_forward_of_many_without_memory_fails_nobody(crowd):
 
 def test_memory_that_runs_out_as_a_shared_step_starts_fails_nobody(crowd, monkeypatch):
     """MLX allocates when it starts to compute, not only where a step waits."""
-    own, breaks = mx.async_eval, iter([False, True, True, False, True] + [False] * 10**4)
+    async_eval = mx.async_eval
+    breaks = iter([False, True, True, False, True] + [False] * 10**4)
 
     def full(*arrays: object) -> None:
-        monkeypatch.setattr(mx, "async_eval", own)
+        monkeypatch.setattr(mx, "async_eval", async_eval)
         raise RuntimeError("[metal::malloc] Unable to allocate 4096 bytes.")
 
     class Full(SharedBatch):
@@ -254,17 +259,19 @@ def test_a_request_that_joins_pipelined_steps_breaks_no_forward(crowd):
             return logits, taps
 
     played = SteppedEngine(crowd.target, None, Counting(crowd.target, None))
-    plain = [at for at, (_, ways) in enumerate(crowd.requests) if "presence_penalty" not in ways]
+    plain = [
+        index for index, (_, ways) in enumerate(crowd.requests) if "presence_penalty" not in ways
+    ]
     jobs = []
-    for at in plain:
-        prompt, ways = crowd.requests[at]
+    for number in plain:
+        prompt, ways = crowd.requests[number]
         jobs.append(played.submit(prompt, **ways))
         for _ in range(4):
             played.scheduler.step()
     assert not any(job.done for job in jobs)
     assert rows[-1] == (len(plain), len(plain))
     played.run()
-    assert [job.result().tokens for job in jobs] == [crowd.alone[at] for at in plain]
+    assert [job.result().tokens for job in jobs] == [crowd.alone[number] for number in plain]
 
 
 def test_prompts_end_in_one_forward(crowd):
@@ -313,7 +320,9 @@ def test_room_for_two_is_enough_for_all(crowd):
     drafter = random_drafter()
     size = 2 * (crowd.target.cache_bytes(256) + cache_bytes(drafter, crowd.target, 256))
     played = SteppedEngine(crowd.target, drafter, SharedBatch(crowd.target, None), memory=size)
-    jobs, held, memory = submit_all(played, crowd), [], played.scheduler._memory
+    jobs = submit_all(played, crowd)
+    held = []
+    memory = played.scheduler._memory
     overflows = memory.overflows  # asked in every step, of all who have read anything
     memory.overflows = lambda requests: held.append(len(requests)) or overflows(requests)
     played.run()
@@ -321,7 +330,8 @@ def test_room_for_two_is_enough_for_all(crowd):
 
 
 def test_the_youngest_gives_way_and_goes_on():
-    model, size = target(), target().cache_bytes(256)
+    model = target()
+    size = target().cache_bytes(256)
     prompts = [small_prompt(230, seed) for seed in (1, 2)]
     alone = [dm.generate(model, None, prompt, max_tokens=40).tokens for prompt in prompts]
     # Each needs one block now, so both enter, and two at the end.
@@ -338,7 +348,8 @@ def test_the_youngest_gives_way_and_goes_on():
 def test_slots_are_counted_for_the_layers_that_have_them(family):
     """Four of 600 tokens: slots of 1,024 rows and a spare one, caches of 768; gpt_oss has both."""
     model = family_target(family)
-    batch, slots = SharedBatch(model, None), {"qwen3": 4, "deepseek_v3": 0, "gpt_oss": 2}[family]
+    batch = SharedBatch(model, None)
+    slots = {"qwen3": 4, "deepseek_v3": 0, "gpt_oss": 2}[family]
     assert len(batch.slot_layers) == slots
     in_slots = 4 * model.cache_bytes(768, None, batch.slot_layers)
     others = 4 * model.cache_bytes(768) - in_slots
@@ -363,7 +374,8 @@ def test_hundreds_of_jobs_leave_nothing(crowd):
     def some(engine: dm.Engine, count: int) -> None:
         jobs = []
         for number in range(count):
-            prompt, settings = [1 + number % 99, 2, 3], {"max_tokens": 2}
+            prompt = [1 + number % 99, 2, 3]
+            settings = {"max_tokens": 2}
             if number % 5 == 3:
                 settings["logits_processors"] = [failing_processor(3)]
             jobs.append(engine.submit(prompt, **settings))

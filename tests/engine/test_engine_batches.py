@@ -78,8 +78,8 @@ def test_rounds_of_many_bring_as_much_as_those_of_one(pair, alone):
         stats = [result.stats for result in all_of_them]
         return sum(each.round_tokens for each in stats) / sum(each.rounds for each in stats)
 
-    one = tokens_a_round([result for _, result in alone])
-    assert one > 3 and abs(tokens_a_round(results) / one - 1) < 0.02
+    single = tokens_a_round([result for _, result in alone])
+    assert single > 3 and abs(tokens_a_round(results) / single - 1) < 0.02
 
 
 POLICIES = {
@@ -118,7 +118,8 @@ def test_rows_are_allocated_by_cost_and_no_text_changes(pair, alone, name, row):
 
 def test_the_likeliest_rows_are_taken_until_they_cost_more():
     allocator = Allocator(0.2)
-    sure, unsure = DraftCandidate([0.99, 0.98, 0.97, 0.96]), DraftCandidate([0.1, 0.01])
+    sure = DraftCandidate([0.99, 0.98, 0.97, 0.96])
+    unsure = DraftCandidate([0.1, 0.01])
     first, second = allocator.allocate([sure, unsure])
     assert first > 2 and second == 1
     assert allocator.allocate([unsure, unsure]) == [1, 1]
@@ -127,7 +128,8 @@ def test_the_likeliest_rows_are_taken_until_they_cost_more():
 
 
 def test_a_lookup_that_finds_nothing_asks_for_no_rows():
-    planner, session = Planner(), LookupDrafter().start(None, None)
+    planner = Planner()
+    session = LookupDrafter().start(None, None)
     assert not planner.candidate(session, 3, 8).path_probs
     session.lookup.read([3, 4, 5, 3])
     assert len(planner.candidate(session, 4, 8).path_probs) == 7
@@ -137,7 +139,8 @@ def test_costs_of_shared_steps_are_learnt():
     """Steps of two rows each take five plain ones here: the batch decodes plainly from then on."""
     now = [0.0]
     allocator = RowAllocator(DraftPolicy(16), lambda: now[0])
-    likely, rows = DraftCandidate([0.9**slot for slot in range(1, 16)]), []
+    likely = DraftCandidate([0.9**slot for slot in range(1, 16)])
+    rows = []
     for _ in range(150):
         rows.append(sum(allocator.allocate([likely] * 3)))
         now[0] += 1.0 if rows[-1] == 3 else 2.0 + rows[-1]
@@ -159,8 +162,9 @@ def drafted_for_three(pair: Any, alone: Any, drafter: Any, policy: Any) -> list[
 @pytest.mark.parametrize("name", [None, *POLICIES])
 def test_a_network_beside_a_lookup_drafts_for_many(pair, alone, name, monkeypatch):
     """In one pass for all, as without the lookup."""
-    passes, logits = [], DFlash.logits
-    monkeypatch.setattr(DFlash, "logits", lambda *of: passes.append(1) or logits(*of))
+    passes = []
+    logits = DFlash.logits
+    monkeypatch.setattr(DFlash, "logits", lambda *inputs: passes.append(1) or logits(*inputs))
     policy = None if name is None else POLICIES[name](0.01)
     jobs = drafted_for_three(pair, alone, CombinedDrafter(pair[1]), policy)
     rounds = [job.stats.rounds for job in jobs]

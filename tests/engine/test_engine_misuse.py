@@ -29,7 +29,7 @@ def engine():
         yield engine
 
 
-def at(length: int, act):
+def acts_at(length: int, act):
     """A logits processor that acts when the text is so long."""
 
     def process(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -55,8 +55,8 @@ class Falsy(Exception):
 def callbacks(raise_):
     """Each place where a caller's function runs, and its settings; they fail some tokens later."""
     end = len(PROMPT) + 4
-    yield {"logits_processors": [at(len(PROMPT), raise_)]}
-    yield {"logits_processors": [at(end, raise_)]}
+    yield {"logits_processors": [acts_at(len(PROMPT), raise_)]}
+    yield {"logits_processors": [acts_at(end, raise_)]}
     calls = iter(range(end))
     yield {"stop": ["@@"], "stop_applies": lambda *_: next(calls, None) != 4 or raise_()}
 
@@ -100,20 +100,20 @@ def test_a_callback_that_stops_iterating_does_not_end_the_text(engine, error):
 
 def test_an_engine_is_closed_by_one_of_its_own_jobs():
     engine = dm.Engine(target(), None)
-    job = engine.submit(PROMPT, logits_processors=[at(len(PROMPT) + 3, engine.close)])
+    job = engine.submit(PROMPT, logits_processors=[acts_at(len(PROMPT) + 3, engine.close)])
     assert job.result(SOON).finish_reason == "cancelled"
     with pytest.raises(EngineError, match="closed"):
         engine.submit(PROMPT)
 
 
 def test_a_job_is_submitted_by_another_one_s_processor(engine):
-    found = []
+    submitted = []
 
     def ask():
-        found.append(engine.submit(PROMPT, max_tokens=3))
+        submitted.append(engine.submit(PROMPT, max_tokens=3))
 
-    engine.submit(PROMPT, max_tokens=9, logits_processors=[at(len(PROMPT), ask)]).result(SOON)
-    assert len(found[0].result(SOON).tokens) == 3
+    engine.submit(PROMPT, max_tokens=9, logits_processors=[acts_at(len(PROMPT), ask)]).result(SOON)
+    assert len(submitted[0].result(SOON).tokens) == 3
 
 
 @pytest.mark.parametrize("wait", [next, dm.Job.result, lambda job: job.result(SOON)])
@@ -123,7 +123,7 @@ def test_nobody_waits_for_a_job_in_the_thread_that_makes_it(engine, wait):
     def ask():
         wait(engine.submit(PROMPT, max_tokens=2))
 
-    job = engine.submit(PROMPT, max_tokens=5, logits_processors=[at(len(PROMPT), ask)])
+    job = engine.submit(PROMPT, max_tokens=5, logits_processors=[acts_at(len(PROMPT), ask)])
     with pytest.raises(EngineError, match="thread of your own"):
         job.result(SOON)
 
@@ -167,7 +167,7 @@ def test_a_job_that_has_ended_holds_nothing_of_its_engine():
     engine = dm.Engine(target(), None)
     jobs = [
         engine.submit(PROMPT, max_tokens=4),
-        engine.submit(PROMPT, logits_processors=[at(len(PROMPT) + 2, fail)]),
+        engine.submit(PROMPT, logits_processors=[acts_at(len(PROMPT) + 2, fail)]),
     ]
     jobs[0].result(SOON)
     with pytest.raises(ValueError) as caught:
@@ -184,10 +184,10 @@ def test_no_request_is_lost_that_cannot_give_its_caches_back(monkeypatch):
     played = SteppedEngine(target(), None, SharedBatch(target(), None))
     jobs = [played.submit(PROMPT, max_tokens=9) for _ in range(2)]
     played.scheduler.step()
-    own = Request.release_caches
+    release_caches = Request.release_caches
 
     def failing(request, ahead):
-        own(request, ahead)
+        release_caches(request, ahead)
         raise RuntimeError("ours")
 
     monkeypatch.setattr(Request, "release_caches", failing)

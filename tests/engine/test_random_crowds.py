@@ -74,8 +74,8 @@ TROUBLES = (Trouble, ValueError, KeyError, StopIteration, KeyboardInterrupt)
 @functools.cache
 def letters(size: int) -> GrammarTokens:
     """The targets' tokens, a letter each, as a grammar knows them."""
-    known = sorted(pre_tokenizers.ByteLevel.alphabet())[:size]
-    alphabet = {letter: at for at, letter in enumerate(known)}
+    alphabet_letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:size]
+    alphabet = {letter: index for index, letter in enumerate(alphabet_letters)}
     bytewise = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     bytewise.decoder = decoders.ByteLevel()
     wrapped = SimpleNamespace(backend_tokenizer=bytewise, eos_token_ids={0})
@@ -122,8 +122,11 @@ class RandomCrowd:
     """
 
     def __init__(self, family: str, number: int, length: int) -> None:
-        self.luck, self.asks = (random.Random(f"{family} {at}") for at in (number, number // PLAYS))
-        self.family, self.length = family, length
+        self.luck, self.asks = (
+            random.Random(f"{family} {seed}") for seed in (number, number // PLAYS)
+        )
+        self.family = family
+        self.length = length
         self.target, self.bits, network = model(family)
         self.oracle = TextOracle(
             [], self.target.vocab_size, self.luck.choice(RIGHT), (0, self.target.num_layers - 1)
@@ -160,35 +163,38 @@ class RandomCrowd:
         kind = self.luck.choice(DRAFTERS)
         if kind == "lookup":
             return LookupDrafter()
-        own = {"oracle": self.oracle, "network": network, "itself": DraftModel(self.target)}[kind]
-        return CombinedDrafter(own) if self.happens(0.4) else own
+        drafters = {"oracle": self.oracle, "network": network, "itself": DraftModel(self.target)}[
+            kind
+        ]
+        return CombinedDrafter(drafters) if self.happens(0.4) else drafters
 
     def prompt(self) -> list[int]:
         """A new one, or one that begins as another; some repeat themselves, for lookups."""
-        asks, length = self.asks, self.asks.choice(PROMPTS)
+        asks = self.asks
+        length = self.asks.choice(PROMPTS)
         if self.tight and asks.random() < 0.4:
             length = LONG
-        own = small_prompt(length, asks.randrange(10**6))
+        tokens = small_prompt(length, asks.randrange(10**6))
         if self.prompts and asks.random() < 0.3:
-            own = [*asks.choice(self.prompts)[: asks.randrange(1, 60)], *own[:50]]
+            tokens = [*asks.choice(self.prompts)[: asks.randrange(1, 60)], *tokens[:50]]
         elif asks.random() < 0.2:
-            own = own[:20] * 3
-        self.prompts.append(own)
-        return own
+            tokens = tokens[:20] * 3
+        self.prompts.append(tokens)
+        return tokens
 
     def by_turns(self) -> list[Grammar]:
         """A letter of the first eight, one of the others, and so on."""
-        known = letters(self.target.vocab_size)
-        return [Grammar(known, known.of_lark("start: (/[a-h]/ /[i-z]/)+"))]
+        alphabet = letters(self.target.vocab_size)
+        return [Grammar(alphabet, alphabet.of_lark("start: (/[a-h]/ /[i-z]/)+"))]
 
     def settings(self) -> dict[str, Any]:
         """How a request chooses its tokens, and where it ends."""
         asks = self.asks
-        found: dict[str, Any] = {"max_tokens": asks.randint(1, self.length)}
-        found["kv_bits"] = asks.choice(self.bits) if asks.random() < 0.4 else None
+        settings: dict[str, Any] = {"max_tokens": asks.randint(1, self.length)}
+        settings["kv_bits"] = asks.choice(self.bits) if asks.random() < 0.4 else None
         if asks.random() < 0.5:
-            found |= {"temperature": asks.choice((0.4, 0.8, 1.2)), "seed": asks.randrange(2**32)}
-            found |= asks.choice(SAMPLERS)
+            settings |= {"temperature": asks.choice((0.4, 0.8, 1.2)), "seed": asks.randrange(2**32)}
+            settings |= asks.choice(SAMPLERS)
         for name, value in (
             ("repetition_penalty", 1.2),
             ("presence_penalty", 0.4),
@@ -198,8 +204,8 @@ class RandomCrowd:
             ("logits_processors", self.by_turns),
         ):
             if asks.random() < 0.12:
-                found[name] = value
-        return found
+                settings[name] = value
+        return settings
 
     def drafting(self) -> dict[str, Any]:
         """How a request drafts."""
@@ -213,15 +219,18 @@ class RandomCrowd:
 
     def comes(self) -> None:
         """A request joins: the next turn of a conversation whose last one has ended, or another."""
-        settings, prompt = self.settings(), self.prompt()
-        ended = [one for one in self.talks if one.job.done and len(one.prompt) < LONG]
+        settings = self.settings()
+        prompt = self.prompt()
+        ended = [talk for talk in self.talks if talk.job.done and len(talk.prompt) < LONG]
         if ended and self.happens(0.6):
             last = self.luck.choice(ended)
             self.talks.remove(last)
-            before, kept = [*last.prompt, *last.alone.tokens], last.conversation
+            before = [*last.prompt, *last.alone.tokens]
+            kept = last.conversation
             if self.happens(0.3):  # a part of it is undone
                 del before[self.luck.randrange(len(before)) :]
-            prompt, where = [*before, *prompt[:20]], {"conversation": kept}
+            prompt = [*before, *prompt[:20]]
+            where = {"conversation": kept}
             settings["kv_bits"] = kept.caches.kv_bits
         else:
             where = {"prefix": self.store} if self.happens(0.6) else {}
@@ -233,10 +242,12 @@ class RandomCrowd:
         key = f"{self.family} {prompt} {named} {len(named) == len(settings)}"
         if key not in ALONE:
             ALONE[key] = dm.generate(self.target, None, prompt, **fresh(settings))
-        alone, error = ALONE[key], None
+        alone = ALONE[key]
+        error = None
         self.oracle.texts.append([*prompt, *alone.tokens])
         if self.happens(0.2):
-            error, end = self.luck.choice(TROUBLES), self.luck.randrange(len(alone.tokens))
+            error = self.luck.choice(TROUBLES)
+            end = self.luck.randrange(len(alone.tokens))
             settings["logits_processors"] = failing(settings, error, len(prompt) + end)
         job = self.played.submit(prompt, **settings, **where, **self.drafting())
         self.asked.append(Asked(prompt, alone, job, where.get("conversation"), error))
@@ -246,7 +257,8 @@ class RandomCrowd:
     def play(self, count: int) -> None:
         """So many requests come and go."""
         for _ in range(MOST_STEPS):
-            what, scheduler = self.luck.choice(HAPPENINGS), self.played.scheduler
+            what = self.luck.choice(HAPPENINGS)
+            scheduler = self.played.scheduler
             if len(self.asked) < count and (what == "comes" or not scheduler.busy):
                 self.comes()
             elif what == "gives way" and scheduler._running:
@@ -267,24 +279,26 @@ def failing(settings: dict[str, Any], error: type[BaseException], end: int) -> A
             raise error("a callback")
         return logits
 
-    own = settings.get("logits_processors", list)
-    return lambda: [*own(), process]
+    processors = settings.get("logits_processors", list)
+    return lambda: [*processors(), process]
 
 
 def compared(asked: Asked) -> int:
     """Compare a text with the one alone; its tokens."""
-    alone, job, found = asked.alone, asked.job, asked.job._tokens
+    alone = asked.alone
+    job = asked.job
+    tokens = asked.job._tokens
     assert job.done
     if job._error is not None:  # raised, it would hold on to all that is known here
         assert type(job._error.__cause__ or job._error) is asked.error
-        assert found == alone.tokens[: len(found)]
+        assert tokens == alone.tokens[: len(tokens)]
     elif job._finish_reason == "cancelled" and job.cancelled:
-        assert found == alone.tokens[: len(found)]
+        assert tokens == alone.tokens[: len(tokens)]
     else:
         result = job.result(0)
         assert asked.error is None and result.tokens == alone.tokens
         assert (result.text, result.finish_reason) == (alone.text, alone.finish_reason)
-    return len(found)
+    return len(tokens)
 
 
 CROWDS = [
@@ -324,7 +338,7 @@ def test_a_prompt_of_each_length_beside_a_prefix_store(family, chunk):
     target, drafter = pair(family)
     store = dm.PrefixStore(target, drafter, memory=2**28, chunk=chunk)
     for length in (1, 2, 3, 15, 16, 17, 18, 19, 20, 33, 40):
-        prompt = [(7 * at + length) % 97 + 2 for at in range(length)]
+        prompt = [(7 * index + length) % 97 + 2 for index in range(length)]
         plain = dm.generate(target, None, prompt, max_tokens=5).tokens
         for _ in range(2):
             assert dm.generate(target, drafter, prompt, max_tokens=5, prefix=store).tokens == plain

@@ -20,7 +20,7 @@ def _gemma(value: Any) -> str:
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_gemma(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_gemma(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_gemma, value)) + "]"
     return _json(value)
@@ -73,13 +73,14 @@ def _write(family: str, name: str, arguments: dict[str, Any]) -> str:
     if family == "gemma4":
         return f"call:{name}{_gemma(arguments)}"
     if family == "pythonic":
-        return f"[{name}({', '.join(f'{key}={_json(one)}' for key, one in arguments.items())})]"
+        given = ", ".join(f"{key}={_json(value)}" for key, value in arguments.items())
+        return f"[{name}({given})]"
     head, key, tail = TAGS[family]
     values = (
-        key.replace("KEY", one)
+        key.replace("KEY", parameter)
         .replace("TEXT", "true" if isinstance(value, str) else "false")
         .replace("VALUE", value if isinstance(value, str) else _json(value))
-        for one, value in arguments.items()
+        for parameter, value in arguments.items()
     )
     return head.replace("NAME", name) + "".join(values) + tail
 
@@ -93,15 +94,15 @@ TAGGED = [*TAGS]
 
 def form_of(family: str, thought: tuple[str, str] = ("<think>", "</think>")) -> AnswerFormat:
     """The format of a family whose vocabulary has no marker as a token of its own."""
-    known = KNOWN[family]
-    header = known.header if family == "harmony" else None
-    return AnswerFormat(known, ("", "") if header else thought, header=header)
+    answer_family = KNOWN[family]
+    header = answer_family.header if family == "harmony" else None
+    return AnswerFormat(answer_family, ("", "") if header else thought, header=header)
 
 
 def written(family: str, name: str, arguments: dict[str, Any]) -> str:
     """A whole call."""
-    known = KNOWN[family]
-    return known.start + WRITERS[family](name, arguments) + known.end
+    answer_family = KNOWN[family]
+    return answer_family.start + WRITERS[family](name, arguments) + answer_family.end
 
 
 def read(
@@ -115,11 +116,12 @@ def read(
     """All parts, neighbours of a kind in one, and calls as (name, arguments)."""
     parser = AnswerParser(form, schemas, **more)
     parts = []
-    for at in range(0, len(text), width):
-        parts += parser.feed(text[at : at + width])
+    for start in range(0, len(text), width):
+        parts += parser.feed(text[start : start + width])
     parts = merge_texts([*parts, *parser.finish(truncated)])
     return [
-        (one.name, strict(one.arguments)) if isinstance(one, ToolCall) else one for one in parts
+        (part.name, strict(part.arguments)) if isinstance(part, ToolCall) else part
+        for part in parts
     ]
 
 

@@ -25,11 +25,11 @@ TOLERANCE = 5e-5
 PROMPTS = (1, 45, 20, 33, 31, 3, 12, 32)  # windows of the families are 32 rows
 
 
-def same(found: mx.array, expected: mx.array) -> bool:
+def same(actual: mx.array, expected: mx.array) -> bool:
     """Bit for bit, where the machine's products allow it."""
     if EXACT:
-        return mx.array_equal(found, expected).item()
-    return found.shape == expected.shape and mx.allclose(found, expected, atol=TOLERANCE).item()
+        return mx.array_equal(actual, expected).item()
+    return actual.shape == expected.shape and mx.allclose(actual, expected, atol=TOLERANCE).item()
 
 
 def _state(cache: Any) -> Any:
@@ -37,9 +37,9 @@ def _state(cache: Any) -> Any:
     return [*cache.keys_and_values(), cache.offset] if isinstance(cache, KVCache) else cache.state
 
 
-def states_are_same(one: TargetSession, other: TargetSession) -> bool:
+def states_are_same(first: TargetSession, second: TargetSession) -> bool:
     """Whether all that two sessions' caches hold is the same."""
-    states = [tree_flatten([_state(cache) for cache in each.cache]) for each in (one, other)]
+    states = [tree_flatten([_state(cache) for cache in each.cache]) for each in (first, second)]
     pairs = zip(*states, strict=True)
     return all(same(a[1], b[1]) if isinstance(a[1], mx.array) else a[1] == b[1] for a, b in pairs)
 
@@ -87,19 +87,19 @@ class BatchAndSingles:
         self.random = random.Random(seed)
         layers = (0, target.num_layers - 1)
         bits = (None, kv_bits)
-        self.together = [target.start(layers, bits[at % 2]) for at in range(count)]
-        self.alone = [target.start(layers, bits[at % 2]) for at in range(count)]
-        for at in range(count):
-            for session in (self.together[at], self.alone[at]):
-                prompt = random_prompt(PROMPTS[at % len(PROMPTS)], at)
+        self.together = [target.start(layers, bits[index % 2]) for index in range(count)]
+        self.alone = [target.start(layers, bits[index % 2]) for index in range(count)]
+        for member in range(count):
+            for session in (self.together[member], self.alone[member]):
+                prompt = random_prompt(PROMPTS[member % len(PROMPTS)], member)
                 list(session.prefill(prompt))
 
     def proposals(self, members: Sequence[int], trees: bool) -> list[Proposal]:
         """A chain of each, or a tree of every other one."""
         proposals = []
-        for at in members:
+        for member in members:
             rows = self.random.choice((1, 2, 5, 9))
-            if trees and at % 2 and self.target.supports_trees:
+            if trees and member % 2 and self.target.supports_trees:
                 proposals.append(random_tree(self.random, max(rows, 3)))
             else:
                 proposals.append(Proposal(random_prompt(rows, self.random.randrange(99))))
@@ -113,18 +113,18 @@ class BatchAndSingles:
     def step(self, members: Sequence[int], trees: bool = False) -> None:
         """Verify some requests together and each alone, and commit: all must be the same."""
         proposals = self.proposals(members, trees)
-        verified = self.verifier.verify([self.together[at] for at in members], proposals)
+        verified = self.verifier.verify([self.together[member] for member in members], proposals)
         each = by_proposal(proposals, *verified)
-        for at, proposal, (logits, taps) in zip(members, proposals, each, strict=True):
-            expected, features = self.alone[at].verify(proposal)
-            assert same(logits, expected), f"logits of request {at}"
-            assert same(taps, features), f"taps of request {at}"
+        for number, proposal, (logits, taps) in zip(members, proposals, each, strict=True):
+            expected, features = self.alone[number].verify(proposal)
+            assert same(logits, expected), f"logits of request {number}"
+            assert same(taps, features), f"taps of request {number}"
             kept = self.keep(proposal)
-            self.together[at].commit(kept)
-            self.alone[at].commit(kept)
+            self.together[number].commit(kept)
+            self.alone[number].commit(kept)
 
     def check_states(self) -> None:
-        for at, (one, other) in enumerate(zip(self.together, self.alone, strict=True)):
-            assert one.position == other.position and one.intact
-            one.leave_slot()
-            assert states_are_same(one, other), f"caches of request {at}"
+        for member, (shared, single) in enumerate(zip(self.together, self.alone, strict=True)):
+            assert shared.position == single.position and shared.intact
+            shared.leave_slot()
+            assert states_are_same(shared, single), f"caches of request {member}"

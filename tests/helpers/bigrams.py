@@ -105,9 +105,9 @@ class Scripted(MadeUpTarget):
         tokens = np.array(proposal.tokens).tolist()
         logits = np.zeros((len(tokens), self.vocab_size), np.float32)
         for row, path in enumerate(proposal.paths()):
-            at = self.position + len(path) + 1
-            right = [tokens[node] for node in path] == self.text[self.position + 1 : at]
-            next_token = self.text[at] if right and at < len(self.text) else 0
+            position = self.position + len(path) + 1
+            right = [tokens[node] for node in path] == self.text[self.position + 1 : position]
+            next_token = self.text[position] if right and position < len(self.text) else 0
             logits[row, next_token] = 20.0
         self.rows.append(len(tokens))
         return mx.array(logits), mx.zeros((1, len(tokens), 0))

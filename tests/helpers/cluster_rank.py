@@ -29,8 +29,8 @@ from dflash_mlx.targets.taps import EMBEDDING, gathered
 STALL = 40.0  # seconds for a rank to answer: the machine may be busy with other tests
 
 
-def tell(**found: Any) -> None:
-    print(json.dumps(found, default=str), flush=True)
+def tell(**record: Any) -> None:
+    print(json.dumps(record, default=str), flush=True)
 
 
 QUESTION = "Let us add 47 and 38 digit by digit.\nOnes:"
@@ -55,10 +55,10 @@ def pair() -> None:
             alone = dm.generate(*whole, question, **settings)
             messages = cluster.leader.messages
             shared = settings | {"conversation": conversation}
-            found = dm.generate(target, drafter, question, **shared)
-            equal.append(found.tokens == alone.tokens)
+            result = dm.generate(target, drafter, question, **shared)
+            equal.append(result.tokens == alone.tokens)
         told = cluster.leader.messages - messages
-        return {"equal": equal, "rounds": found.stats.rounds, "messages": told}
+        return {"equal": equal, "rounds": result.stats.rounds, "messages": told}
 
     for settings in ({"tree_budget": TREE}, {"temperature": 0.8, "seed": 7}):
         tell(what="text", **same(QUESTION, max_tokens=16, **settings))
@@ -89,14 +89,17 @@ def together(target: Any, drafter: Any, whole: Any) -> dict[str, Any]:
         gone = engine.submit(QUESTION, max_tokens=200, block_size=2)
         next(gone)
         gone.cancel()
-        found = [job.result() for job in jobs]
-        found.append(submit(2).result())
+        results = [job.result() for job in jobs]
+        results.append(submit(2).result())
         store.clear()
-        found.append(submit(3).result())
+        results.append(submit(3).result())
         cancelled = gone.result().finish_reason
     return {
-        "equal": [one.tokens == other.tokens for one, other in zip(found, alone, strict=True)],
-        "reused": [one.stats.reused_tokens for one in found],
+        "equal": [
+            result.tokens == expected.tokens
+            for result, expected in zip(results, alone, strict=True)
+        ],
+        "reused": [result.stats.reused_tokens for result in results],
         "cancelled": cancelled,
     }
 
@@ -163,10 +166,10 @@ def play(family: str, by: str, quick: bool) -> None:
     with leader._lock:  # no heartbeat is on its way
         messages = leader.messages
         sums = channel.sums - leader.heartbeats
-    own = target_of(random_model(family, **wider), family)
-    crowd = RequestSet(own, list(zip(PROMPTS, SETTINGS, strict=True)))
-    for at, shape in enumerate(("chain", "tree")[: 1 + target.supports_trees]):
-        for number in (at,) if quick else (0, 1):
+    local = target_of(random_model(family, **wider), family)
+    crowd = RequestSet(local, list(zip(PROMPTS, SETTINGS, strict=True)))
+    for index, shape in enumerate(("chain", "tree")[: 1 + target.supports_trees]):
+        for number in (index,) if quick else (0, 1):
             prompt, settings = crowd.requests[number]
             drafter = drafter_of(crowd, shape)
             result = dm.generate(target, drafter, prompt, **settings)
@@ -180,8 +183,11 @@ def play(family: str, by: str, quick: bool) -> None:
             forwards += 4 + batch.count
     cluster.close()  # with a last message
     alone = drafter_of(crowd, shape)
-    dm.generate(own, alone, prompt, **settings)
-    off = [abs(one - other).max() for one, other in zip(drafter.heard, alone.heard, strict=True)]
+    dm.generate(local, alone, prompt, **settings)
+    off = [
+        abs(heard - expected).max()
+        for heard, expected in zip(drafter.heard, alone.heard, strict=True)
+    ]
     tell(
         **{"family": family, "ranks": cluster.size, "texts": texts, "taps off by": max(off)},
         **{"forwards": forwards, "messages": leader.messages - messages},
@@ -192,8 +198,8 @@ def play(family: str, by: str, quick: bool) -> None:
 class Listening(TextOracle):
     """Keeps what its sessions are told of the target's layers."""
 
-    def __init__(self, *of: Any) -> None:
-        super().__init__(*of)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.heard: list[np.ndarray] = []
 
     def start(self, target: Any, sampler: Any) -> TextOracleSession:
@@ -246,13 +252,13 @@ def mixed_model() -> Any:
 def turns_and_prefixes(target: Target, store: type[dm.PrefixStore]) -> dict[str, list[Any]]:
     """Turns of a chat that goes on and goes back, and requests that begin alike."""
     drafter = LookupDrafter()
-    of = {"max_tokens": 6, "conversation": dm.Conversation(target, drafter)}
-    turns = [dm.generate(target, drafter, prompt, **of) for prompt in STORED]
-    of = {"max_tokens": 6, "prefix": store(target, None, memory=2**26, chunk=16)}
-    begun = [dm.generate(target, None, prompt, **of) for prompt in STORED]
+    settings = {"max_tokens": 6, "conversation": dm.Conversation(target, drafter)}
+    turns = [dm.generate(target, drafter, prompt, **settings) for prompt in STORED]
+    settings = {"max_tokens": 6, "prefix": store(target, None, memory=2**26, chunk=16)}
+    begun = [dm.generate(target, None, prompt, **settings) for prompt in STORED]
     return {
-        "tokens": [one.tokens for one in [*turns, *begun]],
-        "reused": [one.stats.reused_tokens for one in [*turns, *begun]],
+        "tokens": [result.tokens for result in [*turns, *begun]],
+        "reused": [result.stats.reused_tokens for result in [*turns, *begun]],
         "can be cut": [target.start().can_trim],
     }
 
@@ -271,8 +277,8 @@ def stages() -> None:
         cluster.work(target)
         return
     spread = turns_and_prefixes(target, LeaderPrefixStore)
-    own = turns_and_prefixes(Target(mixed_model(), *OF), dm.PrefixStore)
-    tell(what="stages", spread=spread, own=own)
+    local = turns_and_prefixes(Target(mixed_model(), *OF), dm.PrefixStore)
+    tell(what="stages", spread=spread, own=local)
     cluster.close()
 
 

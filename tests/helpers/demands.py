@@ -109,7 +109,7 @@ def named_call(asker, name, schema):
     tools = [tool("other", SUM, strict=True), tool(name, schema, strict=True)]
     choice = {"type": "function", "function": {"name": name}}
     parts = asker.chat(tools=tools, tool_choice=choice, stream=True)
-    [call] = [one for part in parts for one in part.choices[0].delta.tool_calls or ()]
+    [call] = [tool_call for part in parts for tool_call in part.choices[0].delta.tool_calls or ()]
     assert call.function.name == name
     yield call.function.arguments, schema
 
@@ -139,5 +139,5 @@ def cases(seeds):
 
 def check(chat, claude, way, name, seed):
     """One of them."""
-    for found, schema in way(Asker(chat, claude, seed), name, SCHEMAS[name]):
-        jsonschema.validate(json.loads(found) if isinstance(found, str) else found, schema)
+    for value, schema in way(Asker(chat, claude, seed), name, SCHEMAS[name]):
+        jsonschema.validate(json.loads(value) if isinstance(value, str) else value, schema)

@@ -57,7 +57,7 @@ class Chat:
     path = CHAT
 
     def __init__(self, *questions: str) -> None:
-        self.items: list[Any] = [user(one) for one in questions]
+        self.items: list[Any] = [user(question) for question in questions]
 
     def body(self, **more: Any) -> dict[str, Any]:
         """A request of this conversation, with a tool."""
@@ -77,7 +77,7 @@ class Chat:
         *chunks, last = frames(text)
         assert all(chunk["usage"] is None for chunk in chunks)
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
-        message = joined({"content": ""}, *(one["delta"] for one in choices))
+        message = joined({"content": ""}, *(choice["delta"] for choice in choices))
         return last | {"choices": [choices[-1] | {"message": message}]}
 
     def read(self, got: Any) -> Said:
@@ -86,13 +86,13 @@ class Chat:
         message = choice["message"]
         usage = got["usage"]
         self.items.append(message)
-        calls = [(one["id"], one["function"]) for one in message.get("tool_calls", ())]
+        calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
         tokens = usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
         assert message.get("reasoning") == message.get("reasoning_content")
         return Said(
             message.get("reasoning_content"),
             text=message["content"] or "",
-            calls=[(id, one["name"], one["arguments"]) for id, one in calls],
+            calls=[(id, call["name"], call["arguments"]) for id, call in calls],
             reason=choice["finish_reason"],
             tokens=(*tokens, usage["completion_tokens"]),
         )
@@ -138,13 +138,13 @@ class Messages(Chat):
         blocks = got["content"]
         usage = got["usage"]
         self.items.append({"role": "assistant", "content": blocks})
-        thoughts = [one["thinking"] for one in blocks if one["type"] == "thinking"]
-        calls = [one for one in blocks if one["type"] == "tool_use"]
+        thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+        calls = [block for block in blocks if block["type"] == "tool_use"]
         cached = usage["cache_read_input_tokens"]
         return Said(
             "".join(thoughts) or None,
-            text="".join(one["text"] for one in blocks if one["type"] == "text"),
-            calls=[(one["id"], one["name"], json.dumps(one["input"])) for one in calls],
+            text="".join(block["text"] for block in blocks if block["type"] == "text"),
+            calls=[(call["id"], call["name"], json.dumps(call["input"])) for call in calls],
             reason=got["stop_reason"],
             tokens=(usage["input_tokens"] + cached, cached, usage["output_tokens"]),
         )
@@ -167,11 +167,13 @@ class Responses(Chat):
 
     def streamed(self, text: str) -> Any:
         events = frames(text)
-        assert [one["sequence_number"] for one in events] == list(range(len(events)))
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
         last = events[-1]["response"]
-        done = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+        done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
         assert done == last["output"] and events[-1]["type"] == f"response.{last['status']}"
-        deltas = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
+        deltas = [
+            event["delta"] for event in events if event["type"] == "response.output_text.delta"
+        ]
         texts = [item["content"][0]["text"] for item in done if item["type"] == "message"]
         assert "".join(deltas) == "".join(texts)
         return last
@@ -180,13 +182,15 @@ class Responses(Chat):
         output = got["output"]
         usage = got["usage"]
         self.items += output
-        thoughts = [one["content"][0]["text"] for one in output if one["type"] == "reasoning"]
-        calls = [one for one in output if one["type"] == "function_call"]
+        thoughts = [item["content"][0]["text"] for item in output if item["type"] == "reasoning"]
+        calls = [item for item in output if item["type"] == "function_call"]
         cached = usage["input_tokens_details"]["cached_tokens"]
         return Said(
             "".join(thoughts) or None,
-            text="".join(one["content"][0]["text"] for one in output if one["type"] == "message"),
-            calls=[(one["call_id"], one["name"], one["arguments"]) for one in calls],
+            text="".join(
+                item["content"][0]["text"] for item in output if item["type"] == "message"
+            ),
+            calls=[(call["call_id"], call["name"], call["arguments"]) for call in calls],
             reason=got["status"],
             tokens=(usage["input_tokens"], cached, usage["output_tokens"]),
         )
@@ -208,12 +212,12 @@ class Ollama(Chat):
     def read(self, got: Any) -> Said:
         message = got["message"]
         self.items.append(message)
-        calls = [(one["id"], one["function"]) for one in message.get("tool_calls", ())]
+        calls = [(call["id"], call["function"]) for call in message.get("tool_calls", ())]
         assert got["done"] and got["total_duration"] > got["load_duration"] > 0
         return Said(
             message.get("thinking"),
             text=message["content"],
-            calls=[(id, one["name"], json.dumps(one["arguments"])) for id, one in calls],
+            calls=[(id, call["name"], json.dumps(call["arguments"])) for id, call in calls],
             reason=got["done_reason"],
             tokens=(got["prompt_eval_count"], None, got["eval_count"]),
         )

@@ -205,19 +205,19 @@ def gguf_of(name: str, seed: int = 0, **overrides: Any) -> tuple[dict[str, Any],
     tensors = {}
     if family == "gemma4":
         tensors["rope_freqs.weight"] = np.array([1.0] * 4 + [1e30] * 12, np.float32)
-    for own, array in tree_flatten(model.parameters()):
-        if own.endswith("lm_head.weight") and hasattr(model, "tie_word_embeddings"):
+    for hub_name, array in tree_flatten(model.parameters()):
+        if hub_name.endswith("lm_head.weight") and hasattr(model, "tie_word_embeddings"):
             continue
         changed = np.array(array.astype(mx.float32))
-        changed = CHANGES[name](own, changed) if name in CHANGES else changed
+        changed = CHANGES[name](hub_name, changed) if name in CHANGES else changed
         for ours, hub in HUGGING_FACE.items():
-            own = own.replace(ours, hub)
-        if "mlp.experts" in own:
-            own = own.replace("backbone", "model")
-        theirs = names.get_name(own, (".weight", ".bias", ".scale"))
+            hub_name = hub_name.replace(ours, hub)
+        if "mlp.experts" in hub_name:
+            hub_name = hub_name.replace("backbone", "model")
+        theirs = names.get_name(hub_name, (".weight", ".bias", ".scale"))
         if theirs in tensors:  # the experts' gates
             changed = np.concatenate([tensors[theirs], changed], axis=1)
-        if "in_proj_qkvz" in own:
+        if "in_proj_qkvz" in hub_name:
             theirs = theirs.replace("ssm_in", "attn_qkv")
             tensors[theirs.replace("qkv", "gate")] = changed[256:]
             changed = changed[:256]

@@ -46,10 +46,10 @@ class Golden:
     def case(self, number: int) -> SimpleNamespace:
         """What round `number` is given and has to make."""
         prefix = f"round{number}."
-        found = {k.removeprefix(prefix): v for k, v in self.cases.items() if k.startswith(prefix)}
-        start = found.pop("start").item()
-        anchor = found.pop("anchor").item()
-        return SimpleNamespace(start=start, anchor=anchor, **found)
+        arrays = {k.removeprefix(prefix): v for k, v in self.cases.items() if k.startswith(prefix)}
+        start = arrays.pop("start").item()
+        anchor = arrays.pop("anchor").item()
+        return SimpleNamespace(start=start, anchor=anchor, **arrays)
 
     def target(self) -> SimpleNamespace:
         """The parts of a target that a drafter sees."""

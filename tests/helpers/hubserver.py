@@ -80,16 +80,16 @@ class HubServer:
             content = file.read_bytes()
             headers = {"ETag": f'"{_hash(content)}"', "X-Repo-Commit": commit_of(name)}
             return 200, self._parts(content), headers | {"Content-Length": len(content)}
-        files = sorted(one for one in self.repositories[name].iterdir() if one.is_file())
-        sizes = [(one, self.sizes.get(one.name, one.stat().st_size)) for one in files]
-        found: Any = [
-            {"type": "file", "path": one.name, "size": size, "oid": _hash(one.read_bytes())}
-            for one, size in sizes
+        files = sorted(listed for listed in self.repositories[name].iterdir() if listed.is_file())
+        sizes = [(listed, self.sizes.get(listed.name, listed.stat().st_size)) for listed in files]
+        body: Any = [
+            {"type": "file", "path": listed.name, "size": size, "oid": _hash(listed.read_bytes())}
+            for listed, size in sizes
         ]
         if "tree" not in parts:
-            names = [{"rfilename": one.name, "size": size} for one, size in sizes]
-            found = {"id": name, "modelId": name, "sha": commit_of(name), "siblings": names}
-        return 200, [json.dumps(found).encode()], {"Content-Type": "application/json"}
+            names = [{"rfilename": listed.name, "size": size} for listed, size in sizes]
+            body = {"id": name, "modelId": name, "sha": commit_of(name), "siblings": names}
+        return 200, [json.dumps(body).encode()], {"Content-Type": "application/json"}
 
     def _parts(self, content: bytes) -> Iterator[bytes]:
         yield content[:PART]

@@ -81,9 +81,9 @@ def product(x: mx.array, w: Weights, up: Weights | None = None) -> tuple[np.ndar
 def check_products(matmul, x: mx.array, *weights: Weights, gated: bool = False) -> list[mx.array]:
     """The kernel's results after holding each to one rounding, and the reference to float32."""
     results = matmul(x, *weights, gated=gated)
-    of = [weights] if gated else [(w,) for w in weights]
+    groups = [weights] if gated else [(w,) for w in weights]
     dtype = mx.result_type(x, getattr(weights[0], "scales", weights[0]))
-    for y, parts in zip(results, of, strict=True):
+    for y, parts in zip(results, groups, strict=True):
         truth, magnitude = product(x, *parts)
         assert y.dtype == dtype and y.shape == truth.shape
         assert within_rounding(y, truth, magnitude), (x.shape, parts[0].shape, y.dtype)
@@ -107,7 +107,7 @@ def check_rows(multiply, rows: int, counts) -> None:
     for count in counts:
         for part in (slice(0, count), slice(rows - count, rows)):
             both = zip(of(part), alone, strict=True)
-            assert all(same_bits(y, one[part]) for y, one in both), part
+            assert all(same_bits(y, row_alone[part]) for y, row_alone in both), part
 
 
 def same_bits(a: mx.array, b: mx.array) -> bool:

@@ -77,7 +77,10 @@ def exact_target(
 def chosen_target(family: str, factory) -> Target:
     """Such a model in float32, where ours won from 4 rows on."""
     target = float_target(family)
-    rows = {key: frozenset(range(4, max(of) + 1)) for key, of in candidates(target).items()}
+    rows = {
+        key: frozenset(range(4, max(candidate) + 1))
+        for key, candidate in candidates(target).items()
+    }
     target.wiring = swap_layers(
         target.model, config=target.config, kernels=Kernels(factory), rows=rows
     )

@@ -11,6 +11,6 @@ VIEWS |= {"StopGradient", "Transpose", "Unflatten", "View"}
 
 def launches(array: mx.array) -> int:
     """How many primitives other than views computing the array would run."""
-    found: list[dict[str, Any]] = []
-    mx.export_function(found.append, lambda _: [array], mx.array(0))
-    return sum(one["type"] == "primitive" and one["name"] not in VIEWS for one in found)
+    nodes: list[dict[str, Any]] = []
+    mx.export_function(nodes.append, lambda _: [array], mx.array(0))
+    return sum(node["type"] == "primitive" and node["name"] not in VIEWS for node in nodes)

@@ -149,10 +149,10 @@ class Head:
                 if f"{p}experts.gate_up_proj" in self.w:
                     both = self.w[f"{p}experts.gate_up_proj"][expert] @ x[row]
                     gate, up = np.split(both, 2)
-                    one = self.w[f"{p}experts.down_proj"][expert] @ (gate * sigmoid(gate) * up)
+                    output = self.w[f"{p}experts.down_proj"][expert] @ (gate * sigmoid(gate) * up)
                 else:
-                    one = self.swiglu(x[row][None], f"{p}experts.{expert}.")[0]
-                out[row] += F(weight) * one
+                    output = self.swiglu(x[row][None], f"{p}experts.{expert}.")[0]
+                out[row] += F(weight) * output
         if f"{p}shared_expert_gate.weight" in self.w:
             gate = sigmoid(self.linear(x, f"{p}shared_expert_gate"))
             return out + gate * self.swiglu(x, f"{p}shared_expert.")

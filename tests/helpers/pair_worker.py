@@ -44,9 +44,9 @@ def quality(folder: Path) -> list[dict[str, Any]]:
     tokenizer = target.tokenizer
     asked = [record["messages"] for record in records]
     ids = [tokenizer.apply_chat_template(each, add_generation_prompt=True) for each in asked]
-    found = batch_generate(target.model, tokenizer, ids, max_tokens=256, return_token_ids=True)
+    generated = batch_generate(target.model, tokenizer, ids, max_tokens=256, return_token_ids=True)
     answers = []
-    for record, prompt, plain in zip(records, ids, found.token_ids, strict=True):
+    for record, prompt, plain in zip(records, ids, generated.token_ids, strict=True):
         drafted = generate(target, drafter, prompt, max_tokens=256)
         ends = [token for token in drafted.tokens[-1:] if token in tokenizer.eos_token_ids]
         answer = {

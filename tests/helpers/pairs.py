@@ -138,8 +138,8 @@ def assistant(name: str, **changes: Any) -> Pair:
 def gemma4(**changes: Any) -> Pair:
     """A drafter with Gemma 4's layers that brings its own embedding and head, as DeepSpec's do."""
     config = DraftConfig.from_dict(GEMMA4 | changes)
-    own = (EMBEDDING, HEAD, "layers.0.self_attn.q_norm.weight")
-    return family_target("gemma4_dense"), noisy(network_for(config)(config, own), 0.1, seed=3)
+    stored = (EMBEDDING, HEAD, "layers.0.self_attn.q_norm.weight")
+    return family_target("gemma4_dense"), noisy(network_for(config)(config, stored), 0.1, seed=3)
 
 
 def with_drafter(name: str, drafter_for: Callable[[dm.Target], Any]) -> Pair:

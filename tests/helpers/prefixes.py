@@ -107,14 +107,14 @@ def store(target, drafter=None, **settings):
 
 def request(store, prompt, answer=(), step=8, kv_bits=None, salt="", ends=()):
     """A request as `Conversation` makes it; returns the tokens that it started with, checked."""
-    of = {"kv_bits": kv_bits, "salt": salt}
-    target, drafter, held = store.open(prompt, Sampler(), **of)
+    key = {"kv_bits": kv_bits, "salt": salt}
+    target, drafter, held = store.open(prompt, Sampler(), **key)
     sessions = target, drafter
     for session in sessions:
         assert session.values == hashes(prompt[:held])
     assert held < len(prompt)
     stops = store.checkpoint_positions(*sessions, prompt, ends, salt)
-    keys = store.keys(**of)
+    keys = store.keys(**key)
     for stop in (*stops, len(prompt)):
         while target.position < stop:
             more = prompt[target.position : min(stop, target.position + step)]

@@ -25,26 +25,26 @@ def forward(config: dict, weights: dict, taps: np.ndarray, block: np.ndarray) ->
     context = rms(taps @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
     x = block.astype(np.float64)
     for layer in range(config["num_hidden_layers"]):
-        own = {
+        named = {
             name.removeprefix(f"layers.{layer}."): value
             for name, value in weights.items()
             if name.startswith(f"layers.{layer}.")
         }
-        normed = rms(x, own["input_layernorm.weight"], eps)
+        normed = rms(x, named["input_layernorm.weight"], eps)
         seen = visible(
             start, block=len(block), window=config["windows"][layer], causal=config["causal"][layer]
         )
-        kernels = conv_kernels(config, weights=own, name="attention_conv", rows=normed)
+        kernels = conv_kernels(config, weights=named, name="attention_conv", rows=normed)
         attended = attention(
-            config, weights=own, x=convolve(normed, kernels, 0), context=context, seen=seen
+            config, weights=named, x=convolve(normed, kernels, 0), context=context, seen=seen
         )
         x = x + convolve(attended, kernels, 1)
-        normed = rms(x, own["post_attention_layernorm.weight"], eps)
-        kernels = conv_kernels(config, weights=own, name="mlp_conv", rows=normed)
+        normed = rms(x, named["post_attention_layernorm.weight"], eps)
+        kernels = conv_kernels(config, weights=named, name="mlp_conv", rows=normed)
         rows = convolve(normed, kernels, 0)
-        gate = rows @ own["mlp.gate_proj.weight"].T
-        up = rows @ own["mlp.up_proj.weight"].T
-        out = (gate * sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
+        gate = rows @ named["mlp.gate_proj.weight"].T
+        up = rows @ named["mlp.up_proj.weight"].T
+        out = (gate * sigmoid(gate) * up) @ named["mlp.down_proj.weight"].T
         x = x + convolve(out, kernels, 1)
     return rms(x, weights["norm.weight"], eps)
 

@@ -39,8 +39,8 @@ class TextOracle:
 
 
 class TextOracleSession(SupportsSharing):
-    def __init__(self, known: TextOracle, features: int) -> None:
-        self.known = known
+    def __init__(self, oracle: TextOracle, features: int) -> None:
+        self.oracle = oracle
         self.features = features
         self.tokens: list[int] = []
 
@@ -59,9 +59,9 @@ class TextOracleSession(SupportsSharing):
     def dry_run(self, taps: mx.array) -> None:
         self.tokens += [0] * taps.shape[1]
 
-    def restore(self, position: int, rows: Any, *of: Any) -> None:
-        found: Any = mx.concatenate([piece["tokens"] for piece in rows if piece]).tolist()
-        self.tokens = found[:position]
+    def restore(self, position: int, rows: Any, *rest: Any) -> None:
+        tokens: Any = mx.concatenate([piece["tokens"] for piece in rows if piece]).tolist()
+        self.tokens = tokens[:position]
 
     def extend(self, taps: mx.array, kept: Any = None, tokens: Sequence[int] = ()) -> None:
         assert taps.shape[0] == 1 and taps.shape[2] == self.features
@@ -70,9 +70,9 @@ class TextOracleSession(SupportsSharing):
         self.tokens += tokens
 
     def propose(self, anchor: int, width: int) -> Proposal:
-        known = self.known
+        oracle = self.oracle
         so_far = [*self.tokens, anchor]
-        texts = [text for text in known.texts if text[: len(so_far)] == so_far]
+        texts = [text for text in oracle.texts if text[: len(so_far)] == so_far]
         assert texts, "what was committed is in none of the texts"
         rest = texts[0][len(so_far) :]
         tokens = [anchor]
@@ -82,9 +82,9 @@ class TextOracleSession(SupportsSharing):
             # A matter of the place alone, and not of who else is drafted for.
             luck = random.Random(1000 * (len(so_far) + slot) + so_far[0])
             right = rest[slot] if slot < len(rest) else 0
-            wrong = (right + luck.randrange(1, known.vocab_size)) % known.vocab_size
-            good = luck.random() < known.p
-            if known.branches and len(tokens) + 1 < width and luck.random() < 0.4:
+            wrong = (right + luck.randrange(1, oracle.vocab_size)) % oracle.vocab_size
+            good = luck.random() < oracle.p
+            if oracle.branches and len(tokens) + 1 < width and luck.random() < 0.4:
                 tokens.append(wrong)
                 parents.append(last)
             if len(tokens) >= width:

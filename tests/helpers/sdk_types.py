@@ -32,7 +32,7 @@ def members(kind: Any) -> list[Any]:
     if get_origin(kind) in _WRAPPERS:
         return members(get_args(kind)[0])
     if get_origin(kind) in (Union, types.UnionType):
-        return [one for part in get_args(kind) for one in members(part)]
+        return [member for part in get_args(kind) for member in members(part)]
     return [kind]
 
 
@@ -41,13 +41,13 @@ def fields(kind: Any) -> dict[str, tuple[Any, bool]]:
     if is_typeddict(kind):
         hints = get_type_hints(kind, include_extras=True)
         required = kind.__required_keys__
-        found = {}
+        types = {}
         for name, hint in hints.items():
             is_required = name in required or get_origin(hint) is Required
-            found[name] = hint, is_required and get_origin(hint) is not NotRequired
-        return found
+            types[name] = hint, is_required and get_origin(hint) is not NotRequired
+        return types
     models = kind.model_fields.items()
-    return {one.alias or name: (one.annotation, one.is_required()) for name, one in models}
+    return {field.alias or name: (field.annotation, field.is_required()) for name, field in models}
 
 
 def is_object(kind: Any) -> bool:
@@ -67,7 +67,7 @@ class Builder:
 
     def values(self, kind: Any, depth: int = 0) -> list[Any]:
         """Values of a type, so that each type within it is there at least once."""
-        return [one for part in members(kind) for one in self._values(part, depth)]
+        return [value for part in members(kind) for value in self._values(part, depth)]
 
     def _values(self, kind: Any, depth: int) -> list[Any]:
         origin = get_origin(kind)
@@ -105,10 +105,10 @@ def texts(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
     """Each word of a value, with the keys and the values of `type` on the way to it."""
     if isinstance(value, dict):
         kind = (str(value["type"]),) if "type" in value else ()
-        for name, one in value.items():
-            yield from texts(one, (*path, *kind, name))
+        for name, item in value.items():
+            yield from texts(item, (*path, *kind, name))
     elif isinstance(value, list):
-        for one in value:
-            yield from texts(one, path)
+        for item in value:
+            yield from texts(item, path)
     elif isinstance(value, str) and value.startswith("word"):
         yield path, value

@@ -53,7 +53,9 @@ def make_target(
         added: tokens to add to the vocabulary.
     """
     markers = {}
-    words = {one.name: one.template_words for one in FAMILIES}.get(family, ())
+    words = {known_family.name: known_family.template_words for known_family in FAMILIES}.get(
+        family, ()
+    )
     if words:
         template = f"{{# {words} #}}{template}"
     elif family not in (None, "harmony"):
@@ -91,8 +93,8 @@ TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 def target_of(family: str) -> Any:
     """A target with a family's chat template, and its markers as tokens of their own."""
     template = (TEMPLATES / f"{family}.jinja").read_text()
-    own = HEADERS.get(family)
-    return make_target(family, template, thinking=None if own else "", added=own or ())
+    header = HEADERS.get(family)
+    return make_target(family, template, thinking=None if header else "", added=header or ())
 
 
 @dataclass

@@ -42,13 +42,13 @@ class Terminal:
         self.shown = ""
         self.screen = Screen(columns, HIGH)
         self.stream = pyte.Stream(self.screen)
-        own = {name: value for name, value in os.environ.items() if name not in SIZE}
-        own |= {"TERM": "xterm-256color", "HOME": str(home), **environment}
+        variables = {name: value for name, value in os.environ.items() if name not in SIZE}
+        variables |= {"TERM": "xterm-256color", "HOME": str(home), **environment}
         options = {"dimensions": (HIGH, columns), "encoding": "utf-8", "timeout": 60, "cwd": HERE}
         self.program = pexpect.spawn(
             PROGRAM[0],
             [*PROGRAM[1:], command, *arguments],
-            env=own,
+            env=variables,
             # A job in the background passes on that Ctrl-C is ignored.
             preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
             **options,

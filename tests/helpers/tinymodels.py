@@ -194,11 +194,11 @@ def save_adapter(folder: Path, model: Path, kind: str, rank: int = 4, scale: flo
     if kind != "full":
         linear_to_lora_layers(network, 2, config["lora_parameters"], use_dora=kind == "dora")
     ends = ("lora_a", "lora_b", ".m") if kind != "full" else ("o_proj.weight", "in_proj_z.weight")
-    found = [(name, x) for name, x in tree_flatten(network.parameters()) if name.endswith(ends)]
-    keys = mx.random.split(mx.random.key(rank), len(found))
+    layers = [(name, x) for name, x in tree_flatten(network.parameters()) if name.endswith(ends)]
+    keys = mx.random.split(mx.random.key(rank), len(layers))
     weights = {
         name: x + 0.1 * mx.random.normal(x.shape, key=key)
-        for (name, x), key in zip(found, keys, strict=True)
+        for (name, x), key in zip(layers, keys, strict=True)
     }
     assert weights
     folder.mkdir(parents=True)
@@ -215,7 +215,10 @@ def refusal(
 ) -> str:
     """The one line of the error that a call must raise; paths are given as text."""
     with pytest.raises(error) as caught:
-        call(*(str(one) if isinstance(one, Path) else one for one in arguments), **options)
+        call(
+            *(str(argument) if isinstance(argument, Path) else argument for argument in arguments),
+            **options,
+        )
     message = str(caught.value)
     assert message.isprintable() and 0 < len(message) < 600
     return message

@@ -50,12 +50,12 @@ class Counted(Stopwatch):
         self.calls = 0
 
     def both(self, stock, ours, *args):
-        return super().both(*(partial(self.call, one) for one in (stock, ours)), *args)
+        return super().both(*(partial(self.call, run) for run in (stock, ours)), *args)
 
-    def call(self, one):
+    def call(self, run):
         self.calls += 1
         self.moved.now += self.step
-        results = one()
+        results = run()
         assert all(array.size for array in results), "what is computed needs the whole forward"
         return results
 
@@ -113,13 +113,13 @@ def test_whole_verifies_decide_for_each_group(products, attention, far, wins):
     assert [type(part) for part in target.model.modules()] == classes and target.wiring is None
     part = {"near": " at 20", "far": " at 40"}
     for name in ("products", "near", "far"):
-        found = {
-            bool(of)
-            for key, of in rows.items()
+        chosen = {
+            bool(row)
+            for key, row in rows.items()
             if (key.endswith(part[name]) if name in part else not key.startswith("attention"))
         }
-        assert found == {name in wins}, name
-    assert all(sorted(one.ours) == list(ROWS) for one in timings)
+        assert chosen == {name in wins}, name
+    assert all(sorted(timing.ours) == list(ROWS) for timing in timings)
     assert set(rows) == set(candidates(target))
 
 
@@ -127,16 +127,16 @@ def test_whole_verifies_decide_for_each_group(products, attention, far, wins):
 def test_it_ends_in_time_with_36_layers(step, rows):
     """3 seconds and one call at most, however long a call takes; what was not timed is MLX's."""
     target, clock, stopwatch = timed(-step / 1000, -step / 1000, None, 3.0, step, layers=36)
-    found, [whole, *_] = time_verify_steps(target, Kernels(clock), stopwatch)
+    chosen_rows, [whole, *_] = time_verify_steps(target, Kernels(clock), stopwatch)
     assert clock.now <= 3.0 + 4 * step and rows <= set(whole.ours)
-    assert all(of <= choose.chosen(whole.ours, 64) for of in found.values())
-    assert any(found.values()) == bool(rows)
+    assert all(counts <= choose.chosen(whole.ours, 64) for counts in chosen_rows.values())
+    assert any(chosen_rows.values()) == bool(rows)
 
 
 def test_what_is_timed_is_computed(monkeypatch):
     computed = []
-    own = mx.eval
-    monkeypatch.setattr(mx, "eval", lambda *x: (computed.extend(x), own(*x)))
+    evaluate = mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *x: (computed.extend(x), evaluate(*x)))
     results = [[mx.ones(4) + 1], [mx.ones(4) + 2]]
     Stopwatch(10.0, 1).both(lambda: results[0], lambda: results[1])
     assert [id(x) for x in computed] == [id(x) for x in results * 2]
@@ -166,7 +166,7 @@ def test_waiting_for_the_layers_is_not_timed():
         now[0] += seconds
         return []
 
-    taken = watch.both(lambda: passing(2.0), lambda: passing(1.0), lambda at: passing(7.0 + at))
+    taken = watch.both(lambda: passing(2.0), lambda: passing(1.0), lambda turn: passing(7.0 + turn))
     assert taken == (2.0, 1.0)
 
 

@@ -26,8 +26,8 @@ def test_attention_is_chosen_by_depth():
     near = frozenset({4})
     far = frozenset({8})
     rows = {key_at("attention", 1024): near, key_at("attention", 4096): far}
-    found = [attention_rows(rows, "attention", depth) for depth in (1, 1024, 1025, 10**6)]
-    assert found == [near, near, far, far] and not attention_rows(rows, "another", 1)
+    chosen = [attention_rows(rows, "attention", depth) for depth in (1, 1024, 1025, 10**6)]
+    assert chosen == [near, near, far, far] and not attention_rows(rows, "another", 1)
 
 
 def test_rows_between_those_that_were_timed_follow_the_next():

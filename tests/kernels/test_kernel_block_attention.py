@@ -158,8 +158,8 @@ def truth(queries: Any, keys: Any, values: Any, **named: Any) -> tuple[np.ndarra
     tree = named.get("tree")
     ancestors = np.tri(nodes, dtype=bool) if tree is None else np.array(tree.ancestors)
     depths = np.arange(nodes) if tree is None else np.array(tree.positions) - named["first"] - past
-    at = np.concatenate([np.arange(past), past + depths])
-    back = at[past:, None] - at
+    positions = np.concatenate([np.arange(past), past + depths])
+    back = positions[past:, None] - positions
     seen = np.concatenate([np.ones((nodes, past), bool), ancestors], axis=1)
     seen &= back < (named.get("window") or 2**30)
     scores = np.where(seen, q @ k.swapaxes(1, 2) * named["scale"], -np.inf)
@@ -246,11 +246,11 @@ def test_a_row_has_the_same_bits_whatever_shares_the_call(case, kernel):
     (queries, *stored), named = case.arguments()
     block = kernel(queries, *stored, **named)
     for rows in range(1, case.nodes):
-        known = [cut(x, case.length - case.nodes + rows) for x in stored]
+        stored_rows = [cut(x, case.length - case.nodes + rows) for x in stored]
         first = queries[:, :, :rows]
         last = queries[:, :, rows - 1 : rows]
-        assert same_bits(kernel(first, *known, **named), block[:, :, :rows])
-        assert same_bits(kernel(last, *known, **named), block[:, :, rows - 1 : rows])
+        assert same_bits(kernel(first, *stored_rows, **named), block[:, :, :rows])
+        assert same_bits(kernel(last, *stored_rows, **named), block[:, :, rows - 1 : rows])
 
 
 def cut(stored: Any, length: int) -> Any:

@@ -100,7 +100,7 @@ def rule(
         missing = v[row] - np.einsum("hvk,hk->hv", before, k[row])
         states.append(before + np.einsum("hv,hk->hvk", missing * beta[row, :, None], k[row]))
     pairs = [*zip(states, q, strict=True)]
-    outputs = np.stack([np.einsum("hvk,hk->hv", *of) for of in pairs])
+    outputs = np.stack([np.einsum("hvk,hk->hv", *pair) for pair in pairs])
     size = np.stack([np.einsum("hvk,hk->hv", np.abs(s), np.abs(r)) for s, r in pairs])
     return outputs[None], size[None] + 1, states
 
@@ -129,8 +129,8 @@ def test_kernel_and_reference_are_the_delta_rule(dtype, rows, heads, dims, tree,
     check(kernel, queries=queries, tape=tape, parents=parents)
     outputs, _, states = rule(queries, tape, parents)
     exact = DeltaInputs(*(x.astype(mx.float32) for x in tape))
-    found, following = delta_verify_reference(queries.astype(mx.float32), exact, parents)
-    assert relative_error(found, mx.array(outputs, mx.float32)) < TOLERANCES[mx.float32]
+    actual, following = delta_verify_reference(queries.astype(mx.float32), exact, parents)
+    assert relative_error(actual, mx.array(outputs, mx.float32)) < TOLERANCES[mx.float32]
     assert (following is None) == tree
     assert tree or is_state(following, states[-1])
 
@@ -139,7 +139,7 @@ def test_the_reference_is_the_rule_of_mlx_lm():
     queries, tape = draft(mx.float32, rows=5, heads=(2, 4), dims=(32, 8))
     ours = delta_verify_reference(queries, tape)
     theirs = gated_delta_ops(queries, *tape)
-    assert all(relative_error(*of) < 1e-6 for of in zip(ours, theirs, strict=True))
+    assert all(relative_error(*pair) < 1e-6 for pair in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,12 +148,12 @@ def test_a_row_has_the_same_bits_whatever_shares_the_call(dtype, kernel):
     outputs, following = kernel.verify(queries, tape)
     state = tape.state
     for row in range(16):
-        one = slice(row, row + 1)
+        single = slice(row, row + 1)
         first = slice(0, row + 1)
         y, _ = kernel.verify(queries[:, first], taken(tape, first))
         assert same_bits(y, outputs[:, first])
-        alone, state = kernel.verify(queries[:, one], taken(tape, one, state))
-        assert same_bits(alone, outputs[:, one])
+        alone, state = kernel.verify(queries[:, single], taken(tape, single, state))
+        assert same_bits(alone, outputs[:, single])
     assert same_bits(state, following)
 
 
@@ -228,12 +228,16 @@ def test_what_does_not_fit_is_refused(kernel):
         {"keys": tape.keys[:, :2]},
         {"values": tape.values[:, :, :1]},
         *(
-            {name: getattr(tape, name).astype(of)}
-            for name, of in (("values", mx.float32), ("decay", mx.float16), ("state", mx.float16))
+            {name: getattr(tape, name).astype(changed)}
+            for name, changed in (
+                ("values", mx.float32),
+                ("decay", mx.float16),
+                ("state", mx.float16),
+            )
         ),
     ]
     calls = [(queries, tape._replace(**change)) for change in changes]
-    calls += [draft(mx.float16, 3, *of) for of in (((1, 2), (288, 4)), ((2, 3), (32, 4)))]
+    calls += [draft(mx.float16, 3, *changed) for changed in (((1, 2), (288, 4)), ((2, 3), (32, 4)))]
     calls += [(queries[:, :2], tape), (queries.astype(mx.float32), tape), (queries, tape, [-1, 0])]
     for verify in (kernel.verify, delta_verify_reference):
         verify(queries, tape, [-1, 0, 1])  # nor where it is that of an earlier call but for parents

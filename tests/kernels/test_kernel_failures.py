@@ -67,8 +67,8 @@ def oracle_of(target: Target, prompts: list[list[int]]) -> tuple[TextOracle, lis
     """A drafter that knows the plain texts, mostly, and these texts."""
     stock = float_target(target.name)
     texts = [dm.generate(stock, None, prompt, max_tokens=14).tokens for prompt in prompts]
-    known = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
-    return TextOracle(known, target.vocab_size, 0.7, taps=(1,)), texts
+    texts_with_prompts = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+    return TextOracle(texts_with_prompts, target.vocab_size, 0.7, taps=(1,)), texts
 
 
 @when

@@ -136,11 +136,11 @@ def test_exact_is_the_default_where_it_was_measured_to_be_free():
     every = frozenset(range(1, 17))
     free = {matrix.key: every for _, _, matrix in matrices(model, config)}
     exact = partial(will_be_exact, model, config)
-    [one, *_] = free
-    assert exact(free) and exact(free | {tensor_key(one): NONE})
+    [first, *_] = free
+    assert exact(free) and exact(free | {tensor_key(first): NONE})
     for missing in (NONE, every - {1}, every - {16}):
-        assert not exact(free | {one: missing})
-    assert not exact(free | {tensor_key(one): every}) and not exact({})
+        assert not exact(free | {first: missing})
+    assert not exact(free | {tensor_key(first): every}) and not exact({})
     model.lm_head = nn.QuantizedLinear(64, 256, False, 64, 6)  # no kernel
     rest = [matrix.key for _, _, matrix in matrices(model, config)]
     assert not exact(dict.fromkeys(rest, every))
@@ -194,7 +194,7 @@ def test_nothing_of_a_wiring_is_left_for_the_next():
                 model,
                 config=config,
                 kernels=kernels,
-                rows={key: of for key, of in rows.items() if key not in left},
+                rows={key: row for key, row in rows.items() if key not in left},
             )
             assert (type(unit) in UNITS.values()) == (not left)
 
@@ -208,7 +208,7 @@ def test_what_shares_a_launch_is_chosen_together():
     out = {(64, 256)}
     assert all(group in shapes for group in (queries_and_keys, gated, out)) and len(shapes) == 3
     # The head, of 256 tokens, has the form of the queries.
-    layers = sum(len(of) for group in groups for of in group.values())
+    layers = sum(len(members) for group in groups for members in group.values())
     assert layers == len(list(matrices(model, {})))
 
 

@@ -75,13 +75,13 @@ def test_gate_and_up(matmul, dtype, bits):
 
 
 @pytest.mark.parametrize(
-    ("at", "dtype", "bits"),
-    [(at, *kind) for at, kind in enumerate(itertools.product(DTYPES, (None, 4, 8)))],
+    ("number", "dtype", "bits"),
+    [(index, *kind) for index, kind in enumerate(itertools.product(DTYPES, (None, 4, 8)))],
 )
-def test_several_matrices(matmul, at, dtype, bits):
+def test_several_matrices(matmul, number, dtype, bits):
     """In two shapes, so that every dtype meets every shape; also of rows in another dtype."""
     mx.random.seed(1)
-    for rows, (columns, depth) in ((16, SEVERAL[at % 5]), (37, SEVERAL[(at + 2) % 5])):
+    for rows, (columns, depth) in ((16, SEVERAL[number % 5]), (37, SEVERAL[(number + 2) % 5])):
         weights = [random_weights((n, depth), dtype, bits) for n in columns]
         x = mx.random.normal((1, rows, depth)).astype(dtype)
         check_products(matmul, x, *weights)
@@ -107,7 +107,7 @@ KINDS = {
     "one column": (mx.float16, 4, (1,), 256, False),
     "split": (mx.bfloat16, 4, (40,), 1024, False),
     "split gate and up": (mx.float16, 4, (40, 40), 1024, True),
-    **{f"{len(of)} of {k}": (mx.bfloat16, 4, of, k, False) for of, k in SEVERAL},
+    **{f"{len(sizes)} of {k}": (mx.bfloat16, 4, sizes, k, False) for sizes, k in SEVERAL},
 }
 
 
@@ -188,19 +188,19 @@ def test_a_small_bias_is_not_lost_beside_the_middle_of_the_codes(matmul, dtype, 
 def test_no_split_is_rounded_before_it_is_added(matmul, dtype, depth, splits):
     """A later one has 1 and a little, and the first one takes the 1 away again."""
     assert splits_of_k(24, depth) == splits_of_k(3 * 24, depth) == splits
-    for at in range(1, splits):
+    for split in range(1, splits):
         x = mx.ones((2, depth), dtype)
         w = mx.zeros((24, depth), dtype)
-        start = (depth // 32 * at // splits + 1) * 32
+        start = (depth // 32 * split // splits + 1) * 32
         w[:, 0] = -1.0
         w[:, start] = 1.0
         w[:, start + 1] = 2.0**-12
         for y in (*matmul(x, w), *matmul(x, w, w, w)):
-            assert (y == 2.0**-12).all().item(), at
-        one = mx.where(mx.arange(depth) == 0, 1.0, mx.zeros_like(w))
-        for pair, unit in (((w, one), 2.0**-13), ((one, w), 0.731 * 2.0**-12)):
+            assert (y == 2.0**-12).all().item(), split
+        summand = mx.where(mx.arange(depth) == 0, 1.0, mx.zeros_like(w))
+        for pair, unit in (((w, summand), 2.0**-13), ((summand, w), 0.731 * 2.0**-12)):
             [y] = matmul(x, *pair, gated=True)
-            assert mx.allclose(y, mx.array(unit, dtype), rtol=0.01, atol=0), at
+            assert mx.allclose(y, mx.array(unit, dtype), rtol=0.01, atol=0), split
 
 
 def test_the_first_split_is_added_first(matmul):
@@ -337,28 +337,28 @@ def test_the_first_layer_that_is_asked_multiplies_for_all(matmul):
         return matmul(x, *(layer.weight for layer in layers))
 
     fused = FusedProjections(counted)
-    one, other = mx.random.normal((2, 5, 128))
-    for order, x in (((1, 0, 2), one), ((0, 1, 2), other)):
+    first, second = mx.random.normal((2, 5, 128))
+    for order, x in (((1, 0, 2), first), ((0, 1, 2), second)):
         for place in order:
             expected = verify_matmul_reference(x, layers[place].weight)
             assert relative_error(fused(place, x), expected) <= TOLERANCES[mx.float32]
-    assert len(calls) == 2 and calls[0] is one and calls[1] is other
+    assert len(calls) == 2 and calls[0] is first and calls[1] is second
     assert fused._waiting == (None, {})
-    fused(0, one)
-    assert relative_error(fused(1, other), layers[1](other)) <= TOLERANCES[mx.float32]
+    fused(0, first)
+    assert relative_error(fused(1, second), layers[1](second)) <= TOLERANCES[mx.float32]
 
 
 def test_threads_do_not_share_results():
     """A drafter's forwards are not locked: another thread asks between two layers of one."""
     layers = [nn.Linear(8, n, bias=False) for n in (8, 4, 4)]
     fused = FusedProjections(lambda x: [x @ layer.weight.T for layer in layers])
-    one, other = (mx.random.normal((2, 8)) for _ in range(2))
-    mx.eval(one, other, [layer.parameters() for layer in layers])
+    first, second = (mx.random.normal((2, 8)) for _ in range(2))
+    mx.eval(first, second, [layer.parameters() for layer in layers])
 
     def of(x, places=(0, 1, 2)):
-        return [mx.allclose(fused(at, x), layers[at](x)).item() for at in places]
+        return [mx.allclose(fused(place, x), layers[place](x)).item() for place in places]
 
-    assert of(one, [0])[0]
+    assert of(first, [0])[0]
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(of, other).result() == [True] * 3
-    assert all(of(one, [1, 2, 0]))
+        assert thread.submit(of, second).result() == [True] * 3
+    assert all(of(first, [1, 2, 0]))

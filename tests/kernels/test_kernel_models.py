@@ -35,7 +35,7 @@ FAMILIES = ("qwen3", "qwen3_5", "qwen3_moe", "gpt_oss")
 FORMATS = {"4-bit bf16": (4, mx.bfloat16), "8-bit fp16": (8, mx.float16)}
 every_model = pytest.mark.parametrize(
     ("family", "format"),
-    [(family, list(FORMATS)[at % 2]) for at, family in enumerate(FAMILIES)],
+    [(family, list(FORMATS)[index % 2]) for index, family in enumerate(FAMILIES)],
 )
 
 
@@ -82,7 +82,7 @@ def test_a_verify_of_any_size_runs_where_a_stopwatch_decides(family):
     for rows in (65, 96, 256, 1024):
         text = families.random_prompt(rows, seed=rows)
         for proposal in (Proposal(text), random_tree(Random(rows), rows)):
-            logits, expected = (verified(of, proposal) for of in (target, stock))
+            logits, expected = (verified(model, proposal) for model in (target, stock))
             assert mx.array_equal(logits.argmax(-1), expected.argmax(-1))
             assert mx.allclose(logits, expected, atol=1e-3)
 

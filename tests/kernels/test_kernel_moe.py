@@ -59,9 +59,9 @@ def check(moe, x, experts, *weights) -> mx.array:
     rows = x if x.ndim > experts.ndim else mx.broadcast_to(x[..., None, :], of_all)
     truth = np.zeros(y.shape)
     magnitude = np.zeros(y.shape)
-    for at in np.ndindex(experts.shape):
-        parts = [expert(each, experts[at].item()) for each in weights]
-        truth[at], magnitude[at] = product(rows[at], *parts)
+    for index in np.ndindex(experts.shape):
+        parts = [expert(each, experts[index].item()) for each in weights]
+        truth[index], magnitude[index] = product(rows[index], *parts)
     assert within_rounding(y, truth, magnitude), (x.shape, w.shape, y.dtype)
     assert relative_error(reference, mx.array(truth, mx.float32)) <= TOLERANCES[mx.float32]
     return y

@@ -70,8 +70,10 @@ class Calls:
             if isinstance(array, SparseArray) and not parameter.suffix:
                 memory.append(array)
             else:
-                of = described(values, parameter.suffix)
-                memory.append(Memory(parameter.name, values=of, writable=False, initialised=True))
+                description = described(values, parameter.suffix)
+                memory.append(
+                    Memory(parameter.name, values=description, writable=False, initialised=True)
+                )
         sizes = grid, given["threadgroup"], [*memory, output]
         library = kernel.library(wrapper)
         launch(kernel.name, kernel.build.runtime, library, *sizes, range(group, group + 1))

@@ -104,7 +104,7 @@ def answer(target, kv_bits=None):
     return mx.concatenate(logits)
 
 
-def found(family, factory, bits=4, exact=False, kv_bits=None):
+def failed_checks(family, factory, bits=4, exact=False, kv_bits=None):
     """What failed while a random model verified."""
     target = wired(family, factory=factory, bits=bits, exact=exact)
     with warnings.catch_warnings():
@@ -117,7 +117,7 @@ def found(family, factory, bits=4, exact=False, kv_bits=None):
     ("family", "bits"), [("qwen3", 8), ("qwen3_5", 4), ("qwen3_moe", None), ("gpt_oss", 4)]
 )
 def test_nothing_is_found_where_all_is_well(family, bits):
-    assert found(family, quick_factory(), bits, exact=family == "qwen3_5") == {}
+    assert failed_checks(family, quick_factory(), bits, exact=family == "qwen3_5") == {}
 
 
 ATTENTION = "attention 4/2 heads of 64 in bfloat16, "
@@ -144,7 +144,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("family", "concerns", "name", "wrong"),
-    [(*case, (slightly_off, does_not_compile)[at % 2]) for at, case in enumerate(CASES.values())],
+    [
+        (*case, (slightly_off, does_not_compile)[index % 2])
+        for index, case in enumerate(CASES.values())
+    ],
     ids=CASES.keys(),
 )
 def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concerns, name, wrong):
@@ -181,7 +184,7 @@ def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concer
 )
 def test_every_way_to_fail_is_found(wrong, words):
     broken = with_part("verify_matmul_affine", "gate_up")
-    problems = found("qwen3", broken_where(broken, wrong)).values()
+    problems = failed_checks("qwen3", broken_where(broken, wrong)).values()
     assert problems
     assert all(any(word in problem for word in words.split("|")) for problem in problems)
 
@@ -231,7 +234,7 @@ def test_a_second_command_compiles_what_its_answer_launches(monkeypatch, tmp_pat
         done = run(*command, "--draft", "lookup")
         assert done.returncode == 0, done.stderr
         texts.append(done.stdout)
-    first, second, third = ([of.counts, of.libraries] for of in runs[1:])
+    first, second, third = ([launched.counts, launched.libraries] for launched in runs[1:])
     assert second == third and sum(first[0].values()) > sum(second[0].values())
     assert texts[0] == texts[1] == texts[2] and second[1] <= first[1]
     # Products of one matrix, of three, and gated; both passes of attention.
@@ -282,7 +285,7 @@ def test_a_check_sends_rows_to_experts_of_their_own():
     def factory(**definition):
         def launch(inputs, output_shapes, output_dtypes, **call):
             routes.append(inputs[-1].reshape(16, 4).tolist())
-            return [mx.zeros(*of) for of in zip(output_shapes, output_dtypes, strict=True)]
+            return [mx.zeros(*output) for output in zip(output_shapes, output_dtypes, strict=True)]
 
         return launch
 

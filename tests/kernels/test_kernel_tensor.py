@@ -200,7 +200,7 @@ def test_layers_of_one_form_share_a_launch():
 def test_words_begin_where_tensor_units_read_them():
     """A view that begins elsewhere is copied; buffers of Metal's begin right."""
     words = mx.arange(4096, dtype=mx.uint32)
-    views = [words[4 * at : 4 * at + 2048] for at in range(8)]  # 16 bytes apart
+    views = [words[4 * index : 4 * index + 2048] for index in range(8)]  # 16 bytes apart
     mx.eval(views)
     addresses = [np.asarray(view).__array_interface__["data"][0] for view in views]
     for view, address in zip(views, addresses, strict=True):
@@ -210,13 +210,13 @@ def test_words_begin_where_tensor_units_read_them():
 
 def test_a_layer_in_another_dtype_keeps_off():
     """Choices are kept by shape: a drafter's layer may have the shape and not the dtype."""
-    of = target()
-    of.model.set_dtype(mx.float16)
+    model = target()
+    model.model.set_dtype(mx.float16)
     swap_layers(
-        of.model,
-        config=of.config,
+        model.model,
+        config=model.config,
         kernels=Kernels(Recorder(), tensor_units=True),
-        rows=candidates(of, True),
+        rows=candidates(model, True),
     )
-    layers = [layer for _, layer, _ in matrices(of.model, of.config)]
+    layers = [layer for _, layer, _ in matrices(model.model, model.config)]
     assert not any(layer._product.weights[0].tensor_units for layer in layers)

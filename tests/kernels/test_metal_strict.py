@@ -66,7 +66,7 @@ def test_loops_are_unrolled_whole():
 def test_structs_with_matrices_have_a_constructor_of_thread_objects():
     """An implicit one takes a generic `this`, and Apple's matrices have none for such objects."""
     texts = [path.read_text() for path in METAL.glob("*.*")]
-    structs = [found for text in texts for found in STRUCT.findall(text)]
+    structs = [struct for text in texts for struct in STRUCT.findall(text)]
     holding = [name for name, body in structs if MATRIX_MEMBER.search(body)]
     assert {"TileSums", "QueryRows"} <= set(holding)
     bodies = dict(structs)

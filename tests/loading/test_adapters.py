@@ -73,10 +73,10 @@ def test_text_is_mlx_lms_own_with_the_adapter(saved: Any, family: str) -> None:
             drafts = {"block_size": 6, "tree_budget": rows}
             store = dm.PrefixStore(target, drafter, memory=2**24, chunk=8)
             keeps = {}, {"prefix": store}, {"conversation": dm.Conversation(target, drafter)}
-            for kept, one in product(keeps, (0, 0, 8, 4, 4)):
-                prompt, way = ways[one]
+            for kept, number in product(keeps, (0, 0, 8, 4, 4)):
+                prompt, way = ways[number]
                 alone = dm.generate(target, drafter, prompt, **way, **drafts, **kept)
-                assert alone.tokens == texts[one]
+                assert alone.tokens == texts[number]
                 assert alone.stats.drafted_tokens > 0 or isinstance(drafter, LookupDrafter)
             with dm.Engine(target, drafter) as engine:
                 jobs = [engine.submit(prompt, **way, **drafts) for prompt, way in ways]
@@ -88,15 +88,17 @@ def test_prefixes_on_the_disk_know_the_adapter(saved: Any, tmp_path: Path) -> No
     target = dm.load_target(str(folder), adapter=str(adapter))
     base = dm.load_target(str(folder))
     prompt = random_prompt(60, 3)
-    tuned, plain = (dm.generate(one, None, prompt, max_tokens=12).tokens for one in (target, base))
+    tuned, plain = (
+        dm.generate(model, None, prompt, max_tokens=12).tokens for model in (target, base)
+    )
     assert tuned != plain
-    for one, text in ((base, plain), (target, tuned), (target, tuned)):
-        store = dm.PrefixStore(one, None, folder=tmp_path, memory=2**20, chunk=16, disk_left=0)
-        assert dm.generate(one, None, prompt, max_tokens=12, prefix=store).tokens == text
+    for model, text in ((base, plain), (target, tuned), (target, tuned)):
+        store = dm.PrefixStore(model, None, folder=tmp_path, memory=2**20, chunk=16, disk_left=0)
+        assert dm.generate(model, None, prompt, max_tokens=12, prefix=store).tokens == text
         store.flush()
     other = save_adapter(tmp_path / "other", folder, "dora", scale=5.0)
     targets = (base, target, dm.load_target(str(folder), adapter=str(other)))
-    assert len({fingerprint(one, None) for one in targets}) == 3  # of the same tensors, scaled
+    assert len({fingerprint(model, None) for model in targets}) == 3  # of the same tensors, scaled
 
 
 def test_adapters_that_do_not_fit(saved: Any, tmp_path: Path) -> None:

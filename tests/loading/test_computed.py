@@ -77,10 +77,10 @@ def test_rope_keys_of_gguf_files_are_computed_or_refused(
         assert name in REFUSING or (latent and "attn_factor" in str(error))
         return
     outer = "" if name != "qwen3next" else "language_model."
-    rotating = [path for path, one in plain.named_modules() if hasattr(one, "base")]
+    rotating = [path for path, module in plain.named_modules() if hasattr(module, "base")]
     for path in rotating if name != "gemma3" else ["model.layers.5.self_attn.rope"]:
-        one = dict(plain.named_modules())[path]
-        frequencies, factor = rotation(keys, one.dims, one.base)
+        module = dict(plain.named_modules())[path]
+        frequencies, factor = rotation(keys, module.dims, module.base)
         ours = of_rope(ropes[outer + path])
         assert np.allclose(ours[0], frequencies, rtol=1e-3, atol=1e-6)
         assert np.isclose(ours[1], 1.0 if latent else factor)
@@ -192,8 +192,10 @@ def test_newer_spellings_of_a_rotation_are_read(kind: str) -> None:
     config |= {"query_pre_attn_scalar": 16, "full_attn_idxs": [0], "rope_traditional": False}
     ropes = []
     for spelling in (older, newer):
-        found = [x for x in model_of("a", config | spelling).modules() if hasattr(x, "traditional")]
-        ropes.append([of_rope(one) for one in found])
+        modules = [
+            x for x in model_of("a", config | spelling).modules() if hasattr(x, "traditional")
+        ]
+        ropes.append([of_rope(module) for module in modules])
     wanted = rotation(YARN, 16, 5e5)
     for frequencies, factor in (*ropes[0], *ropes[1]):
         assert np.allclose(frequencies, wanted[0], rtol=1e-3, atol=1e-6) and np.isclose(
@@ -205,10 +207,10 @@ def test_newer_spellings_of_a_rotation_are_read(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*rotates by longrope")
 def test_a_kind_of_rotation_has_both_names() -> None:
     """Phi-4-mini's class asks for `type`, and transformers writes `rope_type`."""
-    own: dict[str, Any] = {"rope_type": "longrope"}
-    own |= {"long_factor": [2.0] * 6, "short_factor": [1.0] * 6}
-    own |= {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
-    config = SHAPE | {"model_type": "phi3", "vocab_size": 64, "rope_parameters": own}
+    scaling: dict[str, Any] = {"rope_type": "longrope"}
+    scaling |= {"long_factor": [2.0] * 6, "short_factor": [1.0] * 6}
+    scaling |= {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    config = SHAPE | {"model_type": "phi3", "vocab_size": 64, "rope_parameters": scaling}
     rope = model_of("a", config).model.layers[0].self_attn.rope
     assert type(rope).__name__ == "SuScaledRoPE" and rope.dim == 12
 
@@ -287,4 +289,6 @@ def test_a_context_decides_which_factors_of_longrope_count(length: int, spelling
     assert np.allclose(angles, frequencies, rtol=1e-3, atol=1e-5)
     assert np.isclose(first[0], amplitude)
     messages = [str(warning.message) for warning in said]
-    assert [("longrope" in one and "64" in one) for one in messages] == [True] * (length > 64)
+    assert [("longrope" in message and "64" in message) for message in messages] == [True] * (
+        length > 64
+    )

@@ -38,7 +38,7 @@ FUNCTIONS |= {"situ": r"class SiTU", "gegelu": r"def gegelu"}
 @cache
 def code_of_modules() -> dict[str, str]:
     """The code of mlx-lm's models, without the declarations of their configs."""
-    found = {}
+    codes = {}
     for item in pkgutil.iter_modules(mlx_lm.models.__path__):
         if item.name in NEEDS_A_PACKAGE:
             continue
@@ -47,8 +47,8 @@ def code_of_modules() -> dict[str, str]:
         for value in vars(module).values():
             if hasattr(value, "from_dict") and value.__module__ == module.__name__:
                 code = code.replace(inspect.getsource(value), "")
-        found[item.name] = code
-    return found
+        codes[item.name] = code
+    return codes
 
 
 @pytest.mark.parametrize("field", FIELDS)

@@ -38,23 +38,23 @@ def header_only(path: Path, architecture: str, **general: str) -> Path:
 def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One of each kind."""
     folder = tmp_path_factory.mktemp("things")
-    found = {name: folder / name for name in ("target", "drafter", "adapter", "peft", "empty")}
-    save_target(found["target"], "llama")
-    save_drafter(found["drafter"])
-    save_adapter(found["adapter"], found["target"], "lora")
-    found["peft"].mkdir()
-    (found["peft"] / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 8}')
+    folders = {name: folder / name for name in ("target", "drafter", "adapter", "peft", "empty")}
+    save_target(folders["target"], "llama")
+    save_drafter(folders["drafter"])
+    save_adapter(folders["adapter"], folders["target"], "lora")
+    folders["peft"].mkdir()
+    (folders["peft"] / "adapter_config.json").write_text('{"peft_type": "LORA", "lora_alpha": 8}')
     array = mx.zeros((2, 2))
     names = {"peft": "base_model.model.a.lora_A.weight", "drafter": "hidden_norm.weight"}
     for kind, name in names.items():
-        found[f"{kind}.safetensors"] = folder / f"{kind}.safetensors"
-        mx.save_safetensors(str(found[f"{kind}.safetensors"]), {name: array})
-    found["empty"].mkdir()
-    found["gguf drafter"] = header_only(folder / "a.gguf", "dflash-draft")
-    found["gguf eagle"] = header_only(folder / "e.gguf", "eagle3")
-    found["gguf adapter"] = header_only(folder / "b.gguf", "llama", type="adapter")
-    found["gguf projector"] = header_only(folder / "c.gguf", "clip")
-    found["gguf model"] = header_only(folder / "d.gguf", "qwen3")
+        folders[f"{kind}.safetensors"] = folder / f"{kind}.safetensors"
+        mx.save_safetensors(str(folders[f"{kind}.safetensors"]), {name: array})
+    folders["empty"].mkdir()
+    folders["gguf drafter"] = header_only(folder / "a.gguf", "dflash-draft")
+    folders["gguf eagle"] = header_only(folder / "e.gguf", "eagle3")
+    folders["gguf adapter"] = header_only(folder / "b.gguf", "llama", type="adapter")
+    folders["gguf projector"] = header_only(folder / "c.gguf", "clip")
+    folders["gguf model"] = header_only(folder / "d.gguf", "qwen3")
     bytes_of = {
         "page": b"<!DOCTYPE html><html>",
         "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
@@ -65,12 +65,12 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "binary": bytes([200, 201, 0]) * 2000,
     }
     for name, content in bytes_of.items():
-        found[name] = folder / name
-        found[name].write_bytes(content)
-    found["torch"] = folder / "pytorch_model.bin"
-    with zipfile.ZipFile(found["torch"], "w") as archive:
+        folders[name] = folder / name
+        folders[name].write_bytes(content)
+    folders["torch"] = folder / "pytorch_model.bin"
+    with zipfile.ZipFile(folders["torch"], "w") as archive:
         archive.writestr("archive/data.pkl", b"")
-    return found
+    return folders
 
 
 KINDS = {
@@ -115,7 +115,7 @@ def test_every_published_drafter_is_a_drafter_and_every_target_a_model() -> None
 ALL = [name for name in KINDS if name != "target"]
 
 
-@pytest.mark.parametrize("name", [one for one in ALL if one != "gguf model"])
+@pytest.mark.parametrize("name", [name for name in ALL if name != "gguf model"])
 def test_what_is_no_model_is_named_where_a_model_is_wanted(
     things: dict[str, Path], name: str
 ) -> None:
@@ -126,7 +126,7 @@ def test_what_is_no_model_is_named_where_a_model_is_wanted(
     assert option in message or "safetensors" in name
 
 
-@pytest.mark.parametrize("name", [one for one in ALL if KINDS[one][0] not in (MODEL, DRAFTER)])
+@pytest.mark.parametrize("name", [name for name in ALL if KINDS[name][0] not in (MODEL, DRAFTER)])
 def test_what_is_no_drafter_is_named_where_a_drafter_is_wanted(
     things: dict[str, Path], name: str
 ) -> None:
@@ -134,7 +134,7 @@ def test_what_is_no_drafter_is_named_where_a_drafter_is_wanted(
     assert KINDS[name][1].partition(" in GGUF")[0] in message
 
 
-@pytest.mark.parametrize("name", [one for one in KINDS if one not in ("adapter", "peft")])
+@pytest.mark.parametrize("name", [kind for kind in KINDS if kind not in ("adapter", "peft")])
 def test_what_is_no_adapter_is_named_where_an_adapter_is_wanted(
     things: dict[str, Path], name: str
 ) -> None:

@@ -41,23 +41,23 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_target(tmp_path_factory.mktemp("ends") / "model", "llama")
 
 
-@pytest.mark.parametrize("own", TOKENIZER, ids=["no end of the tokenizer's", "tokenizer"])
+@pytest.mark.parametrize("tokenizer_end", TOKENIZER, ids=["no end of the tokenizer's", "tokenizer"])
 @pytest.mark.parametrize("generation", GENERATION)
 def test_every_combination_of_files_ends_a_text_as_in_mlx_lm(
-    saved: Path, tmp_path: Path, generation: Any, own: Any
+    saved: Path, tmp_path: Path, generation: Any, tokenizer_end: Any
 ) -> None:
     """mlx-lm where it names any; where only `text_config` does, transformers."""
     for file in saved.iterdir():
         if "config" not in file.name:
             (tmp_path / file.name).symlink_to(file)
     settings = json.loads((saved / "tokenizer_config.json").read_text())
-    settings["eos_token"] = None if own is ABSENT else own
+    settings["eos_token"] = None if tokenizer_end is ABSENT else tokenizer_end
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     if generation is not ABSENT:
         content = json.dumps(with_ids({"do_sample": False}, generation))
         (tmp_path / "generation_config.json").write_text(content)
     plain = json.loads((saved / "config.json").read_text())
-    own_ids = set() if own is ABSENT else {tokenizer().convert_tokens_to_ids(END)}
+    own_ids = set() if tokenizer_end is ABSENT else {tokenizer().convert_tokens_to_ids(END)}
     for outer, nested in product(CONFIG, NESTED):
         config = with_ids(plain, outer)
         if nested is not ABSENT:
@@ -106,10 +106,10 @@ def test_everything_ends_where_generation_config_says(tmp_path: Path) -> None:
     whole = greedy(load_target(str(folder)), prompt, 12)
     end = whole[5]
     text = whole[: whole.index(end) + 1]
-    own = tokenizer().convert_tokens_to_ids(END)
-    config = model_config("llama", eos_token_id=own)
+    end_id = tokenizer().convert_tokens_to_ids(END)
+    config = model_config("llama", eos_token_id=end_id)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [own, end]}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end_id, end]}))
     target = load_target(str(folder))
     answer = generate(target, None, prompt, max_tokens=12)
     assert answer.tokens == text and answer.finish_reason == "stop"
@@ -117,15 +117,15 @@ def test_everything_ends_where_generation_config_says(tmp_path: Path) -> None:
         assert engine.submit(prompt, max_tokens=12).result().tokens == text
     (trained,) = complete_prompts(target, [prompt], AnswerSettings(max_tokens=12))
     assert list(trained.answer) == text and trained.ended
-    assert GrammarTokens(target).eos_ids == {own, end}
+    assert GrammarTokens(target).eos_ids == {end_id, end}
 
 
 def test_an_end_that_the_vocabulary_does_not_have_ends_nothing(tmp_path: Path) -> None:
     folder = save_target(tmp_path, "llama")
-    own = tokenizer().convert_tokens_to_ids(END)
+    end = tokenizer().convert_tokens_to_ids(END)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 10**6]}))
     target = load_target(str(folder))
-    assert GrammarTokens(target).eos_ids == {own}
+    assert GrammarTokens(target).eos_ids == {end}
     schema = {"type": "integer", "minimum": 1, "maximum": 9}
     rule = JsonSchema(target, schema)
     prompt = tokenizer().encode("user: ")
@@ -144,8 +144,8 @@ def test_every_combination_of_keys_and_control_tokens_of_gguf_files(kind: int) -
     plain = vocabulary()
     first = len(plain["tokenizer.ggml.tokens"])
     plain["tokenizer.ggml.tokens"] = [*plain["tokenizer.ggml.tokens"][:-1], "last"]
-    own = plain.pop("tokenizer.ggml.eos_token_id")
-    plain["tokenizer.ggml.tokens"][own] = "no end"
+    eos = plain.pop("tokenizer.ggml.eos_token_id")
+    plain["tokenizer.ggml.tokens"][eos] = "no end"
     for given in product((False, True), repeat=len(KEYS) + len(TEXTS)):
         keys = [key for key, chosen in zip(KEYS, given, strict=False) if chosen]
         texts = [text for text, chosen in zip(TEXTS, given[len(KEYS) :], strict=True) if chosen]

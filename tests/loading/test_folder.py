@@ -48,7 +48,7 @@ def test_the_headers_tell_the_memory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "own", "in_4_bits", "floats"),
+    ("config", "unchanged", "in_4_bits", "floats"),
     [
         ({}, 2048, 576, 4096),
         ({"quantization": {"bits": 4}}, 2048, 2048, 2048),
@@ -56,12 +56,12 @@ def test_the_headers_tell_the_memory(tmp_path):
     ],
 )
 def test_the_size_of_files_tells_the_memory_before_they_are_here(
-    config, own, in_4_bits, floats, tmp_path
+    config, unchanged, in_4_bits, floats, tmp_path
 ):
     """16 bits a weight, 8 bits that become 16, or as they are."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     preview = RemoteFolder(tmp_path, "a model", lambda: 2048)
-    assert preview.memory() == own and preview.memory(Quantization(4, 64)) == in_4_bits
+    assert preview.memory() == unchanged and preview.memory(Quantization(4, 64)) == in_4_bits
     assert preview.memory(float_bytes=4) == floats
 
 
@@ -133,13 +133,13 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize(("content", "found"), FILES)
-def test_what_a_file_means(content, found, tmp_path):
+@pytest.mark.parametrize(("content", "expected"), FILES)
+def test_what_a_file_means(content, expected, tmp_path):
     if content is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(content))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Folder(tmp_path).sampling_defaults == found
+        assert Folder(tmp_path).sampling_defaults == expected
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"do_sample": true, "top_p": "x"}'])

@@ -58,15 +58,15 @@ def test_targets_and_heads_of_8_bit_floats(tmp_path: Path, family: str) -> None:
     folder, draft = save_pair(tmp_path / "fp8", family)
     in_fp8(folder)
     pairs = [
-        load(str(one), draft=draft.replace(str(folder), str(one)))
-        for one in (folder, tmp_path / "fp8-16bit")
+        load(str(loaded), draft=draft.replace(str(folder), str(loaded)))
+        for loaded in (folder, tmp_path / "fp8-16bit")
     ]
     for ours, theirs in zip(*pairs, strict=True):
-        ours, theirs = (getattr(one, "model", one) for one in (ours, theirs))
-        found, wanted = (dict(tree_flatten(one.parameters())) for one in (ours, theirs))
-        assert found.keys() == wanted.keys()
+        ours, theirs = (getattr(loaded, "model", loaded) for loaded in (ours, theirs))
+        tensors, wanted = (dict(tree_flatten(loaded.parameters())) for loaded in (ours, theirs))
+        assert tensors.keys() == wanted.keys()
         for name, value in wanted.items():
-            assert mx.array_equal(found[name], value), name
+            assert mx.array_equal(tensors[name], value), name
 
 
 def test_they_are_quantized_on_load_and_take_two_bytes_each(tmp_path: Path) -> None:

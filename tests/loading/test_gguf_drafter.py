@@ -42,11 +42,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def gguf_names(layers: int) -> dict[str, str]:
-    found = {}
+    names = {}
     for theirs, ours in _TENSORS.items():
         for layer in range(layers if "{N}" in ours else 1):
-            found[ours.replace("{N}", str(layer))] = theirs.replace("{N}", str(layer))
-    return found
+            names[ours.replace("{N}", str(layer))] = theirs.replace("{N}", str(layer))
+    return names
 
 
 def write(path: Path, drafter: Any, raw: dict[str, Any], kind: str = "F32") -> None:
@@ -102,25 +102,27 @@ def test_a_drafter_of_a_file_is_that_of_its_folder(tmp_path: Path, case: str) ->
     raw = drafter_config(**CASES[case])
     drafter = random_network(raw)
     write(tmp_path / "a.gguf", drafter, raw)
-    found = dm.load_drafter(str(tmp_path / "a.gguf"))
+    loaded = dm.load_drafter(str(tmp_path / "a.gguf"))
     for name in ("target_layer_ids", "block_size", "mask_token_id", "windows", "causal", "kind"):
-        assert getattr(found.config, name) == getattr(drafter.config, name), name
+        assert getattr(loaded.config, name) == getattr(drafter.config, name), name
     for name in ("first_row", "rope_theta", "rope_amplitude", "markov_rank"):
-        assert getattr(found.config, name) == pytest.approx(getattr(drafter.config, name)), name
-    ours, theirs = (dict(tree_flatten(one.parameters())) for one in (found, drafter))
+        assert getattr(loaded.config, name) == pytest.approx(getattr(drafter.config, name)), name
+    ours, theirs = (dict(tree_flatten(network.parameters())) for network in (loaded, drafter))
     assert ours.keys() == theirs.keys()
     assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
     taps = mx.random.normal((1, 5, 128))
     block = mx.random.normal((1, 4, 64))
-    hidden = [one(block, taps, one.make_cache()) for one in (found, drafter)]
+    hidden = [network(block, taps, network.make_cache()) for network in (loaded, drafter)]
     assert mx.array_equal(*hidden)
 
 
 def test_inspect_shows_how_a_file_is_read(tmp_path: Path) -> None:
     raw = drafter_config(**CASES["DSpark"])
     write(tmp_path / "a.gguf", random_network(raw), raw)
-    found = {one.field: one.value for one in inspect_drafter(tmp_path / "a.gguf")}
-    assert found["target_layer_ids"] == (0, 2) and found["markov_rank"] == 8
+    decisions = {
+        decision.field: decision.value for decision in inspect_drafter(tmp_path / "a.gguf")
+    }
+    assert decisions["target_layer_ids"] == (0, 2) and decisions["markov_rank"] == 8
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_1"])
@@ -162,11 +164,13 @@ def test_what_a_file_lacks_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, said: str
 ) -> None:
     raw = drafter_config()
-    own = gguf.GGUFWriter.add_key_value
+    add_key_value = gguf.GGUFWriter.add_key_value
     monkeypatch.setattr(
         gguf.GGUFWriter,
         "add_key_value",
-        lambda self, name, *rest, **more: own(self, name, *rest, **more) if name != key else None,
+        lambda self, name, *rest, **more: (
+            add_key_value(self, name, *rest, **more) if name != key else None
+        ),
     )
     write(tmp_path / "a.gguf", random_network(raw), raw)
     assert said in refusal(DFlashError, dm.load_drafter, tmp_path / "a.gguf")

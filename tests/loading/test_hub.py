@@ -85,8 +85,10 @@ def test_of_an_original_only_the_shards_of_its_head_are_fetched(hub, server, tmp
     target, drafter = load(str(folder), draft="somebody/original", hub=hub)
     fetched = [name for name in server.fetched() if name.endswith(".safetensors")]
     assert sorted(fetched) == [f"model-0000{i}-of-00003.safetensors" for i in (2, 3)]
-    _, own = load(str(folder), draft="mtp")
-    ours, theirs = (dict(tree_flatten(one.parameters())) for one in (drafter, own))
+    _, from_original = load(str(folder), draft="mtp")
+    ours, theirs = (
+        dict(tree_flatten(network.parameters())) for network in (drafter, from_original)
+    )
     assert all(mx.array_equal(ours.pop(name), value) for name, value in theirs.items()) and not ours
 
 

@@ -71,9 +71,9 @@ def test_bits_quantize_as_mlx_lm_does(family, bits, tmp_path):
     config = model_config(family)
     theirs, _ = quantize_model(random_model(config), config, group_size=64, bits=bits)
     expected = dict(tree_flatten(theirs.parameters()))
-    found = dict(tree_flatten(ours.parameters()))
-    assert set(found) == set(expected)
-    assert all(mx.array_equal(found[name], expected[name]) for name in found)
+    tensors = dict(tree_flatten(ours.parameters()))
+    assert set(tensors) == set(expected)
+    assert all(mx.array_equal(tensors[name], expected[name]) for name in tensors)
     assert any(isinstance(module, nn.QuantizedLinear) for module in ours.modules())
 
 
@@ -141,8 +141,8 @@ def test_sharded_weights(folder):
 def test_every_eos_token_of_the_configs_ends_the_text(where, folder):
     content = json.loads((folder / where).read_text()) if where == "config.json" else {}
     (folder / where).write_text(json.dumps(content | {"eos_token_id": [7, 9]}))
-    own = tokenizer().convert_tokens_to_ids(END)
-    assert load_target(str(folder)).tokenizer.eos_token_ids == {7, 9, own}
+    end = tokenizer().convert_tokens_to_ids(END)
+    assert load_target(str(folder)).tokenizer.eos_token_ids == {7, 9, end}
 
 
 @pytest.mark.parametrize("name", ["nothing-here", "/nothing/here", "~/nothing", "a/b/c"])
@@ -188,8 +188,8 @@ def test_a_drafter_remembers_as_many_rows_as_it_is_told(tmp_path, window):
     folder = save_drafter(tmp_path / "drafter")
     most = window or 9
     (folder / "config.json").write_text(json.dumps(config))
-    one = save_target(tmp_path / "target")
-    target, drafter = load(str(one), str(folder), draft_window=window)
+    saved = save_target(tmp_path / "target")
+    target, drafter = load(str(saved), str(folder), draft_window=window)
     assert set(drafter.config.windows) == {most}
     plain = generate(target, None, list(range(5, 30)), max_tokens=8).tokens
     assert generate(target, drafter, list(range(5, 30)), max_tokens=8).tokens == plain
@@ -210,8 +210,8 @@ def test_a_large_drafter_takes_4_bits_beside_a_quantized_target(tmp_path, monkey
 
 def test_16_bits_leave_a_drafter_as_it_is(tmp_path):
     folder = save_drafter(tmp_path / "drafter")
-    one = save_target(tmp_path / "target")
-    _, drafter = load(str(one), str(folder), draft_bits=16)
+    saved = save_target(tmp_path / "target")
+    _, drafter = load(str(saved), str(folder), draft_bits=16)
     assert drafter.layers[0].self_attn.q_proj.weight.dtype == mx.float32
     with pytest.raises(SettingsError, match="draft_window means nothing to lookup"):
-        load(str(one), "lookup", draft_window=4)
+        load(str(saved), "lookup", draft_window=4)

@@ -20,7 +20,7 @@ def test_every_row_is_a_pair_of_repositories_and_none_is_there_twice():
     drafters = []
     targets = []
     for pair in pairs():
-        drafters += [one.drafter for one in pair.drafters]
+        drafters += [drafter.drafter for drafter in pair.drafters]
         targets += pair.targets
         assert pair.targets
     for name in (*drafters, *targets):

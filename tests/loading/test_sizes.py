@@ -24,7 +24,8 @@ DATA = Path(__file__).parents[1] / "data"
 CONFIGS = json.loads((DATA / "target_configs.json").read_text())
 MAC = json.loads((DATA / "mac_steps.json").read_text())
 PUBLISHED = {
-    one["name"]: one["config"] for one in json.loads((DATA / "published_configs.json").read_text())
+    load["name"]: load["config"]
+    for load in json.loads((DATA / "published_configs.json").read_text())
 }
 KNOWN = {pair.short: size for pair in pairs() if (size := size_of(pair)) is not None}
 GIB = 2**30

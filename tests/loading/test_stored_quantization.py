@@ -58,8 +58,8 @@ def test_a_quantization_of_modelopt_that_is_not_read_is_named(
     if message is None:
         assert load_target(str(folder))
         return
-    found = refusal(ConfigError, load_target, folder)
-    assert "hf_quant_config.json" in found and message in found
+    error = refusal(ConfigError, load_target, folder)
+    assert "hf_quant_config.json" in error and message in error
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8", "compressed-tensors"])

@@ -56,17 +56,17 @@ def merged(parts: list[bytes], ranks: dict[bytes, int]) -> list[bytes]:
         pairs = [ranks.get(a + b, 10**9) for a, b in zip(parts, parts[1:], strict=False)]
         if not pairs or min(pairs) == 10**9:
             return parts
-        at = pairs.index(min(pairs))
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        first = pairs.index(min(pairs))
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
 
 
 def encoded(text: str, ranks: dict[bytes, int]) -> list[int]:
-    found = []
+    ids = []
     for word in cut(text):
         whole = word.encode()
         parts = [whole] if whole in ranks else merged([bytes([b]) for b in whole], ranks)
-        found += [ranks[part] for part in parts]
-    return found
+        ids += [ranks[part] for part in parts]
+    return ids
 
 
 def save_ranks(folder: Path, ranks: dict[bytes, int]) -> Path:
@@ -105,7 +105,7 @@ def as_kimi(folder: Path, name: str = "TikTokenTokenizer") -> Path:
     """The folder's tokenizer in the form of Kimi's: its byte-level tokens as ranks."""
     letters = {letter: bytes([byte]) for byte, letter in byte_letters().items()}
     content = json.loads((folder / "tokenizer.json").read_text())
-    added = {one["content"]: one["id"] for one in content["added_tokens"]}
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
     plain = {t: i for t, i in content["model"]["vocab"].items() if t not in added}
     numbers = {old: new for new, old in enumerate(sorted(plain.values()))}
     ranks = {b"".join(letters[c] for c in t): numbers[i] for t, i in plain.items()}
@@ -124,8 +124,8 @@ def as_kimi(folder: Path, name: str = "TikTokenTokenizer") -> Path:
 def byte_letters() -> dict[int, str]:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    found: dict[int, str] = bytes_to_unicode()
-    return found
+    letters: dict[int, str] = bytes_to_unicode()
+    return letters
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["tokenizer.json beside it", "alone"])
@@ -150,10 +150,10 @@ def test_a_class_that_is_not_known_leaves_tokenizer_json_as_it_is(tmp_path: Path
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "my.py").write_text(CODE)
-    found = read_tokenizer(Folder(folder))
+    actual = read_tokenizer(Folder(folder))
     for text in PROMPTS:
-        assert found.encode(text) == tokenizer().encode(text)
-    assert found.eos_token == tokenizer().eos_token
+        assert actual.encode(text) == tokenizer().encode(text)
+    assert actual.eos_token == tokenizer().eos_token
 
 
 @pytest.mark.parametrize("file", ["tiktoken.model", "qwen.tiktoken", "tokenizer.model"])

@@ -337,5 +337,5 @@ def test_every_kind_of_product(sgemm, ta, tb, m, n, k):
     c = numbers(m, n)
     want = (a.T if ta else a) @ (b.T if tb else b)
     np.testing.assert_allclose(sgemm(a, b, ta, tb), want, atol=1e-4)
-    found = sgemm(a, b, ta, tb, alpha=0.5, beta=-2.0, c=c)
-    np.testing.assert_allclose(found, 0.5 * want - 2 * c, atol=1e-4)
+    scaled = sgemm(a, b, ta, tb, alpha=0.5, beta=-2.0, c=c)
+    np.testing.assert_allclose(scaled, 0.5 * want - 2 * c, atol=1e-4)

@@ -60,13 +60,13 @@ class SimulatedBatch:
     def best(self, tokens: int) -> float:
         """Tokens per cost of the better of plain decoding and the best constant draft length."""
         count = len(self.rates)
-        found = [len(self.rates) / self.cost(len(self.rates))]
+        speeds = [len(self.rates) / self.cost(len(self.rates))]
         for length in (1, 3, 7, 15):
             brought = sum(rate**slot for rate in self.rates for slot in range(length + 1))
             steps = tokens * count / brought
             unread = count * PROMPT / steps + brought
-            found.append(brought / self.cost(count * (length + 1), unread))
-        return max(found)
+            speeds.append(brought / self.cost(count * (length + 1), unread))
+        return max(speeds)
 
     def play(self, policy: DraftPolicy, tokens: int, seed: int = 0) -> tuple[float, list[float]]:
         """Tokens per cost of all, and those of each request while it ran beside all others."""
@@ -77,10 +77,10 @@ class SimulatedBatch:
         while sum(text.tokens for text in texts) < tokens * len(texts):
             candidates = [text.planner.candidate(text.session, 0, LONGEST) for text in texts]
             rows = allocator.allocate(candidates)
-            drafting = [text for text, own in zip(texts, rows, strict=True) if own > 1]
+            drafting = [text for text, row in zip(texts, rows, strict=True) if row > 1]
             unread = sum(text.session.pending_features for text in drafting)
             seconds[0] += self.cost(sum(rows), unread) * luck.gauss(1, 0.03)
-            brought = [text.step(own, luck) for text, own in zip(texts, rows, strict=True)]
+            brought = [text.step(row, luck) for text, row in zip(texts, rows, strict=True)]
             allocator.observe(brought, pipelined=False)
         each = [text.tokens / seconds[0] for text in texts]
         return sum(each), each

@@ -316,7 +316,7 @@ def test_the_loop_follows_the_policy_and_the_text_does_not(temperature):
 def test_what_a_drafted_token_costs_is_learnt_and_decides_the_length(guess, begin, slot):
     """A drafter that drafts token by token: the dearer a token, the shorter the drafts."""
     machine = Machine({16: 1.3}, {2: begin + slot, 16: begin + 15 * slot})
-    text = text_of(lambda token, at: 0.8, 3000)
+    text = text_of(lambda token, position: 0.8, 3000)
     spent, rows = play(DraftPolicy(LONGEST, slot_cost=guess), machine, text)
     best = min(range(1, LONGEST + 1), key=lambda length: fixed_cost(length, machine, text))
     assert spent < 1.07 * fixed_cost(best, machine, text)

@@ -99,16 +99,16 @@ def test_other_models_bits_and_people_share_nothing(tmp_path):
 def test_any_number_of_the_weights_makes_another_pair(by_column):
     """As a fine-tune that trains one token's embedding."""
     target = Target()
-    found = set()
-    for at in (0, 12_345, 2**17 - 1, None):
+    fingerprints = set()
+    for index in (0, 12_345, 2**17 - 1, None):
         weight = mx.arange(2**17).astype(mx.bfloat16)
-        if at is not None:
-            weight[at] = -1
+        if index is not None:
+            weight[index] = -1
         weight = weight.reshape(2, -1)
         target.model.weight = mx.contiguous(weight.T).T if by_column else weight
-        found.add(fingerprint(target, None))
-    assert len(found) == 4
-    assert fingerprint(target, None) in found
+        fingerprints.add(fingerprint(target, None))
+    assert len(fingerprints) == 4
+    assert fingerprint(target, None) in fingerprints
 
 
 def test_a_hit_is_kept_and_what_nobody_used_goes():
@@ -151,9 +151,11 @@ def test_a_conversation_has_few_marks_and_keeps_its_first():
 def test_a_growing_text_hashes_each_block_once(monkeypatch):
     prompt = text(40 * CHUNK + 3)
     calls = []
-    own = entries_module._hash
+    original_hash = entries_module._hash
     whole = BlockKeys(b"root", CHUNK, prompt)
-    monkeypatch.setattr(entries_module, "_hash", lambda *parts: calls.append(parts) or own(*parts))
+    monkeypatch.setattr(
+        entries_module, "_hash", lambda *parts: calls.append(parts) or original_hash(*parts)
+    )
     keys = BlockKeys(b"root", CHUNK)
     for end in range(len(prompt) + 1):
         keys.read(prompt[:end])
@@ -242,8 +244,8 @@ class Requests(RuleBasedStateMachine):
             memory = here._memory
             assert here.used == used(here)
             assert here.used + memory._reserved <= memory._capacity
-            found = {key for keys in here._memory._index._after.values() for key in keys}
-            assert found == set(entries)
+            indexed = {key for keys in here._memory._index._after.values() for key in keys}
+            assert indexed == set(entries)
 
 
 Requests.TestCase.settings = settings(max_examples=25, stateful_step_count=25)

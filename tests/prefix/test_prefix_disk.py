@@ -133,8 +133,8 @@ def test_a_damaged_file_is_a_miss(damage, which, when, tmp_path):
     """Before the store begins, and while it runs. The text before it is still found."""
     prompt = text(50)
     here = filled(tmp_path, prompt, kind=(False, True))
-    found = {"-".join(file.name.split("-")[:2]): file for file in files(tmp_path)}
-    order = [found.get(f"{which}-{key.hex()}") for key in here._disk._files]
+    by_kind = {"-".join(file.name.split("-")[:2]): file for file in files(tmp_path)}
+    order = [by_kind.get(f"{which}-{key.hex()}") for key in here._disk._files]
     ours = [file for file in order if file is not None]
     if which == "checkpoint":
         ours.reverse()  # of blocks the last ones go first, of checkpoints the earlier ones

@@ -37,17 +37,17 @@ def check_bits(target, store, ids, held, kv_bits=None):
     for token in ids[:3]:  # the first takes the place of a row that nobody sees any more
         mx.eval(before.verify(dm.Proposal([token])))
         before.commit([0])
-    session, _, found = store.open(ids, Sampler(), kv_bits)
-    assert found == held
+    session, _, logits = store.open(ids, Sampler(), kv_bits)
+    assert logits == held
     fresh = target.start((), kv_bits)
-    found = logits_after(session, ids)
+    logits = logits_after(session, ids)
     read = logits_after(fresh, ids)
     # Mamba-2, and products of many rows on a fast BLAS, round by where a prefill's forwards end.
     # A rounding may choose another level of quantized keys, or other rows of DeepSeek-V4.1's.
     chooses = kv_bits is not None or target.name == "deepseek_v41"
     # Else they differ by last bits of the largest logit: 3e-6 of it in Gemma 4's mixture.
     most = 1e-2 if chooses else 1e-5 * mx.abs(read).max().item()
-    assert mx.abs(found - read).max().item() <= most
+    assert mx.abs(logits - read).max().item() <= most
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_drafters_go_on_as_if_they_had_read_it_all(drafter, tmp_path):
     store.flush()
     fresh = drafts(target.start(kept.tap_layers), kept.start(target, Sampler()), text)
     assert len(fresh) == 8
-    for of in (store, dm.PrefixStore(target, kept, **settings)):
-        begun, drafting, held = of.open(text, Sampler())
+    for prefix_store in (store, dm.PrefixStore(target, kept, **settings)):
+        begun, drafting, held = prefix_store.open(text, Sampler())
         assert held == 80
         assert drafts(begun, drafting, text) == fresh
     result = dm.generate(target, kept, text, max_tokens=9, prefix=store)

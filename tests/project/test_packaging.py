@@ -77,8 +77,8 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 def files_of(folder: str) -> list[Path]:
     """What a package folder holds, without what Python and the system leave in it."""
-    found = (path for path in (ROOT / folder).rglob("*") if path.is_file())
-    return [p for p in found if "__pycache__" not in p.parts and not p.name.startswith(".")]
+    files = (path for path in (ROOT / folder).rglob("*") if path.is_file())
+    return [p for p in files if "__pycache__" not in p.parts and not p.name.startswith(".")]
 
 
 def test_the_package_list_is_complete():
@@ -129,11 +129,11 @@ def test_type_checkers_find_the_package(install, request, tmp_path_factory):
     cache = str(tmp_path_factory.getbasetemp() / "mypy")
     command = (sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", cache)
     done = run(*command, "--python-executable", python, "good.py", "bad.py", cwd=programs)
-    found = re.findall(r"^(\S+):(\d+): error:", done.stdout, re.MULTILINE)
+    errors = re.findall(r"^(\S+):(\d+): error:", done.stdout, re.MULTILINE)
     lines = (programs / "bad.py").read_text().splitlines()
     calls = [number for number, line in enumerate(lines, 1) if "generate(" in line]
     assert len(calls) == 5
-    assert found == [("bad.py", str(line)) for line in calls], done.stdout
+    assert errors == [("bad.py", str(line)) for line in calls], done.stdout
 
 
 def test_without_mlx_the_package_imports_and_says_what_to_install(tmp_path):
@@ -181,8 +181,8 @@ def test_nobody_is_sent_to_the_package_index():
         kinds = {".md", ".py", ".sh", ".toml", ".yml"}
         texts += [path for path in (ROOT / folder).rglob("*") if path.suffix in kinds]
     assert len(texts) > 100
-    found = {path: BY_NAME.search(path.read_text().replace(WARNING, "")) for path in texts}
-    wrong = [f"{path}: {match[0]}" for path, match in found.items() if match]
+    mentions = {path: BY_NAME.search(path.read_text().replace(WARNING, "")) for path in texts}
+    wrong = [f"{path}: {match[0]}" for path, match in mentions.items() if match]
     assert not wrong, "\n".join(wrong)
 
 
@@ -197,7 +197,11 @@ def test_the_citation_is_of_this_version():
 def test_the_same_pythons_are_tested_looked_for_and_promised():
     prefix = "Programming Language :: Python :: 3."
     classifiers = SETTINGS["project"]["classifiers"]
-    promised = {f"3.{one.removeprefix(prefix)}" for one in classifiers if one.startswith(prefix)}
+    promised = {
+        f"3.{classifier.removeprefix(prefix)}"
+        for classifier in classifiers
+        if classifier.startswith(prefix)
+    }
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "linux.yml").read_text())
     assert promised == set(workflow["jobs"]["test"]["strategy"]["matrix"]["python"])
     least = SETTINGS["project"]["requires-python"].removeprefix(">=")

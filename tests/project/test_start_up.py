@@ -41,7 +41,7 @@ def test_an_answer_imports_nothing_that_it_does_not_need():
 def test_few_open_files_are_one_line(monkeypatch):
     """mlx-lm raises the limit when it is imported."""
 
-    def refused(*of):
+    def refused(*arguments):
         raise ValueError("not allowed to raise maximum limit")
 
     monkeypatch.setattr(importlib, "import_module", refused)

@@ -113,7 +113,7 @@ def test_an_answer_that_ends_in_a_block_leaves_nothing_behind_its_end():
     target = tiny_target()
     prompt = small_prompt(10, seed=4)
     answer = turn(target, None, prompt).tokens
-    end = next(at for at in range(4, 9) if answer[at] not in answer[:at])
+    end = next(index for index in range(4, 9) if answer[index] not in answer[:index])
     ending = ending_at(target, answer[end])
     oracle = TextOracle([[*prompt, *answer]], target.vocab_size, 1.0)
     kept = dm.Conversation(ending, oracle)

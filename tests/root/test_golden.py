@@ -18,8 +18,8 @@ def golden(request):
     return Golden(request.param)
 
 
-def error(found, expected):
-    return mx.abs(found - expected).max().item()
+def error(actual, expected):
+    return mx.abs(actual - expected).max().item()
 
 
 def block_of(drafter, anchor):
@@ -74,11 +74,11 @@ def test_rounds_in_ragged_steps(golden, data):
 def test_a_session_proposes_the_golden_tokens(golden):
     drafter = golden.drafter
     session = BlockSession(drafter, golden.target(), Sampler())
-    known = 0
+    position = 0
     for number in range(golden.rounds):
         case = golden.case(number)
-        session.extend(golden.context[:, known : case.start])
-        known = case.start
+        session.extend(golden.context[:, position : case.start])
+        position = case.start
         proposal = session.propose(case.anchor, drafter.block_size)
         assert proposal.tokens.tolist() == [case.anchor, *case.tokens.tolist()]
 

@@ -55,21 +55,21 @@ def test_repetition_penalty_and_bias_are_those_of_mlx_lm(dtype):
     expected = []
     biases = []
     histories = []
-    for of, text, proposal in zip(given, texts, proposals, strict=True):
+    for options, text, proposal in zip(given, texts, proposals, strict=True):
         drafts = list(proposal.tokens)
-        settings = RequestSettings(**of)
+        settings = RequestSettings(**options)
         for path in proposal.paths():
             row = logits[len(expected) : len(expected) + 1]
-            for processor in mlx_lm.make_logits_processors(**of):
-                row = processor(mx.array([*text, *(drafts[at] for at in path)]), row)
+            for processor in mlx_lm.make_logits_processors(**options):
+                row = processor(mx.array([*text, *(drafts[index] for index in path)]), row)
             expected.append(row)
             biases.append(settings.logit_bias)
         penalties = Penalties(settings, text[:2])
         for token in text[2:]:  # of the prompt or of the answer
             penalties.commit([token])
         histories.append((penalties, mx.array(drafts, mx.int32), proposal.paths()))
-    found = penalize(histories, add_bias(biases, logits))
-    assert mx.array_equal(found, mx.concatenate(expected))
+    penalized = penalize(histories, add_bias(biases, logits))
+    assert mx.array_equal(penalized, mx.concatenate(expected))
 
 
 # OpenAI's: logits - count * frequency - (count > 0) * presence, over the generated text.
@@ -93,9 +93,9 @@ def test_presence_and_frequency_count_the_generated_text_alone(dtype, prompt):
     rows = []
     expected = []
     histories = []
-    for number, (of, text) in enumerate(COUNTED):
+    for number, (options, text) in enumerate(COUNTED):
         proposal = proposals[number % 3]
-        settings = RequestSettings(**of)
+        settings = RequestSettings(**options)
         penalties = Penalties(settings, prompt)
         penalties.commit(text[:1])
         penalties.commit(text[1:])
@@ -104,15 +104,15 @@ def test_presence_and_frequency_count_the_generated_text_alone(dtype, prompt):
             written = [*text, *(proposal.tokens[place] for place in path)]
             row = mx.random.normal((12,), key=mx.random.key(len(rows))).astype(dtype)
             rows.append(row)
-            if repetition := of.get("repetition_penalty"):
+            if repetition := options.get("repetition_penalty"):
                 processor = mlx_lm.make_logits_processors(repetition_penalty=repetition)[-1]
                 row = processor(mx.array([*prompt, *written]), row[None])[0]
             counts = np.bincount(written, minlength=12)
-            penalty = counts * of.get("frequency_penalty", 0.0)
-            penalty = penalty + (counts > 0) * of.get("presence_penalty", 0.0)
+            penalty = counts * options.get("frequency_penalty", 0.0)
+            penalty = penalty + (counts > 0) * options.get("presence_penalty", 0.0)
             expected.append(row - mx.array(penalty).astype(dtype))
-    found = penalize(histories, mx.stack(rows))
-    assert mx.array_equal(found, mx.stack(expected))
+    penalized = penalize(histories, mx.stack(rows))
+    assert mx.array_equal(penalized, mx.stack(expected))
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])

@@ -62,15 +62,15 @@ def test_after_5000_tokens_a_block_equals_full_recomputation(causal):
         stop = min(start + CHUNK, 5000)
         drafter.extend(context[:, start:stop], cache)
         assert cache[0].keys.shape[2] < WINDOW and cache[1].offset == stop
-    known = 5000
+    position = 5000
     for step, rows in zip((0, 1, 5, 34), (6, 3, 6, 6), strict=True):
-        taps = context[:, known : known + step]
-        known = known + step
+        taps = context[:, position : position + step]
+        position = position + step
         block = mx.random.normal((1, rows, 32))
         hidden = drafter(block, taps, cache)
-        expected = expected_hidden(drafter, context[:, :known], block)
+        expected = expected_hidden(drafter, context[:, :position], block)
         assert distance(hidden[0], expected) < 1e-4
-        assert cache[0].keys.shape[2] <= WINDOW + step + rows and cache[0].offset == known
+        assert cache[0].keys.shape[2] <= WINDOW + step + rows and cache[0].offset == position
 
 
 def test_prefilling_32k_tokens_never_holds_their_features_together():
@@ -117,7 +117,7 @@ def bytes_of_a_step(target, drafter, requests, context, settings):
     for _ in range(4):  # the prompts, then steps that fill slots
         played.scheduler.step()
     assert not played.scheduler._prefilling
-    found = []
+    peaks = []
     for _ in range(3):
         gc.collect()
         mx.synchronize()
@@ -125,9 +125,9 @@ def bytes_of_a_step(target, drafter, requests, context, settings):
         mx.reset_peak_memory()
         played.scheduler.step()
         mx.synchronize()
-        found.append(mx.get_peak_memory() - before)
+        peaks.append(mx.get_peak_memory() - before)
     played.scheduler.cancel_all()
-    return min(found)
+    return min(peaks)
 
 
 @pytest.mark.parametrize("settings", [{}, {"block_size": 4}, {"block_size": 4, "tree_budget": 4}])

@@ -29,7 +29,7 @@ def longest(text, token):
             text[ends[-1] - matched - 1] == whole[-matched - 1]
         ):
             matched += 1
-        best = max(best, (matched, ends[-1]), key=lambda found: found[0])
+        best = max(best, (matched, ends[-1]), key=lambda match: match[0])
     return best
 
 

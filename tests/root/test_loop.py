@@ -262,8 +262,8 @@ def test_a_round_waits_for_the_device_once(monkeypatch):
 def test_an_automatic_policy_changes_no_token(p, settings):
     plain = generate(target(), None, PROMPT, max_tokens=LENGTH, **settings)
     drafter = None if p is None else oracle(plain.tokens, p)
-    found = generate(target(), drafter, PROMPT, max_tokens=LENGTH, policy="auto", **settings)
-    assert found.tokens == plain.tokens
+    result = generate(target(), drafter, PROMPT, max_tokens=LENGTH, policy="auto", **settings)
+    assert result.tokens == plain.tokens
 
 
 @pytest.mark.parametrize(("row", "draft"), [(0.015, 0.1), (0.08, 0.3), (1.0, 2.0)])

@@ -110,11 +110,11 @@ def test_interleaved_generations_are_those_apart():
     """Two drafters with taps of their own, and plain decoding, on one target at a time."""
 
     def begin():
-        known = Oracle(
+        oracle = Oracle(
             PROMPT, answer=greedy(target(), PROMPT, 24), vocab_size=192, p=0.8, tap_layers=(1,)
         )
         first, second = (random_drafter(layers[0], target_layer_ids=layers) for layers in TAPS)
-        pairs = ((first, PROMPT), (second, PROMPT[:3]), (known, PROMPT), (None, PROMPT[2:]))
+        pairs = ((first, PROMPT), (second, PROMPT[:3]), (oracle, PROMPT), (None, PROMPT[2:]))
         return [stream_generate(target(), *pair, max_tokens=24) for pair in pairs]
 
     def told(event):

@@ -138,12 +138,12 @@ WAYS |= {"conversation": conversation, "threads": threads, "kv_bits": alone, "pi
 
 
 def cases():
-    for at, family in enumerate((*FAMILIES, *PAIRS)):
+    for index, family in enumerate((*FAMILIES, *PAIRS)):
         without = {"kv_bits": family not in QUANTIZABLE, "pieces": family in PAIRS}
         for number, way in enumerate(way for way in WAYS if not without.get(way)):
             drafters = [None] if family in PAIRS else [*DRAFTERS]
             for place, drafter in enumerate(drafters):
-                few = (at + number + place) % (len(DRAFTERS) if drafter else 4)
+                few = (index + number + place) % (len(DRAFTERS) if drafter else 4)
                 rare = few and (drafter, way) != ("oracle", "alone")
                 yield pytest.param(family, drafter, way, marks=[pytest.mark.matrix] * bool(rare))
 

@@ -20,8 +20,8 @@ def clears(monkeypatch):
     """Every call of `mx.clear_cache`."""
     target()  # loading decodes too
     calls = []
-    own = mx.clear_cache
-    monkeypatch.setattr(mx, "clear_cache", lambda: calls.append(own()))
+    clear_cache = mx.clear_cache
+    monkeypatch.setattr(mx, "clear_cache", lambda: calls.append(clear_cache()))
     monkeypatch.setattr(session, "CPU_STEP", 128)  # tokens in a piece of a prompt
     return calls
 
@@ -36,8 +36,8 @@ def test_buffers_go_back_after_each_piece_of_a_prompt_and_every_256_tokens(clear
 def test_buffers_of_a_batch_go_back(clears, count, expected):
     """A session without a slot does so every 256 tokens, a batch every 256 steps."""
     played = SteppedEngine(target(), None, SharedBatch(target(), None))
-    for at in range(count):
-        played.submit(PROMPT[at : 20 + at], max_tokens=600)
+    for index in range(count):
+        played.submit(PROMPT[index : 20 + index], max_tokens=600)
     played.run()
     assert len(clears) == expected
 
@@ -45,15 +45,15 @@ def test_buffers_of_a_batch_go_back(clears, count, expected):
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_a_cache_grows_once_at_most_before_buffers_go_back(clears, rows):
     """Its old buffers are as large as itself, and fit no other request."""
-    one = target().start()
+    session = target().start()
     grown = 0
-    list(one.prefill(PROMPT))
-    while one.position < 3000:
-        before = one.cache[0].keys.shape[2]
+    list(session.prefill(PROMPT))
+    while session.position < 3000:
+        before = session.cache[0].keys.shape[2]
         cleared = len(clears)
-        one.verify(dm.Proposal([1] * rows))
-        one.commit(list(range(rows // 3 + 1)))
-        grown += one.cache[0].keys.shape[2] > before
+        session.verify(dm.Proposal([1] * rows))
+        session.commit(list(range(rows // 3 + 1)))
+        grown += session.cache[0].keys.shape[2] > before
         assert grown <= 1
         grown *= len(clears) == cleared
     assert len(clears) > 9

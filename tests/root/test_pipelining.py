@@ -82,7 +82,7 @@ def test_a_plain_step_starts_before_the_last_one_is_read():
 def test_the_end_of_a_text_costs_one_forward_at_most_and_its_row_is_kept():
     """The end is not foreseen, so the row of the EOS token has been read; the next turn has it."""
     tokens = greedy(tiny_target(), PROMPT, ANSWER)
-    end = next(at for at in range(8, ANSWER) if tokens[at] not in tokens[:at])
+    end = next(index for index in range(8, ANSWER) if tokens[index] not in tokens[:index])
     target = ending_at(tiny_target(), tokens[end])
     kept = dm.Conversation(target, None)
     with Forwards() as forwards:
@@ -153,14 +153,14 @@ def test_many_are_pipelined_together_whoever_comes_and_goes(family):
     """One alone, two and three together, and one alone again: all texts are those alone."""
     target = family_target(family)
     settings = {"temperature": 0.7, "seed": 2}
-    prompts = [small_prompt(10 + at, at) for at in range(3)]
+    prompts = [small_prompt(10 + index, index) for index in range(3)]
     each = [settings | {"max_tokens": size} for size in SIZES]
     crowd = RequestSet(target, list(zip(prompts, each, strict=True)))
     played = SteppedEngine(target, None, SharedBatch(target, None))
     jobs = []
     with Forwards() as forwards:
-        for prompt, of in crowd.requests:
-            jobs.append(played.submit(prompt, **of))
+        for prompt, options in crowd.requests:
+            jobs.append(played.submit(prompt, **options))
             for _ in range(6):
                 played.scheduler.step()
         played.run()
@@ -174,11 +174,11 @@ def test_plain_steps_are_pipelined_where_drafting_never_pays(many):
     """By the policy of one request alone, or by the batch's."""
     target = tiny_target()
     size = 60
-    prompts = [small_prompt(12, at) for at in range(many)]
+    prompts = [small_prompt(12, index) for index in range(many)]
     crowd = RequestSet(target, [(prompt, {"max_tokens": size}) for prompt in prompts])
     policy = policy_with_costs(16, row=1.0, draft=16.0)
     played = SteppedEngine(target, crowd.oracle(0.0), SharedBatch(target, Allocator(1.0, policy)))
-    jobs = [played.submit(prompt, policy=policy, **of) for prompt, of in crowd.requests]
+    jobs = [played.submit(prompt, policy=policy, **settings) for prompt, settings in crowd.requests]
     with Forwards() as forwards:
         played.run()
     assert [job.result().tokens for job in jobs] == crowd.alone
@@ -194,11 +194,11 @@ def test_a_step_ahead_leaves_caches_that_another_request_can_use(monkeypatch):
     for _ in range(10):
         played.scheduler.step()
     read = []
-    own = Target.read
+    target_read = Target.read
 
     def counted(target, spans):
         read.extend(token for span in spans for token in span.proposal.tokens)
-        return own(target, spans)
+        return target_read(target, spans)
 
     monkeypatch.setattr(Target, "read", counted)
     played.scheduler.preempt()
@@ -252,9 +252,9 @@ def test_an_error_of_one_drafter_ends_its_request_alone():
             return super().read(ends)
 
     played = SteppedEngine(target, drafter, Counted(target, None))
-    jobs = [played.submit(prompt, block_size=1, **of) for prompt, of in crowd.requests]
+    jobs = [played.submit(prompt, block_size=1, **settings) for prompt, settings in crowd.requests]
     played.run()
     with pytest.raises(ValueError, match="mine"):
         jobs[1].result()
-    assert [jobs[at].result().tokens for at in (0, 2)] == [crowd.alone[0], crowd.alone[2]]
+    assert [jobs[index].result().tokens for index in (0, 2)] == [crowd.alone[0], crowd.alone[2]]
     assert len(read) == sum(map(len, prompts)), "nobody has to read again"

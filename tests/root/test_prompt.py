@@ -42,7 +42,7 @@ def test_text_is_encoded_as_it_is():
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_token_ids_are_taken_as_they_are(kind):
     ids = encode_prompt(target(), kind([5, np.int64(0), np.uint8(7)]))
-    assert ids == [5, 0, 7] and all(type(one) is int for one in ids)
+    assert ids == [5, 0, 7] and all(type(token) is int for token in ids)
 
 
 def test_messages_go_through_the_chat_template():

@@ -109,24 +109,24 @@ def test_two_tokens_follow_the_joint_distribution(vocabulary, drafts):
 def test_noise_is_independent_across_positions_and_seeds():
     rows = 64
     vocabulary = 2000
-    of = {
-        seed: np.array(gumbel([(seed, at) for at in range(rows)], vocabulary))
+    draws = {
+        seed: np.array(gumbel([(seed, index) for index in range(rows)], vocabulary))
         for seed in (0, 1, 2, 40)
     }
     limit = 4.5 / vocabulary**0.5
-    for noise in of.values():
+    for noise in draws.values():
         between = np.corrcoef(noise)[~np.eye(rows, dtype=bool)]
         assert np.abs(between).max() < limit
         along = [np.corrcoef(row[:-lag], row[lag:])[0, 1] for row in noise for lag in (1, 2)]
         assert np.abs(along).max() < limit
     # Other seeds, and position and seed exchanged.
-    across = [np.corrcoef(of[0][i], of[1][j])[0, 1] for i in range(9) for j in range(9)]
-    across += [np.corrcoef(of[2][40], of[40][2])[0, 1]]
+    across = [np.corrcoef(draws[0][i], draws[1][j])[0, 1] for i in range(9) for j in range(9)]
+    across += [np.corrcoef(draws[2][40], draws[40][2])[0, 1]]
     assert np.abs(across).max() < limit
 
 
 def test_noise_is_gumbel():
-    noise = np.array(gumbel([(9, at) for at in range(100)], 2000)).astype(np.float64)
+    noise = np.array(gumbel([(9, index) for index in range(100)], 2000)).astype(np.float64)
     uniform = np.sort(np.exp(-np.exp(-noise)), axis=None)
     steps = np.arange(1, len(uniform) + 1) / len(uniform)
     assert np.abs(uniform - steps).max() < 1.95 / len(uniform) ** 0.5  # Kolmogorov, p > 1e-3
@@ -134,7 +134,7 @@ def test_noise_is_gumbel():
 
 @pytest.mark.parametrize("vocabulary", [17, 192, 1000])
 def test_noise_of_a_position_does_not_depend_on_what_is_made_with_it(vocabulary):
-    together = gumbel([(3, 100 + at) for at in range(16)], vocabulary)
+    together = gumbel([(3, 100 + index) for index in range(16)], vocabulary)
     for row in (0, 7, 15):
         assert mx.array_equal(together[row : row + 1], gumbel([(3, 100 + row)], vocabulary))
 
@@ -222,7 +222,9 @@ class Odd:
     """A constraint: every other token is odd."""
 
     def follows(self, answer, tokens):
-        ends = (at for at, one in enumerate(tokens) if one % 2 != (len(answer) + at) % 2)
+        ends = (
+            index for index, token in enumerate(tokens) if token % 2 != (len(answer) + index) % 2
+        )
         return next(ends, len(tokens))
 
     def allowed(self, answer):
@@ -250,11 +252,11 @@ def test_choices_of_many_requests_are_those_alone(ahead):
         ]
 
     def requests():
-        for number, of in enumerate(settings):
-            own = {name: value for name, value in of.items() if name != "drafts"}
-            sampler = Sampler(RequestSettings(**own), [1] * number)
+        for number, options in enumerate(settings):
+            sampling = {name: value for name, value in options.items() if name != "drafts"}
+            sampler = Sampler(RequestSettings(**sampling), [1] * number)
             proposal = Proposal([2])
-            if count := of.get("drafts"):
+            if count := options.get("drafts"):
                 drafts = sampler.draft(mx.random.normal((count, 30), key=mx.random.key(number)))
                 proposal = Proposal(mx.concatenate([mx.array([2]), drafts.astype(mx.int32)]))
             rows = len(proposal), 30
@@ -269,9 +271,9 @@ def test_choices_of_many_requests_are_those_alone(ahead):
     together = list(requests())
     rows = [sampler.rows(proposal, 30, ahead) for sampler, proposal, _ in together]
     logits = mx.concatenate([logits for *_, logits in together])
-    found = sample(rows, logits)
-    assert found.tolist() == alone.tolist()
-    assert sample(rows, logits).tolist() == found.tolist(), "it changes nothing"
+    choices = sample(rows, logits)
+    assert choices.tolist() == alone.tolist()
+    assert sample(rows, logits).tolist() == choices.tolist(), "it changes nothing"
     keys = [sampler.group for sampler, *_ in together]
     first = [0, 1, 2, 0, 1, 5, 1, 0, 2, *[2, 2, 2, 2, 2, 14][: 6 * (not ahead)]]
     assert [keys.index(key) for key in keys] == first, "one operation each"

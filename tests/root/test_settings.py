@@ -14,7 +14,7 @@ from dflash_mlx.errors import DFlashError, SettingsError
 from dflash_mlx.settings import SETTINGS
 
 SIZE = len(tokenizer())
-NUMBERS = [name for name, one in SETTINGS.items() if one.kind in (int, float)]
+NUMBERS = [name for name, setting in SETTINGS.items() if setting.kind in (int, float)]
 WRONG = {
     "chat_template_kwargs": ["x", [1]],
     "stop_applies": [5],

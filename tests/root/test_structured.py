@@ -125,9 +125,11 @@ def test_rules_say_how_far_a_draft_fits(target):
     (end,) = target.tokenizer.eos_token_ids
     assert rule.follows([], [*tokens, end, 5, 6]) == len(tokens) + 3  # after the end all may be
     assert rule.follows([], [*tokens, tokens[0]]) == len(tokens)
-    for at in range(len(tokens)):
-        assert rule.follows(tokens[:at], [end]) == 0 and rule.follows(tokens[:at], tokens[at:])
-        assert rule.allowed(tokens[:at])[tokens[at]]
+    for start in range(len(tokens)):
+        assert rule.follows(tokens[:start], [end]) == 0 and rule.follows(
+            tokens[:start], tokens[start:]
+        )
+        assert rule.allowed(tokens[:start])[tokens[start]]
     assert rule.allowed([*tokens, end]) is None and rule.allowed([tokens[-1]]) is None
 
 

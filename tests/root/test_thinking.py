@@ -27,14 +27,14 @@ SWITCH = """{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_think
 @pytest.fixture
 def switching(monkeypatch):
     """A target whose template has the switch, and one amount."""
-    one = target("qwen3")
-    monkeypatch.setattr(one.tokenizer._tokenizer, "chat_template", SWITCH)
-    return one
+    model = target("qwen3")
+    monkeypatch.setattr(model.tokenizer._tokenizer, "chat_template", SWITCH)
+    return model
 
 
-def text_of(one, **settings):
-    ids = encode_prompt(one, ASKED, thinking_variables(one.tokenizer, **settings))
-    return one.tokenizer.decode(ids)
+def text_of(model, **settings):
+    ids = encode_prompt(model, ASKED, thinking_variables(model.tokenizer, **settings))
+    return model.tokenizer.decode(ids)
 
 
 def test_the_template_decides_what_a_switch_does(switching):
@@ -51,12 +51,12 @@ def test_without_a_choice_the_template_has_its_own(asks, added):
     """As transformers renders it, whatever tokens for thoughts the vocabulary has."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     template += f"{{% if enable_thinking is defined and {asks} %}} told{{% endif %}}"
-    one = make_target(template=template, added=added)
-    right = one.tokenizer._tokenizer.apply_chat_template(ASKED, tokenize=False)
-    assert text_of(one) == right == "The fox"
+    model = make_target(template=template, added=added)
+    right = model.tokenizer._tokenizer.apply_chat_template(ASKED, tokenize=False)
+    assert text_of(model) == right == "The fox"
     told = asks == "enable_thinking"
-    assert text_of(one, think=told) == "The fox told" and text_of(one, think=not told) == right
-    assert thinks(one.tokenizer, {}) is not told
+    assert text_of(model, think=told) == "The fox told" and text_of(model, think=not told) == right
+    assert thinks(model.tokenizer, {}) is not told
 
 
 def test_the_settings_reach_every_request(switching):
@@ -71,10 +71,10 @@ def test_the_settings_reach_every_request(switching):
 
 
 def test_what_the_template_does_not_know_is_said():
-    one = target("qwen3")
+    model = target("qwen3")
     with pytest.warns(UserWarning, match=r"think=False \(--no-think\) changes nothing"):
-        assert text_of(one, think=False) == text_of(one)
-    assert thinks(one.tokenizer, {}) is None
+        assert text_of(model, think=False) == text_of(model)
+    assert thinks(model.tokenizer, {}) is None
 
 
 def test_a_drafter_of_the_other_kind_is_named(switching, monkeypatch, capsys):
@@ -87,17 +87,17 @@ def test_a_drafter_of_the_other_kind_is_named(switching, monkeypatch, capsys):
 
 
 def test_thoughts_are_shown_apart_and_counted_apart():
-    one = make_target(thinking="<think>\n")
-    encode = one.tokenizer.encode
+    model = make_target(thinking="<think>\n")
+    encode = model.tokenizer.encode
     steps = [
         encode(text, add_special_tokens=False) for text in ("Hm", " so", ".\n</think>\n\nYes", ".")
     ]
-    thoughts = Thoughts(one, encode("Hi<think>\n"))
+    thoughts = Thoughts(model, encode("Hi<think>\n"))
     stats = Stats()
     shown = []
     for number, tokens in enumerate(steps):
         stats.rounds = number  # the first comes with the prefill
-        text = one.tokenizer.decode(tokens)
+        text = model.tokenizer.decode(tokens)
         last = tokens is steps[-1]
         shown += thoughts.split(
             Event(

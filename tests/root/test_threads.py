@@ -105,12 +105,12 @@ def test_no_prompt_is_read_twice_because_another_thread_reads_on(pair, monkeypat
     read: list[int] = []
     prompt = [token % 192 for token in random_prompt(300, seed=5)]
     expected = greedy(target, prompt, TOKENS)
-    own = Target.read
+    target_read = Target.read
 
     def counted(target: Target, spans: Sequence[Span]) -> Any:
         for span in spans:
             read.extend(span.proposal.tokens)
-        return own(target, spans)
+        return target_read(target, spans)
 
     monkeypatch.setattr(Target, "read", counted)
     events = dm.stream_generate(target, drafter, prompt, max_tokens=TOKENS)
@@ -189,15 +189,17 @@ def test_a_request_that_failed_leaves_the_conversation_free():
 
 def test_what_another_thread_verifies_does_not_change_the_model():
     """A thread in the middle of a tree's verify, and one that calls the model as mlx-lm does."""
-    target, prompt = tiny_target(), [1, 2, 3]
+    target = tiny_target()
+    prompt = [1, 2, 3]
     tokens = mx.array([prompt])
     expected = target.model(tokens)
     mx.eval(expected)
-    inside, leave = threading.Event(), threading.Event()
+    inside = threading.Event()
+    leave = threading.Event()
 
-    def waiting(own):
+    def waiting(call_original):
         def call(layer, *args, **settings):
-            result = own(layer, *args, **settings)
+            result = call_original(layer, *args, **settings)
             if threading.current_thread() is not threading.main_thread():
                 inside.set()
                 leave.wait(60)

@@ -24,8 +24,8 @@ def server(target):
     """A client of a server whose engine nobody looks at."""
     from serving import FakeEngine, client
 
-    with client(FakeEngine(target)) as found:
-        yield found
+    with client(FakeEngine(target)) as test_client:
+        yield test_client
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,7 @@ class Patience(FakeEngine):
         self.steps = ["Done: ", f"hello {SECRET}."]
         if call is not None:
             text = f"Let me see.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
-            self.steps = [text[at : at + 4] for at in range(0, len(text), 4)]
+            self.steps = [text[start : start + 4] for start in range(0, len(text), 4)]
         job = super().submit(prompt, **settings)
         if call is not None and call["name"] == shell:
             job = self.jobs[-1] = SlowJob(job.events)
@@ -174,7 +174,7 @@ class Editor(FakeEngine):
         if has_tools and done < len(self.edits):
             name, arguments = self.edits[done]
             text = written(self.family, name, arguments(self.file))
-            self.steps = [text[at : at + 5] for at in range(0, len(text), 5)]
+            self.steps = [text[start : start + 5] for start in range(0, len(text), 5)]
         return super().submit(prompt, **settings)
 
 

@@ -34,7 +34,7 @@ DATA = Path(__file__).parents[1] / "data"
 CALL = '<tool_call>\n{"name": "write", "arguments": {"path": "a"}}\n</tool_call>'
 STOPPED = {Chat: "tool_calls", Messages: "tool_use", Responses: "completed", Ollama: "stop"}
 CUT = {Chat: "length", Messages: "max_tokens", Responses: "incomplete", Ollama: "length"}
-each_api = pytest.mark.parametrize("api", APIS, ids=lambda one: one.path[4:])
+each_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.path[4:])
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,14 @@ def test_a_stream_adds_up_to_the_whole_answer(api, truncated, thinking):
     engine = FakeEngine(thinking, steps, reason="length" if truncated else "stop", cached=3)
     with client(engine) as server:
         whole, streamed = (api("Hi").ask(server, is_stream) for is_stream in (False, True))
-    for one in (whole, streamed):
-        found = [(name, json.loads(arguments)) for _, name, arguments in one.calls]
-        assert found == [("write", {"path": "a"})] * (not truncated)
+    for answer in (whole, streamed):
+        calls = [(name, json.loads(arguments)) for _, name, arguments in answer.calls]
+        assert calls == [("write", {"path": "a"})] * (not truncated)
     assert whole._replace(calls=[]) == streamed._replace(calls=[])
     reason = (CUT if truncated else STOPPED)[api]
     assert (whole.thought, whole.text, whole.reason) == ("Hm.", "Yes.", reason)
     prompt, cached, output = whole.tokens
-    said = sum(len(thinking.tokenizer.encode(one, add_special_tokens=False)) for one in steps)
+    said = sum(len(thinking.tokenizer.encode(step, add_special_tokens=False)) for step in steps)
     assert prompt == len(engine.submitted[0][0]) and output >= said
     assert cached == (None if api is Ollama else 3)
 
@@ -81,7 +81,7 @@ def test_all_turns_reach_a_template_that_knows_no_tools(engine, api, thinking):
     call = '{"name": "write", "arguments": {"path": "a"}}'  # in words
     places = ["<|im_start|>system\nYou can call", "Be brief.", "user\nHi", call]
     places += ["<tool_response>", "42", "Go on."]
-    assert [prompt.index(one) for one in places] == sorted(map(prompt.index, places))
+    assert [prompt.index(place) for place in places] == sorted(map(prompt.index, places))
     assert prompt.endswith("<|im_start|>assistant\n")
 
 
@@ -114,11 +114,13 @@ def says(family):
 def test_three_turns_of_every_family(family, api, streamed):
     talk = api("Write.")
     engine = FakeEngine(target_of(family))
-    own = "|".join(map(re.escape, engine.target.tokenizer.get_added_vocab()))
+    control_tokens = "|".join(map(re.escape, engine.target.tokenizer.get_added_vocab()))
     with client(engine) as server:
 
         def turn(text):
-            engine.steps = re.findall(f"{own}|(?s:(?:(?!{own}).){{1,7}})", text)
+            engine.steps = re.findall(
+                f"{control_tokens}|(?s:(?:(?!{control_tokens}).){{1,7}})", text
+            )
             return talk.ask(server, streamed)[:3]
 
         thought, text, calls = turn(says(family))
@@ -237,12 +239,12 @@ def test_an_image_in_the_history_is_a_line_of_text(engine, api):
     read = looked(api, [image]).items
     with client(engine) as server:
         for history in (read, [*read, user("2+2?")], [user(content), answer, user("2+2?")]):
-            found = server.post(path, json=ask(path, *history))
-            assert found.status_code == 200, found.text
+            response = server.post(path, json=ask(path, *history))
+            assert response.status_code == 200, response.text
             assert engine.prompt().count("[image: this model reads text only]") == 1
         for newest in ([image], content):
-            found = server.post(path, json=ask(path, *read, user("2+2?"), user(newest)))
-            assert found.status_code == 400 and "'image'" in found.json()["error"]["message"]
+            response = server.post(path, json=ask(path, *read, user("2+2?"), user(newest)))
+            assert response.status_code == 400 and "'image'" in response.json()["error"]["message"]
 
 
 def test_what_else_is_no_text(engine):

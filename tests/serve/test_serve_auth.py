@@ -15,43 +15,47 @@ SITE = "http://web.example"
 PAGES = Auth(origins=frozenset({SITE, "https://a.example:3000", "http://[::2]:3000", "null"}))
 
 
-def of(name, *values):
+def with_header(name, *values):
     return [{name: value} for value in values]
 
 
 @pytest.mark.parametrize(
     ("auth", "status", "headers"),
     [
-        (OWN, 200, of("host", "127.0.0.1", "localhost:8000", "[::1]:8000", "LOCALHOST")),
-        (OWN, 403, of("host", "evil.example", "127.0.0.1.evil.example", "e_vil.example", "")),
-        (OWN, 403, of("host", "[", "[::2]", "10.0.0.1")),
-        (NAMED, 200, of("host", "MYBOX.LOCAL", "10.0.0.2", "[::2]:80")),
-        (OPEN, 200, of("host", "192.168.0.7:8000", "mac.local")),
-        (OPEN, 403, of("host", "evil.example")),
-        (OWN, 200, of("origin", "http://127.0.0.1:8000")),
-        (OWN, 403, of("origin", "https://evil.example", "null", "http://127.0.0.1:9999")),
-        (PAGES, 200, of("origin", *PAGES.origins)),
-        (PAGES, 403, of("origin", "https://evil.example")),
-        (KEYS, 200, of("authorization", "Bearer right", "bearer other")),
-        (KEYS, 200, of("x-api-key", "right")),
-        (KEYS, 401, [*of("authorization", "Bearer wrong"), {}]),
-        (KEYS, 401, of("x-api-key", "righ\xe9".encode("latin-1"))),
+        (OWN, 200, with_header("host", "127.0.0.1", "localhost:8000", "[::1]:8000", "LOCALHOST")),
+        (
+            OWN,
+            403,
+            with_header("host", "evil.example", "127.0.0.1.evil.example", "e_vil.example", ""),
+        ),
+        (OWN, 403, with_header("host", "[", "[::2]", "10.0.0.1")),
+        (NAMED, 200, with_header("host", "MYBOX.LOCAL", "10.0.0.2", "[::2]:80")),
+        (OPEN, 200, with_header("host", "192.168.0.7:8000", "mac.local")),
+        (OPEN, 403, with_header("host", "evil.example")),
+        (OWN, 200, with_header("origin", "http://127.0.0.1:8000")),
+        (OWN, 403, with_header("origin", "https://evil.example", "null", "http://127.0.0.1:9999")),
+        (PAGES, 200, with_header("origin", *PAGES.origins)),
+        (PAGES, 403, with_header("origin", "https://evil.example")),
+        (KEYS, 200, with_header("authorization", "Bearer right", "bearer other")),
+        (KEYS, 200, with_header("x-api-key", "right")),
+        (KEYS, 401, [*with_header("authorization", "Bearer wrong"), {}]),
+        (KEYS, 401, with_header("x-api-key", "righ\xe9".encode("latin-1"))),
     ],
 )
 def test_who_is_let_in(target, auth, status, headers):
     with client(FakeEngine(target), auth=auth) as server:
-        for one in headers:
+        for header in headers:
             for path in ("/v1/models", "/metrics"):
-                assert server.get(path, headers=one).status_code == status, one
+                assert server.get(path, headers=header).status_code == status, header
             public = 200 if status == 401 else status  # a key is not needed everywhere
             for path in ("/", "/health", "/ready"):
-                assert server.get(path, headers=one).status_code == public
-            answer = server.post(MESSAGES, json=ask(MESSAGES), headers=one)
+                assert server.get(path, headers=header).status_code == public
+            answer = server.post(MESSAGES, json=ask(MESSAGES), headers=header)
             assert answer.status_code == status
             if status == 403:
                 error = answer.json()["error"]
                 assert error["type"] == "permission_error"
-                assert f"--allow-{next(iter(one))}" in error["message"]
+                assert f"--allow-{next(iter(header))}" in error["message"]
 
 
 def test_an_allowed_page_gets_cors_headers(target):
@@ -75,8 +79,8 @@ def test_users_with_keys_of_their_own_share_no_prefix_cache(target):
         return [settings.get("salt") for _, settings in engine.submitted]
 
     assert salts([], ["k"]) == salts(["k"], ["k"]) == [None]
-    one, other, again = salts(["k", "other"], ["k", "other", "k"])
-    assert one == again != other and other and "k" not in (one, other)
+    first, other, again = salts(["k", "other"], ["k", "other", "k"])
+    assert first == again != other and other and "k" not in (first, other)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.7", "::"])

@@ -73,8 +73,12 @@ def test_completions_keep_the_first_space(pair, prompt, tokens):
     offsets = told["logprobs"]["text_offset"]
     parts = told["logprobs"]["tokens"]
     assert told["text"] == "".join(parts)
-    assert [told["text"][at:] for at in offsets] == ["".join(parts[n:]) for n in range(tokens)]
-    assert "".join(one["choices"][0]["text"] for one in chunks if one["choices"]) == told["text"]
+    assert [told["text"][offset:] for offset in offsets] == [
+        "".join(parts[n:]) for n in range(tokens)
+    ]
+    assert (
+        "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == told["text"]
+    )
 
 
 def test_ollamas_api_answers_as_openais(pair):
@@ -112,17 +116,21 @@ def test_a_forward_without_memory_ends_one_answer_only(pair):
             async with running(engine) as server:
                 long = "What is 37 plus 48? " * 8
                 questions = ["What is 37 plus 48?", long, "What is 12 plus 9?", long]
-                asked = (said(server, one, stream=at == 3) for at, one in enumerate(questions))
+                asked = (
+                    said(server, question, stream=index == 3)
+                    for index, question in enumerate(questions)
+                )
                 answers = await asyncio.gather(*asked)
                 assert not server.handler.busy
                 return answers
 
     sound = asyncio.run(answers_of(10**9))
     faulty = asyncio.run(answers_of(60))
-    for at in (0, 2):
-        right, found = (json.loads(answers[at][1])["choices"] for answers in (sound, faulty))
-        assert faulty[at][0] == 200 and found == right
-    (status, text), (_, stream) = faulty[1], faulty[3]
+    for number in (0, 2):
+        right, choices = (json.loads(answers[number][1])["choices"] for answers in (sound, faulty))
+        assert faulty[number][0] == 200 and choices == right
+    (status, text) = faulty[1]
+    (_, stream) = faulty[3]
     assert status == 400 and "boom" in json.loads(text)["error"]["message"]
     assert "boom" in stream and "[DONE]" not in stream
 

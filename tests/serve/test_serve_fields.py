@@ -238,9 +238,9 @@ def test_thinking_is_off_by_any_name(path, more, switch):
     template = f"{{% if {switch} is false %}}calm{{% endif %}}{{{{ messages[0].content }}}}"
     engine = FakeEngine(make_target(template=template, thinking=""))
     answer = told(engine, path, more, chat_template_kwargs={switch: True})
-    known = switch != "other"
-    assert engine.prompt() == "calm" * known + "Hi"
-    assert answer.headers.get("x-dflash-ignored") == (None if known else "thinking")
+    switchable = switch != "other"
+    assert engine.prompt() == "calm" * switchable + "Hi"
+    assert answer.headers.get("x-dflash-ignored") == (None if switchable else "thinking")
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES, OLLAMA, GENERATE])
@@ -323,8 +323,8 @@ def test_a_forced_call_beside_a_format(engine, path, choice):
 def test_a_header_names_what_a_grammar_cannot_hold(engine, schema, ignored, stream):
     form = {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": schema}}}}
     answer = told(engine, CHAT, {"response_format": form, "stream": stream})
-    found = answer.headers.get("x-dflash-ignored")
-    assert found is None if ignored is None else ignored in found
+    header = answer.headers.get("x-dflash-ignored")
+    assert header is None if ignored is None else ignored in header
 
 
 def test_a_header_names_tools_that_are_left_out(engine):

@@ -62,8 +62,8 @@ def test_forced_calls_parse(family, seed):
     schemas = {tool.name: tool.parameters for tool in TOOLS}
     split = AnswerParser(AnswerFormat.of(target.tokenizer), schemas)
     parts = split.feed(text) + split.finish(truncated=False)
-    calls = [one for one in parts if one != Text("\n")]
-    assert calls and all(isinstance(one, ToolCall) for one in calls), text
+    calls = [part for part in parts if part != Text("\n")]
+    assert calls and all(isinstance(call, ToolCall) for call in calls), text
     for call in calls:
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])
 
@@ -185,7 +185,7 @@ def test_large_schemas_are_refused_before_they_take_seconds(objects, each, told)
         {"schema": {"anyOf": parts}},
         {"tools": [Tool("f", "", parts[0])], "schema": {"anyOf": parts[1:]}},
         {
-            "tools": [Tool(f"f{at}", "", part) for at, part in enumerate(parts)],
+            "tools": [Tool(f"f{index}", "", part) for index, part in enumerate(parts)],
             "tool_choice": "required",
         },
     ):

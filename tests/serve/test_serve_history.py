@@ -24,27 +24,29 @@ NO_TEXT = re.compile(
 
 def blocks():
     """Each type of a block in a message of Anthropic's, with the message's role."""
-    found = {}
+    examples = {}
     for union in (anthropic.types.MessageParam, anthropic.types.beta.BetaMessageParam):
         for message in members(union):
-            known = fields(message)
-            (role, *_) = Builder().values(known["role"][0])
-            for content in members(known["content"][0]):
+            message_fields = fields(message)
+            (role, *_) = Builder().values(message_fields["role"][0])
+            for content in members(message_fields["content"][0]):
                 for block in members(content.__args__[0]) if hasattr(content, "__args__") else ():
                     if is_object(block):
-                        found[f"{role} {block.__name__}"] = role, block
-    return found
+                        examples[f"{role} {block.__name__}"] = role, block
+    return examples
 
 
 def items():
     """Each type of an item in the input of OpenAI's responses."""
     union = openai.types.responses.ResponseInputItemParam
-    return {one.__name__: one for one in members(union)}
+    return {member.__name__: member for member in members(union)}
 
 
 def chat_messages():
     """Each type of a message in OpenAI's chat completions."""
-    return {one.__name__: one for one in members(openai.types.chat.ChatCompletionMessageParam)}
+    return {
+        member.__name__: member for member in members(openai.types.chat.ChatCompletionMessageParam)
+    }
 
 
 BLOCKS = blocks()
@@ -60,8 +62,8 @@ def engine():
 
 @pytest.fixture(scope="module")
 def server(engine):
-    with client(engine) as found:
-        yield found
+    with client(engine) as test_client:
+        yield test_client
 
 
 def check(server, engine, path, value, *history):
@@ -73,8 +75,8 @@ def check(server, engine, path, value, *history):
     for way, word in texts(value):
         if word in prompt or any(map(NO_TEXT.fullmatch, way)):
             continue
-        named = [one.removeprefix("input_").removesuffix("_url") for one in way]
-        assert any(f"content {one}" in ignored for one in named), (way, value, ignored, prompt)
+        named = [kind.removeprefix("input_").removesuffix("_url") for kind in way]
+        assert any(f"content {kind}" in ignored for kind in named), (way, value, ignored, prompt)
 
 
 @pytest.mark.parametrize("name", BLOCKS)

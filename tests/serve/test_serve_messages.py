@@ -99,9 +99,9 @@ def test_ollamas_generated_stream_adds_up_to_the_whole_answer(thinking):
     """Ollama streams unless it is told not to."""
     *pieces, end = lines(post(thinking, GENERATE, ask(GENERATE)))
     whole = post(thinking, GENERATE, ask(GENERATE, stream=False)).json()
-    assert not any(one["done"] for one in pieces) and end["done"] and whole["done"]
+    assert not any(piece["done"] for piece in pieces) and end["done"] and whole["done"]
     for name, text in (("thinking", "Hm"), ("response", "Yes.")):
-        assert whole[name] == "".join(one.get(name, "") for one in pieces) == text
+        assert whole[name] == "".join(piece.get(name, "") for piece in pieces) == text
     for last in (end, whole):
         assert last["model"] == "fake" and last["done_reason"] == "stop"
         assert last["eval_count"] > 3 and last["total_duration"] > last["load_duration"] > 0
@@ -118,7 +118,7 @@ def test_ollamas_result_of_a_tool_by_its_name(thinking):
 
 def test_ollamas_raw_prompt_is_continued(thinking):
     pieces = lines(post(thinking, GENERATE, ask(GENERATE, raw=True)))
-    assert "".join(one["response"] for one in pieces) == "Hm</think>Yes."
+    assert "".join(piece["response"] for piece in pieces) == "Hm</think>Yes."
     assert thinking.prompt().endswith("Hi") and len(thinking.submitted[0][0]) < 9
     post(thinking, GENERATE, ask(GENERATE, system="Be brief."))
     assert "system\nBe brief." in thinking.prompt()

@@ -97,7 +97,7 @@ def test_names_of_models(tmp_path):
             refused = server.post(path, json=body)
             assert refused.status_code == 404 and "a, b" in refused.text
         assert server.get("/v1/models/c").status_code == 404
-        states = [one["state"] for one in server.get("/v1/models").json()["data"]]
+        states = [item["state"] for item in server.get("/v1/models").json()["data"]]
         assert states == ["loaded", "loaded"] and shelf.loads == ["b", "a"]
         told = server.post("/api/generate", json={"model": "a", "keep_alive": 0}).json()
         assert told["done_reason"] == "unload" and shelf.loaded() == ["b"]
@@ -197,10 +197,10 @@ def test_a_model_that_cannot_be_loaded(error, status, caplog):
         with pytest.raises(RequestError, match="^a ") as refused:
             asyncio.run(models.use("a"))
         assert refused.value.status == status and "/home" not in str(refused.value)
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "a cannot be loaded: /home/me/a is gone"
     ] * 2
-    assert not any(one.exc_info for one in caplog.records)
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def active():
@@ -272,7 +272,7 @@ def test_eight_clients_on_each_of_two_models():
         before = active()
         for _ in range(2):
             asked = [(name, number) for number in range(8) for name in families]
-            texts = await asyncio.gather(*(ask(shelf, *one) for one in asked))
+            texts = await asyncio.gather(*(ask(shelf, *request) for request in asked))
             yield dict(zip(asked, texts, strict=True))
             shelf.clock.seconds += 61
             await shelf.models.unload_idle()
@@ -280,7 +280,7 @@ def test_eight_clients_on_each_of_two_models():
         assert sorted(shelf.loads) == ["a", "a", "b", "b"]
 
     async def rounds():
-        return [found async for found in play()]
+        return [result async for result in play()]
 
     first, second = asyncio.run(rounds())
     assert first == second and len(set(first.values())) == 16

@@ -28,13 +28,13 @@ class Talkative(FakeEngine):
 
 def talk(client):
     assert client.chat("fake", HI).message.content == "Hello world."
-    pieces = [one.message.content for one in client.chat("fake", HI, stream=True)]
-    assert [one for one in pieces if one] == ["Hello", " world."]
+    pieces = [chunk.message.content for chunk in client.chat("fake", HI, stream=True)]
+    assert [piece for piece in pieces if piece] == ["Hello", " world."]
     [call] = client.chat("fake", HI, tools=[TOOL]).message.tool_calls
     assert (call.function.name, dict(call.function.arguments)) == ("weather", CITY)
     assert json.loads(client.chat("fake", HI, format=SCHEMA).message.content) == CITY
     assert client.generate("fake", "Hi").response == "Hello world."
-    assert [one.model for one in client.list().models] == ["fake"]
+    assert [model.model for model in client.list().models] == ["fake"]
     assert client.show("fake").modelinfo["llama.context_length"] == 2**20
 
 

@@ -21,7 +21,7 @@ def accumulated(chunks):
     """The text of each answer of a stream, and why they ended."""
     texts = {}
     reasons = set()
-    for choice in [one for chunk in chunks for one in chunk["choices"]]:
+    for choice in [entry for chunk in chunks for entry in chunk["choices"]]:
         text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
         texts[choice["index"]] = texts.get(choice["index"], "") + text
         reasons.add(choice["finish_reason"])
@@ -35,9 +35,11 @@ def test_the_usage_of_several_answers(target, usage):
     with client(FakeEngine(target, cached=3)) as server:
         whole = server.post(CHAT, json=ask(CHAT, n=3)).json()
         chunks = frames(server.post(CHAT, json=ask(CHAT, **options)).text)
-    assert [one["message"]["content"] for one in whole["choices"]] == ["Hello world"] * 3
+    assert [choice["message"]["content"] for choice in whole["choices"]] == ["Hello world"] * 3
     assert accumulated(chunks) == (dict.fromkeys(range(3), "Hello world"), {None, "stop"})
-    assert [one.get("usage") for one in chunks if one["choices"]] == [None] * (len(chunks) - usage)
+    assert [chunk.get("usage") for chunk in chunks if chunk["choices"]] == [None] * (
+        len(chunks) - usage
+    )
     assert not usage or chunks[-1]["usage"] == whole["usage"]
     tokens = whole["usage"]["completion_tokens"]
     details = whole["usage"]["completion_tokens_details"]
@@ -62,10 +64,10 @@ def test_an_engine_error(target, error, told, caplog):
     assert last["error"]["message"] == told
     assert "dflash_open_answers 0.0" in metrics and "dflash_request_failure_total 2.0" in metrics
     # With its cause, whatever is asked for; that a stream's status was 200 tells nobody.
-    logged = [one for one in caplog.records if one.levelname == "ERROR"]
-    assert len(logged) == 2 and all(told in one.getMessage() for one in logged)
+    logged = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(logged) == 2 and all(told in record.getMessage() for record in logged)
     traced = isinstance(error, RuntimeError)  # ours says all there is to say
-    assert all(bool(one.exc_info) is traced for one in logged)
+    assert all(bool(record.exc_info) is traced for record in logged)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_more_answers_than_the_capacity_are_400(engine):
 
 def test_log_probabilities_have_the_spaces_of_sentencepiece():
     pieces = ["Hello", "\u2581world", "\u2581", "\ufffd", "<0xE2>"]
-    vocabulary = BPE({piece: at for at, piece in enumerate(pieces)}, [], byte_fallback=True)
+    vocabulary = BPE({piece: index for index, piece in enumerate(pieces)}, [], byte_fallback=True)
     tokenizer = Tokenizer(vocabulary)
     strip = decoders.Strip(" ", 1, 0)
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
@@ -126,11 +128,11 @@ def test_all_kinds_of_prompts(engine, prompt, prompts):
         answer = server.post(COMPLETIONS, json=body).json()
         chunks = frames(server.post(COMPLETIONS, json=body | more).text)
     encode = engine.target.tokenizer.encode
-    ids = [one if isinstance(one, list) else encode(one) for one in prompts]
+    ids = [item if isinstance(item, list) else encode(item) for item in prompts]
     asked = [prompt for prompt, _ in engine.submitted]
-    assert asked == [one for one in ids for _ in range(2)] * 2
+    assert asked == [item for item in ids for _ in range(2)] * 2
     texts = dict.fromkeys(range(2 * len(ids)), "Hello world")
-    assert {one["index"]: one["text"] for one in answer["choices"]} == texts
+    assert {choice["index"]: choice["text"] for choice in answer["choices"]} == texts
     assert accumulated(chunks) == (texts, {None, "stop"})
     assert chunks[-1]["usage"] == answer["usage"]
     assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
@@ -150,7 +152,7 @@ def test_a_completion_is_the_text_as_it_is():
         answer = server.post(COMPLETIONS, json=ask(COMPLETIONS)).json()
         chunks = frames(server.post(COMPLETIONS, json=ask(COMPLETIONS, stream=True)).text)
     assert answer["choices"][0]["text"] == "".join(steps)
-    assert [one["choices"][0]["text"] for one in chunks] == steps
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == steps
 
 
 def tool(name, **more):
@@ -167,10 +169,10 @@ def responded(engine, *items, **more):
     body = ask(RESPONSES, *items, **more)
     whole = post(engine, RESPONSES, body).json()
     events = frames(post(engine, RESPONSES, body | {"stream": True}).text)
-    assert [one["sequence_number"] for one in events] == list(range(len(events)))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[-1]["type"] == "response.completed"
     last = events[-1]["response"]
-    assert [one["type"] for one in last["output"]] == [one["type"] for one in whole["output"]]
+    assert [item["type"] for item in last["output"]] == [item["type"] for item in whole["output"]]
     return last, events
 
 
@@ -195,7 +197,7 @@ def test_tokens_of_thoughts_are_counted_as_the_model_wrote_them(thinking, stop):
     """Not as the tokenizer would write them: here a letter each."""
     engine = FakeEngine(thinking)
     said = [*"Two and two.", "</think>", "\n", *"Yes."]
-    tokens = [thinking.tokenizer.encode(one, add_special_tokens=False) for one in said]
+    tokens = [thinking.tokenizer.encode(part, add_special_tokens=False) for part in said]
     assert len(sum(tokens, [])) == len(said)
     whole = Stats()
     last = len(said) - 1
@@ -228,12 +230,12 @@ def test_a_custom_tool_is_called_with_text(thinking):
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: hunk+"}
     custom = {"type": "custom", "name": "apply_patch", "description": "Edits.", "format": grammar}
     answer, events = responded(engine, tools=[custom])
-    assert all(one in engine.prompt() for one in ("apply_patch", "Edits.", "start: hunk+"))
+    assert all(words in engine.prompt() for words in ("apply_patch", "Edits.", "start: hunk+"))
     [item] = answer["output"]
     assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "apply_patch", PATCH)
     kind = "response.custom_tool_call_input"
-    assert [one["delta"] for one in events if one["type"] == f"{kind}.delta"] == [PATCH]
-    assert [one["input"] for one in events if one["type"] == f"{kind}.done"] == [PATCH]
+    assert [event["delta"] for event in events if event["type"] == f"{kind}.delta"] == [PATCH]
+    assert [event["input"] for event in events if event["type"] == f"{kind}.done"] == [PATCH]
     result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "Done!"}
     responded(engine, *HI, item, result)
     assert "Done!" in engine.prompt() and json.dumps(PATCH)[1:-1] in engine.prompt()

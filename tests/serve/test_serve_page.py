@@ -73,7 +73,7 @@ class Scripted(FakeEngine):
 
     def submit(self, prompt, **settings):
         question = self.question(prompt)
-        same = sum(self.question(one) == question for one, _ in self.submitted)
+        same = sum(self.question(earlier) == question for earlier, _ in self.submitted)
         answer = next((text for word, text in ANSWERS.items() if word in question), "It is 85.")
         if "ount." in question:
             answer = f"Answer {same + 1}."
@@ -98,7 +98,7 @@ class Scripted(FakeEngine):
 def look(script, engine, folder, others=()):
     """Run a script of what a person does in the browser with the page of this engine."""
     tools = (MODULES / "playwright-core", MODULES / "axe-core")
-    if CHROMIUM is None or shutil.which("node") is None or not all(one.is_dir() for one in tools):
+    if CHROMIUM is None or shutil.which("node") is None or not all(tool.is_dir() for tool in tools):
         pytest.skip("needs Chromium, node, npm's playwright-core and axe-core below NODE_PATH")
 
     async def run():
@@ -133,7 +133,7 @@ def test_an_answer_says_what_it_waits_for():
 
 def test_markdown_is_rendered_without_what_acts():
     with client(FakeEngine(make_target())) as server:
-        nice, hostile = (render(server, one).json()["html"] for one in (MARKDOWN, HOSTILE))
+        nice, hostile = (render(server, text).json()["html"] for text in (MARKDOWN, HOSTILE))
     tags = set(re.findall(r"<([a-z0-9]+)", nice + hostile))
     inert = "h1 ol li em code blockquote table thead tbody tr th td pre p span br"
     assert tags == set(inert.split())
@@ -207,13 +207,13 @@ def test_the_page_in_a_browser(tmp_path):
     assert len(other.submitted) == 1
     settings = [settings for _, settings in engine.submitted]
     assert "block_size" not in settings[0] and settings[0]["max_tokens"] == 2048
-    raced = [one for one in settings if "seed" in one]
-    assert [one.get("block_size") for one in raced] == [None, 1] and raced[0]["seed"] == raced[1][
+    raced = [setting for setting in settings if "seed" in setting]
+    assert [raced_settings.get("block_size") for raced_settings in raced] == [None, 1] and raced[0][
         "seed"
-    ]
+    ] == raced[1]["seed"]
     prompts = [engine.target.tokenizer.decode(prompt) for prompt, _ in engine.submitted]
-    assert any("system\nBe brief." in one for one in prompts)
-    assert not any("word word" in one for one in prompts)
+    assert any("system\nBe brief." in prompt for prompt in prompts)
+    assert not any("word word" in prompt for prompt in prompts)
     assert any(job.cancelled for job in engine.jobs)
 
 

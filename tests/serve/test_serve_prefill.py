@@ -18,7 +18,7 @@ ARGUMENTS = {"path": "a\tb", "text": "two\nlines </a>"}
 APIS = (Chat, Messages, Ollama)
 HEADED = ("harmony", "muse_spark")
 FINAL = {"harmony": "<|channel|>final<|message|>", "muse_spark": " to=user<|message|>"}
-each_api = pytest.mark.parametrize("api", APIS, ids=lambda one: one.path[4:])
+each_api = pytest.mark.parametrize("api", APIS, ids=lambda api: api.path[4:])
 
 
 def answer_of(family):
@@ -29,7 +29,7 @@ def answer_of(family):
     return [*thought, ("text", TEXT), ("call", written(family, "write", ARGUMENTS))]
 
 
-def cuts_of(answer, own, number=7):
+def cuts_of(answer, control_tokens, number=7):
     """Places in an answer, in every part of it, but not within a token of its own."""
     places = set()
     start = 0
@@ -38,18 +38,22 @@ def cuts_of(answer, own, number=7):
         places |= {*steps, start + len(text)}
         start += len(text)
     whole = "".join(text for _, text in answer)
-    inside = {at for one in own.finditer(whole) for at in range(one.start() + 1, one.end())}
+    inside = {
+        index
+        for match in control_tokens.finditer(whole)
+        for index in range(match.start() + 1, match.end())
+    }
     return sorted(places - inside - {0, len(whole)})
 
 
 def behind(answer, kind, cut):
     """What the parts of a kind have behind a place of the answer."""
-    found = ""
+    remaining = ""
     start = 0
-    for one, text in answer:
-        found += text[max(0, cut - start) :] if one == kind else ""
+    for part_kind, text in answer:
+        remaining += text[max(0, cut - start) :] if part_kind == kind else ""
         start += len(text)
-    return found
+    return remaining
 
 
 def prefill(talk, engine, server, answer, cut, streamed=False, **more):
@@ -196,7 +200,7 @@ def test_log_probabilities_are_those_of_what_follows(path):
             body = {"model": "m", "messages": messages, "logprobs": True, "stream": False}
             said = server.post(path, json=body | {"continue_final_message": True}).json()
             rows = said["choices"][0]["logprobs"]["content"] if path == CHAT else said["logprobs"]
-            assert "".join(one["token"] for one in rows) == whole[cut:]
+            assert "".join(row["token"] for row in rows) == whole[cut:]
 
 
 OPENED = (

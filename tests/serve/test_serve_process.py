@@ -26,8 +26,8 @@ class Process:
         said = ""
         for line in self.process.stderr:
             said += line
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                self.url = found[0]
+            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
+                self.url = match[0]
                 return
         raise AssertionError(said)
 
@@ -68,17 +68,17 @@ def test_openai_chat(chat):
     usage = {"stream_options": {"include_usage": True}}
     with chat.chat.completions.stream(**settings, **usage) as stream:
         streamed = stream.until_done().get_final_completion()
-    for one, other in zip(whole.choices, streamed.choices, strict=True):
-        assert one.message.content == other.message.content != ""
-        assert one.finish_reason == other.finish_reason
-        assert one.logprobs.content == other.logprobs.content
-        text = b"".join(bytes(token.bytes) for token in one.logprobs.content).decode()
-        assert text == one.message.content
-        for token in one.logprobs.content:
+    for complete, other in zip(whole.choices, streamed.choices, strict=True):
+        assert complete.message.content == other.message.content != ""
+        assert complete.finish_reason == other.finish_reason
+        assert complete.logprobs.content == other.logprobs.content
+        text = b"".join(bytes(token.bytes) for token in complete.logprobs.content).decode()
+        assert text == complete.message.content
+        for token in complete.logprobs.content:
             assert len(token.top_logprobs) == 2 and token.logprob <= 0
     assert whole.usage.total_tokens == streamed.usage.total_tokens
-    tokens = sum(len(one.logprobs.content) for one in whole.choices)
-    stopped = sum(one.finish_reason == "stop" for one in whole.choices)
+    tokens = sum(len(choice.logprobs.content) for choice in whole.choices)
+    stopped = sum(choice.finish_reason == "stop" for choice in whole.choices)
     assert whole.usage.completion_tokens == tokens + stopped
 
 
@@ -117,8 +117,8 @@ def test_schemas_and_forced_calls_validate(chat, claude, seeds, step):
     asked = cases(seeds)[::step]
     assert len(asked) == (200 if step == 1 else 6)
     with ThreadPoolExecutor(8) as threads:
-        for one in [threads.submit(check, chat, claude, *case) for case in asked]:
-            one.result(600)
+        for future in [threads.submit(check, chat, claude, *case) for case in asked]:
+            future.result(600)
 
 
 def test_anthropic_messages(claude):
@@ -129,11 +129,11 @@ def test_anthropic_messages(claude):
         streamed = stream.get_final_message()
     assert text == whole.content[0].text == streamed.content[0].text
     assert streamed.usage.output_tokens == whole.usage.output_tokens == 60
-    cached = [one.usage.cache_read_input_tokens for one in (whole, streamed)]
-    read = [one.usage.input_tokens for one in (whole, streamed)]
+    cached = [message.usage.cache_read_input_tokens for message in (whole, streamed)]
+    read = [message.usage.input_tokens for message in (whole, streamed)]
     assert whole.stop_reason == streamed.stop_reason == "max_tokens"
     counted = claude.messages.count_tokens(model="m", messages=QUESTION)
-    assert [sum(of) for of in zip(cached, read, strict=True)] == [counted.input_tokens] * 2
+    assert [sum(counts) for counts in zip(cached, read, strict=True)] == [counted.input_tokens] * 2
     stopped = claude.messages.create(**settings, stop_sequences=["Ones"])
     assert stopped.stop_sequence == "Ones" and "Ones" not in stopped.content[0].text
 

@@ -19,7 +19,7 @@ from dflash_mlx.serve.request import GenerationRequest
 
 pytestmark = pytest.mark.anyio
 
-BODIES = {one.__doc__.split()[1]: one for one in make_docs.BODIES[:-1]}  # but /api/show
+BODIES = {body.__doc__.split()[1]: body for body in make_docs.BODIES[:-1]}  # but /api/show
 REQUEST = GenerationRequest("m", "Hi")
 ASKED = ask(CHAT, max_tokens=3)
 each_post = pytest.mark.parametrize("path", BODIES)
@@ -178,7 +178,8 @@ def test_logs_contain_no_prompts(target, caplog):
         server.get("/v1/%0aFAKE%1b[31m")
     assert caplog.records and secret not in caplog.text
     assert all(
-        "\n" not in one.getMessage() and "\x1b" not in one.getMessage() for one in caplog.records
+        "\n" not in record.getMessage() and "\x1b" not in record.getMessage()
+        for record in caplog.records
     )
 
 

@@ -100,10 +100,10 @@ async def test_a_request_that_starts_slowly_does_not_block_others(engine, monkey
     go_on = threading.Event()
     submit = engine.submit
 
-    def slowly(*of, **settings):
+    def slowly(*arguments, **settings):
         begun.set()
         assert go_on.wait(20)
-        return submit(*of, **settings)
+        return submit(*arguments, **settings)
 
     monkeypatch.setattr(engine, "submit", slowly)
     async with running(engine) as server:
@@ -155,9 +155,9 @@ STEPS = ["Hel", "lo", " wor", "ld"]
 )
 async def test_a_step_is_one_piece(target, respond, more, others):
     stream = await make_handler(FakeEngine(target, STEPS)).start([GenerationRequest("m", "Hi")])
-    found = [piece async for piece in respond(stream, more).frames()]
-    assert len(found) == len(STEPS) + others
-    ids = {one["id"] for one in frames(b"".join(found).decode()) if "id" in one}
+    pieces = [piece async for piece in respond(stream, more).frames()]
+    assert len(pieces) == len(STEPS) + others
+    ids = {frame["id"] for frame in frames(b"".join(pieces).decode()) if "id" in frame}
     assert len(ids) == (respond is ChatResponse)
 
 

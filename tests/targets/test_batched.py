@@ -54,8 +54,8 @@ def test_ends_of_prompts_are_read_together_as_alone(family):
     if family in READ_ALONE:
         return
     layers = 0, pair.target.num_layers - 1
-    for at in (0, 2, 3):
-        pair.together[at], pair.alone[at] = (pair.target.start(layers) for _ in range(2))
+    for index in (0, 2, 3):
+        pair.together[index], pair.alone[index] = (pair.target.start(layers) for _ in range(2))
     pair.step([1])
     ends = [
         Span(session, Proposal(random_prompt(size, 7 + size)), ends_prompt=True)
@@ -96,8 +96,8 @@ def test_going_back(family):
     """Marks, cuts and what comes after them do not know who else was verified."""
     pair = BatchAndSingles(family_target(family), 2)
     marks = [
-        [one.checkpoint() for one in pair.together],
-        [one.checkpoint() for one in pair.alone],
+        [member.checkpoint() for member in pair.together],
+        [member.checkpoint() for member in pair.alone],
     ]
     for _ in range(2):
         pair.step(range(2))
@@ -120,7 +120,7 @@ def test_requests_come_go_and_outgrow_their_slots(family, monkeypatch):
     pair = BatchAndSingles(family_target(family), 8)
     for members in (range(8), (5, 0, 3), (1, 0, 5, 6, 2, 7), (3, 2), range(8)):
         pair.step(members)
-        arrays = {pair.together[at].slot.array for at in members}
+        arrays = {pair.together[member].slot.array for member in members}
         assert sum(len(array.sessions) for array in arrays) == len(members)
     assert len(arrays) > 1 and max(array.capacity for array in arrays) >= 64
     pair.check_states()
@@ -136,16 +136,23 @@ def test_masks_of_slots_count_positions():
     ]
     rows = kv_slots.SlotRows.of(kv_slots.SlotArray(8), spans, stacked=False)
     for window in (None, 2, 3):
-        seen = [[own - (window or 9) < key <= own for key in range(6)] for own in (3, 4, 5, 5)]
+        seen = [
+            [position - (window or 9) < key <= position for key in range(6)]
+            for position in (3, 4, 5, 5)
+        ]
         assert rows.mask(window).reshape(4, 6).tolist() == seen
 
 
 def test_layers_share_what_their_attention_looks_up(monkeypatch):
     """Once for each request, of which there are many, not for each layer."""
-    target, asked = family_target("qwen3"), []
+    target = family_target("qwen3")
+    asked = []
     target.wiring = Wiring(Kernels(lambda **_: None), {}, exact=False, layers=frozenset())
-    monkeypatch.setattr(attention, "attention_rows", lambda *of: asked.append(of) or ())
-    verifier, sessions = SharedVerifier(target), [target.start((), 8) for _ in range(12)]
+    monkeypatch.setattr(
+        attention, "attention_rows", lambda *arguments: asked.append(arguments) or ()
+    )
+    verifier = SharedVerifier(target)
+    sessions = [target.start((), 8) for _ in range(12)]
     for length, session in enumerate(sessions, start=1):
         list(session.prefill(random_prompt(length, length)))
     asked.clear()
@@ -167,12 +174,13 @@ WEIGHTS = ("Linear", "SwitchLinear", "MultiLinear", "Conv1d", "Embedding")
 
 def readings(target: Target, count: int) -> tuple[int, int]:
     """How often a step of so many requests runs the model, and a module with weights."""
-    sessions, calls = [target.start() for _ in range(count)], []
+    sessions = [target.start() for _ in range(count)]
+    calls = []
 
-    def watched(own):
+    def watched(call_original):
         def call(module, *args, **settings):
             calls.append(module)
-            return own(module, *args, **settings)
+            return call_original(module, *args, **settings)
 
         return call
 
@@ -182,7 +190,7 @@ def readings(target: Target, count: int) -> tuple[int, int]:
         if module is target.model or type(module).__name__ in WEIGHTS
     ]
     verifier = SharedVerifier(target)
-    proposals = [Proposal(random_prompt(1 + at % 3, at)) for at in range(count)]
+    proposals = [Proposal(random_prompt(1 + index % 3, index)) for index in range(count)]
     with overridden(watching):
         verifier.verify(sessions, proposals)
     models = sum(call is target.model for call in calls)

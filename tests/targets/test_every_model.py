@@ -35,7 +35,8 @@ def test_every_model_of_mlx_lm_decodes_plainly_and_drafted(name, make_docs):
     assert result.stats.rounds < TOKENS - 1
     assert f"| {make_docs.drafting(target)} |" in ROWS[name], "run python scripts/make_docs.py"
     if target.supports_trees:  # a tree's rows have the logits of their own paths
-        session, tree = target.start(), dm.Proposal([1, 2, 3, 4, 5, 6], (-1, 0, 0, 1, 2, 4))
+        session = target.start()
+        tree = dm.Proposal([1, 2, 3, 4, 5, 6], (-1, 0, 0, 1, 2, 4))
         list(session.prefill(prompt))
         logits, _ = session.verify(tree)
         assert mx.allclose(logits, separate_paths(target, prompt, tree), atol=1e-4)

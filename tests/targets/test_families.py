@@ -41,7 +41,8 @@ both_seeds = pytest.mark.parametrize(
 @both_seeds
 def test_after_any_commits_the_logits_are_those_of_a_fresh_model(family, seed):
     """Rejected rows leave no trace: not in keys, states, windows, open groups or positions."""
-    target, prompt = family_target(family, seed), random_prompt(PROMPTS[seed], 9)
+    target = family_target(family, seed)
+    prompt = random_prompt(PROMPTS[seed], 9)
     rng = random.Random(seed)
     session = target.start()
     for _ in session.prefill(prompt):
@@ -68,10 +69,10 @@ def test_embed_and_head_are_the_models_own(family):
     tokens = mx.array([random_prompt(12, 3)])
     seen = []
 
-    def watched(own):
+    def watched(call_original):
         def call(layer, x, *args, **settings):
             seen.append(x)
-            return own(layer, x, *args, **settings)
+            return call_original(layer, x, *args, **settings)
 
         return call
 
@@ -92,7 +93,8 @@ def test_embed_and_head_are_the_models_own(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_taps_are_of_committed_rows_whatever_was_rejected(family):
     """Features that reach a drafter in pieces are those of one forward over the whole text."""
-    target, prompt = family_target(family), random_prompt(9, 5)
+    target = family_target(family)
+    prompt = random_prompt(9, 5)
     answer = plain_tokens(target.model, prompt, 40)
     layers = (EMBEDDING, target.num_layers - 1)
     oracle = Oracle(prompt, answer, 256, p=0.5, tap_layers=layers)

@@ -51,14 +51,16 @@ def test_a_rotating_cache_made_of_its_window(steps):
     caches = [own_cache(internals.RotatingKVCache(max_size=4)) for _ in range(2)]
     rows = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
     for step in steps:
-        at = caches[0].offset
-        caches[0].update_and_fetch(*[rows[:, :, at : at + step]] * 2)
+        start = caches[0].offset
+        caches[0].update_and_fetch(*[rows[:, :, start : start + step]] * 2)
     keys, _ = caches[0].window()
-    assert keys.reshape(-1).tolist() == list(range(max(0, at + step - 4), at + step))
-    caches[1].fill(at + step, keys[...], keys[...])
+    assert keys.reshape(-1).tolist() == list(range(max(0, start + step - 4), start + step))
+    caches[1].fill(start + step, keys[...], keys[...])
     for more in (1, 1, 3, 1):
-        at = caches[0].offset
-        seen = [cache.update_and_fetch(*[rows[:, :, at : at + more]] * 2)[0] for cache in caches]
+        start = caches[0].offset
+        seen = [
+            cache.update_and_fetch(*[rows[:, :, start : start + more]] * 2)[0] for cache in caches
+        ]
         masks = [cache.make_mask(2, window_size=4, return_array=True) for cache in caches]
         assert sorted(seen[0].flatten().tolist()) == sorted(seen[1].flatten().tolist())
         assert mx.array_equal(*masks) and caches[0].offset == caches[1].offset
@@ -118,9 +120,9 @@ def test_our_caches_are_mlx_lms(kind):
                 asked = {"return_array": array, "window_size": window}
                 assert _same(ours.make_mask(rows, **asked), theirs.make_mask(rows, **asked))
         keys, values = (mx.random.normal((1, 2, rows, 32)) for _ in "kv")
-        found = tree_flatten([ours.update_and_fetch(keys, values), ours.state])
+        actual = tree_flatten([ours.update_and_fetch(keys, values), ours.state])
         expected = tree_flatten([theirs.update_and_fetch(keys, values), theirs.state])
-        for (name, x), (_, y) in zip(found, expected, strict=True):
+        for (name, x), (_, y) in zip(actual, expected, strict=True):
             assert _same(x, y), name
 
 
@@ -164,7 +166,8 @@ def test_queries_are_scaled_by_a_global_function_of_the_position(module, inner):
 
 def test_a_longrope_keeps_its_long_periods_and_an_amplitude():
     names = {"dims": 8, "base": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    rope, plain = internals.SuScaledRoPE(**names), internals.SuScaledRoPE(**names | {"dims": 8})
+    rope = internals.SuScaledRoPE(**names)
+    plain = internals.SuScaledRoPE(**names | {"dims": 8})
     internals.rescale_longrope(rope, mx.full(4, 0.5), 1.0)
     assert mx.allclose(rope._freqs * 2, plain._freqs) and rope._scale == 1.0
     x = mx.random.normal((1, 1, 3, 8))
@@ -223,7 +226,8 @@ def test_where_a_family_has_its_parts(family):
     caches = internals.make_prompt_cache(model)
     model(mx.array([[1, 2, 3]]), cache=caches)
     for layer, cache in zip(parts.owners, caches, strict=True):
-        attention, mixer = internals.attention_of(layer), internals.mixer_of(layer)
+        attention = internals.attention_of(layer)
+        mixer = internals.mixer_of(layer)
         assert (attention is None) == (mixer is not None)
         if mixer is not None:
             assert (type(mixer) in internals.SHORT_CONVOLUTIONS) == (family == "lfm2_moe")
@@ -239,7 +243,8 @@ def test_where_a_family_has_its_parts(family):
             family != "deepseek_v41"
         )
         if internals.has_key_projection(attention):
-            heads, size = internals.key_heads(attention), internals.head_size(attention)
+            heads = internals.key_heads(attention)
+            size = internals.head_size(attention)
             assert cache.keys.shape[1::2] == (heads, size)
             assert internals.query_heads(attention) % heads == 0
         else:
@@ -267,12 +272,12 @@ def test_models_ask_their_caches(family, monkeypatch):
     parts = [part for cache in caches for part in getattr(cache, "caches", (cache,))]
     asked = []
     for name in ("make_mask", "update_and_fetch"):
-        own = getattr(RowCache, name)
+        inherited = getattr(RowCache, name)
 
-        def call(cache, *args, name=name, own=own, **options):
+        def call(cache, *args, name=name, inherited=inherited, **options):
             assert name == "update_and_fetch" or set(options) <= {"return_array", "window_size"}
             asked.append(name)
-            return own(cache, *args, **options)
+            return inherited(cache, *args, **options)
 
         monkeypatch.setattr(RowCache, name, call)
     model(mx.array([[1, 2, 3]]), cache=caches)

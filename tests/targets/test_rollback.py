@@ -48,11 +48,11 @@ def fill(cache, steps):
 )
 def test_a_rotating_cache_shows_the_next_row_its_whole_window(steps):
     cache = own_cache(RotatingKVCache(max_size=8))
-    at = fill(cache, steps)
-    assert cache.offset == at
-    keys, _ = cache.update_and_fetch(rows(at, 1) * 1.0, rows(at, 1) * 1.0)
+    start = fill(cache, steps)
+    assert cache.offset == start
+    keys, _ = cache.update_and_fetch(rows(start, 1) * 1.0, rows(start, 1) * 1.0)
     seen = sorted(keys[0, 0, :, 0].tolist())
-    assert seen == list(range(max(0, at + 1 - 8), at + 1))
+    assert seen == list(range(max(0, start + 1 - 8), start + 1))
 
 
 class OwnCache(KVCache):
@@ -62,22 +62,23 @@ class OwnCache(KVCache):
 @pytest.mark.parametrize("cache", [OwnCache(), CacheList(KVCache(), OwnCache()), ArraysCache(2)])
 def test_an_unknown_cache_has_no_rollback(cache):
     """A session with one goes back to a checkpoint, and the kept rows run again."""
-    own = own_cache(cache, nn.Module())
-    assert isinstance(own, type(cache)) and not own.rolls_back and not own.reads_trees
+    wrapped = own_cache(cache, nn.Module())
+    assert isinstance(wrapped, type(cache)) and not wrapped.rolls_back and not wrapped.reads_trees
 
 
 @pytest.mark.parametrize("cache", [ChunkedKVCache(8), CacheList(KVCache(), RotatingKVCache(8))])
 def test_every_known_part_forgets_the_last_rows(cache):
-    own = own_cache(cache)
-    parts = own.caches if isinstance(own, CacheList) else (own,)
+    wrapped = own_cache(cache)
+    parts = wrapped.caches if isinstance(wrapped, CacheList) else (wrapped,)
     for part in parts:
         part.update_and_fetch(rows(0, 6), rows(0, 6))
-    own.commit(range(2), 6)
+    wrapped.commit(range(2), 6)
     assert [part.offset for part in parts] == [2] * len(parts)
 
 
 def test_a_target_with_an_unknown_cache_drafts_all_the_same():
-    model, prompt = random_model("qwen3"), random_prompt(20, 3)
+    model = random_model("qwen3")
+    prompt = random_prompt(20, 3)
     answer = plain_tokens(model, prompt, 30)
     model.make_cache = lambda: [KVCache(), OwnCache(), KVCache(), KVCache()]
     target = target_of(model, "qwen3")
@@ -131,10 +132,10 @@ def test_a_commit_runs_no_projection_and_copies_no_state():
         assert held < 16 * state.nbytes / 4
     called = []
 
-    def watched(own):
+    def watched(call_original):
         def call(*args):
             called.append(1)
-            return own(*args)
+            return call_original(*args)
 
         return call
 

@@ -149,27 +149,28 @@ def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
 
     A pipelined step's row is the token of a step that still runs, so nothing of it starts early.
     """
-    one = target(num_hidden_layers=12)
-    one.steps.why_not = "a test of forwards that are not traced"
-    results, started = [], []
+    model = target(num_hidden_layers=12)
+    model.steps.why_not = "a test of forwards that are not traced"
+    results = []
+    started = []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.append(arrays))
     for in_pieces in (True, False):
-        monkeypatch.setattr(one, "in_pieces", in_pieces)
+        monkeypatch.setattr(model, "in_pieces", in_pieces)
         expected = pieces if in_pieces else 0
-        session = one.start((3, 11))
+        session = model.start((3, 11))
         list(session.prefill([1, 2, 3]))
         results.append(session.verify(Proposal(rows)))
         assert len(started) == expected
         session.commit([0])
-        batch = [session, one.start((3, 11))]
-        verifier = SharedVerifier(one)
+        batch = [session, model.start((3, 11))]
+        verifier = SharedVerifier(model)
         started.clear()
         tokens = None if pieces else mx.array([7, 8])
         results[-1] += verifier.verify(batch, [Proposal([1])] * 2, tokens)
         assert len(started) == expected
         started.clear()
-    for found, expected in zip(*results, strict=True):
-        assert mx.array_equal(found, expected)
+    for actual, expected in zip(*results, strict=True):
+        assert mx.array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])

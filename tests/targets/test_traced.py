@@ -18,9 +18,9 @@ PROMPT = [token % 90 for token in range(60)]
 LENGTHS = [1, 1, 16, 4, 1, 16, 4, 16, 1, 1, 4, 16] * 2
 
 
-def steps_of(one, kv_bits=None, lengths=LENGTHS):
+def steps_of(model, kv_bits=None, lengths=LENGTHS):
     """Logits and taps of steps that keep half of their rows."""
-    session = one.start((0, 1), kv_bits)
+    session = model.start((0, 1), kv_bits)
     list(session.prefill(PROMPT))
     results = []
     for number, rows in enumerate(lengths):
@@ -59,11 +59,11 @@ WINDOWS = ("gpt_oss", "gemma4_dense", "gemma4_E4B-like")
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "lfm2_moe", "deepseek_v3", *WINDOWS])
 def test_a_replayed_step_has_the_bits_of_the_forward(family, monkeypatch):
-    one = family_target(family)
-    expected = untraced(monkeypatch, lambda: steps_of(one))
+    model = family_target(family)
+    expected = untraced(monkeypatch, lambda: steps_of(model))
     for _ in range(2):
-        results = steps_of(one)
-    assert one.steps.why_not is None and one.steps.count >= 3
+        results = steps_of(model)
+    assert model.steps.why_not is None and model.steps.count >= 3
     assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
 
 
@@ -100,46 +100,46 @@ def test_a_window_outlives_what_is_not_traced(family, monkeypatch):
 
 @pytest.mark.parametrize("kv_bits", [4, 8])
 def test_a_replayed_step_writes_quantized_keys(kv_bits, monkeypatch):
-    one = target(head_dim=32)
-    expected = untraced(monkeypatch, lambda: steps_of(one, kv_bits))
+    model = target(head_dim=32)
+    expected = untraced(monkeypatch, lambda: steps_of(model, kv_bits))
     for _ in range(2):
-        results = steps_of(one, kv_bits)
-    assert one.steps.why_not is None and one.steps.count >= 3
+        results = steps_of(model, kv_bits)
+    assert model.steps.why_not is None and model.steps.count >= 3
     assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
 
 
 def test_a_shape_is_traced_once_and_when_it_comes_again():
-    one = target(num_hidden_layers=2)
-    dm.generate(one, None, PROMPT, max_tokens=400)
+    model = target(num_hidden_layers=2)
+    dm.generate(model, None, PROMPT, max_tokens=400)
     shapes = {attended_keys(len(PROMPT) + n) for n in range(1, 400)}
-    assert one.steps.count == len(shapes)
-    dm.generate(one, None, PROMPT, max_tokens=400)
-    assert one.steps.count == len(shapes)
+    assert model.steps.count == len(shapes)
+    dm.generate(model, None, PROMPT, max_tokens=400)
+    assert model.steps.count == len(shapes)
 
 
 def test_every_thread_traces_for_itself():
-    one = target()
-    dm.generate(one, None, PROMPT, max_tokens=30)
-    before = one.steps.count
-    texts = [dm.generate(one, None, PROMPT, max_tokens=30).tokens]
+    model = target()
+    dm.generate(model, None, PROMPT, max_tokens=30)
+    before = model.steps.count
+    texts = [dm.generate(model, None, PROMPT, max_tokens=30).tokens]
 
     def write():
-        texts.append(dm.generate(one, None, PROMPT, max_tokens=30).tokens)
+        texts.append(dm.generate(model, None, PROMPT, max_tokens=30).tokens)
 
     for _ in range(2):
         thread = threading.Thread(target=write)
         thread.start()
         thread.join()
     assert texts[1:] == [texts[0]] * 2
-    assert one.steps.count == before + 2
+    assert model.steps.count == before + 2
 
 
 def test_a_replayed_step_writes_in_place(monkeypatch):
     """Copies of the caches would raise the peak by more than a row of them."""
-    one = target(num_hidden_layers=4)
+    model = target(num_hidden_layers=4)
 
     def peak():
-        session = one.start()
+        session = model.start()
         list(session.prefill(PROMPT * 15))
         for _ in range(4):
             mx.eval(session.verify(Proposal([1] * 4)))
@@ -150,7 +150,7 @@ def test_a_replayed_step_writes_in_place(monkeypatch):
         return mx.get_peak_memory() - before, session.cache[0].keys.nbytes
 
     more, keys = peak()
-    assert one.steps.count == 1
+    assert model.steps.count == 1
     assert more <= untraced(monkeypatch, peak)[0] + keys // 4
 
 
@@ -189,19 +189,19 @@ def test_a_replayed_step_of_many_writes_in_place(monkeypatch):
 
 
 def test_a_model_that_looks_at_its_position_runs_without_traces(monkeypatch):
-    one = target(num_hidden_layers=5)
-    expected = steps_of(one)
-    assert one.steps.count
-    one = Target(one.model, one.tokenizer, one.config, one.name)
-    attention = type(one.model.model.layers[0].self_attn)
-    own = attention.__call__
+    model = target(num_hidden_layers=5)
+    expected = steps_of(model)
+    assert model.steps.count
+    model = Target(model.model, model.tokenizer, model.config, model.name)
+    attention = type(model.model.model.layers[0].self_attn)
+    original = attention.__call__
 
     def call(self, x, mask=None, cache=None):
         int(cache.offset)
-        return own(self, x, mask, cache)
+        return original(self, x, mask, cache)
 
     monkeypatch.setattr(attention, "__call__", call)
-    results = steps_of(one)
-    assert "eval" in one.steps.why_not
-    assert not one.steps._of_thread.functions
+    results = steps_of(model)
+    assert "eval" in model.steps.why_not
+    assert not model.steps._of_thread.functions
     assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))

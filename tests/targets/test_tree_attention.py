@@ -75,7 +75,8 @@ def peak_of_commit(session) -> int:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss", "deepseek_v3"])
 def test_a_commit_copies_no_history(family):
     """The memory it takes for a moment is that of a few rows (and states), at any length."""
-    short, long = after_a_tree(family, 300), after_a_tree(family, 1500)
+    short = after_a_tree(family, 300)
+    long = after_a_tree(family, 1500)
     history = min(
         array.nbytes
         for cache in long.cache
@@ -107,26 +108,26 @@ class Ending(CharacterTokenizer):
         self.eos_token_ids = frozenset(eos)
 
 
-@pytest.mark.parametrize("at", [30, 31, 32, 33])  # somewhere inside a path, at one of them
+@pytest.mark.parametrize("place", [30, 31, 32, 33])  # somewhere inside a path, at one of them
 @pytest.mark.parametrize("end", ["eos", "stop", "length"])
-def test_a_text_ends_inside_a_path(end, at):
+def test_a_text_ends_inside_a_path(end, place):
     target, prompt, answer = truth("qwen3", 1)
-    at = next(i for i in range(at, len(answer)) if answer[i] not in answer[:i])
+    place = next(i for i in range(place, len(answer)) if answer[i] not in answer[:i])
     settings = {"max_tokens": 97}
     if end == "eos":
-        target = Target(target.model, Ending(answer[at]), {"model_type": "qwen3"}, "ending")
+        target = Target(target.model, Ending(answer[place]), {"model_type": "qwen3"}, "ending")
     elif end == "stop":
-        settings["stop"] = chr(0x4E00 + answer[at])
+        settings["stop"] = chr(0x4E00 + answer[place])
     else:
-        settings["max_tokens"] = at + 1
+        settings["max_tokens"] = place + 1
     plain = dm.generate(target, None, prompt, **settings)
     oracle = TextOracle([[*prompt, *answer]], 256, 1.0)
     oracle.branches = True
     drafted = dm.generate(target, oracle, prompt, block_size=24, **settings)
     assert (drafted.text, drafted.tokens) == (plain.text, plain.tokens)
     assert drafted.finish_reason == plain.finish_reason == ("length" if end == "length" else "stop")
-    assert len(drafted.tokens) == at + 1
-    assert drafted.stats.rounds < (at + 1) / 2
+    assert len(drafted.tokens) == place + 1
+    assert drafted.stats.rounds < (place + 1) / 2
 
 
 def without_trees() -> Target:
@@ -157,8 +158,8 @@ def test_a_model_that_masks_by_itself_is_refused(monkeypatch):
     """It would show every branch to every other."""
     model = random_model("qwen3")
     target = target_of(model, "qwen3")
-    own = "mlx_lm.models.qwen3.create_attention_mask"
-    monkeypatch.setattr(own, lambda h, cache: "causal")
+    path = "mlx_lm.models.qwen3.create_attention_mask"
+    monkeypatch.setattr(path, lambda h, cache: "causal")
     with pytest.raises(UnsupportedTreeError, match="masks of its own"):
         target.start().verify(FORK)
 

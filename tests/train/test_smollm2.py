@@ -88,9 +88,13 @@ def test_the_recipe_keeps_the_features_of_what_plain_decoding_writes(monkeypatch
         assert row.tokens[: row.start] == prompt and 1 <= len(row.answer.answer) <= 12
         if not row.sampled:
             assert row.tokens[row.start :] == tinymodels.greedy(target, prompt, 12)
-        own = row.features()
-        known = slice(row.start - 1, len(row.tokens) - 1)
+        row_features = row.features()
+        rows_of_answer = slice(row.start - 1, len(row.tokens) - 1)
         whole = features(target, mx.array([row.tokens]), layers)
-        assert mx.allclose(own.taps[:-1], whole.taps[0, :-1], rtol=0.01, atol=0.01)
-        assert mx.array_equal(own.choices[known], whole.choices[0, known])
-        assert mx.allclose(own.shares.sum(axis=-1)[known], mx.array(1.0), atol=1e-3)
+        assert mx.allclose(row_features.taps[:-1], whole.taps[0, :-1], rtol=0.01, atol=0.01)
+        assert mx.array_equal(
+            row_features.choices[rows_of_answer], whole.choices[0, rows_of_answer]
+        )
+        assert mx.allclose(
+            row_features.shares.sum(axis=-1)[rows_of_answer], mx.array(1.0), atol=1e-3
+        )

@@ -38,8 +38,8 @@ def prompts(target) -> list[list[int]]:
 
 
 def test_answers_are_those_of_plain_decoding(target, prompts):
-    found = complete_prompts(target, prompts, AnswerSettings(max_tokens=8, rows=3, chunk=9))
-    for prompt, answer in zip(prompts, found, strict=True):
+    answers = complete_prompts(target, prompts, AnswerSettings(max_tokens=8, rows=3, chunk=9))
+    for prompt, answer in zip(prompts, answers, strict=True):
         assert list(answer.answer) == tinymodels.greedy(target, prompt, 8)
         assert answer.prompt == tuple(prompt)
 
@@ -103,7 +103,7 @@ def test_a_file_cut_anywhere_grows_to_the_same(tmp_path, target, prompts):
         settings=SMALL,
         sampler_at=drawn,
     )
-    assert len({one.answer for one in same}) == 4
+    assert len({row.answer for row in same}) == 4
 
 
 def test_what_is_there_is_not_answered_again(tmp_path, target, prompts):

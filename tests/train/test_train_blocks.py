@@ -98,16 +98,16 @@ def test_the_selector_learns_to_pick_among_the_candidates():
     )
     selector = drafter.candidate_selector
     for row, slot in np.ndindex(2, 3):
-        found = np.argsort(-np.array(logits[row, slot]))[:5]
+        top_five = np.argsort(-np.array(logits[row, slot]))[:5]
         pull = selector.predecessor_codebook[before[row, slot]]
         pull = pull * selector.hidden_projection(hidden[row, slot])
-        scores = np.array(logits[row, slot])[found]
-        scores = scores + np.array(selector.successor_codebook[mx.array(found)] @ pull)
-        assert chosen[row, slot].item() == found[scores.argmax()]
+        scores = np.array(logits[row, slot])[top_five]
+        scores = scores + np.array(selector.successor_codebook[mx.array(top_five)] @ pull)
+        assert chosen[row, slot].item() == top_five[scores.argmax()]
         label = labels[row, slot].item()
         expected = 0.0
-        if label in found:
-            right = scores[np.flatnonzero(found == label)[0]]
+        if label in top_five:
+            right = scores[np.flatnonzero(top_five == label)[0]]
             expected = np.log(np.exp(scores - scores.max()).sum()) + scores.max() - right
         assert abs(entropy[row, slot].item() - expected) < 1e-4
     assert entropy[1, 2].item() == 0

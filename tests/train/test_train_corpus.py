@@ -25,11 +25,11 @@ def held_out() -> list[corpus.Conversation]:
 
 def operations(text: str) -> set[tuple[int, str, int]]:
     """Every "a + b", "a - b", "a x b" that a text spells, sums and products in either order."""
-    found = set()
+    signs = set()
     for a, sign, b in re.findall(r"(\d+) ([-+x]) (\d+)", text):
         pair = (int(a), int(b)) if sign == "-" else tuple(sorted((int(a), int(b))))
-        found.add((pair[0], sign, pair[1]))
-    return found
+        signs.add((pair[0], sign, pair[1]))
+    return signs
 
 
 def test_no_held_out_prompt_or_sum_is_trained_on(training, held_out):

@@ -120,8 +120,8 @@ def test_batches_hold_one_bucket_and_every_sample():
 
 
 def test_batches_of_many_tokens_have_few_lengths():
-    found = [Sample((0,) * (3 + i % 400), ((1, 3),)) for i in range(800)]
-    for batch in group(found, tokens=8192, rng=Random(0)):
+    samples = [Sample((0,) * (3 + i % 400), ((1, 3),)) for i in range(800)]
+    for batch in group(samples, tokens=8192, rng=Random(0)):
         shape = AnchorCollator(2, 8192)(batch, Random(0))[0].shape
         assert shape[1] % 64 == 0 and shape[0] == 8192 // shape[1]
 

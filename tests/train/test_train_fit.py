@@ -139,11 +139,11 @@ def test_a_drafter_learns_any_target(family, config):
 
 def own_samples(target: Target) -> list[Sample]:
     """Sequences that the target itself generated."""
-    found = []
+    samples = []
     for prompt in ([5, 6, 7], [8, 9, 20]):
         tokens = generate(target, None, prompt, max_tokens=20).tokens
-        found.append(Sample((*prompt, *tokens), ((3, 3 + len(tokens)),)))
-    return found
+        samples.append(Sample((*prompt, *tokens), ((3, 3 + len(tokens)),)))
+    return samples
 
 
 def test_the_best_parameters_are_returned(target):
@@ -173,7 +173,7 @@ def test_training_that_diverges_is_not_gone_on_with(target):
         train_drafter(
             target, config=DRAFTER, samples=sample_texts, settings=settings, progress=reports.append
         )
-    assert reports and all(np.isfinite(one.loss) for one in reports)
+    assert reports and all(np.isfinite(report.loss) for report in reports)
 
 
 def test_anchors_start_with_the_first_token_of_an_answer():
@@ -212,12 +212,12 @@ SLOW = DrafterSettings(steps=1, tokens=64, anchors=4, learning_rate=1e-9, optimi
 @pytest.fixture(scope="module")
 def loud() -> Target:
     """A target of whose hidden states one dimension is a thousand times as large."""
-    found = tinymodels.target(max_position_embeddings=4096)  # no other test has this one
-    embedding = found.model.model.embed_tokens
+    model = tinymodels.target(max_position_embeddings=4096)  # no other test has this one
+    embedding = model.model.model.embed_tokens
     embedding.weight = embedding.weight * mx.where(
         mx.arange(embedding.weight.shape[1]) == 3, 1e3, 1
     )
-    return found
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(
     assert mx.abs(columns - columns.mean()).max() < 0.5 * columns.mean()
     # What is returned reads the taps themselves, and is worth what the validation said.
     arrays = AnchorCollator(settings.anchors)(loud_samples[:1], Random(settings.seed))
-    known = common_tokens(loud_samples)
-    loss = draft_loss(drafter, loud, loud_config.block_size / 2, tokens=known)
+    tokens = common_tokens(loud_samples)
+    loss = draft_loss(drafter, loud, loud_config.block_size / 2, tokens=tokens)
     loss = loss(drafter.parameters(), *arrays)[0]
     assert float(loss) == pytest.approx(seen[-1].held_out_loss, rel=1e-3)

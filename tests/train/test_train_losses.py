@@ -51,12 +51,12 @@ def draft_config(kind: str = "DFlash", **more: object) -> DraftConfig:
 
 def samples(target: Target) -> list[Sample]:
     """Sequences that the target itself wrote, of different lengths."""
-    found = []
+    drawn = []
     for i, line in enumerate(tinymodels.LINES[:3]):
         prompt = target.tokenizer.encode(line)[: 4 + i]
         answer = tinymodels.greedy(target, prompt, 12 + 3 * i)
-        found.append(Sample((*prompt, *answer), ((len(prompt), len(prompt) + len(answer)),)))
-    return found
+        drawn.append(Sample((*prompt, *answer), ((len(prompt), len(prompt) + len(answer)),)))
+    return drawn
 
 
 @pytest.mark.parametrize("loss_weights", MIXES)
@@ -69,13 +69,13 @@ def test_a_mix_is_what_its_parts_say(loss_weights):
     shares = np.take_along_axis(p, tops, axis=-1)
     labels = tops[:, 0]
     q = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-    own = shares / shares.sum(axis=-1, keepdims=True)
+    normalized = shares / shares.sum(axis=-1, keepdims=True)
     likely = np.take_along_axis(q, tops, axis=-1)
     expected = loss_weights.cross_entropy * -np.log(q[range(5), labels]) + loss_weights.kl * (
-        own * np.log(own / likely)
+        normalized * np.log(normalized / likely)
     ).sum(axis=-1)
-    found = loss_weights.of(mx.array(logits), mx.array(labels), mx.array(tops), mx.array(shares))
-    assert np.allclose(np.array(found), expected, atol=1e-5)
+    loss = loss_weights.of(mx.array(logits), mx.array(labels), mx.array(tops), mx.array(shares))
+    assert np.allclose(np.array(loss), expected, atol=1e-5)
 
 
 def test_logits_of_all_slots_never_exist():

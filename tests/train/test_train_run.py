@@ -196,8 +196,8 @@ def test_features_are_kept_for_each_choice_of_layers(tmp_path, target):
     sample = Sample(tuple(range(3, 20)), ((5, 17),))
     for layers in ([0], [1], [0, 1]):
         kept = KeptFeatures(target, layers, tmp_path)([sample], 17)
-        own = features(target, mx.array([sample.tokens]), layers)
-        assert mx.array_equal(kept.taps, own.taps.astype(mx.bfloat16))
+        expected = features(target, mx.array([sample.tokens]), layers)
+        assert mx.array_equal(kept.taps, expected.taps.astype(mx.bfloat16))
 
 
 def test_processes_that_share_a_folder_do_not_mix_their_files(tmp_path, monkeypatch):

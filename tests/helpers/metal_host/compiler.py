@@ -77,10 +77,10 @@ class Build:
     """Compiles for one mode, keeping everything in `CACHE`."""
 
     def __init__(self, checked: bool = True):
-        found = find_compiler()
-        if found is None:
+        compiler = find_compiler()
+        if compiler is None:
             raise CompilationError(f"Metal is emulated with g++ {_OLDEST} or later, on Linux.")
-        path, self._version = found
+        path, self._version = compiler
         self.checked = checked
         self._folder = CACHE.resolve()
         self._base = (path, *_COMMON, _INCLUDE)

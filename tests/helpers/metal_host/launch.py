@@ -89,15 +89,15 @@ class Memory:
 
 def _findings(runtime: ctypes.CDLL, library: Path) -> list[Finding]:
     runtime.metal_host_findings.restype = ctypes.c_char_p
-    found: dict[tuple[str, str], Finding] = {}  # a line may be compiled to several accesses
+    findings: dict[tuple[str, str], Finding] = {}  # a line may be compiled to several accesses
     for line in runtime.metal_host_findings().decode().splitlines():
         kind, offset, count, message = line.split("\t")
         key = kind, source_line(library, int(offset))
-        if key in found:
-            found[key] = replace(found[key], count=found[key].count + int(count))
+        if key in findings:
+            findings[key] = replace(findings[key], count=findings[key].count + int(count))
         else:
-            found[key] = Finding(kind, message=message, where=key[1], count=int(count))
-    return list(found.values())
+            findings[key] = Finding(kind, message=message, where=key[1], count=int(count))
+    return list(findings.values())
 
 
 def launch(

@@ -70,8 +70,8 @@ def clang() -> tuple[str, ...]:
     return str(Path(spec.origin).with_name("zig")), "clang"
 
 
-def _make_vector(found: re.Match[str]) -> str:
-    scalar, size, both = found.groups()
+def _make_vector(match: re.Match[str]) -> str:
+    scalar, size, both = match.groups()
     return f"metal::make_vector<{both or f'{scalar}, {size}'}>("
 
 
@@ -118,13 +118,13 @@ def faults(wrappers: Iterable[Wrapper]) -> set[str]:
 
     Raises CompilationError for kernels that clang refuses.
     """
-    found = set()
+    messages = set()
     for unit in units(wrappers):
         for pattern, options in ((_GENERIC, ("-O0",)), (_INDEXED, _INLINED)):
             code = _read(unit, *options, *_LLVM)
             lines = dict(re.findall(r"^(!\d+) = .*?\bline: (\d+)", code, re.M))
-            found |= {f"{lines.get(at, '?')}: {what}" for what, at in pattern.findall(code)}
-    return found
+            messages |= {f"{lines.get(line, '?')}: {what}" for what, line in pattern.findall(code)}
+    return messages
 
 
 def _read(unit: str, *options: str) -> str:

@@ -80,7 +80,7 @@ class Wrapper:
 def _input_parameters(name: str, array: mx.array, body: str) -> list[Parameter]:
     space = "constant" if array.size < CONSTANT_BELOW else "device"
     reference = "&" if array.ndim == 0 else "*"
-    found = [Parameter(name, "", f"const {space} {METAL_NAMES[array.dtype]}{reference}")]
+    parameters = [Parameter(name, "", f"const {space} {METAL_NAMES[array.dtype]}{reference}")]
     described = {
         "_shape": "const constant int*",
         "_strides": "const constant int64_t*",
@@ -88,8 +88,8 @@ def _input_parameters(name: str, array: mx.array, body: str) -> list[Parameter]:
     }
     for suffix, type_ in described.items():
         if array.ndim and name + suffix in body:
-            found.append(Parameter(name, suffix, type_))
-    return found
+            parameters.append(Parameter(name, suffix, type_))
+    return parameters
 
 
 def _output_parameter(name: str, dtype: mx.Dtype) -> Parameter:
@@ -158,12 +158,12 @@ _SHARED = re.compile(
 
 def _without_comments(text: str) -> str:
     """The same lines: comments leave their line breaks."""
-    return _COMMENT.sub(lambda found: "\n" * found.group().count("\n") or " ", text)
+    return _COMMENT.sub(lambda match: "\n" * match.group().count("\n") or " ", text)
 
 
-def _define_shared(found: re.Match[str]) -> str:
-    type_, names = found.groups()
-    lines = found.group().count("\n")
+def _define_shared(match: re.Match[str]) -> str:
+    type_, names = match.groups()
+    lines = match.group().count("\n")
     definitions = []
     for declared in re.split(r",(?![^\[]*\])", names):
         name, size = re.fullmatch(r"\s*(\w+)\s*(.*?)\s*", declared, re.DOTALL).groups()
@@ -174,7 +174,7 @@ def _define_shared(found: re.Match[str]) -> str:
 def shared_names(body: str) -> list[str]:
     """The variables in threadgroup memory that a kernel's body defines."""
     text = _without_comments(body)
-    declared = ",".join(found.group(2) for found in _SHARED.finditer(text))
+    declared = ",".join(match.group(2) for match in _SHARED.finditer(text))
     return re.findall(r"(\w+)\s*(?:\[[^,]*\]\s*)*(?:,|$)", declared)
 
 
