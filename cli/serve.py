@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dflash_mlx.serve.auth import Auth
     from dflash_mlx.serve.handler import RequestHandler
     from dflash_mlx.serve.metrics import Metrics
-    from dflash_mlx.serve.models import Models
+    from dflash_mlx.serve.offered_models import Models
     from dflash_mlx.serve.server import APIServer
 
 MODELS = "Folder, GGUF, hub name, smollm2 or tiny. Repeatable."
@@ -238,8 +238,8 @@ def _start(
     auth: Auth,
 ) -> Models:
     """Answer requests. The first model is loaded; the others are loaded by their first request."""
-    from dflash_mlx.serve.app import make_app
-    from dflash_mlx.serve.models import Models, OfferedModel
+    from dflash_mlx.serve.offered_models import Models, OfferedModel
+    from dflash_mlx.serve.web_app import make_app
 
     def load_later(names: options.Names) -> Callable[[int], RequestHandler]:
         def load(reserved: int) -> RequestHandler:

@@ -24,10 +24,10 @@ from dflash_mlx.cli.app import app
 from dflash_mlx.cli.chat_commands import COMMANDS
 from dflash_mlx.errors import ConfigError
 from dflash_mlx.serve.body import Body
-from dflash_mlx.serve.chat import ChatBody
 from dflash_mlx.serve.completions import CompletionsBody
 from dflash_mlx.serve.messages import CountBody, MessagesBody
 from dflash_mlx.serve.ollama import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from dflash_mlx.serve.openai_chat import ChatBody
 from dflash_mlx.serve.responses import ResponsesBody
 from dflash_mlx.targets import Target
 from dflash_mlx.targets.internals import classes_of

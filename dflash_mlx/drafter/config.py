@@ -17,7 +17,13 @@ from typing import Any
 
 from ..errors import ConfigError, IncompatibleDrafterError
 from ..validation import brief, read_json
-from .config_attention import read_first_row, read_layers, read_rope, read_taps, rope_amplitude
+from .config_attention import (
+    read_first_row,
+    read_layer_attention,
+    read_rope,
+    read_taps,
+    rope_amplitude,
+)
 from .config_reader import (
     BOOLEAN,
     OBJECT,
@@ -168,7 +174,7 @@ class DraftConfig:
         values["first_row"] = read_first_row(read, kind, rows)
         if rows <= values["first_row"]:
             raise read.error(read.place("block_size"), f"must be at least 2, not {rows}")
-        values |= read_layers(read, values["num_hidden_layers"])
+        values |= read_layer_attention(read, values["num_hidden_layers"])
         values["target_layer_ids"] = read_taps(read, kind)
         theta, scaling = read_rope(read, values["max_position_embeddings"])
         values["rope_theta"] = theta

@@ -89,7 +89,7 @@ def read_first_row(read: ConfigReader, kind: str, block: int) -> int:
     return first
 
 
-def read_layers(read: ConfigReader, layers: int) -> dict[str, tuple[Any, ...]]:
+def read_layer_attention(read: ConfigReader, layers: int) -> dict[str, tuple[Any, ...]]:
     """Read windows (None for full attention), causality within a block, and sinks, per layer.
 
     An explicit causality flag applies to every layer. Without one, the layers that `layer_types`

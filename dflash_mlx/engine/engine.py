@@ -56,8 +56,8 @@ class Engine(AbstractContextManager["Engine", None]):
     Args:
         target, drafter: as in `stream_generate`.
         policy: for jobs without their own. It gives a step's rows to the most probable drafts of
-            all jobs, as many as bring the most tokens per second. "auto" makes one; None drafts
-            whole blocks.
+            all jobs, as many as bring the most tokens per second. "auto" makes one; None always
+            drafts full blocks.
         memory: bytes for the caches of all jobs together; None for no limit.
         prefix: a `PrefixStore` for jobs without a conversation or store of their own.
         stall_ms: for how many milliseconds reading a prompt may delay the other texts in one step.

@@ -28,7 +28,7 @@ from ..validation import (
     user_path,
 )
 from .contents import ADAPTER, ADAPTER_CONFIG, contents_of
-from .folder import StoredTensor, read_header
+from .folder import StoredTensor, read_tensors_of_file
 from .hub import Hub
 from .reading import LOADING_ERRORS, load_file, on_cpu
 from .registry import Name, as_name
@@ -126,7 +126,7 @@ def find_adapter(name: Name, hub: Hub) -> Adapter:
         raise WeightsError(
             f"{folder / ADAPTER_CONFIG}: fine_tune_type is {brief(kind)}, not lora, dora or full."
         )
-    return Adapter(folder, config, read_header(folder / files[0]))
+    return Adapter(folder, config, read_tensors_of_file(folder / files[0]))
 
 
 # PEFT

@@ -201,7 +201,7 @@ class Folder:
     def header(self, file: Path) -> dict[str, StoredTensor]:
         """The tensors of a safetensors file by name, read once. Raises `WeightsError`."""
         if file not in self._headers:
-            self._headers[file] = read_header(file)
+            self._headers[file] = read_tensors_of_file(file)
         return self._headers[file]
 
     @property
@@ -318,7 +318,7 @@ class RemoteFolder(Folder):
         return weights * (float_bytes or 2)
 
 
-def read_header(file: Path) -> dict[str, StoredTensor]:
+def read_tensors_of_file(file: Path) -> dict[str, StoredTensor]:
     """Read the tensors of a safetensors file by name.
 
     Raises:

@@ -15,7 +15,7 @@ from typing import Final
 from starlette.requests import Request
 
 from ..errors import SettingsError
-from .errors import RequestError
+from .http_errors import RequestError
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import PydanticCustomError, from_json, to_json
 from starlette.requests import Request
 
-from .errors import RequestError, from_validation
+from .http_errors import RequestError, from_validation
 
 MAX_BYTES: Final = 32 * 2**20
 MAX_SECONDS: Final = 30.0

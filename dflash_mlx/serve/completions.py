@@ -9,8 +9,8 @@ from pydantic import Field
 
 from .body import ListOf
 from .fields import MaxTokens
+from .generation_request import GenerationRequest
 from .openai_common import ChoicesBody
-from .request import GenerationRequest
 from .response import ChoicesResponse, Event, step_drafting
 from .steps import ResponseStream, StepOutput
 

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, ConfigDict
 from pydantic_core import to_json
 
 from .body import Body, ListOf
-from .request import instead_of
+from .generation_request import instead_of
 
 # Names of fields that mean nothing to a model.
 _MEANINGLESS: Final = re.compile(

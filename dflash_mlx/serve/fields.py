@@ -11,8 +11,8 @@ from pydantic_core import from_json
 
 from ..settings import SEED_BITS, SETTINGS
 from .body import Body, ListOf
-from .errors import RequestError
-from .request import Tool
+from .generation_request import Tool
+from .http_errors import RequestError
 
 MAX_STOPS = 16
 MAX_BIASES = 16384

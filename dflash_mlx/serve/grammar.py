@@ -18,8 +18,8 @@ from ..answers.families import AnswerFormat
 from ..answers.values import allowed_types, listed_values
 from ..errors import SettingsError
 from ..structured import SPACES, Grammar, GrammarTokens
-from .errors import RequestError
-from .request import GenerationRequest, Tool
+from .generation_request import GenerationRequest, Tool
+from .http_errors import RequestError
 
 if TYPE_CHECKING:
     from ..targets import Target

@@ -24,12 +24,12 @@ from ..prompt import EFFORT
 from ..stream import Detokenizer, skip_text_start
 from ..structured import Grammar
 from ..threads import clean_up_at_end
-from .errors import RETRY_SECONDS, RequestError, shutting_down
 from .fields import SEEDS
+from .generation_request import GenerationRequest
 from .grammar import GrammarFactory
+from .http_errors import RETRY_SECONDS, RequestError, shutting_down
 from .logprobs import LogprobRecorder
 from .metrics import Metrics
-from .request import GenerationRequest
 from .steps import Choice, ResponseStream, request_error
 from .template import EncodedPrompt, encode
 

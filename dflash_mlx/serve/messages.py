@@ -20,7 +20,6 @@ from .content import (
     read_content,
     read_message,
 )
-from .errors import RequestError, new_id
 from .fields import (
     ModelName,
     ResponseFormat,
@@ -30,7 +29,8 @@ from .fields import (
     sampling_settings,
     template_call,
 )
-from .request import GenerationRequest, Tool, ToolChoice, has_beginning
+from .generation_request import GenerationRequest, Tool, ToolChoice, has_beginning
+from .http_errors import RequestError, new_id
 from .response import Event, ItemsResponse, grow
 from .steps import ResponseStream, StepOutput
 

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .auth import Auth
-from .errors import RequestError, new_id
+from .http_errors import RequestError, new_id
 from .metrics import Metrics
 
 NOT_FOUND: Final = (

@@ -13,7 +13,7 @@ from mlx_lm.utils import get_total_parameters
 from ..errors import ConfigError
 from ..kernels.shapes import weight_bytes
 from ..validation import read_json
-from .models import OfferedModel
+from .offered_models import OfferedModel
 
 if TYPE_CHECKING:
     from ..targets import Target

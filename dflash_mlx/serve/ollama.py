@@ -14,9 +14,7 @@ from pydantic_core import from_json, to_json
 
 from ..answers.parts import Part, Reasoning, Text, ToolCall, joined
 from .body import Body, ListOf
-from .chat import ChatFunction, ChatMessage
 from .content import ContentPart, read_content
-from .errors import RequestError
 from .fields import (
     Effort,
     ModelName,
@@ -25,7 +23,9 @@ from .fields import (
     TopLogprobs,
     thinking_settings,
 )
-from .request import GenerationRequest, Tool, has_beginning
+from .generation_request import GenerationRequest, Tool, has_beginning
+from .http_errors import RequestError
+from .openai_chat import ChatFunction, ChatMessage
 from .response import ApiResponse, Event, grow
 from .steps import ResponseStream, StepOutput
 

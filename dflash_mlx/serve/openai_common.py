@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final
 from pydantic import AliasChoices, Field
 
 from .body import Body
-from .errors import RequestError
 from .fields import ModelName, ResponseFormat, SamplingOptions, Schema
+from .http_errors import RequestError
 
 MAX_CHOICES: Final = 8
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any, Final
 
 from ..answers.parts import Part, ToolCall
-from .errors import RequestError, new_id
+from .http_errors import RequestError, new_id
 from .sse import DONE, frame
 from .steps import ResponseStream, StepOutput
 

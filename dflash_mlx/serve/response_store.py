@@ -8,7 +8,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from .errors import RequestError
+from .http_errors import RequestError
 from .responses import ResponsesBody
 from .responses_input import InputItem, Item, RecordItem
 

@@ -10,7 +10,6 @@ from pydantic_core import from_json
 
 from ..answers.parts import Part, Text, ToolCall
 from .body import Body, ListOf
-from .errors import RequestError, new_id
 from .fields import (
     Function,
     MaxTokens,
@@ -22,7 +21,8 @@ from .fields import (
     TopLogprobs,
     read_tool_choice,
 )
-from .request import GenerationRequest, Tool
+from .generation_request import GenerationRequest, Tool
+from .http_errors import RequestError, new_id
 from .response import Event, ItemsResponse
 from .responses_input import CALLS, CUSTOM_INPUT, InputItem, Item, RecordItem, messages_of
 from .steps import ResponseStream, StepOutput

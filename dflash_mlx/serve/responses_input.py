@@ -11,8 +11,8 @@ from pydantic import Discriminator, Tag
 
 from .body import Body, ListOf
 from .content import ContentPart, ListOfParts, Record, read_message
-from .errors import RequestError
 from .fields import flat_name, template_call
+from .http_errors import RequestError
 
 CALLS: Final = ("function_call", "custom_tool_call")
 RESULTS: Final = tuple(f"{kind}_output" for kind in CALLS)

@@ -21,12 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import ServerError
 from .auth import Auth
-from .errors import RETRY_SECONDS, RequestError
+from .http_errors import RETRY_SECONDS, RequestError
 from .metrics import Metrics
 from .middleware import with_middleware
 
 if TYPE_CHECKING:
-    from .models import Models
+    from .offered_models import Models
 
 MAX_CONNECTIONS: Final = 256
 MAX_HEADER_BYTES: Final = 2**16

@@ -14,10 +14,10 @@ from ..answers.parts import Part
 from ..answers.thoughts import ThoughtCounter
 from ..events import Event
 from ..stream import text_of
-from .errors import RequestError, from_library, shutting_down
+from .generation_request import GenerationRequest
+from .http_errors import RequestError, from_library, shutting_down
 from .logprobs import LogprobRecorder
 from .metrics import Metrics
-from .request import GenerationRequest
 
 if TYPE_CHECKING:
     from ..engine.job import Job

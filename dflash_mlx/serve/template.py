@@ -21,8 +21,8 @@ from ..answers.families import HARMONY, AnswerFormat, Family
 from ..chat_template import TemplateLimitError, apply_chat_template
 from ..errors import PromptError, SettingsError
 from ..prompt import branch_points, check_ids, encode_text, token_ids
-from .errors import RequestError, too_long
-from .request import GenerationRequest, Tool
+from .generation_request import GenerationRequest, Tool
+from .http_errors import RequestError, too_long
 
 if TYPE_CHECKING:
     from ..targets import Target

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ..deadline import run_within
 from .body import Body, read_body
-from .errors import RequestError
+from .http_errors import RequestError
 from .markdown import render
 
 MAX_CHARACTERS: Final = 100_000

@@ -20,12 +20,12 @@ import dflash_mlx
 from dflash_mlx.answers.families import FAMILIES
 from dflash_mlx.engine.engine import EngineLoad
 from dflash_mlx.events import Event, Stats
-from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.auth import Auth
 from dflash_mlx.serve.handler import RequestHandler
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.models import Models, OfferedModel
+from dflash_mlx.serve.offered_models import Models, OfferedModel
 from dflash_mlx.serve.server import APIServer, listen, make_loading_app
+from dflash_mlx.serve.web_app import make_app
 from dflash_mlx.stream import Detokenizer, TextStream, skip_text_start
 
 CHATML = (

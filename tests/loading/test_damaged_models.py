@@ -10,7 +10,7 @@ from tinymodels import refusal, save_drafter, save_target
 from dflash_mlx.errors import ConfigError, DFlashError, ModelNotFoundError, SettingsError
 from dflash_mlx.errors import WeightsError as Weights
 from dflash_mlx.loading import folder as folders
-from dflash_mlx.loading.folder import Folder, read_header
+from dflash_mlx.loading.folder import Folder, read_tensors_of_file
 from dflash_mlx.loading.load import load, load_drafter, load_target
 from dflash_mlx.loading.target_loader import damaged_weights
 
@@ -200,9 +200,9 @@ def test_a_pair_is_loaded_with_one_look_at_each_header(tmp_path, monkeypatch):
 
     def read_once(file):
         seen.append(file)
-        return read_header(file)
+        return read_tensors_of_file(file)
 
-    monkeypatch.setattr(folders, "read_header", read_once)
+    monkeypatch.setattr(folders, "read_tensors_of_file", read_once)
     pair = save_target(tmp_path / "target"), save_drafter(tmp_path / "drafter")
     assert Folder(pair[0]).files == [pair[0] / WEIGHTS]
     seen.clear()

@@ -12,8 +12,8 @@ from serving import client, frames, make_handler, models_of, running
 import dflash_mlx as dm
 from dflash_mlx.engine.shared_batch import SharedBatch
 from dflash_mlx.errors import NotEnoughMemoryError
-from dflash_mlx.serve.app import Endpoints
-from dflash_mlx.serve.request import GenerationRequest
+from dflash_mlx.serve.generation_request import GenerationRequest
+from dflash_mlx.serve.web_app import Endpoints
 
 pytestmark = pytest.mark.anyio
 

@@ -12,10 +12,10 @@ from dflash_mlx.answers.families import AnswerFormat
 from dflash_mlx.answers.parser import AnswerParser
 from dflash_mlx.answers.parts import Text, ToolCall
 from dflash_mlx.errors import SettingsError
-from dflash_mlx.serve.chat import ChatBody
-from dflash_mlx.serve.errors import RequestError
+from dflash_mlx.serve.generation_request import GenerationRequest, Tool
 from dflash_mlx.serve.grammar import MAX_CALLS, GrammarFactory
-from dflash_mlx.serve.request import GenerationRequest, Tool
+from dflash_mlx.serve.http_errors import RequestError
+from dflash_mlx.serve.openai_chat import ChatBody
 
 SCHEMA = {
     "type": "object",

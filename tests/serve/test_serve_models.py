@@ -17,13 +17,13 @@ from dflash_mlx.cli.options import Drafting, Names, Weights
 from dflash_mlx.cli.serve import Load, ModelLoader
 from dflash_mlx.engine.engine import device_thread
 from dflash_mlx.errors import NotEnoughMemoryError, WeightsError
-from dflash_mlx.serve.app import make_app
 from dflash_mlx.serve.auth import Auth
-from dflash_mlx.serve.errors import RequestError
+from dflash_mlx.serve.generation_request import GenerationRequest
 from dflash_mlx.serve.handler import RequestHandler
+from dflash_mlx.serve.http_errors import RequestError
 from dflash_mlx.serve.metrics import Metrics
-from dflash_mlx.serve.models import Models, OfferedModel
-from dflash_mlx.serve.request import GenerationRequest
+from dflash_mlx.serve.offered_models import Models, OfferedModel
+from dflash_mlx.serve.web_app import make_app
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from dflash_mlx.errors import DFlashError, NotEnoughMemoryError, PromptError, SettingsError
 from dflash_mlx.events import Event, Stats
 from dflash_mlx.serve.auth import Auth
-from dflash_mlx.serve.errors import RequestError
+from dflash_mlx.serve.http_errors import RequestError
 from dflash_mlx.serve.logprobs import token_bytes
 from dflash_mlx.serve.response_store import ResponseStore
 

@@ -13,7 +13,7 @@ from serving import FakeEngine, client, make_handler, make_target, running
 
 import dflash_mlx as dm
 from dflash_mlx.serve import markdown, web_page
-from dflash_mlx.serve.models import OfferedModel
+from dflash_mlx.serve.offered_models import OfferedModel
 
 FOLDER = Path(__file__).parent
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from serving import FakeEngine, client, make_handler, models_of
 
 from dflash_mlx.serve import body
-from dflash_mlx.serve.app import Endpoints
-from dflash_mlx.serve.errors import RequestError
-from dflash_mlx.serve.request import GenerationRequest
+from dflash_mlx.serve.generation_request import GenerationRequest
+from dflash_mlx.serve.http_errors import RequestError
+from dflash_mlx.serve.web_app import Endpoints
 
 pytestmark = pytest.mark.anyio
 

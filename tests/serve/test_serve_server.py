@@ -12,9 +12,9 @@ from serving import FakeEngine, frames, make_handler, post, running
 from dflash_mlx.prompt import branch_points
 from dflash_mlx.serve import server as server_module
 from dflash_mlx.serve import sse
-from dflash_mlx.serve.chat import ChatResponse
+from dflash_mlx.serve.generation_request import GenerationRequest
 from dflash_mlx.serve.messages import MessagesResponse
-from dflash_mlx.serve.request import GenerationRequest
+from dflash_mlx.serve.openai_chat import ChatResponse
 
 pytestmark = pytest.mark.anyio
 

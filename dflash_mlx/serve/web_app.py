@@ -15,14 +15,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from . import chat, completions, messages, ollama, responses
+from . import completions, messages, ollama, openai_chat, responses
 from .auth import Auth
 from .body import read_body
+from .generation_request import GenerationRequest
 from .metrics import CONTENT_TYPE, Metrics
 from .middleware import with_middleware
 from .model_info import ollama_details, ollama_entry, openai_entry
-from .models import Models
-from .request import GenerationRequest
+from .offered_models import Models
 from .response import ApiResponse
 from .response_store import ResponseStore
 from .sse import EventStream, unless_disconnected
@@ -51,9 +51,9 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         """Answer OpenAI's chat completions."""
-        body = await read_body(request, chat.ChatBody)
+        body = await read_body(request, openai_chat.ChatBody)
         stream = await self._start(request, body.generation_request())
-        response = chat.ChatResponse(stream, body.include_usage)
+        response = openai_chat.ChatResponse(stream, body.include_usage)
         return await _respond(request, response, body.stream)
 
     async def completions(self, request: Request) -> Response:

@@ -21,8 +21,8 @@ import mlx.core as mx
 
 from ..errors import DFlashError, NotEnoughMemoryError
 from ..threads import clean_up_at_end
-from .errors import RequestError, shutting_down
 from .handler import RequestHandler
+from .http_errors import RequestError, shutting_down
 
 LATEST: Final = ":latest"  # the tag that Ollama's clients add to names without one
 

@@ -10,7 +10,6 @@ from pydantic import ConfigDict, Field
 from ..answers.parts import Part, Reasoning, Text
 from .body import Body, ListOf
 from .content import ContentPart, ListOfParts, read_content, read_message
-from .errors import RequestError
 from .fields import (
     Effort,
     Function,
@@ -23,8 +22,9 @@ from .fields import (
     template_call,
     thinking_settings,
 )
+from .generation_request import GenerationRequest
+from .http_errors import RequestError
 from .openai_common import ChoicesBody
-from .request import GenerationRequest
 from .response import ChoicesResponse, Event, step_drafting
 from .steps import StepOutput
 

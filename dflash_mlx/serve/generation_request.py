@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .errors import RequestError
+from .http_errors import RequestError
 
 ToolChoice = Literal["none", "auto", "required"]
 

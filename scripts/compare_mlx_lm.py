@@ -1,9 +1,9 @@
 """Compare our server with mlx-lm's on the same prompts, in turns and with the same BLAS.
 
-    python scripts/beside_mlx_lm.py --concurrency 1,8,32 --repeats 3
-    python scripts/beside_mlx_lm.py --model FOLDER --ours "--draft lookup"
-    python scripts/beside_mlx_lm.py --model smollm2 --repeats 1 --max-tokens 48     some 6 minutes
-    python scripts/beside_mlx_lm.py --model smollm2 --turns 7 --max-tokens 48       one conversation
+    python scripts/compare_mlx_lm.py --concurrency 1,8,32 --repeats 3
+    python scripts/compare_mlx_lm.py --model FOLDER --ours "--draft lookup"
+    python scripts/compare_mlx_lm.py --model smollm2 --repeats 1 --max-tokens 48    # 6 minutes
+    python scripts/compare_mlx_lm.py --model smollm2 --turns 7 --max-tokens 48      # one chat
 
 A model is a folder, a GGUF file, tiny or smollm2; --ours are further options of dflash-mlx serve.
 Prints tokens per second of all clients, their wait for the first text, and CPU time of the server
@@ -45,7 +45,7 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 class ServerProcess:
-    """A server in a process of its own, which ends with the block.
+    """A server in a separate process, which is stopped when the `with` block ends.
 
     Args:
         name: shown in the table.
