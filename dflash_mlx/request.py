@@ -307,7 +307,7 @@ class Request:
         """
         piece = self._text.add(tokens)
         if ahead is None:  # else the caches have its row
-            used = len(piece.tokens)  # tokens behind the end of the text are not kept
+            used = len(piece.tokens)  # tokens after the end of the text are not kept
             self.keep(step, rows[:used], [self.anchor, *tokens][:used])
         self.sampler.commit(tokens)
         self._tokens += tokens

@@ -81,12 +81,18 @@ class Setting:
                 return value
         elif isinstance(value, str | Integral) and value in self.choices:
             return value if isinstance(value, str) else int(value)
-        elif isinstance(value, Integral if self.kind is int else Real) and self.kind is not bool:
+        elif self._is_number(value):
             if value == self.default or self._in_range(value):
                 return self.kind(value)
         elif self.kind is str and isinstance(value, str) and not self.choices:
             return value
         raise SettingsError(f"{name} must be {self.allowed_values}, not {brief(value)}.")
+
+    def _is_number(self, value: Any) -> bool:
+        """Whether this setting takes numbers, and the value is one of its kind."""
+        if self.kind is int:
+            return isinstance(value, Integral)
+        return self.kind is not bool and isinstance(value, Real)
 
     def _in_range(self, number: Any) -> bool:
         return self.minimum is not None and self.minimum <= number <= self.maximum

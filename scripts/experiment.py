@@ -51,7 +51,10 @@ def in_turns(
     """Call all methods `repeats` times, every turn in the opposite order of the last."""
     results: dict[Name, list[Result]] = {name: [] for name in methods}
     for turn in range(repeats):
-        for name in reversed(methods) if turn % 2 else methods:
+        names = list(methods)
+        if turn % 2:
+            names.reverse()
+        for name in names:
             results[name].append(methods[name]())
     return results
 

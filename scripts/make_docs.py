@@ -147,13 +147,12 @@ def support(body: type[Body], depth: int) -> dict[str, str]:
     properties = schema.get("$defs", {}).get(body.__name__, schema)["properties"]
     for name, field in body.model_fields.items():
         alias = field.validation_alias or field.alias or name
-        names = [
-            str(spelling)
-            for spelling in (alias.choices if isinstance(alias, AliasChoices) else [alias])
-        ]
+        spellings = alias.choices if isinstance(alias, AliasChoices) else [alias]
+        names = [str(spelling) for spelling in spellings]
+        nested_bodies = _bodies(field.annotation) if depth > 1 else []
         for spelling in names:
             fields[spelling] = _support(properties[names[0]])
-            for nested in _bodies(field.annotation) if depth > 1 else ():
+            for nested in nested_bodies:
                 for inner, text in support(nested, depth - 1).items():
                     place = f"{spelling}.{inner}"
                     fields[place] = text if fields.get(place, text) == text else "yes"

@@ -58,7 +58,7 @@ class Recording:
         self.screen.dirty.clear()
 
     def flush(self) -> None:
-        """Called, too."""
+        """Record the call."""
 
 
 def record() -> Recording:

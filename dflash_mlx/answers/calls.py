@@ -294,7 +294,7 @@ class TaggedCalls:
             if not self._may_end_at(body, tag_end, read_names=read_names, lenient=lenient):
                 continue
             # A closing tag that belongs to a tag inside the value is part of the value. So are
-            # tags of required arguments, unless they come again behind the value.
+            # tags of required arguments, unless they come again after the value.
             inside = [name for position, name in tags if position < value_end]
             behind = {name for position, name in tags if position >= tag_end}
             lost = set(inside) & (parameters.required - read_names) - behind

@@ -361,7 +361,7 @@ class AnswerParser:
         return self._pending[: end.end() if includes_end else end.start()]
 
     def _parse(self, text: str, lenient: bool = False) -> list[Part]:
-        """Return the calls in a text, and the text behind them. Raises `NotACallError`."""
+        """Return the calls in a text, and the text after them. Raises `NotACallError`."""
         text = text.replace(MARK, "")
         rest = ""
         if self._name:

@@ -59,7 +59,7 @@ class LeaderTarget(Target):
     def forward(self, rows: Rows, logits: Literal["all", "last"] = "all") -> Verified:
         """Verify as `Target.forward` does, on all ranks. The result is computed."""
         forward = super().forward
-        if rows.is_prompt:  # part of `read`, which the other ranks run, too
+        if rows.is_prompt:  # part of `read`, which the other ranks also run
             return forward(rows, logits)
         drafts = []
         spans = []

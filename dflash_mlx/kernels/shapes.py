@@ -65,7 +65,7 @@ def matrices(model: nn.Module, config: dict[str, Any]) -> Iterator[tuple[str, nn
     ]
     tied = not any(path.endswith("lm_head") for path, _ in modules)
     for path, module in modules:
-        # An embedding is read as a whole only where it is the head too.
+        # An embedding is read as a whole only where it is also the head.
         embedding = isinstance(module, nn.Embedding | nn.QuantizedEmbedding)
         if not embedding or (tied and path.endswith("embed_tokens")):
             yield path, module, _matrix(module, top_k(config))

@@ -1,4 +1,4 @@
-"""Fine-tunes beside a model: adapters of `mlx_lm.lora`, and LoRA or DoRA as PEFT stores them.
+"""Fine-tunes of a model: adapters of `mlx_lm.lora`, and LoRA or DoRA as PEFT stores them.
 
 PEFT's format: huggingface.co/docs/peft, "PEFT checkpoint format". Its `lora_A` [r, in] and `lora_B`
 [out, r] are mlx-lm's `lora_a` and `lora_b` transposed, and its scale is alpha / r.

@@ -51,7 +51,7 @@ _GGUF_TYPES = {
 }
 # Names of architectures that only drafters have, also of kinds that are not read here.
 _DRAFTS = re.compile(r"draft|dflash|dspark|eagle-?3|medusa|speculator|lilicorr", re.IGNORECASE)
-# Targets may have these, too: a block of diffusion, a kind of layer.
+# Targets may also have these: a block of diffusion, a kind of layer.
 _WEAK_FIELDS = frozenset({"block_size", "mask_token_id"})
 _HEAD = re.compile(r"(^|\.)(hidden_norm|fc|d2t|lora_[abAB])\b")
 

@@ -88,7 +88,7 @@ def forms(target: Target) -> list[str]:
 
 
 def candidates(target: Target, tensor_units: bool = False) -> Rows:
-    """All rows, for whatever our kernels can run, on `tensor_units` too."""
+    """All rows, for whatever our kernels can run, including `tensor_units`."""
     keys = [key for group in chosen_together(target.model, target.config) for key in group]
     keys += [tensor_key(key) for key in keys if tensor_units]
     forms_of_attention = attention.attention_keys(target.pairs())

@@ -19,7 +19,7 @@ _MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
     "mxfp8": ((8,), (32,), 1),
     "nvfp4": ((4,), (16,), 1),
 }
-# Parameters above which a drafter is loaded in 4 bits beside a quantized target.
+# A drafter with more parameters is loaded in 4 bits if its target is quantized.
 LARGE_DRAFTER = 10**9
 
 

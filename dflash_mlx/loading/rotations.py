@@ -210,7 +210,7 @@ def _reads_scaling(config: Config) -> bool:
 
 
 def _state(model: nn.Module) -> list[Any]:
-    """What a model's layers compute with, beside their weights."""
+    """The settings, other than weights, that a model's layers compute with."""
     state: list[Any] = []
     for module in model.modules():
         state.append(type(module))

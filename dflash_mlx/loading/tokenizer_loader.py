@@ -42,8 +42,8 @@ _KIMI_PATTERN = "|".join(
         r"\s+",
     )
 )
-_KIMI_SPECIAL = 258  # ids behind the ranks that are special tokens, named or reserved
-# What a tokenizer's folder has beside tokenizer.json and its settings, for mlx-lm.
+_KIMI_SPECIAL = 258  # ids after the ranks that are special tokens, named or reserved
+# Files that mlx-lm needs in a tokenizer's folder, besides tokenizer.json and its settings.
 _BESIDE = ("config.json", "generation_config.json", "*.jinja", "special_tokens_map.json")
 
 
@@ -146,7 +146,7 @@ def _merges(ranks: dict[bytes, int]) -> list[tuple[str, str]]:
 
 
 def _byte_letters() -> dict[int, str]:
-    """GPT-2's letter for each byte: itself where it is printable, else one behind Latin-1."""
+    """GPT-2's letter for each byte: itself if printable, else a letter after Latin-1."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable}

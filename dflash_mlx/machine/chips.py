@@ -46,19 +46,21 @@ class Chip:
 def chips() -> list[Chip]:
     """All known chips, the oldest first."""
     content = tomllib.loads(files("dflash_mlx.machine").joinpath("chips.toml").read_text("utf-8"))
-    return [
-        Chip(
+    all_chips = []
+    for name, values in content["chip"].items():
+        generation = name.partition(" ")[0]
+        row = content["generation"][generation] | values
+        chip = Chip(
             name=name,
-            generation=name.partition(" ")[0],
+            generation=generation,
             bandwidth=row["bandwidth"] * 1e9,
             flops=row["tflops"] * 1e12,
             stock_share=row["stock_share"],
             tile_share=row["tile_share"],
             launch=row["launch"] * 1e-6,
         )
-        for name, values in content["chip"].items()
-        for row in [content["generation"][name.partition(" ")[0]] | values]
-    ]
+        all_chips.append(chip)
+    return all_chips
 
 
 def find_chip(name: str) -> Chip | None:

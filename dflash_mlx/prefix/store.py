@@ -116,7 +116,9 @@ class PrefixStore:
     def check(self, target: Target, drafter: Drafter | None) -> None:
         """Raise `SettingsError` unless the store belongs to this pair."""
         if self._target is not target or self._drafter is not drafter:
-            raise SettingsError("The prefix store is of another target or drafter: make a new one.")
+            raise SettingsError(
+                "The prefix store was made for another target or drafter: make a new one."
+            )
 
     def open(
         self, prompt: Sequence[int], sampler: Sampler, kv_bits: int | None = None, salt: str = ""

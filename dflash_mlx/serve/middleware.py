@@ -98,7 +98,7 @@ def error_response(request: Request, error: RequestError) -> JSONResponse:
 
 
 def with_middleware(routes: Sequence[Route], auth: Auth, metrics: Metrics) -> Starlette:
-    """Make an application of these routes behind the middleware."""
+    """Make an application of these routes, wrapped in the middleware."""
     middleware = [Middleware(RequestMiddleware, auth=auth, metrics=metrics)]
     if auth.origins:
         cors = Middleware(

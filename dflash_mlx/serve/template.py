@@ -293,7 +293,7 @@ def split_calls(messages: Sequence[Message]) -> list[Message]:
 
 
 def _after_call(messages: Sequence[Message], call_id: str | None) -> int:
-    """Return the index behind the message with a call; the end if there is none."""
+    """Return the index after the message with a call; the end if there is none."""
     for index, message in enumerate(messages):
         if any(call["id"] == call_id for call in message.get("tool_calls", ())):
             return index + 1

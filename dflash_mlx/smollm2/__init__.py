@@ -1,1 +1,1 @@
-"""The drafter of SmolLM2-135M-Instruct; see README.md beside this file."""
+"""The drafter of SmolLM2-135M-Instruct; see README.md in this folder."""

@@ -1,1 +1,1 @@
-"""The embedded pair: weights, tokenizer and held-out prompts; see README.md beside this file."""
+"""The embedded pair: weights, tokenizer and held-out prompts; see README.md in this folder."""

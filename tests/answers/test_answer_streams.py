@@ -75,7 +75,7 @@ KINDS = (Reasoning, Text)
 
 @pytest.mark.parametrize("width", [1, 1000])
 def test_thoughts_and_newlines_beside_markers(width):
-    def of(text, reasoning=True):
+    def parts_of(text, reasoning=True):
         return read(
             form_of("json_tools"),
             schemas=SCHEMAS,
@@ -84,11 +84,14 @@ def test_thoughts_and_newlines_beside_markers(width):
             starts_in_reasoning=reasoning,
         )
 
-    assert of("\nLet me see.\n</think>\n\nYes.\n") == [Reasoning("Let me see."), Text("Yes.\n")]
+    assert parts_of("\nLet me see.\n</think>\n\nYes.\n") == [
+        Reasoning("Let me see."),
+        Text("Yes.\n"),
+    ]
     text = "<think>a</think>b<tool_call>{}</tool_call>"
-    assert of(text, False) == [Reasoning("a"), Text("b<tool_call>{}</tool_call>")]
+    assert parts_of(text, False) == [Reasoning("a"), Text("b<tool_call>{}</tool_call>")]
     call = written("json_tools", "now", {})
-    assert of(f"Hm.\n{call}") == [Reasoning("Hm."), ("now", {})]
+    assert parts_of(f"Hm.\n{call}") == [Reasoning("Hm."), ("now", {})]
     assert read(form_of("json_tools"), schemas={}, text=call, width=width) == [Text(call)]
 
 
@@ -124,7 +127,7 @@ SPOKEN = {
 @pytest.mark.parametrize("between", ["\n", "\n\n"])
 @pytest.mark.parametrize("width", [1, 2, 5, 999])
 def test_what_is_in_no_answer_stops_none(family, between, width):
-    """Newlines behind a marker are dropped, in tokens of any size."""
+    """Newlines after a marker are dropped, whatever tokens they come in."""
     form = form_of(family)
     text = f"{SPOKEN[family]}{between}One line.\nMore."
     pieces = [text[start : start + width] for start in range(0, len(text), width)]
@@ -150,18 +153,18 @@ HARMONY = (
 
 @pytest.mark.parametrize("width", [1, 3, 1000])
 def test_channels_of_gpt_oss(width):
-    def of(text, **more):
+    def parts_of(text, **more):
         return read(form_of("harmony"), schemas=SCHEMAS, text=text, width=width, **more)
 
     call = ("get_weather", {"city": "Rome"})
     parts = [Reasoning("Let me see."), Text("One moment."), call]
-    assert of(HARMONY) == parts
-    assert of("<|channel|>final<|message|>Warm.") == [Text("Warm.")]
+    assert parts_of(HARMONY) == parts
+    assert parts_of("<|channel|>final<|message|>Warm.") == [Text("Warm.")]
     again = f"{HARMONY}<|call|><|start|>assistant{HARMONY}"
-    assert of(again) == parts * 2 and of(again, parallel=False) == [*parts, *parts[:2]]
+    assert parts_of(again) == parts * 2 and parts_of(again, parallel=False) == [*parts, *parts[:2]]
     first = HARMONY.replace("commentary to=functions.get_weather ", "commentary")
-    assert of(" to=get_weather" + first.rpartition("assistant")[2]) == [call]
-    for wrong in (of(HARMONY[:-2]), of(HARMONY, truncated=True)):
+    assert parts_of(" to=get_weather" + first.rpartition("assistant")[2]) == [call]
+    for wrong in (parts_of(HARMONY[:-2]), parts_of(HARMONY, truncated=True)):
         assert isinstance(wrong[-1], Text) and '{"city": "Rome' in wrong[-1].text
 
 

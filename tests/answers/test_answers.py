@@ -150,7 +150,7 @@ def test_arguments_by_other_names_and_without_any():
 
 @pytest.mark.parametrize("family", WRITERS)
 def test_calls_beside_what_is_none(family):
-    """A broken call is text; words behind a call are, too; a thought may speak of a marker."""
+    """A broken call is text, and so are words after a call; a thought may mention a marker."""
     answer_family = KNOWN[family]
     call = written(family, "f", {"a": "b"})
     if family not in ("mistral", "llama3", "harmony"):

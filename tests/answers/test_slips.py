@@ -20,7 +20,7 @@ CALL = ("edit", ARGUMENTS)
 
 
 def end_of(family):
-    """The text behind a value."""
+    """The text after a value."""
     return KNOWN[family].calls.value_end.strip()
 
 
@@ -169,7 +169,7 @@ def test_a_call_with_a_slip_is_the_call(family, name, slip, width):
     "family", [marker for marker in WRITERS if KNOWN[marker].end and marker != "harmony"]
 )
 def test_markers_too_few_and_too_many(family):
-    """Between two calls, or behind one."""
+    """Between two calls, or after one."""
     start = KNOWN[family].start
     end = KNOWN[family].end
     first = written(family, *CALL)

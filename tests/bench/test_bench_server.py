@@ -129,7 +129,7 @@ def test_bench_measures_a_server(exact, chat, tmp_path):
     done = run("bench", *options, COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert "some-model" in done.stderr and f"{exact:d}/1" in done.stdout
-    # An answer that is cut short is never the known one: 0/1 beside "identical 1/1" alarms.
+    # An answer that is cut short never equals the known one: "0/1" next to "identical 1/1" alarms.
     assert ("cut answers short" in done.stderr) == (not exact)
     assert done.stdout.splitlines()[-3].split()[:2] == ["all", "-"]  # no speed of one read
     content = json.loads((out / "bench.json").read_text())

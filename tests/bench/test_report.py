@@ -1,4 +1,4 @@
-"""A run's files, runs beside each other, and measuring as a paper does."""
+"""A run's files, runs side by side, and measuring as a paper does."""
 
 import json
 import re
@@ -187,7 +187,7 @@ def test_what_is_no_run_is_named(content, tmp_path):
 
 
 def test_what_an_adapter_costs_is_told(tiny, tmp_path):
-    """Of the model without it, the drafter's acceptance length is measured, too."""
+    """The drafter's acceptance length is also measured on the model without the adapter."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "what is 37 + 48?"}')
     asked = "--prompts", tmp_path / "prompts.jsonl", "-n", "12", "--adapter", "mine"
     done = run("bench", *asked, "--out", tmp_path / "out")

@@ -39,7 +39,7 @@ def popen(command: list[str]) -> subprocess.Popen[bytes]:
 
 @pytest.fixture
 def background_job():
-    """Like a shell that starts a job in the background: SIGINT is ignored, by children too."""
+    """Like a shell that starts a background job: the process and its children ignore SIGINT."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)

@@ -80,7 +80,7 @@ def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
     assert f"{TARGET}: 0.7 MB to download, fits this" in capsys.readouterr().err
     hub.fetch(TARGET)
     capsys.readouterr()  # the hub client's own progress
-    (tmp_path / "file.gguf").touch()  # a repository's name has a slash, too
+    (tmp_path / "file.gguf").touch()  # a repository's name also has a slash
     for name in (TARGET, "tiny", str(tmp_path / "target"), str(tmp_path / "file.gguf")):
         announce(name, hub)
     assert not capsys.readouterr().err
@@ -128,7 +128,7 @@ def test_what_fits_24_gigabytes(size, quantized, mac, said, monkeypatch):
 
 
 def test_a_drafter_and_a_context_have_to_fit_too(server, monkeypatch, capsys):
-    """In `pull` and `list` as in `models`: Qwen3-8B's take 3 GB beside the weights."""
+    """In `pull` and `list` as in `models`: Qwen3-8B needs 3 GB in addition to its weights."""
     monkeypatch.setattr("dflash_mlx.loading.memory_check.usable_bytes", lambda: 2 * GB)
     announce(TARGET, models.Hub())
     assert "machine: no (with 3.0 GB for drafter and context)" in capsys.readouterr().err

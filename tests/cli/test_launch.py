@@ -66,7 +66,7 @@ def install(folder, name, script="#!/bin/sh\nexit 7\n"):
 
 @pytest.mark.parametrize("context", [262_144, 40_960, None])
 def test_claude_is_told_by_its_environment(context):
-    """A limit that leaves no room behind its first prompt would have it compact at once."""
+    """A limit that leaves no room after its first prompt would make it compact at once."""
     command, environment = agent_command(
         Agent.claude, program="/bin/claude", url=URL, model="m", key="k", context=context
     )
@@ -151,7 +151,8 @@ def test_a_server_that_loads_is_waited_for(length, model, tmp_path, monkeypatch,
     code, told = run("launch", "codex", *options, PATH=str(tmp_path))
     assert server.asked == ["/v1/models", "/v1/models"]
     refused = (length, model) == (2048, "m")
-    assert code == (2 if refused else 7) and ("m has a context of 2,048 tokens" in told) == refused
+    assert code == (2 if refused else 7)
+    assert ("m has a context of 2,048 tokens" in told) == refused
 
 
 def test_a_server_that_never_loads_is_not_waited_for_without_end(tmp_path, monkeypatch, server):

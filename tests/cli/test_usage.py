@@ -115,7 +115,7 @@ def test_a_wrong_value_fails_before_anything_is_loaded(command, options):
 
 
 SERVED = "http://localhost:1"
-WITHOUT_EFFECT = {  # a command, and beside which option of its which others are refused
+WITHOUT_EFFECT = {  # per command: an option, and the options refused together with it
     "generate hi --no-draft": ("--no-draft", "--draft tiny, --block-size 4, --compare"),
     "chat --no-draft": ("--no-draft", "--no-policy"),
     "serve --no-draft": ("--no-draft", "--draft-bits 4, --tree-budget 8"),

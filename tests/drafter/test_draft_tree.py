@@ -146,8 +146,8 @@ def session(temperature: float, dflash2: bool, seed: int = 0):
     return drafter, started, sampler
 
 
-def block_log_q(drafter, temperature: float) -> np.ndarray:
-    """The drafter's log-probabilities [L, V], by its parts."""
+def block_log_q(drafter, temperature: float) -> tuple[mx.array, np.ndarray]:
+    """The drafter's hidden states [L, D] and log-probabilities [L, V], from its modules."""
     _, taps = target().features(mx.array([PROMPT]), (0, 2))
     block = mx.array([[ANCHOR] + [drafter.config.mask_token_id] * 5])
     hidden = drafter(drafter.embed(block, target()), taps, drafter.make_cache())[:, 1:]

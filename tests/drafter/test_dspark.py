@@ -1,4 +1,4 @@
-"""DSpark, and what all drafters have beside it, against a slow second writing in float64."""
+"""DSpark, and what all drafters share with it, against a slow implementation in float64."""
 
 import dataclasses
 

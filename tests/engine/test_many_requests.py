@@ -1,4 +1,4 @@
-"""What a step of many requests launches, beside mlx-lm's own batching."""
+"""What a step of many requests launches, compared with mlx-lm's own batching."""
 
 import many_requests
 import pytest

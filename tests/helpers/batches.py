@@ -1,4 +1,4 @@
-"""Requests in one forward, and beside each of them the same request alone."""
+"""Requests that share forwards, and for comparison the same requests one by one."""
 
 import gc
 import random
@@ -33,7 +33,7 @@ def same(actual: mx.array, expected: mx.array) -> bool:
 
 
 def _state(cache: Any) -> Any:
-    """What a cache holds, without the room behind its rows."""
+    """The arrays of a cache, without the spare room after its rows."""
     return [*cache.keys_and_values(), cache.offset] if isinstance(cache, KVCache) else cache.state
 
 

@@ -130,17 +130,21 @@ class Rounds(SharedBatch):
 
 
 def widened(family: str, size: int) -> dict[str, int]:
-    """A family's numbers of heads, times what makes so many ranks divide them."""
+    """A family's head counts, multiplied until `size` ranks divide them evenly."""
     config = CONFIGS[family]
     shape = config.get("text_config", config)
     names = HEADS if family in REPEATED else (*HEADS, KEY_HEADS)
     heads = {name: shape[name] for name in names if shape.get(name)}
-    times = next(n for n in range(1, size + 1) if not any(x * n % size for x in heads.values()))
+    times = 1
+    while any(count * times % size for count in heads.values()):
+        times += 1
     return {name: count * times for name, count in heads.items()}
 
 
 def play(family: str, by: str, quick: bool) -> None:
-    """A tiny model of a family; or, quickly, a chain and a tree alone, and trees together.
+    """Decode with a tiny model of a family on all ranks, one request and several together.
+
+    `quick` leaves out the second prompt, and chains of several requests.
 
     The taps of each step are computed from the caches of all ranks, so the same taps are the same
     caches.
@@ -169,7 +173,8 @@ def play(family: str, by: str, quick: bool) -> None:
     local = target_of(random_model(family, **wider), family)
     crowd = RequestSet(local, list(zip(PROMPTS, SETTINGS, strict=True)))
     for index, shape in enumerate(("chain", "tree")[: 1 + target.supports_trees]):
-        for number in (index,) if quick else (0, 1):
+        numbers = [index] if quick else [0, 1]
+        for number in numbers:
             prompt, settings = crowd.requests[number]
             drafter = drafter_of(crowd, shape)
             result = dm.generate(target, drafter, prompt, **settings)

@@ -26,7 +26,9 @@ def user(content: Any, **more: Any) -> dict[str, Any]:
 def ask(path: str, *items: Any, **more: Any) -> dict[str, Any]:
     """A request of the API at this path, with these messages or items, or with "Hi"."""
     name = {COMPLETIONS: "prompt", GENERATE: "prompt", RESPONSES: "input"}.get(path, "messages")
-    prompt: Any = [*items] or (HI if name == "messages" else "Hi")
+    prompt: Any = list(items)
+    if not items:
+        prompt = HI if name == "messages" else "Hi"
     limit = {"max_tokens": 9} if path == MESSAGES else {}
     return {"model": "m", name: prompt, **limit, **more}
 

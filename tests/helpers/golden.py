@@ -24,7 +24,7 @@ FOLDERS = [
 
 
 def corrected(drafter: DSpark, logits: mx.array, hidden: mx.array, previous: mx.array) -> mx.array:
-    """Logits [L, DV] with the bias of rows whose predecessors [L] are known."""
+    """Logits [L, DV] with the bias that follows from the preceding tokens [L]."""
     biases = []
     state = drafter.markov_head.first_state(1)
     for row in range(len(previous)):

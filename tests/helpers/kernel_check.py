@@ -73,7 +73,7 @@ def product(x: mx.array, w: Weights, up: Weights | None = None) -> tuple[np.ndar
     other, of_other = product(x, up)
     with np.errstate(over="ignore"):
         unit = truth / (1 + np.exp(-truth))
-    # An error of the gate grows by at most 1.1 in the unit; exp and the quotient err, too.
+    # The unit multiplies an error of the gate by at most 1.1; exp and the quotient add their own.
     of_unit = 1.1 * magnitude + 4 * np.abs(unit)
     return unit * other, np.abs(unit) * of_other + of_unit * np.abs(other)
 
@@ -93,21 +93,24 @@ def check_products(matmul, x: mx.array, *weights: Weights, gated: bool = False) 
 
 
 def check_rows(multiply, rows: int, counts) -> None:
-    """Every row has the bits that it has alone, among so many first or last ones.
+    """Check that a row's bits do not depend on which other rows share the call.
 
-    multiply: takes a slice of the rows, and returns an array or several of as many rows.
+    Args:
+        multiply: takes a slice of the rows, and returns one array or several with a row for each.
+        rows: how many rows there are.
+        counts: how many of the first, and of the last rows share a call.
     """
 
-    def of(part: slice) -> list[mx.array]:
-        y = multiply(part)
-        return y if isinstance(y, list) else [y]
+    def products(part: slice) -> list[mx.array]:
+        result = multiply(part)
+        return result if isinstance(result, list) else [result]
 
-    single = [of(slice(row, row + 1)) for row in range(rows)]
-    alone = [mx.concatenate(each) for each in zip(*single, strict=True)]
+    row_by_row = [products(slice(row, row + 1)) for row in range(rows)]
+    expected = [mx.concatenate(outputs) for outputs in zip(*row_by_row, strict=True)]
     for count in counts:
         for part in (slice(0, count), slice(rows - count, rows)):
-            both = zip(of(part), alone, strict=True)
-            assert all(same_bits(y, row_alone[part]) for y, row_alone in both), part
+            for output, alone in zip(products(part), expected, strict=True):
+                assert same_bits(output, alone[part]), part
 
 
 def same_bits(a: mx.array, b: mx.array) -> bool:

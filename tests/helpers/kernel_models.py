@@ -131,7 +131,7 @@ class Recorder:
 
 
 def every_call() -> Recorder:
-    """The calls of `Kernels.instances`, on tensor units too."""
+    """The calls of `Kernels.instances`, including those on tensor units."""
     recorder = Recorder()
     for call in Kernels(recorder, tensor_units=True).instances():
         call()

@@ -40,11 +40,11 @@ def shapes_of(family: str) -> dict[str, tuple[int, ...]]:
     config = config_of(family)
     config = config.get("text_config", config)
     experts = range(config.get("num_experts") or config.get("n_routed_experts") or 1)
-    return {
-        name.replace("*", str(expert)): tuple(shape)
-        for name, shape in SHAPES[family].items()
-        for expert in (experts if "*" in name else [0])
-    }
+    shapes = {}
+    for name, shape in SHAPES[family].items():
+        for expert in experts:
+            shapes[name.replace("*", str(expert))] = tuple(shape)
+    return shapes
 
 
 def head_weights(family: str, seed: int = 0) -> dict[str, np.ndarray]:

@@ -38,7 +38,11 @@ class Head:
         embed: Any,
         lm_head: Any,
     ) -> None:
-        kind = "qwen" if family.startswith("qwen") else family if family == "mimo" else "deepseek"
+        kind = "deepseek"
+        if family.startswith("qwen"):
+            kind = "qwen"
+        elif family == "mimo":
+            kind = "mimo"
         self.enorm, self.hnorm, self.fuse, self.layer, self.final = NAMES[kind]
         self.kind = kind
         self.c = config

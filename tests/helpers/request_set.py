@@ -96,7 +96,7 @@ class TextOracleSession(SupportsSharing):
 
 
 class RequestSet:
-    """Requests of one target, and what each is alone: plainly decoded, by itself."""
+    """Requests of one target, and the tokens that plain decoding gives each of them."""
 
     def __init__(
         self, target: dm.Target, requests: Sequence[tuple[list[int], dict[str, Any]]]
@@ -106,12 +106,12 @@ class RequestSet:
         self.alone = [self.plain(*request) for request in requests]
 
     @classmethod
-    def of(cls, crowds: Sequence[RequestSet]) -> RequestSet:
-        """All of several crowds of a target, in one."""
-        whole = cls(crowds[0].target, [])
-        for crowd in crowds:
-            whole.requests += crowd.requests
-            whole.alone += crowd.alone
+    def joined(cls, sets: Sequence[RequestSet]) -> RequestSet:
+        """The requests of several sets of one target."""
+        whole = cls(sets[0].target, [])
+        for requests in sets:
+            whole.requests += requests.requests
+            whole.alone += requests.alone
         return whole
 
     def plain(self, prompt: list[int], settings: dict[str, Any]) -> list[int]:

@@ -62,7 +62,7 @@ class Terminal:
         self.stream.feed(text)
 
     def flush(self) -> None:
-        """Called, too."""
+        """Record the call."""
 
     def type(self, text: str, enter: bool = True) -> None:
         """Type a line once the program asks for one."""

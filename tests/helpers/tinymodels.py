@@ -52,7 +52,7 @@ WINDOWS = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 32,
 }
-# What differs from the configs of `families`, beside the shape.
+# What differs from the configs of `families`, other than the shape.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {"tie_word_embeddings": True},
@@ -130,7 +130,7 @@ def target(family: str = "qwen3", bits: int | None = None, **config: Any) -> Tar
 
 
 def ending_at(target: Target, *eos_ids: int) -> Target:
-    """The same model, whose text these tokens end too."""
+    """The same model, where these tokens also end a text."""
     config = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     config["max_position_embeddings"] = target.context_length
     return Target(target.model, tokenizer=wrapped(eos_ids), config=config, name=target.name)

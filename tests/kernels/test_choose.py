@@ -37,7 +37,7 @@ def test_rows_between_those_that_were_timed_follow_the_next():
 
 
 def test_choices_and_proofs_are_kept_for_machine_mlx_and_model(monkeypatch, tmp_path):
-    """Of several models beside each other. A file that says it is of another is not believed."""
+    """Several models are kept side by side. A file that names another model is ignored."""
     monkeypatch.setattr(choose, "cache_folder", lambda part: tmp_path / part)
     model = [FOUR.key, FOUR.key, HALF.key]
     rows = {FOUR.key: frozenset({4, 5}), HALF.key: NONE}

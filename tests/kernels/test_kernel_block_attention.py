@@ -124,7 +124,7 @@ CASES = [
     # Groups of 32 lie twice in a head.
     Case(mx.bfloat16, key_heads=2, group=3, nodes=9, length=600, first=5, bits=8, bits_group=32),
     Case(mx.float32, key_heads=2, nodes=9, length=60, bits=4, bits_group=32, tree=True),
-    # Windows that end in any chunk, sinks over four of them, and a first row behind thousands.
+    # Windows that end in any chunk, sinks over four chunks, and a first row after thousands.
     Case(group=2, nodes=6, length=1800, first=777, window=1500),
     Case(group=2, nodes=6, length=1800, first=777, window=513, tree=True),
     Case(mx.float16, key_heads=2, group=2, nodes=3, length=1600, sinks=True),
@@ -337,7 +337,7 @@ def test_scores_far_from_zero(kernel, dtype, size):
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 @pytest.mark.parametrize("which,bad", [(1, mx.nan), (2, mx.nan), (2, -mx.inf)])
 def test_a_bad_key_or_value_spoils_only_rows_that_see_it(kernel, dtype, which, bad):
-    """One of the draft, which earlier rows do not see, and one that a window leaves behind."""
+    """A key of the draft, which earlier rows do not see, and one that a window has passed."""
     past = 508
     nodes = 9
     named = {"scale": 0.125, "window": 20}

@@ -80,7 +80,7 @@ def draft(
 
 
 def taken(tape: DeltaInputs, rows, state: mx.array | None = None) -> DeltaInputs:
-    """Some rows of a tape, behind its state or another."""
+    """Some rows of the inputs, after their own state or another one."""
     if isinstance(rows, mx.array):
         parts = (mx.take(x, rows, axis=1) for x in tape[:-1])
     else:

@@ -355,10 +355,10 @@ def test_threads_do_not_share_results():
     first, second = (mx.random.normal((2, 8)) for _ in range(2))
     mx.eval(first, second, [layer.parameters() for layer in layers])
 
-    def of(x, places=(0, 1, 2)):
+    def is_right(x, places=(0, 1, 2)):
         return [mx.allclose(fused(place, x), layers[place](x)).item() for place in places]
 
-    assert of(first, [0])[0]
+    assert is_right(first, [0])[0]
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(of, second).result() == [True] * 3
-    assert all(of(first, [1, 2, 0]))
+        assert thread.submit(is_right, second).result() == [True] * 3
+    assert all(is_right(first, [1, 2, 0]))

@@ -88,7 +88,7 @@ def test_a_verify_of_any_size_runs_where_a_stopwatch_decides(family):
 
 
 def verified(target: Target, proposal: Proposal) -> mx.array:
-    """The logits [N, V] of a proposal behind the prompt."""
+    """The logits [N, V] of a proposal after the prompt."""
     session = target.start()
     list(session.prefill(PROMPT))
     return session.verify(proposal)[0]

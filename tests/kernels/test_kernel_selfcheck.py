@@ -92,7 +92,7 @@ def wired(family, factory, bits=4, exact=False):
 
 
 def answer(target, kv_bits=None):
-    """Verify a chain and a tree of two sizes behind a prompt; returns the logits."""
+    """Verify chains and trees of two sizes after a prompt. Returns the logits."""
     logits = []
     for rows in (3, 16):
         for parents in ((), [(node - 1) // 2 if node else -1 for node in range(rows)]):

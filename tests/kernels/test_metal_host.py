@@ -216,7 +216,7 @@ test_metal_host.sample().run(checked=False)
 
 
 def test_a_copied_cache_has_a_runtime_of_its_own(tmp_path):
-    """Its kernels once loaded the original's beside it, and the process died."""
+    """A copy's kernels once loaded the original's library as well, and the process died."""
     sample().run(checked=False)
     for library in compiler.CACHE.glob("*.so"):
         shutil.copy(library, tmp_path)

@@ -69,7 +69,8 @@ def test_text_is_mlx_lms_own_with_the_adapter(saved: Any, family: str) -> None:
     texts = tuned + [dm.generate(target, None, prompt, **way).tokens for prompt, way in ways[4:]]
     network = random_drafter(vocab_size=256, num_target_layers=4, target_layer_ids=[0, 3])
     for drafter in filter(None, (network, LookupDrafter(), head)):
-        for rows in (None, 8) if drafts_trees(drafter) and target.supports_trees else (None,):
+        has_trees = drafts_trees(drafter) and target.supports_trees
+        for rows in (None, 8) if has_trees else (None,):
             drafts = {"block_size": 6, "tree_budget": rows}
             store = dm.PrefixStore(target, drafter, memory=2**24, chunk=8)
             keeps = {}, {"prefix": store}, {"conversation": dm.Conversation(target, drafter)}

@@ -78,7 +78,9 @@ def test_rope_keys_of_gguf_files_are_computed_or_refused(
         return
     outer = "" if name != "qwen3next" else "language_model."
     rotating = [path for path, module in plain.named_modules() if hasattr(module, "base")]
-    for path in rotating if name != "gemma3" else ["model.layers.5.self_attn.rope"]:
+    if name == "gemma3":
+        rotating = ["model.layers.5.self_attn.rope"]
+    for path in rotating:
         module = dict(plain.named_modules())[path]
         frequencies, factor = rotation(keys, module.dims, module.base)
         ours = of_rope(ropes[outer + path])

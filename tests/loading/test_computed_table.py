@@ -70,7 +70,7 @@ def test_the_modules_with_another_activation_are_those_of_the_table(function: st
 
 @pytest.mark.parametrize("score", TABLE["scores"])
 def test_the_modules_of_a_score_are_those_of_the_table(score: str) -> None:
-    """Routers only: attention has a softmax, too, and gates a sigmoid."""
+    """Only in routers, because attention also has a softmax, and gates have a sigmoid."""
     pattern = {"sqrtsoftplus": r"mx\.sqrt\(nn\.softplus"}.get(score, rf"mx\.{score}\(")
     experts = {name: code for name, code in code_of_modules().items() if "witchGLU(" in code}
     having = {name for name, code in experts.items() if re.search(pattern, code)}

@@ -16,7 +16,7 @@ BLOCK = 128
 
 
 def in_fp8(folder: Path) -> None:
-    """Store a folder's projections as DeepSeek-V3 does, and beside it what that means."""
+    """Store a folder's projections as DeepSeek-V3 does, and a second folder with their values."""
     for file in [*folder.rglob("*.safetensors")]:
         stored = {}
         meant = {}

@@ -177,7 +177,7 @@ def test_a_damaged_or_interrupted_conversion_is_made_again(
         broken.setattr(gguf_file, "save_arrays", full_disk)
         converted(path, unpacked=True)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))  # for the tokenizers library, too
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))  # of tokenizers as well
     try:
         with pytest.raises(OutputError):
             converted(path, unpacked=True)

@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def check(target: Any, row: dict[str, Any], form: str, tie: float) -> None:
-    """Compare the likeliest token behind every one of llama.cpp's."""
+    """Compare the most likely next token after each token of llama.cpp's text."""
     ids = row["prompt_tokens"]
     tokens = row[form]["tokens"]
     assert target.tokenizer.encode(row["prompt"]) == ids

@@ -29,7 +29,7 @@ PUBLISHED = {
 }
 KNOWN = {pair.short: size for pair in pairs() if (size := size_of(pair)) is not None}
 GIB = 2**30
-# Their names count otherwise: embeddings apart, or vision and sound too.
+# Their names count parameters in another way: without embeddings, or with vision and sound.
 LEFT_OUT = {"gemma-4-E2B-it", "gemma-4-E4B-it", "Muse-Glimmer-30B"}
 DRAFTERS = {
     "Qwen3-4B": "specforge__qwen3-4b-dflash.json",

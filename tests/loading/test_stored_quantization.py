@@ -1,4 +1,4 @@
-"""How weights are stored, as other programs say it: beside config.json, and in it."""
+"""How other programs say that weights are quantized: in config.json, or in a file next to it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Rows of a batch on simulated machines, beside plain decoding and constant draft lengths."""
+"""Rows of a batch on simulated machines, against plain decoding and constant draft lengths."""
 
 import random
 
@@ -69,7 +69,7 @@ class SimulatedBatch:
         return max(speeds)
 
     def play(self, policy: DraftPolicy, tokens: int, seed: int = 0) -> tuple[float, list[float]]:
-        """Tokens per cost of all, and those of each request while it ran beside all others."""
+        """Tokens per unit of cost: of all requests, and of each request while all others ran."""
         seconds = [0.0]
         luck = random.Random(seed)
         texts = [Text(policy, rate) for rate in self.rates]
@@ -111,7 +111,7 @@ def test_rows_go_to_the_requests_whose_drafts_are_right():
 
 
 def test_no_request_is_left_far_behind():
-    """One whose drafts are wrong, beside others whose drafts are right."""
+    """One request whose drafts are wrong among others whose drafts are right."""
     crowd = SimulatedBatch("the embedded pair", [0.97, 0.97, 0.97, 0.0])
     _, each = crowd.play(DraftPolicy(LONGEST), 1000)
     assert each[-1] > MIN_REQUEST_SPEED / crowd.cost(4)

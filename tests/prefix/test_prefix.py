@@ -174,7 +174,7 @@ def test_what_did_not_end_well_is_not_kept():
     for session, missing in ((target, 0), (drafter, 4)):
         session.take(prompt[: 20 - missing])
     keys = here.keys(None, "")
-    here.insert(target, drafter=drafter, keys=keys, ids=prompt)  # the drafter is behind
+    here.insert(target, drafter=drafter, keys=keys, ids=prompt)  # the drafter has read less
     drafter.take(prompt[16:])
     here.insert(target, drafter=drafter, keys=keys, ids=prompt[:16])  # not what they hold
     target.intact = False
@@ -257,7 +257,7 @@ def test_another_pair_and_wrong_numbers_are_refused():
     drafter = Drafter()
     here = store(target, drafter)
     for pair in ((Target(), drafter), (target, Drafter()), (target, None)):
-        with pytest.raises(SettingsError, match="of another target or drafter"):
+        with pytest.raises(SettingsError, match="for another target or drafter"):
             dm.Conversation(*pair, prefix=here)
     for name in ("memory", "disk", "chunk", "stride"):
         for wrong in (0, "10G"):

@@ -171,5 +171,5 @@ def test_a_conversation_has_its_own_store():
         assert engine.submit([1, 2], max_tokens=2, conversation=kept).result().tokens
         with pytest.raises(SettingsError, match="give it to the Conversation"):
             engine.submit([1, 2], conversation=kept, prefix=store)
-    with pytest.raises(SettingsError, match="of another target or drafter"):
+    with pytest.raises(SettingsError, match="for another target or drafter"):
         dm.generate(tiny_target("llama"), None, [1, 2], prefix=store)

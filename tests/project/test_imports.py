@@ -102,10 +102,10 @@ def test_imports_go_downward():
 def test_no_module_needs_itself():
     """No circle of imports, not even of those that only type hints need."""
     all_modules = modules()
-    needs = {
-        name: {module_of(imported, all_modules) for imported in imports(name, path)} - {name, None}
-        for name, path in all_modules.items()
-    }
+    needs = {}
+    for name, path in all_modules.items():
+        needed = {module_of(imported, all_modules) for imported in imports(name, path)}
+        needs[name] = needed - {name, None}
     sorter = TopologicalSorter(needs)
     try:
         sorter.prepare()

@@ -57,7 +57,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """The bin folder of a new environment that holds the wheel, and our own packages behind it."""
+    """The bin folder of a new environment with the wheel; other packages come from ours."""
     home = tmp_path_factory.mktemp("environment")
     assert run(sys.executable, "-m", "venv", "--without-pip", str(home), cwd=home).returncode == 0
     python = home / "bin" / "python"

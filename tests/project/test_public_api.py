@@ -36,7 +36,7 @@ def test_names_do_not_depend_on_what_was_imported_before():
     code = "import importlib, inspect, pkgutil, dflash_mlx as dm;"
     code += "[importlib.import_module('dflash_mlx.' + m.name)"
     code += " for m in pkgutil.iter_modules(dm.__path__)];"
-    code += "[getattr(dm, n) for n in dm.__all__];"  # the first look may import, too
+    code += "[getattr(dm, n) for n in dm.__all__];"  # the first access may also import
     code += f"print([n for n in {NAMES} if not inspect.isfunction(getattr(dm, n))])"
     assert run(code) == "[]"
 

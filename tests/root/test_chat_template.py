@@ -122,7 +122,7 @@ def test_a_last_message_is_continued(spaces, speaker):
 
 @pytest.mark.parametrize("template", ENDLESS, ids=range(len(ENDLESS)))
 def test_a_template_that_never_ends_is_ended(template, speaker, monkeypatch):
-    """In one line, its thread ends, and the next template is rendered."""
+    """The error is one line, the thread ends, and the next template is rendered."""
     threads = set(threading.enumerate())
     speaker.chat_template = template
     with monkeypatch.context() as shorter, pytest.raises(TemplateLimitError, match="takes longer"):
@@ -143,7 +143,7 @@ def test_a_template_that_fails_is_one_line(template, speaker):
 
 @pytest.fixture
 def ctrl_c():
-    """SIGINT raises `KeyboardInterrupt`: a job in the background was told to ignore it."""
+    """Make SIGINT raise `KeyboardInterrupt`, also in a background job, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

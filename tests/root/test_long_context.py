@@ -17,7 +17,7 @@ from dflash_mlx.targets.caches import FullCache, WindowCache
 
 WINDOW = 64
 CHUNK = 512
-CONTEXTS = 200, 1000  # tokens, behind which caches have room for more
+CONTEXTS = 200, 1000  # tokens; the caches have room for more
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
 

@@ -109,7 +109,7 @@ def test_a_file_is_repeated_with_one_name_changed():
 
 
 class Wrong:
-    """A network beside the lookup that knows nothing; it counts how often it is asked."""
+    """A network that knows nothing, combined with the lookup; it counts how often it is asked."""
 
     tap_layers = ()
     block_size = 16

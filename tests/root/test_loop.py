@@ -250,7 +250,7 @@ def test_a_round_waits_for_the_device_once(monkeypatch):
     dflash2 = random_drafter(architectures=["DFlash2DraftModel"], **CONVOLVED)
     for drafter in (None, random_drafter(), dflash2):
         events = stream_generate(target(), drafter, PROMPT, max_tokens=8)
-        next(events)  # the prompt is evaluated in here, too
+        next(events)  # also evaluates the prompt
         waits.clear()
         # What was evaluated, features along with it, is read without another wait.
         reads = ["tolist"] * (1 if drafter is None else 2)  # choices, and drafts

@@ -186,7 +186,7 @@ def test_plain_steps_are_pipelined_where_drafting_never_pays(many):
 
 
 def test_a_step_ahead_leaves_caches_that_another_request_can_use(monkeypatch):
-    """A preempted request, too, goes on behind all that it has read."""
+    """A preempted request also continues after everything that it has read."""
     target = tiny_target()
     store = dm.PrefixStore(target, None, memory=2**28, chunk=8)
     played = SteppedEngine(target, None, SharedBatch(target, None))

@@ -182,7 +182,7 @@ def test_the_seed_and_nothing_else_decides():
 
 @pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-40, 1e-3])
 def test_of_the_smallest_top_p_the_likeliest_token_is_left(top_p):
-    """To f32 the first two are 0, of which the likeliest token, too, has more above it."""
+    """In float32 the first two are 0: even the most likely token then has more mass above it."""
     table = np.random.default_rng(5).normal(size=(192, 192))
     target = BigramTarget(table)
     settings = {"temperature": 1.0, "seed": 2, "max_tokens": 12}

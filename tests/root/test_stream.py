@@ -110,7 +110,7 @@ def draw_coded(draw: Any, kind: str) -> tuple[str, Coded]:
         coded = byte_level(cut_anywhere(draw, text.encode()))
     else:
         cut = cut_anywhere(draw, text.encode())
-        # mlx-lm's detokenizer loses bytes that begin a character behind a newline in one token.
+        # mlx-lm's detokenizer loses bytes that begin a character after a newline in the same token.
         assume(not any(re.search(rb"\n[\x80-\xff]+$", piece) for piece in cut))
         coded = byte_level(cut, NaiveStreamingDetokenizer)
     assert coded.tokenizer.decode(coded.ids) == text
@@ -149,8 +149,9 @@ def test_any_tokens_in_any_rounds(kind, data):
     tokens = coded.ids[:end] + [coded.eos] * by_eos
     pieces = []
     used = []
-    for round_ in cut_anywhere(data.draw, tokens + coded.ids) if tokens else [coded.ids]:
-        piece = stream.add(round_)
+    steps = cut_anywhere(data.draw, tokens + coded.ids) if tokens else [coded.ids]
+    for step in steps:
+        piece = stream.add(step)
         pieces.append(piece.text)
         used += piece.tokens
         assert (piece.finish_reason is None) == (stream.finish_reason is None)

@@ -85,7 +85,10 @@ def test_a_request_closed_after_its_first_token(elsewhere):
     kept = dm.Conversation(target, drafter)
     events = dm.stream_generate(target, drafter, prompt, max_tokens=12, conversation=kept)
     again = [*prompt, *next(events).tokens, 7]
-    in_a_thread(events.close) if elsewhere else events.close()
+    if elsewhere:
+        in_a_thread(events.close)
+    else:
+        events.close()
     result = dm.generate(target, drafter, again, max_tokens=5, conversation=kept)
     assert result.stats.reused_tokens == len(prompt)
     assert result.tokens == dm.generate(target, None, again, max_tokens=5).tokens
@@ -259,7 +262,7 @@ def test_processes_with_worker_threads_end_well():
 
 
 def test_a_model_that_another_thread_runs_gets_a_second_target():
-    """Its parts are found by watching one forward, not the one that happens to run beside it."""
+    """Its parts are found by watching one forward, and not another that runs at the same time."""
     first = tiny_target()
     session = first.start()
     list(session.prefill([1, 2, 3]))

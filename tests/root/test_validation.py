@@ -145,7 +145,7 @@ def test_the_named_errors_of_a_library_become_ours(raised, message):
 
 
 def test_the_part_of_a_config_that_is_about_text():
-    """Models that see have one; an empty one, or what is none, says nothing."""
+    """Multimodal models have a `text_config`; one that is empty or no object is ignored."""
     assert text_config({"text_config": {"hidden_size": 8}, "hidden_size": 9}) == {"hidden_size": 8}
-    for none in ({}, {"text_config": {}}, {"text_config": None}, {"text_config": "qwen3"}):
-        assert text_config(none | {"hidden_size": 9})["hidden_size"] == 9
+    for ignored in ({}, {"text_config": {}}, {"text_config": None}, {"text_config": "qwen3"}):
+        assert text_config(ignored | {"hidden_size": 9})["hidden_size"] == 9

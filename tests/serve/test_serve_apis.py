@@ -171,7 +171,7 @@ def test_results_find_their_calls_whatever_the_ids(family):
     with client(engine) as server:
         talk.ask(server)
     ids = [KNOWN[family].call_ids.format(name="write", number=number) for number in range(4)]
-    shown = family == "kimi_k2"  # beside the calls
+    shown = family == "kimi_k2"  # in addition to the calls
     assert [engine.prompt().count(id) - shown for id in ids] == [1, 1, 1, 1]
 
 

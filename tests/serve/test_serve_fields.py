@@ -293,7 +293,7 @@ def test_a_header_says_that_the_model_does_not_think(engine, path, more):
 
 FUNCTION = {"name": "f", "parameters": SCHEMA}
 JSON_OBJECT = {"type": "json_object"}
-FORCED = {  # beside a format, as instructor sends it
+FORCED = {  # together with a format, as instructor sends it
     CHAT: {"tools": [{"type": "function", "function": FUNCTION}], "response_format": JSON_OBJECT},
     RESPONSES: {"tools": [{"type": "function", **FUNCTION}], "text": {"format": JSON_OBJECT}},
 }

@@ -15,7 +15,7 @@ from serving import CHATML, FakeEngine, client, make_target
 anthropic = pytest.importorskip("anthropic")
 openai = pytest.importorskip("openai")
 
-# What is no text of the conversation: names of other things, and copies of a text beside it.
+# Strings that are not text of the conversation: names, and copies of other fields.
 NO_TEXT = re.compile(
     r"id|\w+_id|type|status|role|phase|signature|fingerprint|caller|cache_control|name|namespace"
     r"|citations|annotations|logprobs|prompt_cache_breakpoint|toolset_name|encrypted_\w+"
@@ -30,7 +30,9 @@ def blocks():
             message_fields = fields(message)
             (role, *_) = Builder().values(message_fields["role"][0])
             for content in members(message_fields["content"][0]):
-                for block in members(content.__args__[0]) if hasattr(content, "__args__") else ():
+                if not hasattr(content, "__args__"):
+                    continue
+                for block in members(content.__args__[0]):
                     if is_object(block):
                         examples[f"{role} {block.__name__}"] = role, block
     return examples

@@ -47,7 +47,7 @@ def cuts_of(answer, control_tokens, number=7):
 
 
 def behind(answer, kind, cut):
-    """What the parts of a kind have behind a place of the answer."""
+    """The text of all parts of one kind that comes after a position in the answer."""
     remaining = ""
     start = 0
     for part_kind, text in answer:

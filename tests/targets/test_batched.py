@@ -114,7 +114,7 @@ def test_going_back(family):
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_requests_come_go_and_outgrow_their_slots(family, monkeypatch):
-    """Slots of eight rows and more; each request's rows are as alone, whoever sat beside it."""
+    """Slots of eight rows and more; a request's rows do not depend on the other requests."""
     monkeypatch.setattr(kv_slots, "STEP", 8)
     assert [kv_slots.capacity_for(rows) for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 32]
     pair = BatchAndSingles(family_target(family), 8)

@@ -1,4 +1,4 @@
-"""Many requests through our kernels: exact verification is exact beside others, too.
+"""Many requests through our kernels: exact verification stays exact in a batch.
 
 In half precision and 4 bits, where the number of rows would show in products that are not ours.
 """

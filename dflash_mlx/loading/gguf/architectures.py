@@ -218,7 +218,7 @@ def llama3_divisors(head_dim: int, theta: float, factor: float) -> np.ndarray:
 
 
 def _llama(fields: Fields, config: Config) -> Config:
-    """Mixtral's files are of this architecture too."""
+    """Mixtral's files also name this architecture."""
     experts = fields("expert_count", 0)
     if not experts:
         return {}

@@ -62,7 +62,7 @@ _OF_MESSAGES = {"<|return|>", "<|flush|>"}
 
 
 class TokenizerFields:
-    """What a file says about its tokenizer, by the names behind `tokenizer.ggml.`.
+    """What a file says about its tokenizer, by the names after `tokenizer.ggml.`.
 
     Attributes:
         tokens, types: of the vocabulary.

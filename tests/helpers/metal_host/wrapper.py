@@ -99,7 +99,11 @@ def _output_parameter(name: str, dtype: mx.Dtype) -> Parameter:
 def _function_name(name: str, inputs: Sequence[mx.array], outputs: Sequence[mx.Dtype]) -> str:
     parts = ["custom_kernel", name]
     for array in inputs:
-        size = "s" if array.ndim == 0 else "c" if array.size < CONSTANT_BELOW else ""
+        size = ""
+        if array.ndim == 0:
+            size = "s"
+        elif array.size < CONSTANT_BELOW:
+            size = "c"
         parts.append(METAL_NAMES[array.dtype] + size)
     return "_".join(parts + [METAL_NAMES[dtype] for dtype in outputs])
 
