@@ -18,9 +18,9 @@ SHARDING_ERRORS = (ValueError, TypeError, AttributeError, ZeroDivisionError, Not
 
 
 def check_rollback(name: str, model: Any) -> None:
-    """Raise `SettingsError` for a model whose kept rows run again after a rejected draft.
+    """Raise `SettingsError` for a model that runs kept rows again after a rejected draft.
 
-    That forward would be one of rank 0's alone: the others hear of a commit with the next message.
+    Only rank 0 would run that forward, because the others learn of a commit with the next message.
     """
     if not all(cache.rolls_back for cache in make_cache(model, find_parts(model).owners)):
         raise SettingsError(
@@ -32,8 +32,8 @@ def check_rollback(name: str, model: Any) -> None:
 def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Module | None:
     """Keep this rank's heads of every layer.
 
-    Returns the output head before it was split, None if it was not. Raises `SettingsError` for a
-    model that cannot be split so, or not into that many parts.
+    Returns the output head before it was split, None if it was not. Raises `SettingsError` if
+    mlx-lm cannot split the model's heads, or not over this many machines.
     """
     by_layers = _why_no_pipeline(model) is None
     instead = "use fewer machines" + (" or --pipeline" if by_layers else "")
@@ -47,15 +47,18 @@ def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Mod
     head = internals.own_head(text)
     before = [_heads(layer) for layer in model.layers]
     wrong = f"{name} cannot be split over {size} machines"
-    if any(heads % size for one in before for heads in one[:1]):
-        raise SettingsError(f"{wrong}: they do not divide its {before[0][0]} heads; {instead}.")
+    for heads in before:
+        if heads and heads[0] % size != 0:
+            raise SettingsError(f"{wrong}: they do not divide its {heads[0]} heads; {instead}.")
     with ErrorWrapper(SettingsError, wrong, SHARDING_ERRORS):
         model.shard(group)
-    for was, layer in zip(before, model.layers, strict=True):
-        for heads, now in zip(was, _heads(layer), strict=True):
+    for layer, whole_counts in zip(model.layers, before, strict=True):
+        for whole_count, count in zip(whole_counts, _heads(layer), strict=True):
+            is_divided = count > 0 and count * size == whole_count
             # Some families repeat key heads if there are fewer than machines.
-            if now < 1 or (now * size != heads and not (now == 1 and size % heads == 0)):
-                raise SettingsError(f"{wrong}: they do not divide {heads} heads; {instead}.")
+            is_repeated = count == 1 and size % whole_count == 0
+            if not (is_divided or is_repeated):
+                raise SettingsError(f"{wrong}: they do not divide {whole_count} heads; {instead}.")
     sliced = internals.own_head(text) is not head
     return head if sliced else None
 
@@ -63,7 +66,7 @@ def split_by_heads(name: str, model: Any, group: mx.distributed.Group) -> nn.Mod
 def split_by_layers(name: str, model: Any, group: mx.distributed.Group) -> int:
     """Keep this rank's layers. Returns the number of layers of the whole model.
 
-    Raises `SettingsError` for a model that cannot be split so, or not into that many parts.
+    Raises `SettingsError` if mlx-lm cannot split its layers, or not over this many machines.
     """
     why = _why_no_pipeline(model)
     if why is not None:
@@ -92,11 +95,12 @@ def _type(model: Any) -> str:
 
 
 def _heads(layer: nn.Module) -> list[int]:
-    """A layer's head counts, the queries' first."""
+    """How many heads a layer has: of queries and keys, or a mixer's of values and keys."""
     attention = internals.attention_of(layer)
-    mixer = internals.mixer_of(layer)
     if attention is not None:
         heads = [internals.query_heads(attention)]
-        keys = internals.has_key_projection(attention)
-        return heads + ([internals.key_heads(attention)] if keys else [])
+        if internals.has_key_projection(attention):
+            heads.append(internals.key_heads(attention))
+        return heads
+    mixer = internals.mixer_of(layer)
     return [] if mixer is None else [mixer.num_v_heads, mixer.num_k_heads]

@@ -54,7 +54,7 @@ class ClusterProcess:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The rank and its machine, for messages."""
         return f"rank {self.number} ({self.host.ssh})"
 
     @property
@@ -93,11 +93,13 @@ class ClusterProcesses:
     def _start_first(
         self, host: Host, settings: dict[str, Any], listening: socket.socket | None
     ) -> ClusterProcess:
-        """Rank 0 keeps the terminal; its line is a socket."""
+        """Start rank 0. It keeps the terminal, so we exchange lines with it over a socket."""
         ours, theirs = socket.socketpair()
-        inherited = [theirs.fileno()] + ([] if listening is None else [listening.fileno()])
-        settings = settings | {"line": inherited[0]}
-        settings["listening"] = None if listening is None else inherited[1]
+        inherited = [theirs.fileno()]
+        settings = settings | {"line": theirs.fileno(), "listening": None}
+        if listening is not None:
+            inherited.append(listening.fileno())
+            settings["listening"] = listening.fileno()
         with ours, theirs:
             process = subprocess.Popen(
                 self._command(settings), pass_fds=inherited, start_new_session=True
@@ -108,7 +110,7 @@ class ClusterProcesses:
         )
 
     def _start_other(self, host: Host, settings: dict[str, Any]) -> ClusterProcess:
-        """The line of any other rank is its stdin and stdout."""
+        """Start another rank. We exchange lines with it over its stdin and stdout."""
         process = subprocess.Popen(
             host.command(self._command(settings)),
             stdin=subprocess.PIPE,
@@ -135,7 +137,7 @@ class ClusterProcesses:
                 self._lines.put((rank, word, reason))
 
     def receive(self, seconds: float) -> list[tuple[ClusterProcess, str, str]]:
-        """Lines that ranks send within this time: rank, word and reason."""
+        """The lines that ranks send within `seconds`, each as rank, word and reason."""
         lines = []
         with suppress(Empty):
             lines.append(self._lines.get(timeout=seconds))
@@ -149,14 +151,14 @@ class ClusterProcesses:
             rank.writing.write(f"{' '.join(line.split())}\n".encode())
 
     def wait(self, seconds: float, ranks: Sequence[ClusterProcess] = ()) -> None:
-        """Wait until these ranks, or all, have ended, at most this long."""
+        """Wait for at most `seconds` until `ranks` have ended; until all have if none is named."""
         until = time.monotonic() + seconds
         for rank in ranks or self.all:
             with suppress(subprocess.TimeoutExpired):
                 rank.process.wait(max(0.0, until - time.monotonic()))
 
     def end(self) -> None:
-        """End all processes: by SIGTERM, then by SIGKILL. Those behind ssh lose their line."""
+        """End all processes: by SIGTERM, then by SIGKILL. Remote ones end when ssh closes stdin."""
         for rank in self.all:
             rank.process.terminate()
         self.wait(KILL_SECONDS)
@@ -211,7 +213,10 @@ class Supervisor:
                 self._report(f"{problem}: all are started again.")
 
     def _watch(self, ranks: ClusterProcesses) -> tuple[int, str | None]:
-        """The exit code of one run, and what failed; None if a rank has said it, or nothing did."""
+        """Watch one run until it ends.
+
+        Returns its exit code and what failed, which is None if nothing did or a rank has said it.
+        """
         first = ranks.all[0].process
         forwarded = 0
         failures: dict[str, str] = {}
@@ -228,19 +233,32 @@ class Supervisor:
                 first.send_signal(signal.SIGTERM if self._listening else signal.SIGINT)
             code = first.poll()
             if code is not None and (code >= 0 or self._signals):
-                ranks.wait(SETTLE_SECONDS)
-                killed = _killed(ranks)
-                if code > 0 and killed and not self._signals:
-                    return FAILED_CODE, killed[0].end
-                return code if code >= 0 else INTERRUPTED_CODE, None
+                return self._after_rank_0(ranks, code)
             # Ranks that rank 0 has stopped end with 0.
-            if failed := [rank for rank in ranks.all if rank.process.poll()]:
+            failed = [rank for rank in ranks.all if rank.process.poll()]
+            if failed:
                 return self._fail(ranks, failed[0].end, failures)
+
+    def _after_rank_0(self, ranks: ClusterProcesses, code: int) -> tuple[int, str | None]:
+        """What `_watch` returns once rank 0 has ended with `code`, by itself or by our signal."""
+        ranks.wait(SETTLE_SECONDS)
+        if self._signals:
+            return code if code >= 0 else INTERRUPTED_CODE, None
+        killed = _killed(ranks)
+        if code > 0 and killed:
+            return FAILED_CODE, killed[0].end
+        return code, None
 
     def _fail(
         self, ranks: ClusterProcesses, problem: str, failures: dict[str, str]
     ) -> tuple[int, str | None]:
-        """Tell rank 0, so that it answers its clients, and find out what went wrong."""
+        """Tell rank 0 of a problem, so that it answers its clients. Returns what `_watch` does.
+
+        Args:
+            ranks: the processes.
+            problem: what is known so far.
+            failures: the reasons that ranks have sent, by their names.
+        """
         if self._listening is not None and self._served:
             ranks.send(ranks.all[0], problem)
             ranks.wait(GRACE_SECONDS, ranks.all[:1])
@@ -249,15 +267,18 @@ class Supervisor:
             late = ranks.receive(0)
             failures |= {rank.name: reason for rank, word, reason in late if word == FAILED}
         killed = _killed(ranks)
-        if not self._served and not killed and any(rank.process.poll() for rank in ranks.all[1:]):
-            if not ranks.all[0].process.poll():  # otherwise rank 0 has printed the same
-                for name, reason in failures.items():
-                    self._report(f"{name}: {reason}")
-            return FAILED_CODE, None
-        return FAILED_CODE, killed[0].end if killed else problem.rstrip(".")
+        if killed:
+            return FAILED_CODE, killed[0].end
+        other_failed = any(rank.process.poll() for rank in ranks.all[1:])
+        if self._served or not other_failed:
+            return FAILED_CODE, problem.rstrip(".")
+        if not ranks.all[0].process.poll():  # otherwise rank 0 has printed the same
+            for name, reason in failures.items():
+                self._report(f"{name}: {reason}")
+        return FAILED_CODE, None
 
     def _signalled(self, number: int, frame: Any) -> None:
-        """Pass the first signal on to rank 0; the second one ends all."""
+        """Count a signal. `_watch` passes the first on to rank 0; the second ends all processes."""
         self._signals += 1
         if self._signals > 1:
             raise KeyboardInterrupt

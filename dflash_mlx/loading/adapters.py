@@ -136,7 +136,7 @@ def _check_peft(file: Path, config: Mapping[str, Any]) -> None:
     """Raise `WeightsError` for an adapter that is more than LoRA or DoRA."""
     kind = config["peft_type"]
     if kind != "LORA":
-        raise WeightsError(f"{file}: peft_type is {brief(kind)}; of PEFT's, LORA is read.")
+        raise WeightsError(f"{file}: peft_type is {brief(kind)}; only LORA can be loaded.")
     for setting in _OTHER_SETTINGS:
         if config.get(setting):
             raise WeightsError(f"{file}: {setting} is {brief(config[setting])}, which is not read.")

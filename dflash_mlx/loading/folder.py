@@ -25,7 +25,7 @@ from ..validation import (
     text_config,
 )
 from .contents import Contents, of_config
-from .quantization import Quantization, are_plain, is_fp8, is_quantized, of_modelopt
+from .quantization import Quantization, are_plain, is_fp8, is_quantized, read_modelopt
 
 INDEX = "model.safetensors.index.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -114,7 +114,7 @@ class Folder:
         parts = [part for part in (config, text_config(config)) if "quantization_config" in part]
         file = self.path / MODELOPT_CONFIG
         if not parts and "quantization" not in config and file.is_file():
-            described = of_modelopt(read_json(file), file)
+            described = read_modelopt(read_json(file), file)
             return config if described is None else config | {"quantization_config": described}
         if not parts:
             return config

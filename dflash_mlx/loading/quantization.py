@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError, SettingsError
 from ..validation import brief, is_integer
@@ -12,28 +12,50 @@ from ..validation import brief, is_integer
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-# Per mode: bit widths, group sizes (the default first), and bytes of scales and biases per group.
-_MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
-    "affine": ((4, 8), (64, 32, 128), 4),  # a scale and a bias in half precision
-    "mxfp4": ((4,), (32,), 1),
-    "mxfp8": ((8,), (32,), 1),
-    "nvfp4": ((4,), (16,), 1),
+
+class _Mode(NamedTuple):
+    """What a mode of `mx.quantize` allows.
+
+    Attributes:
+        bits: the bits of a weight.
+        group_sizes: how many weights share a scale; the default comes first.
+        group_bytes: bytes of the scale, and the bias if there is one, of a group.
+    """
+
+    bits: tuple[int, ...]
+    group_sizes: tuple[int, ...]
+    group_bytes: int
+
+
+_MODES = {
+    "affine": _Mode((4, 8), (64, 32, 128), 4),  # a scale and a bias in half precision
+    "mxfp4": _Mode((4,), (32,), 1),
+    "mxfp8": _Mode((8,), (32,), 1),
+    "nvfp4": _Mode((4,), (16,), 1),
 }
 # A drafter with more parameters is loaded in 4 bits if its target is quantized.
 LARGE_DRAFTER = 10**9
 
 
-# The ends of the names of tensors that only packed weights have, in any library's form.
-_OF_PACKED = (".qweight", ".scales", "weight_scale", "weight_packed", "weight_scale_inv", "absmax")
+# Suffixes of tensor names that only packed weights have, in any library's format.
+_PACKED_SUFFIXES = (
+    ".qweight",
+    ".scales",
+    "weight_scale",
+    "weight_packed",
+    "weight_scale_inv",
+    "absmax",
+)
 _PLAIN = {"F64", "F32", "F16", "BF16"}
 _MODELOPT = "NVFP4"
 
 
-def of_modelopt(content: Mapping[str, Any], file: object) -> dict[str, Any] | None:
-    """The `quantization_config` that a hf_quant_config.json of NVIDIA's ModelOpt stands for.
+def read_modelopt(content: Mapping[str, Any], file: object) -> dict[str, Any] | None:
+    """Convert a hf_quant_config.json of NVIDIA's ModelOpt to a `quantization_config`.
 
-    Its own form is {"producer", "quantization": {"quant_algo", ...}}; None if that names no
-    algorithm, so the weights are plain. Raises `ConfigError` for one that is not read.
+    The file has the form {"producer", "quantization": {"quant_algo", ...}}. Returns None if it
+    names no algorithm: the weights are plain then. Raises `ConfigError` for an algorithm other than
+    NVFP4.
     """
     settings = content.get("quantization", content)
     if not isinstance(settings, Mapping) or "quant_algo" not in settings:
@@ -43,14 +65,14 @@ def of_modelopt(content: Mapping[str, Any], file: object) -> dict[str, Any] | No
         return None
     if algorithm != _MODELOPT:
         raise ConfigError(
-            f"{file}: quant_algo is {brief(algorithm)}; of ModelOpt's, {_MODELOPT} is read."
+            f"{file}: quant_algo is {brief(algorithm)}; only {_MODELOPT} can be loaded."
         )
     return {"quant_method": "modelopt", **settings}
 
 
 def are_plain(tensors: Mapping[str, str]) -> bool:
-    """Whether weights are plain floats, by their names and safetensors' names of their types."""
-    packed = any(name.endswith(_OF_PACKED) for name in tensors)
+    """Whether weights are plain floats. `tensors` has safetensors' types by tensor names."""
+    packed = any(name.endswith(_PACKED_SUFFIXES) for name in tensors)
     return bool(tensors) and not packed and {*tensors.values()} <= _PLAIN
 
 
@@ -76,13 +98,13 @@ def stored_quantization(config: Mapping[str, Any]) -> Quantization | None:
     return Quantization(stored["bits"], stored["group_size"], stored.get("mode", "affine"))
 
 
-def mode_of(bits: int, group_size: int, bytes_as_scales: bool) -> str:
-    """The mode of stored weights; "affine" has scales in floating point."""
-    if not bytes_as_scales:
+def stored_mode(bits: int, group_size: int, has_byte_scales: bool) -> str:
+    """The mode of stored weights. Only "affine" has scales that are floats, not bytes."""
+    if not has_byte_scales:
         return "affine"
-    for mode, (widths, groups, _) in _MODES.items():
-        if mode != "affine" and bits in widths and group_size in groups:
-            return mode
+    for name, mode in _MODES.items():
+        if name != "affine" and bits in mode.bits and group_size in mode.group_sizes:
+            return name
     return "affine"
 
 
@@ -98,20 +120,24 @@ class Quantization:
     def of(
         cls, bits: int | None, mode: str = "affine", group_size: int | None = None
     ) -> Quantization | None:
-        """Check the settings; None when `bits` is None. Raises `SettingsError`."""
+        """Check the settings. Returns None if `bits` is None. Raises `SettingsError`."""
         if bits is None:
             return None
         if not isinstance(mode, str) or mode not in _MODES:
             raise SettingsError(f"Quantization modes are {', '.join(_MODES)}, not {brief(mode)}.")
-        widths, groups, _ = _MODES[mode]
-        group_size = groups[0] if group_size is None else group_size
-        for value, allowed, what in (
-            (bits, widths, "quantizes to {} bits"),
-            (group_size, groups, "has groups of {} weights"),
-        ):
-            if not is_integer(value) or value not in allowed:
-                said = what.format(" or ".join(map(str, sorted(allowed))))
-                raise SettingsError(f"Mode {mode} {said}, not {brief(value)}.")
+        allowed_bits = _MODES[mode].bits
+        if not is_integer(bits) or bits not in allowed_bits:
+            raise SettingsError(
+                f"Mode {mode} quantizes to {_either(allowed_bits)} bits, not {brief(bits)}."
+            )
+        allowed_sizes = _MODES[mode].group_sizes
+        if group_size is None:
+            group_size = allowed_sizes[0]
+        if not is_integer(group_size) or group_size not in allowed_sizes:
+            raise SettingsError(
+                f"Mode {mode} has groups of {_either(allowed_sizes)} weights, not "
+                f"{brief(group_size)}."
+            )
         return cls(int(bits), int(group_size), mode)
 
     def apply(self, model: nn.Module) -> None:
@@ -124,12 +150,20 @@ class Quantization:
             if not hasattr(module, "to_quantized"):
                 return False
             choice = True if model_predicate is None else model_predicate(path, module)
-            group = choice.get("group_size") if isinstance(choice, dict) else self.group_size
+            group_size = self.group_size
+            if isinstance(choice, dict):
+                group_size = choice.get("group_size") or self.group_size
             # Rows that do not divide into groups stay as they are.
-            return choice if module.weight.shape[-1] % (group or self.group_size) == 0 else False
+            divides = module.weight.shape[-1] % group_size == 0
+            return choice if divides else False
 
         nn.quantize(model, self.group_size, self.bits, mode=self.mode, class_predicate=choose)
 
     def bytes_of(self, weights: float) -> float:
         """Bytes that this number of quantized weights takes."""
-        return weights * (self.bits / 8 + _MODES[self.mode][2] / self.group_size)
+        return weights * (self.bits / 8 + _MODES[self.mode].group_bytes / self.group_size)
+
+
+def _either(numbers: Sequence[int]) -> str:
+    """Write alternatives in words, such as "32 or 64"."""
+    return " or ".join(map(str, sorted(numbers)))

@@ -15,7 +15,7 @@ from ..errors import SettingsError, WeightsError
 from ..targets import Target
 from ..validation import ErrorWrapper, TokenizersError
 from .folder import StoredTensor
-from .quantization import Quantization, mode_of
+from .quantization import Quantization, stored_mode
 
 # The suffix of the scales of 8-bit floats, in DeepSeek-V3's format.
 SCALES = "_scale_inv"
@@ -125,7 +125,7 @@ def load_as_stored(
         scales = weights[f"{name}.scales"]
         bits = weights[f"{name}.weight"].shape[-1] * 32 // columns
         group_size = columns // scales.shape[-1]
-        mode = mode_of(bits, group_size, scales.dtype == mx.uint8)
+        mode = stored_mode(bits, group_size, scales.dtype == mx.uint8)
         return {"bits": bits, "group_size": group_size, "mode": mode}
 
     with ErrorWrapper(WeightsError, f"{wrong} the quantized weights cannot be used", MLX_ERRORS):

@@ -34,7 +34,7 @@ _LONGROPE = {"longrope", "su"}
 
 
 def normalize_rope_fields(config: Config) -> Config:
-    """A config whose rotation is spelled as its mlx-lm class declares it.
+    """Write a config's rotation in the fields that its mlx-lm class declares.
 
     Raises what mlx-lm raises for a model_type that it does not know.
     """
@@ -49,19 +49,26 @@ def normalize_rope_fields(config: Config) -> Config:
         return config
     names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
     fields = {name: full.get(name) for name in names}
-    if kind_of(full) not in _UNSCALED:  # classes ask for either name of the kind
-        fields["rope_scaling"] = full | {"type": kind_of(full), "rope_type": kind_of(full)}
+    if scaling_kind(full) not in _UNSCALED:  # classes ask for either name of the kind
+        fields["rope_scaling"] = full | {
+            "type": scaling_kind(full),
+            "rope_type": scaling_kind(full),
+        }
     fields["rope_local_base_freq"] = None if local is full else local.get("rope_theta")
-    given = {
-        name: value for name, value in fields.items() if value is not None and name in declared
-    }
-    return with_text(config, given | {name: x for name, x in text.items() if x is not None})
+    new_text = {}
+    for name, value in fields.items():
+        if value is not None and name in declared:
+            new_text[name] = value
+    for name, value in text.items():  # the config's own fields win
+        if value is not None:
+            new_text[name] = value
+    return with_text(config, new_text)
 
 
 def apply_ignored_rotations(name: object, model: nn.Module, config: Config) -> list[str]:
-    """Compute what mlx-lm's class left out of a config's rotations; the fields that stay left out.
+    """Compute what mlx-lm's class left out of a config's rotations, in place.
 
-    A scaled rotation replaces plain ones in place.
+    Returns the names of the fields that stay left out.
 
     Args:
         name: of the model, for a warning.
@@ -81,11 +88,11 @@ def apply_ignored_rotations(name: object, model: nn.Module, config: Config) -> l
     bases = {rope.base for rope in ropes.values()} if plain else set()
     if plain and is_positive(rotation.get("rope_theta")) and rotation["rope_theta"] not in bases:
         left_out.append("rope_theta")
-    scaling = scaling_of(text)
+    scaling = find_scaling(text)
     if scaling is None:
         return left_out
     if not _reads_scaling(config):
-        if kind_of(scaling) in _SCALED and plain:
+        if scaling_kind(scaling) in _SCALED and plain:
             _scale(model, ropes=ropes, scaling=scaling, length=text.get("max_position_embeddings"))
         else:
             left_out.append("rope_scaling")
@@ -103,7 +110,7 @@ def _turns_whole_heads(rope: nn.Module, attention: nn.Module) -> bool:
 
 
 def _set_attention_factor(model: nn.Module, scaling: Config) -> None:
-    """YaRN's amplitude, if the config gives another than the usual one."""
+    """Set YaRN's amplitude, if the config names one."""
     factor = scaling.get("attention_factor")
     if is_positive(factor):
         for rope in model.modules():
@@ -112,14 +119,15 @@ def _set_attention_factor(model: nn.Module, scaling: Config) -> None:
 
 
 def _set_longrope(name: object, model: nn.Module, scaling: Config, text: Config) -> None:
-    """LongRoPE's factors and amplitude (arXiv 2402.13753) for the model's context.
+    """Set LongRoPE's factors and amplitude (arXiv 2402.13753) for the model's context.
 
-    mlx-lm has the long factors only. The short ones are for texts up to the length that the model
-    was first trained with; a cache's keys are rotated already, so a text cannot change over. As in
-    vLLM, the context decides for all texts, and a context that is longer is a warning.
+    mlx-lm has only the long factors. The short ones are for texts up to the length that the model
+    was first trained with. A text cannot change over when it gets longer, because its cached keys
+    are rotated already. As in vLLM, the context length decides for all texts; a warning says so if
+    it takes the long factors.
     """
     ropes = [rope for rope in model.modules() if isinstance(rope, SuScaledRoPE)]
-    if not ropes or kind_of(scaling) not in _LONGROPE:
+    if not ropes or scaling_kind(scaling) not in _LONGROPE:
         return
     nested = scaling.get("original_max_position_embeddings")
     original = nested or text.get("original_max_position_embeddings")
@@ -155,15 +163,15 @@ def _scale(
     model.update_modules(tree_unflatten([*new.items()]))
 
 
-def kind_of(scaling: Config) -> Any:
-    """The kind of a scaling, by either name of the field."""
+def scaling_kind(scaling: Config) -> Any:
+    """The kind of a scaling, which configs call `rope_type` or `type`."""
     return scaling.get("rope_type", scaling.get("type"))
 
 
-def scaling_of(text: Config) -> Config | None:
-    """The scaling of a config's rotations; None for none, or one for each kind of layer."""
+def find_scaling(text: Config) -> Config | None:
+    """The scaling of a config's rotations. None if there is none, or one per kind of layer."""
     for scaling in (text.get("rope_scaling"), text.get("rope_parameters")):
-        if isinstance(scaling, dict) and kind_of(scaling) not in _UNSCALED:
+        if isinstance(scaling, dict) and scaling_kind(scaling) not in _UNSCALED:
             return scaling
     return None
 
@@ -198,7 +206,7 @@ def _unscaled(text: Config) -> Config:
 
 
 def _reads_scaling(config: Config) -> bool:
-    """Whether layers compute something else without the scaling of a config's rotations."""
+    """Whether mlx-lm's layers use the scaling: without it, they would compute something else."""
     model_class, arguments = classes_of(config)
     plain = with_text(config, _unscaled(text_config(config)))
     try:

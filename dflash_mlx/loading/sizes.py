@@ -1,7 +1,7 @@
-"""What known targets take of a machine's memory, and how fast a Mac would decode: predictions.
+"""Predicts how much memory known targets need, and how fast a Mac would decode with them.
 
-A plain step takes as long as reading its weights and context, and a few microseconds per kernel. A
-step of many rows also takes as long as multiplying by the weights, if that is longer (Williams,
+A plain step takes the time to read its weights and context, plus a few microseconds per kernel. A
+step of many rows takes the time to multiply by the weights instead, if that is longer (Williams,
 Waterman, Patterson, "Roofline", 2009).
 """
 
@@ -17,20 +17,33 @@ from ..machine.facts import GB
 from .quantization import LARGE_DRAFTER, Quantization
 from .registry import KnownPair, pair_of
 
-CONTEXT = 16_000  # tokens that have to fit
-BITS = 4  # of a weight, as models are usually converted
+CONTEXT = 16_000  # tokens of context that must fit into the memory
+BITS = 4  # bits per weight, as models are usually converted
 GROUP = 64  # weights that share a scale
-READ = 1_000  # tokens of context that a predicted step reads
-ROWS = 16  # of a step that drafts
-STOCK_ROWS = 32  # of MLX's own tile, which is paid for as a whole
-EXPERT_ROWS = 10  # what our tile of an expert costs: half of it is multiplied
-DRAFT_KERNELS = 120  # of a drafter's forward
-OUR_TILES = ("M1", "M2", "M3", "M4")  # where our kernels are expected to win
+STEP_CONTEXT = 1_000  # tokens of context that a predicted step reads
+ROWS = 16  # rows that a step with drafts verifies
+STOCK_ROWS = 32  # rows of MLX's own tile, which costs the same if fewer are used
+EXPERT_ROWS = 10  # rows that our tile of an expert costs: half of it is multiplied
+DRAFT_KERNELS = 120  # kernels that a drafter's forward launches
+OUR_TILES = ("M1", "M2", "M3", "M4")  # generations on which our kernels are expected to win
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A target and its drafter, as sizes.toml describes them."""
+    """A target and its drafter, as sizes.toml describes them.
+
+    Attributes:
+        dense: parameters, in billions, that every token is multiplied by.
+        head: those of them, in billions, that compute the logits.
+        token: kB of keys and values per token of context.
+        kernels: launches of a plain forward, roughly.
+        drafter: parameters of the default drafter, in billions.
+        lookup: parameters of embeddings that are only looked up, in billions.
+        experts: how many experts there are, of which each token uses `chosen`.
+        expert: parameters of one expert in all layers, in billions.
+        fixed: MB of windows and states, at any length of the context.
+        stored: bytes per parameter, (dense, expert), if the publisher has quantized them.
+    """
 
     dense: float
     head: float
@@ -51,7 +64,7 @@ class ModelSize:
 
     @property
     def published_weights(self) -> float:
-        """Bytes of the target's weights as published: 16 bits each unless `stored` says less."""
+        """Bytes of the target's weights as published, with 16 bits each unless `stored` is set."""
         dense, expert = self.stored or (2.0, 2.0)
         return GB * ((self.dense + self.lookup) * dense + self.experts * self.expert * expert)
 
@@ -67,42 +80,46 @@ class ModelSize:
         return 1e3 * self.token * tokens + 1e6 * self.fixed
 
     def plain_seconds(self, chip: Chip, bits: int = BITS) -> float:
-        """Predicted seconds of a plain step."""
+        """Predict the seconds that a plain step takes."""
         dense, expert = self._bytes(bits)
         read = GB * (self.dense * dense + self.chosen * self.expert * expert)
-        return chip.reading(read + self.context(READ)) + chip.launch * self.kernels
+        return chip.read_seconds(read + self.context(STEP_CONTEXT)) + chip.launch * self.kernels
 
     def gains_above(self, chip: Chip, bits: int = BITS) -> float:
-        """Tokens that a step of 16 rows has to bring to be faster than plain steps: predicted."""
+        """Predict how many tokens a step of 16 rows must yield to be faster than plain steps."""
         dense, _ = self._bytes(bits)
-        draft = chip.reading(self.drafter_bytes + GB * self.head * dense)
+        draft = chip.read_seconds(self.drafter_bytes + GB * self.head * dense)
         draft += chip.launch * DRAFT_KERNELS
         return (draft + self._verify_seconds(chip, bits)) / self.plain_seconds(chip, bits)
 
     def _verify_seconds(self, chip: Chip, bits: int) -> float:
+        """Predict the seconds of the target's forward over 16 rows."""
         dense, expert = self._bytes(bits)
-        reading = chip.reading(GB * self.dense * dense)
-        expert_reading = chip.reading(GB * self.expert * expert)
-        experts = ROWS * self.chosen * expert_reading  # MLX reads each row's experts
+        read_dense = chip.read_seconds(GB * self.dense * dense)
+        read_expert = chip.read_seconds(GB * self.expert * expert)
+        experts = ROWS * self.chosen * read_expert  # MLX reads each row's experts
         if chip.generation in OUR_TILES:
-            multiplying = chip.multiplying(ROWS, GB * self.dense)
-            shared = self.experts and self.experts * (1 - (1 - self.chosen / self.experts) ** ROWS)
-            once = max(expert_reading, chip.multiplying(EXPERT_ROWS, GB * self.expert))
-            experts = min(experts, shared * once)
+            multiply_dense = chip.multiply_seconds(ROWS, GB * self.dense)
+            if self.experts:
+                # Our kernels read an expert once for all rows that use it.
+                unused = (1 - self.chosen / self.experts) ** ROWS
+                used_experts = self.experts * (1 - unused)
+                multiply_expert = chip.multiply_seconds(EXPERT_ROWS, GB * self.expert)
+                experts = min(experts, used_experts * max(read_expert, multiply_expert))
         else:
-            multiplying = chip.multiplying(STOCK_ROWS, GB * self.dense, chip.stock_share)
-        rest = chip.reading(self.context(READ)) + chip.launch * self.kernels
-        return rest + max(reading, multiplying) + experts
+            multiply_dense = chip.multiply_seconds(STOCK_ROWS, GB * self.dense, chip.stock_share)
+        rest = chip.read_seconds(self.context(STEP_CONTEXT)) + chip.launch * self.kernels
+        return rest + max(read_dense, multiply_dense) + experts
 
     def _bytes(self, bits: int) -> tuple[float, float]:
-        """Bytes per parameter, of the dense ones and of experts."""
+        """Bytes per dense parameter, and per parameter of an expert."""
         per_weight = Quantization(bits, GROUP).bytes_of(1)
         return self.stored or (per_weight, per_weight)
 
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that a target takes: of its weights, its drafter and `CONTEXT` tokens."""
+    """Bytes that a target needs for its weights, its drafter and `CONTEXT` tokens of context."""
 
     weights: float
     drafter: float
@@ -110,7 +127,7 @@ class MemoryNeed:
 
     @property
     def total(self) -> float:
-        """Their sum."""
+        """All bytes together."""
         return self.weights + self.drafter + self.context
 
 
@@ -121,25 +138,25 @@ def _sizes() -> dict[str, ModelSize]:
 
 
 def size_of(pair: KnownPair) -> ModelSize | None:
-    """The size of a pair's target; None if its shapes are not known."""
+    """The size of a pair's target; None if sizes.toml does not have it."""
     return _sizes().get(pair.short)
 
 
 def bits_on_load(pair: KnownPair) -> int | None:
-    """The bits that the download has to be quantized to on load, to take what `memory_need` says.
+    """The bits to quantize to on load, so that the model takes what `memory_need` predicts.
 
-    None for a conversion, for weights that their publisher has quantized, and if the size is not
-    known.
+    None if the download is quantized already, and if the target's size is not known.
     """
     size = size_of(pair)
     return BITS if size is not None and size.stored is None and not pair.conversion else None
 
 
 def memory_need(pair: KnownPair, bits: int = BITS) -> MemoryNeed | None:
-    """What a target and its drafter take of the memory; None if its shapes are not known.
+    """The memory that a target and its drafter need; None if the target's size is not known.
 
     Args:
-        bits: of a weight. One that its publisher has quantized stays as it is.
+        pair: the target and its drafters.
+        bits: bits per weight. Weights that the publisher has quantized stay as they are.
     """
     size = size_of(pair)
     if size is None:

@@ -22,8 +22,8 @@ class Chip:
         bandwidth: bytes per second.
         flops: half-precision operations per second.
         stock_share: the part of `flops` that MLX's own 32-row tile reaches.
-        tile_share: the part that a 16-row tile reaches.
-        launch: seconds of the GPU's time that each kernel takes besides.
+        tile_share: the part of `flops` that a 16-row tile reaches.
+        launch: seconds that the GPU takes to start a kernel.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Chip:
     tile_share: float
     launch: float
 
-    def reading(self, size: float) -> float:
+    def read_seconds(self, size: float) -> float:
         """Seconds to read `size` bytes."""
         return size / (self.bandwidth * BANDWIDTH_SHARE)
 
-    def multiplying(self, rows: int, weights: float, share: float | None = None) -> float:
+    def multiply_seconds(self, rows: int, weights: float, share: float | None = None) -> float:
         """Seconds to multiply `rows` rows by `weights` weights, at a share of the peak."""
         return 2 * rows * weights / (self.flops * (share or self.tile_share))
 
@@ -66,7 +66,10 @@ def chips() -> list[Chip]:
 def find_chip(name: str) -> Chip | None:
     """The chip called "M4 Max", "m4max" or, like MLX's device name, "Apple M4 Max"."""
     wanted = re.sub("^apple|[ -]", "", name.lower())
-    return next((chip for chip in chips() if chip.name.lower().replace(" ", "") == wanted), None)
+    for chip in chips():
+        if chip.name.lower().replace(" ", "") == wanted:
+            return chip
+    return None
 
 
 def chip_named(name: str) -> Chip:

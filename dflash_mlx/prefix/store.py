@@ -164,10 +164,10 @@ class PrefixStore:
     ) -> list[int]:
         """Where to pause while reading the rest of a prompt, to `insert` a checkpoint.
 
-        Empty for a pair whose caches can be trimmed to any position. Otherwise the positions are
-        those in `ends`, where other prompts are likely to diverge (by default shortly before the
-        prompt's end), and ends of blocks: one every `stride` tokens, and the one where this prompt
-        diverges from a cached one.
+        Empty for a pair whose caches can be trimmed to any position. Otherwise the positions are:
+        - `ends`, where other prompts are likely to diverge (by default shortly before the end)
+        - the end of a block every `stride` tokens
+        - the end of the block where this prompt diverges from a cached one
         """
         if not isinstance(drafter, SupportsSharing) or can_trim(target, drafter):
             return []
@@ -177,7 +177,8 @@ class PrefixStore:
         ends = ends or [len(prompt) - CHANGING_END]
         strides = range(0, len(prompt), -(-self._stride // self._block) * self._block)
         last = len(prompt) - ALWAYS_READ
-        return sorted(p for p in {diverges, *ends, *strides} if target.position < p <= last)
+        candidates = {diverges, *ends, *strides}
+        return sorted(position for position in candidates if target.position < position <= last)
 
     def insert(
         self,
@@ -207,7 +208,7 @@ class PrefixStore:
         with self._lock:
             new = self._new_blocks(target, drafter, keys)
             if checkpoint:
-                key, tail = self._end_of(path, text, trims)
+                key, tail = self._end_entry(path, text, trims)
                 if key not in self._memory and (len(tail) or not trims):
                     arrays = _tail_arrays(target, drafter, start=len(ids) - len(tail), end=len(ids))
                     new.append(
@@ -258,7 +259,7 @@ class PrefixStore:
     def _new_blocks(
         self, target: TargetSession, drafter: SupportsSharing, keys: BlockKeys
     ) -> list[Entry]:
-        """Copies of the full blocks that are not in memory yet."""
+        """Copy the full blocks that are not in memory yet."""
         new = []
         for start, (block, key) in zip(count(step=self._block), pairwise(keys.path), strict=False):
             if key in self._memory:
@@ -269,7 +270,7 @@ class PrefixStore:
             new.append(Entry(key, arrays=rows, block=block, tokens=tokens, is_block=True))
         return new
 
-    def _end_of(
+    def _end_entry(
         self, path: Sequence[bytes], text: np.ndarray, trims: bool
     ) -> tuple[bytes, np.ndarray]:
         """The key of the entry for the end of a text, and the tokens after its last block."""
@@ -365,7 +366,7 @@ class PrefixStore:
         return entries
 
     def _layout(self, session: TargetSession, length: int) -> Layout:
-        """What the pair stores of a text with this many tokens."""
+        """The arrays that the pair stores for a text of `length` tokens."""
         target = self._target.start(session.tap_layers, session.kv_bits)
         drafter = start_session(self._drafter, self._target, Sampler())
         assert isinstance(drafter, SupportsSharing)

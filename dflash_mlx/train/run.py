@@ -116,7 +116,7 @@ def train(
         )
     samples = collect_samples(target, work=work, recipe=recipe, turns=turns, listen=listen)
     held_out, training = split(samples, recipe)
-    raw = _shape(target, recipe=recipe, samples=training, warm=warm)
+    raw = _drafter_fields(target, recipe=recipe, samples=training, warm=warm)
     config = DraftConfig.from_dict(raw)
     tokens = sum(bucket_length(len(sample.tokens), recipe.tokens) for sample in training)
     in_epochs = max(1, round(EPOCHS * tokens / (2 * recipe.tokens)))
@@ -127,7 +127,7 @@ def train(
     check_memory(needed, settings)
     start = None if warm is None else warm[0]
     if recipe.hours is not None:
-        steps = _steps_of_hours(
+        steps = _steps_in_hours(
             target,
             config=config,
             settings=settings,
@@ -142,7 +142,7 @@ def train(
         samples=len(training),
         held_out=len(held_out),
         tokens=sum(len(s.tokens) for s in training),
-        answer_tokens=sum(b - a for s in training for a, b in s.answers),
+        answer_tokens=sum(end - start for s in training for start, end in s.answers),
         steps=settings.steps,
         memory_bytes=needed,
         tokens_of_step=2 * recipe.tokens,
@@ -174,7 +174,7 @@ def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> Non
         turn_start(target)
     elif not recipe.keep_answers:
         user_header(target)
-    config = DraftConfig.from_dict(_shape(target, recipe=recipe, samples=(), warm=warm))
+    config = DraftConfig.from_dict(_drafter_fields(target, recipe=recipe, samples=(), warm=warm))
     config.check_fits(target.hidden_size, target.vocab_size, target.num_layers)
     check_trainable(config)
     if recipe.draft_vocab and (config.kind == "dflash2" or (warm and "lm_head" in warm[0])):
@@ -194,7 +194,7 @@ def held_out_record(target: Target, sample: Sample) -> dict[str, Any]:
     return {"ids": list(sample.tokens[:start]), "answer": text}
 
 
-def _shape(
+def _drafter_fields(
     target: Target,
     recipe: Recipe,
     samples: Sequence[Sample],
@@ -227,7 +227,7 @@ def _shape(
 
 
 def _settings(recipe: Recipe, steps: int) -> DrafterSettings:
-    """The settings of a training of so many steps."""
+    """The settings of a training with this many steps."""
     return DrafterSettings(
         steps=steps,
         tokens=recipe.tokens,
@@ -240,7 +240,7 @@ def _settings(recipe: Recipe, steps: int) -> DrafterSettings:
     )
 
 
-def _steps_of_hours(
+def _steps_in_hours(
     target: Target,
     config: DraftConfig,
     settings: DrafterSettings,

@@ -125,7 +125,17 @@ def write_turns(
 def _write_round(
     target: Target, header: Sequence[int], after: str | None, settings: AnswerSettings, seed: int
 ) -> list[str]:
-    """Write turns that ended, or openings of a text. Those of one word are left out."""
+    """Write one round of turns, or of openings of a text if `after` is None.
+
+    Turns that were cut off are left out, and so are those of a single word.
+
+    Args:
+        target: the model that writes them.
+        header: the token ids before a turn.
+        after: the chat template's text after a turn, at which a turn ends.
+        settings: `max_tokens` of a turn, and `chunk` turns per round.
+        seed: seeds the sampling.
+    """
     mx.random.seed(seed)
     sampler = make_sampler(TEMPERATURE, min_p=MIN_P)
     answers = complete_prompts(

@@ -135,11 +135,11 @@ def test_steps_that_others_timed_on_macs(step):
 def test_products_that_others_timed_on_macs(product):
     chip = chip_named(product["chip"])
     weights = product["columns"] * product["depth"]
-    predicted = chip.reading(Quantization(4, 64).bytes_of(weights))
+    predicted = chip.read_seconds(Quantization(4, 64).bytes_of(weights))
     if product["rows"] > 1:
         stock = product["kernels"] == "stock"
         rows, share = (sizes.STOCK_ROWS, chip.stock_share) if stock else (sizes.ROWS, None)
-        predicted = max(predicted, chip.multiplying(rows, weights, share))
+        predicted = max(predicted, chip.multiply_seconds(rows, weights, share))
     assert 1e3 * predicted == pytest.approx(product["milliseconds"], rel=0.2)
 
 

@@ -45,7 +45,7 @@ def test_a_quantization_in_modelopts_own_file_is_read(tmp_path: Path, form: str)
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"quantization": {"quant_algo": "FP8"}}, "quant_algo is 'FP8'; of ModelOpt's, NVFP4"),
+        ({"quantization": {"quant_algo": "FP8"}}, "quant_algo is 'FP8'; only NVFP4 can be loaded"),
         ({"producer": {"name": "modelopt"}}, "there is no quantization.quant_algo"),
         ({"quantization": {"quant_algo": None}}, None),
     ],

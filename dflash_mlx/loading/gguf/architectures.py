@@ -52,7 +52,7 @@ class Fields:
         self._read = set[str]()
 
     def __call__(self, name: str, default: Any = _REQUIRED) -> Any:
-        """A value, numbers of a reasonable size. Raises `ConfigError`."""
+        """The value of a key. Raises `ConfigError` if it is missing, or a number is too large."""
         self._read.add(name)
         value = self._metadata.get(f"{self._kind}.{name}", default)
         if value is _REQUIRED:
@@ -64,7 +64,12 @@ class Fields:
         return value
 
     def first(self, names: str | list[Any]) -> Any:
-        """The value of the first key that the file has, as the table lists them."""
+        """The value of the first of these keys that the file has.
+
+        Args:
+            names: one key or several, as in architectures.toml. None if no key is there and the
+                last one ends with "?"; without that, a missing key is a `ConfigError`.
+        """
         names = names if isinstance(names, list) else [names]
         # Every key is looked up, because that marks it as read.
         values = [self(key.rstrip("?"), None) if isinstance(key, str) else key for key in names]
@@ -98,7 +103,7 @@ class Fields:
                 raise self.wrong(name, actual)
 
     def wrong(self, name: str, value: Any) -> ConfigError:
-        """The error for a value that cannot be."""
+        """Make the error for a value that no model of this architecture has."""
         return ConfigError(f"{self.path}: {self._kind}.{name} is {str(value)[:40]}.")
 
     def vector(self, name: str) -> np.ndarray | None:
@@ -113,41 +118,53 @@ class Fields:
     def scaling(self, head_dim: int, theta: float) -> Config | None:
         """mlx-lm's `rope_scaling`: by the metadata, or by the tensors that divide frequencies.
 
-        As llama.cpp reads the keys: a factor without a type is linear, and YaRN's attention
-        factor multiplies its usual one.
+        Keys are read as llama.cpp reads them: a factor without a type is linear, and YaRN's
+        attention factor multiplies its usual one. Raises `ConfigError` for another scaling.
         """
-        key = "rope.scaling."
         divisors = self.vector(ROPE_DIVISORS)
-        factor = self(f"{key}factor", self("rope.scale_linear", 0.0)) or 1.0
-        kind = self(f"{key}type", "linear")
-        kind = "none" if (kind, factor) == ("linear", 1.0) else kind
+        factor = self("rope.scaling.factor", self("rope.scale_linear", 0.0)) or 1.0
+        kind = self("rope.scaling.type", "linear")
+        if kind == "linear" and factor == 1:
+            kind = "none"
         length = self("context_length")
-        original = self(f"{key}original_context_length", length)
-        attention = self(f"{key}attn_factor", 1.0)
+        original = self("rope.scaling.original_context_length", length)
+        attention = self("rope.scaling.attn_factor", None)
         if kind == "none" and divisors is not None:
             return self._llama3(divisors, head_dim, theta)
         long = self.vector(LONG)
         short = self.vector(SHORT)
-        usual = 1.0
-        scaling = {"type": kind, "factor": factor}
         if long is not None and short is not None and kind in ("none", "longrope"):
+            usual = 1.0
             if length > original > 1:
                 usual = math.sqrt(1 + math.log(length / original) / math.log(original))
-            attention = self(f"{key}attn_factor", usual)
+            self._check_attention_factor(attention, usual)
             factors = {"long_factor": long.tolist(), "short_factor": short.tolist()}
-            scaling = {"type": "longrope", **factors}
-        elif kind == "yarn" and divisors is None:
-            betas = {name: self(f"{key}yarn_{name}", None) for name in ("beta_fast", "beta_slow")}
-            scaling |= {name: beta for name, beta in betas.items() if beta is not None}
-            scaling["original_max_position_embeddings"] = original
-            if attention != 1:
-                scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
-            attention = 1.0
-        elif kind not in ("none", "linear") or divisors is not None:
-            raise self.wrong(f"{key}type", kind)
-        if abs(attention - usual) > 0.01 * usual:
-            raise self.wrong(f"{key}attn_factor", attention)
-        return None if scaling["type"] == "none" else scaling
+            return {"type": "longrope", **factors}
+        if divisors is not None:
+            raise self.wrong("rope.scaling.type", kind)
+        if kind == "yarn":
+            return self._yarn(factor, original, attention)
+        if kind not in ("none", "linear"):
+            raise self.wrong("rope.scaling.type", kind)
+        self._check_attention_factor(attention, 1.0)
+        return None if kind == "none" else {"type": kind, "factor": factor}
+
+    def _check_attention_factor(self, factor: float | None, usual: float) -> None:
+        """Raise `ConfigError` for an attention factor that mlx-lm's rotation does not compute."""
+        if factor is not None and abs(factor - usual) > 0.01 * usual:
+            raise self.wrong("rope.scaling.attn_factor", factor)
+
+    def _yarn(self, factor: float, original: int, attention: float | None) -> Config:
+        """YaRN's `rope_scaling`, for a model that was first trained with `original` tokens."""
+        scaling = {"type": "yarn", "factor": factor}
+        for name in ("beta_fast", "beta_slow"):
+            beta = self(f"rope.scaling.yarn_{name}", None)
+            if beta is not None:
+                scaling[name] = beta
+        scaling["original_max_position_embeddings"] = original
+        if attention is not None and attention != 1:
+            scaling["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+        return scaling
 
     def _llama3(self, divisors: np.ndarray, head_dim: int, theta: float) -> Config:
         factor = float(divisors.max())
@@ -228,7 +245,7 @@ def _llama(fields: Fields, config: Config) -> Config:
 
 
 def _gemma(fields: Fields, config: Config) -> Config:
-    """The scale of attention; the largest model of each generation computes it differently."""
+    """The scale of attention, which the largest model of each generation computes differently."""
     largest = config["num_hidden_layers"] in (46, 62)
     per_head = config["hidden_size"] // config["num_attention_heads"]
     return {"query_pre_attn_scalar": per_head if largest else config["head_dim"]}
@@ -245,13 +262,16 @@ def _gemma4(fields: Fields, config: Config) -> Config:
     part = 1.0 if divisors is None else float((divisors == 1).mean())
     full = {"rope_theta": config["rope_theta"], "partial_rotary_factor": part}
     local = {"rope_theta": fields("rope.freq_base_swa", 10000.0), "rope_type": "default"}
-    # Where a layer has no tensor of values, its keys are the values.
-    with_own = range(layers - config["num_kv_shared_layers"])
+    # Without a tensor of values, a layer uses its keys as values. The last layers have neither.
+    uses_keys_as_values = False
+    for layer in range(layers - config["num_kv_shared_layers"]):
+        if f"blk.{layer}.attn_v.weight" not in fields.tensors:
+            uses_keys_as_values = True
     return {
         "layer_types": ["sliding_attention" if slides else "full_attention" for slides in sliding],
         "num_key_value_heads": heads.get(True, heads.get(False)),
         "num_global_key_value_heads": heads.get(False),
-        "attention_k_eq_v": any(f"blk.{i}.attn_v.weight" not in fields.tensors for i in with_own),
+        "attention_k_eq_v": uses_keys_as_values,
         "intermediate_size": sizes[0],
         "use_double_wide_mlp": sizes[0] != sizes[-1],
         "vocab_size_per_layer_input": config["vocab_size"],
@@ -273,8 +293,9 @@ def _linear(fields: Fields, config: Config) -> Config:
 
 
 def _deepseek2(fields: Fields, config: Config) -> Config:
-    """DeepSeek-V3 and models of its layers; V2 chooses experts by a softmax."""
-    if (gating := fields("expert_gating_func", 0)) != _SIGMOID:
+    """DeepSeek-V3 and models with its layers. V2 is refused: it chooses experts by a softmax."""
+    gating = fields("expert_gating_func", 0)
+    if gating != _SIGMOID:
         raise fields.wrong("expert_gating_func", gating)
     if config["rope_scaling"]:
         fields.check_fixed({"rope.scaling.attn_factor": 1.0})

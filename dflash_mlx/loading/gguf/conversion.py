@@ -25,7 +25,7 @@ from . import gguf_tokenizer
 from .architectures import LONG, ROPE_DIVISORS, SHORT, architectures, read_config
 from .block_formats import GROUP, PACKINGS, is_readable, pack, unpack
 from .header import Tensor, read_header
-from .layout import change_of, gguf_name, stored_shape
+from .layout import find_change, gguf_name, stored_shape
 
 BYTES_PER_FILE = 1 << 30
 EMBEDDING = "token_embd.weight"
@@ -175,7 +175,7 @@ class Conversion:
             parts = pack(tensor.blocks(), tensor.type)
         else:
             parts = {"": unpack(tensor.blocks(), tensor.type)}
-        change = change_of(name, self.config, self._kind)
+        change = find_change(name, self.config, self._kind)
         shape = stored_shape(name, shape, self._kind)
         for part, array in parts.items():
             array = array.reshape(*shape[:-1], -1)

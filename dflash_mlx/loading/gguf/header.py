@@ -104,7 +104,7 @@ def _read(path: Path, general: bool = False) -> Header:
 
 
 class _Reader:
-    """Reads a header from front to back. What cannot be raises what its own numbers raise."""
+    """Reads a header from front to back. Impossible numbers raise one of `HEADER_ERRORS`."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
@@ -112,15 +112,16 @@ class _Reader:
         self._size = path.stat().st_size
 
     def header(self, general: bool = False) -> Header:
-        """The whole header, or its first keys that are about any model. Raises `WeightsError`."""
+        """Read the header, or only its first keys (`general.*`). Raises `WeightsError`."""
         if self._file.read(4) != b"GGUF":
             raise WeightsError(f"{self._path}: not a GGUF file.")
-        if (version := self._integer(4)) not in (2, 3):
+        version = self._integer(4)
+        if version not in (2, 3):
             raise ValueError(f"version {version}; 2 and 3 are read")
-        count = self._count(MAX_ENTRIES)
-        entries = self._count(MAX_ENTRIES)
+        tensor_count = self._count(MAX_ENTRIES)
+        key_count = self._count(MAX_ENTRIES)
         metadata: dict[str, Any] = {}
-        for _ in range(entries):
+        for _ in range(key_count):
             key = self._text()
             if general and not key.startswith("general."):
                 break
@@ -128,12 +129,15 @@ class _Reader:
         if general:
             return Header(metadata, {})
         described = {}
-        for _ in range(count):
+        for _ in range(tensor_count):
             name = self._text()
             dimensions = self._count(MAX_DIMENSIONS, 4)
-            shape = tuple(self._integer(8) for _ in range(dimensions))[::-1]
-            described[name] = shape, self._integer(4), self._integer(8)
-        if len(described) < count:
+            sizes = [self._integer(8) for _ in range(dimensions)]
+            shape = tuple(reversed(sizes))
+            kind = self._integer(4)
+            offset = self._integer(8)
+            described[name] = (shape, kind, offset)
+        if len(described) < tensor_count:
             raise ValueError("two tensors have one name")
         alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
         base = -(-self._file.tell() // alignment) * alignment
@@ -174,8 +178,12 @@ class _Reader:
         return self._bytes(self._count(MAX_TEXT)).decode()
 
     def _count(self, most: int, size: int = 8) -> int:
-        """How many of something follow. Bounded, or a large file of zeros would fill the memory."""
-        if (count := self._integer(size)) > most:
+        """Read how many of something follow, at most `most`.
+
+        Without a limit, a large file of zeros would fill the memory.
+        """
+        count = self._integer(size)
+        if count > most:
             raise ValueError(f"a count of {count:,}, {most:,} at most")
         return count
 

@@ -27,7 +27,7 @@ _SHARED = {"qwen3next": (r"in_proj_[ab]\.", 0), "gemma4": (r"switch_glu\.(gate|u
 
 
 def gguf_name(name: str, names: Mapping[str, str]) -> str:
-    """A parameter of mlx-lm by the name that the gguf package knows; `names` are a row's."""
+    """The gguf package's name of a parameter of mlx-lm. `names`: a row's "names" in the table."""
     for ours, theirs in (*_NAMES, *names.items()):
         name = re.sub(ours, theirs, name)
     return name
@@ -41,8 +41,8 @@ def stored_shape(name: str, shape: tuple[int, ...], kind: str) -> tuple[int, ...
     return (*shape[:axis], 2 * shape[axis], *shape[axis + 1 :])
 
 
-def change_of(name: str, config: Config, kind: str) -> Callable[[np.ndarray], np.ndarray] | None:
-    """What turns a file's tensor into a parameter; None for nothing."""
+def find_change(name: str, config: Config, kind: str) -> Callable[[np.ndarray], np.ndarray] | None:
+    """The function that turns a file's tensor into a parameter; None if they are the same."""
     for part, change in _CHANGES.get(kind, {}).items():
         if re.search(part, name):
             return lambda array: change(array, config)
