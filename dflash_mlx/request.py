@@ -179,7 +179,8 @@ class Request:
         stats = self.stats
         stats.output_tokens = len(piece.tokens)
         stats.peak_bytes = mx.get_peak_memory()
-        stats.prefill_seconds = stats.first_token_seconds = time.perf_counter() - self._clock
+        stats.prefill_seconds = time.perf_counter() - self._clock
+        stats.first_token_seconds = stats.prefill_seconds
         return Event(piece.text, piece.tokens, 0, 0, piece.finish_reason, stats)
 
     def release_caches(self, ahead: Step | None = None) -> None:
@@ -290,7 +291,9 @@ class Request:
         size = self.caches.target.vocab_size
         if min(tokens) < 0 or max(tokens) >= size:
             beyond = next(token for token in tokens if not 0 <= token < size)
-            raise ProposalError(f"A proposal: the vocabulary of {size} has no token {beyond}.")
+            raise ProposalError(
+                f"A proposal is wrong: the vocabulary of {size} has no token {beyond}."
+            )
         rows, new = accept(tokens, step.proposal.parents, choices)
         check_choice(new[-1])
         return rows, new

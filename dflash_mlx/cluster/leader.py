@@ -68,7 +68,8 @@ class Leader:
         self._in_forward = False
         self._problem: str | None = None
         self._last = time.monotonic()
-        self.messages = self.heartbeats = 0
+        self.messages = 0
+        self.heartbeats = 0
         self._watchdog = Watchdog(stall, self._stalled)
         self._ended = threading.Event()
         self._heartbeat = threading.Thread(

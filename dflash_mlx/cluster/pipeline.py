@@ -80,9 +80,14 @@ class StageTaps(Taps):
 
     def __init__(self, target: Target, first: int, indices: Sequence[int]) -> None:
         end = first + len(target.layers)
-        self._here = [first <= max(index, 0) < end for index in indices]
-        here = [index for index, is_here in zip(indices, self._here, strict=True) if is_here]
-        super().__init__(target.layers, [max(index - first, -1) for index in here])
+        self._here = []  # whether each tapped layer is in this stage
+        local_indices = []
+        for index in indices:
+            is_here = first <= max(index, 0) < end
+            self._here.append(is_here)
+            if is_here:
+                local_indices.append(max(index - first, -1))
+        super().__init__(target.layers, local_indices)
         # Hidden states travel from stage to stage in this type.
         like = target.embed(mx.zeros((1, 1), mx.int32))
         self._width = like.shape[-1]
@@ -93,7 +98,14 @@ class StageTaps(Taps):
         outputs = super().of(runs, rows)
         if all(self._here):
             return outputs
-        outputs_here = iter(mx.split(outputs, sum(self._here), axis=-1) if any(self._here) else ())
         zeros = mx.zeros((1, rows, self._width), self._dtype)
-        parts = [next(outputs_here) if is_here else zeros for is_here in self._here]
-        return mx.concatenate([part.astype(self._dtype) for part in parts], axis=-1)
+        parts = []
+        start = 0
+        for is_here in self._here:
+            if is_here:
+                output = outputs[..., start : start + self._width]
+                parts.append(output.astype(self._dtype))
+                start += self._width
+            else:
+                parts.append(zeros)
+        return mx.concatenate(parts, axis=-1)

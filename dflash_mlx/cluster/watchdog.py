@@ -21,7 +21,7 @@ class Watchdog:
 
     Args:
         limit: seconds that an operation may take.
-        stalled: called once, in the watchdog's thread, with the seconds that it has taken.
+        stalled: called once, in the watchdog's thread, with the seconds since the operation began.
     """
 
     def __init__(self, limit: float, stalled: Callable[[float], None]) -> None:
@@ -35,8 +35,9 @@ class Watchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch the operation inside."""
-        started = self._started = time.monotonic()
+        """Watch the operation in the body of the `with` statement."""
+        started = time.monotonic()
+        self._started = started
         try:
             yield
         finally:

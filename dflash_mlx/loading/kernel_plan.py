@@ -74,7 +74,7 @@ def use_kernels(
 
 
 def begin_checks(kernels: Kernels) -> None:
-    """Have every launch of these kernels checked that has not passed on this device before."""
+    """Check each launch of these kernels, unless it has passed on this device before."""
     kernels.checks.passed = kernels.checks.passed or set()
     if kernels.on_device:  # what an emulator takes says nothing
         kernels.checks.passed = read_passed_checks()
@@ -82,7 +82,7 @@ def begin_checks(kernels: Kernels) -> None:
 
 
 def forms(target: Target) -> list[str]:
-    """The names of all weights and attention of a target, one a layer: what its timings are for."""
+    """The forms of a target's weights and attention, one per layer, by which timings are stored."""
     products = [matrix.key for _, _, matrix in matrices(target.model, target.config)]
     return products + attention.attention_keys(target.pairs())
 
@@ -99,7 +99,7 @@ def candidates(target: Target, tensor_units: bool = False) -> Rows:
 def time_kernels(
     target: Target, kernels: Kernels, stopwatch: Stopwatch
 ) -> tuple[Rows, list[Timing]]:
-    """Time a target whose layers are MLX's, as `time_verify_steps` does, and keep the answer."""
+    """Time a target as `time_verify_steps` does, and save the result."""
     begin_checks(kernels)
     rows, timings = time_verify_steps(target, kernels, stopwatch)
     if any(timing.ours for timing in timings):  # else the next load times again
@@ -110,9 +110,10 @@ def time_kernels(
 def time_verify_steps(
     target: Target, kernels: Kernels, stopwatch: Stopwatch
 ) -> tuple[Rows, list[Timing]]:
-    """Time a target's verifies; returns the rows at which ours run, by form, and the timings.
+    """Time verify steps of a target with MLX's kernels and with ours.
 
-    The target has no wiring, before and afterwards.
+    Returns the row counts at which ours run, for each form of a layer, and the timings. The target
+    must run on MLX's kernels, and does so afterwards.
     """
 
     def start(wiring: Wiring, rows: int, depth: int) -> Call:
@@ -156,7 +157,10 @@ def _fill(target: Target, caches: Sequence[Any], depth: int) -> None:
 def use_drafter_kernels(
     drafter: nn.Module, kernels: Kernels, stopwatch: Stopwatch | None = None
 ) -> None:
-    """The same for a drafter, never exact: drafts do not change the text."""
+    """Run a drafter's layers on our kernels where they are faster.
+
+    Never exact, because drafts do not change the text.
+    """
     names = [matrix.key for _, _, matrix in matrices(drafter, {})]
     rows = read_choices(names)
     if stopwatch is None and kernels.on_device:

@@ -38,7 +38,9 @@ def check_memory(name: str, needed: int, in_4_bits: int | None = None) -> None:
     )
 
 
-def fits(size: float, quantized: bool = False, beside: float = 0.0, *, mac: bool = ON_MAC) -> str:
+def fits(
+    size: float, quantized: bool = False, other_bytes: float = 0.0, *, mac: bool = ON_MAC
+) -> str:
     """Whether a target fits: "yes", "no", or the option that it needs ("with --target-bits 8").
 
     The limit is the one that loading enforces. On a CPU, unquantized weights are loaded as f32.
@@ -46,10 +48,10 @@ def fits(size: float, quantized: bool = False, beside: float = 0.0, *, mac: bool
     Args:
         size: the size of the stored weights in bytes.
         quantized: whether they are already quantized; otherwise each takes two bytes.
-        beside: bytes that a drafter and the context need.
+        other_bytes: bytes that a drafter and the context need.
         mac: whether the target runs on a Mac.
     """
-    limit = usable_bytes() - beside
+    limit = usable_bytes() - other_bytes
     if size * (1 if quantized or mac else 2) <= limit:
         return YES
     if quantized:
@@ -60,9 +62,9 @@ def fits(size: float, quantized: bool = False, beside: float = 0.0, *, mac: bool
     return NO
 
 
-def fits_here(size: float, quantized: bool = False, beside: float = 0.0) -> str:
+def fits_here(size: float, quantized: bool = False, other_bytes: float = 0.0) -> str:
     """A phrase for messages that says whether a target of this size fits this machine."""
-    return f"{WHETHER}: {fits(size, quantized, beside)}"
+    return f"{WHETHER}: {fits(size, quantized, other_bytes)}"
 
 
 def looks_quantized(name: str) -> bool:

@@ -113,12 +113,16 @@ class KnownPair:
 
     @property
     def unsupported(self) -> str | None:
-        """Why no target of the pair can be loaded; None if they can. Imports nothing."""
+        """Why no target of the pair can be loaded; None if one can, or without mlx-lm.
+
+        Looks for the file of mlx-lm's module, so that nothing is imported.
+        """
         mlx_lm = find_spec("mlx_lm")
-        folders = () if mlx_lm is None else mlx_lm.submodule_search_locations or ()
-        models = (Path(folder) / "models" / f"{self.model_type}.py" for folder in folders)
-        if mlx_lm is None or any(map(Path.exists, models)):
+        if mlx_lm is None:
             return None
+        for folder in mlx_lm.submodule_search_locations or ():
+            if (Path(folder) / "models" / f"{self.model_type}.py").exists():
+                return None
         return f"mlx-lm {version('mlx-lm')} has no {self.model_type}"
 
     def matches(self, name: str) -> bool:

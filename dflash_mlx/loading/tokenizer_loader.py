@@ -69,7 +69,7 @@ def read_tokenizer(folder: Folder) -> Any:
         form = "tiktoken's with a class" if uses_tiktoken else "a class"
         raise ConfigError(
             f"{path}: its tokenizer is {form} of the repository, {brief(name)}, whose code is not "
-            f"run; of these, Kimi's ({KIMI}) is read. Add a tokenizer.json."
+            f"run. Only Kimi's ({KIMI}) is supported: add a tokenizer.json."
         )
     if (path / "tokenizer.model").exists():
         return _load(path, folder)

@@ -185,8 +185,8 @@ def read_config(path: object, header: Header) -> Config:
     rows = architectures()
     if kind not in rows:
         raise ConfigError(
-            f"{path}: the architecture is {str(kind)[:40]!r}; of GGUF files, {', '.join(rows)} "
-            "are read."
+            f"{path}: the architecture is {str(kind)[:40]!r}, which is not supported. Supported "
+            f"are {', '.join(rows)}."
         )
     row = rows[kind]
     fields = Fields(path, kind, header)

@@ -68,8 +68,8 @@ class DrafterConversion:
         kind = header.metadata.get("general.architecture")
         if kind != KIND:
             raise ConfigError(
-                f"{self._path}: a drafter of the architecture {str(kind)[:40]!r}; of GGUF files, "
-                f"{KIND!r} is read. Its safetensors may be."
+                f"{self._path}: a drafter of the architecture {str(kind)[:40]!r}. Only {KIND!r} is "
+                "supported in GGUF: try its safetensors."
             )
         self._unpacked = unpacked
         self._metadata = header.metadata

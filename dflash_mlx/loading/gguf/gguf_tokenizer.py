@@ -77,7 +77,7 @@ class TokenizerFields:
             self.tokens: list[str] = metadata[f"{_KEY}tokens"]
             self.types: list[int] = self("token_type", [NORMAL] * len(self.tokens))
             if len({*self.tokens}) < len(self.tokens) or len(self.types) != len(self.tokens):
-                raise ValueError("a token is there twice, or has no type")
+                raise ValueError("it lists a token twice, or one without a type")
 
     def __call__(self, name: str, default: Any = None) -> Any:
         """A value, or the default without it."""
@@ -122,10 +122,11 @@ class TokenizerFields:
 def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a GGUF file. Raises `ConfigError` for an unknown kind, or a broken one."""
     fields = TokenizerFields(path, metadata)
-    if (model := str(fields("model"))) not in _MODELS:
+    model = str(fields("model"))
+    if model not in _MODELS:
         raise ConfigError(
-            f"{path}: its tokenizer is {model[:40]!r}; of GGUF files, byte-level BPE (gpt2) "
-            "and SentencePiece's BPE (llama, gemma4) are read."
+            f"{path}: the tokenizer is {model[:40]!r}, which is not supported. Supported are "
+            "byte-level BPE (gpt2) and SentencePiece's BPE (llama, gemma4)."
         )
     with ErrorWrapper(ConfigError, f"{path}: its tokenizer cannot be read", TOKENIZER_ERRORS):
         tokenizer = _MODELS[model](fields)
