@@ -42,6 +42,7 @@ from .internals import (
 from .mixers import read_rows
 from .model_parts import ModelParts, different
 from .recurrences import Recurrence, recurrence_of
+from .rotations import Rotations
 from .rows import AXES, PerRequest, Rows, Verified
 from .taps import Taps
 from .tree_attention import ropes
@@ -61,6 +62,7 @@ class Forward:
         last_only: whether only each request's last row has logits.
         tapped: the ids of the layers whose runs are recorded.
         pieces: the ids of the layers after which the device may start.
+        rotations: what the rotations of a traced step share; None where MLX has a kernel.
         runs: each tapped layer's inputs and results, run by run.
         verifies: whether layers may run our code: prompts that are read alone run mlx-lm's.
         attends: whether attention calls our function.
@@ -73,6 +75,7 @@ class Forward:
     last_only: bool = False
     tapped: frozenset[int] = frozenset()
     pieces: frozenset[int] = frozenset()
+    rotations: Rotations | None = None
     runs: dict[int, list[tuple[Any, Any]]] = field(default_factory=dict)
     verifies: bool = field(init=False)
     attends: bool = field(init=False)
@@ -201,9 +204,11 @@ class Interception:
 
         def call(rope: nn.Module, x: mx.array, *args: Any, **settings: Any) -> Any:
             forward = running.forward
-            if forward is None or not forward.rotates:
-                return stock(rope, x, *args, **settings)
-            return _rotate(partial(stock, rope), forward.rows, x, *args, **settings)
+            if forward is not None and forward.rotates:
+                return _rotate(partial(stock, rope), forward.rows, x, *args, **settings)
+            if forward is not None and forward.rotations is not None:
+                return forward.rotations.rotate(stock, rope, x, *args, **settings)
+            return stock(rope, x, *args, **settings)
 
         return call
 

@@ -19,6 +19,7 @@ from .caches.step import STEPS, step_caches
 from .intercept import Forward
 from .kv_slots import SlotArray, SlotRows
 from .model_parts import MODEL_ERRORS
+from .rotations import Rotations
 from .rows import AXES, Rows, Verified
 from .span import Span
 from .taps import Taps
@@ -41,7 +42,7 @@ class TracedSteps(Traces):
     def __init__(
         self,
         run: Callable[[mx.array, Sequence[Any], Taps, Forward], Verified],
-        make_forward: Callable[[Rows], Forward],
+        make_forward: Callable[..., Forward],
     ) -> None:
         super().__init__(MODEL_ERRORS)
         self._run = run
@@ -84,8 +85,14 @@ class TracedSteps(Traces):
         def make() -> _Chain:
             rows = Rows([Span(EMPTY, Proposal([0] * count))])
             run = self._run
-            forward = self._make_forward
-            return _Chain(lambda ids, held: run(ids, held, taps, forward(rows)), caches, attended)
+            make_forward = self._make_forward
+            on_cpu = mx.default_device() == mx.Device(mx.cpu)
+
+            def forward(ids: mx.array, held: Sequence[Any]) -> Verified:
+                rotations = Rotations() if on_cpu else None
+                return run(ids, held, taps, make_forward(rows, rotations=rotations))
+
+            return _Chain(forward, caches, attended)
 
         return cast(Verified | None, self.call(shape, make, ids, offset, caches))
 

@@ -1,8 +1,10 @@
 """Steps that are traced and replayed: the same bits as without, few traces, memory in place."""
 
+import io
 import threading
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from batches import SharedVerifier
 from families import family_target
@@ -11,6 +13,7 @@ from tinymodels import target
 import dflash_mlx as dm
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
+from dflash_mlx.targets.rotations import Rotations
 from dflash_mlx.targets.traced import attended_keys
 from dflash_mlx.traces import Traces
 
@@ -205,3 +208,39 @@ def test_a_model_that_looks_at_its_position_runs_without_traces(monkeypatch):
     assert "eval" in model.steps.why_not
     assert not model.steps._of_thread.functions
     assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("settings", [{}, {"base": 1e6}, {"scale": 0.25}])
+def test_shared_rotations_have_the_bits_of_mlx(rows, settings):
+    rope = nn.RoPE(64, **settings)
+    rotations = Rotations()
+    for position in (1, 37, 1000, 40_000):
+        offset = mx.array([position])
+        for heads in (2, 6):
+            x = mx.random.normal((1, heads, rows, 64))
+            ours = rotations.rotate(nn.RoPE.__call__, rope, x, offset=offset)
+            assert mx.array_equal(ours, rope(x, offset=offset)).item()
+
+
+@pytest.mark.parametrize("settings", [{"traditional": True}, {"dims": 32}])
+def test_other_rotations_are_left_to_mlx(settings):
+    rope = nn.RoPE(**{"dims": 64} | settings)
+    x = mx.random.normal((1, 2, 4, 64))
+    offset = mx.array([5])
+    ours = Rotations().rotate(nn.RoPE.__call__, rope, x, offset=offset)
+    assert mx.array_equal(ours, rope(x, offset=offset)).item()
+
+
+def test_the_layers_of_a_traced_step_share_their_rotations():
+    """Cosines: one for all layers, whose queries and keys turn alike."""
+    one = target(num_hidden_layers=5)
+    session = one.start()
+    list(session.prefill(PROMPT))
+    for _ in range(3):
+        logits, _ = session.verify(Proposal([1] * 4))
+        graph = io.StringIO()
+        mx.export_to_dot(graph, logits)
+        mx.eval(logits)
+        session.commit([0])
+    assert graph.getvalue().count('"Cos"') == 1
