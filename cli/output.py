@@ -28,12 +28,12 @@ DOUBTFUL = "?: a speedup above the tokens of a step: other programs disturbed th
 
 
 def stderr() -> Console:
-    """Return the console for progress, logs and summaries; plain text if it is no terminal."""
+    """Return the console for progress, logs and summaries; plain text if it is not a terminal."""
     return Console(stderr=True, highlight=False, force_terminal=sys.stderr.isatty())
 
 
 def stdout() -> Console:
-    """Return the console for results; plain text if it is no terminal."""
+    """Return the console for results; plain text if it is not a terminal."""
     return Console(highlight=False, force_terminal=sys.stdout.isatty())
 
 

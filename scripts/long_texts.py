@@ -59,7 +59,7 @@ def mlx_lm_seconds(target: Any, prompt: list[int], max_tokens: int) -> Seconds:
 
 
 def seconds(target: Any, drafter: Any, prompt: list[int], max_tokens: int) -> Seconds:
-    """The same of ours, with a new policy."""
+    """Decode with our loop and a new policy."""
     import dflash_mlx as dm
 
     policy = None if drafter is None else dm.DraftPolicy.of(target, drafter)

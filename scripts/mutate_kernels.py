@@ -3,7 +3,7 @@
     python scripts/mutate_kernels.py --limit 50 --seed 0
     python scripts/mutate_kernels.py --file metal/block_attention.metal
 
-Some survivors are no bugs: a changed line may mean the same. Read each before writing a test.
+Some survivors are not bugs: a changed line may mean the same. Read each before writing a test.
 Known ones:
 
 - `costs.guess`: `<=` for `<`; two estimated costs that are equal are no reason for either.

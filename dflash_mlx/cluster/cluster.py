@@ -44,7 +44,7 @@ class Cluster:
         process: how a supervisor started this process; None if another launcher did.
 
     Attributes:
-        rank, size: this rank, and the number of ranks; a size of 1 is no cluster.
+        rank, size: this rank, and the number of ranks; with size 1 there is no cluster.
         end: called first, in any thread, when the other ranks are lost, with the error; None ends
             the process at once if a thread waits for them forever.
         interrupted: whether Ctrl-C was pressed while this rank followed.

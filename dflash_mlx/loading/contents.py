@@ -64,7 +64,7 @@ class Contents(NamedTuple):
     """What a path holds.
 
     Attributes:
-        kind: `MODEL`, `DRAFTER`, `ADAPTER`, or `OTHER` for what is none of them.
+        kind: `MODEL`, `DRAFTER`, `ADAPTER`, or `OTHER` for anything else.
         words: the same with its article, for a message: "a PEFT adapter".
     """
 
@@ -92,7 +92,7 @@ def contents_of(path: Path) -> Contents:
 
 
 def check_is_text(path: Path) -> None:
-    """Raise `DataError` for a file that is no text, or a folder. Pipes are not looked into."""
+    """Raise `DataError` for a folder or a file that is not text. Pipes are not opened."""
     words = contents_of(path).words
     if path.is_dir() or (path.is_file() and words not in _TEXTS):
         raise DataError(f"{path} is {words}, not text.")

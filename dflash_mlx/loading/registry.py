@@ -354,7 +354,7 @@ def parts_of(path: Path) -> list[Path]:
     count = int(match[1])
     stem = path.name[: match.start()]
     if not 0 < count <= _MOST_PARTS:
-        raise WeightsError(f"{path}: {count} parts cannot be.")
+        raise WeightsError(f"{path}: the name promises {count} parts, not 1 to {_MOST_PARTS}.")
     parts = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
     for part in parts:
         if not part.is_file():

@@ -44,7 +44,7 @@ _KIMI_PATTERN = "|".join(
 )
 _KIMI_SPECIAL = 258  # ids after the ranks that are special tokens, named or reserved
 # Files that mlx-lm needs in a tokenizer's folder, besides tokenizer.json and its settings.
-_BESIDE = ("config.json", "generation_config.json", "*.jinja", "special_tokens_map.json")
+_OTHER_FILES = ("config.json", "generation_config.json", "*.jinja", "special_tokens_map.json")
 
 
 def read_tokenizer(folder: Folder) -> Any:
@@ -88,10 +88,10 @@ def _load(path: Path, folder: Folder) -> Any:
 def _load_as(folder: Folder, settings: dict[str, Any], tokenizer: bytes) -> Any:
     """The tokenizer of a tokenizer.json, without the class that the settings name."""
     plain = {name: value for name, value in settings.items() if name != "auto_map"}
-    # They are in tokenizer.json, with their numbers.
+    # tokenizer.json has the added tokens and their ids.
     plain.pop("added_tokens_decoder", None)
     with TemporaryDirectory() as view:
-        for pattern in _BESIDE:
+        for pattern in _OTHER_FILES:
             for file in folder.path.glob(pattern):
                 Path(view, file.name).symlink_to(file.resolve())
         Path(view, "tokenizer.json").write_bytes(tokenizer)

@@ -183,7 +183,7 @@ class GrammarFactory:
         return "\n".join([f"body: {names}", *rules])
 
     def _tool(self, number: int, tool: Tool) -> str:
-        """Return the rule of one call. Raises `RequestError` if its parameters are no object."""
+        """Return the rule of one call. Raises `RequestError` for non-object parameters."""
         syntax = self._form.family.calls
         assert isinstance(syntax, JsonCalls | TaggedCalls)
         head = self._literal(syntax.head.replace("{name}", tool.name))

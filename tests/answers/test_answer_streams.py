@@ -40,7 +40,7 @@ def test_every_parser_of_mlx_lm_is_known():
 
 @pytest.mark.parametrize("family", WRITERS)
 def test_markers_count_where_they_are_tokens_of_their_own(family):
-    """The same text, spelled in ordinary tokens, is text, and a part of thoughts and values."""
+    """A marker spelled in ordinary tokens is plain text: in answers, thoughts and values."""
     start = KNOWN[family].start
     end = KNOWN[family].end
     markers = [marker for marker in ("<think>", "</think>", start, end) if marker]

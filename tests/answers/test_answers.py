@@ -149,7 +149,7 @@ def test_arguments_by_other_names_and_without_any():
 
 
 @pytest.mark.parametrize("family", WRITERS)
-def test_calls_beside_what_is_none(family):
+def test_broken_calls_and_words_around_calls_are_text(family):
     """A broken call is text, and so are words after a call; a thought may mention a marker."""
     answer_family = KNOWN[family]
     call = written(family, "f", {"a": "b"})

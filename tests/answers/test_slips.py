@@ -43,7 +43,7 @@ def without_end(number):
 
 
 def changed_ends(change):
-    """A slip: the ends of values are others."""
+    """A slip: values end with other tags."""
 
     def slip(family, text):
         ends = iter(ARGUMENTS)
@@ -70,7 +70,7 @@ TAG_SLIPS = {
     "the call's end is missing": without_tail,
     "ends end themselves": changed_ends(lambda end, key: end.replace(">", "/>")),
     "ends have the key's name": changed_ends(lambda end, key: f"</{key}>"),
-    "ends are another's": changed_ends(lambda end, key: "</value>"),
+    "the end tags of another family": changed_ends(lambda end, key: "</value>"),
     "ends are not ended": changed_ends(lambda end, key: end[:-1] + "\n"),
     "arguments are nested": lambda family, text: without_end(0)(family, text).replace(
         end_of(family), end_of(family) * 2
@@ -137,7 +137,7 @@ SLIPS = [(family, "a tag is another", misnamed) for family in TAGGED if family !
 SLIPS += [(family, name, slip) for family in TAGGED for name, slip in TAG_SLIPS.items()]
 SLIPS += [(family, name, slip) for family in JSON for name, slip in JSON_SLIPS.items()]
 SLIPS += [(family, f"{part} is missing", without(part)) for family, part in MISSING]
-SLIPS += [(family, "ends are others", changed_ends(lambda end, key: "</x>")) for family in TAGGED]
+SLIPS += [(family, "unknown end tags", changed_ends(lambda end, key: "</x>")) for family in TAGGED]
 SLIPS.remove(("nemotron", "it is in a block of code", JSON_SLIPS["it is in a block of code"]))
 SLIPS += [("harmony", name, JSON_SLIPS[name]) for name in list(JSON_SLIPS)[:7]]
 SLIPS += [

@@ -178,7 +178,7 @@ def test_runs_of_two_machines_beside_each_other(folder, tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"format": "dflash-mlx bench"}'])
-def test_what_is_no_run_is_named(content, tmp_path):
+def test_an_invalid_run_is_named(content, tmp_path):
     if content is not None:
         (tmp_path / "bench.json").write_text(content)
     with pytest.raises(DataError, match="bench.json: "):

@@ -192,13 +192,13 @@ def test_save_and_load(chat, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "~no-such-user/talk.json"])
-def test_a_file_that_cannot_be_does_not_end_the_conversation(name, chat, capsys):
+def test_an_impossible_file_name_does_not_end_the_conversation(name, chat, capsys):
     assert "cannot be written" in told(chat, capsys, "hi", f"/save {name}")
     assert "cannot be read" in told(chat, capsys, f"/load {name}")
     assert roles(chat) == ["user", "assistant"]
 
 
-def test_a_file_that_is_no_conversation_is_not_replaced(chat, tmp_path, capsys):
+def test_a_file_of_another_kind_is_not_replaced(chat, tmp_path, capsys):
     notes = tmp_path / "notes.txt"
     notes.write_text("precious")
     assert str(notes) in told(chat, capsys, "hi", f"/save {notes}")

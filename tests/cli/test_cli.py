@@ -187,7 +187,7 @@ def test_errors_are_one_line(broken, code, message, pair, tmp_path):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_reader_that_leaves_early_is_no_error(pair):
+def test_a_reader_that_leaves_early_is_not_an_error(pair):
     command = [*PROGRAM, "generate", QUESTION, "-n", "4000", "--no-policy", *pair]
     with popen(command) as process:
         assert process.stdout.read(1)
@@ -327,7 +327,7 @@ def test_names_that_say_nothing_are_refused(folder):
 
 
 def test_whatever_is_wrong_with_a_drafter_it_is_said_what_drafts_without_one(folder, tmp_path):
-    """A name that is none, what is no drafter, one known not to load, one of another target."""
+    """An unknown name, a folder that is not a drafter, one that cannot load, another target's."""
     refused = "Hikari07jp/DSpark-Gemma-4-31B-draft"
     for name, draft in (
         ("tiny", "a-mistyped-name"),

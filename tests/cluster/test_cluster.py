@@ -120,7 +120,7 @@ def test_stages_that_cannot_do_the_same(played):
     assert sum(map(bool, record["own"]["reused"])) == 4
 
 
-def test_taps_are_carried_of_those_who_have_some():
+def test_requests_without_taps_share_a_message_with_others():
     """In one array, from which requests that tap nothing have none."""
     rows = mx.arange(12.0).reshape(1, 3, 4)
     other = mx.arange(20.0, 28.0).reshape(1, 2, 4)

@@ -150,7 +150,7 @@ def test_what_does_not_end_is_noticed():
         ('{"envs": 3, "hosts": [{"ssh": "localhost"}, {"ssh": "localhost"}]}', "envs"),
     ],
 )
-def test_a_file_of_hosts_that_is_none(content, wrong, tmp_path):
+def test_an_invalid_file_of_hosts(content, wrong, tmp_path):
     path = tmp_path / "hosts.json"
     path.write_text(content)
     with pytest.raises(SettingsError, match=wrong):

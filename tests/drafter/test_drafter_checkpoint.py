@@ -95,7 +95,7 @@ def test_copies_of_the_targets_embedding_and_head_are_dropped():
     model = target()
     config = raw_config(**FIT)
     drafter = build(config, (EMBEDDING, HEAD))
-    assert drop_copies(drafter, model) == [], "they are others"
+    assert drop_copies(drafter, model) == [], "they differ from the target's"
     drafter.embed_tokens.weight = model.embed(mx.arange(VOCABULARY)[None])[0]
     assert drop_copies(drafter, model) == ["embedding"]
     drafter.lm_head.weight = model.model.lm_head.weight * 1.0

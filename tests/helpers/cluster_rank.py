@@ -49,7 +49,7 @@ def pair() -> None:
     whole = dm.load("tiny")
 
     def same(*questions: Any, conversation: Any = None, **settings: Any) -> dict[str, Any]:
-        """The same requests on both; what the last one took."""
+        """Answer the same requests on both targets, and return what the last one took."""
         equal = []
         for question in questions:
             alone = dm.generate(*whole, question, **settings)

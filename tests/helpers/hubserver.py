@@ -16,7 +16,7 @@ PART = 100_000  # bytes
 
 
 def commit_of(name: str) -> str:
-    """The one revision of a repository; no two of them share it."""
+    """The only revision of a repository, unique to its name."""
     return _hash(name.encode())
 
 

@@ -43,13 +43,13 @@ def float64(x: Weights) -> np.ndarray:
 
 
 def within_rounding(y: mx.array, truth: np.ndarray, magnitude: np.ndarray, sums: int = 64) -> bool:
-    """Whether a result is the truth, rounded once to its dtype, but for rounding float32 sums.
+    """Whether a result is the truth, rounded once to its dtype, up to errors of float32 sums.
 
-    truth: in float64, of the very inputs
-    magnitude: of what is added up for each element: the sum of the absolute values
+    truth: computed in float64 from the same inputs
+    magnitude: the sum of the absolute values that are added up for each element
     sums: how many float32 roundings of that size are forgiven
 
-    A rounding too many in the dtype of the result, or a value read twice, is more than that.
+    One more rounding to the dtype of the result, or a value read twice, exceeds this.
     """
     allowed = HALF_STEP[y.dtype] * np.abs(truth) * 1.001 + sums * 2.0**-24 * magnitude
     if y.dtype == mx.float16:

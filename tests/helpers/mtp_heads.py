@@ -67,12 +67,17 @@ def save_pair(folder: Path, family: str, seed: int = 0) -> tuple[Path, str]:
     config = config_of(family)
     head = {name: mx.array(value) for name, value in head_weights(family, seed).items()}
     weights = dict(tree_flatten(model_of(config, seed, 77 + seed).parameters()))
-    apart = folder / "head" if family in ("deepseek_v3", "qwen3_next") else None
-    (apart or folder).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    if apart is not None:
-        (apart / "config.json").write_text(json.dumps({"model_type": f"{family}_mtp"}))
-        mx.save_safetensors(str(apart / "mtp.safetensors"), head)
-    mx.save_safetensors(str(folder / "model.safetensors"), weights | ({} if apart else head))
     tokenizer().save_pretrained(folder)
-    return folder, str(apart or "mtp")
+    drafter = "mtp"
+    if family in ("deepseek_v3", "qwen3_next"):
+        head_folder = folder / "head"
+        head_folder.mkdir(exist_ok=True)
+        (head_folder / "config.json").write_text(json.dumps({"model_type": f"{family}_mtp"}))
+        mx.save_safetensors(str(head_folder / "mtp.safetensors"), head)
+        drafter = str(head_folder)
+    else:
+        weights |= head
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    return folder, drafter

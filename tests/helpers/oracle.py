@@ -85,7 +85,7 @@ class Proposes:
 
 
 def random_tree(rng: random.Random, rows: int, vocab_size: int = 256) -> Proposal:
-    """A tree of random tokens that is no chain: half its nodes go on where the last one stands."""
+    """A tree of random tokens with branches: half its nodes follow the node before them."""
     while True:
         parents = [-1]
         for row in range(1, rows):

@@ -89,7 +89,7 @@ def walk(
 
 
 def base_logits(config: dict, weights: dict, hidden: np.ndarray) -> np.ndarray:
-    """The own head's logits [B, DV] of hidden states [B, D], with multiplier, cap and scale."""
+    """The logits [B, DV] of the drafter's own head, after multiplier, softcap and scale."""
     logits = hidden @ np.asarray(weights["lm_head.weight"], np.float64).T
     logits = logits * config["output_multiplier"]
     cap = config["final_logit_softcapping"]

@@ -73,13 +73,13 @@ class TextOracleSession(SupportsSharing):
         oracle = self.oracle
         so_far = [*self.tokens, anchor]
         texts = [text for text in oracle.texts if text[: len(so_far)] == so_far]
-        assert texts, "what was committed is in none of the texts"
+        assert texts, "the committed tokens begin none of the texts"
         rest = texts[0][len(so_far) :]
         tokens = [anchor]
         parents = [-1]
         last = 0
         for slot in range(width - 1):
-            # A matter of the place alone, and not of who else is drafted for.
+            # Depends only on the position, not on which other requests are drafted for.
             luck = random.Random(1000 * (len(so_far) + slot) + so_far[0])
             right = rest[slot] if slot < len(rest) else 0
             wrong = (right + luck.randrange(1, oracle.vocab_size)) % oracle.vocab_size

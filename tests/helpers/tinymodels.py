@@ -214,11 +214,9 @@ def refusal(
     **options: Any,
 ) -> str:
     """The one line of the error that a call must raise; paths are given as text."""
+    plain_arguments = [str(value) if isinstance(value, Path) else value for value in arguments]
     with pytest.raises(error) as caught:
-        call(
-            *(str(argument) if isinstance(argument, Path) else argument for argument in arguments),
-            **options,
-        )
+        call(*plain_arguments, **options)
     message = str(caught.value)
     assert message.isprintable() and 0 < len(message) < 600
     return message

@@ -82,7 +82,7 @@ def started(taken, seconds=1e6, step=1.0, **changes):
 
 
 def timed(products, attention, far=None, *settings, layers=2):
-    """The same, with the seconds of a launch; `far` for attention over 40 keys and more."""
+    """Start with a constant time per launch; `far` is that of attention over 40 keys and more."""
 
     def taken(name, call):
         if not name.startswith("block_attention"):

@@ -213,7 +213,7 @@ def test_rows_behind_those_that_are_there_change_no_bit(case, kernel):
 
 
 def with_room(rows: Any, room: int) -> Any:
-    """Keys or values with so many more rows behind them, which are no numbers."""
+    """Keys or values with this many more rows of NaN after them."""
     if isinstance(rows, AffineWeights):
         parts = (with_room(part, room) for part in (rows.words, rows.scales, rows.biases))
         return AffineWeights(*parts, rows.bits, rows.group_size)

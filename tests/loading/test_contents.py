@@ -116,9 +116,7 @@ ALL = [name for name in KINDS if name != "target"]
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "gguf model"])
-def test_what_is_no_model_is_named_where_a_model_is_wanted(
-    things: dict[str, Path], name: str
-) -> None:
+def test_a_path_that_is_not_a_model_is_named(things: dict[str, Path], name: str) -> None:
     message = refusal(DFlashError, dm.load_target, things[name])
     kind, words = KINDS[name]
     assert words.partition(" in GGUF")[0] in message
@@ -127,24 +125,20 @@ def test_what_is_no_model_is_named_where_a_model_is_wanted(
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if KINDS[name][0] not in (MODEL, DRAFTER)])
-def test_what_is_no_drafter_is_named_where_a_drafter_is_wanted(
-    things: dict[str, Path], name: str
-) -> None:
+def test_a_path_that_is_not_a_drafter_is_named(things: dict[str, Path], name: str) -> None:
     message = refusal(DFlashError, dm.load, things["target"], str(things[name]))
     assert KINDS[name][1].partition(" in GGUF")[0] in message
 
 
 @pytest.mark.parametrize("name", [kind for kind in KINDS if kind not in ("adapter", "peft")])
-def test_what_is_no_adapter_is_named_where_an_adapter_is_wanted(
-    things: dict[str, Path], name: str
-) -> None:
+def test_a_path_that_is_not_an_adapter_is_named(things: dict[str, Path], name: str) -> None:
     message = refusal(DFlashError, dm.load_target, things["target"], adapter=str(things[name]))
     assert KINDS[name][1] in message and "not an adapter" in message
 
 
 @pytest.mark.parametrize("name", ["gguf model", "torch", "parquet", "binary"])
 @pytest.mark.parametrize("reader", [read_prompts, lambda path: list(read_records(path))])
-def test_what_is_no_text_is_named_where_rows_are_wanted(
+def test_a_file_of_rows_that_is_not_text_is_named(
     things: dict[str, Path], name: str, reader: Any
 ) -> None:
     with pytest.raises(DataError) as caught:

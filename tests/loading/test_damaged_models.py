@@ -169,7 +169,7 @@ def test_names_of_another_type(name):
 
 @pytest.mark.parametrize("file", ["config.json", WEIGHTS, "chat_template.jinja"])
 @pytest.mark.parametrize("kind", ["pipe", "dangling", "folder", "endless"])
-def test_what_is_no_file_is_refused_and_not_waited_for(file, kind, tmp_path):
+def test_pipes_and_devices_are_refused_without_waiting(file, kind, tmp_path):
     folder = save_target(tmp_path)
     path = folder / file
     path.unlink(missing_ok=True)

@@ -104,7 +104,7 @@ def test_a_text_ends_with_any_of_the_end_tokens() -> None:
 
 
 def trained() -> sentencepiece.SentencePieceProcessor:
-    """A model as Llama 2's was made: bytes for what is no token, digits one by one."""
+    """A model made like Llama 2's: bytes for unknown characters, digits one by one."""
     content = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([*LINES, *PROMPTS] * 3),

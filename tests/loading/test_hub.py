@@ -53,7 +53,7 @@ def hub(server, tmp_path):
 
 @pytest.fixture
 def unreachable(hub):
-    """The same cache when nobody listens any more."""
+    """The same cache, when the server no longer runs."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return Hub(f"http://127.0.0.1:{free.getsockname()[1]}", hub.cache)

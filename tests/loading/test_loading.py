@@ -152,11 +152,11 @@ def test_unknown_names(name, loader):
 
 
 @pytest.mark.parametrize("name", ["lookup", "none", "mtp"])
-def test_what_drafts_without_a_network_is_no_drafter_to_load(name):
+def test_lookup_and_mtp_are_not_loaded_as_drafters(name):
     assert f"'{name}' needs its target" in refusal(SettingsError, load_drafter, name)
 
 
-def test_a_file_is_no_model(pair):
+def test_a_file_is_not_a_model(pair):
     path = pair[0] / "config.json"
     assert "it is a JSON file" in refusal(ModelNotFoundError, load_target, path)
 

@@ -128,10 +128,10 @@ def byte_letters() -> dict[int, str]:
     return letters
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["tokenizer.json beside it", "alone"])
-def test_a_folder_with_kimis_tokenizer_runs_no_code(tmp_path: Path, beside: bool) -> None:
+@pytest.mark.parametrize("has_json", [True, False], ids=["with tokenizer.json", "alone"])
+def test_a_folder_with_kimis_tokenizer_runs_no_code(tmp_path: Path, has_json: bool) -> None:
     folder = as_kimi(save_target(tmp_path, "llama"))
-    if not beside:
+    if not has_json:
         (folder / "tokenizer.json").unlink()
     target = load_target(str(folder))
     assert target.tokenizer.encode("what is 37") and target.tokenizer.has_chat_template

@@ -152,15 +152,23 @@ def test_who_gives_way_goes_on_from_the_store_or_is_cancelled(cancelled):
 
 
 def test_the_store_is_told_what_is_alive():
+    """The engine reserves the bytes of the caches of all running requests."""
     model = tiny_target()
     store = store_of(model)
-    rooms: list[int] = []
-    leave = store.reserve
-    store.reserve = lambda size: rooms.append(size) or leave(size)
+    reserved: list[int] = []
+    original_reserve = store.reserve
+
+    def reserve(size: int) -> None:
+        reserved.append(size)
+        original_reserve(size)
+
+    store.reserve = reserve
     with dm.Engine(model, None, prefix=store) as engine:
-        for job in [engine.submit(small_prompt(30, seed), max_tokens=4) for seed in range(3)]:
+        jobs = [engine.submit(small_prompt(30, seed), max_tokens=4) for seed in range(3)]
+        for job in jobs:
             job.result()
-    assert max(rooms) >= model.cache_bytes(256) and max(rooms) % model.cache_bytes(256) == 0
+    assert max(reserved) >= model.cache_bytes(256)
+    assert max(reserved) % model.cache_bytes(256) == 0
 
 
 def test_a_conversation_has_its_own_store():

@@ -149,8 +149,8 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-def test_who_stops_waiting_ends_the_call(ctrl_c):
-    """As Ctrl-C does, which is raised in the thread that waits."""
+def test_ctrl_c_while_waiting_ends_the_call(ctrl_c):
+    """Ctrl-C raises in the waiting thread, and ends the call in the other one."""
     threads = set(threading.enumerate())
 
     def endless():

@@ -28,7 +28,7 @@ def block_of(drafter, anchor):
 
 
 def check(golden, case, hidden, target):
-    """Hidden states, logits, and with the heads of DSpark also what they add."""
+    """Compare hidden states and logits; for DSpark also the logits that its heads correct."""
     drafter = golden.drafter
     first = golden.drafter.config.first_row
     assert error(hidden[0], case.hidden) < 1e-4
@@ -37,13 +37,8 @@ def check(golden, case, hidden, target):
     if hasattr(case, "corrected"):
         rows = hidden[0, first:]
         previous = mx.concatenate([mx.array([case.anchor]), case.tokens[:-1]])
-        assert (
-            error(
-                corrected(drafter, logits=logits[first:], hidden=rows, previous=previous),
-                case.corrected,
-            )
-            < 1e-3
-        )
+        actual = corrected(drafter, logits=logits[first:], hidden=rows, previous=previous)
+        assert error(actual, case.corrected) < 1e-3
 
 
 @given(data=st.data())

@@ -116,8 +116,8 @@ def test_presence_and_frequency_count_the_generated_text_alone(dtype, prompt):
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
-def test_what_the_prompt_says_is_no_repetition(penalty):
-    """The text is the same after any prompt that ends alike, and is penalized all along."""
+def test_tokens_of_the_prompt_are_not_penalized(penalty):
+    """Only the prompt's end changes the text, and every token of the text is penalized."""
     target = BigramTarget(np.random.default_rng(3).normal(size=(192, 192)))
     settings = {penalty: 1.5, "max_tokens": 40}
     text = dm.generate(target, None, [1], **settings).tokens

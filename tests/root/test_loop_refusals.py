@@ -61,13 +61,13 @@ def test_a_policy_says_how_much_a_drafter_without_a_block_size_drafts():
     ],
     ids=["another anchor", "another anchor, as an array", "too many rows", "a list", "None"],
 )
-def test_what_is_no_draft_is_refused(proposal, message):
+def test_an_invalid_draft_is_refused(proposal, message):
     with pytest.raises(ProposalError, match=message):
         generate(target(), Proposes(proposal), PROMPT)
 
 
 @pytest.mark.parametrize("session", [None, object()], ids=["None", "an object"])
-def test_what_is_no_session_is_refused(session, monkeypatch):
+def test_an_invalid_session_is_refused(session, monkeypatch):
     drafter = Proposes(Proposal)
     monkeypatch.setattr(drafter, "start", lambda target, sampler: session)
     with pytest.raises(SettingsError, match="with extend and propose"):

@@ -1,4 +1,4 @@
-"""A prompt in any of its forms, and what is no prompt."""
+"""A prompt in each of its forms, and values that are not prompts."""
 
 from typing import Any
 
@@ -87,7 +87,7 @@ def test_parts_of_text_are_their_text():
     ],
     ids=str,
 )
-def test_what_is_no_prompt(prompt, message):
+def test_values_that_are_not_prompts(prompt, message):
     with pytest.raises(PromptError, match=message) as caught:
         encode_prompt(target(), prompt)
     assert "\n" not in str(caught.value)

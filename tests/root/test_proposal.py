@@ -85,7 +85,7 @@ def test_an_array_of_tokens_is_not_waited_for():
     ],
     ids=str,
 )
-def test_what_is_no_draft_is_refused(tokens, parents):
+def test_an_invalid_draft_is_refused(tokens, parents):
     with pytest.raises(ProposalError) as caught:
         Proposal(tokens, parents)
     assert isinstance(caught.value, DFlashError) and "\n" not in str(caught.value)

@@ -235,7 +235,7 @@ class Odd:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_choices_of_many_requests_are_those_alone(ahead):
+def test_requests_sampled_together_choose_the_same_tokens(ahead):
     """Greedy and sampled rows, plain and drafted ones, equal settings and others, in one call."""
     settings = [
         *({}, {"temperature": 0.7, "seed": 1}, {"logit_bias": {3: 2.0}}, {}),

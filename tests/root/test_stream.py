@@ -83,9 +83,13 @@ def sentencepiece(cut: list[str], by_bytes: list[bool]) -> Coded:
     names: list[str] = []
     pieces: list[bytes] = []
     for text, split in zip([" " + cut[0], *cut[1:]], by_bytes, strict=True):  # its dummy prefix
-        bytes_ = text.encode()
-        names += [f"<0x{byte:02X}>" for byte in bytes_] if split else [text.replace(" ", "\u2581")]
-        pieces += [bytes([byte]) for byte in bytes_] if split else [bytes_]
+        encoded = text.encode()
+        if split:
+            names += [f"<0x{byte:02X}>" for byte in encoded]
+            pieces += [bytes([byte]) for byte in encoded]
+        else:
+            names.append(text.replace(" ", "\u2581"))
+            pieces.append(encoded)
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     basis = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -160,7 +160,7 @@ def test_json_has_one_layout_unless_the_schema_says_so(target, layout, free):
         ({"enum": [math.nan]}, "JSON compliant"),
     ],
 )
-def test_a_schema_that_is_none_is_refused_with_the_reason(target, schema, reason):
+def test_an_invalid_schema_is_refused_with_the_reason(target, schema, reason):
     with pytest.raises(SettingsError, match=f"schema.*{reason}") as caught:
         JsonSchema(target, schema)
     assert "\n" not in str(caught.value)

@@ -38,7 +38,7 @@ def in_a_thread(call: Callable[[], Any]) -> Any:
 
 
 def in_new_threads(events: Iterator[dm.Event]) -> Iterator[dm.Event]:
-    """The same events, each taken in another thread."""
+    """Yield the same events, each taken in another thread."""
     while (event := in_a_thread(lambda: next(events, None))) is not None:
         yield event
 

@@ -247,7 +247,7 @@ def test_an_image_in_the_history_is_a_line_of_text(engine, api):
             assert response.status_code == 400 and "'image'" in response.json()["error"]["message"]
 
 
-def test_what_else_is_no_text(engine):
+def test_documents_audio_and_searches_become_a_line_of_text(engine):
     pdf = {"type": "document", "source": {**PNG, "media_type": "application/pdf"}}
     audio = user([{"type": "input_audio", "input_audio": {}}])
     search = {"type": "web_search_call", "id": "w"}
@@ -287,7 +287,7 @@ PINGS = {
 
 @pytest.mark.parametrize("path", PINGS)
 def test_a_silent_stream_sends_events(engine, path, monkeypatch):
-    """Comments are no events: Codex, for one, gives up on a stream that has nothing else."""
+    """A comment is not an event: Codex, for one, gives up on a stream of comments only."""
     monkeypatch.setattr(sse, "PING_SECONDS", 0)
     monkeypatch.setattr("serving.FakeJob", SlowJob)
     monkeypatch.setattr(SlowJob, "pings", 0)

@@ -254,7 +254,7 @@ def test_a_request_without_a_choice_leaves_it_to_the_template(path, added):
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_thinking_between_tools_is_no_switch_of_a_template(engine, path):
+def test_thinking_between_tools_does_not_switch_the_template(engine, path):
     answer = told(engine, path, {"thinking": {"type": "between_tools"}})
     assert answer.headers["x-dflash-ignored"] == "thinking between_tools"
 

@@ -216,7 +216,7 @@ def test_files_of_text_are_read(server, engine, path, part, is_read):
     assert WORDS in engine.prompt() or not is_read
 
 
-def test_what_is_no_text_is_named_and_newest_refused(server, engine):
+def test_documents_in_the_history_are_named_and_the_newest_refused(server, engine):
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
     earlier = user([pdf]), {"role": "assistant", "content": "Hm."}, user("On.")
     answer = server.post(MESSAGES, json=ask(MESSAGES, *earlier))

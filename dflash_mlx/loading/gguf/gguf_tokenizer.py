@@ -67,7 +67,7 @@ class TokenizerFields:
     Attributes:
         tokens, types: of the vocabulary.
 
-    Raises `ConfigError` for a vocabulary that cannot be.
+    Raises `ConfigError` for an impossible vocabulary.
     """
 
     def __init__(self, path: object, metadata: Mapping[str, Any]) -> None:

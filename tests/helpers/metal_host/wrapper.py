@@ -161,7 +161,7 @@ _SHARED = re.compile(
 
 
 def _without_comments(text: str) -> str:
-    """The same lines: comments leave their line breaks."""
+    """Remove the comments, and keep their line breaks, so that line numbers stay."""
     return _COMMENT.sub(lambda match: "\n" * match.group().count("\n") or " ", text)
 
 
