@@ -6,7 +6,7 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -34,6 +34,9 @@ from .bench_run import BenchRun
 from .machines import Machines, cluster_member, runs_elsewhere
 from .options import OUTPUT, given, option
 from .pair import Pair, open_pair, template_variables
+
+if TYPE_CHECKING:
+    from dflash_mlx.cluster.cluster import Cluster
 
 PROMPTS = "What is measured"  # a panel of --help
 EMBEDDED_SUITE = "embedded"
@@ -137,25 +140,15 @@ def bench(
             return
         content = _measure_server(client, prompts=chosen, setup=setup, out=out)
     else:
-        network = replace(names, draft=names.draft or known_drafter(names.model))
-        # Full blocks show what the drafter is worth without the policy's choice of draft length.
-        loading: dict[str, Any] = {
-            "settings": {"block_size": block_size},
-            "member": cluster_member(context),
-        }
-        pair = open_pair(network, weights, **loading)
-        content = _measure_pair(pair, prompts=chosen, setup=setup, out=out)
-        if names.adapter is not None and not ended_early(content):
-            del pair
-            gc.collect()  # frees the tuned target before the next one is loaded
-            untuned = open_pair(replace(network, adapter=None), weights, **loading)
-            untuned_content = _measure_pair(
-                untuned,
-                prompts=chosen,
-                setup=setup | {"repeats": 1, "tree_budget": None},
-                with_mlx_lm=False,
-            )
-            content["untuned_acceptance_length"] = acceptance_of(untuned_content)
+        content = _measure_model(
+            names,
+            weights,
+            block_size=block_size,
+            member=cluster_member(context),
+            prompts=chosen,
+            setup=setup,
+            out=out,
+        )
     if out is not None:
         write_run(out, content)
     if json:
@@ -201,6 +194,39 @@ def _choose_prompts(
             raise SettingsError(f"--suite must be one of {names}, not {name!r}.")
         chosen += prompts if limit is None else limit_per_category(prompts, limit)
     return chosen
+
+
+def _measure_model(
+    names: options.Names,
+    weights: options.Weights,
+    block_size: int | None,
+    member: Cluster | None,
+    prompts: list[BenchPrompt],
+    setup: Mapping[str, Any],
+    out: Path | None,
+) -> dict[str, Any]:
+    """Load a model and measure it. Returns the content of bench.json.
+
+    With an adapter, the model is measured without it as well, to compare acceptance.
+    """
+    network = replace(names, draft=names.draft or known_drafter(names.model))
+    # Full blocks show what the drafter is worth without the policy's choice of draft length.
+    settings = {"block_size": block_size}
+    pair = open_pair(network, weights, settings=settings, member=member)
+    content = _measure_pair(pair, prompts=prompts, setup=setup, out=out)
+    if names.adapter is not None and not ended_early(content):
+        del pair
+        gc.collect()  # frees the tuned target before the next one is loaded
+        untuned_names = replace(network, adapter=None)
+        untuned = open_pair(untuned_names, weights, settings=settings, member=member)
+        untuned_content = _measure_pair(
+            untuned,
+            prompts=prompts,
+            setup={**setup, "repeats": 1, "tree_budget": None},
+            with_mlx_lm=False,
+        )
+        content["untuned_acceptance_length"] = acceptance_of(untuned_content)
+    return content
 
 
 def _measure_pair(

@@ -129,10 +129,12 @@ class Request:
             self.stats.reused_tokens = held
 
     def prefill(self) -> Event | None:
-        """Read all tokens that the caches do not hold; the last result of `read`."""
+        """Read all tokens that the caches do not hold. Returns what the last `read` returned."""
         event = None
-        while piece := self.next_chunk():
-            event = self.read(piece)
+        chunk = self.next_chunk()
+        while chunk:
+            event = self.read(chunk)
+            chunk = self.next_chunk()
         return event
 
     def next_chunk(self, most: int = PREFILL_STEP) -> Span | None:

@@ -151,9 +151,9 @@ def _check_peft(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def _add_peft(adapter: Adapter, wrong: str, model: nn.Module) -> None:
-    """Put PEFT's layers into a model, as mlx-lm's.
+    """Put PEFT's layers into a model, in the form of mlx-lm's.
 
-    Raises `WeightsError` for a tensor that has no place.
+    Raises `WeightsError` for a tensor that belongs to no layer.
     """
     modules = dict(model.named_modules())
     files = {tensor.file for tensor in adapter.stored.values()}
@@ -161,16 +161,22 @@ def _add_peft(adapter: Adapter, wrong: str, model: nn.Module) -> None:
     parts: dict[str, dict[str, mx.array]] = {}
     saved: dict[str, mx.array] = {}
     for name, array in weights.items():
-        end = next((end for end in _PEFT_PARTS if name.endswith(f".{end}")), None)
         inner = name.removeprefix(_OUTER)
-        stem = inner.removesuffix(f".{end}") if end else inner.rpartition(".")[0]
-        path = _path_in(modules, stem)
+        end = None  # the part of an adapter's layer that the tensor is, such as lora_A.weight
+        for part in _PEFT_PARTS:
+            if name.endswith(f".{part}"):
+                end = part
+        if end is None:
+            layer_name, _, parameter = inner.rpartition(".")
+        else:
+            layer_name = inner.removesuffix(f".{end}")
+        path = _path_in(modules, layer_name)
         if path is None:
             raise WeightsError(f"{wrong} (the tensor {name} has no place in it).")
         if end is not None:
             parts.setdefault(path, {})[_PEFT_PARTS[end]] = array.T if array.ndim > 1 else array
         else:  # of modules_to_save
-            saved[f"{path}.{inner.rpartition('.')[2]}"] = array
+            saved[f"{path}.{parameter}"] = array
     model.load_weights(list(saved.items()), strict=False)
     layers = [
         (path, _peft_layer(adapter.config, path=path, base=modules[path], parts=parts[path]))

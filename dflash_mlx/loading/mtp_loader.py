@@ -39,12 +39,16 @@ def head_tensors(folder: Folder, config: Config) -> dict[str, StoredTensor]:
     prefixes = ("",) if stands_alone(folder) else _starts(layout, config)
     tensors = {}
     for name, tensor in folder.every_tensor.items():
-        start = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
-        if start is not None:
-            tensors[name.removeprefix(start)] = tensor
-    fuse = next(theirs for theirs, ours in layout.names.items() if ours == "fc.")
-    rows = [tensor.shape[:1] for name, tensor in tensors.items() if name == f"{fuse}weight"]
-    return tensors if rows == [(text_config(config).get("hidden_size"),)] else {}
+        for prefix in prefixes:
+            if name.startswith(prefix):
+                tensors[name.removeprefix(prefix)] = tensor
+                break
+    [fuse] = [theirs for theirs, ours in layout.names.items() if ours == "fc."]
+    fuse_tensor = tensors.get(f"{fuse}weight")
+    width = text_config(config).get("hidden_size")
+    if fuse_tensor is None or fuse_tensor.shape[:1] != (width,):
+        return {}
+    return tensors
 
 
 def head_shards(folder: Folder, config: Config) -> set[str]:

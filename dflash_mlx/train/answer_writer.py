@@ -218,12 +218,15 @@ def complete_prompts(
 
 
 def _whole_chunks(path: Path, prompts: Sequence[Ids], chunk: int) -> list[Answer]:
-    """The stored answers up to the last whole chunk; the file is cut after it."""
+    """Read the stored answers up to the last whole chunk, and cut the file after it."""
     answers = read_answers(path)
     if len(answers) < len(prompts):
         answers = answers[: len(answers) // chunk * chunk]
-    if any(a.prompt != tuple(p) for a, p in zip(answers, prompts, strict=False)):
-        raise DataError(f"{path} answers other prompts: delete it, or use another folder.")
+    for answer, prompt in zip(answers, prompts, strict=False):
+        if answer.prompt != tuple(prompt):
+            raise DataError(
+                f"{path} has answers to other prompts: delete it, or use another folder."
+            )
     if path.exists():
         with path.open("rb+") as file:
             for _ in answers:
