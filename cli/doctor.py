@@ -155,12 +155,13 @@ def check_model(name: str, hub: Hub) -> Check:
     from dflash_mlx.loading.target_loader import damaged_weights
 
     try:
-        damaged = damaged_weights(dflash_mlx.load_target(name, hub=hub).model)
+        target = dflash_mlx.load_target(name, hub=hub)
+        damaged = damaged_weights(target.model)
     except DFlashError as error:
         return _failure("model", str(error), "Or try another: see 'dflash-mlx models'.")
     if damaged:
         return _failure("model", f"{name}: {damaged}", "Download it again.")
-    return _success("model", f"{name}: loads, all weights are finite")
+    return _success("model", f"{name}: loads, all weights are finite; {_steps_of(target)}")
 
 
 def _success(name: str, detail: str) -> Check:
@@ -278,4 +279,13 @@ def _check_pair() -> Check:
         return _failure(name, "drafted text differs from plain text", "Please report this.")
     rate = drafted.stats.acceptance_length
     tokens = len(plain.tokens)
-    return _success(name, f"{tokens} tokens identical to plain, {rate:.1f} tokens per step")
+    figures = f"{tokens} tokens identical to plain, {rate:.1f} tokens per step"
+    return _success(name, f"{figures}; {_steps_of(target)}")
+
+
+def _steps_of(target: dflash_mlx.Target) -> str:
+    """Whether a target's steps are replayed."""
+    why_not = target.why_not_replayed
+    if why_not is None:
+        return "steps are built once per shape and replayed"
+    return f"each step's graph is built anew: {why_not}"

@@ -304,8 +304,9 @@ def explain(pair: Pair, stats: Stats, temperature: float) -> None:
     note(f"steps x rows: {steps_by_rows(stats.widths)}")
     if pair.tree_budget is not None:
         note(f"of these, trees: {steps_by_rows(stats.trees)}")
-    if pair.target.steps.why_not is not None:
-        note(f"each step's graph is built anew: {pair.target.steps.why_not}")
+    why_not = pair.target.why_not_replayed
+    if why_not is not None:
+        note(f"each step's graph is built anew: {why_not}")
     if stats.seed is not None:
         note(f"seed: {stats.seed}")
     if pair.policy is not None:

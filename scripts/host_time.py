@@ -1,12 +1,12 @@
-"""Host time of a verify, per layer: MLX's own layers against ours, graphs built and never run.
+"""Host time of a verify, per layer: mlx-lm's own call, ours, and ours replayed. Graphs never run.
 
-    taskset -c 1 python scripts/host_time.py [--rows 16] [--repeats 300]
+    taskset -c 1 python scripts/host_time.py [--rows 1,4,16] [--repeats 100]
 
-Models have the published layers, few of them, and weights of zeros. MLX's operations that are one
-node on a GPU and many on a CPU are stood in for by one lazy node. Our launches are real calls of
-`mx.fast.metal_kernel`, which writes each kernel's text: it needs no Metal while a function is
-traced for export. Prints microseconds, graph nodes and launches (nodes that are not views) of a
-layer, and of a whole verify at the published depth.
+Models have the published layers, few of them, and weights of zeros; a prompt is in their caches.
+MLX's operations that are one node on a GPU and many on a CPU are stood in for by one lazy node. Our
+launches are real calls of `mx.fast.metal_kernel`, which writes each kernel's text: it needs no
+Metal while a function is traced for export. Prints microseconds, graph nodes and launches (nodes
+that are not views) of a layer, and of a whole verify at the published depth.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
-from experiment import VIEWS, graph_nodes, options_of
-from mlx.utils import tree_map
+import mlx.nn as nn
+from experiment import VIEWS, graph_nodes, numbers, options_of
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import gated_delta
+from mlx_lm.models.cache import make_prompt_cache
 
 from dflash_mlx.kernels.modules import Kernels, swap_layers
 from dflash_mlx.loading.quantization import Quantization
@@ -31,6 +34,7 @@ from dflash_mlx.targets import Target
 from dflash_mlx.targets.internals import classes_of
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "target_configs.json"
+PROMPT = 200  # tokens in the caches
 CONSTANTS = {"Full"}  # they stay from step to step
 QWEN3 = json.loads(CONFIGS.read_text())["Qwen3-8B"] | {"vocab_size": 1024}
 QWEN35 = QWEN3 | {
@@ -78,7 +82,7 @@ def stand_in(**_: Any) -> Any:
         key = grid, *map(tuple, output_shapes)
         if key not in results:
             shapes = zip(output_shapes, given["output_dtypes"], strict=True)
-            results[key] = [mx.zeros(*shape) for shape in shapes]
+            results[key] = [mx.zeros(*one) for one in shapes]
             mx.eval(results[key])
         return mx.depends(results[key], inputs)
 
@@ -91,22 +95,20 @@ class Either:
     real = False
 
     def __call__(self, **definition: Any) -> Any:
-        mlx_kernel = mx.fast.metal_kernel(**definition)
+        own = mx.fast.metal_kernel(**definition)
         other = stand_in(**definition)
-        return lambda **call: (mlx_kernel if self.real else other)(**call)
+        return lambda **call: (own if self.real else other)(**call)
 
 
 def one_node(like: mx.array, *others: Any, **_: Any) -> mx.array:
     """A result of the shape of the first argument, which depends on all arrays among them."""
-    arrays = [other for other in others if isinstance(other, mx.array)]
-    [result] = mx.depends([like], arrays)
+    [result] = mx.depends([like], [one for one in others if isinstance(one, mx.array)])
     return result
 
 
 def one_delta_node(q: mx.array, k: mx.array, v: mx.array, *others: Any) -> list[mx.array]:
     """Results of mlx-lm's delta rule, which is one kernel on a GPU."""
-    arrays = [other for other in others if other is not None]
-    return mx.depends([v, others[2]], [q, k, *arrays])
+    return mx.depends([v, others[2]], [q, k, *(one for one in others if one is not None)])
 
 
 def on_a_gpu() -> ExitStack:
@@ -118,43 +120,101 @@ def on_a_gpu() -> ExitStack:
     return stack
 
 
-def target_of(config: dict[str, Any], layers: int, factory: Either | None) -> Target:
-    """A model in 4 bits, on our kernels if there is a factory of them."""
-    config = config | {"num_hidden_layers": layers}
+class OwnCall:
+    """mlx-lm's own call of a model, behind a prompt."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.caches = make_prompt_cache(model)
+        with on_a_gpu():
+            model(mx.zeros((1, PROMPT), mx.int32), cache=self.caches)
+        self.saved = contents_of(self.caches)
+
+    def build(self, rows: int) -> tuple[float, mx.array]:
+        """Seconds that the host takes to build a verify, and its lazy logits."""
+        restore(self.caches, self.saved)
+        with on_a_gpu():
+            start = time.perf_counter()
+            logits = self.model(mx.array([[7] * rows]), cache=self.caches)
+            return time.perf_counter() - start, logits
+
+
+class OurVerify:
+    """A verify of ours, behind a prompt; from its trace if it is `replayed`."""
+
+    def __init__(self, target: Target, replayed: bool) -> None:
+        self.target = target
+        self.why_not = None if replayed else "this side builds each graph"
+        session = target.start()
+        with on_a_gpu():
+            session.dry_run(PROMPT)
+        self.saved = contents_of(session.cache)
+
+    def build(self, rows: int) -> tuple[float, mx.array]:
+        """Seconds that the host takes to build a verify, and its lazy logits."""
+        self.target.steps.why_not = self.why_not
+        session = self.target.start()
+        restore(session.cache, self.saved)
+        session.position = PROMPT
+        proposal = Proposal([7] * rows)
+        with on_a_gpu():
+            start = time.perf_counter()
+            logits, _ = session.verify(proposal)
+            seconds = time.perf_counter() - start
+        if self.target.steps.why_not != self.why_not:
+            raise RuntimeError(self.target.steps.why_not)
+        return seconds, logits
+
+
+def contents_of(caches: Sequence[Any]) -> list[dict[str, Any]]:
+    """What caches hold, in arrays of zeros."""
+
+    def zeros(x: Any) -> Any:
+        return mx.zeros(x.shape, x.dtype) if isinstance(x, mx.array) else x
+
+    held = [tree_map(zeros, vars(cache)) for cache in caches]
+    mx.eval([x for _, x in tree_flatten(held) if isinstance(x, mx.array)])
+    return held
+
+
+def restore(caches: Sequence[Any], saved: Sequence[dict[str, Any]]) -> None:
+    """Have caches hold this, in arrays of their own, which they write into."""
+    for cache, held in zip(caches, saved, strict=True):
+        own = tree_map(lambda x: x[...] if isinstance(x, mx.array) else x, held)
+        vars(cache).update(own)
+
+
+def model_of(config: dict[str, Any], layers: int) -> nn.Module:
+    """A model in 4 bits."""
     model_class, arguments = classes_of(config)
-    model = model_class(arguments.from_dict(config))
+    model = model_class(arguments.from_dict(config | {"num_hidden_layers": layers}))
     model.set_dtype(mx.bfloat16)
     Quantization(4, 64).apply(model)
     model.update(tree_map(lambda array: mx.zeros(array.shape, array.dtype), model.parameters()))
+    return model
+
+
+def target_of(config: dict[str, Any], layers: int, factory: Either) -> Target:
+    """A model on our kernels."""
+    config = config | {"num_hidden_layers": layers}
+    model = model_of(config, layers)
     # As where every product and attention of this many rows was chosen to be ours.
-    wiring = factory and swap_layers(
-        model, config=config, kernels=Kernels(factory), rows={}, exact=True
-    )
+    wiring = swap_layers(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
     tokenizer = type("Tokenizer", (), {"eos_token_ids": (), "has_chat_template": False})()
     return Target(model, tokenizer=tokenizer, config=config, name="host", wiring=wiring)
 
 
-def build(target: Target, rows: int) -> tuple[float, mx.array]:
-    """Seconds that the host takes to build a verify, and its lazy logits."""
-    session = target.start()
-    proposal = Proposal([7] * rows)
-    with on_a_gpu():
-        start = time.perf_counter()
-        logits, _ = session.verify(proposal)
-        return time.perf_counter() - start, logits
-
-
 def fastest(
-    pairs: list[list[Target]], kernels: Either, rows: int, repeats: int
-) -> list[list[float]]:
-    """The least seconds of each target's verify, which take turns."""
-    best = [[1.0] * len(targets) for targets in pairs]
+    sides: dict[str, list[Any]], kernels: Either, rows: int, repeats: int
+) -> dict[str, list[float]]:
+    """The least seconds of each side's verifies, which take turns."""
+    best = {name: [1.0] * len(verifies) for name, verifies in sides.items()}
 
     def traced(x: mx.array) -> mx.array:
         for _ in range(repeats):
-            for side, targets in enumerate(pairs):
-                for place, target in enumerate(targets):
-                    best[side][place] = min(best[side][place], build(target, rows)[0])
+            for name, verifies in sides.items():
+                for number, verify in enumerate(verifies):
+                    best[name][number] = min(best[name][number], verify.build(rows)[0])
         return x + 1
 
     kernels.real = True
@@ -166,26 +226,43 @@ def fastest(
 
 def main() -> None:
     """See the module's docstring."""
-    args = options_of(__doc__, rows=16, repeats=300)
+    args = options_of(__doc__, rows="1,4,16", repeats=100)
     for name, (config, period, depth) in MODELS.items():
         kernels = Either()
-        pairs = [[target_of(config, n * period, plan) for n in (1, 2)] for plan in (None, kernels)]
-        mx.eval([target.model.parameters() for targets in pairs for target in targets])
-        best = fastest(pairs, kernels=kernels, rows=args.rows, repeats=args.repeats)
-        micros = [1e6 * (more - less) / period for less, more in best]
-        for side, targets in zip(("MLX", "ours"), pairs, strict=True):
-            less, more = (graph_nodes(build(target, args.rows)[1]) for target in targets)
-            added = more - less
-            launches = sum(n for kind, n in added.items() if kind not in VIEWS | CONSTANTS)
-            micros_per_layer = micros[side == "ours"]
-            nodes = added.total()
-            print(
-                f"{name:12} {side:4} {micros_per_layer:6.1f} us, {nodes / period:6.1f} nodes, "
-                f"{launches / period:5.1f} launches a layer; "
-                f"{1e-3 * micros_per_layer * depth:.2f} ms, {nodes * depth // period} nodes, "
-                f"{launches * depth // period} launches a verify"
-            )
-        print(f"{name:12} ours over MLX's: {micros[1] / micros[0]:.2f}")
+        models = [model_of(config, n * period) for n in (1, 2)]
+        targets = [target_of(config, n * period, kernels) for n in (1, 2)]
+        mx.eval([model.parameters() for model in models], [t.model.parameters() for t in targets])
+        sides: dict[str, list[Any]] = {
+            "mlx-lm": [OwnCall(model) for model in models],
+            "ours": [OurVerify(target, replayed=False) for target in targets],
+            "replayed": [OurVerify(target, replayed=True) for target in targets],
+        }
+        for rows in numbers(args.rows):
+            report(f"{name:12} {rows:2} rows", sides, kernels, rows, args.repeats, depth / period)
+
+
+def report(
+    title: str,
+    sides: dict[str, list[Any]],
+    kernels: Either,
+    rows: int,
+    repeats: int,
+    periods: float,
+) -> None:
+    """Print the figures of each side, a verify's at so many periods of layers."""
+    best = fastest(sides, kernels=kernels, rows=rows, repeats=repeats)
+    [stock, *_] = [more - less for less, more in best.values()]
+    for side, verifies in sides.items():
+        less, more = best[side]
+        fewer, nodes = (graph_nodes(verify.build(rows)[1]) for verify in verifies)
+        added = nodes - fewer
+        launches = sum(n for kind, n in added.items() if kind not in VIEWS | CONSTANTS)
+        print(
+            f"{title} {side:8} {1e3 * (more - less) * periods:6.2f} ms a verify, "
+            f"{(more - less) / stock:.2f} of mlx-lm's; {added.total() * periods:.0f} nodes, "
+            f"{launches * periods:.0f} launches",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ class TargetSession:
             cache for cache in self.cache if not cache.can_trim or isinstance(cache, CacheParts)
         ]
         self._windows = [cache for cache in self.cache if isinstance(cache, WindowCache)]
+        self._states = [cache for cache in self.cache if isinstance(cache, RecurrentCache)]
         self.can_pipeline = not self._lazy
         self.can_trace = can_trace(self.cache)
         self._rolls_back = all(cache.rolls_back for cache in self.cache)
@@ -209,12 +210,12 @@ class TargetSession:
     @property
     def is_recurrent(self) -> bool:
         """Whether a layer keeps a recurrent state."""
-        return any(isinstance(cache, RecurrentCache) for cache in self.cache)
+        return bool(self._states)
 
     @property
     def needs_no_masks(self) -> bool:
         """Whether no layer looks at the rows before it."""
-        return all(isinstance(cache, RecurrentCache) for cache in self.cache)
+        return len(self._states) == len(self.cache)
 
     def commit(self, kept: Sequence[int]) -> None:
         """Keep these rows of the last forward (a path from row 0) and remove the others."""
@@ -240,6 +241,8 @@ class TargetSession:
 
     def advance(self, rows: int) -> None:
         """Count the rows of a forward that the caches have from now on."""
+        for cache in self._states:
+            cache.release()
         self.position += rows
         self.intact = True
         self._uncommitted = None

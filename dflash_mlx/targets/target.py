@@ -194,6 +194,13 @@ class Target:
         return True
 
     @property
+    def why_not_replayed(self) -> str | None:
+        """What keeps steps from being replayed from traces; None if nothing is known to."""
+        if self.steps.why_not is None and not self.start().can_trace:
+            return "a trace cannot have its kind of caches"
+        return self.steps.why_not
+
+    @property
     def supports_trees(self) -> bool:
         """Whether draft trees can be verified; chains always can."""
         return self.why_no_trees is None

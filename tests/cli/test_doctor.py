@@ -49,6 +49,7 @@ def test_what_is_checked():
     assert {status[name] for name in ("Python", "packages", "embedded pair")} == {"ok"}
     pair = content["checks"][len(NAMES)]["detail"]
     assert pair.startswith("16 tokens identical to plain")
+    assert pair.endswith("steps are built once per shape and replayed")
 
 
 def test_without_mlx():

@@ -1,5 +1,6 @@
 """Steps that are traced and replayed: the same bits as without, few traces, memory in place."""
 
+import gc
 import io
 import threading
 
@@ -8,6 +9,7 @@ import mlx.nn as nn
 import pytest
 from batches import SharedVerifier
 from families import family_target
+from mlx.utils import tree_flatten
 from tinymodels import target
 
 import dflash_mlx as dm
@@ -189,6 +191,38 @@ def test_a_replayed_step_of_many_writes_in_place(monkeypatch):
     more, keys = peak()
     assert many.steps.count == 1
     assert more <= untraced(monkeypatch, peak)[0] + keys // 4
+
+
+def test_a_long_text_takes_no_more_memory(monkeypatch):
+    """While its buffers grow, too. A copy of the caches would add a third."""
+    one = target(num_hidden_layers=4)
+
+    def peak():
+        gc.collect()  # what earlier tests have left is not freed meanwhile
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        tokens = dm.generate(one, None, PROMPT, max_tokens=1000).tokens
+        return mx.get_peak_memory() - before, tokens
+
+    expected, text = untraced(monkeypatch, peak)
+    dm.generate(one, None, PROMPT, max_tokens=1000)
+    traces = one.steps.count
+    more, tokens = peak()
+    assert tokens == text and traces == one.steps.count <= 10
+    assert more <= 1.15 * expected
+
+
+@pytest.mark.parametrize("kept", [1, 4])
+def test_a_recurrent_cache_keeps_one_state(kept):
+    session = family_target("qwen3_5").start()
+    list(session.prefill(PROMPT))
+    for _ in range(3):
+        mx.eval(session.verify(Proposal([1] * 4)))
+        session.commit(list(range(kept)))
+    cache = session.cache[0]
+    held = [x for _, x in tree_flatten(vars(cache)) if isinstance(x, mx.array)]
+    assert len(held) == len([x for x in cache.cache if x is not None])
 
 
 def test_a_model_that_looks_at_its_position_runs_without_traces(monkeypatch):

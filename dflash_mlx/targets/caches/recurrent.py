@@ -38,10 +38,10 @@ class RecurrentCache(ArraysCache):
     reads_trees = True
     cache: list[Any]
     tree: Span | None = None
-    recorded: Rows
+    recorded: Rows = ()
     _recurrence: Recurrence
-    _inputs: mx.array  # of the convolution, [1, window - 1 + N, C]
-    _before: mx.array | None  # the state before the verify
+    _inputs: Any = None  # of the convolution, [1, window - 1 + N, C]
+    _before: mx.array | None = None  # the state before the verify
 
     def begin(self, tree: Span) -> None:
         """Prepare for a verify whose rows are a tree."""
@@ -116,6 +116,12 @@ class RecurrentCache(ArraysCache):
             convolved, *gates = (part[:, : len(kept)] for part in recorded)
             self.cache[1] = recurrence.replay(convolved, gates, self._before)
         self.tree = None
+
+    def release(self) -> None:
+        """Hold nothing of the last verify, which is committed, but the state after it."""
+        self.recorded = ()
+        self._inputs = None
+        self._before = None
 
     def trim(self, rows: int) -> None:
         """Refuse: a recurrent state cannot be trimmed."""
