@@ -79,7 +79,9 @@ class PromptRuns:
     @property
     def main(self) -> Result:
         """The first drafted run, or the first run of all without a drafter."""
-        return self.runs[chain_method(self.runs) or next(iter(self.runs))][0]
+        methods = list(self.runs)
+        method = chain_method(self.runs) or methods[0]
+        return self.runs[method][0]
 
     def speedups(self, method: str) -> list[float]:
         """The speed of each run over the plain run of the same turn."""

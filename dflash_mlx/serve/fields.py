@@ -159,7 +159,8 @@ class ResponseFormat(Body):
         default = {"type": "object"} if self.type == "json_object" else {}
         if self.json_schema is None and self.schema_ is None and not default:
             raise RequestError("The format json_schema needs a schema.")
-        return (self.json_schema or self).schema_ or default
+        schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
+        return schema or default
 
 
 class Function(Body):

@@ -167,7 +167,7 @@ def test_taps_of_another_width(adapter):
     """With an adapter each tap is projected first; without, the fusion itself is that wide."""
     fields = {"architectures": ["DFlashDraftModel"], "target_hidden_size": 20, "markov_rank": 0}
     nested = {"causal_head": True}
-    parts = (EMBEDDING, HEAD, *([ADAPTER] if adapter else []))
+    parts = (EMBEDDING, HEAD, ADAPTER) if adapter else (EMBEDDING, HEAD)
     drafter = build(raw_config(**fields, dflash_config=nested), parts)
     taps = mx.random.normal((1, 11, 2 * 20))
     block = drafter.embed(mx.array([[5, *[2] * 5]]), None)

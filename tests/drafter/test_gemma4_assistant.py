@@ -136,7 +136,8 @@ def read(target, tokens):
     kinds = model.args.layer_types
     hidden = model.model(mx.array([tokens]), cache=caches)[:, -1:]
     kept = {}
-    for kind, last in {kind: index for index, kind in enumerate(kinds[: len(caches)])}.items():
+    last_layers = {kind: index for index, kind in enumerate(kinds[: len(caches)])}
+    for kind, last in last_layers.items():
         rows = caches[last].keys, caches[last].values
         if kind == "full_attention":
             kept[kind] = tuple(x[:, :, : len(tokens)] for x in rows)
