@@ -113,12 +113,12 @@ inline void find_rows(threadgroup int* rows, const device int* positions,
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-// KEYS keys and values into their tiles, four elements of both a thread; neighbouring threads read
-// neighbouring addresses.
+// Loads KEYS keys and values into their tiles, four elements of each per thread. Neighbouring
+// threads read neighbouring addresses.
 //
 // In a product of matrices a weight of zero does not hide a value that is no finite number: 0 * NaN
-// would spoil the rows that do not see it, too. So such a value is left out and its key made no
-// number instead, which `weigh` takes from rows that see it alone.
+// would also spoil the rows that do not see it. So the value is replaced by zero and its key by NaN
+// instead: `weigh` applies that score only to the rows that see the key.
 template <typename T, int D, int KEYS, typename Rows>
 inline void load_tiles(threadgroup T* key_tile, threadgroup T* value_tile, Rows keys, Rows values,
     const threadgroup int* rows, uint thread_index, uint threads) {

@@ -72,7 +72,7 @@ struct Columns {
   }
 };
 
-// The rows of x behind one lane's operands, two neighbours of every eight, and four values of each.
+// The rows of x that one lane reads: two neighbours of every eight, four values of each.
 template <typename T, int ROW_BLOCKS>
 struct LaneRows {
   const device T* rows[2 * ROW_BLOCKS];
@@ -103,8 +103,8 @@ struct TileSums {
   Fragment totals[kColumnBlocks][ROW_BLOCKS];  // read where `scaled`
   float x_sums[2 * ROW_BLOCKS];                // of the lane's rows and of its k, in one step
 
-  // An implicit constructor is not one of `thread` objects, which Metal 4.1 asks for: so are those
-  // of simdgroup_matrix.
+  // Metal 4.1 asks for a constructor of `thread` objects, and an implicit one does not count. Those
+  // of simdgroup_matrix are declared like this, too.
   TileSums() thread {}
 
   static void clear(thread Fragment (&matrices)[kColumnBlocks][ROW_BLOCKS]) {

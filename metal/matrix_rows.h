@@ -69,7 +69,7 @@ struct PlainMatrix {
   }
 };
 
-// So many neighbouring words at once: a multiple of four, two, or one.
+// Reads COUNT neighbouring words: a multiple of four, two, or one.
 template <int COUNT>
 inline void read_words(thread uint (&to)[COUNT], const device uint* from) {
   DFLASH_UNROLL

@@ -1,4 +1,4 @@
-// The sums of a product whose K was split (verify_matmul.metal), added up: the first split first.
+// Adds up the sums of a product whose K was split (verify_matmul.metal), the first split first.
 #include <metal_stdlib>
 
 #include "gated.h"

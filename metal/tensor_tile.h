@@ -2,9 +2,9 @@
 //
 // One operation multiplies a group: 16 rows of x by 32 rows of w, read as they lie in device memory.
 // Its operand is a tensor of 4-bit integers, which is what MLX's packed words are, so nothing is
-// unpacked. The codes are not less their middle here: they run from 0 to 15.
+// unpacked. The middle of the range is not subtracted here: codes run from 0 to 15.
 //
-// How many results a lane has, and which, is asked: get_capacity, is_valid_element and
+// Metal says how many results a lane has, and which: get_capacity, is_valid_element and
 // get_multidimensional_index. A lane reads scale and bias of one column and half of a row of x, and
 // the others get them from it. The order of all other sums is that of matmul_tile.h. The order inside
 // an operation is not specified, and neither is how it rounds: exact decoding keeps to matmul_tile.h.

@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written(tiny, tmp_path):
     assert (tmp_path / "file").read_text() == "in the way"
 
 
-def test_runs_of_two_machines_beside_each_other(folder, tmp_path):
+def test_a_report_compares_runs_of_two_machines(folder, tmp_path):
     other = read_run(folder)
     other["machine"]["chip"] = "Apple M5 Max"
     other["overall"]["methods"]["DFlash"]["speedup"]["median"] = 4.375

@@ -43,5 +43,5 @@ def run_code(code: str, timeout: float = 120) -> subprocess.CompletedProcess[str
 
 
 def hear_ctrl_c() -> None:
-    """In a child before it becomes the program: undo that a background job ignores SIGINT."""
+    """Run in the child before exec: restores SIGINT, which a background job would ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

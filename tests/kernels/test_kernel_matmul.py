@@ -186,7 +186,7 @@ def test_a_small_bias_is_not_lost_beside_the_middle_of_the_codes(matmul, dtype, 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("depth", "splits"), [(2592, 5), (3600, 7)])
 def test_no_split_is_rounded_before_it_is_added(matmul, dtype, depth, splits):
-    """A later one has 1 and a little, and the first one takes the 1 away again."""
+    """A later split sums to 1 + 2**-12, the first to -1: rounding either would lose the 2**-12."""
     assert splits_of_k(24, depth) == splits_of_k(3 * 24, depth) == splits
     for split in range(1, splits):
         x = mx.ones((2, depth), dtype)

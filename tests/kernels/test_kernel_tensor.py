@@ -75,7 +75,7 @@ def test_several_matrices(matmul):
         check_products(matmul, mx.random.normal((5, depth)).astype(mx.bfloat16), *weights)
 
 
-def test_what_tensor_units_cannot_take_runs_without():
+def test_products_that_tensor_units_cannot_compute_use_the_other_kernel():
     """Rows in another dtype; matrices that share a launch with one that does not fit."""
     launches = Launches()
     matmul = VerifyMatmul(launches)

@@ -82,7 +82,7 @@ def test_the_end_of_a_prompt_is_always_read(kind):
         assert request(here, prompt[:length]) <= max(0, length - 2)
 
 
-def test_other_models_bits_and_people_share_nothing(tmp_path):
+def test_prefixes_are_not_shared_between_models_kv_bits_or_salts(tmp_path):
     prompt = text(40)
     shared = {"folder": tmp_path}
     here = store(Target(), **shared)

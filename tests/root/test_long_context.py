@@ -109,7 +109,7 @@ def test_what_a_cache_gave_stays_as_it_was(window):
 
 
 def bytes_of_a_step(target, drafter, requests, context, settings):
-    """The most bytes that a step allocates on top of what is held, and frees."""
+    """The peak of memory that a step uses in addition to what was in use before it, in bytes."""
     played = SteppedEngine(target, drafter, SharedBatch(target, None), stall=1e9)
     for number in range(requests):
         prompt = [token % 150 for token in random_prompt(context, number)]

@@ -134,7 +134,7 @@ class WrongSession(DraftSession):
         return Proposal(mx.array([anchor, *[1023] * (width - 1)]))
 
 
-def test_beside_a_network_that_knows_nothing_the_lookup_drafts_and_the_network_rests():
+def test_a_network_that_is_always_wrong_is_hardly_asked_when_lookup_drafts():
     prompt, answer = copying()
     network = Wrong()
     subject = Scripted(prompt, answer, 1024)

@@ -26,7 +26,7 @@ SWITCH = """{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_think
 
 @pytest.fixture
 def switching(monkeypatch):
-    """A target whose template has the switch, and one amount."""
+    """A target whose chat template can turn thinking off and has one reasoning effort."""
     model = target("qwen3")
     monkeypatch.setattr(model.tokenizer._tokenizer, "chat_template", SWITCH)
     return model

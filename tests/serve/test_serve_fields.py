@@ -301,7 +301,7 @@ FORCED = {  # together with a format, as instructor sends it
 
 @pytest.mark.parametrize("path", FORCED)
 @pytest.mark.parametrize("choice", ["required", "any", NAMED])
-def test_a_forced_call_beside_a_format(engine, path, choice):
+def test_a_forced_call_together_with_a_format(engine, path, choice):
     told(engine, path, FORCED[path] | {"tool_choice": choice})
     (grammar,) = engine.submitted[0][1]["logits_processors"]
     call = engine.target.tokenizer.encode("<tool_call>", add_special_tokens=False)

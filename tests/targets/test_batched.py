@@ -241,7 +241,7 @@ def test_nobodys_caches_are_held_on_to():
     ],
 )
 def test_models_that_share_less(name, shares):
-    """Found out while a forward is built, not by name; every request is as alone all the same."""
+    """The target learns this by building a forward. Requests still get what they get alone."""
     pair = BatchAndSingles(
         Target(model_of(MODELS[name], 0, 0), CharacterTokenizer(), MODELS[name], name), 3
     )

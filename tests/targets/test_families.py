@@ -103,7 +103,7 @@ def test_taps_are_of_committed_rows_whatever_was_rejected(family):
     _, whole = target.features(mx.array([prompt + answer]), layers)
     embedded = whole[..., : target.hidden_size]
     assert mx.array_equal(embedded, target.embed(mx.array([prompt + answer])))
-    rows = len(prompt) + 39  # the last token is nobody's context yet
+    rows = len(prompt) + 39  # the last token was not read yet
     assert mx.allclose(pieces[:, :rows], whole[:, :rows], atol=1e-4)
 
 

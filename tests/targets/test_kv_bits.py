@@ -32,7 +32,7 @@ def test_a_model_that_cannot_is_refused_at_once(family):
     assert "\n" not in str(caught.value)
 
 
-def test_heads_that_are_no_whole_groups_are_refused():
+def test_a_head_size_that_is_not_a_multiple_of_the_group_is_refused():
     target = family_target("qwen3", head_dim=48)
     with pytest.raises(SettingsError, match="head size 48"):
         dm.stream_generate(target, None, [1, 2, 3], kv_bits=8)

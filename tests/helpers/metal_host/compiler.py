@@ -128,7 +128,7 @@ class Build:
     def kernel(self, source: str) -> Path:
         """A kernel, linked to the runtime."""
         mode = _CHECKED if self.checked else ("-O1",)
-        linked = [str(self.runtime), "-nostdlib", "-lm"]  # without the rest it links twice as fast
+        linked = [str(self.runtime), "-nostdlib", "-lm"]  # linking other libraries doubles the time
         return self._library(
             "kernel", source=source, included=_digest("include"), options=mode, linked=linked
         )
