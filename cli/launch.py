@@ -295,7 +295,10 @@ def _server(
                             start_new_session=True,  # so that Ctrl-C reaches only the agent
                         )
                     elif server is None and time.monotonic() > end:
-                        raise ServerError(f"{url} still answers {LOADING}: give another --port.")
+                        raise ServerError(
+                            f"A server at {url} is still loading its model: wait for it, or give "
+                            "another --port."
+                        )
                     elif server is not None and server.poll() is not None:
                         raise ServerError(_last_line(log))
                     time.sleep(PAUSE)

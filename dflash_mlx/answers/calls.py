@@ -295,10 +295,11 @@ class TaggedCalls:
                 continue
             # A closing tag that belongs to a tag inside the value is part of the value. So are
             # tags of required arguments, unless they come again after the value.
-            inside = [name for position, name in tags if position < value_end]
-            behind = {name for position, name in tags if position >= tag_end}
-            lost = set(inside) & (parameters.required - read_names) - behind
-            if len(inside) <= ends_before and not lost:
+            opened_inside = [name for position, name in tags if position < value_end]
+            follow = {name for position, name in tags if position >= tag_end}
+            still_required = parameters.required - read_names - follow
+            loses_one = not still_required.isdisjoint(opened_inside)
+            if len(opened_inside) <= ends_before and not loses_one:
                 return value_end, tag_end
             candidate = min(candidate, (value_end, tag_end))
         if not lenient:

@@ -191,16 +191,21 @@ class AnswerParser:
             parts += self._read_words(self._take(border))
             self.state = NORMAL
 
+    def _is_plain_text(self, marker: str, kind: str, before: str) -> bool:
+        """Whether a marker is part of the answer's text, because of what comes before it."""
+        if kind == _STRAY:  # the end of a call counts right after another marker only
+            return bool(before.strip()) or not self._after_marker
+        if marker == "{":  # it begins a call at the start of an answer only
+            return bool(before.strip()) or self._has_text
+        return False
+
     def _read_marker(self, match: re.Match[str], kind: str) -> list[Part]:
         """Read the pending text up to the end of a marker."""
         if self.state == TOOL:
             return self._end_call(match, kind)
         marker = match[0]
         before = self._pending[: match.start()]
-        # The end of a call only counts right after a marker, and "{" at the start of the answer.
-        is_text = kind == _STRAY and (before.strip() or not self._after_marker)
-        is_brace = marker == "{" and (before.strip() or self._has_text)
-        if is_text or is_brace:
+        if self._is_plain_text(marker, kind=kind, before=before):
             return self._read_text(self._take(match.end()))
         self._take(match.end())
         if kind == _MESSAGE:

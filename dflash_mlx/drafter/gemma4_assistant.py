@@ -148,7 +148,7 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
         target_sizes = (target.hidden_size, target.vocab_size)
         if expected_sizes != target_sizes:
             raise IncompatibleDrafterError(
-                "The assistant is another target's: its hidden_size and vocab_size are "
+                "The assistant belongs to another target: its hidden_size and vocab_size are "
                 f"{expected_sizes}, {target.name} has {target_sizes}."
             )
 
@@ -166,7 +166,8 @@ def _sources(args: gemma4_text.ModelArgs, target: Target) -> dict[str, int]:
             target.layers[last_layers[kind]].self_attn.head_dim != width
         ):
             raise IncompatibleDrafterError(
-                f"The assistant is another target's: {target.name} has no {kind} of width {width}."
+                f"The assistant belongs to another target: {target.name} has no {kind} of width "
+                f"{width}."
             )
     return {kind: last_layers[kind] for kind in sorted({*args.layer_types})}
 

@@ -191,6 +191,6 @@ class MTPHead(StepwiseDrafter, nn.Module):
         width = self.norm.weight.size
         if width != target.hidden_size:
             raise IncompatibleDrafterError(
-                f"The MTP head is another target's: it is {width} wide, {target.name} is "
+                f"The MTP head belongs to another target: it is {width} wide, {target.name} is "
                 f"{target.hidden_size}."
             )

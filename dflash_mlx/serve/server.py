@@ -103,7 +103,10 @@ class APIServer(uvicorn.Server):
             self._models.abort()
 
     async def _drain(self) -> None:
-        """End open answers after `drain_seconds`, and connections after a second `stop`."""
+        """Abort open answers after `drain_seconds`, and connections when somebody stops it again.
+
+        `stop` cancels this when all connections have closed by themselves.
+        """
         end = time.monotonic() + self._drain_seconds
         while time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(POLL_SECONDS)

@@ -161,7 +161,7 @@ def test_a_server_that_never_loads_is_not_waited_for_without_end(tmp_path, monke
     install(tmp_path, "codex")
     server.statuses = iter([503] * 1000)
     code, told = run("launch", "codex", "--port", server.port, PATH=str(tmp_path))
-    assert code == 1 and "still answers 503: give another --port" in told
+    assert code == 1 and "is still loading its model: wait for it" in told
 
 
 CLOUD = "https://api.example.com"

@@ -41,16 +41,19 @@ def tensors(**changed):
     return damage
 
 
-def content(file, text):
-    """Damage: another content of a file, or a part of its own; none without a text."""
+def content(file, new):
+    """A function that damages a file: `new` bytes replace it, a slice keeps that part of it.
+
+    None deletes it.
+    """
 
     def damage(folder):
-        if isinstance(text, slice):
-            (folder / file).write_bytes((folder / file).read_bytes()[text])
-        elif text is None:
+        if isinstance(new, slice):
+            (folder / file).write_bytes((folder / file).read_bytes()[new])
+        elif new is None:
             (folder / file).unlink()
         else:
-            (folder / file).write_bytes(text)
+            (folder / file).write_bytes(new)
 
     return damage
 

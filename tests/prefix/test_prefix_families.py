@@ -28,17 +28,18 @@ def logits_after(session, ids, rows=4):
     return logits
 
 
-def check_bits(target, store, ids, held, kv_bits=None):
-    """A session out of the store has the logits of one that reads all. It holds so much.
+def check_logits(target, store, ids, held, kv_bits=None):
+    """A session from the store has the logits of one that reads the whole prompt.
 
-    Another one before it has written into its own caches, in place where a single row does.
+    The store says that it holds `held` tokens. An earlier session that writes into its own caches
+    must not change them.
     """
-    before, *_ = store.open(ids, Sampler(), kv_bits)
+    earlier, *_ = store.open(ids, Sampler(), kv_bits)
     for token in ids[:3]:  # the first takes the place of a row that nobody sees any more
-        mx.eval(before.verify(dm.Proposal([token])))
-        before.commit([0])
-    session, _, logits = store.open(ids, Sampler(), kv_bits)
-    assert logits == held
+        mx.eval(earlier.verify(dm.Proposal([token])))
+        earlier.commit([0])
+    session, _, held_tokens = store.open(ids, Sampler(), kv_bits)
+    assert held_tokens == held
     fresh = target.start((), kv_bits)
     logits = logits_after(session, ids)
     read = logits_after(fresh, ids)
@@ -74,14 +75,14 @@ def test_a_hit_is_a_miss_that_was_not_read(family, kv_bits, tmp_path):
     trims = target.start().can_trim  # else a text is found up to a checkpoint
     other = [*first[:40], *small_prompt(30, seed=3)]
     assert ask(other, 1, prefix=store).stats.reused_tokens == (40 if trims else 0)
-    check_bits(
+    check_logits(
         target,
         store=store,
         ids=[*other[:40], *small_prompt(20, seed=4)],
         held=40 if trims else 32,
         kv_bits=kv_bits,
     )
-    check_bits(
+    check_logits(
         target,
         store=store,
         ids=[*first, *small_prompt(8, seed=4)],

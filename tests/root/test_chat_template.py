@@ -163,8 +163,8 @@ def test_ctrl_c_while_waiting_ends_the_call(ctrl_c):
     check_ended(threads)
 
 
-def test_a_call_that_does_not_hear_its_end_is_told_again():
-    """Python drops an exception in a finalizer, and garbage may be collected at any time."""
+def test_run_within_raises_again_when_its_exception_is_lost():
+    """Python drops an exception that is raised inside a finalizer, which may run at any time."""
     threads = set(threading.enumerate())
 
     def endless():

@@ -99,8 +99,8 @@ def test_prefilling_32k_tokens_never_holds_their_features_together():
 
 
 @pytest.mark.parametrize("window", [None, 8])
-def test_what_a_cache_gave_stays_as_it_was(window):
-    """A block's keys may be read only after the next context rows came (nothing waits)."""
+def test_the_keys_of_a_block_do_not_change_when_rows_follow(window):
+    """They are lazy, and may be computed only after later rows were appended."""
     rows = mx.broadcast_to(mx.arange(17.0)[:, None], (1, 2, 17, 4))
     cache = FullCache() if window is None else WindowCache(window)
     first, _ = append_rows(cache, rows[:, :, :8], rows[:, :, :8], block=3)

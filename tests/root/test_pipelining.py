@@ -97,8 +97,8 @@ def test_the_end_of_a_text_costs_one_forward_at_most_and_its_row_is_kept():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_text_that_is_left_in_the_middle_can_be_gone_on_with(family):
-    """Only what can be cut is read ahead: else a next turn that goes on otherwise had nothing."""
+def test_a_conversation_goes_on_after_a_text_that_was_left_in_the_middle(family):
+    """Only caches that can be trimmed read ahead: others could not forget the token again."""
     model = random_model(family)
     target = target_of(model, family)
     kept = dm.Conversation(target, None)
@@ -106,16 +106,18 @@ def test_a_text_that_is_left_in_the_middle_can_be_gone_on_with(family):
     begun = [next(events).tokens[0] for _ in range(24)]
     ahead = target.start().can_pipeline
     events.close()
-    assert kept.ids == [*PROMPT, *begun[: 24 if ahead else 23]]
+    read = begun if ahead else begun[:-1]
+    assert kept.ids == [*PROMPT, *read]
     assert kept.caches.target_session.can_trim or not ahead
-    again = [*PROMPT, *begun[:23], begun[23] ^ 1, 7, 8]
-    result = dm.generate(target, None, again, max_tokens=3, conversation=kept)
-    assert result.stats.reused_tokens == len(again) - 3
-    assert result.tokens == plain_tokens(model, again, 3)
-    again = [*again, *result.tokens, 7, 8]
-    result = dm.generate(target, None, again, max_tokens=ANSWER, conversation=kept)
-    assert result.stats.reused_tokens >= len(again) - 3
-    assert result.tokens == plain_tokens(model, again, ANSWER)
+    another_token = begun[23] ^ 1
+    diverging = [*PROMPT, *begun[:23], another_token, 7, 8]
+    result = dm.generate(target, None, diverging, max_tokens=3, conversation=kept)
+    assert result.stats.reused_tokens == len(diverging) - 3
+    assert result.tokens == plain_tokens(model, diverging, 3)
+    continuing = [*diverging, *result.tokens, 7, 8]
+    result = dm.generate(target, None, continuing, max_tokens=ANSWER, conversation=kept)
+    assert result.stats.reused_tokens >= len(continuing) - 3
+    assert result.tokens == plain_tokens(model, continuing, ANSWER)
 
 
 def test_a_penalty_needs_every_token_on_the_host():

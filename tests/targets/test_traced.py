@@ -73,8 +73,8 @@ def test_a_replayed_step_has_the_bits_of_the_forward(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", WINDOWS)
-def test_a_window_outlives_what_is_not_traced(family, monkeypatch):
-    """Steps on the caches themselves, checkpoints and exports between replayed ones."""
+def test_windows_survive_what_happens_between_replayed_steps(family, monkeypatch):
+    """Steps without a trace, rewinds, and a session that another one's rows are restored into."""
     one = family_target(family)
     lengths = [1, 16, 16, 1, 4, 1, 16, 4, 1, 1, 40, 1, 4] * 2
     expected = untraced(monkeypatch, lambda: steps_of(one, lengths=lengths))
@@ -93,7 +93,7 @@ def test_a_window_outlives_what_is_not_traced(family, monkeypatch):
             other.restore(position, [session.rows(0, position)], session.state(), 1)
             session = other
         with monkeypatch.context() as patched:
-            if number % 4 == 1:
+            if number % 4 == 1:  # this step runs untraced
                 patched.setattr(Traces, "call", lambda *args, **settings: None)
             verified = session.verify(proposal)
         mx.eval(verified)
