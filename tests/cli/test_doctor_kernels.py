@@ -11,6 +11,7 @@ from program import run
 from dflash_mlx.cli import doctor_kernels
 from dflash_mlx.kernels.autotune import Stopwatch
 from dflash_mlx.kernels.modules import Kernels
+from dflash_mlx.traces import Traces
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="this machine has Metal")
@@ -60,6 +61,7 @@ def test_the_report(tmp_path, monkeypatch, capsys):
     patch(doctor_kernels.mx.metal, "is_available", lambda: True)
     patch(doctor_kernels.mx.fast, "metal_kernel", wrong)
     patch(doctor_kernels.mx, "device_info", lambda: {"device_name": "Apple M9 Max"})
+    patch(Traces, "call", lambda *args: None)  # the emulator cannot run inside a trace
     patch(doctor_kernels, "sample_memory", lambda model: [[1.0, 0.5]])
     file = tmp_path / "report.json"
     assert not doctor_kernels.report(None, file)
