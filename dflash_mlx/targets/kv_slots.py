@@ -76,18 +76,6 @@ class SlotArray:
         self.layers: list[list[mx.array]] = []
         self._sizes: list[list[int]] = []  # rows of a slot's keys and of its values: H * capacity
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The number of rows of the first layer's keys, in all slots, and of each slot."""
-        return len(self.layers[0][0]), self.capacity
-
-    def holding(self, layers: Sequence[Sequence[mx.array]]) -> SlotArray:
-        """An array of the same shape that holds these layers, for a traced step."""
-        array = SlotArray(self.capacity)
-        array._sizes = self._sizes
-        array.layers = [list(pair) for pair in layers]
-        return array
-
     def add(self, entering: Mapping[Any, Sequence[FullCache]], numbers: Sequence[int]) -> None:
         """Move the rows of these caches into new slots, behind those in use without gaps."""
         first = self.used

@@ -17,10 +17,9 @@ from ..traces import Traces, UntraceableError
 from .caches import RecurrentCache, WindowCache
 from .caches.step import STEPS, step_caches
 from .intercept import Forward
-from .kv_slots import SlotArray, SlotRows
 from .model_parts import MODEL_ERRORS
 from .rotations import Rotations
-from .rows import AXES, Rows, Verified
+from .rows import Rows, Verified
 from .span import Span
 from .taps import Taps
 
@@ -35,7 +34,7 @@ class TracedSteps(Traces):
     """The traced forwards of one model's steps.
 
     Args:
-        run: a forward of the model: ids [n, W], caches, taps and what its modules are to do.
+        run: a forward of the model: ids [1, N], caches, taps and what its modules are to do.
         make_forward: makes a `Forward` of rows, with the target's kernels.
     """
 
@@ -51,25 +50,20 @@ class TracedSteps(Traces):
     def replay(self, rows: Rows, ids: mx.array, taps: Taps) -> Verified | None:
         """Replay a step that has been traced, or trace it; None if it is to be run without.
 
-        What can be replayed is a chain of one request, or the rows of several that lie on the batch
-        axis.
+        Only chains of one request are replayed.
 
         Args:
-            rows: of the step; caches and slots change as the forward changes them.
-            ids: their tokens, in their `shape` [n, W].
+            rows: of the step; the request's caches change as the forward changes them.
+            ids: their tokens [1, N].
             taps: the layers to tap.
 
-        Returns the logits [n, W, V] and the taps [n, W, K*D].
+        Returns the logits [1, N, V] and the taps [1, N, K*D].
         """
-        if self.why_not is not None or rows.is_prompt or rows.tree:
+        if self.why_not is not None or rows.is_prompt or rows.is_shared or rows.tree:
             return None
-        if rows.is_stacked:
-            return self._replay_stacked(ids, rows, taps)
-        if rows.is_shared or not rows.spans[0].session.can_trace:
+        session = rows.spans[0].session
+        if not session.can_trace:
             return None
-        return self._replay_chain(ids, rows.spans[0].session, taps)
-
-    def _replay_chain(self, ids: mx.array, session: Any, taps: Taps) -> Verified | None:
         caches = session.cache
         offset = session.position
         if not offset:
@@ -95,21 +89,6 @@ class TracedSteps(Traces):
             return _Chain(forward, caches, attended)
 
         return cast(Verified | None, self.call(shape, make, ids, offset, caches))
-
-    def _replay_stacked(self, ids: mx.array, rows: Rows, taps: Taps) -> Verified | None:
-        [slots] = rows.slot_rows
-        array = slots.array
-        attended = attended_keys(slots.end)
-        shape = "stacked", rows.tap_layers, ids.shape, attended, array.shape
-
-        def make() -> _Stacked:
-            run = self._run
-            forward = self._make_forward
-            return _Stacked(
-                lambda ids, rows: run(ids, rows.caches(), taps, forward(rows)), array, attended
-            )
-
-        return cast(Verified | None, self.call(shape, make, ids, slots.positions, array))
 
 
 class _Chain:
@@ -155,55 +134,6 @@ class _Chain:
             for cache in caches
         ]
         return logits, taps, made
-
-
-class StackedRows(Rows):
-    """The rows of a traced step of n requests, which lie on the batch axis.
-
-    Args:
-        slots: all of their rows; the positions are an array, so that a trace fits all texts.
-        layers: the number of the model's caches, which are all in slots.
-    """
-
-    def __init__(self, slots: SlotRows, layers: int) -> None:
-        requests, width = slots.positions.shape
-        session = SimpleNamespace(position=0, tap_layers=(), cache=[None] * layers)
-        super().__init__([Span(session, Proposal([0] * width)) for _ in range(requests)])
-        self.is_stacked = True
-        self.slot_rows = [slots]
-        self.without_slots = []
-        self.offset = slots.positions[:, 0].reshape(-1, *[1] * (AXES - 1))
-        self._slot_layers = tuple(range(layers))
-
-
-class _Stacked:
-    """A forward of requests on the batch axis as a function of arrays, traced at its first call.
-
-    Args:
-        forward: the forward.
-        array: where the requests have their slots; only its shape counts.
-        attended: keys that the layers attend to.
-    """
-
-    def __init__(
-        self, forward: Callable[[mx.array, StackedRows], Verified], array: SlotArray, attended: int
-    ) -> None:
-        self._forward = forward
-        self._like = array.holding([])
-        self._attended = attended
-        self._function = mx.compile(self._step)
-
-    def __call__(self, ids: mx.array, positions: mx.array, array: SlotArray) -> Verified:
-        """The logits [n, W, V] and taps [n, W, K*D] of ids [n, W]; the array changes. Lazy."""
-        logits, taps, array.layers = self._function(ids, positions, array.layers)
-        return logits, taps
-
-    def _step(self, ids: mx.array, positions: mx.array, contents: Any) -> Any:
-        """The forward: logits, taps, and what it has made of the contents."""
-        array = self._like.holding(contents)
-        slots = SlotRows(array, positions, end=self._attended, rows=None)
-        logits, taps = self._forward(ids, StackedRows(slots, layers=len(contents)))
-        return logits, taps, array.layers
 
 
 def attended_keys(keys: int) -> int:

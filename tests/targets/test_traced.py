@@ -7,7 +7,6 @@ import threading
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from batches import SharedVerifier
 from families import family_target
 from mlx.utils import tree_flatten
 from tinymodels import target
@@ -33,23 +32,6 @@ def steps_of(model, kv_bits=None, lengths=LENGTHS):
         mx.eval(verified)
         results += verified
         session.commit(list(range((rows + 1) // 2)))
-    return results
-
-
-def steps_of_many(target, rows, steps=6):
-    """Logits and taps of steps of three texts, of which each keeps another number of rows."""
-    verifier = SharedVerifier(target)
-    sessions = [target.start((0, 1)) for _ in range(3)]
-    for number, session in enumerate(sessions):
-        list(session.prefill(PROMPT[number:]))
-    results = []
-    for step in range(steps):
-        proposals = [Proposal([(7 * step + row) % 90 for row in range(rows)]) for _ in sessions]
-        verified = verifier.verify(sessions, proposals)
-        mx.eval(verified)
-        results += verified
-        for number, session in enumerate(sessions):
-            session.commit(list(range(1 + number % rows)))
     return results
 
 
@@ -156,40 +138,6 @@ def test_a_replayed_step_writes_in_place(monkeypatch):
 
     more, keys = peak()
     assert model.steps.count == 1
-    assert more <= untraced(monkeypatch, peak)[0] + keys // 4
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_a_replayed_step_of_many_has_the_bits_of_the_forward(family, rows, monkeypatch):
-    shared = family_target(family)
-    replayed = steps_of_many(shared, rows)
-    assert shared.steps.why_not is None
-    assert shared.steps.count == 1
-    expected = untraced(monkeypatch, lambda: steps_of_many(shared, rows))
-    assert shared.steps.count == 1
-    assert all(mx.array_equal(*pair).item() for pair in zip(replayed, expected, strict=True))
-
-
-def test_a_replayed_step_of_many_writes_in_place(monkeypatch):
-    many = target(num_hidden_layers=6)
-
-    def peak():
-        verifier = SharedVerifier(many)
-        sessions = [many.start() for _ in range(3)]
-        for session in sessions:
-            list(session.prefill(PROMPT * 15))
-        for step in range(4):
-            if step == 3:
-                mx.reset_peak_memory()
-                before = mx.get_active_memory()
-            mx.eval(verifier.verify(sessions, [Proposal([1] * 4)] * 3))
-            for session in sessions:
-                session.commit([0, 1])
-        return mx.get_peak_memory() - before, sessions[0].slot.array.layers[0][0].nbytes
-
-    more, keys = peak()
-    assert many.steps.count == 1
     assert more <= untraced(monkeypatch, peak)[0] + keys // 4
 
 
