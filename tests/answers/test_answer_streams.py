@@ -126,7 +126,7 @@ SPOKEN = {
 @pytest.mark.parametrize("family", SPOKEN)
 @pytest.mark.parametrize("between", ["\n", "\n\n"])
 @pytest.mark.parametrize("width", [1, 2, 5, 999])
-def test_what_is_in_no_answer_stops_none(family, between, width):
+def test_newlines_dropped_after_a_marker_trigger_no_stop_string(family, between, width):
     """Newlines after a marker are dropped, whatever tokens they come in."""
     form = form_of(family)
     text = f"{SPOKEN[family]}{between}One line.\nMore."
@@ -180,7 +180,7 @@ def test_channels_of_gpt_oss(width):
         ("<|channel|>analysis", ""),
     ],
 )
-def test_words_without_a_channel_are_content(text, said):
+def test_words_without_a_channel_are_text(text, said):
     for width in (1, 1000):
         parts = read(form_of("harmony"), schemas=SCHEMAS, text=text, width=width)
         assert "".join(part.text for part in parts).split() == said.split()

@@ -297,7 +297,7 @@ def test_pythonic_strings_are_those_that_python_reads(text: str) -> None:
         "f(a=('x'))",
     ],
 )
-def test_lfm2_writes_json_between_its_markers_too(written: str) -> None:
+def test_lfm2_also_writes_json_between_its_markers(written: str) -> None:
     text = f"<|tool_call_start|>{written}<|tool_call_end|>"
     assert read(form_of("pythonic"), {"f": {}}, text) == [("f", {"a": "x"})]
 

@@ -71,7 +71,7 @@ def test_async_readers_side_by_side(crowd):
         assert asyncio.run(main(engine)) == crowd.alone
 
 
-def test_a_conversation_is_gone_on_with(crowd):
+def test_a_conversation_continues_from_its_caches(crowd):
     kept = dm.Conversation(crowd.target, None)
     with dm.Engine(crowd.target, None) as engine:
         job = engine.submit([1, 2, 3], max_tokens=8, conversation=kept)
@@ -137,7 +137,7 @@ class Wrong:
         return session
 
 
-def test_an_error_of_one_job_is_its_own(crowd, monkeypatch):
+def test_an_error_fails_only_its_own_job(crowd, monkeypatch):
     """In every step of its own: drafting, choosing, and what is read."""
     monkeypatch.setattr(crowd.target, "why_no_trees", "states")
     broken = [
@@ -299,7 +299,7 @@ def test_prompts_end_in_one_forward(crowd):
 # Who leaves, and what is left
 
 
-def test_who_is_cancelled_is_gone_within_a_round(crowd):
+def test_a_cancelled_job_is_freed_by_the_next_step(crowd):
     played = SteppedEngine(crowd.target, crowd.oracle(0.0), SharedBatch(crowd.target, None))
     jobs = submit_all(played, crowd)
     for _ in range(4):

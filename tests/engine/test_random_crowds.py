@@ -326,7 +326,7 @@ def play(family: str, number: int, length: int, jobs: int) -> int:
 
 
 @pytest.mark.parametrize(("family", "number"), CROWDS)
-def test_texts_are_those_alone(family, number):
+def test_texts_equal_those_decoded_alone(family, number):
     assert play(family, number, *((12, 5) if number < PLAYS else (60, 8)))
 
 

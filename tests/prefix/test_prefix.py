@@ -167,7 +167,7 @@ def test_a_growing_text_hashes_each_block_once(monkeypatch):
     )
 
 
-def test_what_did_not_end_well_is_not_kept():
+def test_broken_or_mismatched_sessions_are_not_stored():
     here = store(Target())
     prompt = text(20)
     target, drafter, _ = here.open(prompt, Sampler())
@@ -185,7 +185,7 @@ def test_what_did_not_end_well_is_not_kept():
     assert used(here) > 0
 
 
-def test_what_is_let_go_is_free():
+def test_evicted_entries_free_their_memory():
     """Rows are copies: neither a slice of a live cache nor of each other."""
     before = _active()
     wide = Target(width=4096)  # 16 KiB a token

@@ -218,7 +218,7 @@ def test_the_folder_is_for_one_user_and_other_files_are_not_touched(tmp_path):
     assert {file.stat().st_mode & 0o777 for file in entries} == {0o600}
 
 
-def test_a_folder_that_cannot_be_is_said_at_once(tmp_path):
+def test_an_unusable_folder_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="choose another path"):
         store(Target(), Drafter(), folder=tmp_path / "file")

@@ -54,7 +54,7 @@ def check_logits(target, store, ids, held, kv_bits=None):
 @pytest.mark.parametrize(
     ("family", "kv_bits"), [*((name, None) for name in FAMILIES), ("qwen3", 8), ("qwen3_5", 4)]
 )
-def test_a_hit_is_a_miss_that_was_not_read(family, kv_bits, tmp_path):
+def test_a_hit_gives_the_tokens_and_logits_of_a_full_read(family, kv_bits, tmp_path):
     """Second turns, greedy and sampled; another prompt that parts inside; a later process."""
     target = family_target(family)
     kept = {"memory": GIB, "chunk": SMALL, "folder": tmp_path}
