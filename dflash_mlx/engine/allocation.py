@@ -9,7 +9,7 @@ plainly.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,13 +18,11 @@ from ..policy.draft_policy import DraftPolicy
 from ..policy.planner import PROBE_ROWS, DraftCandidate, plain_steps_after
 from ..policy.step_costs import CHAIN_LENGTHS
 
-# Drafting has to promise this speed, relative to plain batching.
-MIN_SPEEDUP = 1.02
-# The longest drafts that promise this share of the highest speed are taken. Their costs and the
-# acceptance rates of their last slots cannot be learned otherwise.
-CLOSE = 0.96
+# Drafting has to promise this speed, relative to plain batching. The margin pays for smaller
+# batches later, because texts that draft end at different times.
+MIN_SPEEDUP = 1.05
 # This many unread features cost as much as one row.
-FEATURES_PER_ROW = 5
+FEATURES_PER_ROW = 10
 # The cost of reading features is spread over this many tokens of a text.
 AMORTIZED_TOKENS = 64
 # Every request should decode at this speed or more, relative to plain batching.
@@ -65,7 +63,7 @@ class RowAllocator:
         """
         self._started = self._clock()
         count = len(candidates)
-        costs = self._policy.costs_of(count)
+        costs = self._policy.costs
         rows = [
             1 + len(candidate.path_probs) if candidate.required else 1 for candidate in candidates
         ]
@@ -74,14 +72,14 @@ class RowAllocator:
         self._kind = "chain" if uses_network else "lookup"
         required = sum(rows) - count
         chosen = list[int]()
-        if self._plain_left == 0 and not costs.needs_plain_step():
+        if self._plain_left == 0 and not costs.needs_plain_step(count):
             chosen = self._best(candidates, required)
             self._plain_decisions = 0 if required + len(chosen) else self._plain_decisions + 1
             self._plain_left = plain_steps_after(self._plain_decisions)
         for owner in chosen:
             rows[owner] += 1
         self._drafted_rows = required + len(chosen)
-        self._cost = costs.cost(self._kind, 1 + self._drafted_rows / count)
+        self._cost = costs.cost(self._kind, count + self._drafted_rows, count)
         unread = sum(
             candidate.unread
             for candidate, row_count in zip(candidates, rows, strict=True)
@@ -110,16 +108,17 @@ class RowAllocator:
         if not tokens or started is None:
             return
         # The time of a step that starts or ends a pipeline covers two forwards, or part of one. The
-        # caches of new requests move in their first step.
+        # caches of requests that come or go move in their first or last step.
         count = len(tokens)
         before = self._count
-        self._timed &= pipelined == was_pipelined and count <= before
+        self._timed &= pipelined == was_pipelined and count == before
         seconds = now - started if self._timed else None
         self._count = count
         if not self._drafted_rows:
             self._plain_left = max(0, self._plain_left - 1)
-        costs = self._policy.costs_of(count)
-        costs.observe(self._kind, rows=1 + self._drafted_rows / count, seconds=seconds)
+        self._policy.costs.observe(
+            self._kind, rows=count + self._drafted_rows, seconds=seconds, requests=count
+        )
         self._policy.count(self._drafted_rows > 0, sum(tokens) / count, self._cost)
 
     def _best(self, candidates: Sequence[DraftCandidate], required: int) -> list[int]:
@@ -131,34 +130,34 @@ class RowAllocator:
         owners, probs = _ranked(candidates)
         if not len(probs):
             return []
+        costs = self._policy.costs
         count = len(candidates)
-        costs = self._policy.costs_of(count)
-        least = count + required
-        most = least + len(probs)
-        lengths = (1.5, *CHAIN_LENGTHS[: bisect_left(CHAIN_LENGTHS, most)])
-        totals = [total for length in lengths if least < (total := round(count * length)) < most]
+        least = len(candidates) + required
+        totals = CHAIN_LENGTHS[
+            bisect_right(CHAIN_LENGTHS, least) : bisect_left(CHAIN_LENGTHS, least + len(probs))
+        ]
         unread = np.array([candidate.unread for candidate in candidates])
         left = np.array([candidate.left for candidate in candidates])
         options: list[tuple[float, float, list[int]]] = []  # tokens per cost, expected loss, owners
-        for total in (*totals, most):
+        for total in (*totals, least + len(probs)):
             chosen = owners[: total - least]
             tokens = 1 + np.bincount(chosen, weights=probs[: total - least], minlength=count)
             mean = float(tokens.mean())
             reads = unread[tokens > 1].sum() / FEATURES_PER_ROW
-            cost = costs.cost(self._kind, (total + reads * mean / AMORTIZED_TOKENS) / count)
+            cost = costs.cost(self._kind, total + int(reads * mean / AMORTIZED_TOKENS), count)
             # A request that is about to end cannot produce more than the tokens that are left.
             if (tokens >= MIN_REQUEST_SPEED * np.minimum(cost, left)).all():
-                loss = costs.cost(self._kind, (total + reads) / count) - mean
+                loss = costs.cost(self._kind, total + int(reads), count) - mean
                 options.append((mean / cost, loss, chosen.tolist()))
-        fastest = max((speed for speed, _, _ in options), default=0.0)
-        if fastest * costs.cost(self._kind, least / count) > MIN_SPEEDUP:
-            return [chosen for speed, _, chosen in options if speed >= CLOSE * fastest][-1]
+        speed, _, best = max(options, default=(0.0, 0.0, []))
+        if speed * costs.cost(self._kind, least, count) > MIN_SPEEDUP:
+            return best
         # A probe takes the option that loses least: one of these, or a draft of the request that
         # has the fewest features to read.
         owner = min(owners.tolist(), key=unread.__getitem__)
         rates = probs[owners == owner][:PROBE_ROWS]
-        reads = unread[owner] / FEATURES_PER_ROW
-        cost = costs.cost(self._kind, (least + len(rates) + reads) / count)
+        reads = int(unread[owner] / FEATURES_PER_ROW)
+        cost = costs.cost(self._kind, least + len(rates) + reads, count)
         options.append((0.0, cost - 1 - rates.sum() / count, [owner] * len(rates)))
         _, loss, best = min(options, key=lambda option: option[1])
         return best if self._policy.should_probe(1 + loss) else []

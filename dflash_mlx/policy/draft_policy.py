@@ -50,7 +50,7 @@ class DraftPolicy:
 
     Attributes:
         block_size, slot_cost: as given.
-        costs: the costs of steps of single requests.
+        costs: the costs of steps.
         trees: how trees did, compared with chains; None if the policy drafts no trees.
     """
 
@@ -61,7 +61,6 @@ class DraftPolicy:
         self.slot_cost = slot_cost
         self.costs = StepCosts(slot_cost)
         self.trees = TreeRecord() if trees else None
-        self._costs = {0: self.costs}  # by the binary logarithm of the number of requests
         self._estimates: dict[float, AcceptanceEstimates] = {}  # by rounded temperature
         self._plain_tokens = 0.0
         self._pause = FIRST_PAUSE
@@ -87,16 +86,6 @@ class DraftPolicy:
         limit = min(block_size, drafter_block_size(drafter) or MAX_BLOCK_SIZE)
         uses_trees = trees and target.supports_trees and drafts_trees(drafter)
         return cls(limit, trees=uses_trees, slot_cost=slot_cost(drafter, target))
-
-    def costs_of(self, requests: int) -> StepCosts:
-        """The costs of steps that so many requests share, rounded up to a power of two."""
-        size = (requests - 1).bit_length()
-        if size not in self._costs:
-            # Another thread may add sizes at any time.
-            nearest = min([*self._costs], key=lambda other: abs(other - size))
-            similar = self._costs[nearest]
-            self._costs[size] = StepCosts(self.slot_cost, requests=1 << size, similar=similar)
-        return self._costs[size]
 
     def estimates_at(self, temperature: float) -> AcceptanceEstimates:
         """The estimates that requests at about this temperature share."""

@@ -1,11 +1,9 @@
 """The cost of a step, in plain steps: a typical line for the device, corrected by real steps.
 
-Nothing is measured before decoding, so nothing delays the first token, and a busy moment at the
-start does no lasting harm. Each drafted step is compared with plain steps that ran shortly before
-or after it, and old comparisons are forgotten.
-
-What a row adds to a step depends on how many requests share it. So each number of requests, rounded
-up to a power of two, has costs of its own (`DraftPolicy.costs_of`).
+The same table serves single requests and batches, because the cost depends on the total number of
+rows. Nothing is measured before decoding, so nothing delays the first token, and a busy moment at
+the start does no lasting harm. Each drafted step is compared with plain steps that ran shortly
+before or after it, and old comparisons are forgotten.
 """
 
 from __future__ import annotations
@@ -18,18 +16,14 @@ from typing import NamedTuple
 import mlx.core as mx
 
 MAX_TREE_ROWS = 64
-# The typical cost of each further row, of drafting, and of drafting for each further request, in
-# plain steps of one request, before any step has run.
-GPU_COSTS = (0.015, 0.1, 0.01)
-CPU_COSTS = (0.08, 0.3, 0.08)
+# The typical cost of each further row, and of drafting, before any step has run.
+GPU_COSTS = (0.015, 0.1)
+CPU_COSTS = (0.08, 0.3)
 # Numbers of rows to consider for a chain, besides the maximum.
 CHAIN_LENGTHS = (*range(2, 8), *(size << octave for octave in range(14) for size in (8, 12)))
-# For each number of rows, this many comparisons are kept.
+# For each number of rows, this many comparisons are kept, for this many steps.
 COMPARISONS = 9
-# Comparisons are kept for this many steps of one request, and of several. In a batch it costs more
-# to try again what has lost.
 MAX_AGE = 256
-SHARED_MAX_AGE = 1024
 # How much more certain the typical cost of a row is than the typical cost of drafting.
 STIFFNESS = 300.0
 # The typical line counts as much as this many comparisons.
@@ -38,9 +32,6 @@ PRIOR_WEIGHT = 1.0
 OCTAVE_WEIGHT = 0.5
 # A comparison corrects the line by at most this factor, in either direction.
 MAX_CORRECTION = 4.0
-# The typical costs of shared steps are expected to be too high by this factor. So a batch tries a
-# draft that seems to gain nothing, and measures its cost; otherwise it would never learn of it.
-OPTIMISM = 0.9
 # A single step that costs more than this factor times the typical cost has probably stalled: it
 # does not move the line, unless the drafter drafts token by token.
 STALL_FACTOR = 2.0
@@ -59,72 +50,77 @@ class StepCosts:
 
     Args:
         slot: the typical cost of drafting one token, if the drafter drafts token by token; else
-            None.
-        requests: about how many requests share each step. Rows are rows per request, and a plain
-            step is a plain step of these requests.
-        similar: the costs of another number of requests. These begin with what those learned.
+            None. The longest draft decides what such a step costs, so these costs are stored by
+            rows per request instead of total rows.
     """
 
-    def __init__(
-        self, slot: float | None = None, requests: int = 1, similar: StepCosts | None = None
-    ) -> None:
-        self._steps = 0
-        row, draft, request = CPU_COSTS if mx.default_device() == mx.cpu else GPU_COSTS
-        plain = 1 + row * (requests - 1)
-        row *= requests / plain
-        draft = (draft + request * (requests - 1)) / plain
+    def __init__(self, slot: float | None = None) -> None:
+        self._row, draft = CPU_COSTS if mx.default_device() == mx.cpu else GPU_COSTS
+        self._by_slot = slot is not None
+        chain_row = self._row + (slot or 0.0)
         self._curves = {
-            "chain": CostCurve(
-                row + (slot or 0.0) / plain, draft, stiffness=STIFFNESS if slot is None else 1
-            ),
-            "lookup": CostCurve(row, 0.0),
-            "tree": CostCurve(row, draft),
+            "chain": CostCurve(chain_row, draft, 1 if self._by_slot else STIFFNESS),
+            "lookup": CostCurve(self._row, 0.0),
+            "tree": CostCurve(self._row, draft),
         }
-        if requests > 1:
-            for kind, curve in self._curves.items():
-                curve.expected = OPTIMISM
-                curve.max_age = SHARED_MAX_AGE
-                if similar is not None:
-                    curve.start_like(similar._curves[kind], similar._steps)
-        # Seconds of recent plain steps.
+        # Seconds of recent plain steps, converted to steps of one request.
         self._plain: deque[float] = deque(maxlen=PLAIN_SAMPLES)
+        # The number of requests in the last plain step.
+        self._requests = 1
         # Drafted steps that wait for a plain step to be compared with.
         self._waiting: deque[DraftedStep] = deque(maxlen=COMPARED_STEPS)
+        self._steps = 0
         self._since_plain = 0
 
-    def cost(self, kind: str, rows: float) -> float:
-        """The cost of a step with so many rows per request, in plain steps."""
-        return 1.0 if rows <= 1 else self.costs(kind, (rows,))[0]
+    def cost(self, kind: str, rows: int, requests: int = 1) -> float:
+        """The cost of a step with this total number of rows, in plain steps of these requests."""
+        return 1.0 if rows <= requests else self.costs(kind, (rows,), requests)[0]
 
-    def costs(self, kind: str, rows: Sequence[float]) -> list[float]:
-        """The cost of each number of rows per request, each of which is above 1."""
-        return [max(1.0, cost) for cost in self._curves[kind].costs(rows, self._steps)]
+    def costs(self, kind: str, rows: Sequence[int], requests: int = 1) -> list[float]:
+        """The cost of each number of rows, each of which is larger than the number of requests."""
+        plain = 1.0
+        if self._by_slot:
+            rows = [_rows_per_request(count, requests) for count in rows]
+        elif requests > 1:
+            plain = self._plain_cost(requests)
+        return [max(1.0, cost / plain) for cost in self._curves[kind].costs(rows, self._steps)]
+
+    def _plain_cost(self, requests: int) -> float:
+        """The typical cost of a plain step of these requests, in plain steps of one request."""
+        return 1 + self._row * (requests - 1)
 
     @property
     def plain_seconds(self) -> float | None:
-        """The recent duration of a plain step; None before one was timed."""
+        """The recent duration of a plain step of one request; None before one was timed."""
         latest = [*self._plain]
         return _low_median(latest) if latest else None
 
-    def needs_plain_step(self) -> bool:
+    def needs_plain_step(self, requests: int = 1) -> bool:
         """Whether the next step should be plain so that its duration can be measured."""
-        samples = len(self._plain)
+        samples = len(self._plain) if self._is_comparable(requests) else 0
         if samples == 0:
             return self._since_plain >= STEPS_TO_FIRST_PLAIN
         if samples < PLAIN_SAMPLES:
             return self._since_plain >= STEPS_TO_NEXT_PLAIN
         return self._since_plain >= STEPS_TO_REFRESH_PLAIN
 
-    def observe(self, kind: str, rows: float, seconds: float | None) -> None:
+    def _is_comparable(self, requests: int) -> bool:
+        """Whether the last plain step had a similar number of requests."""
+        return requests <= 2 * self._requests and self._requests <= 2 * requests
+
+    def observe(self, kind: str, rows: int, seconds: float | None, requests: int = 1) -> None:
         """Record the duration of a step, or None if it is not known."""
         self._steps += 1
         self._since_plain += 1
         if not seconds or seconds < 0:
             return
-        if rows > 1:
-            self._waiting.append(DraftedStep(kind, rows=rows, seconds=seconds))
+        if rows > requests:
+            self._waiting.append(DraftedStep(kind, rows=rows, requests=requests, seconds=seconds))
         else:
-            self._plain.append(seconds)
+            if not self._is_comparable(requests):
+                self._plain.clear()
+            self._plain.append(seconds / self._plain_cost(requests))
+            self._requests = requests
             self._since_plain = 0
         if self._plain and self._since_plain <= COMPARED_STEPS:
             self._compare()
@@ -134,15 +130,23 @@ class StepCosts:
         # Requests in other threads may append to both queues, so copies are read.
         plain_seconds = _low_median([*self._plain])
         for step in [*self._waiting]:
-            self._curves[step.kind].observe(step.rows, step.seconds / plain_seconds, self._steps)
+            if not self._is_comparable(step.requests):
+                continue
+            rows = step.rows
+            cost = step.seconds / plain_seconds
+            if self._by_slot:
+                rows = _rows_per_request(rows, step.requests)
+                cost /= self._plain_cost(step.requests)
+            self._curves[step.kind].observe(rows, cost, self._steps)
         self._waiting.clear()
 
 
 class DraftedStep(NamedTuple):
-    """A timed step: its kind, its rows per request, and its duration in seconds."""
+    """A timed step: its kind, its total rows, its requests, and its duration in seconds."""
 
     kind: str
-    rows: float
+    rows: int
+    requests: int
     seconds: float
 
 
@@ -171,55 +175,33 @@ class CostCurve:
     Args:
         row, draft: the typical cost of each further row, and of drafting.
         stiffness: how much more certain the cost of a row is than the cost of drafting.
-
-    Attributes:
-        expected: the factor by which steps are expected to differ from the line.
-        max_age: the number of steps for which a comparison is kept.
     """
-
-    expected = 1.0
-    max_age = MAX_AGE
 
     def __init__(self, row: float, draft: float, stiffness: float = STIFFNESS) -> None:
         self._prior = (draft, row)
         self._line = self._prior
         self._stiffness = stiffness
-        self._measured: dict[float, deque[tuple[int, float]]] = {}  # rows -> (step, cost)
+        self._measured: dict[int, deque[tuple[int, float]]] = {}  # rows -> (step, cost)
         self._corrections: list[Correction] = []
-        self._costs: dict[float, float] = {}
+        self._costs: dict[int, float] = {}
         self._expires = 0
 
-    def start_like(self, other: CostCurve, now: int) -> None:
-        """Start with a line that differs from the typical one as another curve's does now."""
-        if other._measured:
-            other._correct(now)
-        draft, row = self._prior
-        other_draft, other_row = other._prior
-        learned_draft, learned_row = other._line
-        if other_draft:
-            draft *= learned_draft / other_draft
-        row *= learned_row / other_row
-        self._prior = self._line = (draft, row)
-
-    def costs(self, rows: Sequence[float], now: int) -> list[float]:
-        """The cost of each number of rows at step `now`, in plain steps."""
+    def costs(self, rows: Sequence[int], now: int) -> list[float]:
+        """The cost of each number of rows at step `now`, in plain steps of one row."""
         if now >= self._expires and self._measured:
             self._correct(now)
-            self._expires = now + self.max_age // 8
+            self._expires = now + MAX_AGE // 8
         # Another thread may replace these attributes at any time.
         costs = self._costs
         line = self._line
         corrections = self._corrections
-        rows = [round(count, 1) for count in rows]  # so that few are remembered
         for count in rows:
             if count not in costs:
-                factor = _correction_at(count, corrections, self.expected)
-                costs[count] = _cost_on(line, count) * factor
+                costs[count] = _cost_on(line, count) * _correction_at(count, corrections)
         return [costs[count] for count in rows]
 
-    def observe(self, rows: float, cost: float, now: int) -> None:
+    def observe(self, rows: int, cost: float, now: int) -> None:
         """Record the cost of a step."""
-        rows = round(rows) if rows > 1.5 else round(rows, 1)  # so that few are kept
         self._measured.setdefault(rows, deque(maxlen=COMPARISONS)).append((now, cost))
         self._expires = now
 
@@ -227,7 +209,7 @@ class CostCurve:
         """Fit the line again and compute the corrections."""
         medians = []  # rows, number of samples, and the median of their costs
         for rows, samples in [*self._measured.items()]:
-            costs = [cost for step, cost in [*samples] if now - step <= self.max_age]
+            costs = [cost for step, cost in [*samples] if step >= now - MAX_AGE]
             if costs:
                 medians.append((rows, len(costs), _low_median(costs)))
         line = self._fit(medians)
@@ -241,7 +223,7 @@ class CostCurve:
         self._corrections = corrections
         self._costs = {}
 
-    def _fit(self, medians: Sequence[tuple[float, int, float]]) -> tuple[float, float]:
+    def _fit(self, medians: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
         """Fit a line to the medians by weighted least squares, with the typical line as prior."""
         n = PRIOR_WEIGHT
         nx = 0.0
@@ -266,12 +248,9 @@ class CostCurve:
         return max(0.0, draft), max(0.0, row)
 
 
-def _correction_at(rows: float, corrections: Sequence[Correction], expected: float) -> float:
-    """The factor by which the measured costs correct the line at this number of rows.
-
-    `expected` is the factor before any step was measured.
-    """
-    total = PRIOR_WEIGHT * log(expected)
+def _correction_at(rows: int, corrections: Sequence[Correction]) -> float:
+    """The factor by which the measured costs correct the line at this number of rows."""
+    total = 0.0
     weights = PRIOR_WEIGHT
     for correction in corrections:
         distance = abs(correction.log2_rows - log2(rows))
@@ -281,10 +260,15 @@ def _correction_at(rows: float, corrections: Sequence[Correction], expected: flo
     return exp(total / weights)
 
 
-def _cost_on(line: tuple[float, float], rows: float) -> float:
+def _cost_on(line: tuple[float, float], rows: int) -> float:
     """The cost of a drafted step on a line (cost of drafting, cost of each further row)."""
     draft, row = line
     return 1 + draft + row * (rows - 1)
+
+
+def _rows_per_request(rows: int, requests: int) -> int:
+    """The number of rows of each request, rounded up."""
+    return -(-rows // requests)
 
 
 def _low_median(values: Sequence[float]) -> float:

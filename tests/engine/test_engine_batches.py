@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from families import small_prompt
 from request_set import SteppedEngine
-from simulated import policy_with_costs
+from simulated import GivenCosts, policy_with_costs
 from tinymodels import random_drafter
 from tinymodels import target as tiny_target
 
@@ -94,7 +94,7 @@ class Allocator(RowAllocator):
 
     def __init__(self, row, policy=None):
         super().__init__(policy or DraftPolicy(16))
-        self._policy = policy_with_costs(16, row, 0.2)
+        self._policy.costs = GivenCosts(row, 0.2)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -98,25 +98,18 @@ class GivenCosts(StepCosts):
         tree = row if tree is None else tree
         self._lines = {"chain": (draft, row), "lookup": (0.0, row), "tree": (draft, tree)}
 
-    def costs(self, kind: str, rows: Sequence[float]) -> list[float]:
+    def costs(self, kind: str, rows: Sequence[int], requests: int = 1) -> list[float]:
         draft, row = self._lines[kind]
-        return [1 + draft + row * (count - 1) for count in rows]
+        return [1 + draft + row * (row_cost / requests - 1) for row_cost in rows]
 
-    def needs_plain_step(self) -> bool:
+    def needs_plain_step(self, requests: int = 1) -> bool:
         return False
-
-
-class GivenPolicy(DraftPolicy):
-    """A policy of these costs, however many requests share a step."""
-
-    def costs_of(self, requests: int) -> StepCosts:
-        return self.costs
 
 
 def policy_with_costs(
     longest: int, row: float, draft: float = 0.1, trees: bool = False, tree: float | None = None
 ) -> DraftPolicy:
     """A policy for which a further row, of a chain or tree, and a draft have these costs."""
-    policy = GivenPolicy(longest, trees)
+    policy = DraftPolicy(longest, trees)
     policy.costs = GivenCosts(row, draft, tree)
     return policy

@@ -22,12 +22,7 @@ from dflash_mlx.policy.budget import LOSS_PER_TOKEN, MAX_LOSS, expected_loss
 from dflash_mlx.policy.draft_policy import DraftPolicy
 from dflash_mlx.policy.estimates import AcceptanceEstimates
 from dflash_mlx.policy.planner import AdaptivePlanner
-from dflash_mlx.policy.step_costs import (
-    MAX_AGE,
-    OPTIMISM,
-    STEPS_TO_REFRESH_PLAIN,
-    StepCosts,
-)
+from dflash_mlx.policy.step_costs import MAX_AGE, STEPS_TO_REFRESH_PLAIN, StepCosts
 from dflash_mlx.proposal import Proposal
 
 MACHINES = {
@@ -195,36 +190,18 @@ def test_old_comparisons_are_forgotten():
 
 
 def test_a_shared_step_costs_plain_steps_of_its_requests():
-    policy = DraftPolicy(LONGEST)
-    alone = policy.costs_of(1)
-    shared = policy.costs_of(8)
-    assert alone is policy.costs and shared is policy.costs_of(5) is not policy.costs_of(9)
-    added = [costs.cost("lookup", 3) - costs.cost("lookup", 2) for costs in (alone, shared)]
-    assert added[0] < added[1] < 8 * added[0], "eight rows more, and a plain step of eight rows"
+    costs = StepCosts()
+    row = costs.cost("lookup", 2) - 1
+    assert costs.cost("chain", 10, 2) == pytest.approx(costs.cost("chain", 10) / (1 + row))
 
 
-def test_another_number_of_requests_starts_with_what_the_nearest_one_learned():
-    policy = DraftPolicy(LONGEST)
-    typical = DraftPolicy(LONGEST).costs_of(32)
-    learnt(policy.costs_of(16), [(1, 1.0), (8, 12.0), (16, 24.0)])
-    assert policy.costs_of(32).cost("chain", 16) > 1.5 * typical.cost("chain", 16)
-
-
-def test_a_batch_tries_what_was_never_timed():
-    """It stayed plain at 32 requests, where whole blocks were faster, and never learned of it."""
-    never_timed = DraftPolicy(LONGEST).costs_of(32)
-    timed = DraftPolicy(LONGEST).costs_of(32)
-    typical = never_timed.cost("chain", 16) / OPTIMISM
-    learnt(timed, [(1, 1.0), (16, typical)])
-    assert timed.cost("chain", 16) == pytest.approx(typical, rel=0.03)
-
-
-def test_a_drafter_token_by_token_costs_by_the_length_of_its_drafts():
-    costs = StepCosts(slot=0.2, requests=4)
+def test_a_drafter_token_by_token_costs_by_the_longest_draft():
+    costs = StepCosts(slot=0.2)
+    assert costs.cost("chain", 9, 4) == costs.cost("chain", 12, 4) == costs.cost("chain", 3)
     for _ in range(30):
-        costs.observe("chain", rows=1, seconds=1.0)
-        costs.observe("chain", rows=2.25, seconds=3.0)
-    assert costs.cost("chain", 2) == pytest.approx(3.0, rel=0.1)
+        costs.observe("chain", rows=4, seconds=1.0, requests=4)
+        costs.observe("chain", rows=9, seconds=3.0, requests=4)
+    assert costs.cost("chain", 9, 4) == pytest.approx(3.0, rel=0.1)
 
 
 def test_estimates_follow_what_was_right():
@@ -348,15 +325,14 @@ def test_what_a_drafted_token_costs_is_learnt_and_decides_the_length(guess, begi
 
 
 def test_requests_of_many_threads_teach_one_policy():
-    policy = DraftPolicy(LONGEST)
+    costs = StepCosts()
 
     def teach(requests: int) -> None:
         for step in range(3000):
-            costs = policy.costs_of(requests + step % 2)
-            rows = 1 + step % 5
-            costs.observe("chain", rows=rows, seconds=1e-3 * rows)
-            costs.needs_plain_step()
-            assert costs.plain_seconds is None or costs.cost("chain", rows) >= 1
+            rows = requests + step % 5
+            costs.observe("chain", rows=rows, seconds=1e-3 * rows, requests=requests)
+            costs.needs_plain_step(requests)
+            assert costs.plain_seconds is None or costs.cost("chain", rows, requests) >= 1
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
