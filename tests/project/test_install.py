@@ -1,4 +1,4 @@
-"""`make demo` says what it installs: pip is stood in for, and the screen is a terminal's."""
+"""`make demo` says what it installs: with a fake pip, through a pipe and on a terminal."""
 
 import subprocess
 import sys

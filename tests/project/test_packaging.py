@@ -17,7 +17,8 @@ import dflash_mlx
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FOLDERS = {  # in the repository: in an installation; dflash_mlx has links to the other two
+# Each folder of the repository, and where it lies when installed (dflash_mlx/ has links to it).
+FOLDERS = {
     "dflash_mlx": Path("dflash_mlx"),
     "cli": Path("dflash_mlx/cli"),
     "metal": Path("dflash_mlx/metal"),
@@ -121,7 +122,7 @@ def test_the_wheel_generates_outside_the_repository(installed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("install", ["editable", "wheel"])
 def test_type_checkers_find_the_package(install, request, tmp_path_factory):
-    """What they know of our functions: a good program passes, every typo in another is found."""
+    """mypy accepts a correct program and finds every mistake in the calls of another."""
     python = sys.executable
     if install == "wheel":
         python = str(request.getfixturevalue("installed") / "python")
@@ -163,7 +164,7 @@ def test_the_extras_have_both_bounds():
         assert ">=" in requirement and ",<" in requirement, requirement
 
 
-# pip, pipx or uv with nothing but a name: one is another project's, ours is not published.
+# Finds an installation by name alone: `dflash-mlx` is another project, ours is not published.
 BY_NAME = re.compile(
     r"\b(?:pipx?3?|uv)\b[^\n]*\b(?:install|add|download|wheel)\b[^\n]*[\s\"']dflash[-_](?:mlx|lossless)"
     r"(?:\[[\w, ]*\])?(?!\s*@|[\w./\[-])",
@@ -174,7 +175,7 @@ FOLDERS_OF_TEXT = ("cli", "dflash_mlx", "docs", "metal", "scripts", ".github")
 
 
 def test_nobody_is_sent_to_the_package_index():
-    """A clone or an address, never a name, but where README warns of the name."""
+    """Everything installs from a clone or an address; only README's warning has the bare name."""
     assert WARNING in (ROOT / "README.md").read_text()
     texts = [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / "CITATION.cff"]
     for folder in FOLDERS_OF_TEXT:
@@ -194,7 +195,7 @@ def test_the_citation_is_of_this_version():
     assert citation["license"] == SETTINGS["project"]["license"]
 
 
-def test_the_same_pythons_are_tested_looked_for_and_promised():
+def test_package_workflow_and_makefile_name_the_same_pythons():
     prefix = "Programming Language :: Python :: 3."
     classifiers = SETTINGS["project"]["classifiers"]
     promised = {

@@ -38,8 +38,8 @@ def test_an_answer_imports_nothing_that_it_does_not_need():
     assert not imported & HEAVY.keys()
 
 
-def test_few_open_files_are_one_line(monkeypatch):
-    """mlx-lm raises the limit when it is imported."""
+def test_too_few_open_files_are_an_error_of_ours(monkeypatch):
+    """mlx-lm raises the limit when it is imported, which a system may refuse."""
 
     def refused(*arguments):
         raise ValueError("not allowed to raise maximum limit")
@@ -49,8 +49,8 @@ def test_few_open_files_are_one_line(monkeypatch):
         dflash_mlx.load  # noqa: B018
 
 
-def test_a_warning_is_one_line_of_ours(tmp_path):
-    """What Python adds to one, the line of the program that warns, tells its user nothing."""
+def test_a_warning_is_one_line_without_code(tmp_path):
+    """Python would add the line of code that warns, which tells a user nothing."""
     folder = shutil.copytree(Path(dflash_mlx.__path__[0]) / "tiny" / "drafter", tmp_path / "mine")
     config = json.loads((folder / "config.json").read_text())
     config["num_target_layers"] += 1

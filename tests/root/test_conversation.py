@@ -21,16 +21,17 @@ def turn(target, drafter, prompt, conversation=None, **settings):
     )
 
 
-# One row at a time windows are written in place, which drafting never does.
+# Decoded without a drafter as well: single rows are written into a window in place.
 PLAIN = ("qwen3", "gpt_oss", "gemma4_dense", "qwen3_5", "deepseek_v41")
 
 
 @pytest.mark.parametrize(
     ("family", "p"), [*((name, 0.7) for name in FAMILIES), *((name, None) for name in PLAIN)]
 )
-def test_a_turn_reads_only_its_own_tokens(family, p):
-    """On every family, past the end of every window; the last turns go back, one into the first.
+def test_a_turn_reads_only_what_is_new(family, p):
+    """On every family, and beyond every window.
 
+    The fourth prompt changes the end of the third, and the fifth keeps only 20 of the first tokens.
     The last token of an answer is new to the next turn: no forward has read it yet.
     """
     target = family_target(family)
@@ -63,7 +64,7 @@ def test_a_turn_reads_only_its_own_tokens(family, p):
     ],
 )
 def test_asking_again_reads_the_end_of_the_prompt_only(family, window):
-    """A long first prompt, a short second one and a long third; then with another end, too."""
+    """Each prompt is asked twice, then with another end. It grows by a little, then by a lot."""
     sliding = {"sliding_window": window, "layer_types": ["sliding_attention"] * 2}
     target = tiny_target(family, num_hidden_layers=4) if "next" in family else tiny_target(family)
     drafter = random_drafter(num_target_layers=target.num_layers, **(sliding if window else {}))
@@ -84,8 +85,8 @@ def test_asking_again_reads_the_end_of_the_prompt_only(family, window):
 
 @pytest.mark.parametrize("trees", [{}, {"tree_budget": 12}], ids=["chains", "trees"])
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_drafters_go_on_as_if_they_had_read_it_all(window, trees):
-    """Token for token and round for round: their drafts are those of a fresh request."""
+def test_drafters_draft_in_a_conversation_as_in_a_fresh_request(window, trees):
+    """Each round accepts as many drafts as in a fresh request, also after a prompt went back."""
     sliding = {"sliding_window": window, "layer_types": ["sliding_attention"] * 2}
     target = tiny_target()
     drafter = random_drafter(**(sliding if window else {}))
@@ -109,7 +110,7 @@ def test_drafters_go_on_as_if_they_had_read_it_all(window, trees):
         prompt = [*(prompt[:-2] if number == 1 else whole), *small_prompt(5, seed=number)]
 
 
-def test_an_answer_that_ends_in_a_block_leaves_nothing_behind_its_end():
+def test_a_conversation_keeps_nothing_after_the_end_of_an_answer():
     target = tiny_target()
     prompt = small_prompt(10, seed=4)
     answer = turn(target, None, prompt).tokens

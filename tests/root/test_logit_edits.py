@@ -117,7 +117,7 @@ def test_presence_and_frequency_count_the_generated_text_alone(dtype, prompt):
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
 def test_tokens_of_the_prompt_are_not_penalized(penalty):
-    """Only the prompt's end changes the text, and every token of the text is penalized."""
+    """The target reads only the last token, so a longer prompt may not change the text."""
     target = BigramTarget(np.random.default_rng(3).normal(size=(192, 192)))
     settings = {penalty: 1.5, "max_tokens": 40}
     text = dm.generate(target, None, [1], **settings).tokens
@@ -151,7 +151,7 @@ def test_a_bias_forces_and_bans_in_every_precision(dtype):
     ids=["nothing", "no rows", "fewer tokens", "one NaN", "only -inf", "inf"],
 )
 @pytest.mark.parametrize("temperature", [0, 0.7])
-def test_what_a_processor_may_not_return(result, message, temperature):
+def test_an_invalid_result_of_a_processor_is_refused(result, message, temperature):
     target = BigramTarget(np.zeros((192, 192)))
     processors = [lambda tokens, logits: result(logits)]
     settings = {"logits_processors": processors, "temperature": temperature}
@@ -160,8 +160,8 @@ def test_what_a_processor_may_not_return(result, message, temperature):
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_processor_leaves_after_a_wrong_draft_matters_to_nobody():
-    """A grammar has no token for a text that it forbids, and drafts may be such."""
+def test_a_processor_may_forbid_every_token_after_a_wrong_draft():
+    """A grammar allows no token after a text that it forbids, and a wrong draft may be one."""
     table = np.random.default_rng(1).normal(size=(50, 50))
     target = BigramTarget(table)
     text = [1, *dm.generate(target, None, [1], max_tokens=8).tokens]

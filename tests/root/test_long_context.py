@@ -22,7 +22,7 @@ SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_wind
 
 
 def test_rounds_without_a_draft_lose_no_feature():
-    """A parked drafter is handed features row by row, many more than it lets wait."""
+    """A drafter that is not asked for drafts gets features row by row, more than it lets wait."""
     config = raw_config()
     drafter = build(config)
     target = make_target(config)
@@ -40,7 +40,7 @@ def test_rounds_without_a_draft_lose_no_feature():
 
 @pytest.mark.parametrize("kind", ["features", "tokens"])
 def test_the_drafter_reads_a_long_prompt_after_the_first_token(kind):
-    """It need not wait for that; and no draft of a batch has to read a whole prompt first."""
+    """So the first token need not wait, and no later draft has to read the whole prompt."""
     target = tinymodels.target()
     drafter = tinymodels.random_drafter() if kind == "features" else DraftModel(target)
     kept = dm.Conversation(target, drafter)

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: the index, what is learnt of its matches, the text that comes."""
+"""Drafts from the text itself: the index, what is learnt of its matches, and the answers."""
 
 import mlx.core as mx
 from bigrams import Scripted
@@ -43,7 +43,7 @@ def test_the_index_finds_what_a_search_finds(text, token):
 
 
 @given(TEXTS, TEXTS, st.data())
-def test_an_index_that_was_cut_is_one_that_never_saw_the_rest(text, more, data):
+def test_a_trimmed_index_equals_one_that_never_saw_the_rest(text, more, data):
     kept = data.draw(st.integers(0, len(text)))
     index = Index()
     fresh = Index()
@@ -55,6 +55,7 @@ def test_an_index_that_was_cut_is_one_that_never_saw_the_rest(text, more, data):
 
 
 def test_a_draft_follows_the_text_and_then_itself():
+    """At the end of the text it repeats the tokens that it has drafted so far."""
     index = Index()
     index.extend([5, 6, 7, 5, 6])
     place, matched = index.find(7)
@@ -62,7 +63,7 @@ def test_a_draft_follows_the_text_and_then_itself():
     assert index.follow(place, 7, 8) == [5, 6, 7, 5, 6, 7, 5, 6]
 
 
-def test_rates_follow_what_was_right():
+def test_rates_rise_with_right_drafts_and_fall_with_wrong_ones():
     rates = LookupRates()
     assert rates.expected(40, 4)[0] > rates.expected(8, 4)[0] > rates.expected(2, 4)[0]
     for _ in range(30):
@@ -72,7 +73,7 @@ def test_rates_follow_what_was_right():
 
 
 def priced(drafter, row=0.05, draft=0.1):
-    """A policy of a pair whose rows cost so much of a plain token."""
+    """A policy for which a further row and a draft cost these parts of a plain step."""
     return policy_with_costs(drafter.block_size, row, draft)
 
 
@@ -87,7 +88,7 @@ def copying():
 
 
 def cost(result, draft=0.0, row=0.05):
-    """Plain tokens that a text took: each row of a forward as in `priced`, and what was drafted."""
+    """The cost of a text in plain steps: `row` for each further row, `draft` for each draft."""
     return sum(
         count * (1 + row * (rows - 1) + (draft if rows > 1 else 0))
         for rows, count in result.stats.widths.items()
@@ -145,8 +146,8 @@ def test_a_network_that_is_always_wrong_is_hardly_asked_when_lookup_drafts():
     assert drafted.stats.rounds < len(answer) / 8 and network.asked < drafted.stats.rounds / 4
 
 
-def test_where_nothing_repeats_the_network_is_as_good_as_alone():
-    """The embedded pair on its own prompts: no less than 0.97 of the tokens for the same work."""
+def test_where_nothing_repeats_lookup_hardly_costs_anything():
+    """On the embedded prompts, lookup beside the network adds 3 % to the work at most."""
     subject, network = dm.load("tiny")
     beside = CombinedDrafter(network)
     alone_policy = priced(network)

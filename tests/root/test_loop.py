@@ -25,7 +25,7 @@ def oracle(answer: list[int], p: float = 1.0, prompt: list[int] = PROMPT, **opti
 
 
 def decoded(tokens: list[int]) -> str:
-    """The text of tokens that are all shown: mlx-lm's, without a character that is not whole."""
+    """mlx-lm's text of these tokens, without an incomplete character at the end."""
     detokenizer = target().tokenizer.detokenizer
     for token in tokens:
         detokenizer.add_token(token)
@@ -35,7 +35,7 @@ def decoded(tokens: list[int]) -> str:
 
 
 def check(result: Result, tokens: list[int], prompt: list[int] = PROMPT) -> None:
-    """A result that has run into its length: every figure of it. The first token is no round's."""
+    """Check every figure of a result that ended by its length. No round makes the first token."""
     assert result.tokens == tokens
     assert result.text == decoded(tokens)
     assert result.finish_reason == "length"
@@ -267,8 +267,8 @@ def test_an_automatic_policy_changes_no_token(p, settings):
 
 
 @pytest.mark.parametrize(("row", "draft"), [(0.015, 0.1), (0.08, 0.3), (1.0, 2.0)])
-def test_a_policy_leaves_off_what_is_never_right(row, draft):
-    """For most of an answer, where rows are nearly free and where they are dear."""
+def test_a_policy_drafts_less_where_drafts_are_never_right(row, draft):
+    """It drafts less than half as much as fixed blocks, whether rows are nearly free or dear."""
     length = 3 * LENGTH
     answer = greedy(target(), PROMPT, length)
     drafted = []

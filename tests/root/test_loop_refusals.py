@@ -1,4 +1,4 @@
-"""Drafters that are none, and drafts: refused in one line."""
+"""Invalid drafters and invalid drafts are refused in one line."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ VOCABULARY = len(tokenizer())
 
 
 class ModuleDrafter(nn.Module):
-    """A user's network: MLX keeps its tuple out of the sight of `inspect.getattr_static`."""
+    """A user's network: `inspect.getattr_static` does not find a tuple that MLX stores."""
 
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ def test_an_mlx_module_is_a_drafter_on_every_python():
     assert result.tokens == generate(target(), None, PROMPT, max_tokens=4).tokens
 
 
-def test_a_policy_says_how_much_a_drafter_without_a_block_size_drafts():
+def test_a_policy_sets_the_block_size_of_a_drafter_without_one():
     policy = DraftPolicy(40)
     drafter = SimpleNamespace(tap_layers=(), start=None)
     assert resolve_block_size(drafter, None, policy) == 40
@@ -84,8 +84,8 @@ def test_an_invalid_session_is_refused(session, monkeypatch):
         (10**6, mx.array, (-1, 0, 0)),
     ],
 )
-def test_a_draft_that_no_vocabulary_has_is_refused(token, made, parents):
-    """It would have the target read beyond its embedding, and a penalty beyond the logits."""
+def test_a_draft_outside_the_vocabulary_is_refused(token, made, parents):
+    """Otherwise the target would read beyond its embedding, and a penalty beyond the logits."""
     drafter = Proposes(
         lambda anchor, width: Proposal(made([anchor, token, token][:width]), parents[:width])
     )
@@ -115,7 +115,7 @@ def test_a_drafter_of_another_target_is_refused_at_once():
         stream_generate(target(), random_drafter(hidden_size=128), PROMPT)
 
 
-def test_more_tokens_than_anybody_could_want_are_as_many_as_the_context_has():
+def test_max_tokens_is_limited_to_the_context():
     request = make_request(
         target(), drafter=None, prompt=PROMPT, settings=GenerationSettings(max_tokens=10**30)
     )

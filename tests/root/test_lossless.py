@@ -1,8 +1,8 @@
-"""Drafted text is plain text: every target x drafter x way to decode, and all that chooses tokens.
+"""Drafted text is plain text: every target x drafter x way to decode, and all choices of tokens.
 
-Each family meets each way with one drafter or two, greedy and sampled by turns, and each pair of
-its own some ways; `pytest -m matrix` runs all of them. What is special about a family, a drafter or
-a way has tests of its own.
+By default each family is decoded each way with one or two drafters, greedy and sampled in turn, and
+each pair of `pairs.py` some ways; `pytest -m matrix` runs all combinations. What is special about a
+family, a drafter or a way is tested elsewhere.
 """
 
 import functools
@@ -57,7 +57,7 @@ def model(family: str) -> dm.Target:
 
 @functools.cache
 def plain(family: str, sampled: bool, kv_bits: int | None) -> list[list[int]]:
-    """The texts without a drafter; greedily mlx-lm's own."""
+    """The texts without a drafter; greedy ones are decoded by mlx-lm itself where it can."""
     if sampled or kv_bits or family in PAIRS:
         ways = {"max_tokens": TOKENS, "kv_bits": kv_bits} | (SAMPLED if sampled else {})
         return [dm.generate(model(family), None, prompt, **ways).tokens for prompt in PROMPTS]
@@ -88,7 +88,7 @@ def trees(target, drafter, settings):
 
 
 def prefix(target, drafter, settings):
-    """The second prompt goes on from a part of the first one, and the first comes again."""
+    """The second prompt begins like the first one, which is then asked again."""
     store = dm.PrefixStore(target, drafter, memory=2**28, chunk=8)
     first, *others = alone(target, drafter, settings | {"prefix": store})
     again = dm.generate(target, drafter, PROMPTS[0], prefix=store, **settings)
@@ -97,7 +97,7 @@ def prefix(target, drafter, settings):
 
 
 def conversation(target, drafter, settings):
-    """The first turn is gone on with, and the next ones go back into it."""
+    """A first turn reads a beginning; the prompts then continue it or go back into it."""
     kept = dm.Conversation(target, drafter, settings["kv_bits"])
     begun = settings | {"max_tokens": 1, "conversation": kept}
     dm.generate(target, drafter, PROMPTS[0][:SHARED], **begun)
@@ -138,6 +138,7 @@ WAYS |= {"conversation": conversation, "threads": threads, "kv_bits": alone, "pi
 
 
 def cases():
+    """Every family, drafter and way; combinations that only `-m matrix` runs are marked."""
     for index, family in enumerate((*FAMILIES, *PAIRS)):
         without = {"kv_bits": family not in QUANTIZABLE, "pieces": family in PAIRS}
         for number, way in enumerate(way for way in WAYS if not without.get(way)):
@@ -171,7 +172,7 @@ def test_drafted_text_is_plain_text(family, drafter, way):
 
 
 def never_twice(tokens, logits):
-    """A processor of one's own."""
+    """A user's processor, which forbids to repeat the last token."""
     return mx.where(mx.arange(logits.shape[-1]) == tokens[-1], -mx.inf, logits)
 
 
@@ -194,13 +195,13 @@ CHOICES["a processor"] = {"logits_processors": [never_twice]}
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.3])
-def test_however_tokens_are_chosen(temperature, choice):
+def test_drafted_text_is_plain_text_however_tokens_are_chosen(temperature, choice):
     tokens = 48
     (target, network) = pair("DFlash")
     settings = {"temperature": temperature, "seed": 11, "max_tokens": tokens} | CHOICES[choice]
     plain = dm.generate(target, None, LONG[:20], **settings)
     assert plain.stats.rounds == tokens - 1
-    for p in (1.0, 0.7, None):  # nearly all that the network drafts is wrong
+    for p in (1.0, 0.7, None):  # None: the network, whose drafts are nearly all wrong
         drafter = (
             network
             if p is None

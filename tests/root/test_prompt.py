@@ -50,8 +50,8 @@ def test_messages_go_through_the_chat_template():
     assert encode_prompt(target(), MESSAGES) == encode_prompt(target(), tuple(MESSAGES)) == expected
 
 
-def test_parts_of_text_are_their_text():
-    """As OpenAI's clients send them; templates would show the list as Python writes it."""
+def test_a_message_in_parts_is_read_as_one_text():
+    """OpenAI's clients send lists of parts, which a template would print as a Python list."""
     parts = [{"type": "text", "text": "what "}, {"type": "text", "text": "is 37?"}]
     messages = [{"role": "user", "content": parts}]
     assert encode_prompt(target(), messages) == encode_prompt(target(), MESSAGES)
@@ -87,7 +87,7 @@ def test_parts_of_text_are_their_text():
     ],
     ids=str,
 )
-def test_values_that_are_not_prompts(prompt, message):
+def test_values_that_are_not_prompts_are_refused(prompt, message):
     with pytest.raises(PromptError, match=message) as caught:
         encode_prompt(target(), prompt)
     assert "\n" not in str(caught.value)

@@ -38,7 +38,7 @@ def test_tokens_outside_of_the_vocabulary_do_not_reach_the_target(made):
     assert Proposal(made([3, 5, 6, 2**31 - 1])).array(6).tolist() == [3, 5, 5, 5]
 
 
-def test_an_array_of_tokens_is_not_waited_for():
+def test_an_array_of_tokens_is_not_evaluated():
     size = 1_000_000
     before = mx.get_active_memory()
     proposal = Proposal(mx.arange(size))
@@ -91,7 +91,7 @@ def test_an_invalid_draft_is_refused(tokens, parents):
     assert isinstance(caught.value, DFlashError) and "\n" not in str(caught.value)
 
 
-# The walk through one
+# The walk that accepts a path of a tree
 
 
 @st.composite
@@ -116,7 +116,7 @@ def agreed(path: list[int], tokens: list[int], choices: list[int]) -> bool:
 
 
 @given(tree=trees())
-def test_accept_against_brute_force(tree):
+def test_accept_finds_the_path_of_brute_force(tree):
     tokens, parents, choices = tree
     kept, new = accept(tokens, parents, choices)
     assert kept[0] == 0

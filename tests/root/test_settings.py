@@ -81,7 +81,7 @@ def test_a_wrong_value_is_named(name, value):
         ),
     ],
 )
-def test_so_are_those_of_what_requests_share(make, name):
+def test_a_wrong_argument_of_what_requests_share_is_named(make, name):
     with pytest.raises(SettingsError, match=name):
         make()
 
@@ -95,7 +95,7 @@ def test_so_are_those_of_what_requests_share(make, name):
     ],
 )
 def test_a_mistyped_setting_names_the_one_that_may_be_meant(name, told):
-    """In the caller's thread, as all that is wrong with a request."""
+    """It is raised in the caller's thread, like every other error in a request."""
     with dm.Engine(target(), None) as engine:
         for ask in (partial(dm.generate, target(), None), engine.submit):
             with pytest.raises(SettingsError, match=f"no setting {name!r}.*{re.escape(told)}"):

@@ -33,7 +33,7 @@ SPELLING |= {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
 
 @dataclass
 class Coded:
-    """A text as tokens of a tokenizer in which every piece of it is one."""
+    """A text cut into pieces, and a tokenizer in which each piece is one token."""
 
     tokenizer: PreTrainedTokenizerFast
     detokenizer: Any
@@ -46,7 +46,7 @@ class Coded:
         return self.tokenizer.eos_token_id
 
     def text(self, tokens: int) -> str:
-        """The first tokens at once, without a character that they only begin."""
+        """The text of the first tokens, without an incomplete character at the end."""
         text = b"".join(self.pieces[:tokens]).decode(errors="ignore")
         # As mlx-lm has it, the text starts without its first space.
         spaced = self.continues or isinstance(self.detokenizer, NaiveStreamingDetokenizer)
@@ -135,8 +135,8 @@ def draw_stops(draw: Any, text: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("kind", ["bpe", "naive", "spm"])
 @given(data=st.data())
 @settings(max_examples=80)
-def test_any_tokens_in_any_rounds(kind, data):
-    """The text is the search's, no character is torn, and the end is exact."""
+def test_text_and_end_are_exact_for_any_tokens_in_any_rounds(kind, data):
+    """The text ends where a search finds the end, and no character is torn."""
     text, coded = draw_coded(data.draw, kind)
     coded.continues = data.draw(st.booleans(), label="continues")
     stop = draw_stops(data.draw, f" {text}" if kind == "spm" else text)
@@ -196,7 +196,7 @@ def pieces_of(
         (["ab", "cd"], (), ["ab", "cd"]),
         (["ab", "cd"], ("x",), ["ab", "cd"]),
         (["ab", "cd"], ("bc",), ["a", ""]),  # across a border
-        (["ab", "d"], ("bc",), ["a", "bd"]),  # the start of one, in the end not
+        (["ab", "d"], ("bc",), ["a", "bd"]),  # begins like one, but is none
         (["a", "a", "a", "b"], ("aab",), ["", "", "a", ""]),  # starts that overlap
         (["STO", "P", "x"], ("STOP", "TO"), ["S", "", ""]),
         (["abc", "STOP tail"], ("STOP",), ["abc", ""]),
@@ -206,11 +206,11 @@ def pieces_of(
         (["é", "€"], ("€",), ["é", ""]),
     ],
 )
-def test_what_is_shown_when(cut, stop, shown):
+def test_the_text_that_is_shown_after_each_token(cut, stop, shown):
     assert pieces_of(cut, stop) == shown
 
 
-def test_a_stop_string_whose_end_the_detokenizer_holds_to_the_last():
+def test_a_stop_string_is_found_in_text_that_the_detokenizer_held_back():
     coded = byte_level([b"a", b" "])  # mlx-lm waits with a lone space
     stream = coded.stream(("a ",), max_tokens=2)
     assert stream.add(coded.ids).text == "" and stream.finish_reason == "stop"
@@ -231,8 +231,8 @@ def test_what_continues_a_text_has_its_first_spaces(cut, stop, shown):
 
 
 @pytest.mark.parametrize("padded", [[0], [1, 1], [5, 0, 70]])
-def test_ids_behind_the_vocabulary_are_no_text(padded):
-    """Rows that pad an embedding; the tokenizer itself decodes them to nothing."""
+def test_ids_beyond_the_vocabulary_have_no_text(padded):
+    """They are rows that pad an embedding; the tokenizer itself decodes them to nothing."""
     tokenizer = make_target().tokenizer
     ids = tokenizer.encode("abcd efgh", add_special_tokens=False)
     outside = [len(tokenizer) + number for number in padded]

@@ -78,7 +78,7 @@ def test_answers_fit_the_schema_and_drafting_does_not_change_them(target, temper
 
 
 class Counted(JsonSchema):
-    """Counts what it is asked for."""
+    """Counts its calls for a row of logits, and for a mask."""
 
     def __init__(self, target):
         super().__init__(target, SCHEMA)
@@ -96,7 +96,7 @@ class Counted(JsonSchema):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_grammar_is_asked_for_many_rows_at_once(target, temperature):
-    """Never row by row, and of drafts only where one does not fit; so are rows beside a penalty."""
+    """It is never called row by row, not even with a penalty; drafts that fit need no mask."""
     prompt = [5, 6, 7]
     settings = {"temperature": temperature, "seed": 2, "max_tokens": 120}
 
@@ -168,7 +168,7 @@ def test_an_invalid_schema_is_refused_with_the_reason(target, schema, reason):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("inner", [{"$ref": "#"}, {"$ref": "#/properties/a"}])
-def test_a_schema_without_an_end_never_ends_as_text(target, inner, temperature):
+def test_a_schema_without_an_end_is_an_error_not_an_endless_text(target, inner, temperature):
     schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
     for drafter in (None, random_drafter(vocab_size=target.vocab_size)):
         processor = JsonSchema(target, schema | {"additionalProperties": False})

@@ -47,8 +47,8 @@ def test_the_template_decides_what_a_switch_does(switching):
 
 @pytest.mark.parametrize("added", [(), ("<think>", "</think>"), ("<|channel>", "<channel|>")])
 @pytest.mark.parametrize("asks", ["enable_thinking", "not enable_thinking"])
-def test_without_a_choice_the_template_has_its_own(asks, added):
-    """As transformers renders it, whatever tokens for thoughts the vocabulary has."""
+def test_without_a_choice_of_thinking_the_template_decides(asks, added):
+    """The text is that of transformers, whatever tokens for thoughts the vocabulary has."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     template += f"{{% if enable_thinking is defined and {asks} %}} told{{% endif %}}"
     model = make_target(template=template, added=added)
@@ -70,14 +70,14 @@ def test_the_settings_reach_every_request(switching):
         tokens(reasoning_effort="most")
 
 
-def test_what_the_template_does_not_know_is_said():
+def test_a_switch_that_the_template_lacks_is_warned_of():
     model = target("qwen3")
     with pytest.warns(UserWarning, match=r"think=False \(--no-think\) changes nothing"):
         assert text_of(model, think=False) == text_of(model)
     assert thinks(model.tokenizer, {}) is None
 
 
-def test_a_drafter_of_the_other_kind_is_named(switching, monkeypatch, capsys):
+def test_a_note_says_that_the_drafter_was_trained_with_thoughts(switching, monkeypatch, capsys):
     facts = KnownDrafter("x/y", thinking=True)
     monkeypatch.setattr(pair_module, "known_facts", lambda name: facts if name == "x/y" else None)
     names = Names("somebody/model", "x/y+lookup")

@@ -32,7 +32,7 @@ TOKENS = 16
 
 
 def in_a_thread(call: Callable[[], Any]) -> Any:
-    """What a call returns, in a thread of its own that has ended."""
+    """Run a call in a new thread; return its result when the thread has ended."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result()
 
@@ -78,7 +78,7 @@ def test_every_part_of_a_request_changes_threads(way):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_request_closed_after_its_first_token(elsewhere):
+def test_a_request_closed_after_its_first_token_leaves_its_prompt_in_the_conversation(elsewhere):
     target = tiny_target()
     drafter = random_drafter()
     prompt = [*range(3, 103)]
@@ -131,7 +131,7 @@ def test_an_mtp_head_with_an_indexer_changes_threads(family):
     assert tokens_of(in_new_threads(events)) == expected
 
 
-def test_a_pair_that_one_thread_loads_and_others_use(tmp_path):
+def test_a_pair_that_one_thread_loads_works_in_others(tmp_path):
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     folders = (
         str(save_target(tmp_path / "target")),
@@ -144,6 +144,7 @@ def test_a_pair_that_one_thread_loads_and_others_use(tmp_path):
     )
 
 
+# Ways to end a request.
 ENDS: list[Callable[[Any], Any]] = [
     list,
     lambda events: (next(events), events.close()),

@@ -42,14 +42,14 @@ def test_an_object_is_read(tmp_path):
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_config_that_is_not_an_object(content, message, tmp_path):
+def test_a_config_that_is_not_an_object_is_refused(content, message, tmp_path):
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         read_json(tmp_path / "x.json", DataError)
     assert str(tmp_path / "x.json") in str(caught.value)
 
 
-def test_what_is_at_a_path(tmp_path):
+def test_path_kind_tells_folders_files_others_and_nothing(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     os.mkfifo(tmp_path / "pipe")
@@ -85,7 +85,7 @@ def test_a_file_without_end_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), math.nan, math.inf, "1", None, True, [1]])
-def test_values_that_are_not_finite_numbers(value):
+def test_other_values_are_not_finite_numbers(value):
     assert not is_finite(value) and not is_positive(value)
 
 

@@ -21,7 +21,7 @@ def engine(target):
 
 @pytest.fixture(scope="module")
 def server(target):
-    """A client of a server whose engine nobody looks at."""
+    """A client of a server with a fake engine, for tests that do not inspect the engine."""
     from serving import FakeEngine, client
 
     with client(FakeEngine(target)) as test_client:

@@ -17,7 +17,7 @@ REQUESTS = Path(__file__).parents[1] / "data" / "requests"
 def test_the_stop_sequence_is_reported(target):
     engine = FakeEngine(target, ["one", " two three"], reason="length")
     assert post(engine, MESSAGES, ask(MESSAGES)).json()["stop_reason"] == "max_tokens"
-    # What the text stream cut away is in the tokens still.
+    # The tokens still have the stop string, which was cut from the text.
     tokens = target.tokenizer.encode("one two", add_special_tokens=False)
     engine._events = lambda stats: iter(
         [Event("one", tokens=tokens, accepted=0, drafted=0, finish_reason="stop", stats=stats)]
@@ -111,7 +111,7 @@ def test_ollamas_generated_stream_adds_up_to_the_whole_answer(thinking):
         assert {"prompt_eval_duration", "eval_duration", "created_at"} <= set(last)
 
 
-def test_ollamas_result_of_a_tool_by_its_name(thinking):
+def test_ollamas_results_are_matched_to_tools_by_name(thinking):
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
     tool = {"type": "function", "function": {"name": "f"}}
     result = {"role": "tool", "tool_name": "f", "content": "42"}
@@ -134,8 +134,8 @@ def test_a_request_without_a_prompt_loads_the_model(engine):
     assert not engine.submitted
 
 
-def test_a_pull_of_what_is_here(engine):
-    """Codex pulls what it does not find by its very name."""
+def test_a_pull_of_the_served_model_succeeds(engine):
+    """Codex pulls a model that is not listed under exactly its name."""
     for body in ({"model": "fake"}, {"name": "fake:latest"}):
         answer = post(engine, "/api/pull", body)
         assert lines(answer) == [{"status": "pulling manifest"}, {"status": "success"}]
@@ -151,7 +151,7 @@ def test_a_pull_of_what_is_here(engine):
         *((later, "load") for later in (None, -1, 5, "1000ms", "5m", "1h30m", "-1", "-1m", "x")),
     ],
 )
-def test_how_long_a_model_is_kept(keep_alive, reason):
+def test_a_keep_alive_below_a_second_unloads_the_model(keep_alive, reason):
     body = OllamaChatBody(model="m", keep_alive=keep_alive)
     assert body.unloads == (reason == "unload")
 

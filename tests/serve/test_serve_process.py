@@ -32,6 +32,7 @@ class Process:
         raise AssertionError(said)
 
     def ended(self) -> int:
+        """Wait for its end, keep its last output, and return its exit status."""
         self.last = self.process.stderr.read()
         return self.process.wait(60)
 

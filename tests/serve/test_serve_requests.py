@@ -26,7 +26,7 @@ each_post = pytest.mark.parametrize("path", BODIES)
 
 
 @each_post
-def test_bodies_that_are_not_json_objects(server, path):
+def test_bodies_that_are_not_json_objects_are_refused(server, path):
     deep = b'{"a":' * 100_000
     bodies = [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"a": NaN}', b'{"a": "\xed\xa0\x80"}', deep]
     for content in bodies:
@@ -36,7 +36,7 @@ def test_bodies_that_are_not_json_objects(server, path):
     assert answer.status_code == 415  # what a form of another site could send
 
 
-def test_errors_name_what_fits_and_no_classes(server):
+def test_errors_name_what_is_allowed_but_no_classes(server):
     def told(sent):
         return server.post(CHAT, json=sent).json()["error"]["message"]
 
@@ -49,7 +49,7 @@ def test_errors_name_what_fits_and_no_classes(server):
 
 @pytest.mark.parametrize("named", [{}, {"content-type": "application/x-www-form-urlencoded"}])
 def test_a_body_without_a_type_is_json_unless_a_browser_sends_it(server, named):
-    """litellm and `curl -d` name no type; a page may do so, but never without its origin."""
+    """litellm and `curl -d` do not name JSON; a page need not either, but always has an origin."""
     content = json.dumps(ASKED).encode()
     assert server.post(CHAT, content=content, headers=named).status_code == 200
     named = named | {"origin": "http://127.0.0.1:8000"}
@@ -68,7 +68,7 @@ def test_validation_stops_at_the_first_wrong_item(path):
                 assert error.error_count() < 40, name
 
 
-def test_large_bodies(server, monkeypatch):
+def test_a_body_that_is_too_large_is_refused(server, monkeypatch):
     monkeypatch.setattr(body, "MAX_BYTES", 1000)
     announced = server.post(CHAT, json=ASKED | {"x": "y" * 2000})
     kind = {"content-type": "application/json"}
@@ -76,7 +76,7 @@ def test_large_bodies(server, monkeypatch):
     assert announced.status_code == chunked.status_code == 413
 
 
-def test_slow_bodies(target, monkeypatch):
+def test_a_body_that_arrives_too_slowly_is_refused(target, monkeypatch):
     """Through ASGI: the test client sends a body at once."""
     monkeypatch.setattr(body, "MAX_SECONDS", 0.01)
     sent = []

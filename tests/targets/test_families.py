@@ -107,8 +107,8 @@ def test_taps_are_of_committed_rows_whatever_was_rejected(family):
     assert mx.allclose(pieces[:, :rows], whole[:, :rows], atol=1e-4)
 
 
-def test_quantizing_does_not_lose_the_families_parts():
-    for family in ("qwen3", "gemma4_dense"):  # an own head and a tied one
+def test_the_parts_of_a_quantized_model_are_found():
+    for family in ("qwen3", "gemma4_dense"):  # a separate head and a tied one
         model = random_model(family)
         nn.quantize(model, group_size=32, bits=8)
         target = target_of(model, family)

@@ -20,12 +20,12 @@ REASONS = {
 }
 
 
-def test_every_family_either_can_or_says_why_not():
+def test_every_family_quantizes_keys_or_has_a_reason_not_to():
     assert set(QUANTIZABLE) | set(REASONS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", REASONS)
-def test_a_model_that_cannot_is_refused_at_once(family):
+def test_a_model_that_cannot_quantize_keys_is_refused_at_once(family):
     target = family_target(family)
     with pytest.raises(SettingsError, match=REASONS[family]) as caught:
         dm.stream_generate(target, None, [1, 2, 3], kv_bits=8)

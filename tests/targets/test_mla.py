@@ -34,7 +34,7 @@ def test_one_row_is_mlx_lms_own(family, length):
 
 @pytest.mark.parametrize("family", MLA)
 @pytest.mark.parametrize("length", [9, 25, 60])
-def test_many_rows_are_as_many_single_ones(family, length):
+def test_many_rows_equal_single_rows(family, length):
     target = family_target(family)
     prompt = random_prompt(length, 2)
     rows = random_prompt(16, 3)

@@ -76,7 +76,7 @@ def test_every_known_part_forgets_the_last_rows(cache):
     assert [part.offset for part in parts] == [2] * len(parts)
 
 
-def test_a_target_with_an_unknown_cache_drafts_all_the_same():
+def test_a_target_with_an_unknown_cache_still_drafts():
     model = random_model("qwen3")
     prompt = random_prompt(20, 3)
     answer = plain_tokens(model, prompt, 30)
@@ -88,7 +88,7 @@ def test_a_target_with_an_unknown_cache_drafts_all_the_same():
 
 
 def arrays_of(tree) -> dict[int, mx.array]:
-    """Every array in it, by identity."""
+    """Every array in a tree, by identity."""
     leaves = [leaf for _, leaf in tree_flatten(tree)]
     return {id(leaf): leaf for leaf in leaves if isinstance(leaf, mx.array)}
 

@@ -37,14 +37,14 @@ def same(a: mx.array, b: mx.array) -> bool:
     return a.shape == b.shape and bool(mx.allclose(a, b, rtol=1e-4, atol=1e-4))
 
 
-def test_its_shape():
+def test_a_target_has_the_shape_of_its_config():
     model = target("qwen3", max_position_embeddings=77)
     assert (model.num_layers, model.hidden_size, model.vocab_size) == (3, 64, VOCABULARY)
     assert model.context_length == 77
 
 
 @pytest.mark.parametrize("layers", [(3,), (-2,), (0, 99)])
-def test_a_layer_it_lacks_cannot_be_tapped(layers):
+def test_a_layer_that_the_target_lacks_cannot_be_tapped(layers):
     with pytest.raises(SettingsError, match=f"Layer {layers[-1]} .* has 3"):
         target().start(layers)
 
@@ -75,7 +75,7 @@ def test_what_a_forward_cannot_read_is_refused_before_anything_changes():
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @given(data=st.data())
 @settings(max_examples=6)
-def test_cache_truth(family, bits, data):
+def test_caches_hold_the_kept_tokens_only(family, bits, data):
     """After every commit the caches are those of a model that read the kept tokens only."""
     model = target(family, bits)
     token = st.integers(0, VOCABULARY - 1)
@@ -145,7 +145,7 @@ def test_prefill_evaluates_the_vocabulary_for_one_row():
     ids=["lookup's", "a network's", "plain", "pipelined"],
 )
 def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
-    """Every four layers but the last ones, which the step's own wait computes; taps are the same.
+    """It starts after every four layers but the last four, which the step then waits for.
 
     A pipelined step's row is the token of a step that still runs, so nothing of it starts early.
     """
@@ -174,7 +174,7 @@ def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_a_copy_of_its_model_has_weights_of_its_own(family):
+def test_a_target_of_a_copied_model_reads_the_copys_weights(family):
     """A quantizer or a trainer copies the model; the copy's target reads the copy's weights."""
     original = family_target(family)
     model = copy.deepcopy(original.model)

@@ -34,7 +34,7 @@ def test_it_is_small_and_made_for_this_model():
     config.check_fits(HIDDEN, VOCABULARY, LAYERS)
 
 
-def test_every_target_with_a_drafter_of_its_name_has_one():
+def test_every_packaged_name_has_a_drafter():
     for name in PACKAGED:
         raw = find(name, Hub(), "drafter").config
         assert raw["model_type"] == "qwen3" and "tie_word_embeddings" in raw  # others read them
@@ -52,7 +52,7 @@ def test_it_loads_and_drafts_a_block():
     assert mx.isfinite(hidden).all().item()
 
 
-def test_another_model_refuses_it():
+def test_another_model_refuses_the_drafter():
     with pytest.raises(IncompatibleDrafterError):
         dm.load("tiny", draft="smollm2")
 

@@ -40,7 +40,7 @@ def answers() -> list[dict]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_its_files():
+def test_the_embedded_files_are_small_and_complete():
     sizes = [path.stat().st_size for path in TINY.rglob("*") if path.is_file()]
     assert sum(sizes) <= 9_000_000
     card = (TINY / "README.md").read_text(encoding="utf-8")
@@ -76,7 +76,7 @@ def test_it_loads_by_name_and_answers(bits):
         target, drafter, [{"role": "user", "content": "What is 47 + 38?"}], max_tokens=100
     )
     assert result.finish_reason == "stop"
-    assert bits or "85" in result.text
+    assert bits or "85" in result.text  # quantized it may be wrong
     assert result.stats.acceptance_length > 3
     assert max(drafter.tap_layers) < target.num_layers - 1  # it is not computed for a whole prompt
 
@@ -113,7 +113,7 @@ def acceptance_length(answers: Iterable[dict]) -> float:
 class TestAnswers:
     """What the pair says to ten prompts of each category, to the end of each answer."""
 
-    def test_the_drafted_are_mlx_lms(self, answers):
+    def test_drafted_answers_are_mlx_lms(self, answers):
         assert len(answers) == len(CATEGORIES) * PER_CATEGORY
         assert all(answer["as mlx-lm's"] for answer in answers)
 
@@ -125,6 +125,6 @@ class TestAnswers:
         assert acceptance_length(a for a in answers if a["category"] == category) >= 4.0
 
     @pytest.mark.parametrize("category", PROBLEMS)
-    def test_they_are_right(self, answers, category):
+    def test_answers_to_problems_are_right(self, answers, category):
         exact = [a["exact"] for a in answers if a["category"] == category]
         assert len(exact) >= 9 and sum(exact) / len(exact) >= 0.85

@@ -73,7 +73,7 @@ def random_inputs(rows: int = 2) -> tuple[mx.array, mx.array, mx.array]:
     return embeddings, mx.random.normal((rows, LENGTH, 32)), anchors
 
 
-def test_equals_the_network_block_by_block(drafter):
+def test_blocks_together_equal_the_network_block_by_block(drafter):
     embeddings, taps, anchors = random_inputs()
     together = draft_hidden(drafter, embeddings=embeddings, taps=taps, anchors=anchors)
     for row in range(2):

@@ -33,7 +33,7 @@ def operations(text: str) -> set[tuple[int, str, int]]:
 
 
 def test_no_held_out_prompt_or_sum_is_trained_on(training, held_out):
-    """Sums by their text alone, without the keys the split is made of."""
+    """Sums are found in the texts, not by the keys that the split was made with."""
     prompts = {turn.prompt for c in training for turn in c.turns}
     assert not prompts & {turn.prompt for c in held_out for turn in c.turns if turn.keys}
     spelled = set().union(*(operations(turn.answer) for c in training for turn in c.turns))
@@ -60,7 +60,7 @@ def test_arithmetic_is_right(generator):
             assert signs[sign](int(a), int(b)) == int(result), turn.answer
 
 
-def test_strangers_ask_what_nothing_is_measured_by(training, held_out):
+def test_strangers_requests_are_neither_trained_on_nor_measured_by(training, held_out):
     asked = different_requests()
     assert len(set(asked)) == len(asked) == OWN_REQUESTS + SCORED
     assert not set(asked) & {turn.prompt for c in (*training, *held_out) for turn in c.turns}

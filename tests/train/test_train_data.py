@@ -98,7 +98,7 @@ def test_a_bad_line_is_named(tmp_path, tokenizer, line):
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])
-def test_a_file_that_cannot_be_used(tmp_path, tokenizer, content):
+def test_a_file_that_cannot_be_used_is_named(tmp_path, tokenizer, content):
     path = tmp_path / "data.jsonl"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -113,7 +113,7 @@ def samples(count: int) -> list[Sample]:
 def test_batches_hold_one_bucket_and_every_sample():
     batches = group(samples(100), tokens=64, rng=Random(0))
     for batch in batches:
-        lengths = {-(-len(sample.tokens) // 16) for sample in batch}
+        lengths = {-(-len(sample.tokens) // 16) for sample in batch}  # in 16 tokens, rounded up
         assert len(lengths) == 1
         assert len(batch) == max(1, 64 // (16 * lengths.pop()))
     assert {id(s) for b in batches for s in b} and sum(map(len, batches)) >= 100
