@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from pathlib import Path
 
 
 def preempt_nothing() -> None:
@@ -19,8 +18,11 @@ def preempt_nothing() -> None:
 
     Threads whose policy somebody has set keep it. A sandbox may refuse: then nothing changes.
     """
-    for task in Path("/proc/self/task").iterdir():
-        thread = int(task.name)
+    try:
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+    except OSError:
+        return
+    for thread in threads:
         with suppress(OSError):  # or the thread has ended
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from dflash_mlx.machine import preemption
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a policy of Linux")
 # Loads the embedded pair in a process of one core, and decodes.
 DECODE = """
@@ -39,6 +41,16 @@ def test_threads_wait_for_their_turn():
 def test_a_policy_that_somebody_chose_stays():
     chosen = "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
     assert os.SCHED_IDLE in policies(chosen)
+
+
+def test_threads_may_be_hidden(monkeypatch):
+    """A container may have no /proc."""
+
+    def hidden(folder):
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(os, "listdir", hidden)
+    preemption.preempt_nothing()
 
 
 def test_a_sandbox_may_refuse():
