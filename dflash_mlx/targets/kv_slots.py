@@ -223,61 +223,42 @@ class KVSlots:
 class SlotRows:
     """The rows of a forward whose requests have slots in one array.
 
-    They form a table [n, W]: a request's rows for each slot.
+    They form a table [n, W]: a request's rows for each slot. Where a request has fewer than W, its
+    last row stands in all other places too, and is written and read again.
 
     Args:
         array: with n slots in use.
-        positions: [n, W] int32, of the rows in their texts.
-        end: rows of each slot that are attended to.
-        rows: the places of the table's rows in the forward, slot by slot; None where the forward
-            has the table's shape already, instead of [1, R].
-
-    Attributes:
-        array, positions, end, rows: as given.
+        spans: the rows of each request that has a slot in it.
+        stacked: whether the forward has the table's shape already, instead of [1, R].
     """
 
-    def __init__(
-        self, array: SlotArray, positions: mx.array, end: int, rows: list[int] | None
-    ) -> None:
-        self.array = array
-        self.positions = positions
-        self.end = end
-        self.rows = rows
+    def __init__(self, array: SlotArray, spans: Sequence[Span], stacked: bool) -> None:
+        self._array = array
+        self._stacked = stacked
+        self._spans = sorted(spans, key=lambda span: span.session.slot.index)
+        self._width = max(len(span) for span in spans)
+        self._end = max(span.position + len(span) for span in spans)
+        positions = self._table([span.position for span in self._spans])
+        self._positions = mx.array(positions, mx.int32)
         self._places: dict[int, mx.array] = {}
         self._masks: dict[int | None, mx.array] = {}
 
-    @classmethod
-    def of(cls, array: SlotArray, spans: Sequence[Span], stacked: bool) -> SlotRows:
-        """The rows of these requests.
+    def _table(self, starts: Sequence[int]) -> list[list[int]]:
+        """Numbers that rise by one from row to row, from the first row's of each slot, [n, W]."""
+        return [
+            [start + min(row, len(span) - 1) for row in range(self._width)]
+            for start, span in zip(starts, self._spans, strict=True)
+        ]
 
-        Where one has fewer than W, its last row stands in all other places too, and is written and
-        read again.
-
-        Args:
-            array: where they have their slots.
-            spans: the rows of each.
-            stacked: whether the forward has the table's shape.
-        """
-        spans = sorted(spans, key=lambda span: span.session.slot.index)
-        width = max(len(span) for span in spans)
-
-        def table(starts: Sequence[int]) -> list[list[int]]:
-            """Numbers that rise by one from row to row, from the first row's of each slot."""
-            return [
-                [start + min(row, len(span) - 1) for row in range(width)]
-                for start, span in zip(starts, spans, strict=True)
-            ]
-
-        rows = None
-        if not stacked:
-            rows = [row for slot in table([span.first for span in spans]) for row in slot]
-        positions = mx.array(table([span.position for span in spans]), mx.int32)
-        return cls(array, positions, max(span.position + len(span) for span in spans), rows)
+    @cached_property
+    def rows(self) -> list[int]:
+        """The places of the table's rows in the forward, slot by slot."""
+        table = self._table([span.first for span in self._spans])
+        return [row for slot in table for row in slot]
 
     @cached_property
     def _index(self) -> slice | mx.array:
         """The table's rows as an index. Rows side by side are read in place."""
-        assert self.rows is not None
         first = self.rows[0]
         end = first + len(self.rows)
         side_by_side = self.rows == list(range(first, end))
@@ -285,27 +266,27 @@ class SlotRows:
 
     def rows_of(self, x: mx.array) -> mx.array:
         """These rows [n, H, W, D] of a forward's rows [1, H, R, D]."""
-        if self.rows is None:
+        if self._stacked:
             return x
-        return mx.unflatten(x.squeeze(0)[:, self._index], 1, self.positions.shape).swapaxes(0, 1)
+        return mx.unflatten(x.squeeze(0)[:, self._index], 1, self._positions.shape).swapaxes(0, 1)
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write new keys and values [1, H, R, D] and return all of each slot's [n, H, L, D]."""
-        self.array.write(layer, self._places_of, self.rows_of(keys), self.rows_of(values))
-        return self.array.read(layer, len(self.positions), self.end)
+        self._array.write(layer, self._places_of, self.rows_of(keys), self.rows_of(values))
+        return self._array.read(layer, len(self._positions), self._end)
 
     def _places_of(self, heads: int) -> mx.array:
         """Where an array of so many heads has these rows, [n, H, W]."""
         if heads not in self._places:  # the same for every layer
-            starts = mx.arange(len(self.positions) * heads) * self.array.capacity
-            self._places[heads] = starts.reshape(-1, heads, 1) + self.positions[:, None]
+            starts = mx.arange(len(self._positions) * heads) * self._array.capacity
+            self._places[heads] = starts.reshape(-1, heads, 1) + self._positions[:, None]
         return self._places[heads]
 
     def mask(self, window: int | None = None) -> mx.array:
         """Which keys each row sees: [n, 1, W, L] bool."""
         if window not in self._masks:  # the same for every layer
-            positions = self.positions[:, None, :, None]
-            keys = mx.arange(self.end)
+            positions = self._positions[:, None, :, None]
+            keys = mx.arange(self._end)
             seen = keys <= positions
             if window is not None:
                 seen = seen & (keys > positions - window)

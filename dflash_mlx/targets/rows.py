@@ -208,7 +208,7 @@ class Rows:
         for span in self.spans:
             if span.session.slot is not None:
                 spans.setdefault(span.session.slot.array, []).append(span)
-        return [SlotRows.of(array, members, self.is_stacked) for array, members in spans.items()]
+        return [SlotRows(array, members, self.is_stacked) for array, members in spans.items()]
 
     @cached_property
     def without_slots(self) -> list[int]:
@@ -271,10 +271,7 @@ class Rows:
     @cached_property
     def _order(self) -> mx.array | None:
         """The place of each row in what `join` joins; None if they are in order."""
-        rows: list[int] = []
-        for slots in self.slot_rows:
-            assert slots.rows is not None
-            rows += slots.rows
+        rows = [row for slots in self.slot_rows for row in slots.rows]
         for number in self.without_slots:
             span = self.spans[number]
             rows += range(span.first, span.end)

@@ -15,6 +15,7 @@ import mlx.core as mx
 from ..proposal import Proposal
 from ..traces import Traces, UntraceableError
 from .caches import RecurrentCache, WindowCache
+from .caches.kv import KeysAndValues
 from .caches.step import STEPS, step_caches
 from .intercept import Forward
 from .model_parts import MODEL_ERRORS
@@ -62,29 +63,27 @@ class TracedSteps(Traces):
         if self.why_not is not None or rows.is_prompt or rows.is_shared or rows.tree:
             return None
         session = rows.spans[0].session
-        if not session.can_trace:
-            return None
         caches = session.cache
         offset = session.position
-        if not offset:
+        if not session.can_trace or not offset:
             return None
         count = ids.shape[1]
         for cache in caches:
-            if not isinstance(cache, RecurrentCache):
+            if isinstance(cache, KeysAndValues):  # windows have had room since the step began
                 cache.reserve(count)
         attended = attended_keys(offset + count)
         kinds = tuple(_shape_of(cache) for cache in caches)
         shape = session.tap_layers, session.kv_bits, count, attended, kinds
 
         def make() -> _Chain:
-            rows = Rows([Span(EMPTY, Proposal([0] * count))])
+            chain = Rows([Span(EMPTY, Proposal([0] * count))])
             run = self._run
             make_forward = self._make_forward
             on_cpu = mx.default_device() == mx.Device(mx.cpu)
 
             def forward(ids: mx.array, held: Sequence[Any]) -> Verified:
                 rotations = Rotations() if on_cpu else None
-                return run(ids, held, taps, make_forward(rows, rotations=rotations))
+                return run(ids, held, taps, make_forward(chain, rotations=rotations))
 
             return _Chain(forward, caches, attended)
 

@@ -134,7 +134,7 @@ def test_masks_of_slots_count_positions():
         Span(SimpleNamespace(position=3, slot=slots[0]), Proposal([1, 2])),
         Span(SimpleNamespace(position=5, slot=slots[1]), Proposal([1])),
     ]
-    rows = kv_slots.SlotRows.of(kv_slots.SlotArray(8), spans, stacked=False)
+    rows = kv_slots.SlotRows(kv_slots.SlotArray(8), spans, stacked=False)
     for window in (None, 2, 3):
         seen = [
             [position - (window or 9) < key <= position for key in range(6)]

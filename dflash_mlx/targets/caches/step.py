@@ -74,18 +74,16 @@ class FullStep(StepRows, FullCache):
 
 
 class QuantizedStep(StepRows, QuantizedCache):
-    """A `QuantizedCache` in a traced step."""
+    """A `QuantizedCache` in a traced step: its keys and values are in three parts each."""
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Write keys and values [1, H, N, D]; returns those that the layers attend to, in parts."""
-        self.keys = self._with(self.keys, keys)
-        self.values = self._with(self.values, values)
-        self.offset = self.offset + keys.shape[2]
-        return tuple(map(self.seen, self.keys)), tuple(map(self.seen, self.values))
+    def seen(self, held: Any) -> Any:
+        """The rows that the layers attend to, in parts."""
+        return tuple(map(super().seen, held))
 
-    def _with(self, held: Any, new: mx.array) -> tuple[mx.array, ...]:
+    def written(self, held: Any, new: mx.array) -> Any:
+        """The parts with new rows [1, H, N, D], quantized, at the offset."""
         parts = mx.quantize(new, group_size=self.group_size, bits=self.bits)
-        return tuple(self.written(*pair) for pair in zip(held, parts, strict=True))
+        return tuple(map(super().written, held, parts))
 
 
 class Ring:
