@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from .. import errors
 from ..errors import DFlashError, DownloadError, ModelNotFoundError
+from ..machine.facts import bytes_in
 from ..validation import error_text
 from .registry import suggestion
 
@@ -97,7 +98,7 @@ def _show(process: Popen[bytes], name: str, blobs: Path, total: int) -> None:
     with tqdm(
         desc=name.rpartition("/")[2],
         total=total,
-        initial=min(_bytes(blobs), total),
+        initial=min(bytes_in(blobs), total),
         unit="B",
         unit_scale=True,
         bar_format=BAR,
@@ -106,12 +107,7 @@ def _show(process: Popen[bytes], name: str, blobs: Path, total: int) -> None:
     ) as bar:
         while process.poll() is None:
             time.sleep(PAUSE)
-            bar.update(max(0, min(_bytes(blobs), total) - bar.n))
-
-
-def _bytes(blobs: Path) -> int:
-    """Bytes of the files that are there, also of unfinished ones."""
-    return sum(file.stat().st_size for file in blobs.glob("*")) if blobs.is_dir() else 0
+            bar.update(max(0, min(bytes_in(blobs), total) - bar.n))
 
 
 @contextmanager

@@ -68,6 +68,14 @@ def test_a_pair_is_fetched_by_the_targets_name(hub, server):
     assert mx.array_equal(target.model(tokens), local.model(tokens))
 
 
+def test_a_file_may_vanish_while_its_bytes_are_counted(hub):
+    """The client renames its files, which the progress bar may have listed before."""
+    blobs = hub.folder / f"models--{TARGET.replace('/', '--')}" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "vanished").symlink_to("nowhere")
+    assert hub.fetch(TARGET).path.is_dir()
+
+
 def test_of_an_original_only_the_shards_of_its_head_are_fetched(hub, server, tmp_path):
     folder, _ = save_pair(tmp_path / "original", "qwen3_5")
     weights = mx.load(str(folder / "model.safetensors"))
