@@ -5,7 +5,7 @@
 Pastes every shell and Python block of README in order into an interactive shell, and stops at the
 first that fails. zsh, every Mac's shell, takes a comment for arguments there. Blocks that need the
 hub are listed and skipped. The clone is a copy in a temporary folder without .venv, and the home
-folder is temporary, too. Only the package index is needed.
+folder is temporary. Only the package index is needed.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Command:
 
     @property
     def needs_hub(self) -> bool:
-        """Whether it is left out."""
+        """Whether it needs the hub; such commands are skipped."""
         return HUB.search(self.text) is not None
 
     @property
     def shell(self) -> str:
-        """It as a shell reads it."""
+        """The command as it is pasted into a shell."""
         return f"python - <<'PROGRAM'\n{self.text}PROGRAM" if self.python else self.text
 
 

@@ -104,7 +104,7 @@ class ServerProcess:
         return speed | {"cpu_ms_per_token": 1e3 * cpu / max(1, speed["tokens"])}
 
     def answer(self, talk: list[dict[str, str]], question: str, max_tokens: int) -> str:
-        """Go on with a conversation. Returns what the turn took."""
+        """Ask the next question of a conversation. Returns a line of what the turn took."""
         before = self.cpu_seconds
         talk.append({"role": "user", "content": question})
         result, _ = self.client.ask(talk, max_tokens, 0.0, 0)
@@ -118,7 +118,7 @@ class ServerProcess:
 
 
 def line_of(clients: int, name: str, turns: Sequence[dict[str, Any]]) -> str:
-    """Medians of the turns."""
+    """A line of the table: the medians of the turns."""
     speed = median(turn["tokens_per_second"] for turn in turns)
     wait = 1e3 * median(turn["first_token_seconds"]["median"] for turn in turns)
     cpu = median(turn["cpu_ms_per_token"] for turn in turns)

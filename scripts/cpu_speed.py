@@ -226,7 +226,7 @@ def _text_of(target: Any, number: int) -> tuple[list[int], list[int]]:
 
 
 def _row_costs(target: Any, counts: list[int]) -> list[float]:
-    """What steps of so many rows take, in steps of the first number: medians."""
+    """What a step of each number of rows costs, in steps of the first number (medians)."""
     import mlx.core as mx
 
     import dflash_mlx as dm

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 def options_of(doc: str | None, **defaults: Any) -> argparse.Namespace:
-    """Parse the command line: `--core`, to which it pins this process, and one option a default."""
+    """Parse the command line: an option for each default, and `--core` to pin this process to."""
     options = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )

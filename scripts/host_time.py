@@ -3,7 +3,7 @@
     taskset -c 1 python scripts/host_time.py [--rows 1,4,16] [--repeats 100]
 
 Models have the published layers, few of them, and weights of zeros; a prompt is in their caches.
-MLX's operations that are one node on a GPU and many on a CPU are stood in for by one lazy node. Our
+MLX's operations that are one node on a GPU and many on a CPU are replaced with one lazy node. Our
 launches are real calls of `mx.fast.metal_kernel`, which writes each kernel's text: it needs no
 Metal while a function is traced for export. Prints microseconds, graph nodes and launches (nodes
 that are not views) of a layer, and of a whole verify at the published depth.
@@ -90,7 +90,7 @@ def stand_in(**_: Any) -> Any:
 
 
 class Either:
-    """A kernel factory whose kernels are MLX's own while `real`, and else stood in for."""
+    """A kernel factory: it launches MLX's own kernels while `real`, and otherwise stand-ins."""
 
     real = False
 
@@ -121,7 +121,7 @@ def on_a_gpu() -> ExitStack:
 
 
 class OwnCall:
-    """mlx-lm's own call of a model, behind a prompt."""
+    """mlx-lm's own call of a model, after a prompt."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -140,7 +140,7 @@ class OwnCall:
 
 
 class OurVerify:
-    """A verify of ours, behind a prompt; from its trace if it is `replayed`."""
+    """Our verify of a model, after a prompt; from its trace if it is `replayed`."""
 
     def __init__(self, target: Target, replayed: bool) -> None:
         self.target = target
@@ -217,6 +217,7 @@ def fastest(
                     best[name][number] = min(best[name][number], verify.build(rows)[0])
         return x + 1
 
+    # MLX's own kernels need no Metal while a function is traced for export.
     kernels.real = True
     with tempfile.TemporaryDirectory() as folder:
         mx.export_function(str(Path(folder) / "traced.mlxfn"), traced, mx.zeros(4))
@@ -251,6 +252,7 @@ def report(
 ) -> None:
     """Print the figures of each side, a verify's at so many periods of layers."""
     best = fastest(sides, kernels=kernels, rows=rows, repeats=repeats)
+    # Models of one and of two periods: their difference is the cost of a period of layers.
     [stock, *_] = [more - less for less, more in best.values()]
     for side, verifies in sides.items():
         less, more = best[side]

@@ -24,7 +24,7 @@ INSTALLED = re.compile(r"Installing collected packages: (?P<names>.*)")
 
 
 def shown(line: str) -> tuple[str, bool] | None:
-    """A line of pip for people, and whether it is worth a line of its own; None for others."""
+    """What to show for a line of pip, and whether to print it off a terminal; None: nothing."""
     if match := FETCHED.match(line):
         version = f"{match['name'].replace('_', '-')} {match['version']}{match['size']}"
         return f"  fetching {version}", True

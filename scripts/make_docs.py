@@ -69,9 +69,9 @@ def generated(name: str, command: Any) -> str:
     lines += ["| | | default |", "|---|---|---|", *map(_row, command.params), ""]
     if name == "chat":
         lines += ["| in a chat | |", "|---|---|"]
-        for name, entry in COMMANDS.items():
-            usage = f"{name} {entry.argument}".strip().replace("|", r"\|")
-            lines.append(f"| `{usage}` | {entry.help} |")
+        for typed, entry in COMMANDS.items():
+            line = f"{typed} {entry.argument}".strip().replace("|", r"\|")
+            lines.append(f"| `{line}` | {entry.help} |")
         lines.append("")
     return "\n".join([*lines, MARK])
 
@@ -128,7 +128,8 @@ def fields() -> str:
     lines += ["## Ignored fields", "", "| fields | why |", "|---|---|"]
     for reason, names in tomllib.loads(IGNORED.read_text()).items():
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {reason} |")
-    return "\n".join([FIELDS.read_text().partition("## ")[0] + lines[0], *lines[1:], ""])
+    introduction = FIELDS.read_text().partition("## ")[0]
+    return introduction + "\n".join([*lines, ""])
 
 
 def _field(name: str, text: str, kind: str) -> str:

@@ -109,7 +109,7 @@ TESTS = tests_by_file()
 
 def mutants_of(file: str) -> Iterator[Mutant]:
     """Every mutant of a file's code; comments, docstrings, imports and messages are left alone."""
-    inside = False
+    inside = False  # a docstring of several lines
     for number, line in enumerate((ROOT / file).read_text().splitlines(), start=1):
         quotes = line.count('"""')
         if inside or quotes:
@@ -131,8 +131,8 @@ def noticed(folder: Path, mutant: Mutant) -> bool:
     lines = text.splitlines()
     lines[mutant.number - 1] = mutant.becomes
     path.write_text("\n".join(lines) + "\n")
-    tests = [*folder.glob("tests/*/test_*.py")]
-    tests = [str(test) for test in tests if test.stem in TESTS[mutant.file]]
+    every_test = folder.glob("tests/*/test_*.py")
+    tests = [str(test) for test in every_test if test.stem in TESTS[mutant.file]]
     options = ["-x", "-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
     command = [sys.executable, "-B", "-m", "pytest", *options, *tests]
     try:

@@ -51,14 +51,14 @@ class Recording:
         self._start = time.perf_counter()
 
     def write(self, text: str) -> None:
-        """Called with all that the program shows."""
+        """Show a piece of the program's output; pexpect calls this."""
         self._stream.feed(text)
         now = time.perf_counter() - self._start
         self.changed |= dict.fromkeys(self.screen.dirty, now)
         self.screen.dirty.clear()
 
     def flush(self) -> None:
-        """Record the call."""
+        """Do nothing; pexpect calls this after each write."""
 
 
 def record() -> Recording:

@@ -35,7 +35,7 @@ COMMANDS = {
     "dflash-mlx generate": OURS,
     "dflash-mlx generate --no-draft": [*OURS, "--no-draft"],
 }
-PHASES = "--phases-of"  # in a process of its own
+PHASES = "--phases-of"  # the option with which this script starts itself again
 
 
 def main() -> None:

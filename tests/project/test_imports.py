@@ -49,7 +49,7 @@ LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 
 
 def part_of(name: str) -> str:
-    """What has a level: the module or package that this module is, or is in."""
+    """The part of the package that a module belongs to: its name in `LEVELS`."""
     inside = name.removeprefix("dflash_mlx").lstrip(".")
     while inside and inside not in LEVEL:
         inside = inside.rpartition(".")[0]
@@ -93,8 +93,8 @@ def test_imports_go_downward():
             if top == "cli":
                 wrong.append(f"{name}: the command line is dflash_mlx.cli, not {imported}")
             elif top == "dflash_mlx":
-                below = part_of(imported)
-                if below != part and LEVEL[below] >= LEVEL[part]:
+                other = part_of(imported)
+                if other != part and LEVEL[other] >= LEVEL[part]:
                     wrong.append(f"{name} imports {imported}")
     assert not wrong, "\n".join(wrong)
 
@@ -129,7 +129,7 @@ def test_only_the_server_knows_the_web():
 
 
 def test_nothing_heavy_is_imported_early():
-    """MLX comes after the BLAS, and nothing catches a Ctrl-C before the program's `main` runs."""
+    """`main` first has to handle Ctrl-C and choose the BLAS; only then may slow imports begin."""
     heavy = {"mlx", "mlx_lm", "transformers", "typing", "re", "dataclasses", "ctypes", "contextlib"}
     code = "import sys; before = {*sys.modules}; import dflash_mlx.cli.main;"
     code += f"print({heavy} & ({{*sys.modules}} - before))"

@@ -52,8 +52,8 @@ REFUSED = [
 ]
 
 
-def check_ended(threads):
-    """Whatever runs besides these threads ends."""
+def wait_for_others_to_end(threads):
+    """Wait until every thread but these has ended."""
     for thread in set(threading.enumerate()) - threads:
         thread.join(60)
         assert not thread.is_alive()
@@ -69,7 +69,7 @@ def speaker():
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=range(len(TEMPLATES)))
-def test_a_text_is_what_transformers_makes_of_it(template, speaker):
+def test_a_rendered_text_is_that_of_transformers(template, speaker):
     speaker.chat_template = template
     documents = [{"title": "é", "text": "So."}]
     for settings in (
@@ -84,8 +84,8 @@ def test_a_text_is_what_transformers_makes_of_it(template, speaker):
             )
 
 
-def test_a_template_that_is_code_gets_no_choice_that_nobody_made(speaker):
-    """mlx-lm's wrapper would always tell it to think, or not to."""
+def test_a_template_that_is_code_gets_only_the_settings_given(speaker):
+    """mlx-lm's wrapper would always pass a choice of thinking, asked or not."""
 
     def by_code(messages, **settings):
         return f"{messages[0]['content']} {sorted(settings.items())}"
@@ -128,7 +128,7 @@ def test_a_template_that_never_ends_is_ended(template, speaker, monkeypatch):
     with monkeypatch.context() as shorter, pytest.raises(TemplateLimitError, match="takes longer"):
         shorter.setattr(chat_template, "TEMPLATE_SECONDS", 0.1)
         apply_chat_template(speaker, SAID)
-    check_ended(threads)
+    wait_for_others_to_end(threads)
     speaker.chat_template = TEMPLATES[0]
     assert "hello" in apply_chat_template(speaker, SAID)
 
@@ -160,7 +160,7 @@ def test_ctrl_c_while_waiting_ends_the_call(ctrl_c):
 
     with pytest.raises(KeyboardInterrupt):
         run_within(60, endless)
-    check_ended(threads)
+    wait_for_others_to_end(threads)
 
 
 def test_run_within_raises_again_when_its_exception_is_lost():
@@ -175,4 +175,4 @@ def test_run_within_raises_again_when_its_exception_is_lost():
 
     with pytest.raises(TimeoutError):
         run_within(0.01, endless)
-    check_ended(threads)
+    wait_for_others_to_end(threads)

@@ -27,7 +27,7 @@ def block_of(drafter, anchor):
     return mx.array([anchor, *masks])
 
 
-def check(golden, case, hidden, target):
+def check_hidden_and_logits(golden, case, hidden, target):
     """Compare hidden states and logits; for DSpark also the logits that its heads correct."""
     drafter = golden.drafter
     first = golden.drafter.config.first_row
@@ -43,8 +43,8 @@ def check(golden, case, hidden, target):
 
 @given(data=st.data())
 @settings(max_examples=6)
-def test_rounds_in_ragged_steps(golden, data):
-    """Whatever was drafted in between, a block sees the same context."""
+def test_blocks_are_golden_whatever_steps_feed_their_context(golden, data):
+    """A block sees the same context, however it was fed and whatever was drafted in between."""
     drafter = golden.drafter
     target = golden.target()
     cache = drafter.make_cache()
@@ -63,7 +63,7 @@ def test_rounds_in_ragged_steps(golden, data):
         block = drafter.embed(block_of(drafter, case.anchor)[None], target)
         hidden = drafter(block, golden.context[:, fed : case.start], cache)
         fed = case.start
-        check(golden, case=case, hidden=hidden, target=target)
+        check_hidden_and_logits(golden, case=case, hidden=hidden, target=target)
 
 
 def test_a_session_proposes_the_golden_tokens(golden):
@@ -78,8 +78,8 @@ def test_a_session_proposes_the_golden_tokens(golden):
         assert proposal.tokens.tolist() == [case.anchor, *case.tokens.tolist()]
 
 
-def test_with_noise_the_walk_is_the_golden_one(golden):
-    """The published drafters draw with Gumbel noise, and so do we: shared with the target."""
+def test_sampled_drafts_are_the_golden_ones(golden):
+    """The published drafters sample with Gumbel noise, as we do: equal noise gives equal tokens."""
     drafter = golden.drafter
     target = golden.target()
     seen = 0

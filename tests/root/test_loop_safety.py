@@ -106,8 +106,8 @@ def test_the_target_stays_as_it_was(happening):
     del left
 
 
-def test_interleaved_generations_are_those_apart():
-    """Two drafters with taps of their own, and plain decoding, on one target at a time."""
+def test_interleaved_generations_equal_separate_ones():
+    """Two networks that tap different layers, an oracle and plain decoding share one target."""
 
     def begin():
         oracle = Oracle(
@@ -117,12 +117,12 @@ def test_interleaved_generations_are_those_apart():
         pairs = ((first, PROMPT), (second, PROMPT[:3]), (oracle, PROMPT), (None, PROMPT[2:]))
         return [stream_generate(target(), *pair, max_tokens=24) for pair in pairs]
 
-    def told(event):
+    def figures(event):
         return event and (event.text, event.tokens, event.accepted, event.drafted)
 
-    alone = [[*map(told, events)] for events in begin()]
+    alone = [[*map(figures, events)] for events in begin()]
     together = [[] for _ in alone]
     for turn in zip_longest(*begin()):
         for events, event in zip(together, turn, strict=True):
-            events += [told(event)] if event else []
+            events += [figures(event)] if event else []
     assert together == alone

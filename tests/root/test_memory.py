@@ -29,7 +29,7 @@ def clears(monkeypatch):
 @pytest.mark.parametrize("drafter", [None, random_drafter()], ids=["plain", "drafted"])
 def test_buffers_go_back_after_each_piece_of_a_prompt_and_every_256_tokens(clears, drafter):
     dm.generate(target(), drafter, PROMPT, max_tokens=300)
-    assert len(clears) == 6 + 1
+    assert len(clears) == 6 + 1  # 700 tokens in pieces of 128, and 300 more
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 1 + 2 + 2), (5, 1 + 2)])
@@ -55,7 +55,8 @@ def test_a_cache_grows_once_at_most_before_buffers_go_back(clears, rows):
         session.commit(list(range(rows // 3 + 1)))
         grown += session.cache[0].keys.shape[2] > before
         assert grown <= 1
-        grown *= len(clears) == cleared
+        if len(clears) != cleared:
+            grown = 0
     assert len(clears) > 9
 
 
@@ -67,7 +68,7 @@ def failing(error):
 
 
 @pytest.mark.parametrize("tokens, said", [(1, FULL), (3, FULL), (3, FULL_CARD)])
-def test_an_error_for_want_of_memory_says_what_to_lower(monkeypatch, tokens, said):
+def test_an_out_of_memory_error_says_what_to_lower(monkeypatch, tokens, said):
     events = dm.stream_generate(target(), None, PROMPT[:9])
     for _ in range(tokens - 1):
         next(events)
@@ -76,13 +77,13 @@ def test_an_error_for_want_of_memory_says_what_to_lower(monkeypatch, tokens, sai
         next(events)
 
 
-def test_another_error_of_the_device_is_not_guessed_about(monkeypatch):
+def test_another_error_of_the_device_is_raised_unchanged(monkeypatch):
     monkeypatch.setattr(mx, "eval", failing(RuntimeError("Caused GPU Timeout Error")))
     with pytest.raises(RuntimeError, match="^Caused GPU Timeout Error$"):
         dm.generate(target(), None, PROMPT[:9])
 
 
-def test_a_callback_that_runs_out_of_memory_is_the_callers():
+def test_an_out_of_memory_error_of_a_callback_is_raised_unchanged():
     def full(tokens, logits):
         raise RuntimeError(FULL)
 

@@ -29,7 +29,7 @@ class Forwards:
     """Counts the forwards inside.
 
     Attributes:
-        rows: of each forward of one request.
+        rows: the number of rows of each forward of a single request, prompts left out.
         ahead: steps that started before the last one was read.
     """
 
@@ -79,8 +79,8 @@ def test_a_plain_step_starts_before_the_last_one_is_read():
     assert forwards.ahead == ANSWER - 2
 
 
-def test_the_end_of_a_text_costs_one_forward_at_most_and_its_row_is_kept():
-    """The end is not foreseen, so the row of the EOS token has been read; the next turn has it."""
+def test_the_end_of_a_text_costs_one_forward_whose_row_is_kept():
+    """A step reads the EOS token before its end is known; the next turn reuses that row."""
     tokens = greedy(tiny_target(), PROMPT, ANSWER)
     end = next(index for index in range(8, ANSWER) if tokens[index] not in tokens[:index])
     target = ending_at(tiny_target(), tokens[end])
@@ -97,7 +97,7 @@ def test_the_end_of_a_text_costs_one_forward_at_most_and_its_row_is_kept():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_conversation_goes_on_after_a_text_that_was_left_in_the_middle(family):
+def test_a_conversation_continues_after_an_answer_that_was_closed_early(family):
     """Only caches that can be trimmed read ahead: others could not forget the token again."""
     model = random_model(family)
     target = target_of(model, family)
@@ -120,7 +120,7 @@ def test_a_conversation_goes_on_after_a_text_that_was_left_in_the_middle(family)
     assert result.tokens == plain_tokens(model, continuing, ANSWER)
 
 
-def test_a_penalty_needs_every_token_on_the_host():
+def test_no_step_starts_early_with_a_penalty():
     target = tiny_target()
     with Forwards() as forwards:
         dm.generate(target, None, PROMPT, max_tokens=ANSWER, repetition_penalty=1.2)
@@ -128,8 +128,8 @@ def test_a_penalty_needs_every_token_on_the_host():
 
 
 @pytest.mark.parametrize("new", [60, 67])
-def test_what_a_lookup_finds_meanwhile_is_drafted_a_token_later(new):
-    """A text that is new for so long that nobody looks any more, and then repeats its prompt."""
+def test_what_a_lookup_finds_during_a_step_ahead_is_drafted_a_token_later(new):
+    """An answer that is new for so long that lookups pause, and then repeats its prompt."""
     file, copy = copying()
     prompt = file[:200]
     answer = [*range(700, 700 + new), *copy[:150]]
@@ -152,7 +152,7 @@ SIZES = (60, 9, 35)
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_5"])
 def test_many_are_pipelined_together_whoever_comes_and_goes(family):
-    """One alone, two and three together, and one alone again: all texts are those alone."""
+    """One, two, three requests together, then one again: each has the text it has alone."""
     target = family_target(family)
     settings = {"temperature": 0.7, "seed": 2}
     prompts = [small_prompt(10 + index, index) for index in range(3)]
@@ -187,8 +187,8 @@ def test_plain_steps_are_pipelined_where_drafting_never_pays(many):
     assert forwards.ahead > 0.7 * many * size
 
 
-def test_a_step_ahead_leaves_caches_that_another_request_can_use(monkeypatch):
-    """A preempted request also continues after everything that it has read."""
+def test_a_preempted_request_resumes_from_the_store_after_a_step_ahead(monkeypatch):
+    """A preempted request finds all that it has read in the store when it resumes."""
     target = tiny_target()
     store = dm.PrefixStore(target, None, memory=2**28, chunk=8)
     played = SteppedEngine(target, None, SharedBatch(target, None))
@@ -209,8 +209,8 @@ def test_a_step_ahead_leaves_caches_that_another_request_can_use(monkeypatch):
     assert len(read) == 2, "as after every prompt that the store has"
 
 
-class OfMyOwn:
-    """A drafter that reads no features, and is told of each row by `extend`; the second breaks."""
+class UserDrafter:
+    """A user's drafter without features: a session counts rows and fails at a count in `breaks`."""
 
     tap_layers = ()
     breaks = ()
@@ -232,7 +232,7 @@ class OfMyOwn:
 def test_a_pipelined_step_is_read_and_closed_in_any_thread():
     target = tiny_target()
     tokens = []
-    events = dm.stream_generate(target, OfMyOwn(), PROMPT, max_tokens=ANSWER, block_size=1)
+    events = dm.stream_generate(target, UserDrafter(), PROMPT, max_tokens=ANSWER, block_size=1)
     for _ in range(12):
         tokens += in_a_thread(lambda: next(events)).tokens
     in_a_thread(events.close)
@@ -240,9 +240,9 @@ def test_a_pipelined_step_is_read_and_closed_in_any_thread():
 
 
 def test_an_error_of_one_drafter_ends_its_request_alone():
-    """Before anything of the next round was computed: the others go on with it."""
+    """It comes before the next round is computed, so the others need not read anything again."""
     target = tiny_target()
-    drafter = OfMyOwn()
+    drafter = UserDrafter()
     prompts = [PROMPT, [*PROMPT, *PROMPT, *PROMPT], [*PROMPT, 8]]
     drafter.breaks = (len(prompts[1]) + 1,)
     crowd = RequestSet(target, [(prompt, {"max_tokens": 9}) for prompt in prompts])

@@ -40,7 +40,7 @@ def surprise(observed, expected):
 
 
 def processed(logits, temperature, top_p=1.0, top_k=0, min_p=0.0):
-    """The distribution one after the other, in numpy: what mlx-lm's samplers sample from."""
+    """The distribution after each filter in turn, in numpy: what mlx-lm's samplers sample from."""
     p = softmax(logits)
     order = np.argsort(-p, kind="stable")
     if top_p < 1:
@@ -75,9 +75,9 @@ FILTERS.append({"top_p": 0.95, "top_k": 12, "min_p": 0.01})
 def test_next_tokens_follow_the_processed_distribution(vocabulary, filters, temperature):
     logits = 2 * np.random.default_rng(vocabulary).normal(size=vocabulary)
     rows = 5000
-    chosen = choices({"temperature": temperature, **filters}, logits, rows, seed=vocabulary)
+    tokens = choices({"temperature": temperature, **filters}, logits, rows, seed=vocabulary)
     expected = rows * processed(logits, temperature, **filters)
-    assert surprise(np.bincount(chosen, minlength=vocabulary), expected) < 3.09
+    assert surprise(np.bincount(tokens, minlength=vocabulary), expected) < 3.09
 
 
 @pytest.mark.parametrize("vocabulary", [16, 200])
@@ -85,10 +85,10 @@ def test_next_tokens_follow_the_processed_distribution(vocabulary, filters, temp
 def test_two_tokens_follow_the_joint_distribution(vocabulary, drafts):
     """Through the whole loop: what is drafted must not bend what is chosen.
 
-    A first token without a choice comes before them, for that is the prefill's.
+    The prefill chooses the token before them, which the table forces to be 0.
     """
     table = 2 * np.random.default_rng(vocabulary).normal(size=(vocabulary, vocabulary))
-    # token 0 comes after token 1, always
+    # Token 0 always follows token 1, which is the prompt.
     table[1] = 0
     table[1, 0] = 100
     target = BigramTarget(table)
@@ -181,8 +181,8 @@ def test_the_seed_and_nothing_else_decides():
 
 
 @pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-40, 1e-3])
-def test_of_the_smallest_top_p_the_likeliest_token_is_left(top_p):
-    """In float32 the first two are 0: even the most likely token then has more mass above it."""
+def test_the_smallest_top_p_keeps_the_likeliest_token(top_p):
+    """In float32 the first two are 0, which would remove even the most likely token."""
     table = np.random.default_rng(5).normal(size=(192, 192))
     target = BigramTarget(table)
     settings = {"temperature": 1.0, "seed": 2, "max_tokens": 12}
@@ -273,7 +273,8 @@ def test_requests_sampled_together_choose_the_same_tokens(ahead):
     logits = mx.concatenate([logits for *_, logits in together])
     choices = sample(rows, logits)
     assert choices.tolist() == alone.tolist()
-    assert sample(rows, logits).tolist() == choices.tolist(), "it changes nothing"
+    assert sample(rows, logits).tolist() == choices.tolist(), "sampling again"
     keys = [sampler.group for sampler, *_ in together]
+    # For each request, the index of the first one in its group.
     first = [0, 1, 2, 0, 1, 5, 1, 0, 2, *[2, 2, 2, 2, 2, 14][: 6 * (not ahead)]]
     assert [keys.index(key) for key in keys] == first, "one operation each"

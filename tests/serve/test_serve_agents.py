@@ -35,7 +35,7 @@ SHELLS = {  # of each agent: its name, and what it is to run
 }
 VIEWERS = {"Read": "file_path", "view_image": "path", "read": "filePath"}
 CODEX = ["exec", "-cmodel_providers.dflash.stream_idle_timeout_ms=15000"]
-COMMANDS = {  # of each agent: to begin, and to go on
+COMMANDS = {  # of each agent: the arguments of a first turn, and of a later one
     "claude": (["-p", "--allowedTools", "Bash,Read", "--"], ["-c", "-p"]),
     "codex": (
         [*CODEX, "--skip-git-repo-check"],
@@ -55,8 +55,8 @@ class SlowJob(FakeJob):
             yield event
 
 
-class Patience(FakeEngine):
-    """Looks at the picture, calls the shell slowly, and says what came of it."""
+class SlowEngine(FakeEngine):
+    """Looks at the picture, calls the shell slowly, and reports the result."""
 
     def submit(self, prompt, **settings):
         text = self.target.tokenizer.decode(prompt)
@@ -72,8 +72,8 @@ class Patience(FakeEngine):
             call = {"name": shell, "arguments": SHELLS[shell]}
         self.steps = ["Done: ", f"hello {SECRET}."]
         if call is not None:
-            text = f"Let me see.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
-            self.steps = [text[start : start + 4] for start in range(0, len(text), 4)]
+            answer = f"Let me see.\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+            self.steps = [answer[start : start + 4] for start in range(0, len(answer), 4)]
         job = super().submit(prompt, **settings)
         if call is not None and call["name"] == shell:
             job = self.jobs[-1] = SlowJob(job.events)
@@ -103,12 +103,12 @@ async def run(agent, port, arguments, folder):
 
 @pytest.mark.agents
 @pytest.mark.parametrize("agent", COMMANDS)
-async def test_an_agent_ends_its_turns(agent, tmp_path):
+async def test_an_agent_completes_both_turns_with_a_slow_model(agent, tmp_path):
     if shutil.which(agent) is None:
         pytest.skip(f"{agent} is not installed: npm install -g {NPM_PACKAGES[Agent(agent)]}")
     (tmp_path / PICTURE).write_bytes(PNG)
 
-    engine = Patience(make_target(json_tools))
+    engine = SlowEngine(make_target(json_tools))
     engine.picture = str(tmp_path / PICTURE)
     async with running(engine) as server:
         for arguments in COMMANDS[agent]:

@@ -90,7 +90,7 @@ CALLS = [("write", {"path": "first.py", "text": CODE}), ("write", {"path": "seco
 FINAL = {"harmony": "<|channel|>final<|message|>", "muse_spark": "to=user<|message|>"}
 
 
-def says(family):
+def thought_and_calls(family):
     """The text of an answer with a thought and two calls."""
     calls = [written(family, *call) for call in CALLS]
     inside = [WRITERS[family](*call) for call in CALLS]
@@ -112,6 +112,7 @@ def says(family):
 @pytest.mark.parametrize("family", WRITERS)
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_three_turns_of_every_family(family, api, streamed):
+    """A thought with two calls, an answer to their results, and an answer to a further question."""
     talk = api("Write.")
     engine = FakeEngine(target_of(family))
     control_tokens = "|".join(map(re.escape, engine.target.tokenizer.get_added_vocab()))
@@ -123,7 +124,7 @@ def test_three_turns_of_every_family(family, api, streamed):
             )
             return talk.ask(server, streamed)[:3]
 
-        thought, text, calls = turn(says(family))
+        thought, text, calls = turn(thought_and_calls(family))
         assert (thought, text) == ("Let me see.", "") and "path" in engine.prompt()
         assert [(name, json.loads(arguments)) for _, name, arguments in calls] == CALLS
         for (id, _, _), said in zip(calls, ("All 17 lines.", "No such folder."), strict=True):
@@ -138,8 +139,8 @@ def test_three_turns_of_every_family(family, api, streamed):
     assert prompt.index("first.py") < prompt.index("17 lines.") < prompt.index("No such folder.")
 
 
-def test_the_template_of_deepseek_in_python():
-    """mlx-lm's takes the arguments as text, where most take an object."""
+def test_the_template_of_deepseek_gets_arguments_as_text():
+    """mlx-lm's template takes the arguments as text, where most take an object."""
     target = make_target(thinking="")
     tokenizer = target.tokenizer._tokenizer
     tokenizer.chat_template = None
@@ -183,7 +184,7 @@ def test_results_find_their_calls_whatever_the_ids(family):
         ("codex_responses", ["say hello", "multi_agent_v1__close_agent", "exec_command"]),
     ],
 )
-def test_requests_of_agents(name, shown, thinking):
+def test_recorded_requests_of_agents_are_answered(name, shown, thinking):
     request = json.loads((DATA / "requests" / f"{name}.json").read_text())
     engine = FakeEngine(thinking, ["x</think>Hello"])
     with client(engine) as server:
@@ -212,7 +213,7 @@ IMAGES = {
 }
 
 
-def looked(api, result):
+def after_a_result(api, result):
     """A conversation whose tool returned this."""
     talk = api("Look at it.")
     call = {"id": "t", "name": "view", "arguments": "{}"}
@@ -236,7 +237,7 @@ def test_an_image_in_the_history_is_a_line_of_text(engine, api):
     image = IMAGES[api]
     answer = {"role": "assistant", "content": "No."}
     content = [{"type": "input_text" if api is Responses else "text", "text": "this"}, image]
-    read = looked(api, [image]).items
+    read = after_a_result(api, [image]).items
     with client(engine) as server:
         for history in (read, [*read, user("2+2?")], [user(content), answer, user("2+2?")]):
             response = server.post(path, json=ask(path, *history))
@@ -252,7 +253,7 @@ def test_documents_audio_and_searches_become_a_line_of_text(engine):
     audio = user([{"type": "input_audio", "input_audio": {}}])
     search = {"type": "web_search_call", "id": "w"}
     for path, kind, items in (
-        (MESSAGES, "document", looked(Messages, [pdf]).items),
+        (MESSAGES, "document", after_a_result(Messages, [pdf]).items),
         (CHAT, "audio", [audio, {"role": "assistant"}, user("So?")]),
         (RESPONSES, "web_search_call", [user("Search."), search, user("So?")]),
     ):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Faulty(SharedBatch):
-    """A device without memory for a forward that has rows of a prompt of `blamed` tokens or more.
+    """A device that lacks memory in each forward with a prompt of `blamed` or more tokens.
 
     In its `stuck`th forward it waits until it is freed.
     """
@@ -53,7 +53,7 @@ def engine_of(pair, **faults):
     return engine
 
 
-async def said(server, question, **more):
+async def ask_server(server, question, **more):
     """The status and the text of an answer."""
     body = ask(CHAT, user(question), max_tokens=24, **more)
     async with httpx2.AsyncClient(timeout=60) as web:
@@ -81,7 +81,7 @@ def test_completions_keep_the_first_space(pair, prompt, tokens):
     )
 
 
-def test_ollamas_api_answers_as_openais(pair):
+def test_ollamas_api_gives_the_answer_of_openais(pair):
     more = {"logprobs": True, "top_logprobs": 2}
     with engine_of(pair) as engine, client(engine) as server:
         theirs = server.post(CHAT, json=ask(CHAT, max_tokens=9, **more)).json()["choices"][0]
@@ -108,8 +108,8 @@ def test_a_prefilled_answer_is_continued(pair):
     assert answer["message"]["content"].startswith(begun + " by digit")
 
 
-def test_a_forward_without_memory_ends_one_answer_only(pair):
-    """Whichever shares a round with the one to blame reads its text again, and goes on."""
+def test_a_forward_without_memory_ends_only_the_answers_that_are_too_long(pair):
+    """Requests that share a round with one that is too long read their text again and continue."""
 
     async def answers_of(blamed):
         with engine_of(pair, blamed=blamed) as engine:
@@ -117,7 +117,7 @@ def test_a_forward_without_memory_ends_one_answer_only(pair):
                 long = "What is 37 plus 48? " * 8
                 questions = ["What is 37 plus 48?", long, "What is 12 plus 9?", long]
                 asked = (
-                    said(server, question, stream=index == 3)
+                    ask_server(server, question, stream=index == 3)
                     for index, question in enumerate(questions)
                 )
                 answers = await asyncio.gather(*asked)

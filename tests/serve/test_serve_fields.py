@@ -27,8 +27,8 @@ def target():
     return make_target("json_tools")
 
 
-def told(engine, path, more, **defaults):
-    """The response to a request with these fields, which is an answer."""
+def post_ok(engine, path, more, **defaults):
+    """Post a request with these fields, check that it is answered, and return the response."""
     answer = post(engine, path, ask(path) | more, defaults=defaults)
     assert answer.status_code == 200, answer.text
     return answer
@@ -71,22 +71,22 @@ MEANT |= {"repetition_penalty": 1.5, "repetition_context_size": 30}
         (CHAT, NONE_AT_ALL, {"repetition_penalty": 1.0, "presence_penalty": 0.5}),
     ],
 )
-def test_what_fields_mean_to_the_engine(engine, path, sent, meant):
-    told(engine, path, sent, max_tokens=7, temperature=0.1)
+def test_fields_become_settings_of_the_engine(engine, path, sent, meant):
+    post_ok(engine, path, sent, max_tokens=7, temperature=0.1)
     [(_, settings)] = engine.submitted
     assert {name: settings.get(name, ABSENT) for name in meant} == meant
 
 
-def test_a_size_alone_is_of_the_servers_repetition_penalty(engine):
+def test_a_size_alone_applies_to_the_servers_repetition_penalty(engine):
     for size, meant in ((30, (1.1, 30)), (0, (1.0, ABSENT))):
-        told(engine, CHAT, {"repeat_last_n": size}, repetition_penalty=1.1)
+        post_ok(engine, CHAT, {"repeat_last_n": size}, repetition_penalty=1.1)
         settings = engine.submitted[-1][1]
         names = "repetition_penalty", "repetition_context_size"
         assert tuple(settings.get(name, ABSENT) for name in names) == meant
 
 
-def test_answers_of_one_request_have_seeds_of_their_own(engine):
-    told(engine, CHAT, {"n": 2, "seed": 2**32 - 1})
+def test_each_answer_of_a_request_has_another_seed(engine):
+    post_ok(engine, CHAT, {"n": 2, "seed": 2**32 - 1})
     assert [settings["seed"] for _, settings in engine.submitted] == [2**32 - 1, 0]
 
 
@@ -183,8 +183,8 @@ def test_clients_recognize_a_prompt_that_is_too_long(path):
         (CHAT, {"response_format": {"type": "text"}, "guided_json": None, "top_logprobs": 0}),
     ],
 )
-def test_hints_and_settings_that_change_nothing(engine, path, more):
-    assert "x-dflash-ignored" not in told(engine, path, more).headers
+def test_settings_that_change_nothing_are_not_named_as_ignored(engine, path, more):
+    assert "x-dflash-ignored" not in post_ok(engine, path, more).headers
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -210,7 +210,7 @@ NESTED = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
     ],
 )
 def test_a_schema_by_any_name_binds_the_answer(engine, path, more):
-    told(engine, path, more)
+    post_ok(engine, path, more)
     (grammar,) = engine.submitted[0][1]["logits_processors"]
     encode = engine.target.tokenizer.encode
     right, wrong = (encode(text, add_special_tokens=False) for text in ('{"a": 1', '{"b": 1'))
@@ -234,10 +234,10 @@ def test_a_schema_by_any_name_binds_the_answer(engine, path, more):
 )
 @pytest.mark.parametrize("switch", ["enable_thinking", "thinking", "other"])
 def test_thinking_is_off_by_any_name(path, more, switch):
-    """Clients and templates have a name each; a model that thinks all the same is said to."""
+    """Clients and templates name it differently; a header says if the model thinks nevertheless."""
     template = f"{{% if {switch} is false %}}calm{{% endif %}}{{{{ messages[0].content }}}}"
     engine = FakeEngine(make_target(template=template, thinking=""))
-    answer = told(engine, path, more, chat_template_kwargs={switch: True})
+    answer = post_ok(engine, path, more, chat_template_kwargs={switch: True})
     switchable = switch != "other"
     assert engine.prompt() == "calm" * switchable + "Hi"
     assert answer.headers.get("x-dflash-ignored") == (None if switchable else "thinking")
@@ -249,30 +249,30 @@ def test_a_request_without_a_choice_leaves_it_to_the_template(path, added):
     names = "enable_thinking", "thinking", "reasoning_effort"
     template = "".join(f"{{{{ {name} is defined }}}}" for name in names)
     engine = FakeEngine(make_target(template=template + "{{ messages[0].content }}", added=added))
-    told(engine, path, {})
+    post_ok(engine, path, {})
     assert engine.prompt() == "FalseFalseFalseHi"
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_thinking_between_tools_does_not_switch_the_template(engine, path):
-    answer = told(engine, path, {"thinking": {"type": "between_tools"}})
+    answer = post_ok(engine, path, {"thinking": {"type": "between_tools"}})
     assert answer.headers["x-dflash-ignored"] == "thinking between_tools"
 
 
 def test_documents_reach_a_template_that_reads_them():
     template = "{% for d in documents or [] %}{{ d.text }}{% endfor %}{{ documents is none }}"
     engine = FakeEngine(make_target(template=template + "{{ messages[0].content }}"))
-    told(engine, CHAT, {})
+    post_ok(engine, CHAT, {})
     assert engine.prompt() == "TrueHi"
-    told(engine, CHAT, {"chat_template_kwargs": {"documents": [{"text": "Read."}]}})
+    post_ok(engine, CHAT, {"chat_template_kwargs": {"documents": [{"text": "Read."}]}})
     assert engine.prompt() == "Read.FalseHi"
 
 
 @pytest.mark.parametrize(("think", "shown"), [(False, "off"), (True, "on"), ("low", "onlow")])
-def test_how_much_a_model_thinks(think, shown):
+def test_ollamas_think_sets_the_switch_and_the_effort(think, shown):
     template = "{{ 'off' if enable_thinking is false else 'on' }}{{ reasoning_effort }}"
     engine = FakeEngine(make_target(template=template + "{{ messages[0].content }}"))
-    told(engine, OLLAMA, {"think": think})
+    post_ok(engine, OLLAMA, {"think": think})
     assert engine.prompt() == shown + "Hi"
 
 
@@ -285,10 +285,10 @@ def test_how_much_a_model_thinks(think, shown):
     ],
 )
 def test_a_header_says_that_the_model_does_not_think(engine, path, more):
-    assert told(engine, path, more).headers["x-dflash-ignored"] == "thinking"
+    assert post_ok(engine, path, more).headers["x-dflash-ignored"] == "thinking"
     thinks = FakeEngine(make_target("json_tools", thinking="<think>\n"))
-    assert told(thinks, path, more).headers.get("x-dflash-ignored") != "thinking"
-    assert "x-dflash-ignored" not in told(engine, OLLAMA, {"think": False}).headers
+    assert post_ok(thinks, path, more).headers.get("x-dflash-ignored") != "thinking"
+    assert "x-dflash-ignored" not in post_ok(engine, OLLAMA, {"think": False}).headers
 
 
 FUNCTION = {"name": "f", "parameters": SCHEMA}
@@ -301,8 +301,8 @@ FORCED = {  # together with a format, as instructor sends it
 
 @pytest.mark.parametrize("path", FORCED)
 @pytest.mark.parametrize("choice", ["required", "any", NAMED])
-def test_a_forced_call_together_with_a_format(engine, path, choice):
-    told(engine, path, FORCED[path] | {"tool_choice": choice})
+def test_a_forced_call_prevails_over_a_format(engine, path, choice):
+    post_ok(engine, path, FORCED[path] | {"tool_choice": choice})
     (grammar,) = engine.submitted[0][1]["logits_processors"]
     call = engine.target.tokenizer.encode("<tool_call>", add_special_tokens=False)
     assert grammar.follows([], call) == len(call)
@@ -322,14 +322,14 @@ def test_a_forced_call_together_with_a_format(engine, path, choice):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_header_names_what_a_grammar_cannot_hold(engine, schema, ignored, stream):
     form = {"type": "json_schema", "json_schema": {"schema": {"properties": {"a": schema}}}}
-    answer = told(engine, CHAT, {"response_format": form, "stream": stream})
+    answer = post_ok(engine, CHAT, {"response_format": form, "stream": stream})
     header = answer.headers.get("x-dflash-ignored")
     assert header is None if ignored is None else ignored in header
 
 
 def test_a_header_names_tools_that_are_left_out(engine):
     tools = [{"type": "web_search"}, {"type": "function", "name": "f"}, {"type": "mcp"}]
-    answer = told(engine, RESPONSES, {"tools": tools})
+    answer = post_ok(engine, RESPONSES, {"tools": tools})
     assert answer.headers["x-dflash-ignored"] == "tool web_search; tool mcp"
     assert '"name": "f"' in engine.prompt()
 
@@ -353,15 +353,15 @@ def test_a_header_names_reasoning_that_is_not_read(engine, more, ignored, stream
     """Once, although each of an agent's earlier messages has it."""
     answer_before = {"role": "assistant", "content": "Hello."} | more
     messages = [user("Hi"), answer_before, user("And?"), answer_before, user("More?")]
-    answer = told(engine, CHAT, {"messages": messages, "stream": stream})
+    answer = post_ok(engine, CHAT, {"messages": messages, "stream": stream})
     assert answer.headers.get("x-dflash-ignored") == ignored
 
 
 def test_the_generation_prompt_is_left_out_only_to_continue_a_message(engine):
     begun = [user("Hi"), {"role": "assistant", "content": "Hel"}]
     continued = {"messages": begun, "continue_final_message": True}
-    told(engine, CHAT, {"add_generation_prompt": True})
-    told(engine, CHAT, continued | {"add_generation_prompt": False})
+    post_ok(engine, CHAT, {"add_generation_prompt": True})
+    post_ok(engine, CHAT, continued | {"add_generation_prompt": False})
     assert engine.prompt().endswith("Hel")
     prefixed = [user("Hi"), {"role": "assistant", "content": "Hel", "prefix": True}]
     for more in (

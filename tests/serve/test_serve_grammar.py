@@ -39,8 +39,8 @@ def grammars(target):
     return GrammarFactory(target, AnswerFormat.of(target.tokenizer))
 
 
-def follows(target, request, thinking=False):
-    """A function that says whether a text is an answer that the grammar takes whole."""
+def acceptor(target, request, thinking=False):
+    """A function that says whether the grammar accepts a text as a whole answer."""
     (grammar,) = grammars(target).make(request, thinking)
     matcher = grammar._matcher
 
@@ -58,7 +58,7 @@ def test_forced_calls_parse(family, seed):
     """Whatever a model would choose under the grammar is a call that fits."""
     target = make_target(family)
     (grammar,) = grammars(target).make(ask(**FORCED), False)
-    text = at_random(target.tokenizer, grammar._matcher, np.random.default_rng(seed))
+    text = random_text(target.tokenizer, grammar._matcher, np.random.default_rng(seed))
     schemas = {tool.name: tool.parameters for tool in TOOLS}
     split = AnswerParser(AnswerFormat.of(target.tokenizer), schemas)
     parts = split.feed(text) + split.finish(truncated=False)
@@ -68,8 +68,8 @@ def test_forced_calls_parse(family, seed):
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])
 
 
-def at_random(tokenizer, matcher, random, most=2000):
-    """A text of tokens that are allowed, one after the other."""
+def random_text(tokenizer, matcher, random, most=2000):
+    """A text of random tokens, each of which the grammar allows."""
     tokens = []
     while not matcher.is_stopped() and len(tokens) < most:
         (allowed,) = np.nonzero(np.frombuffer(matcher.compute_logit_bias(), np.uint8))
@@ -117,7 +117,7 @@ def target():
     ],
 )
 def test_what_a_grammar_takes(target, thinks, asked, taken, refused):
-    takes = follows(target, ask(**asked), thinks)
+    takes = acceptor(target, ask(**asked), thinks)
     assert all(map(takes, taken)) and not any(map(takes, refused))
 
 
@@ -156,13 +156,13 @@ def test_a_named_function_is_called_once(named):
     ],
 )
 def test_thoughts_before_an_answer_that_fits(family, added, thought, answer):
-    """Also where the model opens them itself; at most two line breaks follow."""
+    """Thoughts that the model opens itself are accepted; at most two line breaks follow them."""
     target = make_target(family, added=added)
-    takes = follows(target, ask(schema=SCHEMA))
+    takes = acceptor(target, ask(schema=SCHEMA))
     assert takes(answer + SUNNY) and takes(f"{thought}\n\n{answer}{SUNNY}")
     assert not takes(f"{thought}\n\n\n{answer}{SUNNY}") and not takes(f"{thought}{answer}Hi")
     if family == "json_tools":
-        strict = follows(target, ask(tools=STRICT))
+        strict = acceptor(target, ask(tools=STRICT))
         assert strict(thought + SO % SUNNY) and not strict(thought + SO % "{}")
 
 

@@ -68,8 +68,8 @@ def server(engine):
         yield test_client
 
 
-def check(server, engine, path, value, *history):
-    """A conversation with this value in it goes on, and each of its words is read or named."""
+def check_read_or_named(server, engine, path, value, *history):
+    """A conversation with this value is answered; a header names the words that are not read."""
     answer = server.post(path, json=ask(path, *history))
     assert answer.status_code == 200, (value, answer.text)
     prompt = engine.prompt()
@@ -82,17 +82,17 @@ def check(server, engine, path, value, *history):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_of_anthropics_messages(server, engine, name):
+def test_every_block_of_anthropics_messages_is_read_or_named(server, engine, name):
     role, kind = BLOCKS[name]
     values = Builder().values(kind)
     assert values
     for value in values:
         history = user("Go."), {"role": role, "content": [value]}
-        check(server, engine, MESSAGES, value, *history, user("On."))
+        check_read_or_named(server, engine, MESSAGES, value, *history, user("On."))
 
 
 @pytest.mark.parametrize("name", ITEMS)
-def test_items_of_openais_responses(server, engine, name):
+def test_every_item_of_openais_responses_is_read_or_named(server, engine, name):
     values = Builder().values(ITEMS[name])
     assert values
     for value in values:
@@ -100,15 +100,15 @@ def test_items_of_openais_responses(server, engine, name):
             answer = server.post(RESPONSES, json=ask(RESPONSES, user("Go."), value))
             assert answer.status_code == 400 and "is not stored: send the item" in answer.text
             continue
-        check(server, engine, RESPONSES, value, user("Go."), value, user("On."))
+        check_read_or_named(server, engine, RESPONSES, value, user("Go."), value, user("On."))
 
 
 @pytest.mark.parametrize("name", CHATS)
-def test_messages_of_openais_chat(server, engine, name):
+def test_every_message_of_openais_chat_is_read_or_named(server, engine, name):
     values = Builder().values(CHATS[name])
     assert values
     for value in values:
-        check(server, engine, CHAT, value, user("Go."), value, user("On."))
+        check_read_or_named(server, engine, CHAT, value, user("Go."), value, user("On."))
 
 
 WORDS = "All of the text."
@@ -189,7 +189,7 @@ def results_of(content):
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 @pytest.mark.parametrize("kind", WITH_TEXT)
 def test_whatever_holds_text_is_read(server, engine, kind, path):
-    """Of the user and of tools: a part among others, one without a list, and bare text."""
+    """In messages and in results of tools: in a list of parts, as a part alone, or as bare text."""
     part = WITH_TEXT[kind]
     for content in ([part], part, ["Look:", part], [WORDS]):
         for history in ([user(content)], [user("Go."), *results_of(content)[path]]):
@@ -227,8 +227,8 @@ def test_documents_in_the_history_are_named_and_the_newest_refused(server, engin
 
 @pytest.mark.parametrize("arguments", [None, "", "null", {}, "{}", [], "[]"])
 @pytest.mark.parametrize("path", [CHAT, OLLAMA, RESPONSES, MESSAGES])
-def test_a_call_without_arguments(path, arguments):
-    """As servers write it; templates get an empty object."""
+def test_a_call_without_arguments_has_an_empty_object(path, arguments):
+    """Servers write it in several ways; templates always get an empty object."""
     engine = FakeEngine(make_target("json_tools"))
     function = {"name": "now", "arguments": arguments}
     said = {
@@ -266,7 +266,7 @@ def test_what_is_encoded_does_not_flood_the_prompt(server, engine, text, is_read
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, OLLAMA])
-def test_a_turn_without_content(server, path):
+def test_a_turn_without_content_is_accepted(server, path):
     said = {"role": "assistant", "content": None}
     answer = server.post(path, json=ask(path, user("Go."), said, user("On.")))
     assert answer.status_code == 200, answer.text

@@ -39,7 +39,7 @@ class Clock:
 
 
 class Shelf:
-    """Models that share a memory for `room` of them; fake ones that never end an answer, or real.
+    """Models that share a memory for `room` of them: those of `make`, or fake, endless ones.
 
     Attributes:
         loads: the names that were loaded, in order.
@@ -73,7 +73,7 @@ class Shelf:
         return await handler.start([GenerationRequest(name, "Hi", settings)])
 
 
-def test_names_of_models(tmp_path):
+def test_models_answer_to_each_of_their_names(tmp_path):
     """Short ones, those of the command line, and Ollama's tags; others are 404 by all APIs."""
     shelf = Shelf("a", "b", make=lambda name: FakeEngine(make_target()))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
@@ -134,8 +134,8 @@ async def test_a_model_waits_for_the_memory_of_another_and_both_take_turns():
     assert shelf.loads == ["a", "b", "a"]
 
 
-async def test_models_do_not_wait_for_each_others_loading():
-    """Nor for a model that waits for memory, which a client that reads nothing does not hold."""
+async def test_a_model_answers_while_another_loads():
+    """An answer that has ended does not keep its model in memory, even if nobody has read it."""
 
     shelf = Shelf("a", "b", "c", room=2)
     opened = threading.Event()
@@ -155,7 +155,7 @@ async def test_models_do_not_wait_for_each_others_loading():
     assert text == "Hello world"  # what was said is there, the model is not
 
 
-async def test_a_model_that_loads_while_the_server_stops_answers_nobody():
+async def test_a_request_is_refused_if_the_server_stops_while_its_model_loads():
     shelf = Shelf("a")
     opened = threading.Event()
     plain = shelf.models.offered[0].load
@@ -186,8 +186,8 @@ async def test_a_model_waits_only_for_the_one_whose_memory_it_takes():
 
 
 @pytest.mark.parametrize(("error", "status"), [(NotEnoughMemoryError, 503), (WeightsError, 500)])
-def test_a_model_that_cannot_be_loaded(error, status, caplog):
-    """The client reads no path of the server's, which has one line in its log."""
+def test_a_model_that_cannot_be_loaded_is_an_error_without_paths(error, status, caplog):
+    """The client is told no path of the server, whose log has one line with it."""
 
     def load(reserved):
         raise error("/home/me/a is gone")
@@ -203,17 +203,18 @@ def test_a_model_that_cannot_be_loaded(error, status, caplog):
     assert not any(record.exc_info for record in caplog.records)
 
 
-def active():
+def active_memory():
+    """Bytes in use, garbage and unused buffers left out."""
     gc.collect()
     mx.clear_cache()
     return mx.get_active_memory()
 
 
 @pytest.mark.parametrize("draft", ["a drafter", "lookup", "none"])
-async def test_what_is_unloaded_is_freed_at_once(tmp_path, draft):
+async def test_an_unloaded_model_is_freed_at_once(tmp_path, draft):
     """Loaded as `serve` does: the model, its drafter and all that its answers made.
 
-    The first model has to go after the second was loaded, and the second while the first is back.
+    The first model is unloaded after the second was loaded, and the second while the first is back.
     """
     settings = {"max_tokens": 12, "think": None, "reasoning_effort": None, "tree_budget": None}
     load = Load(memory=0.1, prefix_cache=0.01)
@@ -238,18 +239,18 @@ async def test_what_is_unloaded_is_freed_at_once(tmp_path, draft):
         used = [handler, handler._engine, target, target.model, drafter]
         return [weakref.ref(part) for part in used if part is not None]
 
-    before = active()
+    before = active_memory()
     for unloaded, kept in (("a", "b"), ("b", "a")):
         parts = await answer(unloaded)
         await answer(kept)
         assert await models.unload(unloaded)
         assert [part() for part in parts] == [None] * len(parts)
     assert await models.unload("a")
-    assert active() - before < 2**16
+    assert active_memory() - before < 2**16
 
 
 def test_eight_clients_on_each_of_two_models():
-    """Text as alone, one thread for both engines, and all memory back when they are idle."""
+    """Each has the text of a request alone, and all memory is free once the models are idle."""
     families = {"a": "qwen3", "b": "gpt_oss"}
     settings = {"max_tokens": 12}
     thread = device_thread()
@@ -269,14 +270,14 @@ def test_eight_clients_on_each_of_two_models():
 
     async def play():
         shelf = Shelf("a", "b", idle=60, make=make)
-        before = active()
+        before = active_memory()
         for _ in range(2):
             asked = [(name, number) for number in range(8) for name in families]
             texts = await asyncio.gather(*(ask(shelf, *request) for request in asked))
             yield dict(zip(asked, texts, strict=True))
             shelf.clock.seconds += 61
             await shelf.models.unload_idle()
-            assert shelf.loaded() == [] and active() - before < 2**16
+            assert shelf.loaded() == [] and active_memory() - before < 2**16
         assert sorted(shelf.loads) == ["a", "a", "b", "b"]
 
     async def rounds():

@@ -15,7 +15,7 @@ CALL = {"name": "weather", "arguments": CITY}
 
 
 class Talkative(FakeEngine):
-    """Answers a schema with JSON, calls the tool if there is one, and else says hello."""
+    """Answers a schema with JSON, calls the tool if there is one, and otherwise says hello."""
 
     def submit(self, prompt, **settings):
         self.steps = ["Hello", " world."]
@@ -26,7 +26,7 @@ class Talkative(FakeEngine):
         return super().submit(prompt, **settings)
 
 
-def talk(client):
+def check_answers(client):
     assert client.chat("fake", HI).message.content == "Hello world."
     pieces = [chunk.message.content for chunk in client.chat("fake", HI, stream=True)]
     assert [piece for piece in pieces if piece] == ["Hello", " world."]
@@ -45,6 +45,6 @@ def test_the_client_of_ollama():
     async def play():
         async with running(Talkative(make_target("json_tools"))) as server:
             client = ollama.Client(f"http://127.0.0.1:{server.port}")
-            await asyncio.to_thread(talk, client)
+            await asyncio.to_thread(check_answers, client)
 
     asyncio.run(play())

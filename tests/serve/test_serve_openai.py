@@ -55,7 +55,7 @@ def test_the_usage_of_several_answers(target, usage):
         (RuntimeError("boom"), "The answer could not be finished (RuntimeError: boom)."),
     ],
 )
-def test_an_engine_error(target, error, told, caplog):
+def test_an_engine_error_is_answered_counted_and_logged(target, error, told, caplog):
     with client(FakeEngine(target, ["Hello"], error=error)) as server:
         answer = server.post(CHAT, json=ask(CHAT))
         last = frames(server.post(CHAT, json=ask(CHAT, stream=True)).text)[-1]
@@ -63,7 +63,7 @@ def test_an_engine_error(target, error, told, caplog):
     assert answer.status_code == 500 and answer.json() == last
     assert last["error"]["message"] == told
     assert "dflash_open_answers 0.0" in metrics and "dflash_request_failure_total 2.0" in metrics
-    # With its cause, whatever is asked for; that a stream's status was 200 tells nobody.
+    # Each is logged with its cause; the status 200 of the stream would tell nobody of it.
     logged = [record for record in caplog.records if record.levelname == "ERROR"]
     assert len(logged) == 2 and all(told in record.getMessage() for record in logged)
     traced = isinstance(error, RuntimeError)  # ours says all there is to say
@@ -121,7 +121,7 @@ def test_log_probabilities_have_the_spaces_of_sentencepiece():
         ([[65], [66, 67]], [[65], [66, 67]]),
     ],
 )
-def test_all_kinds_of_prompts(engine, prompt, prompts):
+def test_every_kind_of_prompt_is_completed(engine, prompt, prompts):
     body = ask(COMPLETIONS, prompt=prompt, n=2)
     more = {"stream": True, "stream_options": {"include_usage": True}}
     with client(engine) as server:
@@ -165,7 +165,7 @@ def thinking():
 
 
 def responded(engine, *items, **more):
-    """A response, which is the same streamed."""
+    """The streamed response, which must have the items of the whole one, and its events."""
     body = ask(RESPONSES, *items, **more)
     whole = post(engine, RESPONSES, body).json()
     events = frames(post(engine, RESPONSES, body | {"stream": True}).text)
@@ -245,41 +245,43 @@ def test_a_response_is_continued_by_its_id(thinking):
     engine = FakeEngine(thinking, ["Hm</think>First."])
     with client(engine) as server:
 
-        def get(path, *items, **more):
+        def create(path, *items, **more):
             return server.post(f"{RESPONSES}{path}", json=ask(RESPONSES, *items, **more))
 
-        first = get("", instructions="Be brief.").json()
-        stream = get("", user("More"), previous_response_id=first["id"], stream=True)
+        first = create("", instructions="Be brief.").json()
+        stream = create("", user("More"), previous_response_id=first["id"], stream=True)
         prompt = engine.prompt()
         last = frames(stream.text)[-1]["response"]
         assert last["previous_response_id"] == first["id"] and last["store"]
         assert prompt.index("user\nHi") < prompt.index("First.") < prompt.index("user\nMore")
         assert "Be brief." not in prompt  # instructions are of one response
         assert server.get(f"{RESPONSES}/{first['id']}").json() == first
-        asked = user("So?"), last["id"]
-        told = get("/input_tokens", asked[0], previous_response_id=asked[1]).json()
-        read = get("", asked[0], previous_response_id=asked[1]).json()["usage"]["input_tokens"]
+        question = user("So?")
+        last_id = last["id"]
+        told = create("/input_tokens", question, previous_response_id=last_id).json()
+        read = create("", question, previous_response_id=last_id).json()["usage"]["input_tokens"]
         assert told == {"object": "response.input_tokens", "input_tokens": read}
         assert engine.prompt().count("First.") == 2
         # An item by its id, as the AI SDK sends it.
         for kind in ({"type": "item_reference"}, {}):
-            get("", kind | {"id": last["output"][1]["id"]}, user("So?"))
+            create("", kind | {"id": last["output"][1]["id"]}, user("So?"))
             assert engine.prompt().count("First.") == 1 and "More" not in engine.prompt()
         assert server.delete(f"{RESPONSES}/{first['id']}").json()["deleted"]
         assert server.get(f"{RESPONSES}/{first['id']}").status_code == 404
-        assert get("", asked[0], previous_response_id=asked[1]).status_code == 200  # the last one
+        again = create("", question, previous_response_id=last_id)
+        assert again.status_code == 200, "the last response is still stored"
 
 
 def test_a_response_that_is_not_stored_or_another_users_is_not_found(engine):
     mine, theirs = ({"Authorization": f"Bearer {key}"} for key in "ab")
     with client(engine, auth=Auth(keys=frozenset("ab"))) as server:
 
-        def get(headers, **more):
+        def create(headers, **more):
             return server.post(RESPONSES, json=ask(RESPONSES, **more), headers=headers)
 
-        kept, left = (get(mine, store=store).json()["id"] for store in (None, False))
+        kept, left = (create(mine, store=store).json()["id"] for store in (None, False))
         for id, user, status in ((kept, mine, 200), (kept, theirs, 400), (left, mine, 400)):
-            again = get(user, previous_response_id=id)
+            again = create(user, previous_response_id=id)
             assert again.status_code == status, again.text
         assert again.json()["error"]["code"] == "previous_response_not_found"
 

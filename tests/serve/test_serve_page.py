@@ -75,7 +75,7 @@ class Scripted(FakeEngine):
         question = self.question(prompt)
         same = sum(self.question(earlier) == question for earlier, _ in self.submitted)
         answer = next((text for word, text in ANSWERS.items() if word in question), "It is 85.")
-        if "ount." in question:
+        if "ount." in question:  # "Count." or "count."
             answer = f"Answer {same + 1}."
         most = 3 if len(answer) < 40 else 40
         pieces = rf"</?(?:think|tool_call)>|(?:(?!</?think|</?tool_call).){{1,{most}}}"
@@ -95,7 +95,7 @@ class Scripted(FakeEngine):
             yield event
 
 
-def look(script, engine, folder, others=()):
+def run_in_browser(script, engine, folder, others=()):
     """Run a script of what a person does in the browser with the page of this engine."""
     tools = (MODULES / "playwright-core", MODULES / "axe-core")
     if CHROMIUM is None or shutil.which("node") is None or not all(tool.is_dir() for tool in tools):
@@ -194,7 +194,8 @@ def test_a_text_that_takes_too_long_is_given_up(monkeypatch):
         assert answer.status_code == 400
         assert "takes longer" in answer.json()["error"]["message"]
         assert render(server, "*sound*").json() == {"html": "<p><em>sound</em></p>\n"}
-        assert "quoted" in render(server, "> " * 3000 + "quoted").json()["html"]  # beyond Python's
+        deeper_than_python_recurses = "> " * 3000 + "quoted"
+        assert "quoted" in render(server, deeper_than_python_recurses).json()["html"]
         assert render(server, "a" * 100_001).status_code == 400
 
 
@@ -203,14 +204,13 @@ def test_the_page_in_a_browser(tmp_path):
     engine = Scripted(make_target("json_tools", thinking="", context=2500))
     other = FakeEngine(engine.target)
     offered = OfferedModel("other", lambda _: make_handler(other))
-    look("page.mjs", engine=engine, folder=tmp_path, others=[offered])
+    run_in_browser("page.mjs", engine=engine, folder=tmp_path, others=[offered])
     assert len(other.submitted) == 1
     settings = [settings for _, settings in engine.submitted]
     assert "block_size" not in settings[0] and settings[0]["max_tokens"] == 2048
-    raced = [setting for setting in settings if "seed" in setting]
-    assert [raced_settings.get("block_size") for raced_settings in raced] == [None, 1] and raced[0][
-        "seed"
-    ] == raced[1]["seed"]
+    raced = [asked for asked in settings if "seed" in asked]
+    assert [asked.get("block_size") for asked in raced] == [None, 1]
+    assert raced[0]["seed"] == raced[1]["seed"]
     prompts = [engine.target.tokenizer.decode(prompt) for prompt, _ in engine.submitted]
     assert any("system\nBe brief." in prompt for prompt in prompts)
     assert not any("word word" in prompt for prompt in prompts)
@@ -222,4 +222,4 @@ def test_the_page_with_the_embedded_pair(tmp_path):
     pair = dm.load("tiny")
     with dm.Engine(*pair) as engine:
         engine.target = pair[0]
-        look("page_tiny.mjs", engine, tmp_path)
+        run_in_browser("page_tiny.mjs", engine, tmp_path)

@@ -30,7 +30,7 @@ def answer_of(family):
 
 
 def cuts_of(answer, control_tokens, number=7):
-    """Places in an answer, in every part of it, but not within a token of its own."""
+    """Positions in every part of an answer at which to cut it, none inside a control token."""
     places = set()
     start = 0
     for _, text in answer:
@@ -46,7 +46,7 @@ def cuts_of(answer, control_tokens, number=7):
     return sorted(places - inside - {0, len(whole)})
 
 
-def behind(answer, kind, cut):
+def rest_of(answer, kind, cut):
     """The text of all parts of one kind that comes after a position in the answer."""
     remaining = ""
     start = 0
@@ -66,25 +66,26 @@ def prefill(talk, engine, server, answer, cut, streamed=False, **more):
     return talk.ask(server, streamed, **more)
 
 
-def own_tokens(target):
+def control_token_pattern(target):
+    """Finds each control token of a target; without any, `(?!)` finds nothing."""
     return re.compile("|".join(map(re.escape, target.tokenizer.get_added_vocab())) or r"(?!)")
 
 
 @each_api
 @pytest.mark.parametrize("family", WRITERS)
-def test_thoughts_text_and_calls_go_on(family, api):
+def test_thoughts_text_and_calls_are_continued(family, api):
     target = target_of(family)
     answer = answer_of(family)
     engine = ToldEngine(target)
     talk = api()
     with client(engine) as server:
-        for number, cut in enumerate(cuts_of(answer, own_tokens(target))):
+        for number, cut in enumerate(cuts_of(answer, control_token_pattern(target))):
             said = prefill(
                 talk, engine=engine, server=server, answer=answer, cut=cut, streamed=number % 2 == 1
             )
-            thought = behind(answer, "thought", cut)
-            text = behind(answer, "text", cut)
-            call = behind(answer, "call", cut)
+            thought = rest_of(answer, "thought", cut)
+            text = rest_of(answer, "text", cut)
+            call = rest_of(answer, "call", cut)
             calls = [(name, json.loads(arguments)) for _, name, arguments in said.calls]
             assert (said.thought or "").strip("\n") == thought.strip("\n"), cut
             assert said.text == text, cut
@@ -94,7 +95,7 @@ def test_thoughts_text_and_calls_go_on(family, api):
 @each_api
 @pytest.mark.parametrize("family", ["json_tools", "harmony", "deepseek_v31", "llama3"])
 def test_stop_strings_count_in_the_text_alone(family, api):
-    """As in the whole answer, whose thought has the string as well."""
+    """The thought has the stop string as well, which does not end the answer there."""
     target = target_of(family)
     answer = answer_of(family)
     engine = ToldEngine(target)
@@ -102,26 +103,26 @@ def test_stop_strings_count_in_the_text_alone(family, api):
     more = {"options": {"stop": ["STOP"]}} if api is Ollama else {"stop": ["STOP"]}
     more = {"stop_sequences": ["STOP"]} if api is Messages else more
     with client(engine) as server:
-        for cut in cuts_of(answer, own_tokens(target)):
+        for cut in cuts_of(answer, control_token_pattern(target)):
             said = prefill(talk, engine=engine, server=server, answer=answer, cut=cut, **more)
-            before, stop, _ = behind(answer, "text", cut).partition("STOP")
+            before, stop, _ = rest_of(answer, "text", cut).partition("STOP")
             assert said.text == before, cut
-            assert bool(said.calls) == (not stop and bool(behind(answer, "call", cut))), cut
+            assert bool(said.calls) == (not stop and bool(rest_of(answer, "call", cut))), cut
 
 
 @each_api
 @pytest.mark.parametrize("family", ["json_tools", "glm47", "mistral"])
 def test_a_call_that_is_not_finished_stays_text(family, api):
-    """Without what the message has of it already."""
+    """The answer has only the part of it that the message does not have already."""
     target = target_of(family)
     call = written(family, "write", {"path": "x"})
     answer = [("text", call[: len(call) // 3])]
     engine = ToldEngine(target)
     talk = api()
     with client(engine) as server:
-        for cut in cuts_of(answer, own_tokens(target)):
+        for cut in cuts_of(answer, control_token_pattern(target)):
             said = prefill(talk, engine=engine, server=server, answer=answer, cut=cut)
-            assert (said.text, said.calls) == (behind(answer, "text", cut), []), cut
+            assert (said.text, said.calls) == (rest_of(answer, "text", cut), []), cut
 
 
 SCHEMA = {
@@ -141,7 +142,7 @@ JSON = ['{"a": 12, "b": [true, false]}', '{\n  "a":12,\n  "b":[\n    true ]\n}']
 @each_api
 @pytest.mark.parametrize("laid_out", JSON, ids=["one line", "pretty"])
 @pytest.mark.parametrize("family", WRITERS)
-def test_a_schema_goes_on(family, laid_out, api):
+def test_json_of_a_schema_is_continued(family, laid_out, api):
     """The beginning and what follows are JSON together, in the layout that the client began."""
     target = target_of(family)
     thought = [] if family in HEADED else answer_of(family)[:3]
@@ -149,20 +150,20 @@ def test_a_schema_goes_on(family, laid_out, api):
     engine = ToldEngine(target)
     talk = api()
     with client(engine) as server:
-        for cut in cuts_of(answer, own_tokens(target), 4):
-            begun = behind(answer, "text", 0).removesuffix(behind(answer, "text", cut))
+        for cut in cuts_of(answer, control_token_pattern(target), 4):
+            begun = rest_of(answer, "text", 0).removesuffix(rest_of(answer, "text", cut))
             if laid_out == JSON[1] and "\n" not in begun:
                 continue  # nothing says yet that the text has several lines
             said = prefill(
                 talk, engine=engine, server=server, answer=answer, cut=cut, **FORMATS[api.path]
             )
-            assert (said.thought or "").strip("\n") == behind(answer, "thought", cut).strip("\n")
+            assert (said.thought or "").strip("\n") == rest_of(answer, "thought", cut).strip("\n")
             assert begun + said.text == laid_out, cut
             jsonschema.validate(json.loads(begun + said.text), SCHEMA)
 
 
 @each_api
-def test_a_beginning_that_no_answer_of_the_schema_has(api):
+def test_a_beginning_that_the_schema_excludes_is_refused(api):
     engine = ToldEngine(target_of("json_tools"), ["{}"])
     talk = api()
     talk.items = [user("Go."), {"role": "assistant", "content": 'Sure: {"a": '}]
@@ -173,14 +174,14 @@ def test_a_beginning_that_no_answer_of_the_schema_has(api):
 
 @pytest.mark.parametrize("api", [Chat, Messages], ids=["chat", "messages"])
 @pytest.mark.parametrize("family", ["json_tools", "glm47", "kimi_k2", "qwen3_coder"])
-def test_a_forced_call_goes_on(family, api):
+def test_a_forced_call_is_continued(family, api):
     target = target_of(family)
     answer = [("call", written(family, "write", ARGUMENTS))]
     engine = ToldEngine(target)
     talk = api()
     more = {"tool_choice": {"type": "any"} if api is Messages else "required"}
     with client(engine) as server:
-        for cut in cuts_of(answer, own_tokens(target)):
+        for cut in cuts_of(answer, control_token_pattern(target)):
             [(_, name, arguments)] = prefill(
                 talk, engine=engine, server=server, answer=answer, cut=cut, **more
             ).calls
@@ -194,7 +195,7 @@ def test_log_probabilities_are_those_of_what_follows(path):
     engine = ToldEngine(target)
     whole = "".join(text for _, text in answer)
     with client(engine) as server:
-        for cut in cuts_of(answer, own_tokens(target)):
+        for cut in cuts_of(answer, control_token_pattern(target)):
             engine.steps = [whole[cut:]]
             messages = [user("Go."), {"role": "assistant", "content": whole[:cut]}]
             body = {"model": "m", "messages": messages, "logprobs": True, "stream": False}
@@ -226,7 +227,9 @@ ENDED = (
         (ENDED, "Hm</think>Y", "es", (None, "es")),
     ],
 )
-def test_a_template_that_opens_or_ends_the_thought_itself(template, begun, rest, right, api):
+def test_answers_continue_where_the_template_opens_or_ends_the_thought(
+    template, begun, rest, right, api
+):
     engine = ToldEngine(make_target("json_tools", template, thinking=""), [rest])
     talk = api()
     with client(engine) as server:

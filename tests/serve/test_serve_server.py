@@ -40,8 +40,8 @@ async def until(condition):
             await asyncio.sleep(0)
 
 
-async def begins(server, content):
-    """The first line of a response, whose client leaves then."""
+async def first_line(server, content):
+    """The first line of a response, after which the client leaves."""
     reader, writer = await connect(server, content)
     async with asyncio.timeout(20):
         line = await reader.readline()
@@ -82,17 +82,17 @@ async def test_more_answers_than_the_limit_get_503(endless, monkeypatch):
     async with running(endless) as server:
         busy = [await connect(server, request(stream=True)) for _ in range(3)]
         await until(lambda: len(server.server_state.tasks) == 3)
-        assert (await begins(server, request(stream=True))).startswith("HTTP/1.1 503")
+        assert (await first_line(server, request(stream=True))).startswith("HTTP/1.1 503")
         for _, writer in busy:
             writer.close()
         await until(lambda: not server.server_state.connections)
-        assert (await begins(server, HEALTH)).startswith("HTTP/1.1 200")
+        assert (await first_line(server, HEALTH)).startswith("HTTP/1.1 200")
 
 
 async def test_headers_are_bounded(engine):
     async with running(engine) as server:
-        assert " 400 " in await begins(server, b"GET / HTTP/1.1\r\nX: " + b"y" * 2**17)
-        assert " 200 " in await begins(server, request(x="y" * 2**17))  # a body may be longer
+        assert " 400 " in await first_line(server, b"GET / HTTP/1.1\r\nX: " + b"y" * 2**17)
+        assert " 200 " in await first_line(server, request(x="y" * 2**17))  # a body may be longer
 
 
 async def test_a_request_that_starts_slowly_does_not_block_others(engine, monkeypatch):
@@ -109,7 +109,7 @@ async def test_a_request_that_starts_slowly_does_not_block_others(engine, monkey
     async with running(engine) as server:
         reader, writer = await connect(server, request())
         await until(begun.is_set)
-        assert " 200 " in await begins(server, HEALTH)
+        assert " 200 " in await first_line(server, HEALTH)
         go_on.set()
         assert b" 200 " in await reader.readline()
         writer.close()
@@ -136,7 +136,7 @@ async def test_a_second_stop_ends_at_once(endless):
 
 async def test_while_the_model_loads_the_server_says_so(engine):
     async with running(engine, loaded=False) as server:
-        assert " 200 " in await begins(server, HEALTH)
+        assert " 200 " in await first_line(server, HEALTH)
         for path in ("/ready", "/", "/v1/models", MESSAGES):
             asked = request(path) if path == MESSAGES else HEALTH.replace(b"/health", path.encode())
             reader, writer = await connect(server, asked)
@@ -153,7 +153,7 @@ STEPS = ["Hel", "lo", " wor", "ld"]
     [(ChatResponse, True, 2), (MessagesResponse, "r", 0)],  # the role, and the usage with the end
     ids=["chat", "messages"],
 )
-async def test_a_step_is_one_piece(target, respond, more, others):
+async def test_each_step_is_sent_in_one_piece(target, respond, more, others):
     stream = await make_handler(FakeEngine(target, STEPS)).start([GenerationRequest("m", "Hi")])
     pieces = [piece async for piece in respond(stream, more).frames()]
     assert len(pieces) == len(STEPS) + others
@@ -161,8 +161,8 @@ async def test_a_step_is_one_piece(target, respond, more, others):
     assert len(ids) == (respond is ChatResponse)
 
 
-async def test_a_client_that_stops_reading_is_left(engine, monkeypatch):
-    """Its answer had ended for the engine before, and holds none of its slots."""
+async def test_a_client_that_stops_reading_is_disconnected(engine, monkeypatch):
+    """For the engine its answer has ended before, and no slot is held."""
 
     async def receive():
         await asyncio.Event().wait()

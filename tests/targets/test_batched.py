@@ -1,4 +1,4 @@
-"""Many requests in one forward: what each gets, and what is left in its caches, is as alone."""
+"""Many requests in one forward: each gets the results and the caches of a forward of it alone."""
 
 import gc
 import weakref
@@ -36,8 +36,8 @@ ONE_BY_ONE = ("deepseek_v41",)  # a forward for each request
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_request_is_as_alone(family):
-    """Three, eight, one, eight: of any widths, chains and trees, with any rows kept."""
+def test_every_request_gets_what_it_gets_alone(family):
+    """Steps of three, eight, one and eight requests, chains and trees; some rows are kept."""
     pair = BatchAndSingles(family_target(family), 8)
     assert (pair.target.sharing is not None) is (family not in ONE_BY_ONE)
     for members, trees in (((6, 1, 3), False), (range(8), True), ((5,), True), (range(8), False)):
@@ -46,8 +46,8 @@ def test_every_request_is_as_alone(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ends_of_prompts_are_read_together_as_alone(family):
-    """Of several lengths, after nothing or a piece; the caches are right for what follows."""
+def test_ends_of_prompts_give_the_same_read_together_or_alone(family):
+    """With or without earlier rows in the caches, which must be right for the next step."""
     pair = BatchAndSingles(family_target(family), 4)
     sharing = pair.target.sharing
     assert (sharing is not None and sharing.reads_prompts) is (family not in READ_ALONE)
@@ -72,6 +72,7 @@ def test_ends_of_prompts_are_read_together_as_alone(family):
 
 @pytest.mark.parametrize("family", QUANTIZABLE)
 def test_quantized_keys_beside_others(family):
+    """The keys of every second request are quantized."""
     pair = BatchAndSingles(family_target(family), 3, kv_bits=8)
     for trees in (False, True):
         pair.step(range(3), trees)
@@ -84,7 +85,7 @@ def test_quantized_keys_beside_others(family):
 @pytest.mark.parametrize("count", [2, 16, 32])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_requests_of_every_family(family, count):
-    """Logits and features bit for bit; `--stock-blas` says so of MLX's own BLAS."""
+    """Logits and features bit for bit; with `--stock-blas` on MLX's own BLAS."""
     pair = BatchAndSingles(family_target(family), count)
     for trees in (False, True):
         pair.step(range(count), trees)
@@ -92,8 +93,8 @@ def test_many_requests_of_every_family(family, count):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma4_E4B-like", "qwen3_next", "deepseek_v41"])
-def test_going_back(family):
-    """Marks, cuts and what comes after them do not know who else was verified."""
+def test_going_back_does_not_depend_on_other_requests(family):
+    """Rewinding, trimming and the steps after them give the same in a batch as alone."""
     pair = BatchAndSingles(family_target(family), 2)
     marks = [
         [member.checkpoint() for member in pair.together],
@@ -128,7 +129,7 @@ def test_requests_come_go_and_outgrow_their_slots(family, monkeypatch):
 
 
 def test_masks_of_slots_count_positions():
-    """Two rows after 3, and one after 5 in both of its places."""
+    """One request has two rows after 3 tokens; the other has one after 5, repeated as padding."""
     slots = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
     spans = [
         Span(SimpleNamespace(position=3, slot=slots[0]), Proposal([1, 2])),
@@ -144,7 +145,7 @@ def test_masks_of_slots_count_positions():
 
 
 def test_layers_share_what_their_attention_looks_up(monkeypatch):
-    """Once for each request, of which there are many, not for each layer."""
+    """It is looked up once for each of twelve requests, not again in every layer."""
     target = family_target("qwen3")
     asked = []
     target.wiring = Wiring(Kernels(lambda **_: None), {}, exact=False, layers=frozenset())
@@ -160,7 +161,7 @@ def test_layers_share_what_their_attention_looks_up(monkeypatch):
     assert len(asked) == 12
 
 
-def test_tokens_outside_the_vocabulary_are_its_last():
+def test_tokens_outside_the_vocabulary_are_replaced_with_its_last():
     session = SimpleNamespace(position=0, slot=None)
     proposals = [Proposal([3, 256]), Proposal(mx.array([300], mx.int32))]
     rows = Rows([Span(session, proposal) for proposal in proposals])
@@ -172,8 +173,8 @@ INDEXERS = ("glm_moe_dsa", "deepseek_v32")  # called for each request
 WEIGHTS = ("Linear", "SwitchLinear", "MultiLinear", "Conv1d", "Embedding")
 
 
-def readings(target: Target, count: int) -> tuple[int, int]:
-    """How often a step of so many requests runs the model, and a module with weights."""
+def calls_of_a_step(target: Target, count: int) -> tuple[int, int]:
+    """How often a step of `count` requests calls the model, and modules with weights."""
     sessions = [target.start() for _ in range(count)]
     calls = []
 
@@ -200,7 +201,7 @@ def readings(target: Target, count: int) -> tuple[int, int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_are_read_once_for_all(family):
     target = family_target(family)
-    two, eight = (readings(target, count) for count in (2, 8))
+    two, eight = (calls_of_a_step(target, count) for count in (2, 8))
     if family in ONE_BY_ONE:
         assert (two[0], eight[0]) == (2, 8)
         return
@@ -220,8 +221,8 @@ def test_a_request_that_cannot_be_verified_leaves_the_others_as_they_were():
     assert all(session.intact for session in sessions)
 
 
-def test_nobodys_caches_are_held_on_to():
-    """A request that ends is forgotten, although the target goes on."""
+def test_the_caches_of_a_request_that_ended_are_freed():
+    """The target and the verifier keep no reference to the sessions of a request that has ended."""
     target = family_target("glm_moe_dsa")
     verifier = SharedVerifier(target)
     sessions = [target.start(), target.start()]
@@ -254,8 +255,8 @@ def test_models_that_share_less(name, shares):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "nanbeige"])  # nanbeige's norm runs twice
 @pytest.mark.parametrize("widths", [(3, 3), (3, 1), (2, 2), (1, 1)])
 @pytest.mark.parametrize("in_slots", [True, False])
-def test_the_logits_of_last_rows(family, widths, in_slots):
-    """Requests that have slots and as many rows lie on the batch axis, the others do not."""
+def test_logits_of_last_rows_are_those_of_all_rows(family, widths, in_slots):
+    """Requests with slots and equal widths are stacked on the batch axis, others are not."""
     target = family_target(family)
     results = []
     for which in ("all", "last"):

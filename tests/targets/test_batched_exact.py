@@ -21,7 +21,7 @@ pytestmark = on_gpu_or_emulator
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_every_request_is_as_alone(family):
+def test_every_request_gets_what_it_gets_alone(family):
     launches = Launches()
     target = exact_target(family, launches)
     verifier = SharedVerifier(target)
@@ -34,22 +34,22 @@ def test_every_request_is_as_alone(family):
     launches.counts.clear()
     expected = [session.verify(each) for session, each in zip(alone, proposals, strict=True)]
     mx.eval(expected)
-    three = dict(launches.counts)
+    apart = dict(launches.counts)
     launches.counts.clear()
     verified = by_proposal(proposals, *verifier.verify(together, proposals))
     mx.eval(verified)
     for (logits, taps), (other, features) in zip(verified, expected, strict=True):
         assert mx.array_equal(logits, other) and mx.array_equal(taps, features)
-    for name, count in three.items():
-        each = name.startswith(("block_attention", "delta"))
-        assert launches.counts[name] == (count if each else count // 3), name
+    for name, count in apart.items():
+        one_for_each = name.startswith(("block_attention", "delta"))
+        assert launches.counts[name] == (count if one_for_each else count // 3), name
     for session in (*together, *alone):
         session.commit([0])
     assert all(states_are_same(*pair) for pair in zip(together, alone, strict=True))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_requests_that_do_not_fit_into_one_forward(family):
+def test_requests_that_do_not_fit_into_one_forward_are_exact(family):
     """Two of these three fit, so the last one has a forward of its own."""
     target = exact_target(family, Launches())
     widths = [target.wiring.widest - 3, 2, 3]
@@ -81,7 +81,7 @@ def test_another_target_of_the_same_model_changes_nothing():
 
 
 def test_no_more_rows_than_the_kernels_take():
-    """Requests go together as long as all their rows do."""
+    """Requests share a forward, in their order, as long as their rows fit into it."""
     target = family_target("qwen3")
     kernels = SimpleNamespace(attention=None, on_device=False)
     target.wiring = SimpleNamespace(widest=64, exact=False, rows={}, kernels=kernels)

@@ -46,8 +46,8 @@ def test_a_kv_cache_is_its_three_fields():
 
 
 @pytest.mark.parametrize("steps", [(3,), (1, 1), (9,), (6, 1), (1, 5, 1, 1, 1), (1,) * 10])
-def test_a_rotating_cache_made_of_its_window(steps):
-    """A window is exported, and another cache goes on as this one does."""
+def test_a_rotating_cache_filled_from_a_window_continues_alike(steps):
+    """A cache that is filled from another's window continues as that one does."""
     caches = [own_cache(internals.RotatingKVCache(max_size=4)) for _ in range(2)]
     rows = mx.arange(20, dtype=mx.float32).reshape(1, 1, 20, 1)
     for step in steps:
@@ -67,7 +67,7 @@ def test_a_rotating_cache_made_of_its_window(steps):
 
 
 def test_a_rotating_cache_after_several_rows():
-    """A commit cuts its end: temporal order, `max_size - 1` older rows, no more."""
+    """A commit cuts its end: rows are in order, with `max_size - 1` older ones at most."""
     cache = own_cache(internals.RotatingKVCache(max_size=4))
     rows = mx.arange(9, dtype=mx.float32).reshape(1, 1, 9, 1)
     for start, count in ((0, 1), (1, 1), (2, 4), (6, 3)):
@@ -165,9 +165,9 @@ def test_queries_are_scaled_by_a_global_function_of_the_position(module, inner):
 
 
 def test_a_longrope_keeps_its_long_periods_and_an_amplitude():
-    names = {"dims": 8, "base": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    rope = internals.SuScaledRoPE(**names)
-    plain = internals.SuScaledRoPE(**names | {"dims": 8})
+    settings = {"dims": 8, "base": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = internals.SuScaledRoPE(**settings)
+    plain = internals.SuScaledRoPE(**settings)
     internals.rescale_longrope(rope, mx.full(4, 0.5), 1.0)
     assert mx.allclose(rope._freqs * 2, plain._freqs) and rope._scale == 1.0
     x = mx.random.normal((1, 1, 3, 8))
@@ -209,7 +209,7 @@ def test_the_functions_take_what_we_hand_them():
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_where_a_family_has_its_parts(family):
+def test_the_parts_of_every_family_are_found(family):
     config = families.CONFIGS[family]
     shape = config.get("text_config", config)
     model = families.random_model(family)
@@ -266,7 +266,7 @@ def test_which_recurrences_are_known():
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "gemma4_dense", "deepseek_v32", "llama"])
 def test_models_ask_their_caches(family, monkeypatch):
-    """For masks and for what is kept: there a draft tree comes in."""
+    """For masks and for keys, which is where we put in a draft tree."""
     model = families.random_model(family)
     caches = make_cache(model, find_parts(model).owners)
     parts = [part for cache in caches for part in getattr(cache, "caches", (cache,))]
@@ -285,7 +285,7 @@ def test_models_ask_their_caches(family, monkeypatch):
 
 
 def test_masks_of_the_next_rows():
-    """What `batched_rows` asks of each request's cache, a model would get from it alone."""
+    """`batched_rows` asks each request's cache for the mask that a model alone would get."""
     asked = {"return_array": False, "window_size": None}  # by name, as mlx-lm's models do
     for cache in (internals.KVCache(), internals.RotatingKVCache(8)):
         assert internals.mask_of(cache, 1, **asked) is None

@@ -1,4 +1,4 @@
-"""Taps: right, on one instance, gone afterwards, and without a trace in names or other models."""
+"""Taps are the outputs of the layers asked for, and a failed forward leaves none behind."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,7 +13,7 @@ TOKENS = mx.array([[5, 9, 2, 40, 41, 7]])
 
 
 def layer_outputs(model: nn.Module, tokens: mx.array) -> list[mx.array]:
-    """Every layer's output, layer by layer by hand."""
+    """Every layer's output, computed here without taps."""
     x = model.model.embed_tokens(tokens)
     outputs = []
     for layer in model.model.layers:
@@ -25,7 +25,7 @@ def layer_outputs(model: nn.Module, tokens: mx.array) -> list[mx.array]:
 @pytest.mark.parametrize("family", SUPPORTED)
 @pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize("layers", [(0,), (2,), (0, 2), (2, 0, 1), (1, 1)])
-def test_they_are_the_layers_outputs_in_the_order_asked(family, bits, layers):
+def test_taps_are_the_layers_outputs_in_the_order_asked(family, bits, layers):
     model = target(family, bits)
     logits, taps = model.features(TOKENS, layers)
     outputs = layer_outputs(model.model, TOKENS)
@@ -51,7 +51,7 @@ def test_a_forward_that_fails_leaves_no_outputs():
     assert taps.shape == (1, 6, 2 * model.hidden_size)
 
 
-def test_minus_one_is_what_the_first_layer_reads():
+def test_layer_minus_one_is_what_the_first_layer_reads():
     """Beside the first layer's own output, and in the order that was asked for."""
     model = target()
     logits, taps = model.features(TOKENS, [0, -1, 2])
@@ -73,7 +73,8 @@ def test_layers_with_several_streams_give_what_the_next_one_reads():
     layer = StreamsLayer()
     x = mx.ones((1, 3, 4))
     runs = {id(layer): [(x, layer(x))]}
-    assert mx.array_equal(Taps([layer], [0]).of(runs, 3), 20.5 * mx.ones((1, 3, 4)))
+    mixed = 0.5 * 1 + 2.0 * 10  # the layer's two streams in its mix
+    assert mx.array_equal(Taps([layer], [0]).of(runs, 3), mixed * mx.ones((1, 3, 4)))
 
 
 class TupleLayer(nn.Module):
@@ -81,7 +82,7 @@ class TupleLayer(nn.Module):
         return x + 1, "something else"
 
 
-def test_layers_that_return_tuples():
+def test_of_a_layers_tuple_the_hidden_states_are_tapped():
     """Gemma 4's do; the hidden states come first."""
     layer = TupleLayer()
     x = mx.zeros((1, 3, 4))

@@ -36,6 +36,7 @@ def steps_of(model, kv_bits=None, lengths=LENGTHS):
 
 
 def untraced(monkeypatch, call):
+    """The result of a call in which no step is traced or replayed."""
     with monkeypatch.context() as patched:
         patched.setattr(Traces, "call", lambda *args, **settings: None)
         return call()
@@ -95,7 +96,7 @@ def test_a_replayed_step_writes_quantized_keys(kv_bits, monkeypatch):
     assert all(mx.array_equal(*pair).item() for pair in zip(results, expected, strict=True))
 
 
-def test_a_shape_is_traced_once_and_when_it_comes_again():
+def test_each_shape_is_traced_once():
     model = target(num_hidden_layers=2)
     dm.generate(model, None, PROMPT, max_tokens=400)
     shapes = {attended_keys(len(PROMPT) + n) for n in range(1, 400)}
@@ -142,7 +143,7 @@ def test_a_replayed_step_writes_in_place(monkeypatch):
 
 
 def test_a_long_text_takes_no_more_memory(monkeypatch):
-    """While its buffers grow, too. A copy of the caches would add a third."""
+    """Nor while its buffers grow: a copy of the caches would add a third."""
     one = target(num_hidden_layers=4)
 
     def peak():
@@ -206,7 +207,7 @@ def test_shared_rotations_have_the_bits_of_mlx(rows, settings):
 
 
 @pytest.mark.parametrize("settings", [{"traditional": True}, {"dims": 32}])
-def test_other_rotations_are_left_to_mlx(settings):
+def test_rotations_of_other_kinds_are_left_to_mlx(settings):
     rope = nn.RoPE(**{"dims": 64} | settings)
     x = mx.random.normal((1, 2, 4, 64))
     offset = mx.array([5])

@@ -88,7 +88,7 @@ def test_a_commit_copies_no_history(family):
     assert peaks[1] < history
 
 
-def test_a_chain_runs_none_of_this():
+def test_a_chain_records_nothing_for_trees():
     target, prompt, _ = truth("qwen3", 1)
     session = target.start()
     list(session.prefill(prompt))
@@ -102,17 +102,17 @@ def test_a_chain_runs_none_of_this():
 
 
 class Ending(CharacterTokenizer):
-    """CharacterTokenizer, some of which end the text."""
+    """A CharacterTokenizer with these tokens as ends of the text."""
 
     def __init__(self, *eos: int) -> None:
         self.eos_token_ids = frozenset(eos)
 
 
-@pytest.mark.parametrize("place", [30, 31, 32, 33])  # somewhere inside a path, at one of them
+@pytest.mark.parametrize("least", [30, 31, 32, 33])  # one of them is inside a path
 @pytest.mark.parametrize("end", ["eos", "stop", "length"])
-def test_a_text_ends_inside_a_path(end, place):
+def test_a_text_ends_inside_a_path(end, least):
     target, prompt, answer = truth("qwen3", 1)
-    place = next(i for i in range(place, len(answer)) if answer[i] not in answer[:i])
+    place = next(i for i in range(least, len(answer)) if answer[i] not in answer[:i])
     settings = {"max_tokens": 97}
     if end == "eos":
         target = Target(target.model, Ending(answer[place]), {"model_type": "qwen3"}, "ending")
@@ -148,7 +148,7 @@ def test_positions_of_an_unknown_kind_are_refused():
 
 
 def test_a_budget_is_refused_before_any_work():
-    """A policy drafts chains for such a target; what was asked for by number cannot be had."""
+    """A policy drafts chains for such a target, but a budget that was asked for is refused."""
     drafter = SimpleNamespace(tap_layers=(), drafts_trees=True, start=print)
     with pytest.raises(UnsupportedTreeError):
         dm.stream_generate(without_trees(), drafter, [1, 2], tree_budget=16)
@@ -168,7 +168,7 @@ LIMIT = 5e-5
 
 
 def largest_error(target: dm.Target, seed: int) -> float:
-    """Of the logits of random trees, with paths and chains committed in between."""
+    """The largest error in logits of random trees, with paths and chains committed in between."""
     rng = Random(seed)
     text = random_prompt(PROMPTS[seed], 9)
     session = target.start()
@@ -192,6 +192,6 @@ def largest_error(target: dm.Target, seed: int) -> float:
 @pytest.mark.by_family
 @pytest.mark.parametrize("seed", PROMPTS)
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "deepseek_v41"])
-def test_a_tree_is_its_separate_paths(family, seed):
+def test_a_trees_logits_are_those_of_its_separate_paths(family, seed):
     """Hybrids included; one prompt starts beyond the window, the other wraps it on the way."""
     assert largest_error(truth(family, seed)[0], seed) <= LIMIT

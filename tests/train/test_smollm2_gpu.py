@@ -76,8 +76,9 @@ def test_answers_end_where_the_recipe_ends_them():
     state = [torch.tensor(starts), torch.full((len(rows),), 200), torch.tensor(limits)]
     assert writer.answer_lengths(text, *state, torch.tensor([1])).tolist() == expected
     written = torch.tensor(starts) + torch.tensor(expected)
-    for behind, lengths in ((0, expected), (1, [0] * len(rows))):
-        state[1] = written - behind
+    # A row has no length until its last token is written.
+    for missing, lengths in ((0, expected), (1, [0] * len(rows))):
+        state[1] = written - missing
         assert writer.answer_lengths(text, *state, torch.tensor([1])).tolist() == lengths
 
 
@@ -89,6 +90,7 @@ def test_tokens_are_drawn_by_temperature_top_p_and_min_p():
     noise = torch.empty((4000, writer.TOP)).exponential_(generator=random)
 
     def drawn(*sampling: float) -> list[float]:
+        """The share of each token with this temperature, top_p and min_p."""
         settings = torch.tensor([sampling]).expand(4000, 3)
         tokens = writer.chosen(logits, settings, noise)
         return (torch.bincount(tokens, minlength=8)[3:8] / 4000).tolist()
@@ -126,7 +128,7 @@ class Counter:
 
 
 def test_the_writer_fills_its_slots_again():
-    """Three slots answer ten prompts, some of which go on."""
+    """Three slots answer ten prompts, and further tasks that continue three of them."""
     model = Counter()
     prompts = [[5 + number] + list(range(2, 4 + 3 * number)) for number in range(10)]
     limits = [3 + 7 * number for number in range(10)]
@@ -162,6 +164,7 @@ def test_a_writer_that_has_no_time_left_writes_nothing():
 
 
 def test_the_walk_takes_the_steps_of_decoding():
+    """A step moves by what was accepted at its place, and by one token more."""
     sample = Sample(list(range(20)), 10)  # nine tokens after the answer's first
     assert walk(sample, [0] * 9) == 9
     assert walk(sample, [7] * 9) == 2

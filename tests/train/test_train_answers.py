@@ -78,7 +78,7 @@ def test_an_answer_holds_the_token_that_ended_it(prompts):
     assert answer.sample.answers == ((start, start + len(answer.answer)),)
 
 
-def test_a_file_cut_anywhere_grows_to_the_same(tmp_path, target, prompts):
+def test_a_file_cut_anywhere_is_completed_to_the_same_bytes(tmp_path, target, prompts):
     """Greedy, and with a sampler that the place in the file seeds."""
     for name, sampler_at in {"greedy": lambda start: None, "drawn": drawn}.items():
         whole = tmp_path / f"{name}.jsonl"
@@ -106,11 +106,11 @@ def test_a_file_cut_anywhere_grows_to_the_same(tmp_path, target, prompts):
     assert len({row.answer for row in same}) == 4
 
 
-def test_what_is_there_is_not_answered_again(tmp_path, target, prompts):
+def test_prompts_with_an_answer_in_the_file_are_not_answered_again(tmp_path, target, prompts):
     path = tmp_path / "a.jsonl"
     seen = []
     answer_all(target, prompts=prompts, path=path, settings=SMALL, progress=seen.append)
-    assert [p.done for p in seen if p.tokens == seen[-1].tokens][-1] == len(prompts)
+    assert seen[-1].done == len(prompts)
     again = []
     answer_all(target, prompts=prompts, path=path, settings=SMALL, progress=again.append)
     assert [(p.done, p.tokens) for p in again] == [(len(prompts), 0)]
@@ -118,7 +118,7 @@ def test_what_is_there_is_not_answered_again(tmp_path, target, prompts):
         answer_all(target, prompts=prompts[::-1], path=path, settings=SMALL)
 
 
-def test_a_full_disk_is_one_line():
+def test_a_full_disk_is_an_error_of_one_line():
     with pytest.raises(OutputError, match="the disk is full") as caught:
         append(Path("/dev/full"), iter([{"a": 1}]))
     assert "\n" not in str(caught.value)
@@ -160,7 +160,7 @@ def test_a_base_model_opens_texts_and_continues_them(tmp_path, target, monkeypat
     assert opened == {tuple(target.tokenizer.encode(turn)) for turn in turns}
 
 
-def test_a_target_that_repeats_itself_is_told_so(tmp_path, target):
+def test_too_few_different_turns_are_refused(tmp_path, target):
     path = tmp_path / "a.jsonl"
     path.write_text((json.dumps({"turns": ["the same words again"]}) + "\n") * 40)
     with pytest.raises(DataError, match="1 different turns.*--synthesize 1"):

@@ -100,7 +100,7 @@ def test_resuming_changes_no_bit(tmp_path, name):
     assert_bitwise_equal(whole, resumed)
 
 
-def test_a_checkpoint_that_cannot_be_looked_at_is_not_begun_anew(tmp_path):
+def test_an_unreadable_checkpoint_is_not_overwritten(tmp_path):
     checkpoint = tmp_path / "checkpoint.safetensors"
     checkpoint.symlink_to(checkpoint)
     with pytest.raises(OSError, match="Too many levels"):
@@ -166,7 +166,7 @@ def test_the_best_parameters_are_returned(target):
     assert np.isfinite(float(loss(drafter.parameters(), *arrays)[0]))
 
 
-def test_training_that_diverges_is_not_gone_on_with(target):
+def test_training_that_diverges_is_ended(target):
     reports = []
     settings = replace(SETTINGS, steps=50, learning_rate=1e30)
     with pytest.raises(SettingsError, match="loss of step [2-9] is nan. Lower --learning-rate"):
@@ -211,7 +211,7 @@ SLOW = DrafterSettings(steps=1, tokens=64, anchors=4, learning_rate=1e-9, optimi
 
 @pytest.fixture(scope="module")
 def loud() -> Target:
-    """A target of whose hidden states one dimension is a thousand times as large."""
+    """A target whose hidden states are a thousand times as large in one dimension."""
     model = tinymodels.target(max_position_embeddings=4096)  # no other test has this one
     embedding = model.model.model.embed_tokens
     embedding.weight = embedding.weight * mx.where(
@@ -245,7 +245,7 @@ def test_scales_are_root_mean_squares(loud, loud_config, loud_samples):
     assert scales.max() > 20 * np.median(scales)
 
 
-def test_a_drafter_that_knows_something_begins_as_it_is(loud, loud_config, loud_samples):
+def test_training_from_a_drafter_begins_with_its_weights(loud, loud_config, loud_samples):
     drafter = new_drafter(loud_config, 5)
     drafter.set_dtype(mx.bfloat16)  # as one is loaded on a GPU
     before = np.array(drafter.fc.weight.astype(mx.float32))
@@ -256,7 +256,7 @@ def test_a_drafter_that_knows_something_begins_as_it_is(loud, loud_config, loud_
     np.testing.assert_allclose(np.array(after.fc.weight), before, rtol=1e-3, atol=1e-6)
 
 
-def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(
+def test_a_fresh_drafter_learns_from_scaled_taps_and_reads_unscaled_ones(
     loud, loud_config, loud_samples
 ):
     seen: list[StepReport] = []
@@ -276,6 +276,6 @@ def test_a_fresh_one_begins_with_values_of_one_size_and_ends_in_their_own(
     # What is returned reads the taps themselves, and is worth what the validation said.
     arrays = AnchorCollator(settings.anchors)(loud_samples[:1], Random(settings.seed))
     tokens = common_tokens(loud_samples)
-    loss = draft_loss(drafter, loud, loud_config.block_size / 2, tokens=tokens)
-    loss = loss(drafter.parameters(), *arrays)[0]
+    loss_of = draft_loss(drafter, loud, loud_config.block_size / 2, tokens=tokens)
+    loss = loss_of(drafter.parameters(), *arrays)[0]
     assert float(loss) == pytest.approx(seen[-1].held_out_loss, rel=1e-3)

@@ -60,7 +60,7 @@ def samples(target: Target) -> list[Sample]:
 
 
 @pytest.mark.parametrize("loss_weights", MIXES)
-def test_a_mix_is_what_its_parts_say(loss_weights):
+def test_a_mix_is_the_weighted_sum_of_its_losses(loss_weights):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(5, 9)).astype(np.float32)
     count = 3
@@ -71,14 +71,14 @@ def test_a_mix_is_what_its_parts_say(loss_weights):
     q = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     normalized = shares / shares.sum(axis=-1, keepdims=True)
     likely = np.take_along_axis(q, tops, axis=-1)
-    expected = loss_weights.cross_entropy * -np.log(q[range(5), labels]) + loss_weights.kl * (
-        normalized * np.log(normalized / likely)
-    ).sum(axis=-1)
+    cross_entropy = -np.log(q[range(5), labels])
+    kl = (normalized * np.log(normalized / likely)).sum(axis=-1)
+    expected = loss_weights.cross_entropy * cross_entropy + loss_weights.kl * kl
     loss = loss_weights.of(mx.array(logits), mx.array(labels), mx.array(tops), mx.array(shares))
     assert np.allclose(np.array(loss), expected, atol=1e-5)
 
 
-def test_logits_of_all_slots_never_exist():
+def test_logits_of_all_slots_are_never_held_together():
     """The stated bound: parts of 256 KB where all slots together would have 8 MB."""
     mx.random.seed(0)
     count = 500
@@ -131,7 +131,9 @@ def assert_close(ours: object, theirs: object) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_neither_little_memory_nor_a_subset_of_all_changes_a_loss(target, kind, monkeypatch):
+def test_neither_parts_nor_a_draft_vocabulary_of_all_tokens_change_a_loss(
+    target, kind, monkeypatch
+):
     whole = graded(target, kind, MIXES[-1])
     every = mx.arange(target.vocab_size)
     assert_close(whole, graded(target, kind=kind, loss_weights=MIXES[-1], tokens=every))

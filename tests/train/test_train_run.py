@@ -118,7 +118,7 @@ def test_the_command_trains_and_writes_a_card(tmp_path, data):
     assert "tokens per step" in card and f"--model {model} --adapter {adapter} --draft" in card
 
 
-def test_another_recipe_does_not_go_on(tmp_path, target, data):
+def test_a_run_is_not_continued_with_another_recipe(tmp_path, target, data):
     train(target, tmp_path / "out", recipe(data))
     with pytest.raises(SettingsError, match=r"other settings \(anchors, steps\): use"):
         train(target, tmp_path / "out", recipe(data, steps=5, anchors=3))
@@ -128,7 +128,7 @@ def test_another_recipe_does_not_go_on(tmp_path, target, data):
 
 
 def test_a_folder_where_nothing_was_made_is_free_for_another_recipe(tmp_path, target, data):
-    """Or a command with a broken file has to be mended twice: the file, and what it left behind."""
+    """Otherwise a user who repairs a broken file would also have to delete the folder."""
     whole = data.read_text()
     data.write_text(whole + '{"prompt": broken')
     with pytest.raises(DataError, match="not valid JSON"):
@@ -240,7 +240,7 @@ def test_it_starts_from_a_published_drafter(tmp_path, target, data):
 @pytest.mark.parametrize(
     ("layers", "taps"), [(3, [1, 2]), (6, [1, 3, 5]), (36, [1, 9, 17, 25, 33]), (1, [0])]
 )
-def test_which_layers_are_tapped(layers, taps):
+def test_tapped_layers_are_spread_over_the_target(layers, taps):
     assert tap_layers(layers) == taps
 
 
@@ -252,7 +252,7 @@ def test_the_mask_is_a_token_that_nothing_has(target):
         mask_token(target, everything)
 
 
-def test_without_a_chat_template_it_says_so_first(tmp_path, data, target):
+def test_a_missing_chat_template_is_told_before_anything_is_written(tmp_path, data, target):
     bare = tinymodels.ending_at(target)
     bare.tokenizer.has_chat_template = False
     try:
@@ -320,9 +320,9 @@ def test_shapes_are_judged_before_anything_is_answered(tmp_path, target, wrong, 
 
 
 def test_too_little_memory_is_told_before_anything_is_answered(tmp_path, target, data, monkeypatch):
+    """On a Mac the GPU's working set counts, not all of the memory."""
     out = tmp_path / "out"
     large = recipe(data, anchors=16, tokens=256)
-    """On a Mac the GPU's working set counts, not all of the memory."""
     little = {"max_recommended_working_set_size": 10**6}
     monkeypatch.setattr(mx, "device_info", lambda: little)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
@@ -331,10 +331,8 @@ def test_too_little_memory_is_told_before_anything_is_answered(tmp_path, target,
     assert not out.exists()
 
 
-def test_answers_too_short_for_the_memory_stay_for_another_training(
-    tmp_path, target, data, monkeypatch
-):
-    """How many sequences fill a batch is known when they are: then less can be asked for."""
+def test_answers_are_kept_if_training_lacks_the_memory(tmp_path, target, data, monkeypatch):
+    """What a batch needs is known only after answering; smaller batches then reuse the answers."""
     seen = list[Any]()
     large = recipe(data, steps=1, anchors=16, tokens=256)
     train(target, tmp_path / "free", large, listen=seen.append)
