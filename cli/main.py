@@ -48,11 +48,24 @@ def _interrupt(terminal: list[Any] | None, _: int, frame: FrameType | None) -> N
     raise KeyboardInterrupt
 
 
+def _open_closed_streams() -> None:
+    """Open the null device as each standard stream that the caller closed (`<&-`).
+
+    Otherwise the next file or socket gets its number, and receives what is meant for the stream.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # it gets the lowest free number: the stream's
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
+
 def main() -> None:
     """Run the command line and exit: 0, 1 (error), 2 (usage) or 130 (Ctrl-C).
 
     `app.Program` prints an error that a person can act on as one line on stderr.
     """
+    _open_closed_streams()
     # A shell starts background jobs with SIGINT ignored. Leave it so.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         terminal = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None

@@ -203,6 +203,18 @@ def test_a_full_disk_at_stdout_is_an_error():
     assert done.stderr == "error: stdout: No space left on device.\n"
 
 
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_closed_stream_is_like_an_empty_one(closed, pair, tmp_path):
+    """As a service or a cron job starts programs: what is opened later must not take its place."""
+    saved = tmp_path / "answer.txt"
+    command = [*PROGRAM, "generate", QUESTION, "-n", "8", "--output", str(saved), *pair]
+    options = {"capture_output": True, "text": True, "timeout": 120, "cwd": HERE}
+    done = subprocess.run(f"{shlex.join(command)} {closed}", shell=True, **options)
+    expected = run("generate", QUESTION, "-n", "8", *pair)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stdout == "" and saved.read_text() == expected.stdout
+
+
 # A program that says when it begins to import what it needs.
 ANNOUNCED = """
 import sys
