@@ -64,8 +64,15 @@ PROMPT_OPTIONS = ("--prompt", "-p")
 FOREIGN_COMMANDS = {"run": "chat --model NAME", "download": "pull NAME", "ls": "list"}
 
 
+# Arguments that may be empty: `generate` says so itself, and an agent decides about its own.
+FREE_TEXT = ("prompt", "arguments")
+
+
 class CheckedCommand(TyperCommand):
-    """A command that refuses options without effect, and accepts option names of other programs."""
+    """A command that refuses options without effect or value.
+
+    It accepts option names of other programs.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments."""
@@ -78,7 +85,21 @@ class CheckedCommand(TyperCommand):
                 arguments += [value] if equals else []
             else:
                 arguments.append(f"{ALIASES.get(name, name)}{equals}{value}")
+        self._refuse_empty_values(ctx, arguments)
         return super().parse_args(ctx, arguments)
+
+    def _refuse_empty_values(self, ctx: Any, arguments: list[str]) -> None:
+        """Raise `typer.BadParameter` for an empty value, such as a shell's unset variable.
+
+        Otherwise an empty name would count as not given, and an empty path as the current folder.
+        """
+        values, _, _ = self.make_parser(ctx).parse_args(list(arguments))
+        parameters: list[Any] = self.params  # Typer's own types do not fit its own errors
+        for parameter in parameters:
+            given = values.get(parameter.name)
+            is_empty = "" in given if isinstance(given, list | tuple) else given == ""
+            if is_empty and parameter.name not in FREE_TEXT:
+                raise typer.BadParameter("the value is empty", ctx=ctx, param=parameter)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""

@@ -88,7 +88,6 @@ def bench(
         panel=OUTPUT,
         metavar="DIR",
         help="Write bench.json here.",
-        parser=options.nonempty_path,
     ),
     machines: Machines,
     json: bool = options.JSON,

@@ -97,7 +97,6 @@ def generate(
         panel=OUTPUT,
         metavar="FILE",
         help=COMPLETE,
-        parser=options.nonempty_path,
     ),
     json: bool = options.JSON,
 ) -> None:

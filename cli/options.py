@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -126,13 +125,6 @@ def _declare(default: Any, info: Any, kind: Any = None) -> Any:
     """Make a field of a group of options, or the default of a command's parameter."""
     metadata = {"info": info, "kind": kind}
     return field(default=MISSING if default is ... else default, metadata=metadata)
-
-
-def nonempty_path(path: str) -> Path:
-    """Parse the path of an option. An empty one would mean the current folder."""
-    if not path:
-        raise typer.BadParameter("the name is empty")
-    return Path(path)
 
 
 def complete_target(incomplete: str) -> list[str]:

@@ -31,7 +31,6 @@ def train(
         panel=OUTPUT,
         metavar="DIR",
         help="Folder for the drafter, and to resume from.",
-        parser=options.nonempty_path,
     ),
     choices: dict[str, Any] = options.settings(of=Recipe, panel="Training"),
     json: bool = flag("--json", panel=OUTPUT, help="Print JSON lines and nothing else."),

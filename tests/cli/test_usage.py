@@ -8,6 +8,7 @@ import pytest
 from program import run
 from typer import Exit
 
+from dflash_mlx.cli.app import FREE_TEXT, Commands
 from dflash_mlx.cli.failures import one_line_errors
 from dflash_mlx.errors import MissingDependencyError, SettingsError
 
@@ -28,7 +29,7 @@ def invoke(*arguments):
         ("generate hi -t inf", "--temperature must be 0 (greedy) or from"),
         ("generate hi --top-p 0", "--top-p must be above 0 and at most 1"),
         ("generate hi --seed 100000000000000000000", "--seed must be a whole number from 0 to"),
-        ("generate hi --stop ''", "--stop must be one or more strings that are not empty"),
+        ("generate hi --stop ''", "--stop: the value is empty."),
         ("bench --repeats 0", "--repeats must be at least 1, not 0."),
         ("bench --suite nope", "--suite must be one of embedded, gsm8k,"),
         (
@@ -36,8 +37,6 @@ def invoke(*arguments):
             "--tree-budget must be a whole number from 2 to 1,024 or auto, not 'many'.",
         ),
         ("bench --draft none", "--draft must not be none here: name a drafter."),
-        ("bench --out ''", "--out: the name is empty."),
-        ("train --synthesize 9 --out ''", "--out: the name is empty."),
         ("launch x", "AGENT: 'x' is not one of 'claude', 'codex', 'opencode'."),
         ("pull", "NAME is missing."),
         ("generate ''", "The prompt is empty"),
@@ -61,7 +60,7 @@ def invoke(*arguments):
         ("models --chip M9", "Unknown chip 'M9': choose one of"),
         ("models --inspect . --chip M4", "--chip cannot be combined with --inspect"),
         ("serve --host 0.0.0.0", "--host 0.0.0.0 lets other machines in: give --api-key, or"),
-        ("serve --api-key ''", "An API key is empty"),
+        ("serve --api-key ''", "--api-key: the value is empty."),
         ("serve --port 0 --no-draft --top-p 0", "--top-p must be above 0"),
         ("generate hi --json-schema 5", "--json-schema takes a JSON schema, such as"),
         (f"generate hi --json-schema {'[' * 300}", "--json-schema takes a JSON schema, such as"),
@@ -74,6 +73,33 @@ def test_what_is_wrong_is_one_line_in_words_for_people(arguments, message):
     assert done.returncode == (1 if "schema" in arguments else 2), done.stderr
     assert not done.stdout and done.stderr.count("\n") == 1
     assert done.stderr.startswith(f"error: {message}"), done.stderr
+
+
+NAMED = [(command, parameter) for command in Commands().values() for parameter in command.params]
+
+
+@pytest.mark.parametrize(
+    ("command", "parameter"),
+    [
+        pytest.param(command, parameter, id=f"{command.name} {parameter.opts[0]}")
+        for command, parameter in NAMED
+        if not getattr(parameter, "is_flag", False) and parameter.name not in FREE_TEXT
+    ],
+)
+def test_an_empty_value_is_refused(command, parameter):
+    """A script's unset variable: an empty name would be ignored, an empty path mean `.`."""
+    is_option = parameter.opts[0].startswith("-")
+    given = (f"{parameter.opts[0]}=",) if is_option else ("",)
+    shown = parameter.opts[0] if is_option else (parameter.metavar or parameter.name).upper()
+    done = invoke(command.name, *given)
+    assert done.returncode == 2 and not done.stdout
+    expected = f"error: {shown}: the value is empty. See 'dflash-mlx {command.name} --help'.\n"
+    assert done.stderr == expected
+
+
+def test_an_agent_gets_empty_arguments():
+    context = Commands()["launch"].make_context("launch", ["codex", "--", "exec", ""])
+    assert [*context.params["arguments"]] == ["exec", ""]
 
 
 @pytest.mark.parametrize(
