@@ -1,4 +1,4 @@
-"""What every test shares: hypothesis without a clock, a BLAS, an order, and a pair on disk."""
+"""Setup of every test run: hypothesis, the BLAS, the order of the tests, and shared fixtures."""
 
 import gc
 import importlib.util
@@ -10,37 +10,44 @@ import pytest
 
 from dflash_mlx.machine.blas import use_fast_blas
 
-# MLX computes in a thread of its own, which the main one wakes for every small operation. As a
-# batch job a woken thread lets the other go on for a while: a sixth of the time less.
+# MLX computes in a second thread, which the main thread wakes for every small operation. Under the
+# batch scheduling policy a woken thread does not preempt the running one at once. This saves a
+# sixth of the tests' time.
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
-# The same examples everywhere, every time: a red build is a bug, never bad luck.
+# Hypothesis tries the same examples on every machine: a test that fails once fails always.
 hypothesis.settings.register_profile("dflash", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.load_profile("dflash")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--ranks 2` has the tests of the real server ask one of so many ranks on this machine.
+    """Add the options of this test suite.
 
-    `--stock-blas` shows on the BLAS that people may have what else holds on the tests' own.
+    With `--ranks 2`, test_serve_process.py starts its server as a cluster of two ranks on this
+    machine. With `--stock-blas`, the tests run on the BLAS that MLX's wheel links to, which is what
+    users have on Linux, instead of the faster one that the tests use.
     """
-    parser.addoption("--ranks", type=int, default=1, help="of the server in test_serve_process")
-    parser.addoption("--stock-blas", action="store_true", help="MLX's own BLAS, which is slow")
+    parser.addoption(
+        "--ranks", type=int, default=1, help="ranks of the server in test_serve_process.py"
+    )
+    parser.addoption("--stock-blas", action="store_true", help="use MLX's own BLAS, which is slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The tests' BLAS, before anything imports MLX."""
+    """Choose the tests' BLAS. This must happen before anything imports MLX."""
     if not config.getoption("--stock-blas"):
         use_fast_blas()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Say what xdist keeps in one process: a file's tests, whose fixtures are then made once.
+    """Put each test in an xdist group; the tests of one group run in the same process.
 
-    Files marked `by_family` share models and texts between tests of one family only, and a test
-    may name a group of its own. (Later, when all items are collected, xdist has read the groups
-    already.)
+    The default group is the file, so that its module fixtures are built once. A file marked
+    `by_family` is split into one group per family, because only tests of one family share models
+    and texts there. A test that is marked with a group keeps it.
+
+    This is not done in `pytest_collection_modifyitems`, because xdist has read the groups by then.
     """
     if item.get_closest_marker("xdist_group"):
         return
@@ -51,14 +58,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def group_of(item: pytest.Item) -> str:
-    """The name of what one process runs together."""
+    """The name of the test's xdist group."""
     return item.get_closest_marker("xdist_group").args[0]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Groups with a slow test begin first, so that no process ends long after the others.
+    """Leave out tests marked `matrix` unless `-m matrix` selects them; start slow groups first.
 
-    What is marked `matrix` runs where it is asked for.
+    A group with a slow test that started last would run long after all other processes are done.
     """
     if "matrix" not in config.getoption("markexpr"):
         left_out = [item for item in items if item.get_closest_marker("matrix")]
@@ -69,14 +76,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays, so no collection of garbage need look at it; nor so often."""
+    """Make garbage collection cheaper: skip the imported modules, and collect less often."""
     gc.freeze()
     gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory) -> list[str]:
-    """The command line's options that choose a random pair, in folders as the hub has them."""
+    """Command-line options that select a random target and drafter, saved in the hub's layout."""
     import tinymodels
 
     folder = tmp_path_factory.mktemp("pair")
@@ -87,7 +94,7 @@ def pair(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="session")
 def make_docs():
-    """The script that writes the pages."""
+    """scripts/make_docs.py as a module."""
     path = Path(__file__).parents[1] / "scripts" / "make_docs.py"
     spec = importlib.util.spec_from_file_location("make_docs", path)
     module = importlib.util.module_from_spec(spec)

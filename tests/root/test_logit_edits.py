@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen: processors, penalties and biases."""
+"""Processors, penalties and biases, which change logits before a token is chosen."""
 
 import mlx.core as mx
 import mlx_lm.sample_utils as mlx_lm
@@ -14,32 +14,37 @@ from dflash_mlx.sampling import Sampler, sample
 from dflash_mlx.settings import RequestSettings
 
 
-def chosen(sampler, proposal, logits):
-    """The tokens of a proposal, and the target's after each row."""
+def choices(sampler, proposal, logits):
+    """The token that the target chooses after each row of a proposal."""
     rows = sampler.rows(proposal, logits.shape[-1])
-    return list(map(int, proposal.tokens)), sample([rows], logits).tolist()
+    return sample([rows], logits).tolist()
 
 
 def test_processors_see_the_history_of_each_path():
-    seen = []
+    """That is the prompt, what was committed, and the drafts on the way to the row."""
+    histories = []
 
     def spy(tokens, logits):
-        seen.append(tokens.tolist())
+        histories.append(tokens.tolist())
         return logits
 
     sampler = Sampler(RequestSettings(logits_processors=[spy]), prompt=[7, 8])
-    chosen(sampler, Proposal([8, 1, 2, 3, 4], (-1, 0, 0, 1, 2)), mx.zeros((5, 10)))
-    assert seen == [[7, 8], [7, 8, 1], [7, 8, 2], [7, 8, 1, 3], [7, 8, 2, 4]]
+    tree = Proposal([8, 1, 2, 3, 4], (-1, 0, 0, 1, 2))
+    choices(sampler, tree, mx.zeros((5, 10)))
+    assert histories == [[7, 8], [7, 8, 1], [7, 8, 2], [7, 8, 1, 3], [7, 8, 2, 4]]
     sampler.commit([1, 3, 9])
-    del seen[:]
-    sampler.draft(mx.eye(10)[:3])
-    assert seen == [[7, 8, 1, 3, 9], [7, 8, 1, 3, 9, 0], [7, 8, 1, 3, 9, 0, 1]]
+    histories.clear()
+    sampler.draft(mx.eye(10)[:3])  # drafts the tokens 0, 1 and 2
+    assert histories == [[7, 8, 1, 3, 9], [7, 8, 1, 3, 9, 0], [7, 8, 1, 3, 9, 0, 1]]
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
 def test_repetition_penalty_and_bias_are_those_of_mlx_lm(dtype):
-    """For the rows of many requests at once: chains, a tree, texts shorter than the windows."""
-    given = [
+    """Compare five requests, whose rows are penalized together, with mlx-lm's row by row.
+
+    They have chains and a tree, and texts longer and shorter than the window of the penalty.
+    """
+    settings_of_requests = [
         {"repetition_penalty": 1.3, "repetition_context_size": 4},
         {"repetition_penalty": 1.7, "logit_bias": {3: 1.5, 8: -2.0}},
         {"repetition_penalty": 1.1, "repetition_context_size": 1},
@@ -48,35 +53,42 @@ def test_repetition_penalty_and_bias_are_those_of_mlx_lm(dtype):
     ]
     texts = [[4, 4, 9, 3, 4], [1, 2, 3, 4, 5], [7, 7], [3] * 50 + [4], [1, 1]]
     proposals = [
-        *(Proposal([4, 4, 6]), Proposal([5, 1, 2, 3, 4], (-1, 0, 0, 1, 2)), Proposal([7])),
-        *(Proposal([4, 9]), Proposal([1, 1])),
+        Proposal([4, 4, 6]),
+        Proposal([5, 1, 2, 3, 4], (-1, 0, 0, 1, 2)),
+        Proposal([7]),
+        Proposal([4, 9]),
+        Proposal([1, 1]),
     ]
     logits = mx.random.normal((sum(map(len, proposals)), 12), key=mx.random.key(2)).astype(dtype)
     expected = []
     biases = []
     histories = []
-    for options, text, proposal in zip(given, texts, proposals, strict=True):
+    for options, text, proposal in zip(settings_of_requests, texts, proposals, strict=True):
         drafts = list(proposal.tokens)
         settings = RequestSettings(**options)
         for path in proposal.paths():
-            row = logits[len(expected) : len(expected) + 1]
+            history = [*text, *(drafts[index] for index in path)]
+            number = len(expected)
+            row = logits[number : number + 1]
             for processor in mlx_lm.make_logits_processors(**options):
-                row = processor(mx.array([*text, *(drafts[index] for index in path)]), row)
+                row = processor(mx.array(history), row)
             expected.append(row)
             biases.append(settings.logit_bias)
+        # The penalty counts the prompt (two tokens) and the answer (the others) alike.
         penalties = Penalties(settings, text[:2])
-        for token in text[2:]:  # of the prompt or of the answer
+        for token in text[2:]:
             penalties.commit([token])
         histories.append((penalties, mx.array(drafts, mx.int32), proposal.paths()))
     penalized = penalize(histories, add_bias(biases, logits))
     assert mx.array_equal(penalized, mx.concatenate(expected))
 
 
-# OpenAI's: logits - count * frequency - (count > 0) * presence, over the generated text.
-COUNTED = [
+# Penalties, and the text generated so far. OpenAI defines them over the generated text:
+# logits - count * frequency_penalty - (count > 0) * presence_penalty.
+PENALTIES_AND_TEXTS = [
     ({"presence_penalty": 0.75, "frequency_penalty": 0.5}, [4, 4, 9, 3, 4]),
     ({"presence_penalty": -0.5}, [1, 2, 3, 4, 5]),
-    ({"frequency_penalty": -1.5}, [7] * 100),  # more than mlx-lm looks at
+    ({"frequency_penalty": -1.5}, [7] * 100),  # mlx-lm counts the last 20 only
     ({"frequency_penalty": 2.0}, []),
     ({"repetition_penalty": 1.25, "frequency_penalty": 1.0}, [2, 2]),
     ({"presence_penalty": 2.0, "logit_bias": {3: 1.5}}, [3]),
@@ -86,14 +98,14 @@ COUNTED = [
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
 @pytest.mark.parametrize("prompt", [[], [4, 7, 3, 2] * 9])
-def test_presence_and_frequency_count_the_generated_text_alone(dtype, prompt):
-    """All of it and none of the prompt, the drafts of a row's path included."""
+def test_presence_and_frequency_count_only_the_generated_text(dtype, prompt):
+    """They count the whole answer and the drafts on a row's path, but not the prompt."""
     tree = Proposal([5, 1, 2, 1, 4], (-1, 0, 0, 1, 2))
     proposals = [tree, Proposal([7, 7, 7]), Proposal([9])]
     rows = []
     expected = []
     histories = []
-    for number, (options, text) in enumerate(COUNTED):
+    for number, (options, text) in enumerate(PENALTIES_AND_TEXTS):
         proposal = proposals[number % 3]
         settings = RequestSettings(**options)
         penalties = Penalties(settings, prompt)
@@ -101,13 +113,14 @@ def test_presence_and_frequency_count_the_generated_text_alone(dtype, prompt):
         penalties.commit(text[1:])
         histories.append((penalties, mx.array(proposal.tokens, mx.int32), proposal.paths()))
         for path in proposal.paths():
-            written = [*text, *(proposal.tokens[place] for place in path)]
+            generated = [*text, *(proposal.tokens[index] for index in path)]
             row = mx.random.normal((12,), key=mx.random.key(len(rows))).astype(dtype)
             rows.append(row)
-            if repetition := options.get("repetition_penalty"):
+            repetition = options.get("repetition_penalty")
+            if repetition:
                 processor = mlx_lm.make_logits_processors(repetition_penalty=repetition)[-1]
-                row = processor(mx.array([*prompt, *written]), row[None])[0]
-            counts = np.bincount(written, minlength=12)
+                row = processor(mx.array([*prompt, *generated]), row[None])[0]
+            counts = np.bincount(generated, minlength=12)
             penalty = counts * options.get("frequency_penalty", 0.0)
             penalty = penalty + (counts > 0) * options.get("presence_penalty", 0.0)
             expected.append(row - mx.array(penalty).astype(dtype))
@@ -117,25 +130,25 @@ def test_presence_and_frequency_count_the_generated_text_alone(dtype, prompt):
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
 def test_tokens_of_the_prompt_are_not_penalized(penalty):
-    """The target reads only the last token, so a longer prompt may not change the text."""
+    """A bigram target sees only the last token, so a longer prompt must not change the text."""
     target = BigramTarget(np.random.default_rng(3).normal(size=(192, 192)))
     settings = {penalty: 1.5, "max_tokens": 40}
     text = dm.generate(target, None, [1], **settings).tokens
     assert dm.generate(target, None, [*text, *text, 1], **settings).tokens == text
-    assert text != dm.generate(target, None, [1], max_tokens=40).tokens
+    without_penalty = dm.generate(target, None, [1], max_tokens=40).tokens
+    assert text != without_penalty
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
 def test_a_bias_forces_and_bans_in_every_precision(dtype):
+    """A bias that float16 cannot hold must still force one token or ban all others."""
     logits = mx.random.normal((1, 12), key=mx.random.key(1)).astype(dtype)
+    force_3 = {3: 1e5, 4: -1e5, 5: 1e4}
+    ban_all_but_11 = dict.fromkeys(range(11), -1e38)
     for temperature in (0.0, 0.8):
-        bias = {3: 1e5, 4: -1e5, 5: 1e4}
-        settings = RequestSettings(temperature=temperature, seed=1, logit_bias=bias)
-        assert chosen(Sampler(settings), Proposal([1]), logits)[1] == [3]
-        settings = RequestSettings(
-            temperature=temperature, seed=1, logit_bias=dict.fromkeys(range(11), -1e38)
-        )
-        assert chosen(Sampler(settings), Proposal([1]), logits)[1] == [11]
+        for bias, expected in ((force_3, 3), (ban_all_but_11, 11)):
+            settings = RequestSettings(temperature=temperature, seed=1, logit_bias=bias)
+            assert choices(Sampler(settings), Proposal([1]), logits) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -153,23 +166,31 @@ def test_a_bias_forces_and_bans_in_every_precision(dtype):
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_an_invalid_result_of_a_processor_is_refused(result, message, temperature):
     target = BigramTarget(np.zeros((192, 192)))
-    processors = [lambda tokens, logits: result(logits)]
-    settings = {"logits_processors": processors, "temperature": temperature}
+
+    def processor(tokens, logits):
+        return result(logits)
+
+    settings = {"logits_processors": [processor], "temperature": temperature}
     with pytest.raises(SettingsError, match=message) as caught:
         dm.generate(target, None, [1], max_tokens=3, **settings)
     assert "\n" not in str(caught.value)
 
 
 def test_a_processor_may_forbid_every_token_after_a_wrong_draft():
-    """A grammar allows no token after a text that it forbids, and a wrong draft may be one."""
+    """A grammar allows no token after a text that it forbids.
+
+    The text that ends with a wrong draft may be such a text. That must not end the answer, because
+    the draft is rejected.
+    """
     table = np.random.default_rng(1).normal(size=(50, 50))
     target = BigramTarget(table)
     text = [1, *dm.generate(target, None, [1], max_tokens=8).tokens]
 
-    def allowed(tokens, logits):
-        right = tokens.tolist() == text[: tokens.size]
-        return logits if right else mx.full(logits.shape, -mx.inf)
+    def forbid_other_texts(tokens, logits):
+        is_beginning = tokens.tolist() == text[: tokens.size]
+        return logits if is_beginning else mx.full(logits.shape, -mx.inf)
 
-    settings = {"max_tokens": 8, "block_size": 4, "logits_processors": [allowed]}
+    settings = {"max_tokens": 8, "block_size": 4, "logits_processors": [forbid_other_texts]}
     result = dm.generate(target, BigramDrafter(table), [1], **settings)
-    assert result.tokens == text[1:] and result.stats.accepted_tokens < result.stats.drafted_tokens
+    assert result.tokens == text[1:]
+    assert result.stats.accepted_tokens < result.stats.drafted_tokens, "no draft was wrong"

@@ -1,4 +1,4 @@
-"""Long contexts: sliding layers stay bounded, no step copies a cache, features never pile up."""
+"""Long contexts: windows stay bounded, no step copies a cache, features do not accumulate."""
 
 import gc
 
@@ -17,30 +17,36 @@ from dflash_mlx.targets.caches import FullCache, WindowCache
 
 WINDOW = 64
 CHUNK = 512
-CONTEXTS = 200, 1000  # tokens; the caches have room for more
+CONTEXTS = (200, 1000)  # tokens; the caches have room for more
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 
 
-def test_rounds_without_a_draft_lose_no_feature():
-    """A drafter that is not asked for drafts gets features row by row, more than it lets wait."""
+def test_steps_without_a_draft_lose_no_features():
+    """A drafter that is hardly ever asked for drafts still gets every token's features.
+
+    They come one row at a time, and are more rows than a session keeps before it reads them.
+    """
     config = raw_config()
     drafter = build(config)
     target = make_target(config)
     taps = mx.random.normal((1, 700, 64))
-    at_once = drafter.start(target)
-    parked = drafter.start(target)
-    at_once.extend(taps)
+    fed_at_once = drafter.start(target)
+    fed_by_rows = drafter.start(target)
+    fed_at_once.extend(taps)
     for row in range(700):
-        parked.extend(taps[:, row : row + 1])
-        if row in (5, 300):
-            parked.propose(3, 1 if row == 5 else 4)
-    tokens = at_once.propose(3, 6).tokens
-    assert len(parked._pending) < 400 and mx.array_equal(parked.propose(3, 6).tokens, tokens)
+        fed_by_rows.extend(taps[:, row : row + 1])
+        if row == 5:
+            fed_by_rows.propose(3, 1)
+        if row == 300:
+            fed_by_rows.propose(3, 4)
+    assert len(fed_by_rows._pending) < 400
+    expected = fed_at_once.propose(3, 6).tokens
+    assert mx.array_equal(fed_by_rows.propose(3, 6).tokens, expected)
 
 
 @pytest.mark.parametrize("kind", ["features", "tokens"])
 def test_the_drafter_reads_a_long_prompt_after_the_first_token(kind):
-    """So the first token need not wait, and no later draft has to read the whole prompt."""
+    """The first token need not wait for the drafter, and no later draft reads the whole prompt."""
     target = tinymodels.target()
     drafter = tinymodels.random_drafter() if kind == "features" else DraftModel(target)
     kept = dm.Conversation(target, drafter)
@@ -49,6 +55,7 @@ def test_the_drafter_reads_a_long_prompt_after_the_first_token(kind):
     next(events)
     assert kept.caches.draft_session.pending_features == len(prompt)
     next(events)
+    # The drafter has read the prompt: only features of the newest tokens may still wait.
     assert kept.caches.draft_session.pending_features <= 2
     events.close()
 
@@ -74,7 +81,7 @@ def test_after_5000_tokens_a_block_equals_full_recomputation(causal):
 
 
 def test_prefilling_32k_tokens_never_holds_their_features_together():
-    """The peak stays that of a few chunks, which is what a sliding drafter needs at any length."""
+    """Peak memory is that of a few chunks: a sliding drafter needs no more at any length."""
     rows = 32768
     features = 8 * 64
     chunk = 2048
@@ -100,33 +107,33 @@ def test_prefilling_32k_tokens_never_holds_their_features_together():
 
 @pytest.mark.parametrize("window", [None, 8])
 def test_the_keys_of_a_block_do_not_change_when_rows_follow(window):
-    """They are lazy, and may be computed only after later rows were appended."""
-    rows = mx.broadcast_to(mx.arange(17.0)[:, None], (1, 2, 17, 4))
+    """The keys are lazy arrays, and may be computed only after later rows were appended."""
+    rows = mx.broadcast_to(mx.arange(17.0)[:, None], (1, 2, 17, 4))  # row r is filled with r
     cache = FullCache() if window is None else WindowCache(window)
     first, _ = append_rows(cache, rows[:, :, :8], rows[:, :, :8], block=3)
     append_rows(cache, rows[:, :, 8:], rows[:, :, 8:], block=2)
     assert first[0, 0, :, 0].tolist() == list(range(8))
 
 
-def bytes_of_a_step(target, drafter, requests, context, settings):
-    """The peak of memory that a step uses in addition to what was in use before it, in bytes."""
-    played = SteppedEngine(target, drafter, SharedBatch(target, None), stall=1e9)
+def peak_bytes_of_a_step(target, drafter, requests, context, settings):
+    """How much memory a step needs at its peak, in bytes, beyond what was in use before it."""
+    engine = SteppedEngine(target, drafter, SharedBatch(target, None), stall=1e9)
     for number in range(requests):
         prompt = [token % 150 for token in random_prompt(context, number)]
-        played.submit(prompt, max_tokens=40, **settings)
-    for _ in range(4):  # the prompts, then steps that fill slots
-        played.scheduler.step()
-    assert not played.scheduler._prefilling
+        engine.submit(prompt, max_tokens=40, **settings)
+    for _ in range(4):  # read the prompts, then move the requests into slots of the batch
+        engine.scheduler.step()
+    assert not engine.scheduler._prefilling
     peaks = []
     for _ in range(3):
         gc.collect()
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        played.scheduler.step()
+        engine.scheduler.step()
         mx.synchronize()
         peaks.append(mx.get_peak_memory() - before)
-    played.scheduler.cancel_all()
+    engine.scheduler.cancel_all()
     return min(peaks)
 
 
@@ -134,17 +141,22 @@ def bytes_of_a_step(target, drafter, requests, context, settings):
 @pytest.mark.parametrize("requests", [1, 3])
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
 def test_a_step_copies_no_cache(family, requests, settings):
-    """What grows with the context are scores: less than the keys of a single layer."""
+    """A longer context makes the scores of a step longer, but copies no keys.
+
+    So a step's memory grows by less than the keys of a single layer.
+    """
     target = tinymodels.target(family)
-    heads = 2
     drafter = tinymodels.random_drafter(head_dim=64) if settings else None
     short, long = (
-        bytes_of_a_step(
+        peak_bytes_of_a_step(
             target, drafter=drafter, requests=requests, context=context, settings=settings
         )
         for context in CONTEXTS
     )
-    keys = heads * tinymodels.CONFIGS[family]["head_dim"] * 4 * requests
-    grown = CONTEXTS[1] - CONTEXTS[0]
-    print(f"{(long - short) / grown:.0f} bytes a token of context; a layer's keys are {keys}")
-    assert long - short < grown * keys
+    heads = 2
+    float32_bytes = 4
+    key_bytes = heads * tinymodels.CONFIGS[family]["head_dim"] * float32_bytes * requests
+    added_tokens = CONTEXTS[1] - CONTEXTS[0]
+    growth = (long - short) / added_tokens
+    print(f"{growth:.0f} bytes per token of context; a layer's keys have {key_bytes}")
+    assert growth < key_bytes

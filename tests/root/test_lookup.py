@@ -1,4 +1,4 @@
-"""Drafts from the text itself: the index, what is learnt of its matches, and the answers."""
+"""Prompt lookup, which drafts from the text itself: its index, its learned rates, its answers."""
 
 import mlx.core as mx
 from bigrams import Scripted
@@ -16,21 +16,30 @@ from dflash_mlx.proposal import Proposal
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
 
-def longest(text, token):
-    """The longest match of the end among the last places of all n-grams, by looking everywhere."""
+def best_match(text, token):
+    """The match that the index should find for text + token, as (end of the match, its length).
+
+    For each n-gram length, take the last earlier place of the n-gram that ends the text, and extend
+    the match backwards as far as the tokens agree. The longest of these matches wins.
+    """
     whole = [*text, token]
-    best = (0, 0)
-    for length in NGRAM_LENGTHS:
-        ends = [e for e in range(length, len(text) + 1) if text[e - length : e] == whole[-length:]]
-        if len(whole) < length or not ends:
+    best_end = 0
+    best_length = 0
+    for ngram in NGRAM_LENGTHS:
+        if len(whole) < ngram:
             continue
-        matched = length
-        while matched < min(MAX_MATCH, ends[-1]) and (
-            text[ends[-1] - matched - 1] == whole[-matched - 1]
-        ):
-            matched += 1
-        best = max(best, (matched, ends[-1]), key=lambda match: match[0])
-    return best
+        suffix = whole[-ngram:]
+        ends = [end for end in range(ngram, len(text) + 1) if text[end - ngram : end] == suffix]
+        if not ends:
+            continue
+        end = ends[-1]
+        length = ngram
+        while length < min(MAX_MATCH, end) and text[end - length - 1] == whole[-length - 1]:
+            length += 1
+        if length > best_length:
+            best_end = end
+            best_length = length
+    return best_end, best_length
 
 
 @given(TEXTS, st.integers(0, 3))
@@ -38,13 +47,12 @@ def longest(text, token):
 def test_the_index_finds_what_a_search_finds(text, token):
     index = Index()
     index.extend(text)
-    place, matched = index.find(token)
-    assert (matched, place) == longest(text, token)
+    assert index.find(token) == best_match(text, token)
 
 
 @given(TEXTS, TEXTS, st.data())
 def test_a_trimmed_index_equals_one_that_never_saw_the_rest(text, more, data):
-    kept = data.draw(st.integers(0, len(text)))
+    kept = data.draw(st.integers(0, len(text)), label="tokens kept")
     index = Index()
     fresh = Index()
     index.extend(text)
@@ -54,8 +62,7 @@ def test_a_trimmed_index_equals_one_that_never_saw_the_rest(text, more, data):
     assert index.tokens == fresh.tokens and index._places == fresh._places
 
 
-def test_a_draft_follows_the_text_and_then_itself():
-    """At the end of the text it repeats the tokens that it has drafted so far."""
+def test_a_draft_continues_with_its_own_tokens_at_the_end_of_the_text():
     index = Index()
     index.extend([5, 6, 7, 5, 6])
     place, matched = index.find(7)
@@ -64,21 +71,31 @@ def test_a_draft_follows_the_text_and_then_itself():
 
 
 def test_rates_rise_with_right_drafts_and_fall_with_wrong_ones():
+    """At first, drafts after longer matches are expected to be right more often."""
     rates = LookupRates()
-    assert rates.expected(40, 4)[0] > rates.expected(8, 4)[0] > rates.expected(2, 4)[0]
+    long_match = 40
+    short_match = 2
+    drafts = 4
+    first_rates = [rates.expected(match, drafts)[0] for match in (long_match, 8, short_match)]
+    assert first_rates[0] > first_rates[1] > first_rates[2]
     for _ in range(30):
-        rates.learn(40, 4, 0)
-        rates.learn(2, 4, 4)
-    assert rates.expected(40, 4)[0] < 0.2 and min(rates.expected(2, 4)) > 0.8
+        rates.learn(long_match, drafts, 0)
+        rates.learn(short_match, drafts, drafts)
+    assert rates.expected(long_match, drafts)[0] < 0.2
+    assert min(rates.expected(short_match, drafts)) > 0.8
 
 
-def priced(drafter, row=0.05, draft=0.1):
-    """A policy for which a further row and a draft cost these parts of a plain step."""
-    return policy_with_costs(drafter.block_size, row, draft)
+# Costs as parts of a plain step.
+ROW_COST = 0.05  # of each further row of a forward
+DRAFT_COST = 0.1  # of a draft by the network
 
 
-def copying():
-    """A prompt with a file of 60 lines, and an answer that repeats it with one name changed."""
+def fixed_cost_policy(drafter):
+    return policy_with_costs(drafter.block_size, ROW_COST, DRAFT_COST)
+
+
+def file_copy_task():
+    """A prompt with a file of 60 lines, and the answer: the file with one name changed."""
     encode = dm.load("tiny", draft="none")[0].tokenizer.encode
     lines = [f"def area_{n}(width, height):\n    return width * {7 * n % 90}" for n in range(30)]
     file = "\n".join(lines) + "\n"
@@ -87,40 +104,45 @@ def copying():
     return prompt, answer
 
 
-def cost(result, draft=0.0, row=0.05):
-    """The cost of a text in plain steps: `row` for each further row, `draft` for each draft."""
-    return sum(
-        count * (1 + row * (rows - 1) + (draft if rows > 1 else 0))
-        for rows, count in result.stats.widths.items()
-    )
+def cost(result, draft_cost):
+    """What a text would cost, in plain steps: its forwards, their further rows, its drafts."""
+    total = 0.0
+    for rows, steps in result.stats.widths.items():
+        step_cost = 1 + ROW_COST * (rows - 1)
+        if rows > 1:
+            step_cost += draft_cost
+        total += steps * step_cost
+    return total
 
 
-def test_a_file_is_repeated_with_one_name_changed():
-    """Counted, not timed: forwards, and their rows at a twentieth of a plain token each."""
-    prompt, answer = copying()
+def test_repeating_a_file_with_lookup_is_five_times_cheaper():
+    """The cost is computed from the number of forwards and their rows: nothing is timed."""
+    prompt, answer = file_copy_task()
     assert len(answer) > 600
-    subject = Scripted(prompt, answer, 1024)
+    target = Scripted(prompt, answer, 1024)
     drafter = LookupDrafter()
     settings = {"max_tokens": len(answer)}
-    plain = dm.generate(subject, None, prompt, **settings)
-    drafted = dm.generate(subject, drafter, prompt, policy=priced(drafter), **settings)
+    plain = dm.generate(target, None, prompt, **settings)
+    policy = fixed_cost_policy(drafter)
+    drafted = dm.generate(target, drafter, prompt, policy=policy, **settings)
     assert drafted.tokens == plain.tokens == answer
     assert drafted.stats.rounds < len(answer) / 8
-    assert cost(plain) / cost(drafted) > 5
+    assert cost(plain, draft_cost=0.0) / cost(drafted, draft_cost=0.0) > 5
 
 
-class Wrong:
-    """A network that knows nothing, combined with the lookup; it counts how often it is asked."""
+class WrongDrafter:
+    """A drafter whose drafts are always wrong, which counts how often it is asked for some."""
 
     tap_layers = ()
     block_size = 16
     identity = "wrong"
     drafts_trees = False
 
+    def __init__(self):
+        self.drafts = 0
+
     def start(self, target, sampler):
         return WrongSession(self)
-
-    asked = 0
 
 
 class WrongSession(DraftSession):
@@ -131,32 +153,37 @@ class WrongSession(DraftSession):
         pass
 
     def propose(self, anchor, width):
-        self.drafter.asked += width > 1
-        return Proposal(mx.array([anchor, *[1023] * (width - 1)]))
+        if width > 1:
+            self.drafter.drafts += 1
+        never_in_the_answer = 1023
+        return Proposal(mx.array([anchor, *[never_in_the_answer] * (width - 1)]))
 
 
 def test_a_network_that_is_always_wrong_is_hardly_asked_when_lookup_drafts():
-    prompt, answer = copying()
-    network = Wrong()
-    subject = Scripted(prompt, answer, 1024)
+    prompt, answer = file_copy_task()
+    network = WrongDrafter()
+    target = Scripted(prompt, answer, 1024)
     drafter = CombinedDrafter(network)
-    policy = priced(drafter)
-    drafted = dm.generate(subject, drafter, prompt, max_tokens=len(answer), policy=policy)
+    policy = fixed_cost_policy(drafter)
+    drafted = dm.generate(target, drafter, prompt, max_tokens=len(answer), policy=policy)
     assert drafted.tokens == answer
-    assert drafted.stats.rounds < len(answer) / 8 and network.asked < drafted.stats.rounds / 4
+    assert drafted.stats.rounds < len(answer) / 8
+    assert network.drafts < drafted.stats.rounds / 4
 
 
-def test_where_nothing_repeats_lookup_hardly_costs_anything():
-    """On the embedded prompts, lookup beside the network adds 3 % to the work at most."""
-    subject, network = dm.load("tiny")
-    beside = CombinedDrafter(network)
-    alone_policy = priced(network)
-    beside_policy = priced(beside)
-    works = {"alone": 0.0, "beside": 0.0}
+def test_lookup_costs_little_where_nothing_repeats():
+    """On the embedded prompts, a network with lookup costs at most 3 % more than without."""
+    target, network = dm.load("tiny")
+    combined = CombinedDrafter(network)
+    network_policy = fixed_cost_policy(network)
+    combined_policy = fixed_cost_policy(combined)
+    network_cost = 0.0
+    combined_cost = 0.0
     for prompt in embedded_prompts()[::8]:
-        alone = dm.generate(subject, network, prompt.messages, max_tokens=64, policy=alone_policy)
-        both = dm.generate(subject, beside, prompt.messages, max_tokens=64, policy=beside_policy)
+        messages = prompt.messages
+        alone = dm.generate(target, network, messages, max_tokens=64, policy=network_policy)
+        both = dm.generate(target, combined, messages, max_tokens=64, policy=combined_policy)
         assert both.tokens == alone.tokens
-        works["alone"] += cost(alone, draft=0.1)
-        works["beside"] += cost(both, draft=0.1)  # though the lookup's drafts cost nothing
-    assert works["alone"] >= 0.97 * works["beside"]
+        network_cost += cost(alone, DRAFT_COST)
+        combined_cost += cost(both, DRAFT_COST)  # too much: the lookup's drafts cost nothing
+    assert network_cost >= 0.97 * combined_cost

@@ -1,5 +1,6 @@
-"""The loop: whatever is drafted, the tokens are those of mlx-lm's own greedy decoding."""
+"""The loop: whatever is drafted, the tokens are those of mlx-lm's greedy decoding."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,13 +30,16 @@ def decoded(tokens: list[int]) -> str:
     detokenizer = target().tokenizer.detokenizer
     for token in tokens:
         detokenizer.add_token(token)
-    certain = detokenizer.text
-    detokenizer.finalize()
-    return certain + detokenizer.text[len(certain) :].rstrip("\ufffd")
+    complete = detokenizer.text
+    detokenizer.finalize()  # adds what was held back: spaces, or U+FFFD for a torn character
+    return complete + detokenizer.text[len(complete) :].rstrip("\ufffd")
 
 
 def check(result: Result, tokens: list[int], prompt: list[int] = PROMPT) -> None:
-    """Check every figure of a result that ended by its length. No round makes the first token."""
+    """Check the tokens and statistics of a result that reached `max_tokens`.
+
+    The prefill makes the first token; every later one belongs to a round.
+    """
     assert result.tokens == tokens
     assert result.text == decoded(tokens)
     assert result.finish_reason == "length"
@@ -59,21 +63,21 @@ def drafters(answer: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", SUPPORTED)
 @pytest.mark.parametrize("bits", [None, 4])
-def test_drafted_tokens_are_mlx_lms_own(family, bits):
+def test_drafted_tokens_are_those_of_mlx_lm(family, bits):
     model = target(family, bits)
     answer = greedy(model, PROMPT, LENGTH)
-    assert len({*answer}) > 8  # a text worth drafting
+    assert len(set(answer)) > 8, "the text repeats itself, so it is too easy to draft"
     for name, drafter in drafters(answer).items():
         result = generate(model, drafter, PROMPT, max_tokens=LENGTH)
         check(result, answer)
         if name == "always right":
-            assert result.stats.rounds == -(-(LENGTH - 1) // DEFAULT_BLOCK_SIZE)
+            assert result.stats.rounds == math.ceil((LENGTH - 1) / DEFAULT_BLOCK_SIZE)
         if name in ("plain", "never right"):
             assert result.stats.rounds == LENGTH - 1
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8, 16])
-def test_every_block_size(block_size):
+def test_every_block_size_gives_the_same_tokens(block_size):
     answer = greedy(target(), PROMPT, LENGTH)
     drafter = oracle(answer, 0.8, seed=block_size)
     check(generate(target(), drafter, PROMPT, max_tokens=LENGTH, block_size=block_size), answer)
@@ -89,58 +93,63 @@ def test_max_tokens_is_exact(max_tokens, p):
     drafter = None if p is None else oracle(answer, p)
     result = generate(target(), drafter, PROMPT, max_tokens=max_tokens)
     check(result, answer[:max_tokens])
-    if drafter is not None:  # no row is verified that could not be used
+    if drafter is not None:  # no row is verified whose token could not be emitted
         assert all(width < max_tokens for width in drafter.widths)
 
 
-@pytest.mark.parametrize("further", [LAST_STEP + 1, LAST_STEP + 40])
-def test_prompts_longer_than_a_prefill_step(further):
-    length = longest_step() + further
+@pytest.mark.parametrize("extra_tokens", [LAST_STEP + 1, LAST_STEP + 40])
+def test_prompts_longer_than_a_prefill_step(extra_tokens):
+    """They are read in three forwards, the last of which has `LAST_STEP` tokens."""
+    length = longest_step() + extra_tokens
     model = target("llama", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
     prompt = [(i * i + 3) % VOCABULARY for i in range(length)]
     answer = greedy(model, prompt, 12, prefill_step_size=500)
     drafter = oracle(answer, 0.7, prompt, tap_layers=(0,))
     check(generate(model, drafter, prompt, max_tokens=12), answer, prompt)
     steps = [taps.shape[1] for taps in drafter.taps]
-    assert sum(steps[:2]) == length - LAST_STEP and steps[2] == LAST_STEP
+    assert sum(steps[:2]) == length - LAST_STEP
+    assert steps[2] == LAST_STEP
 
 
-def test_the_context_limits_the_answer():
+def test_the_context_length_limits_the_answer():
     model = target(max_position_embeddings=len(PROMPT) + 20)
     answer = greedy(model, PROMPT, 20)
     check(generate(model, oracle(answer, 1.0), PROMPT, max_tokens=1000), answer)
 
 
-def test_the_drafter_gets_every_committed_tokens_features():
+def test_the_drafter_gets_the_features_of_every_committed_token():
+    """They equal those of one forward over the whole text."""
     answer = greedy(target(), PROMPT, LENGTH)
-    drafter = oracle(answer, 0.7, tap_layers=(2, 0))
+    layers = (2, 0)
+    drafter = oracle(answer, 0.7, tap_layers=layers)
     generate(target(), drafter, PROMPT, max_tokens=LENGTH)
-    taps = mx.concatenate(drafter.taps, axis=1)
-    _, expected = target().features(mx.array([[*PROMPT, *answer]]), (2, 0))
-    assert taps.shape[1] >= len(PROMPT) + LENGTH - 1
-    assert mx.allclose(taps, expected[:, : taps.shape[1]], rtol=1e-4, atol=1e-4)
+    features = mx.concatenate(drafter.taps, axis=1)
+    _, expected = target().features(mx.array([[*PROMPT, *answer]]), layers)
+    tokens = features.shape[1]
+    assert tokens >= len(PROMPT) + LENGTH - 1
+    assert mx.allclose(features, expected[:, :tokens], rtol=1e-4, atol=1e-4)
 
 
 # Where the text ends
 
 
-def end_positions(answer: list[int]) -> list[int]:
-    """Places of tokens that have not been said before, so that each can be an EOS."""
-    return [i for i, token in enumerate(answer) if token not in answer[:i]]
+def first_occurrences(answer: list[int]) -> list[int]:
+    """Indices of tokens that the answer does not have before: each of them can serve as EOS."""
+    return [index for index, token in enumerate(answer) if token not in answer[:index]]
 
 
 @pytest.mark.parametrize("p", [None, 0.9])
-def test_eos_anywhere_in_a_block(p):
+def test_eos_anywhere_in_a_block_ends_the_answer(p):
     answer = greedy(target(), PROMPT, LENGTH)
-    assert any(i % 16 not in (0, 15) for i in end_positions(answer))
-    for place in end_positions(answer)[::3]:
-        model = ending_at(target(), answer[place])
+    assert any(index % 16 not in (0, 15) for index in first_occurrences(answer))
+    for end in first_occurrences(answer)[::3]:
+        model = ending_at(target(), answer[end])
         drafter = None if p is None else oracle(answer, p)
         result = generate(model, drafter, PROMPT, max_tokens=LENGTH)
-        assert result.tokens == answer[: place + 1] == greedy(model, PROMPT, LENGTH)
-        assert result.text == decoded(answer[:place])
+        assert result.tokens == answer[: end + 1] == greedy(model, PROMPT, LENGTH)
+        assert result.text == decoded(answer[:end])
         assert result.finish_reason == "stop"
-        assert result.stats.output_tokens == place + 1
+        assert result.stats.output_tokens == end + 1
 
 
 def test_eos_as_the_first_token():
@@ -151,26 +160,31 @@ def test_eos_as_the_first_token():
 
 def test_drafted_tokens_after_the_end_do_not_count():
     answer = greedy(target(), PROMPT, LENGTH)
-    place = next(i for i in end_positions(answer) if 1 < i < 15)  # inside the first block
-    model = ending_at(target(), answer[place])
+    inside_the_first_block = range(2, 15)
+    end = next(index for index in first_occurrences(answer) if index in inside_the_first_block)
+    model = ending_at(target(), answer[end])
     first, event = stream_generate(model, oracle(answer), PROMPT, max_tokens=LENGTH)
-    assert [*first.tokens, *event.tokens] == answer[: place + 1] and event.drafted == 15
-    assert event.accepted == event.stats.accepted_tokens == place
-    assert event.stats.accepted_per_round == [place]
+    assert [*first.tokens, *event.tokens] == answer[: end + 1]
+    assert event.drafted == 15
+    assert event.accepted == event.stats.accepted_tokens == end
+    assert event.stats.accepted_per_round == [end]
 
 
-def stop_strings(text: str) -> list[str]:
-    """Parts of a text that no earlier part equals, from one to five characters."""
-    parts = [text[i : i + n] for n in (1, 2, 3, 5) for i in range(0, len(text) - n, 7)]
+def substrings(text: str) -> list[str]:
+    """Substrings of a text, of one to five characters, none of them with a torn character."""
+    parts = []
+    for length in (1, 2, 3, 5):
+        for start in range(0, len(text) - length, 7):
+            parts.append(text[start : start + length])
     return [part for part in parts if "\ufffd" not in part]
 
 
 @pytest.mark.parametrize("p", [None, 1.0])
-def test_stop_strings_anywhere_in_a_block(p):
+def test_a_stop_string_anywhere_in_a_block_ends_the_answer(p):
     answer = greedy(target(), PROMPT, LENGTH)
     text = decoded(answer)
-    assert len(stop_strings(text)) > 10
-    for stop in stop_strings(text):
+    assert len(substrings(text)) > 10
+    for stop in substrings(text):
         drafter = None if p is None else oracle(answer, p)
         result = generate(target(), drafter, PROMPT, max_tokens=LENGTH, stop=stop)
         assert (result.text, result.finish_reason) == (text[: text.find(stop)], "stop")
@@ -181,27 +195,29 @@ def test_stop_strings_anywhere_in_a_block(p):
 # Events and counters
 
 
-def script_for(accepted: list[int], block: int) -> tuple[list[int], list[int]]:
-    """Tokens per round, and drafted rows, when round r accepts accepted[r] of block - 1."""
-    remaining = sum(a + 1 for a in accepted)
-    emitted = []
+def drafted_per_round(accepted: list[int], block_size: int) -> list[int]:
+    """How many tokens each round drafts if it accepts so many: a block, or what remains."""
+    remaining = sum(accepted) + len(accepted)
     drafted = []
     for count in accepted:
-        drafted.append(min(block, remaining) - 1)
-        emitted.append(count + 1)
+        drafted.append(min(block_size, remaining) - 1)
         remaining -= count + 1
-    return emitted, drafted
+    return drafted
 
 
 @pytest.mark.parametrize(
-    ("accepted", "block"), [([3, 0, 7, 0, 1, 7], 8), ([0, 0, 0], 16), ([15, 15], 16), ([1, 0], 2)]
+    ("accepted", "block_size"),
+    [([3, 0, 7, 0, 1, 7], 8), ([0, 0, 0], 16), ([15, 15], 16), ([1, 0], 2)],
 )
-def test_events_and_stats_are_exact(accepted, block):
-    emitted, drafted = script_for(accepted, block)
+def test_events_and_stats_are_exact(accepted, block_size):
+    """`accepted` says how many drafts are right in each round."""
+    emitted = [count + 1 for count in accepted]
+    drafted = drafted_per_round(accepted, block_size)
     length = 1 + sum(emitted)
     answer = greedy(target(), PROMPT, length)
     drafter = oracle(answer, script=accepted)
-    events = list(stream_generate(target(), drafter, PROMPT, max_tokens=length, block_size=block))
+    settings = {"max_tokens": length, "block_size": block_size}
+    events = list(stream_generate(target(), drafter, PROMPT, **settings))
     assert [event.accepted for event in events] == [0, *accepted]
     assert [event.drafted for event in events] == [0, *drafted]
     assert [len(event.tokens) for event in events] == [1, *emitted]
@@ -210,7 +226,7 @@ def test_events_and_stats_are_exact(accepted, block):
     assert "".join(event.text for event in events) == decoded(answer)
     stats = events[-1].stats
     assert (stats.rounds, stats.drafted_tokens) == (len(accepted), sum(drafted))
-    assert stats.accepted_per_round == accepted and stats.block_size == block
+    assert stats.accepted_per_round == accepted and stats.block_size == block_size
     assert stats.acceptance_length == sum(emitted) / len(accepted)
     assert stats.acceptance_rate == sum(accepted) / sum(drafted)
     assert stats.tokens_per_second == sum(emitted) / stats.decode_seconds
@@ -224,7 +240,7 @@ def test_plain_decoding_drafts_nothing():
     assert (stats.rounds, stats.acceptance_length, stats.acceptance_rate) == (4, 1.0, 0.0)
 
 
-def test_no_tokens_need_no_forward():
+def test_max_tokens_of_zero_runs_no_forward():
     drafter = oracle([])
     (event,) = stream_generate(target(), drafter, PROMPT, max_tokens=0)
     assert (event.text, event.tokens, event.finish_reason) == ("", [], "length")
@@ -232,29 +248,40 @@ def test_no_tokens_need_no_forward():
     assert not drafter.taps and not drafter.widths
 
 
-CONVOLVED = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 5}
+DFLASH2 = {
+    "architectures": ["DFlash2DraftModel"],
+    "conv_kernel_size": 2,
+    "conv_group_size": 8,
+    "selector_rank": 8,
+    "selector_top_k": 5,
+}
 
 
 def test_a_round_waits_for_the_device_once(monkeypatch):
-    """Count everything that makes the host wait."""
-    waits = []
+    """Each round has one `mx.eval`. Other calls that may wait only read what it computed."""
+    calls = []
 
-    def counted(name: str, call: Callable) -> Callable:
-        return lambda *arguments: waits.append(name) or call(*arguments)
+    def recording(name: str, call: Callable) -> Callable:
+        def record(*arguments: Any) -> Any:
+            calls.append(name)
+            return call(*arguments)
+
+        return record
 
     for name in ("tolist", "item", "__int__", "__float__", "__bool__", "__array__"):
         if hasattr(mx.array, name):
-            monkeypatch.setattr(mx.array, name, counted(name, getattr(mx.array, name)))
+            monkeypatch.setattr(mx.array, name, recording(name, getattr(mx.array, name)))
     for name in ("eval", "synchronize"):
-        monkeypatch.setattr(mx, name, counted(name, getattr(mx, name)))
-    dflash2 = random_drafter(architectures=["DFlash2DraftModel"], **CONVOLVED)
-    for drafter in (None, random_drafter(), dflash2):
+        monkeypatch.setattr(mx, name, recording(name, getattr(mx, name)))
+    for drafter in (None, random_drafter(), random_drafter(**DFLASH2)):
         events = stream_generate(target(), drafter, PROMPT, max_tokens=8)
         next(events)  # also evaluates the prompt
-        waits.clear()
-        # What was evaluated, features along with it, is read without another wait.
-        reads = ["tolist"] * (1 if drafter is None else 2)  # choices, and drafts
-        assert len(list(events)) == 7 and waits == ["eval", *reads] * 6 + ["eval", "tolist"]
+        calls.clear()
+        assert len(list(events)) == 7
+        # Plain decoding reads the choices; with a drafter, the drafts are read as well. The last
+        # round drafts nothing.
+        reads = ["tolist"] if drafter is None else ["tolist", "tolist"]
+        assert calls == ["eval", *reads] * 6 + ["eval", "tolist"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3}])
@@ -268,20 +295,24 @@ def test_an_automatic_policy_changes_no_token(p, settings):
 
 @pytest.mark.parametrize(("row", "draft"), [(0.015, 0.1), (0.08, 0.3), (1.0, 2.0)])
 def test_a_policy_drafts_less_where_drafts_are_never_right(row, draft):
-    """It drafts less than half as much as fixed blocks, whether rows are nearly free or dear."""
+    """It drafts less than half as much as fixed blocks, whether rows are cheap or expensive.
+
+    `row` and `draft` are the costs of a further row and of a draft, as parts of a plain step.
+    """
     length = 3 * LENGTH
     answer = greedy(target(), PROMPT, length)
-    drafted = []
-    for policy in (None, policy_with_costs(DEFAULT_BLOCK_SIZE, row, draft)):
+
+    def drafted_tokens(policy: Any) -> int:
         never_right = oracle(answer, 0.0)
         result = generate(target(), never_right, PROMPT, max_tokens=length, policy=policy)
         assert result.tokens == answer
-        drafted.append(result.stats.drafted_tokens)
-    blocks, chosen = drafted
-    assert chosen < blocks / 2
+        return result.stats.drafted_tokens
+
+    policy = policy_with_costs(DEFAULT_BLOCK_SIZE, row, draft)
+    assert drafted_tokens(policy) < drafted_tokens(None) / 2
 
 
-def test_an_engine_shares_its_automatic_policy():
+def test_requests_of_an_engine_share_its_automatic_policy():
     answer = greedy(target(), PROMPT, LENGTH)
     with dm.Engine(target(), random_drafter(), policy="auto") as engine:
         jobs = [engine.submit(PROMPT, max_tokens=LENGTH) for _ in range(3)]
@@ -290,7 +321,7 @@ def test_an_engine_shares_its_automatic_policy():
         assert engine.submit(PROMPT, max_tokens=LENGTH).result().tokens == answer
 
 
-def test_trees_join_an_automatic_policy():
+def test_an_automatic_policy_works_with_trees():
     answer = greedy(target(), PROMPT, LENGTH)
     settings = {"policy": "auto", "tree_budget": "auto", "max_tokens": LENGTH}
     assert generate(target(), random_drafter(), PROMPT, **settings).tokens == answer

@@ -25,7 +25,7 @@ VOCABULARY = len(tokenizer())
 
 
 class ModuleDrafter(nn.Module):
-    """A user's network: `inspect.getattr_static` does not find a tuple that MLX stores."""
+    """A user's network. MLX keeps its tuple where `inspect.getattr_static` does not find it."""
 
     def __init__(self):
         super().__init__()
@@ -36,6 +36,7 @@ class ModuleDrafter(nn.Module):
 
 
 def test_an_mlx_module_is_a_drafter_on_every_python():
+    """Protocols are checked with `inspect.getattr_static` since Python 3.12."""
     drafter = ModuleDrafter()
     assert DraftPolicy.of(target(), drafter).block_size == 16
     result = generate(target(), drafter, PROMPT, max_tokens=4)
@@ -74,39 +75,48 @@ def test_an_invalid_session_is_refused(session, monkeypatch):
         generate(target(), drafter, PROMPT)
 
 
+CHAIN = (-1, 0, 1)
+TREE = (-1, 0, 0)
+
+
 @pytest.mark.parametrize(
-    ("token", "made", "parents"),
+    ("token", "make_tokens", "parents"),
     [
-        (VOCABULARY, list, (-1, 0, 1)),
-        (2**30, list, (-1, 0, 1)),
-        (-1, mx.array, (-1, 0, 1)),
-        (2**30, mx.array, (-1, 0, 1)),
-        (10**6, mx.array, (-1, 0, 0)),
+        (VOCABULARY, list, CHAIN),
+        (2**30, list, CHAIN),
+        (-1, mx.array, CHAIN),
+        (2**30, mx.array, CHAIN),
+        (10**6, mx.array, TREE),
     ],
 )
-def test_a_draft_outside_the_vocabulary_is_refused(token, made, parents):
-    """Otherwise the target would read beyond its embedding, and a penalty beyond the logits."""
-    drafter = Proposes(
-        lambda anchor, width: Proposal(made([anchor, token, token][:width]), parents[:width])
-    )
+def test_a_draft_outside_the_vocabulary_is_refused(token, make_tokens, parents):
+    """Without the check the target would read beyond its embedding, a penalty beyond the logits."""
+
+    def propose(anchor, width):
+        tokens = [anchor, token, token]
+        return Proposal(make_tokens(tokens[:width]), parents[:width])
+
+    drafter = Proposes(propose)
+    message = f"of {VOCABULARY} has no token {token}"
     for settings in ({}, {"repetition_penalty": 1.2}):
-        with pytest.raises(ProposalError, match=f"of {VOCABULARY} has no token {token}"):
+        with pytest.raises(ProposalError, match=message):
             generate(target(), drafter, PROMPT, **settings)
     with Engine(target(), drafter) as engine:
         streams = [engine.submit(PROMPT) for _ in range(2)]
         for stream in streams:
-            with pytest.raises(ProposalError, match=f"of {VOCABULARY} has no token {token}"):
+            with pytest.raises(ProposalError, match=message):
                 list(stream)
 
 
 @pytest.mark.parametrize("dtype", [mx.int32, mx.uint32, mx.int64], ids=str)
-def test_an_array_of_any_integers_is_a_draft(dtype):
-    class Typed(Oracle):
+def test_a_draft_may_be_an_array_of_any_integer_type(dtype):
+    class ArrayOracle(Oracle):
         def propose(self, anchor, width):
-            return Proposal(mx.array(super().propose(anchor, width).tokens, dtype=dtype))
+            tokens = super().propose(anchor, width).tokens
+            return Proposal(mx.array(tokens, dtype=dtype))
 
     answer = greedy(target(), PROMPT, 24)
-    drafter = Typed(PROMPT, answer, VOCABULARY, 0.8)
+    drafter = ArrayOracle(PROMPT, answer=answer, vocab_size=VOCABULARY, p=0.8)
     assert generate(target(), drafter, PROMPT, max_tokens=24).tokens == answer
 
 
@@ -116,7 +126,6 @@ def test_a_drafter_of_another_target_is_refused_at_once():
 
 
 def test_max_tokens_is_limited_to_the_context():
-    request = make_request(
-        target(), drafter=None, prompt=PROMPT, settings=GenerationSettings(max_tokens=10**30)
-    )
+    settings = GenerationSettings(max_tokens=10**30)
+    request = make_request(target(), drafter=None, prompt=PROMPT, settings=settings)
     assert request.remaining == target().context_length - len(PROMPT)

@@ -1,4 +1,4 @@
-"""Whatever happens to a generation, the target stays as it was and others do not notice."""
+"""However a generation ends, the target stays as it was, and other generations do not notice."""
 
 import gc
 import threading
@@ -16,22 +16,25 @@ from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
 
 PROMPT = tokenizer().encode("what is 37 + 48?")
-TAPS = [0, 1], [2, 1]
 
 
-def fingerprint(model: Target) -> tuple:
-    """What must not change: classes, parameter names and values, and the next generation."""
+def fingerprint(model: Target) -> dict[str, Any]:
+    """What must not change: classes, parameters, attributes, and the next generation."""
     parameters = tree_flatten(model.model.parameters())
-    sums = [float(value.astype(mx.float32).sum()) for _, value in parameters]
-    classes = [type(module) for module in model.model.modules()]
-    tokens = generate(model, random_drafter(), PROMPT, max_tokens=8).tokens
-    return [name for name, _ in parameters], sums, classes, tokens, vars(model).keys()
+    return {
+        "parameter names": [name for name, _ in parameters],
+        "sums of parameters": [float(value.astype(mx.float32).sum()) for _, value in parameters],
+        "classes": [type(module) for module in model.model.modules()],
+        "tokens": generate(model, random_drafter(), PROMPT, max_tokens=8).tokens,
+        "attributes": vars(model).keys(),
+    }
 
 
 def start(model: Target) -> Any:
     """A generation that has been running for two rounds."""
     events = stream_generate(model, random_drafter(), PROMPT, max_tokens=40)
-    next(events), next(events)
+    next(events)
+    next(events)
     return events
 
 
@@ -39,7 +42,7 @@ def closed_early(model: Target) -> None:
     start(model).close()
 
 
-def closed_before_it_began(model: Target) -> None:
+def closed_before_the_first_token(model: Target) -> None:
     stream_generate(model, random_drafter(), PROMPT).close()
 
 
@@ -49,12 +52,12 @@ def closed_from_another_thread(model: Target) -> None:
     thread.join()
 
 
-def forgotten(model: Target) -> None:
+def garbage_collected(model: Target) -> None:
     start(model)
     gc.collect()
 
 
-def left_running(model: Target) -> Any:
+def still_running(model: Target) -> Any:
     return start(model)
 
 
@@ -66,63 +69,68 @@ def interrupted_by_the_consumer(model: Target) -> None:
 
 
 def interrupted_inside_a_round(model: Target) -> None:
-    rounds = [1, 2, 3]
+    drafts = [1, 2, 3]  # one for each of three rounds
 
     def propose(anchor, width):
-        if not rounds:
+        if not drafts:
             raise KeyboardInterrupt
-        return Proposal([anchor, rounds.pop()])
+        return Proposal([anchor, drafts.pop()])
 
     with pytest.raises(KeyboardInterrupt):
         generate(model, Proposes(propose), PROMPT)
 
 
-def refused_inside_a_forward(model: Target) -> None:
-    class Wrong(Proposal):
+def failed_inside_a_forward(model: Target) -> None:
+    class FractionalToken(Proposal):
         def array(self, vocab_size):
-            return mx.array([1.5])  # no embedding has such an index
+            return mx.array([1.5])  # not a valid index of an embedding
 
     with pytest.raises(ValueError):
-        generate(model, Proposes(lambda anchor, width: Wrong([anchor])), PROMPT)
+        generate(model, Proposes(lambda anchor, width: FractionalToken([anchor])), PROMPT)
 
 
-HAPPENINGS = [
+ENDS = [
     closed_early,
-    closed_before_it_began,
+    closed_before_the_first_token,
     closed_from_another_thread,
-    forgotten,
-    left_running,
+    garbage_collected,
+    still_running,
     interrupted_by_the_consumer,
     interrupted_inside_a_round,
-    refused_inside_a_forward,
+    failed_inside_a_forward,
 ]
 
 
-@pytest.mark.parametrize("happening", HAPPENINGS, ids=lambda happening: happening.__name__)
-def test_the_target_stays_as_it_was(happening):
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+def test_the_target_stays_as_it_was(end):
     before = fingerprint(target())
-    left = happening(target())
+    running = end(target())
     assert fingerprint(target()) == before
-    del left
+    del running  # it had to live until here: garbage collection would have closed it
 
 
 def test_interleaved_generations_equal_separate_ones():
     """Two networks that tap different layers, an oracle and plain decoding share one target."""
+    answer = greedy(target(), PROMPT, 24)
 
-    def begin():
-        oracle = Oracle(
-            PROMPT, answer=greedy(target(), PROMPT, 24), vocab_size=192, p=0.8, tap_layers=(1,)
-        )
-        first, second = (random_drafter(layers[0], target_layer_ids=layers) for layers in TAPS)
-        pairs = ((first, PROMPT), (second, PROMPT[:3]), (oracle, PROMPT), (None, PROMPT[2:]))
-        return [stream_generate(target(), *pair, max_tokens=24) for pair in pairs]
+    def start_all():
+        oracle = Oracle(PROMPT, answer=answer, vocab_size=192, p=0.8, tap_layers=(1,))
+        first_network = random_drafter(0, target_layer_ids=[0, 1])
+        second_network = random_drafter(2, target_layer_ids=[2, 1])
+        return [
+            stream_generate(target(), first_network, PROMPT, max_tokens=24),
+            stream_generate(target(), second_network, PROMPT[:3], max_tokens=24),
+            stream_generate(target(), oracle, PROMPT, max_tokens=24),
+            stream_generate(target(), None, PROMPT[2:], max_tokens=24),
+        ]
 
-    def figures(event):
-        return event and (event.text, event.tokens, event.accepted, event.drafted)
+    def summary(event):
+        return event.text, event.tokens, event.accepted, event.drafted
 
-    alone = [[*map(figures, events)] for events in begin()]
-    together = [[] for _ in alone]
-    for turn in zip_longest(*begin()):
-        for events, event in zip(together, turn, strict=True):
-            events += [figures(event)] if event else []
-    assert together == alone
+    separate = [[summary(event) for event in events] for events in start_all()]
+    interleaved = [[] for _ in separate]
+    for next_events in zip_longest(*start_all()):
+        for events, event in zip(interleaved, next_events, strict=True):
+            if event is not None:
+                events.append(summary(event))
+    assert interleaved == separate

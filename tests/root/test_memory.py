@@ -1,4 +1,4 @@
-"""The device's memory: freed buffers go back, and running out of it is said."""
+"""The device's memory: freed buffers are returned, and running out of it is a clear error."""
 
 import mlx.core as mx
 import pytest
@@ -11,81 +11,86 @@ from dflash_mlx.errors import NotEnoughMemoryError
 from dflash_mlx.targets import session
 
 PROMPT = [token % 90 for token in range(700)]
-FULL = "[METAL] Command buffer execution failed: Insufficient Memory (00000008)."
-FULL_CARD = "cudaMallocAsync(&data, size, stream) failed: out of memory"
+METAL_ERROR = "[METAL] Command buffer execution failed: Insufficient Memory (00000008)."
+CUDA_ERROR = "cudaMallocAsync(&data, size, stream) failed: out of memory"
 
 
 @pytest.fixture
-def clears(monkeypatch):
-    """Every call of `mx.clear_cache`."""
-    target()  # loading decodes too
+def cache_clears(monkeypatch):
+    """A list with an item for each call of `mx.clear_cache`; prompts are read in chunks of 128."""
+    target()  # loads it now, because loading decodes as well
     calls = []
     clear_cache = mx.clear_cache
     monkeypatch.setattr(mx, "clear_cache", lambda: calls.append(clear_cache()))
-    monkeypatch.setattr(session, "CPU_STEP", 128)  # tokens in a piece of a prompt
+    monkeypatch.setattr(session, "CPU_STEP", 128)
     return calls
 
 
 @pytest.mark.parametrize("drafter", [None, random_drafter()], ids=["plain", "drafted"])
-def test_buffers_go_back_after_each_piece_of_a_prompt_and_every_256_tokens(clears, drafter):
+def test_buffers_go_back_after_each_chunk_of_a_prompt_and_every_256_tokens(cache_clears, drafter):
     dm.generate(target(), drafter, PROMPT, max_tokens=300)
-    assert len(clears) == 6 + 1  # 700 tokens in pieces of 128, and 300 more
+    assert len(cache_clears) == 6 + 1  # 700 tokens in chunks of 128, and once for the answer
 
 
-@pytest.mark.parametrize(("count", "expected"), [(1, 1 + 2 + 2), (5, 1 + 2)])
-def test_buffers_of_a_batch_go_back(clears, count, expected):
-    """A session without a slot does so every 256 tokens, a batch every 256 steps."""
-    played = SteppedEngine(target(), None, SharedBatch(target(), None))
-    for index in range(count):
-        played.submit(PROMPT[index : 20 + index], max_tokens=600)
-    played.run()
-    assert len(clears) == expected
+@pytest.mark.parametrize(("requests", "expected"), [(1, 1 + 2 + 2), (5, 1 + 2)])
+def test_buffers_of_a_batch_go_back(cache_clears, requests, expected):
+    """A session that is not in the batch clears every 256 tokens, a batch every 256 steps."""
+    engine = SteppedEngine(target(), None, SharedBatch(target(), None))
+    for index in range(requests):
+        engine.submit(PROMPT[index : 20 + index], max_tokens=600)
+    engine.run()
+    assert len(cache_clears) == expected
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64])
-def test_a_cache_grows_once_at_most_before_buffers_go_back(clears, rows):
-    """Its old buffers are as large as itself, and fit no other request."""
+def test_a_cache_grows_at_most_once_before_buffers_go_back(cache_clears, rows):
+    """A growing cache frees buffers as large as itself, which no other request can use."""
     session = target().start()
-    grown = 0
+    growths = 0  # since the last clear
     list(session.prefill(PROMPT))
     while session.position < 3000:
-        before = session.cache[0].keys.shape[2]
-        cleared = len(clears)
+        size = session.cache[0].keys.shape[2]
+        clears = len(cache_clears)
         session.verify(dm.Proposal([1] * rows))
-        session.commit(list(range(rows // 3 + 1)))
-        grown += session.cache[0].keys.shape[2] > before
-        assert grown <= 1
-        if len(clears) != cleared:
-            grown = 0
-    assert len(clears) > 9
+        session.commit(list(range(rows // 3 + 1)))  # a third of the drafts are accepted
+        if session.cache[0].keys.shape[2] > size:
+            growths += 1
+        assert growths <= 1
+        if len(cache_clears) != clears:
+            growths = 0
+    assert len(cache_clears) > 9
 
 
-def failing(error):
+def raising(error):
+    """A stand-in for `mx.eval` that raises this error."""
+
     def evaluate(*arrays):
         raise error
 
     return evaluate
 
 
-@pytest.mark.parametrize("tokens, said", [(1, FULL), (3, FULL), (3, FULL_CARD)])
-def test_an_out_of_memory_error_says_what_to_lower(monkeypatch, tokens, said):
+@pytest.mark.parametrize(
+    ("failing_token", "message"), [(1, METAL_ERROR), (3, METAL_ERROR), (3, CUDA_ERROR)]
+)
+def test_an_out_of_memory_error_says_what_to_lower(monkeypatch, failing_token, message):
     events = dm.stream_generate(target(), None, PROMPT[:9])
-    for _ in range(tokens - 1):
+    for _ in range(failing_token - 1):
         next(events)
-    monkeypatch.setattr(mx, "eval", failing(RuntimeError(said)))
+    monkeypatch.setattr(mx, "eval", raising(RuntimeError(message)))
     with pytest.raises(NotEnoughMemoryError, match=r"(of m|t M)emory.*shorten the prompt"):
         next(events)
 
 
 def test_another_error_of_the_device_is_raised_unchanged(monkeypatch):
-    monkeypatch.setattr(mx, "eval", failing(RuntimeError("Caused GPU Timeout Error")))
+    monkeypatch.setattr(mx, "eval", raising(RuntimeError("Caused GPU Timeout Error")))
     with pytest.raises(RuntimeError, match="^Caused GPU Timeout Error$"):
         dm.generate(target(), None, PROMPT[:9])
 
 
 def test_an_out_of_memory_error_of_a_callback_is_raised_unchanged():
-    def full(tokens, logits):
-        raise RuntimeError(FULL)
+    def processor(tokens, logits):
+        raise RuntimeError(METAL_ERROR)
 
     with pytest.raises(RuntimeError, match="Insufficient Memory"):
-        dm.generate(target(), None, PROMPT[:9], logits_processors=[full])
+        dm.generate(target(), None, PROMPT[:9], logits_processors=[processor])

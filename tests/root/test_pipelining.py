@@ -1,4 +1,4 @@
-"""Plain steps that start before the last one is read: the same text, and the device never waits."""
+"""Plain steps that start before the previous one is read: the text stays the same."""
 
 import copy
 from unittest.mock import patch
@@ -10,7 +10,7 @@ from launches import launches
 from request_set import RequestSet, SteppedEngine
 from simulated import policy_with_costs
 from test_engine_batches import Allocator
-from test_lookup import copying
+from test_lookup import file_copy_task
 from test_threads import in_a_thread
 from tinymodels import ending_at, greedy
 from tinymodels import target as tiny_target
@@ -25,12 +25,12 @@ ANSWER = 24
 PROMPT = small_prompt(12, 3)
 
 
-class Forwards:
-    """Counts the forwards inside.
+class CountedForwards:
+    """Counts the forwards that run while this context manager is open.
 
     Attributes:
-        rows: the number of rows of each forward of a single request, prompts left out.
-        ahead: steps that started before the last one was read.
+        rows: the number of rows of each forward of a single request, without those of prompts.
+        ahead: how many steps started before the previous one was read.
     """
 
     def __init__(self):
@@ -48,7 +48,7 @@ class Forwards:
             return forward(target, rows, logits)
 
         def kept(request, step, *rows_and_tokens):
-            assert not launches(step.choices), "the device must have started on these rows before"
+            assert not launches(step.choices), "the choices were not handed to the device earlier"
             keep(request, step, *rows_and_tokens)
 
         def committed(request, step, rows, tokens, ahead=None):
@@ -60,32 +60,36 @@ class Forwards:
             patch.object(Request, "keep", kept),
             patch.object(Request, "commit", committed),
         )
-        for each in self.patches:
-            each.start()
+        for patcher in self.patches:
+            patcher.start()
         return self
 
     def __exit__(self, *_):
-        for each in self.patches:
-            each.stop()
+        for patcher in self.patches:
+            patcher.stop()
 
 
 def test_a_plain_step_starts_before_the_last_one_is_read():
     target = tiny_target()
-    with Forwards() as forwards:
+    with CountedForwards() as forwards:
         events = dm.stream_generate(target, None, PROMPT, max_tokens=ANSWER)
-        begun = [len(forwards.rows) for _ in events]
-    # The prefill brings the first token, and the last step starts no other.
-    assert begun == [0, *range(2, ANSWER), ANSWER - 1]
+        forwards_at_events = [len(forwards.rows) for _ in events]
+    # The first token needs the prefill only. At the second, two steps have started, and so on. The
+    # last step starts no other.
+    assert forwards_at_events == [0, *range(2, ANSWER), ANSWER - 1]
     assert forwards.ahead == ANSWER - 2
 
 
-def test_the_end_of_a_text_costs_one_forward_whose_row_is_kept():
-    """A step reads the EOS token before its end is known; the next turn reuses that row."""
+def test_the_row_that_is_read_after_an_eos_token_is_kept_for_the_next_turn():
+    """The step after the EOS token starts before the end is known.
+
+    It costs one more forward, but the next turn reuses the EOS token's row.
+    """
     tokens = greedy(tiny_target(), PROMPT, ANSWER)
     end = next(index for index in range(8, ANSWER) if tokens[index] not in tokens[:index])
     target = ending_at(tiny_target(), tokens[end])
     kept = dm.Conversation(target, None)
-    with Forwards() as forwards:
+    with CountedForwards() as forwards:
         result = dm.generate(target, None, PROMPT, max_tokens=ANSWER, conversation=kept)
     assert result.tokens == tokens[: end + 1] and result.finish_reason == "stop"
     assert len(forwards.rows) == end + 1
@@ -98,19 +102,23 @@ def test_the_end_of_a_text_costs_one_forward_whose_row_is_kept():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_conversation_continues_after_an_answer_that_was_closed_early(family):
-    """Only caches that can be trimmed read ahead: others could not forget the token again."""
+    """The next turn differs from the answer in its last token, and all before it is reused.
+
+    Only requests whose caches can be trimmed read ahead: others could not drop that row again.
+    """
     model = random_model(family)
     target = target_of(model, family)
     kept = dm.Conversation(target, None)
     events = dm.stream_generate(target, None, PROMPT, max_tokens=30, conversation=kept)
-    begun = [next(events).tokens[0] for _ in range(24)]
-    ahead = target.start().can_pipeline
+    answer = [next(events).tokens[0] for _ in range(24)]
+    reads_ahead = target.start().can_pipeline
     events.close()
-    read = begun if ahead else begun[:-1]
-    assert kept.ids == [*PROMPT, *read]
-    assert kept.caches.target_session.can_trim or not ahead
-    another_token = begun[23] ^ 1
-    diverging = [*PROMPT, *begun[:23], another_token, 7, 8]
+    tokens_read = answer if reads_ahead else answer[:-1]
+    assert kept.ids == [*PROMPT, *tokens_read]
+    if reads_ahead:
+        assert kept.caches.target_session.can_trim
+    another_token = answer[-1] ^ 1  # any other token of the vocabulary
+    diverging = [*PROMPT, *answer[:-1], another_token, 7, 8]
     result = dm.generate(target, None, diverging, max_tokens=3, conversation=kept)
     assert result.stats.reused_tokens == len(diverging) - 3
     assert result.tokens == plain_tokens(model, diverging, 3)
@@ -121,109 +129,120 @@ def test_a_conversation_continues_after_an_answer_that_was_closed_early(family):
 
 
 def test_no_step_starts_early_with_a_penalty():
+    """A penalty depends on the token before, which is not known yet when a step starts early."""
     target = tiny_target()
-    with Forwards() as forwards:
+    with CountedForwards() as forwards:
         dm.generate(target, None, PROMPT, max_tokens=ANSWER, repetition_penalty=1.2)
     assert forwards.ahead == 0 and len(forwards.rows) == ANSWER - 1
 
 
-@pytest.mark.parametrize("new", [60, 67])
-def test_what_a_lookup_finds_during_a_step_ahead_is_drafted_a_token_later(new):
-    """An answer that is new for so long that lookups pause, and then repeats its prompt."""
-    file, copy = copying()
+@pytest.mark.parametrize("new_tokens", [60, 67])
+def test_pipelining_delays_drafts_of_a_lookup_by_a_few_steps_only(new_tokens):
+    """The answer is new for so long that lookups pause, and then repeats its prompt.
+
+    A match that is found while a step is ahead can be drafted one token later only. That may cost
+    10 % more steps.
+    """
+    file, repeated_file = file_copy_task()
     prompt = file[:200]
-    answer = [*range(700, 700 + new), *copy[:150]]
-    rounds = []
-    for ahead in (False, True):
-        subject = Scripted(prompt, answer, 1024)
-        subject.can_pipeline = ahead
+    answer = [*range(700, 700 + new_tokens), *repeated_file[:150]]
+    rounds = {}
+    for pipelined in (False, True):
+        target = Scripted(prompt, answer, 1024)
+        target.can_pipeline = pipelined
         policy = policy_with_costs(16, row=1 / 15, draft=0.0)
         settings = {"max_tokens": len(answer), "policy": policy}
-        with Forwards() as forwards:
-            drafted = dm.generate(subject, LookupDrafter(), prompt, **settings)
+        with CountedForwards() as forwards:
+            drafted = dm.generate(target, LookupDrafter(), prompt, **settings)
         assert drafted.tokens == answer
-        assert (forwards.ahead > 30) == ahead
-        rounds.append(drafted.stats.rounds)
-    assert rounds[0] <= rounds[1] <= 1.1 * rounds[0]
+        assert (forwards.ahead > 30) == pipelined
+        rounds[pipelined] = drafted.stats.rounds
+    assert rounds[False] <= rounds[True] <= 1.1 * rounds[False]
 
 
 SIZES = (60, 9, 35)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_5"])
-def test_many_are_pipelined_together_whoever_comes_and_goes(family):
+def test_a_batch_is_pipelined_while_requests_join_and_leave(family):
     """One, two, three requests together, then one again: each has the text it has alone."""
     target = family_target(family)
-    settings = {"temperature": 0.7, "seed": 2}
     prompts = [small_prompt(10 + index, index) for index in range(3)]
-    each = [settings | {"max_tokens": size} for size in SIZES]
-    crowd = RequestSet(target, list(zip(prompts, each, strict=True)))
-    played = SteppedEngine(target, None, SharedBatch(target, None))
+    settings = [{"temperature": 0.7, "seed": 2, "max_tokens": size} for size in SIZES]
+    requests = RequestSet(target, list(zip(prompts, settings, strict=True)))
+    engine = SteppedEngine(target, None, SharedBatch(target, None))
     jobs = []
-    with Forwards() as forwards:
-        for prompt, options in crowd.requests:
-            jobs.append(played.submit(prompt, **options))
+    with CountedForwards() as forwards:
+        for prompt, options in requests.requests:
+            jobs.append(engine.submit(prompt, **options))
             for _ in range(6):
-                played.scheduler.step()
-        played.run()
-    assert [job.result().tokens for job in jobs] == crowd.alone
-    # A forward of many is counted for each of them; newcomers and ends begin anew.
-    assert not target.start().can_pipeline or forwards.ahead > 0.9 * sum(SIZES) - 6
+                engine.scheduler.step()
+        engine.run()
+    assert [job.result().tokens for job in jobs] == requests.alone
+    # A shared step counts once for each of its requests. When one joins or leaves, the next step
+    # cannot start early.
+    if target.start().can_pipeline:
+        assert forwards.ahead > 0.9 * sum(SIZES) - 6
 
 
-@pytest.mark.parametrize("many", [1, 2])
-def test_plain_steps_are_pipelined_where_drafting_never_pays(many):
-    """By the policy of one request alone, or by the batch's."""
+@pytest.mark.parametrize("count", [1, 2])
+def test_plain_steps_are_pipelined_where_drafting_never_pays(count):
+    """A single request's policy decides so, and the batch's allocator for two."""
     target = tiny_target()
     size = 60
-    prompts = [small_prompt(12, index) for index in range(many)]
-    crowd = RequestSet(target, [(prompt, {"max_tokens": size}) for prompt in prompts])
+    prompts = [small_prompt(12, index) for index in range(count)]
+    requests = RequestSet(target, [(prompt, {"max_tokens": size}) for prompt in prompts])
     policy = policy_with_costs(16, row=1.0, draft=16.0)
-    played = SteppedEngine(target, crowd.oracle(0.0), SharedBatch(target, Allocator(1.0, policy)))
-    jobs = [played.submit(prompt, policy=policy, **settings) for prompt, settings in crowd.requests]
-    with Forwards() as forwards:
-        played.run()
-    assert [job.result().tokens for job in jobs] == crowd.alone
-    assert forwards.ahead > 0.7 * many * size
+    batch = SharedBatch(target, Allocator(1.0, policy))
+    engine = SteppedEngine(target, requests.oracle(0.0), batch)
+    jobs = [engine.submit(prompt, policy=policy, max_tokens=size) for prompt in prompts]
+    with CountedForwards() as forwards:
+        engine.run()
+    assert [job.result().tokens for job in jobs] == requests.alone
+    assert forwards.ahead > 0.7 * count * size
 
 
 def test_a_preempted_request_resumes_from_the_store_after_a_step_ahead(monkeypatch):
-    """A preempted request finds all that it has read in the store when it resumes."""
+    """When it resumes, it finds all that it had read in the prefix store."""
     target = tiny_target()
     store = dm.PrefixStore(target, None, memory=2**28, chunk=8)
-    played = SteppedEngine(target, None, SharedBatch(target, None))
-    job = played.submit(PROMPT, max_tokens=ANSWER, prefix=store)
+    engine = SteppedEngine(target, None, SharedBatch(target, None))
+    job = engine.submit(PROMPT, max_tokens=ANSWER, prefix=store)
     for _ in range(10):
-        played.scheduler.step()
-    read = []
-    target_read = Target.read
+        engine.scheduler.step()
+    tokens_read = []
+    original_read = Target.read
 
-    def counted(target, spans):
-        read.extend(token for span in spans for token in span.proposal.tokens)
-        return target_read(target, spans)
+    def recording_read(target, spans):
+        for span in spans:
+            tokens_read.extend(span.proposal.tokens)
+        return original_read(target, spans)
 
-    monkeypatch.setattr(Target, "read", counted)
-    played.scheduler.preempt()
-    played.run()
+    monkeypatch.setattr(Target, "read", recording_read)
+    engine.scheduler.preempt()
+    engine.run()
     assert job.result().tokens == greedy(target, PROMPT, ANSWER)
-    assert len(read) == 2, "as after every prompt that the store has"
+    assert len(tokens_read) == 2, "only the last two tokens are read after a prompt in the store"
 
 
 class UserDrafter:
-    """A user's drafter without features: a session counts rows and fails at a count in `breaks`."""
+    """A user's drafter without features, which drafts nothing.
+
+    A session counts the rows that it gets, and raises an error at each count in `fails_at`.
+    """
 
     tap_layers = ()
-    breaks = ()
+    fails_at = ()
 
     def start(self, target, sampler):
         session = copy.copy(self)
-        session.extended = 0
+        session.rows = 0
         return session
 
     def extend(self, taps):
-        self.extended += taps.shape[1]
-        if self.extended in self.breaks:
-            raise ValueError("mine")
+        self.rows += taps.shape[1]
+        if self.rows in self.fails_at:
+            raise ValueError("the user's error")
 
     def propose(self, anchor, width):
         return dm.Proposal([anchor])
@@ -239,24 +258,29 @@ def test_a_pipelined_step_is_read_and_closed_in_any_thread():
     assert tokens == greedy(target, PROMPT, 12)
 
 
-def test_an_error_of_one_drafter_ends_its_request_alone():
-    """It comes before the next round is computed, so the others need not read anything again."""
+def test_an_error_of_one_drafter_ends_only_its_request():
+    """It is raised before the next round is computed, so the others need not read anything again.
+
+    Only the second request, whose prompt is the longest, reaches the count that fails.
+    """
     target = tiny_target()
     drafter = UserDrafter()
     prompts = [PROMPT, [*PROMPT, *PROMPT, *PROMPT], [*PROMPT, 8]]
-    drafter.breaks = (len(prompts[1]) + 1,)
-    crowd = RequestSet(target, [(prompt, {"max_tokens": 9}) for prompt in prompts])
-    read = []
+    drafter.fails_at = (len(prompts[1]) + 1,)
+    requests = RequestSet(target, [(prompt, {"max_tokens": 9}) for prompt in prompts])
+    tokens_read = []
 
-    class Counted(SharedBatch):
-        def read(self, ends):
-            read.extend(token for end in ends for token in end.proposal.tokens)
-            return super().read(ends)
+    class RecordingBatch(SharedBatch):
+        def read(self, spans):
+            for span in spans:
+                tokens_read.extend(span.proposal.tokens)
+            return super().read(spans)
 
-    played = SteppedEngine(target, drafter, Counted(target, None))
-    jobs = [played.submit(prompt, block_size=1, **settings) for prompt, settings in crowd.requests]
-    played.run()
-    with pytest.raises(ValueError, match="mine"):
+    engine = SteppedEngine(target, drafter, RecordingBatch(target, None))
+    jobs = [engine.submit(prompt, block_size=1, max_tokens=9) for prompt in prompts]
+    engine.run()
+    with pytest.raises(ValueError, match="the user's error"):
         jobs[1].result()
-    assert [jobs[index].result().tokens for index in (0, 2)] == [crowd.alone[0], crowd.alone[2]]
-    assert len(read) == sum(map(len, prompts)), "nobody has to read again"
+    assert jobs[0].result().tokens == requests.alone[0]
+    assert jobs[2].result().tokens == requests.alone[2]
+    assert len(tokens_read) == sum(map(len, prompts)), "no prompt is read twice"

@@ -35,12 +35,12 @@ TEMPLATES: list[Any] = [
 MESSAGES = [{"role": "user", "content": "what is 37?"}]
 
 
-def test_text_is_encoded_as_it_is():
+def test_text_is_encoded_without_a_chat_template():
     assert encode_prompt(target(), "The fox") == tokenizer().encode("The fox")
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_token_ids_are_taken_as_they_are(kind):
+def test_token_ids_become_python_integers(kind):
     ids = encode_prompt(target(), kind([5, np.int64(0), np.uint8(7)]))
     assert ids == [5, 0, 7] and all(type(token) is int for token in ids)
 
@@ -93,7 +93,7 @@ def test_values_that_are_not_prompts_are_refused(prompt, message):
     assert "\n" not in str(caught.value)
 
 
-def test_the_prompt_leaves_room_for_an_answer():
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused():
     small = target(max_position_embeddings=10)
     assert len(encode_prompt(small, [3] * 9)) == 9
     with pytest.raises(PromptError, match="has 10 tokens.* at most 9"):
@@ -116,14 +116,15 @@ def test_messages_need_a_chat_template():
         encode_prompt(with_template(None), MESSAGES)
 
 
-def test_a_template_can_refuse():
+def test_the_reason_why_a_template_refuses_messages_is_told():
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(PromptError, match="refuses these messages .roles must alternate"):
         encode_prompt(with_template(template), MESSAGES)
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=repr)
-def test_whatever_a_template_raises_is_one_line(template):
+def test_an_error_of_a_template_is_one_line(template):
+    """A template that renders after all gives what transformers gives."""
     changed = with_template(template if isinstance(template, str) else repr(template))
     try:
         ids = encode_prompt(changed, MESSAGES)
@@ -133,13 +134,14 @@ def test_whatever_a_template_raises_is_one_line(template):
         assert ids == changed.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
 
 
-def test_a_bos_token_that_is_written_out_is_not_added_again():
+def test_a_bos_token_in_the_text_is_not_added_again():
     changed = with_template(None)
-    hugging = changed.tokenizer._tokenizer
-    hugging.add_special_tokens({"bos_token": "<s>"})
-    hugging.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", hugging.bos_token_id)]
+    transformers_tokenizer = changed.tokenizer._tokenizer
+    transformers_tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = transformers_tokenizer.bos_token_id
+    transformers_tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
     )
     changed.vocab_size += 1
-    expected = [hugging.bos_token_id, *tokenizer().encode("fox", add_special_tokens=False)]
+    expected = [bos, *tokenizer().encode("fox", add_special_tokens=False)]
     assert encode_prompt(changed, "fox") == encode_prompt(changed, "<s>fox") == expected

@@ -1,4 +1,6 @@
-"""Proposals: chains, trees, what is neither, and the walk that accepts a path."""
+"""Proposals: chains, trees, invalid ones, and the walk that accepts a path."""
+
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +13,7 @@ from dflash_mlx.errors import DFlashError, ProposalError
 from dflash_mlx.proposal import Proposal
 
 
-def test_tokens_alone_form_a_chain():
+def test_tokens_without_parents_form_a_chain():
     proposal = Proposal([7, 8, 9])
     assert proposal.parents == (-1, 0, 1)
     assert proposal.is_chain and len(proposal) == 3
@@ -33,12 +35,16 @@ def test_any_whole_numbers_are_tokens(tokens):
     assert Proposal(tokens) == Proposal([7, 8, 9])
 
 
-@pytest.mark.parametrize("made", [list, mx.array])
-def test_tokens_outside_of_the_vocabulary_do_not_reach_the_target(made):
-    assert Proposal(made([3, 5, 6, 2**31 - 1])).array(6).tolist() == [3, 5, 5, 5]
+@pytest.mark.parametrize("container", [list, mx.array])
+def test_tokens_outside_the_vocabulary_are_clipped_to_its_last_token(container):
+    """The target must not read beyond its embedding."""
+    vocab_size = 6
+    proposal = Proposal(container([3, 5, 6, 2**31 - 1]))
+    assert proposal.array(vocab_size).tolist() == [3, 5, 5, 5]
 
 
 def test_an_array_of_tokens_is_not_evaluated():
+    """A lazy array of a million tokens takes no memory until it is evaluated."""
     size = 1_000_000
     before = mx.get_active_memory()
     proposal = Proposal(mx.arange(size))
@@ -105,14 +111,16 @@ def trees(draw):
 
 
 def path_to(row: int, parents: list[int]) -> list[int]:
+    """The rows from the root to this row, both included."""
     path = [row]
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])
     return path
 
 
-def agreed(path: list[int], tokens: list[int], choices: list[int]) -> bool:
-    return all(tokens[child] == choices[row] for row, child in zip(path, path[1:], strict=False))
+def is_accepted(path: list[int], tokens: list[int], choices: list[int]) -> bool:
+    """Whether each draft of the path is what the target chose at its parent."""
+    return all(tokens[child] == choices[parent] for parent, child in pairwise(path))
 
 
 @given(tree=trees())
@@ -121,12 +129,14 @@ def test_accept_finds_the_path_of_brute_force(tree):
     kept, new = accept(tokens, parents, choices)
     assert kept[0] == 0
     assert kept == path_to(kept[-1], parents)
-    assert agreed(kept, tokens, choices)
+    assert is_accepted(kept, tokens, choices)
     assert new == [choices[row] for row in kept]
-    # Nothing more could have been kept on this path, ...
+    # No child of the last row could have been accepted as well.
     children = [row for row in range(len(tokens)) if parents[row] == kept[-1]]
     assert all(tokens[child] != new[-1] for child in children)
-    # ... and without equal siblings, which make two subtrees out of one, nothing at all.
-    if len({*zip(parents, tokens, strict=True)}) == len(tokens):
+    # No other accepted path is longer. (Of two equal siblings, only one is followed.)
+    has_equal_siblings = len(set(zip(parents, tokens, strict=True))) < len(tokens)
+    if not has_equal_siblings:
         paths = [path_to(row, parents) for row in range(len(tokens))]
-        assert len(kept) == max(len(path) for path in paths if agreed(path, tokens, choices))
+        accepted = [path for path in paths if is_accepted(path, tokens, choices)]
+        assert len(kept) == max(map(len, accepted))

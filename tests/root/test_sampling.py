@@ -1,4 +1,4 @@
-"""The processed distribution, the noise, and settings that are refused instead of ignored."""
+"""Sampling: the distribution after all filters, the noise, and requests sampled together."""
 
 import math
 from fractions import Fraction
@@ -16,12 +16,13 @@ from dflash_mlx.sampling import Sampler, sample
 from dflash_mlx.settings import RequestSettings
 
 VOCABULARIES = [16, 200]
+HIGHEST_Z = 3.09  # a standard normal variable exceeds it with a probability of 1e-3
 
 
-def surprise(observed, expected):
-    """How many standard deviations a chi-square statistic is too large (Wilson and Hilferty).
+def chi_square_z(observed, expected):
+    """The z-score of Pearson's chi-square statistic, by Wilson and Hilferty's approximation.
 
-    Cells that expect fewer than five are put together. p > 1e-3 is a value below 3.09.
+    Cells that expect fewer than five observations are put together.
     """
     observed = np.ravel(observed)
     expected = np.ravel(expected)
@@ -52,17 +53,10 @@ def processed(logits, temperature, top_p=1.0, top_k=0, min_p=0.0):
     return p / p.sum()
 
 
-def chosen(sampler, proposal, logits):
-    """The tokens of a proposal, and the target's after each row."""
-    rows = sampler.rows(proposal, logits.shape[-1])
-    return list(map(int, proposal.tokens)), sample([rows], logits).tolist()
-
-
-def choices(settings, logits, rows=1, seed=0):
-    """The choices at positions 0..rows-1 of a chain whose rows all have these logits [V]."""
-    sampler = Sampler(RequestSettings(seed=seed, **settings))
-    table = mx.broadcast_to(mx.array(logits, mx.float32), (rows, len(logits)))
-    return chosen(sampler, Proposal([0] * rows), table)[1]
+def sample_rows(sampler, logits):
+    """The tokens that are sampled after each row of a chain, whose own tokens do not matter."""
+    chain = Proposal([0] * len(logits))
+    return sample([sampler.rows(chain, logits.shape[-1])], logits).tolist()
 
 
 FILTERS = [{}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.05}]
@@ -73,19 +67,23 @@ FILTERS.append({"top_p": 0.95, "top_k": 12, "min_p": 0.01})
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("temperature", [0.3, 1.3])
 def test_next_tokens_follow_the_processed_distribution(vocabulary, filters, temperature):
+    """5,000 tokens are sampled from the same logits, each at another position."""
     logits = 2 * np.random.default_rng(vocabulary).normal(size=vocabulary)
     rows = 5000
-    tokens = choices({"temperature": temperature, **filters}, logits, rows, seed=vocabulary)
+    settings = RequestSettings(temperature=temperature, seed=vocabulary, **filters)
+    equal_rows = mx.broadcast_to(mx.array(logits, mx.float32), (rows, vocabulary))
+    tokens = sample_rows(Sampler(settings), equal_rows)
+    observed = np.bincount(tokens, minlength=vocabulary)
     expected = rows * processed(logits, temperature, **filters)
-    assert surprise(np.bincount(tokens, minlength=vocabulary), expected) < 3.09
+    assert chi_square_z(observed, expected) < HIGHEST_Z
 
 
 @pytest.mark.parametrize("vocabulary", [16, 200])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_two_tokens_follow_the_joint_distribution(vocabulary, drafts):
-    """Through the whole loop: what is drafted must not bend what is chosen.
+    """Whole requests with thousands of seeds: drafts must not change the distribution.
 
-    The prefill chooses the token before them, which the table forces to be 0.
+    The prefill chooses the token before the two, which the table forces to be 0.
     """
     table = 2 * np.random.default_rng(vocabulary).normal(size=(vocabulary, vocabulary))
     # Token 0 always follows token 1, which is the prompt.
@@ -102,27 +100,36 @@ def test_two_tokens_follow_the_joint_distribution(vocabulary, drafts):
         counts[tuple(result.tokens[1:])] += 1
         accepted += result.stats.accepted_tokens
     rows = np.stack([processed(row, 0.9, top_k=8) for row in table])
-    assert surprise(counts, seeds * rows[0][:, None] * rows) < 3.09
+    joint_probabilities = rows[0][:, None] * rows
+    assert chi_square_z(counts, seeds * joint_probabilities) < HIGHEST_Z
     assert (accepted > seeds / 3) == drafts
 
 
 def test_noise_is_independent_across_positions_and_seeds():
+    """No two rows of noise are correlated, nor is a row with itself, shifted by a few tokens."""
     rows = 64
     vocabulary = 2000
-    draws = {
-        seed: np.array(gumbel([(seed, index) for index in range(rows)], vocabulary))
-        for seed in (0, 1, 2, 40)
-    }
-    limit = 4.5 / vocabulary**0.5
-    for noise in draws.values():
-        between = np.corrcoef(noise)[~np.eye(rows, dtype=bool)]
-        assert np.abs(between).max() < limit
-        along = [np.corrcoef(row[:-lag], row[lag:])[0, 1] for row in noise for lag in (1, 2)]
-        assert np.abs(along).max() < limit
-    # Other seeds, and position and seed exchanged.
-    across = [np.corrcoef(draws[0][i], draws[1][j])[0, 1] for i in range(9) for j in range(9)]
-    across += [np.corrcoef(draws[2][40], draws[40][2])[0, 1]]
-    assert np.abs(across).max() < limit
+    noise_of_seed = {}
+    for seed in (0, 1, 2, 40):
+        keys = [(seed, position) for position in range(rows)]
+        noise_of_seed[seed] = np.array(gumbel(keys, vocabulary))
+    limit = 4.5 / vocabulary**0.5  # 4.5 standard deviations
+
+    def correlation(first, second):
+        return np.corrcoef(first, second)[0, 1]
+
+    for noise in noise_of_seed.values():
+        between_positions = np.corrcoef(noise)[~np.eye(rows, dtype=bool)]
+        assert np.abs(between_positions).max() < limit
+        shifted = [correlation(row[:-lag], row[lag:]) for row in noise for lag in (1, 2)]
+        assert np.abs(shifted).max() < limit
+    for position in range(9):
+        for other_position in range(9):
+            first = noise_of_seed[0][position]
+            second = noise_of_seed[1][other_position]
+            assert abs(correlation(first, second)) < limit
+    # Seed 2 at position 40, and seed 40 at position 2.
+    assert abs(correlation(noise_of_seed[2][40], noise_of_seed[40][2])) < limit
 
 
 def test_noise_is_gumbel():
@@ -133,7 +140,7 @@ def test_noise_is_gumbel():
 
 
 @pytest.mark.parametrize("vocabulary", [17, 192, 1000])
-def test_noise_of_a_position_does_not_depend_on_what_is_made_with_it(vocabulary):
+def test_noise_of_a_position_does_not_depend_on_which_rows_are_drawn_with_it(vocabulary):
     together = gumbel([(3, 100 + index) for index in range(16)], vocabulary)
     for row in (0, 7, 15):
         assert mx.array_equal(together[row : row + 1], gumbel([(3, 100 + row)], vocabulary))
@@ -166,11 +173,12 @@ def test_greedy_takes_the_largest_logit_and_the_first_of_equals():
         RequestSettings(top_p=0.1, top_k=2, min_p=0.5),
     ):
         sampler = Sampler(settings)
-        assert chosen(sampler, Proposal([0, 1, 2]), logits) == ([0, 1, 2], [1, 0, 2])
+        assert sample_rows(sampler, logits) == [1, 0, 2]
         assert sampler.seed is None and sampler.draft(logits).tolist() == [1, 0, 2]
 
 
-def test_the_seed_and_nothing_else_decides():
+def test_equal_seeds_give_equal_texts():
+    """A request without a seed reports the one that it drew."""
     target = BigramTarget(np.zeros((192, 192)))
     settings = {"temperature": 1.0, "max_tokens": 24}
     texts = [dm.generate(target, None, [1], seed=seed, **settings).tokens for seed in (1, 2, 1)]
@@ -182,7 +190,7 @@ def test_the_seed_and_nothing_else_decides():
 
 @pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-40, 1e-3])
 def test_the_smallest_top_p_keeps_the_likeliest_token(top_p):
-    """In float32 the first two are 0, which would remove even the most likely token."""
+    """The first two values are 0 in float32, which would remove even the most likely token."""
     table = np.random.default_rng(5).normal(size=(192, 192))
     target = BigramTarget(table)
     settings = {"temperature": 1.0, "seed": 2, "max_tokens": 12}
@@ -195,15 +203,12 @@ def test_the_smallest_top_p_keeps_the_likeliest_token(top_p):
 def test_the_smallest_temperatures_are_greedy(temperature):
     mx.random.seed(3)
     logits = 30 * mx.random.normal((50, 40))
-    tokens = [0] * 50
-    greedy = chosen(Sampler(RequestSettings()), Proposal(tokens), logits)
-    cold = chosen(
-        Sampler(RequestSettings(temperature=temperature, seed=1)), Proposal(tokens), logits
-    )
+    greedy = sample_rows(Sampler(RequestSettings()), logits)
+    cold = sample_rows(Sampler(RequestSettings(temperature=temperature, seed=1)), logits)
     assert cold == greedy
 
 
-def test_numbers_of_numpy_and_fractions_are_numbers():
+def test_settings_may_be_numbers_of_numpy_and_fractions():
     table = np.random.default_rng(1).normal(size=(50, 50))
     target = BigramTarget(table)
     drafter = BigramDrafter(table)
@@ -218,14 +223,14 @@ def test_numbers_of_numpy_and_fractions_are_numbers():
     assert dm.generate(target, drafter, ids, block_size=block_size, **others).tokens == expected
 
 
-class Odd:
-    """A constraint: every other token is odd."""
+class AlternatingParity:
+    """A constraint: even and odd tokens alternate, and the first is even."""
 
     def follows(self, answer, tokens):
-        ends = (
-            index for index, token in enumerate(tokens) if token % 2 != (len(answer) + index) % 2
-        )
-        return next(ends, len(tokens))
+        for index, token in enumerate(tokens):
+            if token % 2 != (len(answer) + index) % 2:
+                return index
+        return len(tokens)
 
     def allowed(self, answer):
         return np.arange(30) % 2 == len(answer) % 2
@@ -234,47 +239,60 @@ class Odd:
         raise AssertionError("constraints are not called")
 
 
+def negate(tokens, logits):
+    """A logits processor of a user."""
+    return -logits
+
+
+# Settings of a request, how many tokens it drafts, and the index of the first request that is
+# sampled in the same operation.
+SAMPLED_TOGETHER = [
+    ({}, 0, 0),
+    ({"temperature": 0.7, "seed": 1}, 0, 1),
+    ({"logit_bias": {3: 2.0}}, 0, 2),
+    ({}, 0, 0),
+    ({"temperature": 0.7, "seed": 2}, 0, 1),
+    ({"temperature": 0.7, "seed": 1, "top_k": 5}, 0, 5),
+    ({"temperature": 0.7, "seed": 2}, 4, 1),
+    ({}, 4, 0),
+    ({"logit_bias": {5: 1.5, 7: -1.0, 3: 4.0}}, 3, 2),
+]
+# These need the token before, so they cannot be sampled one step ahead.
+NEEDING_THE_LAST_TOKEN = [
+    ({"frequency_penalty": 0.6}, 2, 2),
+    ({"presence_penalty": 1.0}, 0, 2),
+    ({"logits_processors": [negate]}, 3, 2),
+    ({"repetition_penalty": 1.3}, 0, 2),
+    ({"logits_processors": [AlternatingParity()]}, 2, 2),
+    ({"logits_processors": [AlternatingParity()], "temperature": 0.7, "seed": 2}, 4, 14),
+]
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_requests_sampled_together_choose_the_same_tokens(ahead):
     """Greedy and sampled rows, plain and drafted ones, equal settings and others, in one call."""
-    settings = [
-        *({}, {"temperature": 0.7, "seed": 1}, {"logit_bias": {3: 2.0}}, {}),
-        *({"temperature": 0.7, "seed": 2}, {"temperature": 0.7, "seed": 1, "top_k": 5}),
-        *({"temperature": 0.7, "seed": 2, "drafts": 4}, {"drafts": 4}),
-        {"drafts": 3, "logit_bias": {5: 1.5, 7: -1.0, 3: 4.0}},
-    ]
-    if not ahead:  # these read the token before
-        settings += [
-            *({"frequency_penalty": 0.6, "drafts": 2}, {"presence_penalty": 1.0}),
-            *({"logits_processors": [lambda _, x: -x], "drafts": 3}, {"repetition_penalty": 1.3}),
-            {"logits_processors": [Odd()], "drafts": 2},
-            {"logits_processors": [Odd()], "drafts": 4, "temperature": 0.7, "seed": 2},
-        ]
+    vocabulary = 30
+    cases = SAMPLED_TOGETHER if ahead else SAMPLED_TOGETHER + NEEDING_THE_LAST_TOKEN
 
     def requests():
-        for number, options in enumerate(settings):
-            sampling = {name: value for name, value in options.items() if name != "drafts"}
-            sampler = Sampler(RequestSettings(**sampling), [1] * number)
+        for number, (settings, count, _) in enumerate(cases):
+            sampler = Sampler(RequestSettings(**settings), [1] * number)
             proposal = Proposal([2])
-            if count := options.get("drafts"):
-                drafts = sampler.draft(mx.random.normal((count, 30), key=mx.random.key(number)))
-                proposal = Proposal(mx.concatenate([mx.array([2]), drafts.astype(mx.int32)]))
-            rows = len(proposal), 30
-            yield sampler, proposal, mx.random.normal(rows, key=mx.random.key(99 + number))
+            if count:
+                draft_logits = mx.random.normal((count, vocabulary), key=mx.random.key(number))
+                drafts = sampler.draft(draft_logits).astype(mx.int32)
+                proposal = Proposal(mx.concatenate([mx.array([2]), drafts]))
+            key = mx.random.key(99 + number)
+            yield sampler, proposal, mx.random.normal((len(proposal), vocabulary), key=key)
 
-    alone = mx.concatenate(
-        [
-            sample([sampler.rows(proposal, 30, ahead)], logits)
-            for sampler, proposal, logits in requests()
-        ]
-    )
+    separate = []
+    for sampler, proposal, logits in requests():
+        separate += sample([sampler.rows(proposal, vocabulary, ahead)], logits).tolist()
     together = list(requests())
-    rows = [sampler.rows(proposal, 30, ahead) for sampler, proposal, _ in together]
-    logits = mx.concatenate([logits for *_, logits in together])
-    choices = sample(rows, logits)
-    assert choices.tolist() == alone.tolist()
-    assert sample(rows, logits).tolist() == choices.tolist(), "sampling again"
-    keys = [sampler.group for sampler, *_ in together]
-    # For each request, the index of the first one in its group.
-    first = [0, 1, 2, 0, 1, 5, 1, 0, 2, *[2, 2, 2, 2, 2, 14][: 6 * (not ahead)]]
-    assert [keys.index(key) for key in keys] == first, "one operation each"
+    rows = [sampler.rows(proposal, vocabulary, ahead) for sampler, proposal, _ in together]
+    all_logits = mx.concatenate([logits for *_, logits in together])
+    assert sample(rows, all_logits).tolist() == separate
+    assert sample(rows, all_logits).tolist() == separate, "sampling again"
+    groups = [sampler.group for sampler, *_ in together]
+    first_of_group = [groups.index(group) for group in groups]
+    assert first_of_group == [first for *_, first in cases]

@@ -48,7 +48,7 @@ CASES += [(name, value) for name in NUMBERS for value in ("1", True, math.nan, [
 
 
 @pytest.mark.parametrize(("name", "value"), CASES)
-def test_a_wrong_value_is_named(name, value):
+def test_the_error_about_a_wrong_value_names_the_setting(name, value):
     chat = [{"role": "user", "content": "Hi"}]
     with pytest.raises(SettingsError, match=name) as caught:
         dm.stream_generate(target(), random_drafter(), chat, **{name: value})
@@ -81,24 +81,26 @@ def test_a_wrong_value_is_named(name, value):
         ),
     ],
 )
-def test_a_wrong_argument_of_what_requests_share_is_named(make, name):
+def test_the_error_about_a_wrong_argument_names_it(make, name):
+    """Arguments of objects that several requests share, and of the functions that take them."""
     with pytest.raises(SettingsError, match=name):
         make()
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "advice"),
     [
         ("max_token", "Did you mean max_tokens?"),
         ("repetition_penalti", "Did you mean repetition_penalty?"),
         ("sampler", "help(dflash_mlx.generate)"),
     ],
 )
-def test_a_mistyped_setting_names_the_one_that_may_be_meant(name, told):
-    """It is raised in the caller's thread, like every other error in a request."""
+def test_the_error_about_an_unknown_setting_suggests_the_right_one(name, advice):
+    """An engine raises it in the caller's thread, like every other error in a request."""
+    message = f"no setting {name!r}.*{re.escape(advice)}"
     with dm.Engine(target(), None) as engine:
-        for ask in (partial(dm.generate, target(), None), engine.submit):
-            with pytest.raises(SettingsError, match=f"no setting {name!r}.*{re.escape(told)}"):
-                ask([1, 2], **{name: 3})
+        for call in (partial(dm.generate, target(), None), engine.submit):
+            with pytest.raises(SettingsError, match=message):
+                call([1, 2], **{name: 3})
         with pytest.raises(DFlashError, match="vocabulary"):
             engine.submit([10**6])

@@ -1,10 +1,12 @@
 """Tokens to text: whole characters, stop strings wherever they fall, and an exact end.
 
-The truth is the tokenizer's own decoding of all the tokens at once, and a search in that text.
+The expected text is what the tokenizer decodes from all tokens at once, cut where a search finds
+the first stop string.
 """
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,17 +24,17 @@ from transformers import PreTrainedTokenizerFast
 from dflash_mlx.stream import Detokenizer, TextStream, skip_text_start, text_of
 
 EOS = "<|end|>"
-TORN = "\ufffd"
+REPLACEMENT = "\ufffd"  # what an incomplete character is decoded to
 ALPHABET = "ab \n.é€中🙂🚀"  # one to four bytes a character
 # GPT-2's spelling of bytes: printable ones stand for themselves, the others for 256, 257, ...
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-HIDDEN = [byte for byte in range(256) if byte not in PRINTABLE]
+UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 SPELLING = {byte: chr(byte) for byte in PRINTABLE}
-SPELLING |= {byte: chr(256 + i) for i, byte in enumerate(HIDDEN)}
+SPELLING |= {byte: chr(256 + index) for index, byte in enumerate(UNPRINTABLE)}
 
 
 @dataclass
-class Coded:
+class TokenizedText:
     """A text cut into pieces, and a tokenizer in which each piece is one token."""
 
     tokenizer: PreTrainedTokenizerFast
@@ -48,9 +50,9 @@ class Coded:
     def text(self, tokens: int) -> str:
         """The text of the first tokens, without an incomplete character at the end."""
         text = b"".join(self.pieces[:tokens]).decode(errors="ignore")
-        # As mlx-lm has it, the text starts without its first space.
-        spaced = self.continues or isinstance(self.detokenizer, NaiveStreamingDetokenizer)
-        return text if spaced else text.removeprefix(" ")
+        # mlx-lm's other detokenizers drop the first space of a text.
+        keeps_space = self.continues or isinstance(self.detokenizer, NaiveStreamingDetokenizer)
+        return text if keeps_space else text.removeprefix(" ")
 
     def stream(self, stop: tuple[str, ...], max_tokens: int) -> TextStream:
         detokenizer = self.detokenizer
@@ -59,30 +61,51 @@ class Coded:
         return TextStream(detokenizer, eos_ids={self.eos}, stop=stop, max_tokens=max_tokens)
 
 
-def code(names: list[str], pieces: list[bytes], basis: Any, decoder: Any, kind: Any) -> Coded:
-    vocabulary = {token: i for i, token in enumerate(dict.fromkeys([*basis, *names]))}
+def tokenized_text(
+    names: list[str], pieces: list[bytes], single_bytes: Any, decoder: Any, detokenizer: Any
+) -> TokenizedText:
+    """Build a tokenizer whose vocabulary has tokens for single bytes, and these `names`.
+
+    Args:
+        names: how the vocabulary spells each piece of the text.
+        pieces: the bytes of each piece.
+        single_bytes: how the vocabulary spells each of the 256 bytes.
+        decoder: what turns spellings into text.
+        detokenizer: mlx-lm's class for such tokenizers.
+    """
+    unique_names = dict.fromkeys([*single_bytes, *names])
+    vocabulary = {name: index for index, name in enumerate(unique_names)}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoder
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=EOS, clean_up_tokenization_spaces=False
     )
-    return Coded(
-        fast, detokenizer=kind(fast), ids=[vocabulary[name] for name in names], pieces=pieces
+    return TokenizedText(
+        fast, detokenizer=detokenizer(fast), ids=[vocabulary[name] for name in names], pieces=pieces
     )
 
 
-def byte_level(cut: list[bytes], kind: Any = BPEStreamingDetokenizer) -> Coded:
-    """Qwen's and Llama's way: tokens are any bytes, so they end anywhere inside characters."""
-    names = ["".join(SPELLING[byte] for byte in piece) for piece in cut]
-    return code(names, pieces=cut, basis=SPELLING.values(), decoder=decoders.ByteLevel(), kind=kind)
+def byte_level(pieces: list[bytes], detokenizer: Any = BPEStreamingDetokenizer) -> TokenizedText:
+    """A text as Qwen and Llama tokenize it: a token may end inside a character."""
+    return tokenized_text(
+        names=["".join(SPELLING[byte] for byte in piece) for piece in pieces],
+        pieces=pieces,
+        single_bytes=SPELLING.values(),
+        decoder=decoders.ByteLevel(),
+        detokenizer=detokenizer,
+    )
 
 
-def sentencepiece(cut: list[str], by_bytes: list[bool]) -> Coded:
-    """SentencePiece's way: tokens are whole characters, or single bytes of one."""
+def sentencepiece(cut: list[str], by_bytes: list[bool]) -> TokenizedText:
+    """A text as SentencePiece tokenizes it: tokens are whole characters, or single bytes of one.
+
+    `by_bytes` says for each piece whether it is spelled with a token for each byte.
+    """
     names: list[str] = []
     pieces: list[bytes] = []
-    for text, split in zip([" " + cut[0], *cut[1:]], by_bytes, strict=True):  # its dummy prefix
+    with_prefix = [" " + cut[0], *cut[1:]]  # SentencePiece adds a space in front of every text
+    for text, split in zip(with_prefix, by_bytes, strict=True):
         encoded = text.encode()
         if split:
             names += [f"<0x{byte:02X}>" for byte in encoded]
@@ -92,43 +115,50 @@ def sentencepiece(cut: list[str], by_bytes: list[bool]) -> Coded:
             pieces.append(encoded)
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    basis = [f"<0x{byte:02X}>" for byte in range(256)]
-    return code(names, pieces=pieces, basis=basis, decoder=decoder, kind=SPMStreamingDetokenizer)
+    return tokenized_text(
+        names=names,
+        pieces=pieces,
+        single_bytes=[f"<0x{byte:02X}>" for byte in range(256)],
+        decoder=decoder,
+        detokenizer=SPMStreamingDetokenizer,
+    )
 
 
-def cut_anywhere(draw: Any, text: Any) -> list[Any]:
-    """A string or bytes in random pieces, none of them empty."""
-    places = draw(st.sets(st.integers(1, max(1, len(text) - 1))), label="cuts")
-    borders = sorted({0, *(place for place in places if place < len(text)), len(text)})
-    return [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+def draw_pieces(draw: Any, text: Any) -> list[Any]:
+    """Cut a string, bytes or a list into random pieces, none of them empty."""
+    cuts = draw(st.sets(st.integers(1, max(1, len(text) - 1))), label="cuts")
+    borders = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
+    return [text[start:end] for start, end in pairwise(borders)]
 
 
-def draw_coded(draw: Any, kind: str) -> tuple[str, Coded]:
+def draw_text(draw: Any, kind: str) -> tuple[str, TokenizedText]:
+    """A random text with a tokenizer of this kind, which decodes it correctly."""
     text = draw(st.text(ALPHABET, min_size=1, max_size=24), label="text")
     if kind == "spm":
         assume(not text.startswith(" "))  # mlx-lm's detokenizer would strip more than the prefix
-        cut = cut_anywhere(draw, text)
-        split = draw(st.lists(st.booleans(), min_size=len(cut), max_size=len(cut)))
-        coded = sentencepiece(cut, split)
+        cut = draw_pieces(draw, text)
+        by_bytes = draw(st.lists(st.booleans(), min_size=len(cut), max_size=len(cut)))
+        tokenized = sentencepiece(cut, by_bytes)
     elif kind == "bpe":
-        coded = byte_level(cut_anywhere(draw, text.encode()))
+        tokenized = byte_level(draw_pieces(draw, text.encode()))
     else:
-        cut = cut_anywhere(draw, text.encode())
+        pieces = draw_pieces(draw, text.encode())
         # mlx-lm's detokenizer loses bytes that begin a character after a newline in the same token.
-        assume(not any(re.search(rb"\n[\x80-\xff]+$", piece) for piece in cut))
-        coded = byte_level(cut, NaiveStreamingDetokenizer)
-    assert coded.tokenizer.decode(coded.ids) == text
-    return text, coded
+        assume(not any(re.search(rb"\n[\x80-\xff]+$", piece) for piece in pieces))
+        tokenized = byte_level(pieces, NaiveStreamingDetokenizer)
+    assert tokenized.tokenizer.decode(tokenized.ids) == text
+    return text, tokenized
 
 
 def first_stop(text: str, stop: tuple[str, ...]) -> int | None:
+    """Where the first stop string of a text begins, or None."""
     return min((text.find(string) for string in stop if string in text), default=None)
 
 
 def draw_stops(draw: Any, text: str) -> tuple[str, ...]:
     """Up to three stop strings, most of them parts of the text."""
     start = st.integers(0, len(text) - 1)
-    part = st.builds(lambda a, n: text[a : a + n], start, st.integers(1, 5))
+    part = st.builds(lambda at, length: text[at : at + length], start, st.integers(1, 5))
     return tuple(draw(st.lists(part | st.text(ALPHABET, min_size=1, max_size=3), max_size=3)))
 
 
@@ -136,58 +166,66 @@ def draw_stops(draw: Any, text: str) -> tuple[str, ...]:
 @given(data=st.data())
 @settings(max_examples=80)
 def test_text_and_end_are_exact_for_any_tokens_in_any_rounds(kind, data):
-    """The text ends where a search finds the end, and no character is torn."""
-    text, coded = draw_coded(data.draw, kind)
-    coded.continues = data.draw(st.booleans(), label="continues")
+    """The text ends where a search finds the end, and no character is torn.
+
+    The stream gets the tokens of the text, then more tokens that it must ignore, in steps of any
+    length. The text ends by a stop string, by EOS, or by `max_tokens`.
+    """
+    text, tokenized = draw_text(data.draw, kind)
+    tokenized.continues = data.draw(st.booleans(), label="continues")
     stop = draw_stops(data.draw, f" {text}" if kind == "spm" else text)
-    end = data.draw(st.integers(0, len(coded.ids)), label="tokens before the end")
+    end = data.draw(st.integers(0, len(tokenized.ids)), label="tokens before the end")
     by_eos = data.draw(st.booleans(), label="ends by EOS")
 
-    whole = coded.text(end)
+    whole = tokenized.text(end)
     cut = first_stop(whole, stop)
-    firsts = [first_stop(coded.text(n), stop) for n in range(end + 1)]
-    # Of stop strings that overlap, the tokens decide which is complete first.
-    assume({place for place in firsts if place is not None} <= {cut})
+    stop_after_tokens = [first_stop(tokenized.text(count), stop) for count in range(end + 1)]
+    # Of stop strings that overlap, the first to be complete may begin later. Such cases are left
+    # out, because the search cannot tell which one it is.
+    assume({place for place in stop_after_tokens if place is not None} <= {cut})
 
-    stream = coded.stream(stop, max_tokens=end + by_eos)
-    tokens = coded.ids[:end] + [coded.eos] * by_eos
+    tokens = tokenized.ids[:end]
+    if by_eos:
+        tokens = [*tokens, tokenized.eos]
+    stream = tokenized.stream(stop, max_tokens=len(tokens))
     pieces = []
     used = []
-    steps = cut_anywhere(data.draw, tokens + coded.ids) if tokens else [coded.ids]
+    ignored = tokenized.ids
+    steps = draw_pieces(data.draw, tokens + ignored) if tokens else [ignored]
     for step in steps:
         piece = stream.add(step)
         pieces.append(piece.text)
         used += piece.tokens
         assert (piece.finish_reason is None) == (stream.finish_reason is None)
-        assert TORN not in piece.text
+        assert REPLACEMENT not in piece.text
     assert "".join(pieces) == whole[:cut]
     assert stream.finish_reason == ("stop" if by_eos or cut is not None else "length")
     if cut is None:
         assert used == tokens
     else:  # it cannot end before the stop string is complete
-        complete = next(n for n, place in enumerate(firsts) if place is not None)
+        complete = next(count for count, place in enumerate(stop_after_tokens) if place is not None)
         assert used == tokens[: len(used)] and len(used) >= complete
 
 
 @given(data=st.data())
 def test_text_is_shown_as_soon_as_it_is_certain(data):
     """Without stop strings only an unfinished character is held back."""
-    _, coded = draw_coded(data.draw, "naive")
-    stream = coded.stream((), max_tokens=99)
+    _, tokenized = draw_text(data.draw, "naive")
+    stream = tokenized.stream((), max_tokens=99)
     shown = ""
-    for number, token in enumerate(coded.ids, start=1):
+    for count, token in enumerate(tokenized.ids, start=1):
         shown += stream.add([token]).text
-        assert shown == coded.text(number)
+        assert shown == tokenized.text(count)
 
 
-def pieces_of(
-    cut: list[str], stop: tuple[str, ...] = (), max_tokens: int = 99, continues: bool = False
+def shown_after_each_token(
+    cut: list[str], stop: tuple[str, ...] = (), continues: bool = False
 ) -> list[str]:
-    """What is shown after each token."""
-    coded = byte_level([piece.encode() for piece in cut])
-    coded.continues = continues
-    stream = coded.stream(stop, max_tokens)
-    return [stream.add([token]).text for token in coded.ids]
+    """The text that a stream adds for each of these tokens."""
+    tokenized = byte_level([piece.encode() for piece in cut])
+    tokenized.continues = continues
+    stream = tokenized.stream(stop, max_tokens=99)
+    return [stream.add([token]).text for token in tokenized.ids]
 
 
 @pytest.mark.parametrize(
@@ -196,8 +234,8 @@ def pieces_of(
         (["ab", "cd"], (), ["ab", "cd"]),
         (["ab", "cd"], ("x",), ["ab", "cd"]),
         (["ab", "cd"], ("bc",), ["a", ""]),  # across a border
-        (["ab", "d"], ("bc",), ["a", "bd"]),  # begins like one, but is none
-        (["a", "a", "a", "b"], ("aab",), ["", "", "a", ""]),  # starts that overlap
+        (["ab", "d"], ("bc",), ["a", "bd"]),  # only the beginning of a stop string
+        (["a", "a", "a", "b"], ("aab",), ["", "", "a", ""]),  # overlapping beginnings
         (["STO", "P", "x"], ("STOP", "TO"), ["S", "", ""]),
         (["abc", "STOP tail"], ("STOP",), ["abc", ""]),
         (["abc STOP"], ("STOP",), ["abc "]),
@@ -207,13 +245,13 @@ def pieces_of(
     ],
 )
 def test_the_text_that_is_shown_after_each_token(cut, stop, shown):
-    assert pieces_of(cut, stop) == shown
+    assert shown_after_each_token(cut, stop) == shown
 
 
 def test_a_stop_string_is_found_in_text_that_the_detokenizer_held_back():
-    coded = byte_level([b"a", b" "])  # mlx-lm waits with a lone space
-    stream = coded.stream(("a ",), max_tokens=2)
-    assert stream.add(coded.ids).text == "" and stream.finish_reason == "stop"
+    tokenized = byte_level([b"a", b" "])  # mlx-lm holds back a single space
+    stream = tokenized.stream(("a ",), max_tokens=2)
+    assert stream.add(tokenized.ids).text == "" and stream.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(
@@ -221,22 +259,22 @@ def test_a_stop_string_is_found_in_text_that_the_detokenizer_held_back():
     [
         ([" 7", " +", " 1"], (), [" 7", " +", " 1"]),
         ([" 7", " +", " 1"], (" 7",), ["", "", ""]),
-        (["  ", " ", "x"], (), ["  ", "", " x"]),  # as mlx-lm, which waits with a lone space
+        (["  ", " ", "x"], (), ["  ", "", " x"]),  # mlx-lm holds back a single space
         (["   ", " return", " x"], (" #",), ["  ", "  return", " x"]),
         ([" "], (), [""]),
     ],
 )
-def test_what_continues_a_text_has_its_first_spaces(cut, stop, shown):
-    assert pieces_of(cut, stop, continues=True) == shown
+def test_a_continuation_keeps_its_first_spaces(cut, stop, shown):
+    assert shown_after_each_token(cut, stop, continues=True) == shown
 
 
-@pytest.mark.parametrize("padded", [[0], [1, 1], [5, 0, 70]])
-def test_ids_beyond_the_vocabulary_have_no_text(padded):
-    """They are rows that pad an embedding; the tokenizer itself decodes them to nothing."""
+@pytest.mark.parametrize("padding_rows", [[0], [1, 1], [5, 0, 70]])
+def test_ids_beyond_the_vocabulary_have_no_text(padding_rows):
+    """An embedding may have more rows than the tokenizer has tokens."""
     tokenizer = make_target().tokenizer
     ids = tokenizer.encode("abcd efgh", add_special_tokens=False)
-    outside = [len(tokenizer) + number for number in padded]
-    told = [*outside, *ids[:2], *outside, *ids[2:], *outside]
-    assert text_of(tokenizer, told) == tokenizer.decode(told) == "abcd efgh"
-    pieces = TextStream(Detokenizer(tokenizer), eos_ids=[2], stop=(), max_tokens=len(told))
-    assert "".join(pieces.add([token]).text for token in told) == "abcd efgh"
+    padding = [len(tokenizer) + row for row in padding_rows]
+    tokens = [*padding, *ids[:2], *padding, *ids[2:], *padding]
+    assert text_of(tokenizer, tokens) == tokenizer.decode(tokens) == "abcd efgh"
+    stream = TextStream(Detokenizer(tokenizer), eos_ids=[2], stop=(), max_tokens=len(tokens))
+    assert "".join(stream.add([token]).text for token in tokens) == "abcd efgh"

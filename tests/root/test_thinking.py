@@ -1,4 +1,4 @@
-"""Thinking on and off: by the chat template where it knows how, and never without a word."""
+"""Thinking is switched by the chat template; a warning says where the template has no switch."""
 
 import json
 import shutil
@@ -18,9 +18,9 @@ from dflash_mlx.events import Event, Stats
 from dflash_mlx.loading.registry import KnownDrafter
 from dflash_mlx.prompt import encode_prompt, thinking_variables, thinks
 
-ASKED = [{"role": "user", "content": "The fox"}]
-# As Qwen3's.
-SWITCH = """{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is defined and
+MESSAGES = [{"role": "user", "content": "The fox"}]
+# Has a switch like Qwen3's template.
+TEMPLATE = """{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is defined and
  not enable_thinking %}: quick{% endif %}{{ reasoning_effort }}"""
 
 
@@ -28,19 +28,21 @@ SWITCH = """{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_think
 def switching(monkeypatch):
     """A target whose chat template can turn thinking off and has one reasoning effort."""
     model = target("qwen3")
-    monkeypatch.setattr(model.tokenizer._tokenizer, "chat_template", SWITCH)
+    monkeypatch.setattr(model.tokenizer._tokenizer, "chat_template", TEMPLATE)
     return model
 
 
-def text_of(model, **settings):
-    ids = encode_prompt(model, ASKED, thinking_variables(model.tokenizer, **settings))
+def prompt_text(model, **settings):
+    """The prompt that the chat template makes of MESSAGES."""
+    ids = encode_prompt(model, MESSAGES, thinking_variables(model.tokenizer, **settings))
     return model.tokenizer.decode(ids)
 
 
 def test_the_template_decides_what_a_switch_does(switching):
-    assert text_of(switching) == text_of(switching, think=True)
-    assert text_of(switching, think=False) == text_of(switching) + ": quick"
-    assert text_of(switching, reasoning_effort="low") == text_of(switching) + "low"
+    default = prompt_text(switching)
+    assert prompt_text(switching, think=True) == default
+    assert prompt_text(switching, think=False) == default + ": quick"
+    assert prompt_text(switching, reasoning_effort="low") == default + "low"
     assert thinks(switching.tokenizer, {}) is True
     assert thinks(switching.tokenizer, {"enable_thinking": False}) is False
 
@@ -48,20 +50,24 @@ def test_the_template_decides_what_a_switch_does(switching):
 @pytest.mark.parametrize("added", [(), ("<think>", "</think>"), ("<|channel>", "<channel|>")])
 @pytest.mark.parametrize("asks", ["enable_thinking", "not enable_thinking"])
 def test_without_a_choice_of_thinking_the_template_decides(asks, added):
-    """The text is that of transformers, whatever tokens for thoughts the vocabulary has."""
+    """The text is that of transformers, whatever tokens for thoughts the vocabulary has.
+
+    The template adds " told" if `enable_thinking` is given and has one of its two values.
+    """
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     template += f"{{% if enable_thinking is defined and {asks} %}} told{{% endif %}}"
     model = make_target(template=template, added=added)
-    right = model.tokenizer._tokenizer.apply_chat_template(ASKED, tokenize=False)
-    assert text_of(model) == right == "The fox"
-    told = asks == "enable_thinking"
-    assert text_of(model, think=told) == "The fox told" and text_of(model, think=not told) == right
-    assert thinks(model.tokenizer, {}) is not told
+    expected = model.tokenizer._tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    assert prompt_text(model) == expected == "The fox"
+    value = asks == "enable_thinking"
+    assert prompt_text(model, think=value) == "The fox told"
+    assert prompt_text(model, think=not value) == expected
+    assert thinks(model.tokenizer, {}) is not value
 
 
 def test_the_settings_reach_every_request(switching):
     def tokens(**settings):
-        result = dm.generate(switching, None, ASKED, max_tokens=1, **settings)
+        result = dm.generate(switching, None, MESSAGES, max_tokens=1, **settings)
         return result.stats.prompt_tokens
 
     kwargs = {"enable_thinking": False}
@@ -70,10 +76,10 @@ def test_the_settings_reach_every_request(switching):
         tokens(reasoning_effort="most")
 
 
-def test_a_switch_that_the_template_lacks_is_warned_of():
+def test_a_switch_that_the_template_does_not_have_gives_a_warning():
     model = target("qwen3")
     with pytest.warns(UserWarning, match=r"think=False \(--no-think\) changes nothing"):
-        assert text_of(model, think=False) == text_of(model)
+        assert prompt_text(model, think=False) == prompt_text(model)
     assert thinks(model.tokenizer, {}) is None
 
 
@@ -86,39 +92,38 @@ def test_a_note_says_that_the_drafter_was_trained_with_thoughts(switching, monke
     assert capsys.readouterr().err.count("with thoughts: --think may be faster") == 1
 
 
-def test_thoughts_are_shown_apart_and_counted_apart():
+def test_thoughts_and_the_answer_are_shown_and_counted_separately():
     model = make_target(thinking="<think>\n")
     encode = model.tokenizer.encode
-    steps = [
-        encode(text, add_special_tokens=False) for text in ("Hm", " so", ".\n</think>\n\nYes", ".")
-    ]
+    texts = ("Hm", " so", ".\n</think>\n\nYes", ".")
+    steps = [encode(text, add_special_tokens=False) for text in texts]
     thoughts = Thoughts(model, encode("Hi<think>\n"))
     stats = Stats()
     shown = []
     for number, tokens in enumerate(steps):
-        stats.rounds = number  # the first comes with the prefill
-        text = model.tokenizer.decode(tokens)
-        last = tokens is steps[-1]
-        shown += thoughts.split(
-            Event(
-                text,
-                tokens=tokens,
-                accepted=0,
-                drafted=0,
-                finish_reason="stop" if last else None,
-                stats=stats,
-            )
+        stats.rounds = number  # the prefill brings the first token
+        event = Event(
+            model.tokenizer.decode(tokens),
+            tokens=tokens,
+            accepted=0,
+            drafted=0,
+            finish_reason="stop" if number == len(steps) - 1 else None,
+            stats=stats,
         )
-    assert "".join(text for text, thought in shown if thought).strip() == "Hm so."
-    assert "".join(text for text, thought in shown if not thought) == "Yes."
-    assert (thoughts.tokens, thoughts.rounds) == (sum(map(len, steps[:3])), 2)
-    stats.output_tokens = thoughts.tokens + len(steps[3])
-    per_step = f"{thoughts.tokens / 2:.1f} tokens per step; answer: {len(steps[3])} token"
-    assert per_step in generate_summary._thoughts_and_answer(stats, thoughts)
+        shown += thoughts.split(event)
+    assert "".join(text for text, is_thought in shown if is_thought).strip() == "Hm so."
+    assert "".join(text for text, is_thought in shown if not is_thought) == "Yes."
+    # The step in which the thoughts end is counted with them.
+    thought_tokens = sum(map(len, steps[:3]))
+    answer_tokens = len(steps[3])
+    assert (thoughts.tokens, thoughts.rounds) == (thought_tokens, 2)
+    stats.output_tokens = thought_tokens + answer_tokens
+    summary = f"{thought_tokens / 2:.1f} tokens per step; answer: {answer_tokens} token"
+    assert summary in generate_summary._thoughts_and_answer(stats, thoughts)
 
 
-def test_the_papers_protocol_asks_with_and_without_thoughts(tmp_path):
-    """Prompts differ as the template says, here by Qwen3's empty thought."""
+def test_the_zlab_protocol_of_bench_has_prompts_with_and_without_thinking(tmp_path):
+    """Without thinking, the template here adds an empty thought, so the prompt is longer."""
     folder = shutil.copytree(f"{dm.__path__[0]}/tiny/target", tmp_path / "target")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] += (

@@ -1,13 +1,10 @@
-"""Any thread may step, resume and close a request, and a process with threads ends well.
-
-The texts are compared with what mlx-lm itself decodes, in the main thread and afterwards, so that
-nothing is computed there before another thread needs it.
-"""
+"""Any thread may step, resume and close a request, and a process with threads exits cleanly."""
 
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -39,7 +36,10 @@ def in_a_thread(call: Callable[[], Any]) -> Any:
 
 def in_new_threads(events: Iterator[dm.Event]) -> Iterator[dm.Event]:
     """Yield the same events, each taken in another thread."""
-    while (event := in_a_thread(lambda: next(events, None))) is not None:
+    while True:
+        event = in_a_thread(lambda: next(events, None))
+        if event is None:
+            return
         yield event
 
 
@@ -61,31 +61,37 @@ WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_atten
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_part_of_a_request_changes_threads(way):
-    """Windows of the drafter, waiting features, histories, noise, trees; turns that go back."""
+    """Three turns of a conversation, each event of which is taken in another thread.
+
+    They cover windows, pending features, penalties, noise and trees, and the third prompt drops the
+    end of the second answer.
+    """
     target = tiny_target()
     drafter = random_drafter(**WINDOW)
     settings = WAYS[way]
     kept = dm.Conversation(target, drafter, settings.get("kv_bits"))
     prompt = [token % 192 for token in PROMPT]
-    for cut in (0, 5, 0):
-        asked = {"max_tokens": 12, **settings}
-        fresh = dm.generate(target, drafter, prompt, **asked)
-        events = in_a_thread(
-            lambda: dm.stream_generate(target, drafter, prompt, conversation=kept, **asked)  # noqa: B023
-        )
+    start = partial(
+        dm.stream_generate, target, drafter, conversation=kept, max_tokens=12, **settings
+    )
+    for dropped_tokens in (0, 5, 0):
+        fresh = dm.generate(target, drafter, prompt, max_tokens=12, **settings)
+        events = in_a_thread(partial(start, prompt))
         assert tokens_of(in_new_threads(events)) == fresh.tokens
-        prompt = [*prompt, *fresh.tokens[: 12 - cut], 7]
+        prompt = [*prompt, *fresh.tokens[: 12 - dropped_tokens], 7]
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_request_closed_after_its_first_token_leaves_its_prompt_in_the_conversation(elsewhere):
+@pytest.mark.parametrize("in_another_thread", [False, True])
+def test_a_request_closed_after_its_first_token_leaves_its_prompt_in_the_conversation(
+    in_another_thread,
+):
     target = tiny_target()
     drafter = random_drafter()
     prompt = [*range(3, 103)]
     kept = dm.Conversation(target, drafter)
     events = dm.stream_generate(target, drafter, prompt, max_tokens=12, conversation=kept)
     again = [*prompt, *next(events).tokens, 7]
-    if elsewhere:
+    if in_another_thread:
         in_a_thread(events.close)
     else:
         events.close()
@@ -102,28 +108,34 @@ PAIRS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_no_prompt_is_read_twice_because_another_thread_reads_on(pair, monkeypatch):
-    """The features of a prompt are being computed when its first token is out."""
+def test_another_thread_does_not_read_the_prompt_again(pair, monkeypatch):
+    """The features of a prompt may still be lazy in the thread that took the first token.
+
+    The next thread must get them without a second prefill.
+    """
     target, drafter = PAIRS[pair]()
-    read: list[int] = []
+    tokens_read: list[int] = []
     prompt = [token % 192 for token in random_prompt(300, seed=5)]
     expected = greedy(target, prompt, TOKENS)
-    target_read = Target.read
+    original_read = Target.read
 
-    def counted(target: Target, spans: Sequence[Span]) -> Any:
+    def recording_read(target: Target, spans: Sequence[Span]) -> Any:
         for span in spans:
-            read.extend(span.proposal.tokens)
-        return target_read(target, spans)
+            tokens_read.extend(span.proposal.tokens)
+        return original_read(target, spans)
 
-    monkeypatch.setattr(Target, "read", counted)
+    monkeypatch.setattr(Target, "read", recording_read)
     events = dm.stream_generate(target, drafter, prompt, max_tokens=TOKENS)
     assert tokens_of(in_new_threads(events)) == expected
-    assert read == prompt
+    assert tokens_read == prompt
 
 
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
 def test_an_mtp_head_with_an_indexer_changes_threads(family):
-    """No token depends on the indexer's rows that are all picked, but the next draft reads them."""
+    """The indexer picks all rows of a short prompt, so no token depends on its cache.
+
+    But the next draft reads that cache, in another thread than the one that wrote it.
+    """
     target, drafter = pairs.mtp(family)
     prompt = PROMPT[:9]
     expected = dm.generate(target, None, prompt, max_tokens=TOKENS).tokens
@@ -132,47 +144,50 @@ def test_an_mtp_head_with_an_indexer_changes_threads(family):
 
 
 def test_a_pair_that_one_thread_loads_works_in_others(tmp_path):
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-    folders = (
-        str(save_target(tmp_path / "target")),
-        str(save_drafter(tmp_path / "drafter", rope_scaling=rope)),
-    )
-    pair = in_a_thread(lambda: load(*folders))
-    results = [in_a_thread(lambda: dm.generate(*pair, "The fox", max_tokens=9)) for _ in range(2)]
-    assert (
-        results[0].tokens == results[1].tokens == dm.generate(*pair, "The fox", max_tokens=9).tokens
-    )
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+    target_folder = str(save_target(tmp_path / "target"))
+    drafter_folder = str(save_drafter(tmp_path / "drafter", rope_scaling=yarn))
+    target, drafter = in_a_thread(lambda: load(target_folder, drafter_folder))
+    generate = partial(dm.generate, target, drafter, "The fox", max_tokens=9)
+    first = in_a_thread(generate)
+    second = in_a_thread(generate)
+    assert first.tokens == second.tokens == generate().tokens
 
 
-# Ways to end a request.
-ENDS: list[Callable[[Any], Any]] = [
-    list,
-    lambda events: (next(events), events.close()),
-    lambda events: events.close(),  # before it began
-    next,  # and forgotten
-    lambda events: None,
-]
+def read_one_and_close(events: Iterator[dm.Event]) -> None:
+    next(events)
+    events.close()
 
 
-def test_a_conversation_has_one_request_at_a_time():
+# Ways to end a request. Where it is not closed, garbage collection closes it.
+ENDS: dict[str, Callable[[Any], Any]] = {
+    "read to the end": list,
+    "closed after one event": read_one_and_close,
+    "closed before it is read": lambda events: events.close(),
+    "dropped after one event": next,
+    "dropped before it is read": lambda events: None,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_conversation_has_one_request_at_a_time(end):
     target = tiny_target()
     prompt = [1, 2, 3]
     kept = dm.Conversation(target, None)
 
-    def begin() -> Any:
+    def start() -> Any:
         return dm.stream_generate(target, None, prompt, max_tokens=3, conversation=kept)
 
-    for ends in ENDS:
-        events = begin()
-        tokens = []
-        for _ in range(2):  # before it is read, and while it is
-            with pytest.raises(SettingsError, match="read it to its end or close it first"):
-                begin()
-            tokens += next(events).tokens
-        assert tokens == dm.generate(target, None, prompt, max_tokens=2).tokens
-        events.close()
-        ends(begin())
-    assert len(list(begin())) == 3
+    events = start()
+    tokens = []
+    for _ in range(2):  # before it is read, and while it is
+        with pytest.raises(SettingsError, match="read it to its end or close it first"):
+            start()
+        tokens += next(events).tokens
+    assert tokens == dm.generate(target, None, prompt, max_tokens=2).tokens
+    events.close()
+    ENDS[end](start())
+    assert len(list(start())) == 3
 
 
 def test_a_request_that_failed_leaves_the_conversation_free():
@@ -191,42 +206,45 @@ def test_a_request_that_failed_leaves_the_conversation_free():
             next(events)
 
 
-def test_what_another_thread_verifies_does_not_change_the_model():
-    """A thread in the middle of a tree's verify, and one that calls the model as mlx-lm does."""
+def test_a_verify_in_another_thread_does_not_change_the_model():
+    """While a thread is in the middle of a tree's verify, others may call the model directly.
+
+    The other thread waits inside the first layer until the main thread has called the model.
+    """
     target = tiny_target()
     prompt = [1, 2, 3]
     tokens = mx.array([prompt])
     expected = target.model(tokens)
     mx.eval(expected)
-    inside = threading.Event()
-    leave = threading.Event()
+    verify_started = threading.Event()
+    verify_may_continue = threading.Event()
 
-    def waiting(call_original):
+    def wait_in_other_threads(call_original):
         def call(layer, *args, **settings):
             result = call_original(layer, *args, **settings)
             if threading.current_thread() is not threading.main_thread():
-                inside.set()
-                leave.wait(60)
+                verify_started.set()
+                verify_may_continue.wait(60)
             return result
 
         return call
 
-    override(target.layers[0], waiting)
+    override(target.layers[0], wait_in_other_threads)
 
-    def verify() -> mx.array:
+    def verify_tree() -> mx.array:
         session = target.start((0,))
         logits, _ = session.verify(dm.Proposal([1, 2, 3], (-1, 0, 0)))
         mx.eval(logits)
         return logits
 
     with ThreadPoolExecutor(1) as pool:
-        tree = pool.submit(verify)
-        inside.wait(60)
+        tree_logits = pool.submit(verify_tree)
+        verify_started.wait(60)
         assert mx.array_equal(target.model(tokens), expected)
         logits, _ = target.start().verify(dm.Proposal(prompt))
         assert mx.array_equal(logits, expected[0])
-        leave.set()
-        assert not mx.array_equal(tree.result(), expected[0])
+        verify_may_continue.set()
+        assert not mx.array_equal(tree_logits.result(), expected[0]), "it was no tree"
 
 
 WORKERS = """
@@ -244,45 +262,54 @@ else:
     print(*codes, flush=True)
     os._exit(0)
 
-target, texts = family_target("qwen3"), []
+target = family_target("qwen3")
+texts = []
 
 def work():
     texts.append(dm.generate(target, None, [1, 2, 3], max_tokens=4).tokens)
 
 threads = [threading.Thread(target=work) for _ in range(3)]
-[thread.start() for thread in threads], [thread.join() for thread in threads]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
 assert len(texts) == 3 and texts[0] == texts[1] == texts[2], texts
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Metal does not survive a fork")
-def test_processes_with_worker_threads_end_well():
-    """Whether MLX's clean-up meets the interpreter's is a matter of luck, so 8 times."""
+def test_processes_with_worker_threads_exit_cleanly():
+    """MLX and the interpreter clean up at the same time. A race may show only once in 8 runs."""
     done = run_code(WORKERS, timeout=300)
     assert done.stdout.split() == ["0"] * 8, done.stderr[-2000:]
 
 
 def test_a_model_that_another_thread_runs_gets_a_second_target():
-    """Its parts are found by watching one forward, and not another that runs at the same time."""
+    """A new target finds the model's parts by watching one forward.
+
+    A forward of another thread that runs at the same time must not be watched. Here the other
+    thread verifies a token while the watched forward is inside a layer.
+    """
     first = tiny_target()
     session = first.start()
     list(session.prefill([1, 2, 3]))
-    finder = threading.get_ident()
-    runs = []
+    watching_thread = threading.get_ident()
+    other_threads = []
 
-    def running_beside(stock):
+    def run_a_forward_in_another_thread(call_original):
         def call(mlp, x):
-            if threading.get_ident() == finder:
-                runs.append(threading.Thread(target=session.verify, args=[Proposal([4])]))
-                runs[-1].start()
-                runs[-1].join()
-            return stock(mlp, x)
+            if threading.get_ident() == watching_thread:
+                thread = threading.Thread(target=session.verify, args=[Proposal([4])])
+                thread.start()
+                thread.join()
+                other_threads.append(thread)
+            return call_original(mlp, x)
 
         return call
 
-    with overridden([(first.layers[1].mlp, running_beside)]):
+    with overridden([(first.layers[1].mlp, run_a_forward_in_another_thread)]):
         second = Target(first.model, first.tokenizer, config=first.config, name="second")
-    assert len(runs) == 1
+    assert len(other_threads) == 1
     assert second.layers == first.layers
     assert second.parts.layer_of_cache == first.parts.layer_of_cache
     assert second.parts.norm_runs_once

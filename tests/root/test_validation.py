@@ -1,4 +1,4 @@
-"""What others wrote, read within bounds: JSON, numbers, and messages in one line."""
+"""Checks of foreign input: JSON files, numbers, paths, and error messages of one line."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from dflash_mlx.validation import (
 )
 
 
-def test_an_object_is_read(tmp_path):
+def test_a_json_object_is_read(tmp_path):
     content = {"ñ": [1, 2.5, None, {"deep": True}]}
     (tmp_path / "x.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     assert read_json(tmp_path / "x.json") == content
@@ -49,7 +49,7 @@ def test_a_config_that_is_not_an_object_is_refused(content, message, tmp_path):
     assert str(tmp_path / "x.json") in str(caught.value)
 
 
-def test_path_kind_tells_folders_files_others_and_nothing(tmp_path):
+def test_path_kind_distinguishes_folders_files_other_kinds_and_absent_paths(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     os.mkfifo(tmp_path / "pipe")
@@ -62,8 +62,8 @@ def test_path_kind_tells_folders_files_others_and_nothing(tmp_path):
         assert path_kind(absent) is None
 
 
-def test_a_path_that_cannot_be_looked_at_is_not_absent(tmp_path):
-    """On Python 3.14 and later `Path.exists` says that it is."""
+def test_a_path_that_cannot_be_examined_is_an_error(tmp_path):
+    """`Path.exists` of Python 3.14 and later would say that it does not exist."""
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(OSError, match="File name too long"):
         path_kind(tmp_path / ("a" * 300))
@@ -71,13 +71,14 @@ def test_a_path_that_cannot_be_looked_at_is_not_absent(tmp_path):
         path_kind(tmp_path / "loop")
 
 
-def test_a_home_folder(monkeypatch):
+def test_user_path_expands_only_known_home_folders(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert str(user_path("~/x")) == "/home/me/x" and str(user_path("/~/x")) == "/~/x"
     assert str(user_path("~no-such-user/x")) == "~no-such-user/x"
 
 
-def test_a_file_without_end_is_not_read(tmp_path):
+def test_a_huge_file_is_not_read(tmp_path):
+    """A sparse file, which takes no room on the disk."""
     with (tmp_path / "x.json").open("wb") as stream:
         stream.truncate(2**40)
     with pytest.raises(ConfigError, match="1,099,511,627,776 bytes"):
@@ -103,7 +104,7 @@ json_values = st.recursive(
 
 
 @given(json_values | st.just(10**5000) | st.just({"a": [10**5000]}) | st.text(min_size=200))
-def test_every_value_can_be_shown(value):
+def test_brief_shows_every_value_in_one_short_line(value):
     message = str(ConfigError(f"field must be small, not {brief(value)}."))
     assert len(message.splitlines()) == 1 and len(brief(value)) <= 60
 
@@ -114,7 +115,7 @@ def test_an_error_is_one_line_whatever_is_in_it(text):
     assert "\x1b" not in str(DFlashError(text))
 
 
-def test_parse_json_names_the_place():
+def test_the_error_of_parse_json_names_where_the_json_is_from():
     with pytest.raises(WeightsError, match="^here: not valid JSON"):
         parse_json(b"{", "here", WeightsError)
 
@@ -134,7 +135,7 @@ def test_parse_json_names_the_place():
     ids=repr,
 )
 def test_the_named_errors_of_a_library_become_ours(raised, message):
-    classes = KeyError, ValueError, TokenizersError
+    classes = (KeyError, ValueError, TokenizersError)
     with (
         pytest.raises(ConfigError if message else type(raised)) as caught,
         ErrorWrapper(ConfigError, "It broke", classes),
