@@ -27,27 +27,28 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 SUM = "What is 47 plus 38?"
 
 
-def test_a_pipe():
+def test_each_line_of_a_pipe_is_a_question():
+    """Even "exit", which ends a chat with a person."""
     lines = [SUM, "What is 12 minus 5?", "", "exit", "What is 30 plus 1?"]
     done = run("chat", stdin="\n".join(lines))
     assert done.returncode == 0 and not CONTROL.search(done.stdout + done.stderr)
     answers = [line for line in done.stdout.splitlines() if line.startswith("So ")]
     assert answers[0] == "So 47 + 38 = 85." and answers[1] == "So 12 - 5 = 7."
-    assert answers[-1] == "So 30 + 1 = 31.", "a line of a pipe is never a command"
+    assert answers[-1] == "So 30 + 1 = 31.", "the line 'exit' ended the chat"
     assert done.stderr.count("new, ") == 4 and "new, 0 cached" in done.stderr
 
 
-def test_settings_have_effect_at_the_publishers_temperature(tmp_path):
-    """The temperature counts that the answer has, not the one on the command line."""
+def test_top_p_has_an_effect_at_the_publishers_temperature(tmp_path):
+    """Without `-t` the model's published temperature is used, at which --top-p has an effect."""
     folder = shutil.copytree(files("dflash_mlx") / "tiny" / "target", tmp_path / "m")
-    published = {"do_sample": True, "temperature": 0.7}
-    (folder / "generation_config.json").write_text(json.dumps(published))
-    asked = "chat", "-n", "2", "--top-p", "0.5", "-m", folder
-    assert "no effect" not in run(*asked, stdin="Hi").stderr
-    assert "--top-p has no effect" in run(*asked, "-t", "0", stdin="Hi").stderr
+    sampling = {"do_sample": True, "temperature": 0.7}
+    (folder / "generation_config.json").write_text(json.dumps(sampling))
+    command = ("chat", "-n", "2", "--top-p", "0.5", "-m", folder)
+    assert "no effect" not in run(*command, stdin="Hi").stderr
+    assert "--top-p has no effect" in run(*command, "-t", "0", stdin="Hi").stderr
 
 
-def test_a_pipe_has_the_librarys_own_text(pair):
+def test_a_pipe_gets_the_answers_of_generate(pair):
     done = run("chat", "-n", "8", *pair, stdin="one\ntwo")
     messages = [{"role": "user", "content": "one"}]
     target = tinymodels.target()
@@ -84,14 +85,14 @@ def test_the_publishers_sampling_is_the_default(capsys):
 
 
 def say(chat, *lines):
-    """Type some lines."""
+    """Enter these lines: commands and questions."""
     for line in lines:
         if not run_command(chat, line):
             chat.ask(line)
 
 
-def told(chat, capsys, *lines):
-    """What stderr says about some lines."""
+def stderr_of(chat, capsys, *lines):
+    """What is written to stderr when these lines are entered."""
     capsys.readouterr()
     say(chat, *lines)
     return capsys.readouterr().err
@@ -102,8 +103,8 @@ def roles(chat):
 
 
 def test_undo_clear_and_retry(chat, capsys):
-    assert "nothing to undo" in told(chat, capsys, "/undo")
-    assert "no question yet" in told(chat, capsys, "/retry")
+    assert "nothing to undo" in stderr_of(chat, capsys, "/undo")
+    assert "no question yet" in stderr_of(chat, capsys, "/retry")
     say(chat, "/system be brief", "hi", "ho", "/undo")
     assert roles(chat) == ["system", "user", "assistant"]
     say(chat, "/retry")
@@ -113,35 +114,34 @@ def test_undo_clear_and_retry(chat, capsys):
 
 
 def test_the_system_message_is_shown_set_and_removed(chat, capsys):
-    assert "no system message" in told(chat, capsys, "/system")
+    assert "no system message" in stderr_of(chat, capsys, "/system")
     say(chat, "hi", "/system be\nbrief")
     assert chat.messages[0] == {"role": "system", "content": "be\nbrief"}
-    assert told(chat, capsys, "/system") == "be\nbrief\n"
+    assert stderr_of(chat, capsys, "/system") == "be\nbrief\n"
     say(chat, "/system none")
     assert roles(chat) == ["user", "assistant"]
 
 
 @pytest.mark.parametrize("line", [" /undo", "/etc/hosts holds what?", "/* a comment */", " exit"])
-def test_what_only_looks_like_a_command_is_sent(chat, line):
+def test_a_line_that_only_looks_like_a_command_is_sent(chat, line):
     say(chat, line)
     assert roles(chat) == ["user", "assistant"] and not chat.leaving
 
 
 @pytest.mark.parametrize("line", ["exit", "quit ", "/quit", "/exit"])
-def test_leaving(chat, line):
+def test_exit_and_quit_end_a_chat(chat, line):
     say(chat, line)
     assert chat.leaving and not chat.messages
 
 
 def test_settings_are_shown_and_changed(chat, capsys):
-    assert "temperature        0.0" in told(chat, capsys, "/set")
-    assert told(chat, capsys, "/set temp 0.8") == "temperature        0.8\n"
-    assert told(chat, capsys, "/set max-tokens 5") == "max_tokens         5\n"
+    assert "temperature        0.0" in stderr_of(chat, capsys, "/set")
+    assert stderr_of(chat, capsys, "/set temp 0.8") == "temperature        0.8\n"
+    assert stderr_of(chat, capsys, "/set max-tokens 5") == "max_tokens         5\n"
     say(chat, "/set seed 3", "/set seed none")
-    assert chat.settings["seed"] not in (3, None), "a fresh one is drawn"
-    assert chat.settings["seed"] is not None, "sampling needs one"
+    assert chat.settings["seed"] not in (3, None), "a new seed is drawn"
     say(chat, "/set top_p=0.9", "/set top_k 5", "/set seed 3", "/set max_tokens 2")
-    assert "2 tokens" in told(chat, capsys, "hi")
+    assert "2 tokens" in stderr_of(chat, capsys, "hi")
     assert (chat.settings["top_p"], chat.settings["top_k"], chat.settings["seed"]) == (0.9, 5, 3)
 
 
@@ -152,8 +152,8 @@ def test_settings_are_shown_and_changed(chat, capsys):
 )
 def test_a_bad_setting_is_one_line_and_changes_nothing(chat, capsys, wrong):
     before = dict(chat.settings)
-    heard = told(chat, capsys, f"/set {wrong}")
-    assert heard.startswith("error: ") and heard.count("\n") == 1
+    stderr = stderr_of(chat, capsys, f"/set {wrong}")
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1
     assert chat.settings == before
 
 
@@ -169,12 +169,15 @@ def test_a_bad_setting_is_one_line_and_changes_nothing(chat, capsys, wrong):
         ("hi", "Stopped before the answer"),
     ],
 )
-def test_hints(chat, capsys, monkeypatch, line, hint):
+def test_a_hint_follows_a_line_that_does_not_do_what_was_meant(
+    chat, capsys, monkeypatch, line, hint
+):
+    """An answer is interrupted by Ctrl-C here."""
     monkeypatch.setattr("dflash_mlx.stream_generate", Mock(side_effect=KeyboardInterrupt))
-    assert hint in told(chat, capsys, line) and not chat.messages
+    assert hint in stderr_of(chat, capsys, line) and not chat.messages
 
 
-def test_retry_takes_another_seed(chat):
+def test_retry_samples_with_another_seed(chat):
     say(chat, "/set temperature 1", "/set seed 5", "hi")
     first = chat.messages[-1]["content"]
     say(chat, "/retry")
@@ -193,43 +196,44 @@ def test_save_and_load(chat, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["a" * 300, "~no-such-user/talk.json"])
 def test_an_impossible_file_name_does_not_end_the_conversation(name, chat, capsys):
-    assert "cannot be written" in told(chat, capsys, "hi", f"/save {name}")
-    assert "cannot be read" in told(chat, capsys, f"/load {name}")
+    assert "cannot be written" in stderr_of(chat, capsys, "hi", f"/save {name}")
+    assert "cannot be read" in stderr_of(chat, capsys, f"/load {name}")
     assert roles(chat) == ["user", "assistant"]
 
 
 def test_a_file_of_another_kind_is_not_replaced(chat, tmp_path, capsys):
     notes = tmp_path / "notes.txt"
     notes.write_text("precious")
-    assert str(notes) in told(chat, capsys, "hi", f"/save {notes}")
+    assert str(notes) in stderr_of(chat, capsys, "hi", f"/save {notes}")
     assert notes.read_text() == "precious"
     say(chat, f"/save {tmp_path / 'talk.json'}", "/clear", "ho")
-    assert "another conversation" in told(chat, capsys, f"/save {tmp_path / 'talk.json'}")
+    assert "another conversation" in stderr_of(chat, capsys, f"/save {tmp_path / 'talk.json'}")
 
 
 @pytest.mark.parametrize(
     "content", [None, "{", "[]", '{"messages": [{"role": "cook", "content": "x"}]}', "\xff"]
 )
-def test_what_cannot_be_loaded_loses_nothing(chat, tmp_path, capsys, content):
+def test_a_conversation_is_kept_when_another_cannot_be_loaded(chat, tmp_path, capsys, content):
     file = tmp_path / "talk.json"
     if content is not None:
         file.write_text(content, encoding="latin-1")
     say(chat, "hi")
-    heard = told(chat, capsys, f"/load {file}")
-    assert heard.startswith("error: ") and heard.count("\n") == 1 and len(roles(chat)) == 2
+    stderr = stderr_of(chat, capsys, f"/load {file}")
+    assert stderr.startswith("error: ") and stderr.count("\n") == 1
+    assert len(roles(chat)) == 2
 
 
 def test_the_conversation_is_kept_when_it_gets_too_long(chat, capsys):
     say(chat, "hi")
     before = [*chat.messages]
-    heard = told(chat, capsys, "be nice " * 40)
-    assert "/clear starts a new conversation." in heard and heard.count("error: ") == 1
+    stderr = stderr_of(chat, capsys, "be nice " * 40)
+    assert "/clear starts a new conversation." in stderr and stderr.count("error: ") == 1
     assert chat.messages == before
     say(chat, "ho")
     assert len(chat.messages) == 4
 
 
-def test_an_answer_that_fails_midway_leaves_the_conversation(chat, capsys, monkeypatch):
+def test_an_answer_that_fails_midway_does_not_change_the_conversation(chat, capsys, monkeypatch):
     say(chat, "hi", "ho")
     before = chat.messages
 
@@ -239,11 +243,11 @@ def test_an_answer_that_fails_midway_leaves_the_conversation(chat, capsys, monke
 
     monkeypatch.setattr("dflash_mlx.stream_generate", fails)
     for line in ("/retry", "hm"):
-        assert "error: The disk is gone.\n" in told(chat, capsys, line)
+        assert "error: The disk is gone.\n" in stderr_of(chat, capsys, line)
         assert chat.messages == before
 
 
-def test_think_says_at_once_that_a_template_has_no_switch(chat):
+def test_think_warns_at_once_that_the_template_has_no_switch(chat):
     with pytest.warns(UserWarning, match="no such switch"):
         say(chat, "/think on")
 
@@ -256,12 +260,13 @@ def test_the_line_about_an_answer(capsys):
         blas=BlasInfo("", None, ""),
     )
     settings = DEFAULTS | {"max_tokens": 8}
-    heard = told(Chat(LocalModel(pair), settings, []), capsys, "hi")
-    assert re.search(r"8 tokens · [\d,.]+ tok/s · \d\.\d tokens per step · cut off by", heard)
-    assert "plain" not in heard, "no costs were measured"
+    stderr = stderr_of(Chat(LocalModel(pair), settings, []), capsys, "hi")
+    assert re.search(r"8 tokens · [\d,.]+ tok/s · \d\.\d tokens per step · cut off by", stderr)
+    assert "plain" not in stderr, "no costs were measured"
 
 
-def test_a_history_is_its_persons_alone(tmp_path, monkeypatch, capsys):
+def test_only_its_owner_can_read_the_history_of_a_chat(tmp_path, monkeypatch, capsys):
+    """Without a folder to keep it in, a note says so once."""
     monkeypatch.setattr(chat_input, "cache_folder", lambda part: tmp_path / part)
     chat_input._open_history().append_string("one\nmore")
     assert [*chat_input._open_history().load_history_strings()] == ["one\nmore"]
@@ -283,12 +288,12 @@ def test_a_history_is_its_persons_alone(tmp_path, monkeypatch, capsys):
         ('"""one\ntwo"""', False, "one\ntwo"),
     ],
 )
-def test_messages_of_several_lines(typed, unfinished, message):
+def test_a_backslash_or_quotes_continue_a_message_on_the_next_line(typed, unfinished, message):
     assert chat_input.is_unfinished(typed) == unfinished
     assert message is None or chat_input.joined(typed) == message
 
 
-def test_reasoning_is_dimmed_and_no_answer_controls_the_terminal(monkeypatch, capsys):
+def test_reasoning_is_dimmed_and_control_characters_are_replaced(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     writer = Writer()
     writer.write([("hm", True), ("a\r\nb\x1b[2Jx\x07", False)])

@@ -9,7 +9,7 @@ from dflash_mlx.errors import PromptError, ServerError
 
 
 class ScriptedServer:
-    """A server with fixed answers, which keeps what it was asked."""
+    """A server with fixed answers, which records its requests."""
 
     url = "http://there/v1"
     model = "m"
@@ -19,11 +19,11 @@ class ScriptedServer:
         self.deltas = deltas
         self.reason = reason
         self.error = error
-        self.asked = []
+        self.requests = []
         self.closed = False
 
     def chunks(self, messages, **settings):
-        self.asked.append((list(messages), settings))
+        self.requests.append((list(messages), settings))
         try:
             if self.error is not None:
                 raise self.error
@@ -54,13 +54,13 @@ def test_every_turn_sends_the_conversation(chat_with, capsys):
         chat.ask(line)
     shown = capsys.readouterr()
     assert shown.out == "Hello\nHello\n" and "8 tokens" in shown.err and "9 new" in shown.err
-    messages, settings = server.asked[1]
+    messages, settings = server.requests[1]
     assert [message["content"] for message in messages] == ["Be brief.", "one", "Hello", "two"]
     assert settings == {"temperature": 0.5, "top_p": 1.0, "top_k": 4, "seed": 7, "max_tokens": 20}
     chat.change({"temperature": 0.0, "top_k": 0})
     chat.ask("three")
-    assert server.asked[2][1]["temperature"] == 0 and "top_k" not in server.asked[2][1]
-    assert run_command(chat, "/retry") and server.asked[3][1]["seed"] == 8
+    assert server.requests[2][1]["temperature"] == 0 and "top_k" not in server.requests[2][1]
+    assert run_command(chat, "/retry") and server.requests[3][1]["seed"] == 8
 
 
 def test_reasoning_is_shown_and_not_sent_back(chat_with, capsys):
@@ -74,7 +74,7 @@ def test_reasoning_is_shown_and_not_sent_back(chat_with, capsys):
 @pytest.mark.parametrize(
     ("message", "kind"), [("(400): context_length_exceeded", PromptError), ("no", ServerError)]
 )
-def test_an_error_ends_a_pipe_and_not_a_persons_chat(chat_with, capsys, message, kind):
+def test_an_error_ends_a_pipe_but_not_an_interactive_chat(chat_with, capsys, message, kind):
     chat = chat_with(ScriptedServer(error=ServerError(message)))
     with pytest.raises(kind):
         chat.ask("hi")
@@ -83,7 +83,7 @@ def test_an_error_ends_a_pipe_and_not_a_persons_chat(chat_with, capsys, message,
     assert chat.messages == [] and "error: " in capsys.readouterr().err
 
 
-def test_stopping_stops_the_server(chat_with):
+def test_closing_a_stream_closes_the_servers_response(chat_with):
     server = ScriptedServer({"content": "a"}, {"content": "b"})
     chat = chat_with(server)
     pieces = chat.model.stream([{"role": "user", "content": "hi"}], chat.settings)
@@ -92,11 +92,15 @@ def test_stopping_stops_the_server(chat_with):
     assert server.closed
 
 
-def test_a_limit_is_reported(chat_with, capsys):
+def test_an_answer_that_reaches_max_tokens_is_reported(chat_with, capsys):
     chat = chat_with(ScriptedServer({"content": "a"}, {"content": "b"}, reason="length"))
     chat.ask("hi")
-    told = capsys.readouterr().err
-    assert "8 tokens" in told and "cut off by --max-tokens" in told
-    assert "tok/s" not in told, "they came in one read"
+    stderr = capsys.readouterr().err
+    assert "8 tokens" in stderr and "cut off by --max-tokens" in stderr
+    assert "tok/s" not in stderr, "tokens that arrive at once have no speed"
+
+
+def test_think_says_that_a_server_may_have_no_such_switch(chat_with, capsys):
+    chat = chat_with(ScriptedServer())
     run_command(chat, "/think on")
     assert "may have no such switch" in capsys.readouterr().err

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_turns_on_a_narrow_terminal(tmp_path):
+    """Questions of one and several lines, an interrupted answer, /undo, and /retry."""
     terminal = Terminal(tmp_path, 40, "-n", "600", "--no-policy")
     terminal.type(SUM)
     terminal.type("/nope")
@@ -32,9 +33,12 @@ def test_turns_on_a_narrow_terminal(tmp_path):
     assert "stopped" in seen and "98 + 1" not in seen
     assert "The last question and its answer are removed." in seen
     assert "So 6 + 7 = 13." in seen and seen.count("So 30 + 1 = 31.") == 2
-    read = [tuple(map(int, turn)) for turn in re.findall(r"prompt: (\d+) new, (\d+) cached", seen)]
-    assert len(read) == 5 and read[0][1] == 0 and read[4][0] == 1, "/retry reads no prompt again"
-    assert all(new < 40 for new, _ in read) and all(cached > 90 for _, cached in read[1:])
+    counts = re.findall(r"prompt: (\d+) new, (\d+) cached", seen)
+    new_tokens = [int(new) for new, _ in counts]
+    cached_tokens = [int(cached) for _, cached in counts]
+    assert len(counts) == 5 and cached_tokens[0] == 0
+    assert new_tokens[4] == 1, "/retry reads its prompt again"
+    assert max(new_tokens) < 40 and min(cached_tokens[1:]) > 90
 
 
 def test_paste_completion_settings_editor_and_a_history_of_two_sessions(tmp_path):
@@ -61,7 +65,8 @@ def test_paste_completion_settings_editor_and_a_history_of_two_sessions(tmp_path
     assert "Be brief." in saved
 
     second = Terminal(tmp_path, 80, *QUICK, "8", "--resume", str(talk))
-    second.type(3 * "\x1b[A")  # over exit and /save to the message before them
+    up = "\x1b[A"
+    second.type(3 * up)  # past "exit" and /save, to the message before them
     second.type("/load " + str(talk)[:-4] + "\t")
     seen = second.leave()
     assert "5 messages so far." in seen and "5 messages loaded." in seen

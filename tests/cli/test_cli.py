@@ -32,27 +32,33 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="MLX uses Accelerate 
 
 
 def popen(command: list[str]) -> subprocess.Popen[bytes]:
-    """A run to interfere with; it hears Ctrl-C even where the tests do not."""
-    streams = {"stdin": subprocess.DEVNULL, **dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)}
-    return subprocess.Popen(command, cwd=HERE, preexec_fn=hear_ctrl_c, **streams)
+    """Start a process that reacts to Ctrl-C, even if the tests run with SIGINT ignored."""
+    return subprocess.Popen(
+        command,
+        cwd=HERE,
+        preexec_fn=hear_ctrl_c,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 @pytest.fixture
 def background_job():
-    """Like a shell that starts a background job: the process and its children ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ignore SIGINT in this process and its children, as in a shell's background job."""
+    earlier_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, earlier_handler)
 
 
 @pytest.fixture(scope="session")
 def answer() -> str:
-    """What the library itself says to QUESTION in 24 tokens."""
+    """The 24 tokens of text with which the library answers QUESTION."""
     messages = [{"role": "user", "content": QUESTION}]
     return generate(tinymodels.target(), None, messages, max_tokens=24).text
 
 
-def test_help_and_models_do_without_mlx():
+def test_help_models_and_version_work_without_mlx():
     inspect = ["models", "--inspect", str(HERE.parent / "data" / "golden" / "dflash2")]
     runs = [["generate", "--help"], ["models"], inspect, ["--version"]]
     code = f"{NO_MLX} from dflash_mlx.cli.app import app;"
@@ -141,53 +147,66 @@ def test_the_stock_blas_can_be_kept(pair):
 
 
 @linux
-def test_products_that_cannot_be_built_are_told(pair, monkeypatch, tmp_path):
+def test_a_warning_says_that_without_a_compiler_products_are_slow(pair, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")  # without a compiler
     monkeypatch.setenv("HOME", str(tmp_path))
-    told = start("generate", QUESTION, "-n", "1", *pair).stderr
-    assert "MLX multiplies with its own slow products" in told and "install gcc" in told
-    assert "use_fast_blas" not in told  # which is for users of the library
+    warning = start("generate", QUESTION, "-n", "1", *pair).stderr
+    assert "MLX multiplies with its own slow products" in warning and "install gcc" in warning
+    assert "use_fast_blas" not in warning, "a function that only users of the library can call"
 
 
-def change(name, edit):
-    """What makes a copy of the target and changes one of its files."""
+# Each of these returns the arguments of a `generate` that fails. They are called with an empty
+# folder, and the folders of a target and its drafter.
 
-    def broken(folder: Path, target: str, drafter: str) -> list[str]:
+
+def with_broken_file(name, damage):
+    """Arguments with a copy of the target in which one file is damaged."""
+
+    def arguments(folder: Path, target: str, drafter: str) -> list[str]:
         copy = shutil.copytree(target, folder / "copy")
-        edit(copy / name)
+        damage(copy / name)
         return ["hi", "--model", str(copy), "--draft", drafter]
 
-    return broken
+    return arguments
 
 
-def for_another(folder: Path, target: str, drafter: str) -> list[str]:
+def with_drafter_of_another_target(folder: Path, target: str, drafter: str) -> list[str]:
     other = tinymodels.save_drafter(folder / "other", hidden_size=32, num_attention_heads=2)
     return ["hi", "--model", target, "--draft", str(other)]
 
 
-def half(file: Path) -> None:
+def with_unknown_model(folder: Path, target: str, drafter: str) -> list[str]:
+    return ["hi", "-m", "no/where", "--draft", drafter]
+
+
+def with_too_long_a_prompt(folder: Path, target: str, drafter: str) -> list[str]:
+    return ["x" * 9000, "-m", target, "-d", drafter]
+
+
+def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
 @pytest.mark.parametrize(
-    "broken, code, message",
+    "arguments, code, message",
     [
-        (lambda _, target, drafter: ["hi", "-m", "no/where", "--draft", drafter], 1, "no/where"),
-        (lambda _, target, drafter: ["x" * 9000, "-m", target, "-d", drafter], 2, "8191"),
-        (for_another, 1, "hidden_size"),
-        (change("model.safetensors", Path.unlink), 1, "model.safetensors"),
-        (change("model.safetensors", half), 1, "truncated"),
-        (change("config.json", Path.unlink), 1, "config.json"),
-        (change("chat_template.jinja", Path.unlink), 2, "--no-chat-template"),
+        (with_unknown_model, 1, "no/where"),
+        (with_too_long_a_prompt, 2, "8191"),
+        (with_drafter_of_another_target, 1, "hidden_size"),
+        (with_broken_file("model.safetensors", Path.unlink), 1, "model.safetensors"),
+        (with_broken_file("model.safetensors", truncate), 1, "truncated"),
+        (with_broken_file("config.json", Path.unlink), 1, "config.json"),
+        (with_broken_file("chat_template.jinja", Path.unlink), 2, "--no-chat-template"),
     ],
 )
-def test_errors_are_one_line(broken, code, message, pair, tmp_path):
-    done = run("generate", *broken(tmp_path, pair[1], pair[3]))
+def test_errors_are_one_line(arguments, code, message, pair, tmp_path):
+    done = run("generate", *arguments(tmp_path, pair[1], pair[3]))
     assert done.returncode == code and not done.stdout and message in done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_reader_that_leaves_early_is_not_an_error(pair):
+def test_a_closed_pipe_at_stdout_is_not_reported_as_an_error(pair):
+    """As in `dflash-mlx generate | head -1`: nothing is written to stderr, the exit code is 1."""
     command = [*PROGRAM, "generate", QUESTION, "-n", "4000", "--no-policy", *pair]
     with popen(command) as process:
         assert process.stdout.read(1)
@@ -205,7 +224,10 @@ def test_a_full_disk_at_stdout_is_an_error():
 
 @pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_a_closed_stream_is_like_an_empty_one(closed, pair, tmp_path):
-    """As a service or a cron job starts programs: what is opened later must not take its place."""
+    """Services and cron jobs may start programs with closed streams.
+
+    A file that is opened later must not take the number of a closed stream.
+    """
     saved = tmp_path / "answer.txt"
     command = [*PROGRAM, "generate", QUESTION, "-n", "8", "--output", str(saved), *pair]
     options = {"capture_output": True, "text": True, "timeout": 120, "cwd": HERE}
@@ -215,7 +237,7 @@ def test_a_closed_stream_is_like_an_empty_one(closed, pair, tmp_path):
     assert done.stdout == "" and saved.read_text() == expected.stdout
 
 
-# A program that says when it begins to import what it needs.
+# The program, which also prints a space when it starts to import the commands.
 ANNOUNCED = """
 import sys
 from dflash_mlx.cli.main import main
@@ -229,7 +251,7 @@ main()
 
 
 @pytest.mark.parametrize("moment", ["starting", "decoding"])
-def test_ctrl_c(moment, pair, background_job):
+def test_ctrl_c_exits_with_130_and_without_a_traceback(moment, pair, background_job):
     program = [*PROGRAM[:2], ANNOUNCED] if moment == "starting" else PROGRAM
     with popen([*program, "generate", QUESTION, "-n", "4000", "--no-policy", *pair]) as process:
         assert process.stdout.read(1)
@@ -240,7 +262,7 @@ def test_ctrl_c(moment, pair, background_job):
 SAMPLED = ["-t", "1.0", "--top-p", "0.9", "--seed", "7"]
 
 
-def test_a_seed_is_the_librarys_own_text(pair):
+def test_a_seed_gives_the_same_text_as_in_the_library(pair):
     messages = [{"role": "user", "content": QUESTION}]
     settings = {"temperature": 1.0, "top_p": 0.9, "seed": 7, "max_tokens": 16}
     expected = generate(tinymodels.target(), None, messages, **settings)
@@ -250,39 +272,52 @@ def test_a_seed_is_the_librarys_own_text(pair):
     assert content["identical"] is True
 
 
-def test_without_a_seed_one_is_drawn_and_told(pair):
+def test_a_seed_that_was_drawn_is_reported(pair):
     asked = ["generate", QUESTION, "-n", "4", "-t", "1.0", "--json", "--compare", "--verbose"]
     done = run(*asked, *pair)
     content = json.loads(done.stdout)
     assert content["identical"] is True and f"seed: {content['seed']}" in done.stderr
 
 
-def test_the_policy_can_be_switched_off_and_leaves_the_text_alone(pair):
-    options = ["-n", "17", "--json", "--verbose", *pair]
-    chosen = run("generate", QUESTION, *options)
-    blocks = run("generate", QUESTION, *options, "--no-policy")
-    pinned = run("generate", QUESTION, *options, "--block-size", "16")
-    assert "a plain step takes" in chosen.stderr
-    assert "a plain step takes" not in blocks.stderr + pinned.stderr
-    chosen, blocks, pinned = (json.loads(done.stdout) for done in (chosen, blocks, pinned))
-    assert chosen["steps"] == chosen["rounds"]
-    assert chosen["tokens_per_step"] == chosen["tokens_per_round"]
-    assert chosen["tokens"] == blocks["tokens"] == pinned["tokens"]
-    assert blocks["widths"] == pinned["widths"] and "16" in blocks["widths"]
+def test_the_policy_can_be_switched_off_and_does_not_change_the_text(pair):
+    """With --no-policy or a --block-size, every step drafts a whole block."""
+
+    def generate_json(*options):
+        arguments = ["-n", "17", "--json", "--verbose", *pair, *options]
+        done = run("generate", QUESTION, *arguments)
+        measures_costs = "a plain step takes" in done.stderr
+        return json.loads(done.stdout), measures_costs
+
+    automatic, measures_costs = generate_json()
+    assert measures_costs
+    blocks, measures_costs = generate_json("--no-policy")
+    assert not measures_costs
+    fixed, measures_costs = generate_json("--block-size", "16")
+    assert not measures_costs
+    assert automatic["steps"] == automatic["rounds"]
+    assert automatic["tokens_per_step"] == automatic["tokens_per_round"]
+    assert automatic["tokens"] == blocks["tokens"] == fixed["tokens"]
+    assert blocks["widths"] == fixed["widths"] and "16" in blocks["widths"]
 
 
-def test_what_has_no_effect_at_temperature_0_is_said(capsys):
+def test_a_note_names_options_that_have_no_effect_at_temperature_0(capsys):
     defaults = {name: setting.default for name, setting in SETTINGS.items()}
-    for quiet in ({"temperature": 0.5, "seed": 7, "top_p": 0.9}, {}, {"repetition_penalty": 1.1}):
-        note_without_effect(defaults | quiet)
+    for settings in (
+        {"temperature": 0.5, "seed": 7, "top_p": 0.9},
+        {},
+        {"repetition_penalty": 1.1},
+    ):
+        note_without_effect(defaults | settings)
         assert not capsys.readouterr().err
     note_without_effect(defaults | {"seed": 7, "top_p": 0.9})
     assert "--top-p, --seed has no effect" in capsys.readouterr().err
 
 
-def test_where_no_model_was_named_the_toy_is_called_one_once_a_day(monkeypatch, tmp_path):
+def test_the_note_that_the_default_model_is_a_toy_comes_once_a_day(monkeypatch, tmp_path):
+    """A file records that it was shown. If none can be written, it is shown each time."""
     monkeypatch.setattr("dflash_mlx.cli.pair.cache_folder", lambda part: tmp_path / part)
-    monday, tuesday = (Mock(today=lambda day=day: date(2026, 11, day)) for day in (23, 24))
+    monday = Mock(today=lambda: date(2026, 11, 23))
+    tuesday = Mock(today=lambda: date(2026, 11, 24))
     monkeypatch.setattr("dflash_mlx.cli.pair.date", monday)
     assert "toy" not in run("generate", "hi", "-n", "1", "--model", "tiny").stderr
     assert "tiny is a toy" in run("generate", "hi", "-n", "1").stderr
@@ -290,15 +325,15 @@ def test_where_no_model_was_named_the_toy_is_called_one_once_a_day(monkeypatch, 
     monkeypatch.setattr("dflash_mlx.cli.pair.date", tuesday)
     assert "tiny is a toy" in run("generate", "hi", "-n", "1").stderr
     (tmp_path / "said" / "toy").unlink()
-    (tmp_path / "said" / "toy").mkdir()  # where nothing can be kept it is said each time
+    (tmp_path / "said" / "toy").mkdir()  # so that the file cannot be written
     assert "tiny is a toy" in run("generate", "hi", "-n", "1").stderr
 
 
-def test_draft_lengths_are_explained_by_the_run_alone():
-    """Lookup keeps its own estimates, so the policy has none to show."""
-    drafted = run("generate", QUESTION, "--verbose").stderr
+def test_verbose_explains_the_draft_lengths_of_a_network_but_not_of_lookup():
+    """The policy has no estimates of its own for lookup, which keeps them itself."""
+    network = run("generate", QUESTION, "--verbose").stderr
     lookup = run("generate", QUESTION, "--verbose", "--draft", "lookup").stderr
-    assert "\n8 rows: " in drafted and "\n8 rows: " not in lookup
+    assert "\n8 rows: " in network and "\n8 rows: " not in lookup
 
 
 @pytest.fixture(scope="module")
@@ -306,17 +341,17 @@ def folder(tmp_path_factory):
     return tinymodels.save_target(tmp_path_factory.mktemp("some") / "model")
 
 
-def test_a_model_without_a_known_drafter_is_drafted_by_lookup_and_says_so(folder):
-    asked = "user: user: user: what is 37 + 48?"
+def test_lookup_drafts_for_a_model_without_a_known_drafter_and_a_note_says_so(folder):
+    prompt = "user: user: user: what is 37 + 48?"
     options = ["-n", "40", "--json", "--no-policy", "--compare"]
-    done = run("generate", asked, "--model", folder, *options)
+    done = run("generate", prompt, "--model", folder, *options)
     content = json.loads(done.stdout)
     assert content["identical"] and max(map(int, content["widths"])) > 1
-    [said] = [line for line in done.stderr.splitlines() if "lookup" in line]
-    assert "No drafter is known" in said
+    [note] = [line for line in done.stderr.splitlines() if "lookup" in line]
+    assert "No drafter is known" in note
 
 
-def test_the_library_knows_the_same_names(folder):
+def test_the_library_accepts_the_command_lines_names_of_drafters(folder):
     name = str(folder)
     with pytest.warns(UserWarning, match="no drafter is known for .*, so its text is drafted by"):
         assert isinstance(dm.load(name)[1], LookupDrafter)
@@ -329,7 +364,7 @@ def test_the_library_knows_the_same_names(folder):
         dm.load("tiny", draft="")
 
 
-def test_names_that_say_nothing_are_refused(folder):
+def test_meaningless_names_and_settings_of_drafters_are_refused(folder):
     with pytest.raises(SettingsError, match="name a network before"):
         dm.load(str(folder), draft="lookup+lookup")
     with pytest.raises(SettingsError, match="draft_bits means nothing to lookup"):
@@ -338,15 +373,18 @@ def test_names_that_say_nothing_are_refused(folder):
         dm.load("a-mistyped-name")
 
 
-def test_whatever_is_wrong_with_a_drafter_it_is_said_what_drafts_without_one(folder, tmp_path):
-    """An unknown name, a folder that is not a drafter, one that cannot load, another target's."""
-    refused = "Hikari07jp/DSpark-Gemma-4-31B-draft"
-    for name, draft in (
+@pytest.mark.parametrize(
+    ("model", "draft"),
+    [
         ("tiny", "a-mistyped-name"),
-        ("tiny", str(folder)),
-        ("tiny", refused),
-        (str(folder), "tiny-dflash2"),
-    ):
-        with pytest.raises(dm.DFlashError) as caught:
-            dm.load(name, draft=draft)
-        assert "--draft lookup" in str(caught.value) and "--draft none" in str(caught.value)
+        ("tiny", "FOLDER"),  # of a target
+        ("tiny", "Hikari07jp/DSpark-Gemma-4-31B-draft"),  # a drafter that we cannot load
+        ("FOLDER", "tiny-dflash2"),  # a drafter of another target
+    ],
+)
+def test_every_error_about_a_drafter_says_how_to_run_without_it(model, draft, folder):
+    model = model.replace("FOLDER", str(folder))
+    draft = draft.replace("FOLDER", str(folder))
+    with pytest.raises(dm.DFlashError) as caught:
+        dm.load(model, draft=draft)
+    assert "--draft lookup" in str(caught.value) and "--draft none" in str(caught.value)

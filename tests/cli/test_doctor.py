@@ -1,4 +1,4 @@
-"""`dflash-mlx doctor`: what it says of a machine where something is missing or in the way."""
+"""`dflash-mlx doctor`: what it reports when something on the machine is missing or wrong."""
 
 import json
 import shutil
@@ -24,12 +24,12 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture
 def checks(monkeypatch):
-    """Run the command in this process: its exit code, and its checks by name."""
+    """A function that runs the command, and returns its exit code and its checks by name."""
     blas = BlasInfo("dflash-avx2", None, "made up")
     monkeypatch.setattr(dflash_mlx, "use_fast_blas", lambda stock: blas)
     monkeypatch.setattr(doctor, "_check_pair", lambda: doctor.Check("embedded pair", "ok", ""))
 
-    def look(*options: str):
+    def run_doctor(*options: str):
         done = CliRunner().invoke(app, ["doctor", "--json", *options], prog_name="dflash-mlx")
         content = json.loads(done.stdout)
         checks = {check["name"]: check for check in content["checks"]}
@@ -37,10 +37,10 @@ def checks(monkeypatch):
         assert all(check["advice"] for check in checks.values() if check["status"] != "ok")
         return done.exit_code, checks
 
-    return look
+    return run_doctor
 
 
-def test_what_is_checked():
+def test_all_checks_of_this_machine_pass():
     done = start("doctor", "--json", "--offline")
     content = json.loads(done.stdout)
     assert done.returncode == 0 and content["ok"] and not done.stderr
@@ -52,7 +52,7 @@ def test_what_is_checked():
     assert pair.endswith("steps are built once per shape and replayed")
 
 
-def test_without_mlx():
+def test_without_mlx_it_says_what_to_install():
     code = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None;"
     code += "from dflash_mlx.cli import doctor; doctor.installed = lambda name: None;"
     code += "from dflash_mlx.cli.app import app; app(['doctor', '--offline'])"
@@ -70,41 +70,45 @@ def test_without_mlx():
         ({}, "packages", "ok"),
     ],
 )
-def test_packages(versions, name, status, checks, monkeypatch):
+def test_missing_packages_fail_and_unsupported_versions_warn(
+    versions, name, status, checks, monkeypatch
+):
     installed = doctor.installed
     monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, installed(name)))
-    code, said = checks("--offline")
-    assert said[name]["status"] == status and code == (status == "fail")
-    assert ("chip" in said) == (status != "fail")
-    assert ("numpy 1.0, needs" in said["packages"]["detail"]) == ("numpy" in versions)
+    code, reported = checks("--offline")
+    failed = status == "fail"
+    assert reported[name]["status"] == status and code == failed
+    assert ("chip" in reported) == (not failed), "without MLX the chip is not known"
+    assert ("numpy 1.0, needs" in reported["packages"]["detail"]) == ("numpy" in versions)
 
 
-def test_little_disk(checks, monkeypatch):
+def test_a_nearly_full_disk_is_a_warning(checks, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 0, 10**9))
-    code, said = checks("--offline")
-    assert code == 0 and said["disk"]["status"] == "warn"
-    assert said["disk"]["detail"].startswith("1 GB free")
+    code, reported = checks("--offline")
+    assert code == 0 and reported["disk"]["status"] == "warn"
+    assert reported["disk"]["detail"].startswith("1 GB free")
 
 
-def test_a_place_for_downloads_that_cannot_be_used(checks, monkeypatch, tmp_path):
+def test_an_unusable_download_folder_is_a_warning(checks, monkeypatch, tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     monkeypatch.setattr(doctor, "Hub", lambda offline: Hub(cache=loop / "hub", offline=True))
-    code, said = checks("--offline")
-    assert code == 0 and said["disk"]["status"] == "warn"
-    assert said["disk"]["detail"] == f"{loop / 'hub'}: Too many levels of symbolic links"
+    code, reported = checks("--offline")
+    assert code == 0 and reported["disk"]["status"] == "warn"
+    assert reported["disk"]["detail"] == f"{loop / 'hub'}: Too many levels of symbolic links"
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_the_hub(answers, checks, monkeypatch):
-    """A hub that answers with an error is still reachable."""
+def test_a_hub_that_answers_is_reachable(answers, checks, monkeypatch):
+    """Even if it answers with an error."""
     with web_server(lambda _: (405, [], {})) as url:
-        local = Hub(endpoint=url if answers else "http://127.0.0.1:9")
-        monkeypatch.setattr(doctor, "Hub", lambda offline: local)
-        code, said = checks()
+        nobody_listens = "http://127.0.0.1:9"
+        hub = Hub(endpoint=url if answers else nobody_listens)
+        monkeypatch.setattr(doctor, "Hub", lambda offline: hub)
+        code, reported = checks()
     assert code == 0
-    assert said["hub"]["status"] == ("ok" if answers else "warn")
-    assert local.url in said["hub"]["detail"]
+    assert reported["hub"]["status"] == ("ok" if answers else "warn")
+    assert hub.url in reported["hub"]["detail"]
 
 
 @pytest.mark.parametrize(
@@ -119,15 +123,15 @@ def test_kernels_by_chip(chip, status, words, checks, monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     device = {"device_name": chip, "max_recommended_working_set_size": 10**9}
     monkeypatch.setattr(mx, "device_info", lambda: device)
-    _, said = checks("--offline")
-    assert said["chip"]["status"] == status and words in said["chip"]["detail"]
-    assert said["chip"]["detail"].startswith(chip)
+    _, reported = checks("--offline")
+    assert reported["chip"]["status"] == status and words in reported["chip"]["detail"]
+    assert reported["chip"]["detail"].startswith(chip)
 
 
-def test_a_cuda_card(checks, monkeypatch):
+def test_a_cuda_card_is_named_with_its_memory(checks, monkeypatch):
     monkeypatch.setattr("dflash_mlx.loading.reading.on_cpu", lambda: False)
     card = {"device_name": "NVIDIA H100", "total_memory": 80 * 10**9}
     monkeypatch.setattr(mx, "device_info", lambda: card)
-    _, said = checks("--offline")
-    assert said["chip"]["detail"].endswith("80.0 GB; MLX decodes on CUDA")
-    assert not said.keys() & {"BLAS", "g++"}  # of the CPU
+    _, reported = checks("--offline")
+    assert reported["chip"]["detail"].endswith("80.0 GB; MLX decodes on CUDA")
+    assert not reported.keys() & {"BLAS", "g++"}, "which only matter on the CPU"

@@ -1,4 +1,4 @@
-"""`dflash-mlx doctor --kernels`: every kernel is called, what fails is named, a file is written."""
+"""`dflash-mlx doctor --kernels` calls every kernel, names failures, and writes a report."""
 
 import json
 
@@ -15,7 +15,7 @@ from dflash_mlx.traces import Traces
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="this machine has Metal")
-def test_without_a_mac_it_says_what_it_cannot_do(tmp_path, monkeypatch):
+def test_without_a_mac_it_says_that_it_needs_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run("doctor", "--kernels")
     assert done.returncode == 1 and "needs a Mac" in done.stderr and not [*tmp_path.iterdir()]
@@ -32,25 +32,26 @@ def test_every_kernel_is_called():
 
 @needs_compiler
 def test_the_report(tmp_path, monkeypatch, capsys):
-    """On the emulator, of a few kernels: one is wrong, and a model's rows are right."""
+    """Two kernels run on the emulator. The one for experts adds 1 to its results, and must fail."""
     factory = quick_factory()
 
-    def wrong(name, **definition):
+    def metal_kernel(name, **definition):
         kernel = factory(name=name, **definition)
-        return lambda **call: [y + 1 if "moe" in name else y for y in kernel(**call)]
 
-    few = [
-        lambda kernels: kernels.product(mx.ones((3, 64)), mx.ones((8, 64))),
-        lambda kernels: kernels.experts(
-            mx.ones((1, 64)), mx.ones((2, 8, 64)), experts=mx.array([[0, 1]])
-        ),
-    ]
+        def wrong_kernel(**call):
+            return [result + 1 for result in kernel(**call)]
+
+        return wrong_kernel if "moe" in name else kernel
+
+    def two_instances(kernels):
+        weights = mx.ones((2, 8, 64))
+        return [
+            lambda: kernels.product(mx.ones((3, 64)), mx.ones((8, 64))),
+            lambda: kernels.experts(mx.ones((1, 64)), weights, experts=mx.array([[0, 1]])),
+        ]
+
     patch = monkeypatch.setattr
-    patch(
-        Kernels,
-        "instances",
-        lambda kernels: [lambda instance=instance: instance(kernels) for instance in few],
-    )
+    patch(Kernels, "instances", two_instances)
     patch(doctor_kernels, "FAMILIES", {"qwen3": doctor_kernels.FAMILIES["qwen3"]})
     patch(doctor_kernels, "SHAPES", ((32, 64),))
     patch(doctor_kernels, "CHECK_SECONDS", 1e9)  # however slow this machine is
@@ -59,7 +60,7 @@ def test_the_report(tmp_path, monkeypatch, capsys):
     patch(doctor_kernels, "TOKENS_PER_SAMPLE", 2)
     patch(doctor_kernels, "machine", lambda blas: {"chip": "a test"})
     patch(doctor_kernels.mx.metal, "is_available", lambda: True)
-    patch(doctor_kernels.mx.fast, "metal_kernel", wrong)
+    patch(doctor_kernels.mx.fast, "metal_kernel", metal_kernel)
     patch(doctor_kernels.mx, "device_info", lambda: {"device_name": "Apple M9 Max"})
     patch(Traces, "call", lambda *args: None)  # the emulator cannot run inside a trace
     patch(doctor_kernels, "sample_memory", lambda model: [[1.0, 0.5]])

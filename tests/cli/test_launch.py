@@ -1,4 +1,4 @@
-"""`dflash-mlx launch`: settings of agents, which win over their own, and the server they use."""
+"""`dflash-mlx launch`: the settings that it gives to coding agents, and their server."""
 
 import json
 import socket
@@ -21,7 +21,8 @@ from dflash_mlx.errors import ServerError
 
 URL = "http://127.0.0.1:8000"
 PROXIES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY")
-# Applies settings in the documented order of Claude Code, and says where it would go.
+# Stands for Claude Code: applies settings in the documented order, and reports which server and
+# models it would use.
 CLAUDE = """#!{python}
 import json, os, sys
 from pathlib import Path
@@ -33,8 +34,8 @@ for settings in map(json.loads, [*given, sys.argv[2]]):
     env |= settings.get("env", {{}})
 clouds = [n for n in env if n.startswith("CLAUDE_CODE_USE_") and env[n]]
 models = {{env[n] for n in env if n.startswith("ANTHROPIC_") and n.endswith("_MODEL")}}
-said = env["ANTHROPIC_BASE_URL"], clouds, sorted(models), env["NO_PROXY"]
-Path(env["REPORT"]).write_text(json.dumps(said))
+report = env["ANTHROPIC_BASE_URL"], clouds, sorted(models), env["NO_PROXY"]
+Path(env["REPORT"]).write_text(json.dumps(report))
 """
 
 
@@ -46,11 +47,17 @@ def run(*arguments, **environment):
 
 @pytest.fixture
 def server():
-    """A server of ours that answers with its `statuses`, then 200; `asked` are the paths."""
-    state = SimpleNamespace(asked=[], length=None, statuses=iter(()))
+    """A server that lists two models. A test may set:
+
+    - `statuses`: an iterator of the first statuses that it answers with; afterwards 200,
+    - `length`: the context length of model "m".
+
+    `paths` are those of the requests.
+    """
+    state = SimpleNamespace(paths=[], length=None, statuses=iter(()))
 
     def answer(request):
-        state.asked.append(request.path)
+        state.paths.append(request.path)
         models = [{"id": "m", "context_length": state.length}, {"id": "unloaded"}]
         return next(state.statuses, 200), [json.dumps({"data": models}).encode()], {}
 
@@ -60,13 +67,14 @@ def server():
 
 
 def install(folder, name, script="#!/bin/sh\nexit 7\n"):
+    """Install a program in place of an agent. By default it exits with 7."""
     (folder / name).write_text(script)
     (folder / name).chmod(0o755)
 
 
 @pytest.mark.parametrize("context", [262_144, 40_960, None])
-def test_claude_is_told_by_its_environment(context):
-    """A limit that leaves no room after its first prompt would make it compact at once."""
+def test_claude_is_configured_by_its_environment(context):
+    """A small context is not passed on: Claude would compact its first prompt at once."""
     command, environment = agent_command(
         Agent.claude, program="/bin/claude", url=URL, model="m", key="k", context=context
     )
@@ -75,12 +83,12 @@ def test_claude_is_told_by_its_environment(context):
     assert json.loads(settings)["permissions"]["deny"] == ["WebSearch"]
     assert json.loads(settings)["env"] == environment  # which wins over settings files
     assert environment["ANTHROPIC_AUTH_TOKEN"] == "k"
-    told = environment.get("CLAUDE_CODE_MAX_CONTEXT_TOKENS")
-    assert told == ("262144" if context == 262_144 else None)
+    limit = environment.get("CLAUDE_CODE_MAX_CONTEXT_TOKENS")
+    assert limit == ("262144" if context == 262_144 else None)
 
 
 @pytest.mark.parametrize("context", [40_960, None])
-def test_codex_is_told_by_its_arguments(context):
+def test_codex_is_configured_by_its_arguments(context):
     command, environment = agent_command(
         Agent.codex, program="codex", url=URL, model='m"x', key="k", context=context
     )
@@ -96,7 +104,7 @@ def test_codex_is_told_by_its_arguments(context):
 
 
 @pytest.mark.parametrize("context", [40_960, None])
-def test_opencode_is_told_by_its_environment(context):
+def test_opencode_is_configured_by_its_environment(context):
     _, environment = agent_command(
         Agent.opencode, program="opencode", url=URL, model="m", key="k", context=context
     )
@@ -104,64 +112,65 @@ def test_opencode_is_told_by_its_environment(context):
     model = config["provider"]["dflash"]["models"]["m"]
     assert config["model"] == "dflash/m" and model["modalities"]["input"] == ["text"]
     assert config["provider"]["dflash"]["options"]["baseURL"] == f"{URL}/v1"
-    assert model.get("limit") == (context and {"context": 40_960, "output": 5_120})
+    expected = None if context is None else {"context": 40_960, "output": 5_120}
+    assert model.get("limit") == expected
 
 
 def test_port_0_of_an_agents_server_is_a_free_one(tmp_path, monkeypatch):
     install(tmp_path, "codex")
-    asked = []
+    addresses = []
 
     @contextmanager
     def server(url, port, key, names):
-        asked.append((url, port))
-        raise ServerError("no more is needed")
+        addresses.append((url, port))
+        raise ServerError("not started in this test")
         yield
 
     monkeypatch.setattr("dflash_mlx.cli.launch._server", server)
-    code, told = run("launch", "codex", "--port", "0", PATH=str(tmp_path))
-    [(url, port)] = asked
-    assert code == 1 and "no more is needed" in told
+    code, output = run("launch", "codex", "--port", "0", PATH=str(tmp_path))
+    [(url, port)] = addresses
+    assert code == 1 and "not started in this test" in output
     assert port > 0 and url == f"http://127.0.0.1:{port}"
 
 
-def test_an_agent_that_is_not_there():
-    code, told = run("launch", "codex", PATH="/nowhere")
-    assert code == 1 and "codex is not installed: npm install -g @openai/codex" in told
+def test_an_error_says_how_to_install_a_missing_agent():
+    code, output = run("launch", "codex", PATH="/nowhere")
+    assert code == 1 and "codex is not installed: npm install -g @openai/codex" in output
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path):
     install(tmp_path, "codex")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-        code, told = run("launch", "codex", "--port", port, "--model", "x", PATH=str(tmp_path))
-    assert code == 1 and f"{port} cannot be used" in told
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        port = str(occupied.getsockname()[1])
+        code, output = run("launch", "codex", "--port", port, "--model", "x", PATH=str(tmp_path))
+    assert code == 1 and f"{port} cannot be used" in output
 
 
 @pytest.mark.parametrize(
     ("length", "model"), [(None, "m"), (32_768, "m"), (2048, "m"), (2048, "unloaded")]
 )
-def test_a_server_that_loads_is_waited_for(length, model, tmp_path, monkeypatch, server):
-    """An agent is not started on a model whose context cannot hold its prompt."""
+def test_launch_waits_for_a_server_that_is_loading(length, model, tmp_path, monkeypatch, server):
+    """Then the agent starts, unless the model's context cannot hold its prompt."""
     monkeypatch.setattr("dflash_mlx.cli.launch.PAUSE", 0)
     install(tmp_path, "codex")
     server.length = length
     server.statuses = iter([503])
     options = ["--port", server.port, "--model", model]
-    code, told = run("launch", "codex", *options, PATH=str(tmp_path))
-    assert server.asked == ["/v1/models", "/v1/models"]
+    code, output = run("launch", "codex", *options, PATH=str(tmp_path))
+    assert server.paths == ["/v1/models", "/v1/models"]
     refused = (length, model) == (2048, "m")
     assert code == (2 if refused else 7)
-    assert ("m has a context of 2,048 tokens" in told) == refused
+    assert ("m has a context of 2,048 tokens" in output) == refused
 
 
-def test_a_server_that_never_loads_is_not_waited_for_without_end(tmp_path, monkeypatch, server):
+def test_launch_does_not_wait_forever_for_a_server_that_is_loading(tmp_path, monkeypatch, server):
     monkeypatch.setattr("dflash_mlx.cli.launch.LONGEST_WAIT", 0)
     monkeypatch.setattr("dflash_mlx.cli.launch.PAUSE", 0)
     install(tmp_path, "codex")
     server.statuses = iter([503] * 1000)
-    code, told = run("launch", "codex", "--port", server.port, PATH=str(tmp_path))
-    assert code == 1 and "is still loading its model: wait for it" in told
+    code, output = run("launch", "codex", "--port", server.port, PATH=str(tmp_path))
+    assert code == 1 and "is still loading its model: wait for it" in output
 
 
 CLOUD = "https://api.example.com"
@@ -182,7 +191,7 @@ ELSEWHERE = {"ANTHROPIC_BASE_URL": CLOUD, "ANTHROPIC_DEFAULT_OPUS_MODEL": "opus"
     ],
 )
 def test_claude_stays_on_this_machine(file, settings, shell, tmp_path, monkeypatch, server):
-    """Its settings files, the shell and a proxy name another server."""
+    """Even if its settings files, the shell or a proxy name another server."""
     monkeypatch.chdir(tmp_path)
     for name in (*PROXIES, "NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -191,35 +200,60 @@ def test_claude_stays_on_this_machine(file, settings, shell, tmp_path, monkeypat
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text(json.dumps({"env": settings}))
     shell |= {"HOME": str(tmp_path / "home"), "REPORT": str(tmp_path / "report")}
-    code, told = run("launch", "claude", "--port", server.port, PATH=str(tmp_path), **shell)
-    url, clouds, models, direct = json.loads((tmp_path / "report").read_text())
-    assert code == 0 and (url, clouds, models) == (server.url, [], ["m"])
-    assert "127.0.0.1" in direct and ("no_proxy" not in shell or "corp" in direct)
+    code, _ = run("launch", "claude", "--port", server.port, PATH=str(tmp_path), **shell)
+    url, clouds, models, no_proxy = json.loads((tmp_path / "report").read_text())
+    assert code == 0
+    assert (url, clouds, models) == (server.url, [], ["m"])
+    assert "127.0.0.1" in no_proxy
+    if "no_proxy" in shell:
+        assert "corp" in no_proxy
+
+
+def launch_in_folder(agent, arguments, folder, server):
+    """Launch an agent with these arguments, whose settings are in this folder."""
+    install(folder, agent)
+    settings = dict.fromkeys(("HOME", "CLAUDE_CONFIG_DIR", "CODEX_HOME"), str(folder))
+    command = ("launch", agent, "--port", server.port, "--", *arguments)
+    return run(*command, PATH=str(folder), **settings)
 
 
 @pytest.mark.parametrize(
-    ("agent", "arguments", "file", "content", "word"),
+    ("agent", "arguments", "named"),
     [
-        ("claude", ["--settings", "x.json"], "none", "", "--settings"),
-        ("claude", [], "remote-settings.json", '{"env": {"ANTHROPIC_BASE_URL": ""}}', None),
-        ("codex", ["exec", "-c", "model_provider=other", "hi"], "none", "", "model_provider"),
-        ("codex", ["--profile=work"], "none", "", "--profile"),
-        ("codex", [], "config.toml", 'model = "m"\n profile = "work"\n', None),
-        ("codex", ["profile my code"], "config.toml", '[aws]\nprofile = "work"\n', ""),
-        ("opencode", ["-m", "other/model"], "none", "", "-m"),
+        ("claude", ["--settings", "x.json"], "--settings"),
+        ("codex", ["exec", "-c", "model_provider=other", "hi"], "model_provider"),
+        ("codex", ["--profile=work"], "--profile"),
+        ("opencode", ["-m", "other/model"], "-m"),
     ],
 )
-def test_what_would_win_over_launch_is_refused(
-    agent, arguments, file, content, word, tmp_path, server
+def test_arguments_that_override_those_of_launch_are_refused(
+    agent, arguments, named, tmp_path, server
 ):
-    """Arguments, and files of an organization; `word` is what the message names."""
-    install(tmp_path, agent)
+    code, output = launch_in_folder(agent, arguments, tmp_path, server)
+    assert code == 2 and named in output
+
+
+@pytest.mark.parametrize(
+    ("agent", "file", "content"),
+    [
+        ("claude", "remote-settings.json", '{"env": {"ANTHROPIC_BASE_URL": ""}}'),
+        ("codex", "config.toml", 'model = "m"\n profile = "work"\n'),
+    ],
+)
+def test_files_that_override_the_settings_of_launch_are_refused(
+    agent, file, content, tmp_path, server
+):
+    """As an organization may install them."""
     (tmp_path / file).write_text(content)
-    folders = dict.fromkeys(("HOME", "CLAUDE_CONFIG_DIR", "CODEX_HOME"), str(tmp_path))
-    command = ("launch", agent, "--port", server.port, "--", *arguments)
-    code, told = run(*command, PATH=str(tmp_path), **folders)
-    assert code == (7 if word == "" else 2)
-    assert (str(tmp_path / file) if word is None else word) in told
+    code, output = launch_in_folder(agent, [], tmp_path, server)
+    assert code == 2 and str(tmp_path / file) in output
+
+
+def test_a_profile_that_is_not_codexs_is_no_reason_to_refuse(tmp_path, server):
+    """A prompt with the word, and a setting of another table."""
+    (tmp_path / "config.toml").write_text('[aws]\nprofile = "work"\n')
+    code, _ = launch_in_folder("codex", ["profile my code"], tmp_path, server)
+    assert code == 7
 
 
 @pytest.mark.parametrize(
@@ -233,7 +267,8 @@ def test_what_would_win_over_launch_is_refused(
         ("example.invalid", False),
     ],
 )
-def test_this_machine_is_asked_without_a_proxy(host, direct, monkeypatch, server):
+def test_requests_to_this_machine_use_no_proxy(host, direct, monkeypatch, server):
+    """The server of this test is the proxy. It sees the requests that are not `direct`."""
     for name in PROXIES:
         monkeypatch.setenv(name, server.url)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -241,25 +276,25 @@ def test_this_machine_is_asked_without_a_proxy(host, direct, monkeypatch, server
     try:
         open_url(Request(f"http://{host}:9/"), 5).close()
     except OSError:
-        assert direct  # nothing listens there
-    assert (server.asked == [f"http://{host}:9/"]) != direct
+        assert direct  # nothing listens at the port
+    proxied = server.paths == [f"http://{host}:9/"]
+    assert proxied != direct
 
 
-def test_its_server_has_the_drafter_and_the_adapter(monkeypatch):
-    commands = []
-    served = iter([None, ("mine", None)])
-    start = Mock(side_effect=lambda command, **_: commands.append(command) or Mock())
-    monkeypatch.setattr("dflash_mlx.cli.launch.subprocess.Popen", start)
-    monkeypatch.setattr("dflash_mlx.cli.launch._served", lambda url, key, wanted: next(served))
-    with _server("http://there", port=1, key="key", names=Names("m", "lookup", "./mine")) as (
-        model,
-        _,
-    ):
+def test_a_server_is_started_with_the_drafter_and_the_adapter(monkeypatch):
+    """No server runs at first; then the one that was started serves model "mine"."""
+    answers = iter([None, ("mine", None)])
+    popen = Mock()
+    monkeypatch.setattr("dflash_mlx.cli.launch.subprocess.Popen", popen)
+    monkeypatch.setattr("dflash_mlx.cli.launch._served", lambda url, key, wanted: next(answers))
+    names = Names("m", "lookup", "./mine")
+    with _server("http://there", port=1, key="key", names=names) as (model, _):
         assert model == "mine"
-    assert commands[0][-3:] == ["--model=m", "--draft=lookup", "--adapter=./mine"]
+    command = popen.call_args.args[0]
+    assert command[-3:] == ["--model=m", "--draft=lookup", "--adapter=./mine"]
 
 
-def test_a_server_that_runs_keeps_its_drafter_and_it_is_told(monkeypatch, capsys):
+def test_a_note_says_that_a_running_server_keeps_its_drafter(monkeypatch, capsys):
     monkeypatch.setattr("dflash_mlx.cli.launch._served", lambda url, key, wanted: ("m", None))
     with _server("http://there", port=1, key="key", names=Names("m", "lookup", None)):
         assert "keeps its own drafter, not lookup" in capsys.readouterr().err

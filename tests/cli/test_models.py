@@ -1,4 +1,4 @@
-"""`models`: one list for every Mac, one meaning of GB, nothing left out without a word."""
+"""`models`: a list for every Mac, with the same meaning of GB, in which no model is missing."""
 
 import json
 import re
@@ -24,28 +24,33 @@ SUM = re.compile(r"^(\S+)(?: \*)? +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = +([\d.]+)(
 
 
 def listed(text):
-    """The rows of a list: name -> GB of weights, drafter, context and all, and the rest."""
-    sums = (SUM.match(line) for line in text.splitlines())
-    return {row[1]: (*map(float, row.groups()[1:5]), row[6]) for row in sums if row}
+    """The rows of a list: name -> (GB of weights, drafter, context, total; rest of the row)."""
+    rows = {}
+    for line in text.splitlines():
+        match = SUM.match(line)
+        if match:
+            name, *sizes, rest = match.groups()
+            rows[name] = (*map(float, sizes), rest)
+    return rows
 
 
 @pytest.mark.parametrize("memory", [8, 16, 24, 64, 192, 512])
 @pytest.mark.parametrize("chip", [[], ["--chip", "M4"]])
-def test_every_model_has_a_row_or_a_word(memory, chip):
+def test_every_model_has_a_row_or_is_mentioned(memory, chip):
+    """Rows are sorted by size, and each of them fits."""
     done = run("models", "--memory", memory, *chip)
     assert done.returncode == 0, done.stderr
     text = done.stdout + done.stderr
-    names = [pair.short for pair in pairs()]
-    assert [
-        name for name in names if not re.search(rf"(^|[ ]){re.escape(name)}\b", text, re.M)
-    ] == []
+    for pair in pairs():
+        assert re.search(rf"(^|[ ]){re.escape(pair.short)}\b", text, re.M), pair.short
     rows = listed(done.stdout)
     assert rows and len(done.stdout.splitlines()) <= models.MAX_ROWS + 3
     limit = working_set(memory * GIB) / 1e9
     for name, (weights, drafter, context, total, _) in rows.items():
         assert total <= limit + 0.05, name
         assert weights + drafter + context == pytest.approx(total, abs=0.16)
-    assert [row[3] for row in rows.values()] == sorted((r[3] for r in rows.values()), reverse=True)
+    totals = [row[3] for row in rows.values()]
+    assert totals == sorted(totals, reverse=True)
 
 
 def test_gb_mean_the_same_in_every_list():
@@ -63,7 +68,7 @@ def test_gb_mean_the_same_in_every_list():
     assert f"4 bits             {weights} + {drafter} + {context} =  {total}  fits" in details
 
 
-def test_all_lists_what_does_not_fit_too():
+def test_all_includes_models_that_do_not_fit():
     done = run("models", "--memory", "16", "--all")
     large = re.search(r"^Qwen3-32B .* too large$", done.stdout, re.M)
     small = re.search(r"^Qwen3-4B .* fits$", done.stdout, re.M)
@@ -90,7 +95,7 @@ def test_a_chip_adds_predicted_speeds():
 
 
 def test_this_machine_is_the_default(monkeypatch):
-    """Its chip, where that is known, and what its models may take."""
+    """The list is for its chip, if that is known, and the memory that models may use."""
     monkeypatch.setattr(models, "usable_bytes", lambda: working_set(16 * GIB))
     monkeypatch.setattr(models, "_device", lambda: "AMD EPYC")
     unknown = run("models")
@@ -98,11 +103,11 @@ def test_this_machine_is_the_default(monkeypatch):
     monkeypatch.setattr(models, "_device", lambda: "Apple M4")
     default = run("models")
     assert default.stdout == run("models", "--chip", "M4", "--memory", "16").stdout
-    other = run("models", "--memory", "16")  # another Mac, whose chip nobody named
+    other = run("models", "--memory", "16")  # another Mac, whose chip is not given
     assert other.stdout == unknown.stdout and "Room on a Mac with 16 GB" in other.stderr
 
 
-def test_a_name_shows_what_drafts_first_and_what_to_type():
+def test_a_name_shows_the_default_drafter_first_and_a_command_to_try():
     shown = run("models", "mlx-community/Qwen3-8B-4bit", "--chip", "M4", "--memory", "16").stdout
     lines = [line.strip() for line in shown.splitlines()]
     assert lines[0].startswith("Qwen/Qwen3-8B: GB of weights + drafter + 16,000 tokens")
@@ -128,7 +133,7 @@ def test_readme_shows_what_fits_16_24_and_64_gigabytes():
         assert run(*shlex.split(command)).stdout == re.sub("^    ", "", output, flags=re.M)
 
 
-def test_no_name_is_a_dead_end():
+def test_a_name_that_is_not_in_the_list_gets_advice():
     done = run("models", "mistral")
     assert done.returncode == 1 and "MTP head" in done.stderr
     assert "Did you mean" in run("models", "qwen3-7b").stderr
@@ -136,30 +141,33 @@ def test_no_name_is_a_dead_end():
         assert f"{name} comes with its drafter" in run("models", name).stderr
 
 
-QUANTIZED_ON_LOAD = [
-    pair.short
-    for pair in pairs()
-    if pair.conversion is None and (size := size_of(pair)) is not None and size.stored is None
-]
+def is_quantized_on_load(pair):
+    """Whether the model is published in 16 bits only: no quantized version of it is known."""
+    size = size_of(pair)
+    return pair.conversion is None and size is not None and size.stored is None
+
+
+QUANTIZED_ON_LOAD = [pair.short for pair in pairs() if is_quantized_on_load(pair)]
 
 
 @pytest.mark.parametrize("name", QUANTIZED_ON_LOAD)
-def test_what_is_promised_in_4_bits_is_tried_in_4_bits(name, monkeypatch):
-    """Without a conversion, the original is downloaded and --target-bits 4 quantizes it."""
+def test_a_model_without_a_4_bit_conversion_is_tried_with_target_bits_4(name, monkeypatch):
+    """Its original is downloaded, and --target-bits 4 quantizes it. Its size is that of 4 bits."""
     monkeypatch.setattr(Hub, "remote_bytes", Mock(side_effect=DownloadError("no answer")))
     [pair] = [pair for pair in pairs() if pair.short == name]
     original = pair.targets[0]
     size = size_of(pair)
-    published = 2 * (size.dense + size.lookup + size.experts * size.expert)
+    billions_of_parameters = size.dense + size.lookup + size.experts * size.expert
+    published_gb = 2 * billions_of_parameters
     shown = run("models", original).stdout
     assert re.search(rf"^  try .*--model {original} --target-bits 4$", shown, re.M)
-    about = f"{original}, about {published:.1f} GB (16 bits, quantized on load)"
+    about = f"{original}, about {published_gb:.1f} GB (16 bits, quantized on load)"
     assert re.search(rf"^  download +{re.escape(about)}$", shown, re.M)
     content = json.loads(run("models", original, "--json").stdout)
     assert content["pairs"][0]["target_bits"] == 4
 
 
-def test_the_examples_of_models_without_a_conversion(monkeypatch):
+def test_the_size_of_a_download_without_a_conversion_is_that_on_the_hub(monkeypatch):
     monkeypatch.setattr(Hub, "remote_bytes", lambda self, name: 19_300_000_000)
     shown = run("models", "Qwen3.5-9B").stdout
     assert "dflash-mlx chat --model Qwen/Qwen3.5-9B --target-bits 4\n" in shown
@@ -167,7 +175,7 @@ def test_the_examples_of_models_without_a_conversion(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["Qwen3-8B", "gpt-oss-20b", "gpt-oss-120b", "MiniCPM5-2B"])
-def test_what_is_quantized_or_not_known_is_tried_as_it_is(name, monkeypatch):
+def test_models_of_4_bits_or_of_unknown_size_are_tried_as_published(name, monkeypatch):
     monkeypatch.setattr(Hub, "remote_bytes", Mock(side_effect=DownloadError("no answer")))
     shown = run("models", name).stdout
     assert "--target-bits" not in shown and "quantized on load" not in shown
@@ -194,7 +202,7 @@ def test_the_list_says_how_to_get_from_a_short_name_to_the_full_one():
 
 
 @pytest.mark.parametrize("name", [[], ["Qwen3-8B"]])
-def test_a_mac_without_a_chip_has_no_speeds_and_is_told_so(name):
+def test_without_a_chip_there_are_no_speeds_but_a_hint(name):
     done = run("models", *name, "--memory", "16")
     assert "tok/s" not in done.stdout
     assert done.stderr.splitlines()[-1] == "Add --chip M4 for predicted speeds."
@@ -202,7 +210,7 @@ def test_a_mac_without_a_chip_has_no_speeds_and_is_told_so(name):
     assert not run("models", *name, "--memory", "16", "--json").stderr
 
 
-def test_a_size_that_is_not_known_is_one_line():
+def test_an_unknown_size_is_one_line():
     shown = run("models", "GLM-5.2", "--memory", "512").stdout
     [line] = [line for line in shown.splitlines() if "size not known" in line]
     assert line.split(maxsplit=1) == ["memory", "size not known"]
@@ -217,4 +225,4 @@ def test_the_list_fits_a_terminal(columns, tmp_path):
     terminal.program.expect(pexpect.EOF)
     lines = [line for line in terminal.lines if line]
     assert len(lines) < 24 and max(map(len, lines)) <= columns
-    assert len(listed("\n".join(lines))) == models.MAX_ROWS, "no row is folded"
+    assert len(listed("\n".join(lines))) == models.MAX_ROWS, "a row is wrapped"

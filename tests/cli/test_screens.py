@@ -33,31 +33,33 @@ def hub():
         yield server
 
 
-def opened(home, hub, command, *arguments):
-    where = {"HF_HOME": str(home / "hf"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
-    return Terminal(home, 80, *arguments, command=command, **where)
+def start_command(home, hub, command, *arguments):
+    """Start a command in a terminal, which downloads from the test's hub."""
+    environment = {"HF_HOME": str(home / "hf"), "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1"}
+    return Terminal(home, 80, *arguments, command=command, **environment)
 
 
 @pytest.mark.slow
-def test_a_download_has_one_bar_ends_at_once_and_is_asked_for_once(hub, tmp_path):
-    hub.hold.clear()
-    first = opened(tmp_path, hub, "pull", TARGET)
-    first.program.expect_exact(" of 5.77M")
-    first.program.sendintr()  # the server sends nothing more
-    first.program.expect_exact("What came is kept")
-    first.program.expect(pexpect.EOF)
-    first.program.close()
-    assert first.program.exitstatus == 130
+def test_a_download_can_be_interrupted_continued_and_then_used_without_the_hub(hub, tmp_path):
+    hub.hold.clear()  # the download stands still
+    interrupted = start_command(tmp_path, hub, "pull", TARGET)
+    interrupted.program.expect_exact(" of 5.77M")
+    interrupted.program.sendintr()
+    interrupted.program.expect_exact("What came is kept")
+    interrupted.program.expect(pexpect.EOF)
+    interrupted.program.close()
+    assert interrupted.program.exitstatus == 130
 
     hub.hold.set()
-    again = opened(tmp_path, hub, "pull", TARGET)
+    again = start_command(tmp_path, hub, "pull", TARGET)
     again.program.expect(pexpect.EOF)
     again.program.close()
     assert again.program.exitstatus == 0, again.shown
+    # The progress bars of the hub's client are not shown in addition to ours.
     assert all(word not in again.shown for word in ("Fetching", "Reconstruction", "complete:"))
 
     hub.requests.clear()
-    answer = opened(tmp_path, hub, "generate", "--model", TARGET, "What is 47 plus 38?")
+    answer = start_command(tmp_path, hub, "generate", "--model", TARGET, "What is 47 plus 38?")
     answer.program.expect(pexpect.EOF)
     assert not hub.requests and "Fetching" not in answer.shown
     assert "Let us add 47 and 38" in answer.lines[0], answer.lines[:5]
@@ -70,7 +72,11 @@ TEXT += f"\n    code = {'x' * 150} # so long\n" + "字" * 100
 @pytest.mark.parametrize("columns", [[60], [80], [120], [80, 60], [60, 120]])
 @pytest.mark.parametrize("size", [1, 7])
 def test_answers_wrap_at_words(columns, size, monkeypatch):
-    """Also when the window is resized in the middle of an answer, and words come in pieces."""
+    """No word or character is lost, whatever pieces an answer comes in.
+
+    With two widths, the window is resized in the middle of the answer: nothing must fail then, but
+    the result depends on the terminal.
+    """
     leader, follower = pty.openpty()
     screen = pyte.Screen(columns[0], 200)
     screen.set_mode(pyte.modes.LNM)
@@ -83,8 +89,8 @@ def test_answers_wrap_at_words(columns, size, monkeypatch):
         writer = Writer()
         parts = [TEXT[start : start + size] for start in range(0, len(TEXT), size)]
         for index, part in enumerate(parts):
-            now = columns[index * len(columns) // len(parts)]
-            fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, now, 0, 0))
+            width = columns[index * len(columns) // len(parts)]
+            fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
             writer.write([(part, False)])
     stream.feed(output.getvalue())
     os.close(leader)
@@ -93,14 +99,15 @@ def test_answers_wrap_at_words(columns, size, monkeypatch):
         lines = [line.rstrip() for line in screen.display]
         words = " ".join(lines).split()
         assert max(map(len, lines)) < columns[0]
-        assert [word for word in TEXT.split() if len(word) < 60 and word not in words] == []
+        words_shorter_than_a_line = {word for word in TEXT.split() if len(word) < 60}
+        assert words_shorter_than_a_line <= set(words)
         assert sum(line.count("x") for line in lines if "x" * 20 in line) == 150
 
 
 @pytest.mark.slow
-def test_what_is_typed_while_a_chat_loads_is_neither_shown_nor_asked(hub, tmp_path):
+def test_input_while_a_chat_loads_is_neither_shown_nor_sent(hub, tmp_path):
     hub.hold.clear()  # the download stands still
-    chat = opened(tmp_path, hub, "chat", "--model", TARGET)
+    chat = start_command(tmp_path, hub, "chat", "--model", TARGET)
     chat.program.expect_exact(" of 5.77M")
     chat.program.send("What is 6 plus 7?\r")
     chat.program.send(PASTE.format("What is 30 plus 1?\nAnd more?"))
@@ -109,13 +116,14 @@ def test_what_is_typed_while_a_chat_loads_is_neither_shown_nor_asked(hub, tmp_pa
     chat.type("How many minutes are in 3 hours?")
     seen = chat.leave()
     assert "3 hours = 180 minutes" in seen and seen.count("tokens per step") == 1
-    assert not [typed for typed in ("6 plus 7", "30 plus 1", "half a line") if typed in seen]
+    assert all(typed not in seen for typed in ("6 plus 7", "30 plus 1", "half a line"))
 
 
 @pytest.mark.slow
-def test_a_chat_that_is_ended_while_it_loads_leaves_the_terminal_as_it_was(hub, tmp_path):
-    hub.hold.clear()
-    chat = opened(tmp_path, hub, "chat", "--model", TARGET)
+def test_ctrl_c_while_a_chat_loads_restores_the_terminal(hub, tmp_path):
+    """Characters are not echoed while it loads."""
+    hub.hold.clear()  # the download stands still
+    chat = start_command(tmp_path, hub, "chat", "--model", TARGET)
     chat.program.expect_exact(" of 5.77M")
     while_loading = termios.tcgetattr(chat.program.child_fd)[3]
     chat.program.sendintr()
@@ -125,8 +133,8 @@ def test_a_chat_that_is_ended_while_it_loads_leaves_the_terminal_as_it_was(hub, 
 
 
 @pytest.mark.slow
-def test_the_first_answer_has_words_that_anybody_reads(tmp_path):
-    """What `make demo` shows on 80 columns: the toy is called one the first time only."""
+def test_the_screen_of_make_demo(tmp_path):
+    """On 80 columns. A note says that the model is a toy, the first time only."""
     question = "How many minutes are in 3 hours?"
     screens = []
     for _ in range(2):
@@ -137,7 +145,7 @@ def test_the_first_answer_has_words_that_anybody_reads(tmp_path):
     assert screens[0][0] == "Each of the 3 hours has 60 minutes." and " = 0" not in first
     assert re.search(r"plain +\S+ +[\d,.]+ tok/s", first)
     assert re.search(r"drafted +\S+ +[\d,.]+ tok/s +[\d.]+x", first)
-    told = r"│ 50 tokens: \d\.\d tokens per step in \d+ steps, drafted by DFlash and lookup +│"
-    assert re.search(told, first), screens[0]
+    summary = r"│ 50 tokens: \d\.\d tokens per step in \d+ steps, drafted by DFlash and lookup +│"
+    assert re.search(summary, first), screens[0]
     assert "identical to plain decoding: yes" in first
     assert "tiny is a toy" in first and "toy" not in second

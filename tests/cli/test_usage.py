@@ -1,4 +1,4 @@
-"""What is asked wrongly on the command line: exit code 2, and a message that names the option."""
+"""Wrong use of the command line: exit code 2, and a message that names the option."""
 
 import shlex
 import socket
@@ -67,8 +67,8 @@ def invoke(*arguments):
         ("generate hi --target-bits 8 --quant-mode mxfp4", ""),
     ],
 )
-def test_what_is_wrong_is_one_line_in_words_for_people(arguments, message):
-    """No box, no usage, and no validator's words."""
+def test_wrong_arguments_give_one_line(arguments, message):
+    """It has no box, no usage text, and no wording of a validator."""
     done = invoke(*shlex.split(arguments))
     assert done.returncode == (1 if "schema" in arguments else 2), done.stderr
     assert not done.stdout and done.stderr.count("\n") == 1
@@ -114,13 +114,13 @@ def test_an_agent_gets_empty_arguments():
         "models --inspect",
     ],
 )
-def test_a_home_folder_of_nobody_is_one_line(arguments):
+def test_the_home_folder_of_an_unknown_user_is_one_line(arguments):
     done = invoke(*arguments.split(), "~no-such-user/x")
     assert done.returncode in (1, 2) and not done.stdout, done.stderr
     assert done.stderr.count("\n") == 1 and "~no-such-user/x" in done.stderr
 
 
-SOME = "train --out x --synthesize 2"
+TRAIN = "train --out x --synthesize 2"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,9 @@ SOME = "train --out x --synthesize 2"
         ("generate hi", "--target-bits 3"),
         ("generate hi", "--draft-bits 5"),
         ("generate hi --target-bits 4", "--quant-mode nope"),
-        *((SOME, option) for option in ("--target-bits 3", "--kind nope", "--store-bits 5")),
+        (TRAIN, "--target-bits 3"),
+        (TRAIN, "--kind nope"),
+        (TRAIN, "--store-bits 5"),
     ],
 )
 def test_a_wrong_value_fails_before_anything_is_loaded(command, options):
@@ -178,7 +180,7 @@ def test_an_option_without_effect_is_refused(command):
 
 
 @pytest.mark.parametrize("option", ["--block-size", "--tree-budget"])
-def test_more_rows_than_there_can_be(option, pair):
+def test_a_block_or_tree_of_too_many_rows_is_refused(option, pair):
     done = invoke("generate", "hi", "-n", "2", "--no-policy", option, 100_000, *pair)
     assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
 
@@ -193,12 +195,13 @@ def test_more_rows_than_there_can_be(option, pair):
         ("--port PORT", 1, "PORT cannot be used"),  # told before the weights are read
     ],
 )
-def test_what_a_server_cannot_use_is_one_line(options, code, word, tmp_path):
+def test_options_that_a_server_cannot_use_are_one_line(options, code, word, tmp_path):
+    """An unreadable or empty key file, a host or a port that is not free to use."""
     (tmp_path / "blank").write_text("\n \n# no key yet\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        options, word = (text.replace("PORT", port) for text in (options, word))
-        options = options.replace("file ", f"file {tmp_path}/")
+        options = options.replace("PORT", port).replace("file ", f"file {tmp_path}/")
+        word = word.replace("PORT", port)
         done = invoke("serve", "--model", "no such model", *shlex.split(options))
     assert done.returncode == code and word in done.stderr and done.stderr.count("\n") == 1
 
@@ -212,7 +215,7 @@ def test_a_server_without_its_extra_says_what_to_install(monkeypatch):
     assert str(MissingDependencyError.of("", "serve")).strip(": ") in done.stderr
 
 
-def test_errors_of_the_library_name_options_that_there_are(capsys):
+def test_errors_of_the_library_name_options_instead_of_settings_where_there_is_one(capsys):
     with pytest.raises(Exit), one_line_errors():
         raise SettingsError("max_tokens: logits_processors or logit_bias")
     assert capsys.readouterr().err == "error: --max-tokens: logits_processors or logit_bias\n"
