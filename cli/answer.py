@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from rich.cells import cell_len
 
 from dflash_mlx.answers.families import AnswerFormat
-from dflash_mlx.answers.parser import REASONING, AnswerParser
+from dflash_mlx.answers.markers import REASONING
+from dflash_mlx.answers.parser import AnswerParser
 from dflash_mlx.answers.parts import Reasoning, Text
 from dflash_mlx.stream import Detokenizer
 

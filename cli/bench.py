@@ -100,14 +100,9 @@ def bench(
     """
     if runs_elsewhere(machines, names=names, weights=weights, context=context):
         return
-    if names.draft == NONE:
-        raise SettingsError(f"--draft must not be {NONE} here: name a drafter.")
-    if max_tokens < 2:  # the prefill produces the first token
-        raise SettingsError(f"--max-tokens must be 2 or more to measure a speed, not {max_tokens}.")
+    _check_settings(names, max_tokens, protocol)
     clients = [] if concurrency is None else _numbers(concurrency)
     if protocol is not None:
-        if protocol != PROTOCOL:
-            raise SettingsError(f"--protocol must be {PROTOCOL}, not {protocol!r}.")
         repeats = 1
         max_tokens = max_tokens if "max_tokens" in given(context) else PROTOCOL_MAX_TOKENS
     hub = Hub(offline=weights.offline)
@@ -148,6 +143,21 @@ def bench(
             setup=setup,
             out=out,
         )
+    _report(content, out, json)
+
+
+def _check_settings(names: options.Names, max_tokens: int, protocol: str | None) -> None:
+    """Raise `SettingsError` for settings that leave nothing to measure."""
+    if names.draft == NONE:
+        raise SettingsError(f"--draft must not be {NONE} here: name a drafter.")
+    if max_tokens < 2:  # the prefill produces the first token
+        raise SettingsError(f"--max-tokens must be 2 or more to measure a speed, not {max_tokens}.")
+    if protocol is not None and protocol != PROTOCOL:
+        raise SettingsError(f"--protocol must be {PROTOCOL}, not {protocol!r}.")
+
+
+def _report(content: dict[str, Any], out: Path | None, json: bool) -> None:
+    """Write and print what was measured. Exits with `INTERRUPTED` after Ctrl-C."""
     if out is not None:
         write_run(out, content)
     if json:

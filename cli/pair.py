@@ -171,11 +171,7 @@ def open_pair(
         from dflash_mlx.loading.reading import on_cpu
         from dflash_mlx.machine import pinned_memory
 
-    # Freeze modules, which no collection needs to visit. Once models are loaded that would keep
-    # them forever.
-    if gc.get_freeze_count() == 0:
-        gc.freeze()
-    gc.set_threshold(100_000)
+    _collect_garbage_rarely()
     bytes_before = mx.get_active_memory()
     with waiting(f"Loading {names.model}", spinner=False):  # downloads and conversions have bars
         target, drafter = load(
@@ -195,16 +191,11 @@ def open_pair(
         pinned_memory.pin_weights(mx.get_active_memory() - bytes_before)
     if names.draft is None and isinstance(drafter, LookupDrafter):
         note(f"No drafter is known for {names.model}, so lookup drafts. --draft NAME names one.")
-    budget = shared["tree_budget"]
-    drafts_whole_blocks = drafting.no_policy or shared["block_size"] or isinstance(budget, int)
-    policy = None
-    if drafter is not None and not drafts_whole_blocks:
-        policy = dflash_mlx.DraftPolicy.of(target, drafter, trees=budget is not None)
     pair = Pair(
         target=target,
         drafter=drafter,
         blas=blas,
-        policy=policy,
+        policy=None if drafting.no_policy else _make_policy(target, drafter, shared),
         member=member,
         **shared,
     )
@@ -213,6 +204,26 @@ def open_pair(
     if drafter is not None and "think" in settings:
         note_training(target, names, settings)
     return pair
+
+
+def _collect_garbage_rarely() -> None:
+    """Spare decoding the collections that would find nothing."""
+    # Freeze modules, which no collection needs to visit. Once models are loaded that would keep
+    # them forever.
+    if gc.get_freeze_count() == 0:
+        gc.freeze()
+    gc.set_threshold(100_000)  # new objects per collection; Python's default is 700 to 2,000
+
+
+def _make_policy(
+    target: Target, drafter: Drafter | None, settings: Mapping[str, Any]
+) -> DraftPolicy | None:
+    """Make the policy that chooses draft lengths; None if the settings fix the length."""
+    tree_budget = settings["tree_budget"]
+    is_fixed = settings["block_size"] or isinstance(tree_budget, int)
+    if drafter is None or is_fixed:
+        return None
+    return dflash_mlx.DraftPolicy.of(target, drafter, trees=tree_budget is not None)
 
 
 def warm_up(target: Target, drafter: Drafter | None, block_size: int | None) -> None:

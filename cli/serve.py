@@ -71,17 +71,10 @@ def serve(
 ) -> None:
     """Serve OpenAI's, Anthropic's and Ollama's APIs and a chat page, with these defaults."""
     try:
-        from dflash_mlx.serve.auth import Auth
         from dflash_mlx.serve.server import listen
     except ModuleNotFoundError as error:
         raise MissingDependencyError.of(f"{error.name} is not installed", "serve") from error
-    auth = Auth(
-        host=access.host,
-        keys=_keys(access),
-        hosts=frozenset(name.lower() for name in access.allow_host or ()),
-        origins=frozenset(origin.lower().rstrip("/") for origin in access.allow_origin or ()),
-        no_auth=access.no_auth,
-    )
+    auth = _auth(access)
     all_names = _all_names(
         model or [options.EMBEDDED],
         draft=draft,
@@ -118,9 +111,7 @@ def serve(
         if member is not None:
             member.end = partial(_give_up, handler, server)
             member.tell(READY)
-        host, port = socket.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        note(f"{pair.title}: {url}  (also /v1, /health, /metrics; Ctrl-C stops)")
+        note(f"{pair.title}: {_url(socket)}  (also /v1, /health, /metrics; Ctrl-C stops)")
         note("Open it in a browser to chat.")
         note_toy(context)
         with signals_to(partial(_end, server, server_end, load.drain_seconds)):
@@ -351,6 +342,25 @@ def _configure_log(verbose: bool) -> None:
     logging.disable(logging.NOTSET)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("dflash_mlx.serve").setLevel(logging.INFO if verbose else logging.WARNING)
+
+
+def _auth(access: Access) -> Auth:
+    """Make the check of who may ask. Raises the errors of `Auth` and `_keys`."""
+    from dflash_mlx.serve.auth import Auth
+
+    return Auth(
+        host=access.host,
+        keys=_keys(access),
+        hosts=frozenset(name.lower() for name in access.allow_host or ()),
+        origins=frozenset(origin.lower().rstrip("/") for origin in access.allow_origin or ()),
+        no_auth=access.no_auth,
+    )
+
+
+def _url(socket: Any) -> str:
+    """Return the URL of a listening socket."""
+    host, port = socket.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _keys(access: Access) -> frozenset[str]:

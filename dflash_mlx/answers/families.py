@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from .calls import CallSyntax, JsonCalls, LibraryCalls, LiteralCalls, TaggedCalls
+from .calls import CallSyntax, JsonCalls, LibraryCalls, LiteralCalls
+from .tagged_calls import TaggedCalls
 
 # Pairs of markers around thoughts. The first pair in a model's vocabulary counts.
 _THOUGHTS: Final = (

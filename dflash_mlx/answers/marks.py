@@ -1,8 +1,7 @@
-"""Markers in the text of an answer, and marks before those that are single tokens."""
+"""Marks in the text of an answer, before the markers that are single tokens."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -41,12 +40,3 @@ class MarkedText:
             index = position - start
             text = text[:index] + MARK + text[index:]
         return text
-
-
-class Markers:
-    """The kinds of markers, and a pattern that finds the first marker in a text."""
-
-    def __init__(self, kinds: Mapping[str, str]) -> None:
-        self.kinds = {marker: kind for marker, kind in kinds.items() if marker}
-        longest_first = sorted(self.kinds, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

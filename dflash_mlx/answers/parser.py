@@ -15,22 +15,14 @@ from typing import Any, Final
 
 from ..events import Event
 from ..stream import partial_match_length
-from .calls import Call, Schemas, TaggedCalls, read_calls
+from .calls import read_calls
 from .families import AnswerFormat
 from .literals import NotACallError
-from .marks import MARK, MarkedText, Markers
+from .markers import BARE, HEADER, MESSAGE, NORMAL, REASONING, STRAY, TOOL, AnswerMarkers, Markers
+from .marks import MARK, MarkedText
 from .parts import Part, Reasoning, Text, ToolCall, merge_texts
-from .values import read_arguments, typed_arguments
+from .values import Call, Schemas, read_arguments, typed_arguments
 
-# The states of the parser, which are what its text is. A marker begins such a text.
-NORMAL = "normal"
-REASONING = "reasoning"
-TOOL = "tool"
-HEADER = "header"
-# Other kinds of markers.
-_BARE = "bare"  # the beginning of a call without its start marker
-_MESSAGE = "message"  # the end of a message's header
-_STRAY = "stray"  # the end of a call outside a call
 _NEWLINE: Final = "\n"
 _MAX_HEADER: Final = 200  # characters; a longer header is text
 _HEADER_WORDS: Final = re.compile(
@@ -74,21 +66,11 @@ class AnswerParser:
         self.calls = 0
         state = REASONING if starts_in_reasoning else NORMAL
         self.state = state if form.header is None else HEADER
-        single_tokens = "|".join(map(re.escape, form.tokens.values()))
-        self._single_tokens = re.compile(single_tokens or r"(?!)")
-        self._markers = {state: self._markers_in(state) for state in (NORMAL, REASONING, HEADER)}
-        # The beginning of another call in the text of a call, and what stands between the two.
-        self._call_start = re.compile(re.escape(self._with_marks(form.family.start)) or "(?!)")
-        end = re.escape(self._with_marks(form.family.end))
-        calls = form.family.calls
-        call_beginning = calls.beginning if isinstance(calls, TaggedCalls) else "(?!)"
-        self._call_tail = calls.tail if isinstance(calls, TaggedCalls) else ""
-        self._between_calls = re.compile(
-            rf"((?:{end})?)\s*(?={self._call_start.pattern}{call_beginning})"
-        )
+        self._markers = AnswerMarkers(form, schemas)
         self._pending = ""  # text that may be a marker, a header or a call
         self._searched = 0  # no marker in the pending text begins before this position
         # The current call.
+        self._call_ends = Markers({})  # the markers that may end it
         self._start = ""  # the marker or header that began it
         self._name = ""  # its name, if a header has it
         self._is_bare = False  # whether its start marker is missing
@@ -104,7 +86,7 @@ class AnswerParser:
 
         A call that begins in the prompt is read as a whole.
         """
-        self._pending = self._with_marks(text)  # a tokenizer makes single tokens of markers
+        self._pending = self._markers.with_marks(text)  # a tokenizer makes single tokens of markers
         self._read()
         self.calls = 0
         self._newlines = ""
@@ -144,38 +126,13 @@ class AnswerParser:
             parts += self._read_words(self._take(len(self._pending)))
         return merge_texts(parts)
 
-    def _markers_in(self, state: str) -> Markers:
-        """Return the markers that count in a state, each with the state it leads to."""
-        family = self._form.family
-        header = self._form.header
-        opens, closes = self._form.thought
-        if header is not None:
-            kinds = dict.fromkeys(header.ends, HEADER)
-        else:
-            kinds = {opens: REASONING, closes: NORMAL}
-        if self._schemas:
-            kinds[family.start] = TOOL
-        if self._schemas and state == NORMAL:
-            kinds[family.end] = _STRAY
-            for opening in family.openings:  # begins a call whose start marker is missing
-                for name in self._schemas:
-                    kinds[opening.replace("{name}", name)] = _BARE
-        kinds |= dict.fromkeys(family.dropped, state)  # these do not change the state
-        marked_kinds = {self._with_marks(marker): kind for marker, kind in kinds.items()}
-        if header is not None and state == HEADER:
-            # The end of a header counts as a single token and as several.
-            marked_kinds |= {header.message: _MESSAGE, MARK + header.message: _MESSAGE}
-        return Markers(marked_kinds)
-
-    def _with_marks(self, text: str) -> str:
-        """Add `MARK` before the markers in a text that are single tokens."""
-        return self._single_tokens.sub(rf"{MARK}\g<0>", text)
-
     def _read(self, is_last: bool = False) -> list[Part]:
         """Read the pending text, except for what may be the start of a marker."""
         parts: list[Part] = []
         while True:
-            markers = self._markers[self.state]
+            markers = self._call_ends
+            if self.state != TOOL:
+                markers = self._markers.in_state[self.state]
             match = markers.pattern.search(self._pending, self._searched)
             if match is not None:
                 parts += self._read_marker(match, markers.kinds[match[0]])
@@ -193,7 +150,7 @@ class AnswerParser:
 
     def _is_plain_text(self, marker: str, kind: str, before: str) -> bool:
         """Whether a marker is part of the answer's text, because of what comes before it."""
-        if kind == _STRAY:  # the end of a call counts right after another marker only
+        if kind == STRAY:  # the end of a call counts right after another marker only
             return bool(before.strip()) or not self._after_marker
         if marker == "{":  # it begins a call at the start of an answer only
             return bool(before.strip()) or self._has_text
@@ -208,14 +165,14 @@ class AnswerParser:
         if self._is_plain_text(marker, kind=kind, before=before):
             return self._read_text(self._take(match.end()))
         self._take(match.end())
-        if kind == _MESSAGE:
+        if kind == MESSAGE:
             return self._read_header(before)
         parts = self._read_words(before) if self.state == HEADER else self._read_text(before)
-        if kind in (TOOL, _BARE):
+        if kind in (TOOL, BARE):
             self._begin_call(marker, kind)
             return parts
         self._pass_marker()
-        self.state = NORMAL if kind == _STRAY else kind
+        self.state = NORMAL if kind == STRAY else kind
         return parts
 
     def _pass_marker(self) -> None:
@@ -268,7 +225,7 @@ class AnswerParser:
     def _begin_call(self, marker: str, kind: str, name: str = "") -> None:
         """Begin to read a call after its marker, or after a header with its name."""
         self._outer = NORMAL if self.state == HEADER else self.state
-        self._is_bare = kind == _BARE
+        self._is_bare = kind == BARE
         self._start = marker
         self._name = name
         self.state = TOOL
@@ -280,16 +237,19 @@ class AnswerParser:
         elif self._outer == REASONING:
             _, closes = self._form.thought
             ends[closes] = REASONING
-        self._markers[TOOL] = Markers({self._with_marks(end): ends[end] for end in ends})
+        self._call_ends = self._markers.marked(ends)
         if self._is_bare:
             self._pending = marker + self._pending
             self._searched = len(marker)
 
     def _end_call(self, end: re.Match[str], kind: str) -> list[Part]:
         """Return the calls up to a marker; none if the marker is part of a call."""
-        between = self._between_calls.search(self._pending, 0, end.start())
+        between = self._markers.between_calls.search(self._pending, 0, end.start())
         if between is not None and not self._is_bare:
-            for tail in (self._call_tail, ""):  # the tail may be missing before the next call
+            for tail in (
+                self._markers.call_tail,
+                "",
+            ):  # the tail may be missing before the next call
                 with suppress(NotACallError):
                     parts = self._parse(self._pending[: between.start()] + tail)
                     self._take(between.end(1))
@@ -307,13 +267,13 @@ class AnswerParser:
 
     def _end_answer(self, truncated: bool) -> list[Part]:
         """Return the calls up to the first marker that ends one, or to the end of the answer."""
-        ends = self._markers[TOOL]
+        ends = self._call_ends
         start = len(self._start) if self._is_bare else 0
         matches = list(ends.pattern.finditer(self._pending, start))
         if not matches and truncated and ends.kinds:
             return self._drop_call()
         # An end may be missing before the next call.
-        matches += self._call_start.finditer(self._pending, start)
+        matches += self._markers.call_start.finditer(self._pending, start)
         matches.sort(key=lambda match: match.start())
         for match in matches:
             if match.re is ends.pattern:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..stream import Detokenizer
-from .parser import REASONING, AnswerParser
+from .markers import REASONING
+from .parser import AnswerParser
 
 
 class ThoughtCounter:

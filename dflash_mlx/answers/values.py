@@ -17,6 +17,9 @@ from typing import Any, Final
 from ..validation import ErrorWrapper
 from .literals import LiteralReader, NotACallError, Raw
 
+Call = tuple[str, dict[str, Any]]  # the name, and arguments that are not typed yet
+Schemas = Mapping[str, Any]  # the schemas of the arguments, by the names of the tools
+
 # Names of types that models and schemas use -> the names in JSON schema.
 _ALIASES: Final = {
     "str": "string",
@@ -39,6 +42,23 @@ _NAMES: Final = {
     type(None): "null",
 }
 _COMBINATIONS: Final = ("anyOf", "oneOf", "allOf")  # keywords for several schemas
+
+
+class Parameters:
+    """The names of a tool's parameters in its schema.
+
+    Attributes:
+        names: in order.
+        all: as a set.
+        required: those that every call needs.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        required = schema.get("required") if isinstance(schema, Mapping) else None
+        self.names = list(properties) if isinstance(properties, Mapping) else []
+        self.all = frozenset(self.names)
+        self.required = frozenset(required if isinstance(required, list) else ()) & self.all
 
 
 def _number(text: str) -> Any:

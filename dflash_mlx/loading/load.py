@@ -105,12 +105,7 @@ def load(
         SettingsError, IncompatibleDrafterError.
     """
     if on_cpu():
-        if has_stock_blas():
-            # The location of this line, so that Python shows the warning once for all callers.
-            warnings.warn(SLOW_PRODUCTS, stacklevel=1)
-        if sys.platform == "linux":
-            fuse_nothing()
-            preempt_nothing()
+        _prepare_cpu()
     name = as_name(name)
     hub = hub or Hub()
     draft_name = None if draft is None else as_name(draft)
@@ -154,6 +149,16 @@ def load(
             kernels=our_kernels,
             window=draft_window,
         )
+
+
+def _prepare_cpu() -> None:
+    """Warn of slow products. Under Linux, turn off fusion and preemption (see `load`)."""
+    if has_stock_blas():
+        # The location of this line, so that Python shows the warning once for all callers.
+        warnings.warn(SLOW_PRODUCTS, stacklevel=1)
+    if sys.platform == "linux":
+        fuse_nothing()
+        preempt_nothing()
 
 
 def _find_pair(

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from ..answers.calls import JsonCalls, TaggedCalls
+from ..answers.calls import JsonCalls
 from ..answers.families import AnswerFormat
+from ..answers.tagged_calls import TaggedCalls
 from ..answers.values import allowed_types, listed_values
 from ..errors import SettingsError
 from ..structured import SPACES, Grammar, GrammarTokens

@@ -12,7 +12,7 @@ latents), keeps the stock function.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -97,10 +97,11 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
     if wiring is None:
         return scaled_dot_product_attention
     kernel = wiring.kernels.attention
-    # The layers of a forward ask the same, for each request.
-    rows_of = functools.lru_cache(maxsize=64)(
-        lambda length, *heads: attention_rows(wiring.rows, attention_key(*heads), length)
-    )
+
+    @functools.lru_cache(maxsize=64)  # every layer of a forward asks for the same shape
+    def kernel_rows(length: int, *heads: int) -> Container[int]:
+        """The numbers of rows for which the kernel was chosen."""
+        return attention_rows(wiring.rows, attention_key(*heads), length)
 
     def attend(
         queries: mx.array,
@@ -114,8 +115,13 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
         """Attend with queries [1, H, N, D], as mlx-lm's `scaled_dot_product_attention` does."""
         _, heads, rows, head_dim = queries.shape
         _, key_heads, length, _ = (keys[0] if isinstance(keys, tuple | list) else keys).shape
-        stock = functools.partial(
-            scaled_dot_product_attention,
+        is_ours = wiring.exact or rows in kernel_rows(length, heads, key_heads, head_dim)
+        if is_ours and _readable(queries, cache, mask):
+            try:
+                return kernel(_kernel_call(queries, keys, values, cache, scale, sinks))
+            except KernelCheckFailed:
+                pass  # MLX's own attention follows
+        return scaled_dot_product_attention(
             queries,
             keys,
             values,
@@ -124,37 +130,39 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
             mask=mask,
             sinks=sinks,
         )
-        ours = wiring.exact or rows in rows_of(length, heads, key_heads, head_dim)
-        if not ours or not _readable(queries, cache, mask):
-            return stock()
-        has_window = isinstance(cache, WindowCache)
-        window = cache.max_size if has_window else None
-        if has_window:
-            keys = cache.in_order(keys)
-            values = cache.in_order(values)
-        elif isinstance(cache, QuantizedCache):
-            keys = _affine(cache, *keys)
-            values = _affine(cache, *values)
-        place = getattr(cache, "place", None)
-        first = cache.offset - keys.shape[2] if place is None else 0
-        try:
-            return kernel(
-                AttentionCall(
-                    queries,
-                    keys,
-                    values,
-                    scale=scale,
-                    first=first,
-                    window=window,
-                    sinks=sinks,
-                    tree=None if cache.tree is None else cache.tree.tree_mask,
-                    place=place,
-                )
-            )
-        except KernelCheckFailed:
-            return stock()
 
     return attend
+
+
+def _kernel_call(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    sinks: mx.array | None,
+) -> AttentionCall:
+    """Describe an attention for the kernel, with the cache's rows in the order of their tokens."""
+    window = None
+    if isinstance(cache, WindowCache):
+        window = cache.max_size
+        keys = cache.in_order(keys)
+        values = cache.in_order(values)
+    elif isinstance(cache, QuantizedCache):
+        keys = _affine(cache, *keys)
+        values = _affine(cache, *values)
+    place = getattr(cache, "place", None)
+    return AttentionCall(
+        queries,
+        keys,
+        values,
+        scale=scale,
+        first=cache.offset - keys.shape[2] if place is None else 0,
+        window=window,
+        sinks=sinks,
+        tree=None if cache.tree is None else cache.tree.tree_mask,
+        place=place,
+    )
 
 
 def attend_each(

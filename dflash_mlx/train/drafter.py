@@ -147,26 +147,19 @@ def draft_loss(
         A function of (parameters, ids [N, S], anchors [N, A], ends [N, A], *kept features).
     """
     config = drafter.config
-    cost = SlotLoss(drafter, target=target, loss_weights=loss_weights, tokens=tokens)
+    slot_loss = SlotLoss(drafter, target=target, loss_weights=loss_weights, tokens=tokens)
 
     def loss(
         parameters: Parameters, ids: mx.array, anchors: mx.array, ends: mx.array, *kept: mx.array
     ) -> tuple[mx.array, mx.array]:
         """The loss and tau of a batch, both scalars."""
         drafter.update(parameters)
-        block = config.block_size
-        sequences, anchors_per_sequence = anchors.shape
-        target_features = (
-            Features(*kept) if kept else features(target, ids, config.target_layer_ids)
-        )
-        masks = mx.full(
-            (sequences, anchors_per_sequence, block - 1), config.mask_token_id, dtype=ids.dtype
-        )
-        first = mx.take_along_axis(ids, anchors, axis=1)[..., None]
-        blocks = mx.concatenate([first, masks], axis=-1).reshape(
-            sequences * anchors_per_sequence, block
-        )
-        embeddings = drafter.embed(blocks, target)
+        if kept:
+            target_features = Features(*kept)
+        else:
+            target_features = features(target, ids, config.target_layer_ids)
+        anchor_tokens = mx.take_along_axis(ids, anchors, axis=1)[..., None]
+        embeddings = drafter.embed(_masked_blocks(anchor_tokens, config), target)
         taps = target_features.taps.astype(mx.float32)
         taps = taps if scales is None else taps / scales
         hidden = draft_hidden(
@@ -176,25 +169,45 @@ def draft_loss(
 
         slots = anchors[..., None] + mx.arange(1, config.drafts + 1)
         inside = slots < ends[..., None]
-        flat = mx.minimum(slots, ids.shape[1] - 1).reshape(sequences, -1)
-        text = mx.take_along_axis(ids, flat, axis=1).reshape(slots.shape)
-        labels = mx.take_along_axis(target_features.choices, flat - 1, axis=1).reshape(slots.shape)
+        positions = mx.minimum(slots, ids.shape[1] - 1).reshape(len(ids), -1)
+        predicted_at = positions - 1  # the token before a slot predicts it
+        text = mx.take_along_axis(ids, positions, axis=1).reshape(slots.shape)
+        labels = mx.take_along_axis(target_features.choices, predicted_at, axis=1)
+        labels = labels.reshape(slots.shape)
         weights = slot_weights(labels, tokens=text, inside=inside, gamma=gamma)
         # Slots after a disagreement have no weight, so the true predecessor is the text's token.
-        before = mx.concatenate([first, text[..., :-1]], axis=-1)
-        heads = [
-            mx.take_along_axis(array, (flat - 1)[..., None], axis=1).flatten(0, 1)
+        before = mx.concatenate([anchor_tokens, text[..., :-1]], axis=-1)
+        top_tokens, top_shares = [
+            mx.take_along_axis(array, predicted_at[..., None], axis=1).flatten(0, 1)
             for array in (target_features.tops, target_features.shares.astype(mx.float32))
         ]
-        columns = [array.reshape(-1) for array in (labels, before, weights)]
-        value, chosen = cost(hidden, *columns, *heads)
-        value = value / mx.maximum(weights.sum(), 1e-6)
+        total, chosen = slot_loss(
+            hidden,
+            labels=labels.reshape(-1),
+            before=before.reshape(-1),
+            weights=weights.reshape(-1),
+            tops=top_tokens,
+            shares=top_shares,
+        )
+        mean = total / mx.maximum(weights.sum(), 1e-6)
         right = chosen.reshape(labels.shape) == labels
         accepted = mx.cumprod(right & (weights > 0), axis=-1).sum(axis=-1)
         used = inside.any(axis=-1)
-        return value, 1 + (accepted * used).sum() / mx.maximum(used.sum(), 1)
+        return mean, 1 + (accepted * used).sum() / mx.maximum(used.sum(), 1)
 
     return loss
+
+
+def _masked_blocks(anchor_tokens: mx.array, config: DraftConfig) -> mx.array:
+    """Make the drafter's inputs [N*A, B]: each anchor's token [N, A, 1], then mask tokens."""
+    sequences, anchors, _ = anchor_tokens.shape
+    masks = mx.full(
+        (sequences, anchors, config.block_size - 1),
+        config.mask_token_id,
+        dtype=anchor_tokens.dtype,
+    )
+    blocks = mx.concatenate([anchor_tokens, masks], axis=-1)
+    return blocks.reshape(sequences * anchors, config.block_size)
 
 
 def train_drafter(
@@ -223,21 +236,9 @@ def train_drafter(
         WeightsError: the checkpoint has other parameters.
         IncompatibleDrafterError, SettingsError, OutputError.
     """
-    parts = {} if start is None else dict(tree_flatten(start.parameters()))
-    if config.draft_vocab_size < config.vocab_size and "lm_head.weight" not in parts:
-        common = common_tokens(samples(0), config.draft_vocab_size)
-        parts |= head_parts(target, common)
-        markov_rows = "markov_head.markov_w2.weight"
-        if markov_rows in parts:
-            parts[markov_rows] = parts[markov_rows][common]
-    drafter = new_drafter(config, settings.seed, parts)
-    drafter.load_weights([*parts.items()], strict=False)
-    drafter.set_dtype(mx.float32)  # small steps would be rounded away in 16 bits
-    drafter.check_fits(target)
-    check_trainable(config)
-    if "lm_head" in drafter:
-        drafter.freeze(recurse=False, keys=["d2t"])
-        drafter.lm_head.freeze()
+    drafter = _initial_drafter(
+        target, config=config, seed=settings.seed, samples=samples(0), start=start
+    )
     store = None if kept is None else KeptFeatures(target, config.target_layer_ids, kept)
     collate = AnchorCollator(settings.anchors, settings.tokens, store)
     gamma = GAMMAS.get(config.block_size, config.block_size / 2)
@@ -275,6 +276,37 @@ def train_drafter(
     )
     drafter.update(parameters)
     drafter.fc.weight = drafter.fc.weight / scales
+    return drafter
+
+
+def _initial_drafter(
+    target: Target,
+    config: DraftConfig,
+    seed: int,
+    samples: Sequence[Sample],
+    start: DFlash | None,
+) -> DFlash:
+    """Make the drafter that training starts with, in f32: `start`'s weights, others at random.
+
+    A head of its own has the rows of the most common tokens in the samples' answers.
+
+    Raises `IncompatibleDrafterError`, `SettingsError`.
+    """
+    parts = {} if start is None else dict(tree_flatten(start.parameters()))
+    if config.draft_vocab_size < config.vocab_size and "lm_head.weight" not in parts:
+        common = common_tokens(samples, config.draft_vocab_size)
+        parts |= head_parts(target, common)
+        markov_rows = "markov_head.markov_w2.weight"
+        if markov_rows in parts:
+            parts[markov_rows] = parts[markov_rows][common]
+    drafter = new_drafter(config, seed, parts)
+    drafter.load_weights(list(parts.items()), strict=False)
+    drafter.set_dtype(mx.float32)  # small steps would be rounded away in 16 bits
+    drafter.check_fits(target)
+    check_trainable(config)
+    if "lm_head" in drafter:
+        drafter.freeze(recurse=False, keys=["d2t"])
+        drafter.lm_head.freeze()
     return drafter
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from math import isfinite
 from pathlib import Path
@@ -147,32 +147,28 @@ def fit(
         compute(parameters, optimizer.state)
         if state.step % SPAN == 0:
             mx.clear_cache()
-        if not isfinite(float(mean)):
-            raise SettingsError(
-                f"Training diverged: the loss of step {state.step} is {float(mean)}. Lower "
-                "--learning-rate and use another folder."
-            )
-        held_out = None
-        held_out_metric = None
-        pause = every and state.step % every == 0
-        if validate and pause:
-            held_out, held_out_metric = validate(parameters)
-            if held_out < state.best_loss:
+        report = StepReport(state.step, steps, loss=float(mean), metric=float(metric))
+        _check_finite(report)
+        pauses = every > 0 and state.step % every == 0
+        if validate and pauses:
+            held_out_loss, held_out_metric = validate(parameters)
+            report = replace(report, held_out_loss=held_out_loss, held_out_metric=held_out_metric)
+            if held_out_loss < state.best_loss:
                 best = parameters
-                state.best_loss = held_out
-        progress(
-            StepReport(
-                state.step,
-                steps=steps,
-                loss=float(mean),
-                metric=float(metric),
-                held_out_loss=held_out,
-                held_out_metric=held_out_metric,
-            )
-        )
-        if checkpoint and pause:
+                state.best_loss = held_out_loss
+        progress(report)
+        if checkpoint and pauses:
             save(checkpoint, parameters=parameters, best=best, optimizer=optimizer, state=state)
     return best if state.best_loss < float("inf") else parameters
+
+
+def _check_finite(report: StepReport) -> None:
+    """Raise `SettingsError` if the loss is not finite."""
+    if not isfinite(report.loss):
+        raise SettingsError(
+            f"Training diverged: the loss of step {report.step} is {report.loss}. Lower "
+            "--learning-rate and use another folder."
+        )
 
 
 def micro_batch_stream() -> mx.Stream:

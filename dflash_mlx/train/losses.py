@@ -164,14 +164,25 @@ class SlotLoss:
         self._markov = drafter.markov_head if has_markov else None
         self._selector = drafter.candidate_selector if isinstance(drafter, DFlash2) else None
 
-    def __call__(self, hidden: mx.array, *columns: mx.array) -> tuple[mx.array, mx.array]:
+    def __call__(
+        self,
+        hidden: mx.array,
+        labels: mx.array,
+        before: mx.array,
+        weights: mx.array,
+        tops: mx.array,
+        shares: mx.array,
+    ) -> tuple[mx.array, mx.array]:
         """The summed loss [] of slots and their drafts [M].
 
         Args:
             hidden: of the slots, [M, D].
-            columns: labels, previous tokens and weights [M], and the target's likeliest tokens
-                and their probabilities [M, T].
+            labels: the target's choices [M].
+            before: the tokens before them [M].
+            weights: of the slots, [M].
+            tops, shares: the target's likeliest tokens and their probabilities [M, T].
         """
+        columns = (labels, before, weights, tops, shares)
         head = self._selector or self._markov
         trained = {} if head is None else head.parameters()
         count = max(1, BOUND // (4 * LOGITS_AT_ONCE * self._width))

@@ -101,29 +101,16 @@ def train(
         raise OutputError.because(work, error) from error
     claim_folder(work, target, recipe)
     begin = time.monotonic()
-    turns = []
-    if recipe.synthesize is not None:
-        turn_settings = AnswerSettings(
-            max_tokens=recipe.turn_tokens, rows=recipe.rows, chunk=2 * recipe.rows
-        )
-        turns = write_turns(
-            target,
-            count=recipe.synthesize,
-            path=work / "turns.jsonl",
-            settings=turn_settings,
-            seed=recipe.seed,
-            progress=listen,
-        )
+    turns = _write_turns(target, recipe, work, listen)
     samples = collect_samples(target, work=work, recipe=recipe, turns=turns, listen=listen)
     held_out, training = split(samples, recipe)
     raw = _drafter_fields(target, recipe=recipe, samples=training, warm=warm)
     config = DraftConfig.from_dict(raw)
     tokens = sum(bucket_length(len(sample.tokens), recipe.tokens) for sample in training)
-    in_epochs = max(1, round(EPOCHS * tokens / (2 * recipe.tokens)))
-    settings = _settings(recipe, recipe.steps or in_epochs)
-    needed = memory_needed(
-        target, config=config, settings=settings, lengths=[len(s.tokens) for s in samples]
-    )
+    steps_of_epochs = max(1, round(EPOCHS * tokens / (2 * recipe.tokens)))
+    settings = _settings(recipe, recipe.steps or steps_of_epochs)
+    lengths = [len(sample.tokens) for sample in samples]
+    needed = memory_needed(target, config=config, settings=settings, lengths=lengths)
     check_memory(needed, settings)
     start = None if warm is None else warm[0]
     if recipe.hours is not None:
@@ -141,8 +128,8 @@ def train(
     plan = TrainingPlan(
         samples=len(training),
         held_out=len(held_out),
-        tokens=sum(len(s.tokens) for s in training),
-        answer_tokens=sum(end - start for s in training for start, end in s.answers),
+        tokens=sum(len(sample.tokens) for sample in training),
+        answer_tokens=sum(_answer_tokens(sample) for sample in training),
         steps=settings.steps,
         memory_bytes=needed,
         tokens_of_step=2 * recipe.tokens,
@@ -159,12 +146,7 @@ def train(
         start=start,
         kept=work / "features" if recipe.keep_features else None,
     )
-    try:
-        save_drafter(drafter, raw, out)
-        lines = "".join(json.dumps(held_out_record(target, s)) + "\n" for s in held_out)
-        (out / "held_out.jsonl").write_text(lines, encoding="utf-8")
-    except OSError as error:
-        raise OutputError.because(out, error) from error
+    _save(drafter, raw, out, [held_out_record(target, sample) for sample in held_out])
     return Trained(drafter, raw, plan)
 
 
@@ -185,6 +167,38 @@ def _check_before(target: Target, recipe: Recipe, warm: WarmStart | None) -> Non
     check_memory(
         memory_needed(target, config=config, settings=settings, lengths=[longest]), settings
     )
+
+
+def _write_turns(target: Target, recipe: Recipe, work: Path, listen: Listener) -> list[str]:
+    """Have the target write the user's turns; none if the recipe reads prompts from a file."""
+    if recipe.synthesize is None:
+        return []
+    return write_turns(
+        target,
+        count=recipe.synthesize,
+        path=work / "turns.jsonl",
+        settings=AnswerSettings(
+            max_tokens=recipe.turn_tokens, rows=recipe.rows, chunk=2 * recipe.rows
+        ),
+        seed=recipe.seed,
+        progress=listen,
+    )
+
+
+def _answer_tokens(sample: Sample) -> int:
+    return sum(end - start for start, end in sample.answers)
+
+
+def _save(
+    drafter: DFlash, raw: dict[str, Any], out: Path, held_out: Sequence[dict[str, Any]]
+) -> None:
+    """Write the drafter and the lines of held_out.jsonl. Raises `OutputError`."""
+    lines = [json.dumps(record) + "\n" for record in held_out]
+    try:
+        save_drafter(drafter, raw, out)
+        (out / "held_out.jsonl").write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise OutputError.because(out, error) from error
 
 
 def held_out_record(target: Target, sample: Sample) -> dict[str, Any]:
@@ -258,17 +272,12 @@ def _steps_in_hours(
     path = work / "steps.json"
     if path_kind(path) is None:
         times: list[float] = []
-
-        def note(report: StepReport) -> None:
-            times.append(time.monotonic())
-
-        short = replace(settings, steps=TIMED_STEPS + 1, every=0)
         train_drafter(
             target,
             config=config,
-            samples=lambda e: training,
-            settings=short,
-            progress=note,
+            samples=lambda epoch: training,
+            settings=replace(settings, steps=TIMED_STEPS + 1, every=0),
+            progress=lambda report: times.append(time.monotonic()),
             start=start,
         )
         seconds = (times[-1] - times[0]) / TIMED_STEPS
