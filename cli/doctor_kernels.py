@@ -117,8 +117,8 @@ def check_families(metal_kernel: KernelFactory) -> dict[str, str]:
         Quantization(4, 32, "affine").apply(model)
         tokenizer = type("Tokenizer", (), {"eos_token_ids": (), "has_chat_template": False})()
         try:
-            wiring = swap_layers(model, config, Kernels(metal_kernel), {}, exact=True)
-            target = Target(model, tokenizer, config=config, name=family, wiring=wiring)
+            kernel_plan = swap_layers(model, config, Kernels(metal_kernel), {}, exact=True)
+            target = Target(model, tokenizer, config=config, name=family, kernel_plan=kernel_plan)
             check_rows(target)
         except (KernelError, RuntimeError) as error:
             errors[family] = str(error.args[0])

@@ -111,7 +111,7 @@ class Pair:
         else:
             drafting = "no drafter"
         parts = [short(self.target.name), drafting, self.blas.name]
-        if self.target.wiring and self.target.wiring.exact:
+        if self.target.kernel_plan and self.target.kernel_plan.exact:
             parts.append("exact")
         if self.member is not None:
             parts.append(f"{self.member.size} machines")

@@ -67,7 +67,7 @@ class ConstraintSet:
         self,
         logits: mx.array,
         noise: mx.array | None,
-        scores_of: Callable[[mx.array], mx.array],
+        to_scores: Callable[[mx.array], mx.array],
         before: Sequence[int] = (),
     ) -> mx.array:
         """Return the drafter's scores [L, V], restricted where its choice breaks a constraint.
@@ -75,7 +75,7 @@ class ConstraintSet:
         Args:
             logits: the drafter's logits, [L, V].
             noise: [L, V], added to the scores to choose drafts; None for greedy drafts.
-            scores_of: turns logits into scores, like `sampling.token_scores`.
+            to_scores: turns logits into scores, like `sampling.token_scores`.
             before: tokens that were drafted before these.
         """
 
@@ -86,7 +86,7 @@ class ConstraintSet:
             tokens: Any = scores.argmax(axis=-1).tolist()
             return tokens
 
-        scores = scores_of(logits)
+        scores = to_scores(logits)
         drafts = choose(scores, 0)
         answer = [*self._answer, *before]
         rows = []
@@ -102,7 +102,7 @@ class ConstraintSet:
             if mask is None:  # all slots are done, or the text ends here
                 rows.append(scores[slot:])
                 break
-            row = scores_of(masked(logits[slot : slot + 1], [mask]))
+            row = to_scores(masked(logits[slot : slot + 1], [mask]))
             rows.append(row)
             if np.count_nonzero(mask) == 1:  # do not wait for the device to choose it
                 answer += np.flatnonzero(mask).tolist()

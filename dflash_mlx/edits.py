@@ -86,7 +86,7 @@ class LogitEdits:
         self,
         logits: mx.array,
         before: mx.array | None,
-        scores_of: Callable[[mx.array], mx.array],
+        to_scores: Callable[[mx.array], mx.array],
         noise: mx.array | None,
     ) -> mx.array:
         """Return a drafter's scores [L, V]; each row's history ends with the drafts before it.
@@ -94,12 +94,12 @@ class LogitEdits:
         Args:
             logits: the drafter's logits, [L, V].
             before: [k] tokens that were drafted before these; None for none.
-            scores_of: turns edited logits into scores.
+            to_scores: turns edited logits into scores.
             noise: [L, V], added to the scores to choose drafts; None for greedy drafts.
         """
         logits = add_bias([self.bias] * len(logits), logits)
         if not self.read_text:
-            return scores_of(logits)
+            return to_scores(logits)
         drafts = mx.array([], mx.int32) if before is None else before.astype(mx.int32)
         host_drafts: Any = drafts.tolist() if self.constraints is not None else []
         has_other_edits = self.history is not None or self.penalties.active
@@ -107,7 +107,7 @@ class LogitEdits:
             return self.constraints.drafts(
                 logits,
                 noise=noise,
-                scores_of=scores_of,
+                to_scores=to_scores,
                 before=host_drafts,
             )
         rows = []
@@ -118,7 +118,7 @@ class LogitEdits:
                 row = self._process_row(mx.concatenate([self.history, drafts]), row)
             if self.constraints is not None:
                 row = self.constraints.restrict_row(row, host_drafts)
-            row = scores_of(row)
+            row = to_scores(row)
             rows.append(row)
             noisy = row if noise is None else row + noise[slot]
             token = noisy.argmax(axis=-1)

@@ -117,7 +117,7 @@ def make_request(
     Raises the errors that `stream_generate` raises immediately.
     """
     check_pair(target, drafter)
-    policy = policy_of(target, drafter, settings.policy, trees=settings.tree_budget == AUTO)
+    policy = resolve_policy(target, drafter, settings.policy, trees=settings.tree_budget == AUTO)
     block_size = resolve_block_size(drafter, settings.block_size, policy)
     settings.check_vocabulary(target.vocab_size)
     tokenizer = target.tokenizer
@@ -166,7 +166,7 @@ def make_request(
     return request
 
 
-def policy_of(
+def resolve_policy(
     target: Target,
     drafter: Drafter | None,
     policy: DraftPolicy | Literal["auto"] | None,

@@ -128,7 +128,7 @@ class Sampler:
         """
         if self._plain:
             return logits, 1.0
-        scores_of = partial(token_scores, self.settings)
+        to_scores = partial(token_scores, self.settings)
         noise = None
         if self.temperature > 0:
             # Make one row more than there are drafts: the target also samples after the last draft.
@@ -136,12 +136,12 @@ class Sampler:
             noise = self._noise_rows(first + len(logits) + 1, logits.shape[-1])[first:-1]
             noise = noise / DRAFT_SCALE
         if self.edits is None:
-            scores = scores_of(logits)
+            scores = to_scores(logits)
         else:
             scores = self.edits.draft_scores(
                 logits,
                 before=before,
-                scores_of=scores_of,
+                to_scores=to_scores,
                 noise=noise,
             )
         if noise is None:
@@ -240,7 +240,7 @@ def _sample_group(requests: Sequence[SampledRows], logits: mx.array) -> mx.array
     ]
     scores = token_scores(settings, edit(edited, logits) if edited else logits)
     if settings.temperature > 0:
-        scores = scores + _noise_of(requests, logits.shape[-1])
+        scores = scores + _noise_of_rows(requests, logits.shape[-1])
     choices = scores.argmax(axis=-1)
     if not edited:
         return choices
@@ -249,7 +249,7 @@ def _sample_group(requests: Sequence[SampledRows], logits: mx.array) -> mx.array
     return mx.where(has_no_choice, NO_CHOICE, choices.astype(mx.int32))
 
 
-def _noise_of(requests: Sequence[SampledRows], vocab_size: int) -> mx.array:
+def _noise_of_rows(requests: Sequence[SampledRows], vocab_size: int) -> mx.array:
     """Return the noise [N, V] of all rows, in one operation if no drafter made some of it."""
     keys = [request.noise_key for request in requests if request.noise_key is not None]
     if len(keys) == len(requests):

@@ -187,7 +187,7 @@ def skip_text_start(detokenizer: Any, tokenizer: Any) -> None:
     detokenizer.last_segment  # noqa: B018 (reading it drops that token's text)
 
 
-def text_of(tokenizer: Any, tokens: Sequence[int], continues: bool = False) -> str:
+def decode_text(tokenizer: Any, tokens: Sequence[int], continues: bool = False) -> str:
     """Return the text that a `TextStream` without stop strings makes of these tokens.
 
     Args:

@@ -25,7 +25,7 @@ class UntraceableError(Exception):
     """A function cannot be traced, for a reason that users can read."""
 
 
-class _OfThread(threading.local):
+class _ThreadTraces(threading.local):
     """The traced functions of one thread, the one used last at the end."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Traces:
 
     def __init__(self, errors: tuple[type[BaseException], ...]) -> None:
         self._errors: tuple[type[BaseException], ...] = (*errors, UntraceableError)
-        self._of_thread = _OfThread()
+        self._of_thread = _ThreadTraces()
         self.why_not: str | None = None
         self.count = 0
 

@@ -199,9 +199,9 @@ def target_of(config: dict[str, Any], layers: int, factory: Either) -> Target:
     config = config | {"num_hidden_layers": layers}
     model = model_of(config, layers)
     # As where every product and attention of this many rows was chosen to be ours.
-    wiring = swap_layers(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
+    kernel_plan = swap_layers(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
     tokenizer = type("Tokenizer", (), {"eos_token_ids": (), "has_chat_template": False})()
-    return Target(model, tokenizer=tokenizer, config=config, name="host", wiring=wiring)
+    return Target(model, tokenizer=tokenizer, config=config, name="host", kernel_plan=kernel_plan)
 
 
 def fastest(

@@ -164,7 +164,7 @@ class Suite:
         prompts = []
         for number, row in enumerate(_rows(path), start=1):
             where = f"{name}, row {number} of {path}"
-            values = list[Any]()
+            values: list[Any] = []
             for names in self.columns:
                 present = [column for column in names.split("|") if column in row]
                 if not present:

@@ -208,7 +208,7 @@ def _protocol_figures(answers: Sequence[PromptRuns]) -> dict[str, Any]:
     of mlx-lm to those of drafting. They are None if that method did not run.
     """
     method = chain_method(answers[0].runs) or PLAIN
-    seconds = dict[str, float]()
+    seconds: dict[str, float] = {}
     lengths = []
     for name in (method, PLAIN, MLX_LM):
         runs = [

@@ -78,7 +78,7 @@ def check_hosts(
         The checks, and the times of the link in seconds; None where nothing was measured.
     """
     versions = dict[int, dict[str, Any]]()
-    ended = dict[int, int]()
+    ended: dict[int, int] = {}
     lost = ""
     times = None
     ranks = ClusterProcesses(hosts, ["doctor", "--model", model])

@@ -53,7 +53,7 @@ class LeaderTarget(Target):
 
     def start(self, tap_layers: Sequence[int] = (), kv_bits: int | None = None) -> TargetSession:
         """Begin one request with empty caches on all ranks."""
-        self._taps_of(tuple(tap_layers))
+        self._find_taps(tuple(tap_layers))
         return LeaderSession(self.leader, self, tap_layers=tap_layers, kv_bits=kv_bits)
 
     def forward(self, rows: Rows, logits: Literal["all", "last"] = "all") -> Verified:

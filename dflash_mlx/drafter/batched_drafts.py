@@ -95,7 +95,7 @@ def _draft_together(drafts: dict[int, BlockDraft]) -> dict[int, Proposal] | dict
     cuts = list(accumulate(len(block) - first for block in blocks))[:-1]
     logits = mx.split(network.logits(hidden, target)[0], cuts)
     states = mx.split(hidden[0], cuts)
-    scores = dict[int, DraftScores]()
+    scores: dict[int, DraftScores] = {}
     for index, (number, draft) in enumerate(drafts.items()):
         with draft.guard:
             scores[number] = sessions[index].scores(logits[index], states[index], draft.anchor)
@@ -132,9 +132,9 @@ class _BatchRows:
         self.drafting = mx.array(drafting)
         # The keys of a request are those of its new features, then those of its block. In the pass,
         # the features of all requests come before the blocks of all.
-        order = list[int]()
-        positions = list[int]()
-        key_positions = list[int]()
+        order: list[int] = []
+        positions: list[int] = []
+        key_positions: list[int] = []
         feature = 0
         row = sum(new)
         for cache, count, block in zip(caches, new, self._blocks, strict=True):

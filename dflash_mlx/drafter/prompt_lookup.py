@@ -117,7 +117,7 @@ class LookupRates:
         Each rate assumes that the slots before it are right.
         """
         length = min(matched.bit_length() - 2, len(PRIOR_RATES) - 1)
-        rates = list[float]()
+        rates: list[float] = []
         rate = PRIOR_RATES[length]
         for slot in range(slots):
             if slot < RATED_SLOTS:

@@ -71,7 +71,7 @@ class RowAllocator:
         uses_network = any(candidate.propose is None for candidate in with_drafts)
         self._kind = "chain" if uses_network else "lookup"
         required = sum(rows) - count
-        chosen = list[int]()
+        chosen: list[int] = []
         if self._plain_left == 0 and not costs.needs_plain_step(count):
             chosen = self._best(candidates, required)
             self._plain_decisions = 0 if required + len(chosen) else self._plain_decisions + 1

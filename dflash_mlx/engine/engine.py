@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..drafter.protocol import Drafter, check_pair, start_session
 from ..errors import EngineError, SettingsError
-from ..generation import GenerationSettings, make_request, policy_of
+from ..generation import GenerationSettings, make_request, resolve_policy
 from ..policy.draft_policy import DraftPolicy
 from ..prefix.store import PrefixStore
 from ..prompt import Prompt
@@ -86,7 +86,7 @@ class Engine(AbstractContextManager["Engine", None]):
     ) -> None:
         check_pair(target, drafter)
         GenerationSettings(policy=policy, prefix=prefix)  # checks their types
-        policy = policy_of(target, drafter, policy)
+        policy = resolve_policy(target, drafter, policy)
         memory = None if memory is None else check_integer("memory", memory, most=MAX_BYTES)
         if not is_positive(stall_ms):
             raise SettingsError(f"stall_ms must be above 0 and finite, not {brief(stall_ms)}.")

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from .block_attention import MOST_NODES
 from .choose import DEPTHS, chosen, key_at, tensor_key
-from .modules import EXACT, Kernels, Wiring, chosen_together, restored, swap_layers
+from .modules import EXACT, KernelPlan, Kernels, chosen_together, restored, swap_layers
 from .shapes import Matrix, dtype_of, matrices
 
 TITLE = "Checking and timing kernels, once on this machine"
@@ -33,9 +33,9 @@ TENSOR_UNIT_ROWS = TIMED_ORDER[:2]
 
 # The forms that run on our kernels.
 Keys = frozenset[str]
-# A forward to time, and what makes it from a wiring and a number of rows.
+# A forward to time, and what makes it from a kernel plan and a number of rows.
 Call = Callable[[], list[mx.array]]
-Start = Callable[[Wiring, int], Call]
+Start = Callable[[KernelPlan, int], Call]
 # Times two sets of forms at a number of rows: the seconds with each, or None if time is up.
 InTurns = Callable[[Keys, Keys, int], tuple[float, float] | None]
 
@@ -112,7 +112,7 @@ def autotune(
     model: nn.Module,
     config: dict[str, Any],
     attention: Sequence[str],
-    start: Callable[[Wiring, int, int], Call],
+    start: Callable[[KernelPlan, int, int], Call],
     kernels: Kernels,
     stopwatch: Stopwatch,
 ) -> tuple[dict[str, frozenset[int]], list[Timing]]:
@@ -122,7 +122,7 @@ def autotune(
         model: the target's, whose layers are MLX's.
         config: its config.json.
         attention: the forms of its attention, as of `attention_key`.
-        start: makes the forward to time from a wiring, a number of rows, and the number of keys
+        start: makes the forward to time from a plan, a number of rows, and the number of keys
             already in the cache.
         kernels: the kernels to try.
         stopwatch: measures. When its time is up, MLX's kernels are kept for the rest.
@@ -131,8 +131,8 @@ def autotune(
     def time_in_turns(
         first: Keys, second: Keys, rows: int, depth: int
     ) -> tuple[float, float] | None:
-        def start_at_depth(wiring: Wiring, rows: int) -> Call:
-            return start(wiring, rows, depth)
+        def start_at_depth(kernel_plan: KernelPlan, rows: int) -> Call:
+            return start(kernel_plan, rows, depth)
 
         return _in_turns(
             model,
@@ -169,7 +169,7 @@ def autotune_products(
 ) -> dict[str, frozenset[int]]:
     """Time a drafter's products. Returns the rows at which our kernels run, by form."""
 
-    def start(wiring: Wiring, rows: int) -> Call:
+    def start(kernel_plan: KernelPlan, rows: int) -> Call:
         calls = [_product(module, matrix, rows) for _, module, matrix in matrices(model, {})]
         return lambda: [call() for call in calls]
 

@@ -85,7 +85,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Wiring:
+class KernelPlan:
     """Which of a model's layers run on our kernels, and when.
 
     Attributes:
@@ -194,7 +194,7 @@ def swap_layers(
     kernels: Kernels,
     rows: Rows,
     exact: bool = False,
-) -> Wiring:
+) -> KernelPlan:
     """Swap in the layers that run on our kernels.
 
     Args:
@@ -224,7 +224,7 @@ def swap_layers(
     fuse(model)
     if exact:
         _swap_convolutions(model)
-    return Wiring(kernels, rows=rows, exact=exact, layers=frozenset(layers))
+    return KernelPlan(kernels, rows=rows, exact=exact, layers=frozenset(layers))
 
 
 def will_be_exact(model: nn.Module, config: dict[str, Any], rows: Rows) -> bool:

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..targets.internals import KVCache, classes_of, make_prompt_cache, modules_of
 from ..validation import ErrorWrapper, brief, is_positive, text_config
 from .reading import LOADING_ERRORS
-from .rotations import apply_ignored_rotations, normalize_rope_fields, with_text
+from .rope_config import apply_ignored_rotations, normalize_rope_fields, with_text
 
 Config = dict[str, Any]
 

@@ -26,7 +26,14 @@ from ..kernels.choose import (
     store_passed_checks,
     tensor_key,
 )
-from ..kernels.modules import EXACT, Kernels, Wiring, chosen_together, swap_layers, will_be_exact
+from ..kernels.modules import (
+    EXACT,
+    KernelPlan,
+    Kernels,
+    chosen_together,
+    swap_layers,
+    will_be_exact,
+)
 from ..kernels.shapes import dtype_of, matrices
 from ..proposal import Proposal
 from ..targets import Target, attention
@@ -66,7 +73,7 @@ def use_kernels(
     if exact:
         attention.check_exact(target.pairs())
     kernels.checks.must_pass = exact
-    target.wiring = replace(
+    target.kernel_plan = replace(
         swap_layers(model, config=config, kernels=kernels, rows=rows, exact=exact),
         required=required,
     )
@@ -116,8 +123,8 @@ def time_verify_steps(
     must run on MLX's kernels, and does so afterwards.
     """
 
-    def start(wiring: Wiring, rows: int, depth: int) -> Call:
-        target.wiring = wiring
+    def start(kernel_plan: KernelPlan, rows: int, depth: int) -> Call:
+        target.kernel_plan = kernel_plan
         session = target.start()
         proposal = Proposal(list(range(rows)))
         if depth:
@@ -136,7 +143,7 @@ def time_verify_steps(
             stopwatch=stopwatch,
         )
     finally:
-        target.wiring = None
+        target.kernel_plan = None
 
 
 def _fill(target: Target, caches: Sequence[Any], depth: int) -> None:
@@ -179,16 +186,16 @@ def check_exact(target: Target) -> None:
     either. If it does, raises `KernelError` if the user asked for exact decoding, else warns and
     turns it off.
     """
-    wiring = target.wiring
-    if wiring is None or not wiring.exact:
+    kernel_plan = target.kernel_plan
+    if kernel_plan is None or not kernel_plan.exact:
         return
     try:
         check_rows(target)
     except KernelError as error:
-        if wiring.required:
+        if kernel_plan.required:
             raise
-        target.wiring = replace(wiring, exact=False)
-        wiring.kernels.checks.must_pass = False
+        target.kernel_plan = replace(kernel_plan, exact=False)
+        kernel_plan.kernels.checks.must_pass = False
         warnings.warn(f"dflash-mlx: {error.args[0]}", stacklevel=4)
 
 

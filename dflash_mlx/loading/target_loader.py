@@ -37,7 +37,7 @@ from .reading import (
     start_reading,
     without_fp8,
 )
-from .rotations import normalize_rope_fields
+from .rope_config import normalize_rope_fields
 from .tokenizer_loader import read_tokenizer
 
 if TYPE_CHECKING:

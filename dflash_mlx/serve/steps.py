@@ -13,7 +13,7 @@ from ..answers.parser import AnswerParser
 from ..answers.parts import Part
 from ..answers.thoughts import ThoughtCounter
 from ..events import Event
-from ..stream import text_of
+from ..stream import decode_text
 from .generation_request import GenerationRequest
 from .http_errors import RequestError, from_library, shutting_down
 from .logprobs import LogprobRecorder
@@ -211,7 +211,7 @@ class ResponseStream:
         stops = self.request.settings.get("stop") or ()
         if not stops or not tokens or tokens[-1] in tokenizer.eos_token_ids:
             return None
-        text = text_of(tokenizer, tokens, self.request.continues_text)
+        text = decode_text(tokenizer, tokens, self.request.continues_text)
         return min((stop for stop in stops if text.startswith(stop, length)), default=None)
 
 

@@ -42,7 +42,7 @@ from .recurrences import GatedDelta, recurrence_of
 from .rows import PerRequest, SharedCache
 
 if TYPE_CHECKING:
-    from ..kernels.modules import Wiring
+    from ..kernels.modules import KernelPlan
 
 Pairs = Sequence[tuple[nn.Module | None, Any]]  # layers with their caches
 
@@ -92,16 +92,16 @@ def calls_attention(attention: nn.Module) -> bool:
     return isinstance(call, FunctionType) and ATTENTION in call.__code__.co_names
 
 
-def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
+def attention_function(kernel_plan: KernelPlan | None) -> Callable[..., mx.array]:
     """The replacement of mlx-lm's function: the kernel where it was chosen. One for all layers."""
-    if wiring is None:
+    if kernel_plan is None:
         return scaled_dot_product_attention
-    kernel = wiring.kernels.attention
+    kernel = kernel_plan.kernels.attention
 
     @functools.lru_cache(maxsize=64)  # every layer of a forward asks for the same shape
     def kernel_rows(length: int, *heads: int) -> Container[int]:
         """The numbers of rows for which the kernel was chosen."""
-        return attention_rows(wiring.rows, attention_key(*heads), length)
+        return attention_rows(kernel_plan.rows, attention_key(*heads), length)
 
     def attend(
         queries: mx.array,
@@ -115,7 +115,7 @@ def attention_function(wiring: Wiring | None) -> Callable[..., mx.array]:
         """Attend with queries [1, H, N, D], as mlx-lm's `scaled_dot_product_attention` does."""
         _, heads, rows, head_dim = queries.shape
         _, key_heads, length, _ = (keys[0] if isinstance(keys, tuple | list) else keys).shape
-        is_ours = wiring.exact or rows in kernel_rows(length, heads, key_heads, head_dim)
+        is_ours = kernel_plan.exact or rows in kernel_rows(length, heads, key_heads, head_dim)
         if is_ours and _readable(queries, cache, mask):
             try:
                 return kernel(_kernel_call(queries, keys, values, cache, scale, sinks))
@@ -188,7 +188,7 @@ def attend_each(
     """
     rows = keys.rows
     in_slots = [
-        stock(slots.rows_of(queries), slot_keys, slot_values, None, scale, slot_mask, sinks)
+        stock(slots.take(queries), slot_keys, slot_values, None, scale, slot_mask, sinks)
         for slots, slot_keys, slot_values, slot_mask in zip(
             rows.slot_rows, keys.in_slots, values.in_slots, mask.in_slots, strict=False
         )

@@ -7,8 +7,8 @@ nothing. Otherwise
     decoder layers          show their inputs and results, for taps
     the norm before a head  reads the last rows only, where only their logits are asked for
     rotations               turn each row by its own position, in a tree and for many requests
-    attention               calls our function, which runs kernels and parts the requests
-    MLA, recurrences        run our forward of theirs: `mla`, `mixers`
+    attention               calls our function, which runs kernels and separates the requests
+    MLA, recurrences        run our own forward: `mla`, `mixers`
 
 So no family needs a forward of its own. Prompts that are read alone run on mlx-lm's own code.
 """
@@ -42,7 +42,7 @@ from .internals import (
 from .mixers import read_rows
 from .model_parts import ModelParts, different
 from .recurrences import Recurrence, recurrence_of
-from .rotations import Rotations
+from .rope_tables import RopeTables
 from .rows import AXES, PerRequest, Rows, Verified
 from .taps import Taps
 from .tree_attention import ropes
@@ -61,8 +61,8 @@ class Forward:
         kernels: those that recurrences run on; None for mlx-lm's own code.
         last_only: whether only each request's last row has logits.
         tapped: the ids of the layers whose runs are recorded.
-        pieces: the ids of the layers after which the device may start.
-        rotations: what the rotations of a traced step share; None where MLX has a kernel.
+        dispatch_after: the ids of the layers after which the device starts with the graph so far.
+        rope_tables: what the rotations of a traced step share; None where MLX has a kernel.
         runs: each tapped layer's inputs and results, run by run.
         verifies: whether layers may run our code: prompts that are read alone run mlx-lm's.
         attends: whether attention calls our function.
@@ -74,8 +74,8 @@ class Forward:
     kernels: Kernels | None = None
     last_only: bool = False
     tapped: frozenset[int] = frozenset()
-    pieces: frozenset[int] = frozenset()
-    rotations: Rotations | None = None
+    dispatch_after: frozenset[int] = frozenset()
+    rope_tables: RopeTables | None = None
     runs: dict[int, list[tuple[Any, Any]]] = field(default_factory=dict)
     verifies: bool = field(init=False)
     attends: bool = field(init=False)
@@ -89,10 +89,10 @@ class Forward:
         self.rotates = shared or (rows is not None and rows.tree is not None)
 
     def layer_ran(self, layer: nn.Module, x: Any, result: Any) -> None:
-        """Record a run of a tapped layer, and have the device start after a piece of the model."""
+        """Record a run of a tapped layer, and have the device start if it is time."""
         if id(layer) in self.tapped:
             self.runs.setdefault(id(layer), []).append((x, result))
-        if id(layer) in self.pieces:
+        if id(layer) in self.dispatch_after:
             compute(result[0] if isinstance(result, tuple) else result, wait=False)
 
 
@@ -181,7 +181,7 @@ class Interception:
         def call(layer: nn.Module, x: Any, *args: Any, **settings: Any) -> Any:
             result = stock(layer, x, *args, **settings)
             forward = running.forward
-            if forward is not None and (forward.tapped or forward.pieces):
+            if forward is not None and (forward.tapped or forward.dispatch_after):
                 forward.layer_ran(layer, x, result)
             return result
 
@@ -206,8 +206,8 @@ class Interception:
             forward = running.forward
             if forward is not None and forward.rotates:
                 return _rotate(partial(stock, rope), forward.rows, x, *args, **settings)
-            if forward is not None and forward.rotations is not None:
-                return forward.rotations.rotate(stock, rope, x, *args, **settings)
+            if forward is not None and forward.rope_tables is not None:
+                return forward.rope_tables.rotate(stock, rope, x, *args, **settings)
             return stock(rope, x, *args, **settings)
 
         return call
@@ -230,9 +230,9 @@ class Interception:
     def _override_attention(self, attention: Any, latent: bool) -> None:
         kind = stock_class(attention)
         if kind is DeepseekV3Attention:
-            self._override(attention, self._with(mla.dense))
+            self._override(attention, self._replaced_by(mla.dense))
         elif kind is DeepseekV32Attention:
-            self._override(attention, self._with(mla.sparse))
+            self._override(attention, self._replaced_by(mla.sparse))
             self._override(attention.indexer, self._indexer)
         elif calls_attention(attention) and not latent:
             running = self._running
@@ -245,21 +245,21 @@ class Interception:
 
             stock: Any = kind
             ours = rebind_globals(stock.__call__, **{ATTENTION: attend})
-            self._override(attention, self._with(ours, where="attends"))
+            self._override(attention, self._replaced_by(ours, flag="attends"))
 
-    def _with(self, ours: Call, where: str = "verifies") -> Callable[[Call], Call]:
-        """A module that runs `ours` in place of its own code where a forward says so.
+    def _replaced_by(self, ours: Call, flag: str = "verifies") -> Callable[[Call], Call]:
+        """A module that runs `ours` in place of its own code if the forward has a flag.
 
         Args:
             ours: the call.
-            where: the attribute of `Forward` that says so.
+            flag: an attribute of `Forward`.
         """
         running = self._running
 
         def make(stock: Call) -> Call:
             def call(module: nn.Module, *args: Any, **settings: Any) -> Any:
                 forward = running.forward
-                if forward is None or not getattr(forward, where):
+                if forward is None or not getattr(forward, flag):
                     return stock(module, *args, **settings)
                 return ours(module, *args, **settings)
 
@@ -278,7 +278,7 @@ class Interception:
             recurrence = kind(mixer, forward.kernels)
             return read_rows(recurrence, forward.rows, x, cache)
 
-        return self._with(ours)
+        return self._replaced_by(ours)
 
     def _indexer(self, stock: Call) -> Call:
         """An indexer of DeepSeek-V3.2 that reads many requests one after another."""

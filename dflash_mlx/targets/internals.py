@@ -92,7 +92,7 @@ def has_pipeline(backbone: Any) -> bool:
 
 
 def own_head(text: nn.Module) -> Any:
-    """The output head; None where the embedding is the head too."""
+    """The output head; None if the embedding is also the head."""
     return getattr(text, "lm_head", None)
 
 
@@ -178,7 +178,7 @@ def sharding_group(mixer: Any) -> Any:
 
 
 def rescale_longrope(rope: SuScaledRoPE, ratio: mx.array, amplitude: float) -> None:
-    """Multiply a LongRoPE's periods [dims / 2] by a ratio, and set what queries and keys are times.
+    """Multiply a LongRoPE's periods [dims / 2] by a ratio, and set the factor of queries and keys.
 
     mlx-lm's class keeps the periods of its long factors.
     """

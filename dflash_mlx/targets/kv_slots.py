@@ -81,26 +81,17 @@ class SlotArray:
         first = self.used
         requests = list(entering.values())
         if not self.layers:
-            both = [(cache.keys, cache.values) for cache in requests[0]]
-            self._sizes = [[x.shape[1] * self.capacity for x in pair] for pair in both]
-            self.layers = [[mx.zeros((0, x.shape[3]), x.dtype) for x in pair] for pair in both]
+            pairs = [(cache.keys, cache.values) for cache in requests[0]]
+            self._sizes = [[x.shape[1] * self.capacity for x in pair] for pair in pairs]
+            self.layers = [[mx.zeros((0, x.shape[3]), x.dtype) for x in pair] for pair in pairs]
         lengths = [session.position for session in entering]
-        for caches, pair, sizes in zip(
-            zip(*requests, strict=True), self.layers, self._sizes, strict=True
-        ):
-            for place, name in enumerate(("keys", "values")):
-                rows = [getattr(cache, name) for cache in caches]
-                held = pair[place]
-                start = first * sizes[place]
-                if start + len(rows) * sizes[place] > len(held):
-                    spare = (first + len(rows)) // SPARE
-                    new = self._padded(rows, lengths, spare)
-                    pair[place] = mx.concatenate([held[:start], new]) if start else new
-                else:
-                    new = self._padded(rows, lengths)
-                    held[start : start + len(new)] = new
+        for layer in range(len(self.layers)):
+            caches = [request_caches[layer] for request_caches in requests]
+            self._append(layer, 0, [cache.keys for cache in caches], lengths)
+            self._append(layer, 1, [cache.values for cache in caches], lengths)
             for cache in caches:
-                cache.keys = cache.values = None
+                cache.keys = None
+                cache.values = None
         for index, (session, held_caches) in enumerate(entering.items(), start=first):
             session.slot = Slot(array=self, index=index, layers=numbers, caches=held_caches)
         self.sessions.update(entering)
@@ -111,6 +102,21 @@ class SlotArray:
         self.sessions.discard(session)
         if not self.sessions:
             self.layers = []
+
+    def _append(
+        self, layer: int, place: int, rows: Sequence[mx.array], lengths: Sequence[int]
+    ) -> None:
+        """Write rows of a layer's keys (place 0) or values (1) behind the slots in use."""
+        held = self.layers[layer][place]
+        size = self._sizes[layer][place]
+        start = self.used * size
+        if start + len(rows) * size > len(held):
+            spare = (self.used + len(rows)) // SPARE
+            new = self._padded(rows, lengths, spare)
+            self.layers[layer][place] = mx.concatenate([held[:start], new]) if start else new
+        else:
+            new = self._padded(rows, lengths)
+            held[start : start + len(new)] = new
 
     def _padded(self, rows: Sequence[mx.array], lengths: Sequence[int], spare: int = 0) -> mx.array:
         """The first rows of arrays [1, H, L, D] as slots [n * H * capacity, D], then spare ones."""
@@ -139,8 +145,8 @@ class SlotArray:
     def copied(self, layer: int, index: int, rows: int) -> list[mx.array]:
         """A slot's keys and values [1, H, L, D], with room for more than so many rows."""
         room = min(self.capacity, STEP * (1 + rows // STEP))
-        every = self.read(layer, index + 1, self.capacity)
-        return [mx.take(x, mx.array([index]), axis=0)[:, :, :room] for x in every]
+        pair = self.read(layer, index + 1, self.capacity)
+        return [mx.take(x, mx.array([index]), axis=0)[:, :, :room] for x in pair]
 
     def close_gaps(self) -> None:
         """Move the last slots into free ones, and shrink arrays of which most is free."""
@@ -183,7 +189,7 @@ class KVSlots:
         self._arrays: dict[int, SlotArray] = {}
 
     def arrange(self, spans: Sequence[Span]) -> None:
-        """Have the requests that share the next forward in slots, and no others.
+        """Move the requests that share the next forward into slots, and all others out of theirs.
 
         Requests that cannot have one keep their own caches: new ones without any rows, those with
         quantized keys, and those whose drafts were trees. So do all if the slots belong to others:
@@ -240,7 +246,7 @@ class SlotRows:
         self._end = max(span.position + len(span) for span in spans)
         positions = self._table([span.position for span in self._spans])
         self._positions = mx.array(positions, mx.int32)
-        self._places: dict[int, mx.array] = {}
+        self._indices: dict[int, mx.array] = {}
         self._masks: dict[int | None, mx.array] = {}
 
     def _table(self, starts: Sequence[int]) -> list[list[int]]:
@@ -264,7 +270,7 @@ class SlotRows:
         side_by_side = self.rows == list(range(first, end))
         return slice(first, end) if side_by_side else mx.array(self.rows)
 
-    def rows_of(self, x: mx.array) -> mx.array:
+    def take(self, x: mx.array) -> mx.array:
         """These rows [n, H, W, D] of a forward's rows [1, H, R, D]."""
         if self._stacked:
             return x
@@ -272,15 +278,15 @@ class SlotRows:
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write new keys and values [1, H, R, D] and return all of each slot's [n, H, L, D]."""
-        self._array.write(layer, self._places_of, self.rows_of(keys), self.rows_of(values))
+        self._array.write(layer, self._row_indices, self.take(keys), self.take(values))
         return self._array.read(layer, len(self._positions), self._end)
 
-    def _places_of(self, heads: int) -> mx.array:
+    def _row_indices(self, heads: int) -> mx.array:
         """Where an array of so many heads has these rows, [n, H, W]."""
-        if heads not in self._places:  # the same for every layer
+        if heads not in self._indices:  # the same for every layer
             starts = mx.arange(len(self._positions) * heads) * self._array.capacity
-            self._places[heads] = starts.reshape(-1, heads, 1) + self._positions[:, None]
-        return self._places[heads]
+            self._indices[heads] = starts.reshape(-1, heads, 1) + self._positions[:, None]
+        return self._indices[heads]
 
     def mask(self, window: int | None = None) -> mx.array:
         """Which keys each row sees: [n, 1, W, L] bool."""

@@ -45,9 +45,9 @@ def read_rows(recurrence: Recurrence, rows: Rows, x: mx.array, cache: Any) -> mx
     else:  # the inputs [window, C] of each row
         convolved = recurrence.convolve(entered[0][windows]).swapaxes(0, 1)
     recorded = zip(*map(rows.split, (convolved, *projected.gates)), strict=True)
-    for cache, part, of_request in zip(caches, inputs, recorded, strict=True):
-        cache.record(recurrence, part, of_request)
-    return recurrence.output(_recur(recurrence, caches), projected.beside)
+    for cache, part, request_rows in zip(caches, inputs, recorded, strict=True):
+        cache.record(recurrence, part, request_rows)
+    return recurrence.output(_recur(recurrence, caches), projected.output_gate)
 
 
 def _recur(recurrence: Recurrence, caches: Sequence[RecurrentCache]) -> mx.array:
@@ -55,20 +55,23 @@ def _recur(recurrence: Recurrence, caches: Sequence[RecurrentCache]) -> mx.array
     if len(caches) == 1:
         return caches[0].recur()
     outputs: list[Any] = [None] * len(caches)
-    chains: dict[tuple[int, bool], list[int]] = {}  # requests by their rows, and if they are new
+    # Requests that step together: as many rows, and all of them new or none.
+    chains: dict[tuple[int, bool], list[int]] = {}
     for number, cache in enumerate(caches):
         if recurrence.has_state and recurrence.kernels is None and cache.tree is None:
             key = cache.recorded[0].shape[1], cache.cache[1] is None
             chains.setdefault(key, []).append(number)
         else:
             outputs[number] = cache.recur()
-    for (_, new), together in chains.items():
-        recorded = zip(*(caches[number].recorded for number in together), strict=True)
+    for (_, are_new), numbers in chains.items():
+        recorded = zip(*(caches[number].recorded for number in numbers), strict=True)
         convolved, *gates = (mx.concatenate(list(parts)) for parts in recorded)
-        states = None if new else mx.concatenate([caches[number].cache[1] for number in together])
+        states = None
+        if not are_new:
+            states = mx.concatenate([caches[number].cache[1] for number in numbers])
         out, states = recurrence.step(convolved, gates, states)
         assert states is not None
-        for place, number in enumerate(together):
+        for place, number in enumerate(numbers):
             outputs[number] = out[place : place + 1]
             # Its own array: a slice would keep every request's state alive.
             caches[number].cache[1] = mx.contiguous(states[place : place + 1])

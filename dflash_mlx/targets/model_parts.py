@@ -33,8 +33,8 @@ class ModelParts:
     Attributes:
         embedding: the module that reads token ids; it may also be the head.
         norm: the module before the head; None where there is none.
-        norm_runs_once: whether it runs there only, and not between two loops over the layers too.
-        head: the output head; None where the embedding is the head too.
+        norm_runs_once: whether it runs only there, not also between two loops over the layers.
+        head: the output head; None if the embedding is also the head.
         layers: in the order in which they run. A layer that runs twice is there twice.
         layer_of_cache: for every cache the place in `layers` of the layer that gets it; None for
             another module.
@@ -80,20 +80,22 @@ def find_parts(model: Any) -> ModelParts:
     inside = {id(part) for layer in layers for part in layer.modules()}
     others = [part for part in model.modules() if part is not model and id(part) not in inside]
     calls: list[Call] = []
-    gets: dict[int, int] = {}  # a cache's identity -> the place of its layer
+    # An argument's identity -> the place of the first layer that got it; some are caches.
+    places_by_argument: dict[int, int] = {}
     ran: list[nn.Module] = []
     watched = [
-        (layer, partial(_watched, calls=calls, ran=ran, gets=gets)) for layer in different(layers)
+        (layer, partial(_watched, calls=calls, ran=ran, places_by_argument=places_by_argument))
+        for layer in different(layers)
     ]
     watched += [(module, partial(_watched, calls=calls)) for module in others]
     with overridden(watched):
         model(mx.zeros((1, 2), mx.int32), cache=caches)
-    reads = [call for call in calls if hasattr(call[0], "as_linear")]
-    embedding, _, embedded = reads[0]
+    embedding_calls = [call for call in calls if hasattr(call[0], "as_linear")]
+    embedding, _, embedded = embedding_calls[0]
     places = [place for place, call in enumerate(calls) if id(call[0]) in inside]
     entered = calls[places[0]][1] if places else embedded
     norm, head = _ending(calls[places[-1] + 1 :] if places else calls, embedded.shape[-1])
-    layer_of_cache = [gets.get(id(cache)) for cache in caches]
+    layer_of_cache = [places_by_argument.get(id(cache)) for cache in caches]
     if not ran:  # the model runs its layers' parts without calling the layers
         layer_of_cache = [number % len(layers) for number in range(len(caches))]
     return ModelParts(
@@ -108,7 +110,7 @@ def find_parts(model: Any) -> ModelParts:
     )
 
 
-def _watched(stock: Any, calls: list[Call], ran: Any = None, gets: Any = None) -> Any:
+def _watched(stock: Any, calls: list[Call], ran: Any = None, places_by_argument: Any = None) -> Any:
     """A module's call, recorded if it calls no other recorded module; a layer's also in `ran`.
 
     Other threads may run the model meanwhile, for another target. Theirs are not recorded.
@@ -123,7 +125,7 @@ def _watched(stock: Any, calls: list[Call], ran: Any = None, gets: Any = None) -
             place = len(ran)
             ran.append(self)
             for value in (*args, *named.values()):
-                gets.setdefault(id(value), place)
+                places_by_argument.setdefault(id(value), place)
         result = stock(self, *args, **named)
         if len(calls) == before or ran is not None:
             calls.append((self, args[0] if args else None, result))

@@ -37,12 +37,12 @@ class Projected(NamedTuple):
     Attributes:
         inputs: of the convolution [1, N, C].
         gates: further inputs of the recurrence, each [1, N, ...].
-        beside: what the output needs of the rows, [1, N, ...].
+        output_gate: of the layer's output, [1, N, ...].
     """
 
     inputs: mx.array
     gates: tuple[mx.array, ...]
-    beside: mx.array
+    output_gate: mx.array
 
 
 class Recurrence:
@@ -71,7 +71,7 @@ class Recurrence:
         self.channels = int(mixer.conv_dim)
 
     def project(self, x: mx.array) -> Projected:
-        """What the rows x [1, N, D] are before the convolution."""
+        """Project the rows x [1, N, D]."""
         raise NotImplementedError
 
     def step(
@@ -85,8 +85,8 @@ class Recurrence:
 
         Args:
             convolved: the convolution's outputs [B, n, C].
-            gates: as in `Projected`, [B, n, ...].
-            state: before the first row; None for a new text's.
+            gates: the gates in `Projected`, [B, n, ...].
+            state: the state before the first row; None at the start of a text.
             parents: of a tree's rows, which only our kernels take; None for a chain.
         """
         raise NotImplementedError
@@ -97,7 +97,7 @@ class Recurrence:
         """The state after rows that have been verified, bit for bit what `step` returned."""
         return self.step(convolved, gates, state)[1]
 
-    def output(self, out: mx.array, beside: mx.array) -> mx.array:
+    def output(self, out: mx.array, output_gate: mx.array) -> mx.array:
         """The layer's output [1, N, D] of the recurrence's."""
         raise NotImplementedError
 
@@ -126,20 +126,20 @@ class ShortConvolution(Recurrence):
         state: mx.array | None,
         parents: Sequence[int] | None = None,
     ) -> tuple[mx.array, None]:
-        """Nothing more: the convolution is all."""
+        """Return the convolution's outputs: there is no state."""
         return convolved, None
 
-    def output(self, out: mx.array, beside: mx.array) -> mx.array:
+    def output(self, out: mx.array, output_gate: mx.array) -> mx.array:
         """Gate and project the recurrence's output."""
-        result: mx.array = self.mixer.out_proj(beside * out)
+        result: mx.array = self.mixer.out_proj(output_gate * out)
         return result
 
 
 class Mamba2(Recurrence):
     """The state-space layer of Nemotron-H, Granite 4 and Mamba-2.
 
-    mlx-lm computes several rows in another form than one. Here every row is a step of its own, so
-    that drafted text is plain text.
+    mlx-lm computes several rows in another form than a single row. Here each row is a step, so that
+    drafted text equals plain text.
     """
 
     as_prefill = False
@@ -170,9 +170,9 @@ class Mamba2(Recurrence):
             outputs.append(out)
         return mx.concatenate(outputs, axis=1), state
 
-    def output(self, out: mx.array, beside: mx.array) -> mx.array:
+    def output(self, out: mx.array, output_gate: mx.array) -> mx.array:
         """Gate and project the recurrence's output."""
-        result: mx.array = self.mixer.out_proj(self.mixer.norm(out, beside))
+        result: mx.array = self.mixer.out_proj(self.mixer.norm(out, output_gate))
         return result
 
 
@@ -202,7 +202,7 @@ class GatedDelta(Recurrence):
     ) -> tuple[mx.array, mx.array | None]:
         """Step through the rows; the state is f32 [B, Hv, Dv, Dk]."""
         if self.kernels is not None:
-            return self.kernels.delta.verify(*self._tape(convolved, gates, state), parents)
+            return self.kernels.delta.verify(*self._delta_inputs(convolved, gates, state), parents)
         mixer = self.mixer
         rows = self._heads(convolved)
         out, state = gated_delta_update(*rows, *gates, mixer.A_log, mixer.dt_bias, state)
@@ -213,23 +213,23 @@ class GatedDelta(Recurrence):
     ) -> mx.array | None:
         """Step through kept rows again, for the state alone."""
         if self.kernels is not None:
-            return self.kernels.delta.verify(*self._tape(convolved, gates, state))[1]
+            return self.kernels.delta.verify(*self._delta_inputs(convolved, gates, state))[1]
         mixer = self.mixer
         _, keys, values = self._heads(convolved)
         if state is not None and mx.default_device() == mx.Device(mx.cpu):
             return _replay_steps(state, keys, values, *self._decay(*gates))
-        # One Metal kernel; the keys stand in for the queries, which shape the output alone.
-        inputs = keys, keys, values, *gates, mixer.A_log, mixer.dt_bias
+        # One Metal kernel. Only the output depends on the queries, so the keys stand in for them.
+        inputs = (keys, keys, values, *gates, mixer.A_log, mixer.dt_bias)
         return gated_delta_update(*inputs, state)[1]
 
-    def output(self, out: mx.array, beside: mx.array) -> mx.array:
+    def output(self, out: mx.array, output_gate: mx.array) -> mx.array:
         """Gate and project the recurrence's output, and sum it over sharded heads."""
         mixer = self.mixer
-        result: mx.array = mixer.out_proj(mixer.norm(out, beside).flatten(2))
+        result: mx.array = mixer.out_proj(mixer.norm(out, output_gate).flatten(2))
         group = sharding_group(mixer)
         return result if group is None else mx.distributed.all_sum(result, group=group)
 
-    def _tape(
+    def _delta_inputs(
         self, convolved: mx.array, gates: Sequence[mx.array], state: mx.array | None
     ) -> tuple[mx.array, DeltaInputs]:
         """The queries, and the other inputs of our kernels."""
@@ -243,7 +243,7 @@ class GatedDelta(Recurrence):
         """Queries and keys [B, n, Hk, Dk] and values [B, n, Hv, Dv]."""
         mixer = self.mixer
         split = mx.split(nn.silu(convolved), [mixer.key_dim, 2 * mixer.key_dim], axis=-1)
-        sizes = mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim
+        sizes = (mixer.head_k_dim, mixer.head_k_dim, mixer.head_v_dim)
         q, k, v = (
             part.reshape(*part.shape[:2], -1, size) for part, size in zip(split, sizes, strict=True)
         )

@@ -128,7 +128,7 @@ class Rows:
         return self.is_shared or len(only) > 1 or not isinstance(only.tokens, mx.array)
 
     def part(self, first: int, end: int) -> Rows:
-        """The rows of the requests from number `first` to `end`, to run in a forward of theirs."""
+        """The rows of the requests from number `first` to `end`, for a forward of their own."""
         spans = self.spans[first:end]
         tokens = self._tokens
         if tokens is not None:
@@ -204,11 +204,11 @@ class Rows:
     @cached_property
     def slot_rows(self) -> list[SlotRows]:
         """The rows of requests with slots, by array."""
-        spans: dict[SlotArray, list[Span]] = {}
+        spans_by_array: dict[SlotArray, list[Span]] = {}
         for span in self.spans:
             if span.session.slot is not None:
-                spans.setdefault(span.session.slot.array, []).append(span)
-        return [SlotRows(array, members, self.is_stacked) for array, members in spans.items()]
+                spans_by_array.setdefault(span.session.slot.array, []).append(span)
+        return [SlotRows(array, spans, self.is_stacked) for array, spans in spans_by_array.items()]
 
     @cached_property
     def without_slots(self) -> list[int]:
@@ -366,7 +366,7 @@ class SharedCache:
 
 
 class OneRequestCache:
-    """One request's cache in a forward of many, whose rows turn by their own positions.
+    """One request's cache in a forward of many, with the positions of this request's rows.
 
     Args:
         cache: the request's.
@@ -377,7 +377,7 @@ class OneRequestCache:
         vars(self).update(_cache=cache, offset=offset)
 
     def __getattr__(self, name: str) -> Any:
-        """The cache's own."""
+        """Read any other attribute from the cache."""
         return getattr(self._cache, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -61,7 +61,7 @@ class TargetSession:
 
     Args:
         target: the model.
-        tap_layers, kv_bits: as of `Target.start`.
+        tap_layers, kv_bits: as in `Target.start`.
 
     Attributes:
         tap_layers, kv_bits: as given.
@@ -98,7 +98,7 @@ class TargetSession:
         self.slot: Any = None
         self.position = 0
         self.intact = True
-        self._since = 0  # tokens since freed buffers were given back
+        self._tokens_since_clear = 0  # since MLX returned freed buffers
 
     def chunk_end(self, end: int, stops: Sequence[int] = (), most: int = PREFILL_STEP) -> int:
         """The position up to which the next forward of a prompt reads.
@@ -107,9 +107,9 @@ class TargetSession:
         last layer's MLP.
 
         Args:
-            end: the prompt's.
+            end: the end of the prompt.
             stops: positions at which a forward ends.
-            most: tokens of the forward.
+            most: the most tokens of the forward.
         """
         ahead = (stop for stop in (end - LAST_STEP, *stops, end) if stop > self.position)
         border = min(ahead)
@@ -181,7 +181,7 @@ class TargetSession:
         return caches if plain and not self._read_trees else []
 
     def leave_slot(self) -> None:
-        """Have the keys and values in this session's own caches, if they can be trusted."""
+        """Move the keys and values back to this session's caches, if they can be trusted."""
         slot = self.slot
         self.slot = None
         if slot is not None:
@@ -232,11 +232,12 @@ class TargetSession:
                     cache.commit(kept, len(proposal))
         self.advance(len(kept))
         # A cache grows by SPAN rows when those of a step do not fit: once at most before this.
-        self._since += len(kept)
-        if self.slot is None and self._since >= SPAN - len(proposal):
+        self._tokens_since_clear += len(kept)
+        if self.slot is None and self._tokens_since_clear >= SPAN - len(proposal):
             mx.clear_cache()
-            self._since = 0
-        if lazy := self.cache if moved else self._lazy:  # as `start_computing`
+            self._tokens_since_clear = 0
+        lazy = self.cache if moved else self._lazy
+        if lazy:  # as `start_computing`
             compute(caches.arrays_of_all(lazy), wait=False)
 
     def advance(self, rows: int) -> None:

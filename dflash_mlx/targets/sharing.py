@@ -20,7 +20,7 @@ from .rows import SharedForward
 from .tree_attention import why_no_trees
 
 
-def sharing_of(pairs: Pairs, exact: bool, last_rows: bool) -> SharedForward | None:
+def find_sharing(pairs: Pairs, exact: bool, last_rows: bool) -> SharedForward | None:
     """What requests share, by the looks of a model's layers; None if one of them cannot.
 
     Args:

@@ -41,8 +41,9 @@ class Taps:
         outputs = []
         for layer, run, embedded in self._taps:
             x, result = runs[layer][run]
-            # Gemma 4 adds the keys and values that later layers share.
-            x = x if embedded else result[0] if isinstance(result, tuple) else result
+            if not embedded:
+                # Gemma 4 adds the keys and values that later layers share.
+                x = result[0] if isinstance(result, tuple) else result
             if x.ndim == 4:  # DeepSeek-V4.1's streams [N, S, hc, D]: equal embeddings first
                 x = x[:, :, 0] if embedded else _sum_of_streams(*result[:2])
             outputs.append(x)

@@ -23,7 +23,7 @@ from .kv_slots import KVSlots
 from .model_parts import MODEL_ERRORS, find_parts, scale_between
 from .rows import Rows, SharedForward, Verified
 from .session import TargetSession
-from .sharing import sharing_of
+from .sharing import find_sharing
 from .span import Span
 from .taps import EMBEDDING, Taps
 from .traced import TracedSteps
@@ -32,9 +32,9 @@ from .tree_attention import why_no_trees
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from ..kernels.modules import Wiring
+    from ..kernels.modules import KernelPlan
 
-PIECE = 4  # layers of a verify that are handed to the device together
+DISPATCH_EVERY = 4  # layers of a verify that are handed to the device together
 
 
 class Target:
@@ -53,10 +53,11 @@ class Target:
         parts: where the model has its other parts.
         why_no_trees: what keeps draft trees from being verified; None if they can be.
         has_rollback: whether rejected rows leave its caches without another forward.
-        wiring: which layers run on our Metal kernels; None where none does.
+        kernel_plan: which layers run on our Metal kernels; None where none does.
         is_distributed: whether other processes run the same forwards.
         steps: the traced forwards of its steps.
-        in_pieces: whether verifies are handed to the device `PIECE` layers at a time.
+        dispatches_early: whether the device starts with a verify's first layers while Python builds
+            the others, `DISPATCH_EVERY` layers at a time.
 
     Raises `ConfigError` for a model that cannot run.
     """
@@ -69,7 +70,7 @@ class Target:
         tokenizer: TokenizerWrapper,
         config: dict[str, Any],
         name: str,
-        wiring: Wiring | None = None,
+        kernel_plan: KernelPlan | None = None,
     ) -> None:
         self.model = model
         self.name = name
@@ -91,17 +92,19 @@ class Target:
         if self.has_rollback:
             problems = (why_no_trees(layer, cache) for layer, cache in pairs)
             self.why_no_trees = next(filter(None, problems), None)
-        if wiring is not None and wiring.exact:
+        if kernel_plan is not None and kernel_plan.exact:
             check_exact(pairs)
         self._interception = Interception.of(model, parts)
         # Where the CPU is the device, it has no time to gain by starting early.
-        self.in_pieces = mx.default_device() != mx.Device(mx.cpu)
-        self.wiring = wiring
+        self.dispatches_early = mx.default_device() != mx.Device(mx.cpu)
+        self.kernel_plan = kernel_plan
         self._embed_scale = internals.embed_scale(internals.backbone(internals.text_model(model)))
         if self._embed_scale is None and not internals.first_layer(model):
             self._embed_scale = scale_between(parts.embedded, parts.entered)
         evaluate(model)
-        self._pieces = frozenset(id(layer) for layer in self.layers[PIECE - 1 : -1 : PIECE])
+        self._dispatch_after = frozenset(
+            id(layer) for layer in self.layers[DISPATCH_EVERY - 1 : -1 : DISPATCH_EVERY]
+        )
         self._taps: dict[tuple[int, ...], Taps] = {}
 
     def __repr__(self) -> str:
@@ -143,19 +146,19 @@ class Target:
         return cast(mx.array, self.parts.norm.weight)
 
     @property
-    def wiring(self) -> Wiring | None:
+    def kernel_plan(self) -> KernelPlan | None:
         """Which layers run on our Metal kernels; None where none does."""
-        return self._wiring
+        return self._kernel_plan
 
-    @wiring.setter
-    def wiring(self, wiring: Wiring | None) -> None:
-        self._wiring = wiring
-        kernels = wiring.kernels if wiring is not None and wiring.exact else None
-        self._forward = partial(Forward, attend=attention_function(wiring), kernels=kernels)
+    @kernel_plan.setter
+    def kernel_plan(self, kernel_plan: KernelPlan | None) -> None:
+        self._kernel_plan = kernel_plan
+        kernels = kernel_plan.kernels if kernel_plan is not None and kernel_plan.exact else None
+        self._forward = partial(Forward, attend=attention_function(kernel_plan), kernels=kernels)
         self.steps = TracedSteps(partial(self._interception.run, self.model), self._forward)
-        if self.in_pieces:
+        if self.dispatches_early:
             self.steps.why_not = "replayed steps were never timed on a GPU"
-        elif wiring is not None and not wiring.kernels.on_device:
+        elif kernel_plan is not None and not kernel_plan.kernels.on_device:
             self.steps.why_not = "the kernels are emulated"
         vars(self).pop("sharing", None)
 
@@ -165,9 +168,9 @@ class Target:
 
         Forwards are built for two new requests and never computed.
         """
-        exact = self.wiring is not None and self.wiring.exact
+        exact = self.kernel_plan is not None and self.kernel_plan.exact
         last_rows = self.parts.norm_runs_once and not self.is_distributed
-        sharing = sharing_of(self.pairs(), exact, last_rows)
+        sharing = find_sharing(self.pairs(), exact, last_rows)
         # Without a rollback, kept rows run again, request by request.
         if sharing is None or not self.has_rollback:
             return None
@@ -219,7 +222,7 @@ class Target:
         Raises `SettingsError` for a layer that cannot be tapped, and when the model's caches cannot
         be quantized.
         """
-        self._taps_of(tuple(tap_layers))
+        self._find_taps(tuple(tap_layers))
         return TargetSession(self, tap_layers, kv_bits)
 
     def cache_bytes(
@@ -233,7 +236,7 @@ class Target:
 
     def check(self, proposal: Proposal) -> None:
         """Raise what `forward` raises for a proposal that this target cannot read."""
-        most = None if self.wiring is None else self.wiring.widest
+        most = None if self.kernel_plan is None else self.kernel_plan.widest
         if most is not None and len(proposal) > most:
             raise SettingsError(
                 f"exact: at most {most} rows are verified at once; load the model with "
@@ -260,8 +263,8 @@ class Target:
         """Read rows of one request or of many. Each session must commit its rows afterwards.
 
         One forward of the model, or several: in exact decoding a forward takes at most
-        `Wiring.widest` rows, and some models read one request at a time. Whatever shares a forward,
-        every request gets the same results.
+        `KernelPlan.widest` rows, and some models read one request at a time. Whatever shares a
+        forward, every request gets the same results.
 
         Args:
             rows: to verify, or of prompts. All requests have the same `tap_layers`.
@@ -279,7 +282,8 @@ class Target:
         self.check_rows(rows)
         sharing = self.sharing if rows.is_shared else None
         results = [
-            self.run_together(part, sharing, logits) for part in self._parts_of(rows, sharing)
+            self.run_together(part, sharing, logits)
+            for part in self._split_by_forward(rows, sharing)
         ]
         if len(results) == 1:
             return results[0]
@@ -315,7 +319,7 @@ class Target:
         that cannot be tapped.
         """
         clean_up_at_end()
-        taps = self._taps_of(tuple(layers))
+        taps = self._find_taps(tuple(layers))
         return self._interception.run(self.model, tokens, cache, taps, Forward(rows=None))
 
     def run_together(
@@ -326,7 +330,7 @@ class Target:
         for span in rows.spans:
             span.session.begin(span, all_kept=rows.is_prompt)
         ids = rows.tokens(self.vocab_size).reshape(rows.shape)
-        taps = self._taps_of(rows.tap_layers)
+        taps = self._find_taps(rows.tap_layers)
         clean_up_at_end()
         verified = None if self.is_distributed else self.steps.replay(rows, ids, taps)
         all_logits, tapped = verified or self._run(rows, ids, taps, logits)
@@ -341,20 +345,21 @@ class Target:
         self, rows: Rows, ids: mx.array, taps: Taps, logits: Literal["all", "last"]
     ) -> Verified:
         """The model's logits [n, W, V] of rows with ids [n, W], and their taps [n, W, K*D]."""
+        starts_early = self.dispatches_early and rows.starts_early
         forward = self._forward(
             rows,
             last_only=logits == "last",
-            pieces=self._pieces if self.in_pieces and rows.starts_early else frozenset(),
+            dispatch_after=self._dispatch_after if starts_early else frozenset(),
         )
         return self._interception.run(self.model, ids, rows.caches(), taps, forward)
 
-    def _parts_of(self, rows: Rows, sharing: SharedForward | None) -> Iterator[Rows]:
+    def _split_by_forward(self, rows: Rows, sharing: SharedForward | None) -> Iterator[Rows]:
         """The rows that share a forward of the model."""
         if not rows.is_shared:
             yield rows
             return
         widths = [len(span) for span in rows.spans]
-        most = None if self.wiring is None else self.wiring.widest
+        most = None if self.kernel_plan is None else self.kernel_plan.widest
         first = 0
         for end in range(1, len(widths) + 1):
             is_last = sharing is None or end == len(widths)
@@ -368,7 +373,7 @@ class Target:
         if not span.is_chain and not span.mask_was_read and not span.session.needs_no_masks:
             raise UnsupportedTreeError("The target makes masks of its own: draft chains for it.")
 
-    def _taps_of(self, tap_layers: tuple[int, ...]) -> Taps:
+    def _find_taps(self, tap_layers: tuple[int, ...]) -> Taps:
         """The taps of these layers. Raises `SettingsError` for a layer that cannot be tapped."""
         taps = self._taps.get(tap_layers)
         if taps is None:

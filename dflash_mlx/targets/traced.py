@@ -19,13 +19,13 @@ from .caches.kv import KeysAndValues
 from .caches.step import STEPS, step_caches
 from .intercept import Forward
 from .model_parts import MODEL_ERRORS
-from .rotations import Rotations
+from .rope_tables import RopeTables
 from .rows import Rows, Verified
 from .span import Span
 from .taps import Taps
 
-FINE = 128  # keys by which the attended ones grow
-COARSE = 256  # from so many keys on, and by as many; caches grow by as many
+FINE = 128  # the number of attended keys is a multiple of this
+COARSE = 256  # the same beyond `FINE_UNTIL` keys, where caches grow by as many
 FINE_UNTIL = 1024
 
 EMPTY = SimpleNamespace(position=0, tap_layers=())  # stands for a request while a step is traced
@@ -72,8 +72,10 @@ class TracedSteps(Traces):
             if isinstance(cache, KeysAndValues):  # windows have had room since the step began
                 cache.reserve(count)
         attended = attended_keys(offset + count)
-        kinds = tuple(_shape_of(cache) for cache in caches)
-        shape = session.tap_layers, session.kv_bits, count, attended, kinds
+        capacities = tuple(
+            None if isinstance(cache, RecurrentCache) else cache.capacity for cache in caches
+        )
+        shape = (session.tap_layers, session.kv_bits, count, attended, capacities)
 
         def make() -> _Chain:
             chain = Rows([Span(EMPTY, Proposal([0] * count))])
@@ -82,8 +84,8 @@ class TracedSteps(Traces):
             on_cpu = mx.default_device() == mx.Device(mx.cpu)
 
             def forward(ids: mx.array, held: Sequence[Any]) -> Verified:
-                rotations = Rotations() if on_cpu else None
-                return run(ids, held, taps, make_forward(chain, rotations=rotations))
+                rope_tables = RopeTables() if on_cpu else None
+                return run(ids, held, taps, make_forward(chain, rope_tables=rope_tables))
 
             return _Chain(forward, caches, attended)
 
@@ -136,7 +138,7 @@ class _Chain:
 
 
 def attended_keys(keys: int) -> int:
-    """The keys that layers attend to where so many are there."""
+    """How many keys layers attend to if there are so many: the next multiple of a step."""
     step = FINE if keys <= FINE_UNTIL else COARSE
     return -(-keys // step) * step
 
@@ -149,14 +151,11 @@ def can_trace(caches: Sequence[Any]) -> bool:
     return kinds <= STEPS.keys() and kinds != {RecurrentCache} and bool(kinds)
 
 
-def _shape_of(cache: Any) -> Any:
-    return None if isinstance(cache, RecurrentCache) else cache.capacity
-
-
 def _without_arrays(cache: Any) -> Any:
     """A cache of the same kind and settings that holds nothing."""
     kind: Any = type(cache)
     empty = kind.__new__(kind)
-    settings = {n: v for n, v in vars(cache).items() if v is None or isinstance(v, int)}
-    vars(empty).update(settings)
+    for name, value in vars(cache).items():
+        if value is None or isinstance(value, int):
+            setattr(empty, name, value)
     return empty

@@ -187,10 +187,10 @@ def compiled_update(
     def update(parameters: Parameters, results: list) -> tuple[Parameters, mx.array, mx.array]:
         gradients = [gradient for _, gradient in results]
         # Rounding depends on the memory layout, which a checkpoint does not store.
-        mean = tree_map(lambda *parts: mx.contiguous(mean_of(parts)), *gradients)
+        mean = tree_map(lambda *parts: mx.contiguous(mean_array(parts)), *gradients)
         mean, _ = optim.clip_grad_norm(mean, MAX_NORM)
         values = [value for value, _ in results]
-        loss, metric = (mean_of(parts) for parts in zip(*values, strict=True))
+        loss, metric = (mean_array(parts) for parts in zip(*values, strict=True))
         updated = dict(tree_flatten(optimizer.apply_gradients(mean, parameters)))
         # MultiOptimizer reorders the tree, and the norm's rounding depends on the order.
         ordered = [(name, updated[name]) for name, _ in tree_flatten(parameters)]
@@ -199,7 +199,7 @@ def compiled_update(
     return update
 
 
-def mean_of(parts: Sequence[mx.array]) -> mx.array:
+def mean_array(parts: Sequence[mx.array]) -> mx.array:
     """The mean of arrays of one shape, summed left to right."""
     return reduce(mx.add, parts) / len(parts)
 

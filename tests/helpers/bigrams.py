@@ -28,7 +28,7 @@ class MadeUpTarget:
     intact = True
     can_pipeline = True
     slot = None
-    wiring = None
+    kernel_plan = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

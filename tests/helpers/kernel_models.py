@@ -68,9 +68,13 @@ def exact_target(
     """Such a model with all of its verify on our kernels."""
     model = half_precision(family, bits, dtype)
     config = copy.deepcopy(families.CONFIGS[family])
-    wiring = swap_layers(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
+    kernel_plan = swap_layers(model, config=config, kernels=Kernels(factory), rows={}, exact=True)
     return Target(
-        model, tokenizer=families.CharacterTokenizer(), config=config, name=family, wiring=wiring
+        model,
+        tokenizer=families.CharacterTokenizer(),
+        config=config,
+        name=family,
+        kernel_plan=kernel_plan,
     )
 
 
@@ -81,7 +85,7 @@ def chosen_target(family: str, factory) -> Target:
         key: frozenset(range(4, max(candidate) + 1))
         for key, candidate in candidates(target).items()
     }
-    target.wiring = swap_layers(
+    target.kernel_plan = swap_layers(
         target.model, config=target.config, kernels=Kernels(factory), rows=rows
     )
     return target

@@ -112,7 +112,7 @@ def test_whole_verifies_decide_for_each_group(products, attention, far, wins):
     target, clock, stopwatch = timed(products, attention, far)
     classes = [type(part) for part in target.model.modules()]
     rows, timings = time_verify_steps(target, Kernels(clock), stopwatch)
-    assert [type(part) for part in target.model.modules()] == classes and target.wiring is None
+    assert [type(part) for part in target.model.modules()] == classes and target.kernel_plan is None
     groups = {"products": set(), "near": set(), "far": set()}
     for key, row in rows.items():
         name = "products"
@@ -187,20 +187,18 @@ def test_a_model_is_timed_once(monkeypatch):
     """By the first load that chooses. The next one, also of its drafter, reads the answer."""
     monkeypatch.setattr(kernel_plan, "begin_checks", lambda kernels: None)
     exact, clock, stopwatch = timed(-0.01, -0.01)
-    assert (
-        use_kernels(exact, kernels=Kernels(clock), exact=True, stopwatch=stopwatch).wiring.exact
-        and not stopwatch.calls
-    )
+    target = use_kernels(exact, kernels=Kernels(clock), exact=True, stopwatch=stopwatch)
+    assert target.kernel_plan.exact and not stopwatch.calls
     target, clock, stopwatch = timed(-0.01, -0.01)
     ours = use_kernels(target, kernels=Kernels(clock), exact=False, stopwatch=stopwatch)
-    rows = ours.wiring.rows
+    rows = ours.kernel_plan.rows
     calls = stopwatch.calls
     assert rows == read_choices(forms(target)) and all(rows.values())
-    assert ours.wiring.layers and calls
+    assert ours.kernel_plan.layers and calls
     again, *_ = timed(0.0, 0.0)
     assert use_kernels(
         again, kernels=Kernels(clock), exact=None, stopwatch=stopwatch
-    ).wiring.exact, "free at every row"
+    ).kernel_plan.exact, "free at every row"
     assert stopwatch.calls == calls
 
 

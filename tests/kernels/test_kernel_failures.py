@@ -57,7 +57,7 @@ def wired(family: str, factory: Launches) -> Target:
     config = families.CONFIGS[family]
     target = Target(model, tokenizer=families.CharacterTokenizer(), config=config, name=family)
     ours = dict.fromkeys(candidates(target), frozenset(range(2, 17)))
-    target.wiring = swap_layers(
+    target.kernel_plan = swap_layers(
         model, config=config, kernels=Kernels(factory), rows=ours, exact=family == "qwen3_5"
     )
     return target
@@ -82,7 +82,7 @@ def test_it_ends_the_answer_and_the_next_one_is_right(family, lazily):
         dm.generate(target, drafter, PROMPTS[0], **SETTINGS)
     factory.refuse(10**9)
     assert dm.generate(target, drafter, PROMPTS[0], **SETTINGS).tokens == text
-    assert target.wiring is not None
+    assert target.kernel_plan is not None
 
 
 @when

@@ -222,12 +222,12 @@ def test_a_swapped_layer_keeps_its_weights_and_their_names():
     config = families.CONFIGS["qwen3_moe"]
     before = dict(tree_flatten(model.parameters()))
     layers = dict(model.named_modules())
-    wiring = swap_layers(
+    kernel_plan = swap_layers(
         model, config=config, kernels=Kernels(quick_factory()), rows={}, exact=True
     )
     after = dict(tree_flatten(model.parameters()))
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
-    swapped = {path: module for path, module in model.named_modules() if path in wiring.layers}
+    swapped = {path: module for path, module in model.named_modules() if path in kernel_plan.layers}
     assert all(layers[path] is module for path, module in swapped.items())
     assert {type(module) for module in swapped.values()} <= set(SWAPS.values())
     assert KernelSwitchGLU in map(type, model.modules())

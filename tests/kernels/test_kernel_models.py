@@ -188,13 +188,13 @@ def test_exact_by_default_only_where_every_layer_can_be(monkeypatch, tmp_path):
             dm.load_target, str(folder), bits=8, group_size=32, metal_kernel=quick_factory()
         )
         unmeasured = load()
-        assert not unmeasured.wiring.exact
+        assert not unmeasured.kernel_plan.exact
         plain = load(kernels="off")
         free = candidates(plain)
         with monkeypatch.context() as patch:
             patch.setattr(kernel_plan, "read_choices", lambda forms, free=free: free)
             target = load()
-        assert target.wiring.exact == exact
+        assert target.kernel_plan.exact == exact
         target.start().verify(Proposal([7, 9]))
 
 
@@ -203,7 +203,7 @@ def test_without_metal_nothing_changes(tmp_path):
         pytest.skip("this machine has Metal")
     folder = str(tinymodels.save_target(tmp_path, "qwen3_moe"))
     target = dm.load_target(folder, bits=4)
-    assert target.wiring is None
+    assert target.kernel_plan is None
     assert not {type(module) for module in target.model.modules()} & set(SWAPS.values())
     with pytest.raises(SettingsError, match="needs Metal"):
         dm.load_target(folder, kernels="exact")
@@ -221,7 +221,7 @@ def test_what_cannot_be_exact_is_refused():
                 tokenizer=families.CharacterTokenizer(),
                 config=config,
                 name=family,
-                wiring=plan,
+                kernel_plan=plan,
             )
         return str(caught.value)
 

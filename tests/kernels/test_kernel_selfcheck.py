@@ -86,7 +86,7 @@ def wired(family, factory, bits=4, exact=False):
     kernels = Kernels(factory)
     rows = candidates(target)
     begin_checks(kernels)
-    target.wiring = swap_layers(
+    target.kernel_plan = swap_layers(
         target.model, config=config, kernels=kernels, rows=rows, exact=exact
     )
     return target
@@ -111,7 +111,7 @@ def failed_checks(family, factory, bits=4, exact=False, kv_bits=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         answer(target, kv_bits)
-    return target.wiring.kernels.checks.failed
+    return target.kernel_plan.kernels.checks.failed
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_what_is_broken_is_found_when_it_is_used_and_nothing_else(family, concer
     target = wired(family, broken_where(concerns, wrong))
     with pytest.warns(UserWarning, match="a kernel of ours is broken here and left out"):
         logits = answer(target)
-    problems = target.wiring.kernels.checks.failed
+    problems = target.kernel_plan.kernels.checks.failed
     assert problems and all(name in key for key in problems), problems
     words = "does not run (program_source:52:13: error: use of undeclared identifier 'fragment')"
     if wrong is not does_not_compile:
@@ -195,7 +195,7 @@ def test_what_nobody_asked_for_is_not_compiled(bits):
     """Quantized keys, trees, other numbers of rows: each is checked with its first use."""
     recorder = Recorder()
     target = wired("qwen3", recorder)
-    checks = target.wiring.kernels.checks
+    checks = target.kernel_plan.kernels.checks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # zeros are not what a reference gives
         for rows, kv_bits in ((4, None), (4, bits), (9, None)):
@@ -251,7 +251,7 @@ def test_exact_decoding_does_without_no_kernel(folder, monkeypatch):
     free = candidates(dm.load_target(folder, bits=4, group_size=32, kernels="off"))
     monkeypatch.setattr(kernel_plan, "read_choices", lambda forms: free)
     with pytest.warns(UserWarning, match="Exact decoding needs our kernels"):
-        assert not dm.load_target(folder, **load).wiring.exact
+        assert not dm.load_target(folder, **load).kernel_plan.exact
 
 
 def careless():
@@ -277,7 +277,7 @@ def test_an_exact_load_compares_the_rows_of_the_model(folder, monkeypatch):
         free = candidates(model)
         patch.setattr(kernel_plan, "read_choices", lambda forms: free)
         with pytest.warns(UserWarning, match="has other bits here than alone"):
-            assert not dm.load_target(folder, **load).wiring.exact
+            assert not dm.load_target(folder, **load).kernel_plan.exact
 
 
 def test_a_check_sends_rows_to_experts_of_their_own():

@@ -147,7 +147,7 @@ def test_a_kernel_that_fails_on_tensor_units_still_runs_without():
     rows = {key: ROWS for key in candidates(tensor, True) if not key.startswith("attention")}
     expected = tensor.start().verify(dm.Proposal([7, 9]))[0]
     begin_checks(kernels)
-    tensor.wiring = swap_layers(tensor.model, config=tensor.config, kernels=kernels, rows=rows)
+    tensor.kernel_plan = swap_layers(tensor.model, config=tensor.config, kernels=kernels, rows=rows)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         logits = tensor.start().verify(dm.Proposal([7, 9]))[0]
@@ -166,11 +166,11 @@ def test_exact_decoding_keeps_off_tensor_units(monkeypatch):
     plain = dm.generate(exact, None, prompt, max_tokens=5).tokens
     oracle = Oracle(prompt, answer=plain, vocab_size=exact.vocab_size, p=0.5)
     assert dm.generate(exact, oracle, prompt, max_tokens=5).tokens == plain
-    assert exact.wiring.exact and launches.counts["verify_matmul_affine"]
+    assert exact.kernel_plan.exact and launches.counts["verify_matmul_affine"]
     assert not any("tensor" in name for name in launches.counts)
     fast = use_kernels(target(), Kernels(launches, tensor_units=True), None)
     fast.start().verify(dm.Proposal([7, 9]))
-    assert not fast.wiring.exact and any("tensor" in name for name in launches.counts)
+    assert not fast.kernel_plan.exact and any("tensor" in name for name in launches.counts)
 
 
 def test_layers_of_one_form_share_a_launch():

@@ -16,7 +16,7 @@ import pytest
 from mlx.utils import tree_map
 
 from dflash_mlx.loading.config_gaps import _table, apply_ignored_fields, model_of
-from dflash_mlx.loading.rotations import normalize_rope_fields
+from dflash_mlx.loading.rope_config import normalize_rope_fields
 from dflash_mlx.targets.internals import classes_of
 from dflash_mlx.validation import text_config
 

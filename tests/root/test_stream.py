@@ -21,7 +21,7 @@ from serving import make_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dflash_mlx.stream import Detokenizer, TextStream, skip_text_start, text_of
+from dflash_mlx.stream import Detokenizer, TextStream, decode_text, skip_text_start
 
 EOS = "<|end|>"
 REPLACEMENT = "\ufffd"  # what an incomplete character is decoded to
@@ -275,6 +275,6 @@ def test_ids_beyond_the_vocabulary_have_no_text(padding_rows):
     ids = tokenizer.encode("abcd efgh", add_special_tokens=False)
     padding = [len(tokenizer) + row for row in padding_rows]
     tokens = [*padding, *ids[:2], *padding, *ids[2:], *padding]
-    assert text_of(tokenizer, tokens) == tokenizer.decode(tokens) == "abcd efgh"
+    assert decode_text(tokenizer, tokens) == tokenizer.decode(tokens) == "abcd efgh"
     stream = TextStream(Detokenizer(tokenizer), eos_ids=[2], stop=(), max_tokens=len(tokens))
     assert "".join(stream.add([token]).text for token in tokens) == "abcd efgh"

@@ -18,7 +18,7 @@ from families import (
 from test_every_model import MODELS
 
 from dflash_mlx.errors import UnsupportedTreeError
-from dflash_mlx.kernels.modules import Kernels, Wiring
+from dflash_mlx.kernels.modules import KernelPlan, Kernels
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.subclassing import overridden
 from dflash_mlx.targets import Target, attention, kv_slots
@@ -148,7 +148,7 @@ def test_layers_share_what_their_attention_looks_up(monkeypatch):
     """It is looked up once for each of twelve requests, not again in every layer."""
     target = family_target("qwen3")
     asked = []
-    target.wiring = Wiring(Kernels(lambda **_: None), {}, exact=False, layers=frozenset())
+    target.kernel_plan = KernelPlan(Kernels(lambda **_: None), {}, exact=False, layers=frozenset())
     monkeypatch.setattr(
         attention, "attention_rows", lambda *arguments: asked.append(arguments) or ()
     )

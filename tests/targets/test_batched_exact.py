@@ -52,7 +52,7 @@ def test_every_request_gets_what_it_gets_alone(family):
 def test_requests_that_do_not_fit_into_one_forward_are_exact(family):
     """Two of these three fit, so the last one has a forward of its own."""
     target = exact_target(family, Launches())
-    widths = [target.wiring.widest - 3, 2, 3]
+    widths = [target.kernel_plan.widest - 3, 2, 3]
     proposals = [Proposal(random_prompt(width, width)) for width in widths]
     together, alone = ([target.start((0, 3)) for _ in proposals] for _ in range(2))
     for session in (*together, *alone):
@@ -84,13 +84,13 @@ def test_no_more_rows_than_the_kernels_take():
     """Requests share a forward, in their order, as long as their rows fit into it."""
     target = family_target("qwen3")
     kernels = SimpleNamespace(attention=None, on_device=False)
-    target.wiring = SimpleNamespace(widest=64, exact=False, rows={}, kernels=kernels)
+    target.kernel_plan = SimpleNamespace(widest=64, exact=False, rows={}, kernels=kernels)
 
     def parts(widths: list[int]) -> list[int]:
         """How many requests share each forward."""
         session = target.start()
         rows = Rows([Span(session, Proposal([1] * width)) for width in widths])
-        return [len(part.spans) for part in target._parts_of(rows, target.sharing)]
+        return [len(part.spans) for part in target._split_by_forward(rows, target.sharing)]
 
     assert parts([40, 24, 1, 63, 2, 64]) == [2, 2, 1, 1]
     assert parts([64]) == [1]

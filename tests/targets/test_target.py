@@ -154,9 +154,9 @@ def test_a_gpu_starts_while_python_builds(rows, pieces, monkeypatch):
     results = []
     started = []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: started.append(arrays))
-    for in_pieces in (True, False):
-        monkeypatch.setattr(model, "in_pieces", in_pieces)
-        expected = pieces if in_pieces else 0
+    for dispatches_early in (True, False):
+        monkeypatch.setattr(model, "dispatches_early", dispatches_early)
+        expected = pieces if dispatches_early else 0
         session = model.start((3, 11))
         list(session.prefill([1, 2, 3]))
         results.append(session.verify(Proposal(rows)))

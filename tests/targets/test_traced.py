@@ -14,7 +14,7 @@ from tinymodels import target
 import dflash_mlx as dm
 from dflash_mlx.proposal import Proposal
 from dflash_mlx.targets import Target
-from dflash_mlx.targets.rotations import Rotations
+from dflash_mlx.targets.rope_tables import RopeTables
 from dflash_mlx.targets.traced import attended_keys
 from dflash_mlx.traces import Traces
 
@@ -197,7 +197,7 @@ def test_a_model_that_looks_at_its_position_runs_without_traces(monkeypatch):
 @pytest.mark.parametrize("settings", [{}, {"base": 1e6}, {"scale": 0.25}])
 def test_shared_rotations_have_the_bits_of_mlx(rows, settings):
     rope = nn.RoPE(64, **settings)
-    rotations = Rotations()
+    rotations = RopeTables()
     for position in (1, 37, 1000, 40_000):
         offset = mx.array([position])
         for heads in (2, 6):
@@ -211,7 +211,7 @@ def test_rotations_of_other_kinds_are_left_to_mlx(settings):
     rope = nn.RoPE(**{"dims": 64} | settings)
     x = mx.random.normal((1, 2, 4, 64))
     offset = mx.array([5])
-    ours = Rotations().rotate(nn.RoPE.__call__, rope, x, offset=offset)
+    ours = RopeTables().rotate(nn.RoPE.__call__, rope, x, offset=offset)
     assert mx.array_equal(ours, rope(x, offset=offset)).item()
 
 

@@ -109,15 +109,15 @@ def restore_all(
 def numbered(caches: Sequence[Arrays]) -> Arrays:
     """Arrays of several caches in one dictionary: `name` of cache 3 is `3.name`."""
     arrays: Arrays = {}
-    for number, of_cache in enumerate(caches):
-        for name, x in of_cache.items():
+    for number, cache_arrays in enumerate(caches):
+        for name, x in cache_arrays.items():
             arrays[f"{number}.{name}"] = x
     return arrays
 
 
 def strip_prefix(arrays: Arrays, prefix: str) -> Arrays:
     """The arrays whose names begin with the prefix, by the rest of their names."""
-    return {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
+    return {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
 
 
 def reference(value: Any) -> Any:

@@ -11,7 +11,7 @@ from .base import Arrays, DraftCache, numbered, restore_all
 
 
 class CacheParts(CacheList):
-    """Caches of one layer, such as that of an indexer beside its attention's."""
+    """Caches of one layer, such as the attention's and an indexer's."""
 
     caches: Sequence[DraftCache]
 

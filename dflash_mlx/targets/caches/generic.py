@@ -27,7 +27,7 @@ class GenericCache:
         raise NotImplementedError
 
     def commit(self, kept: Sequence[int], rows: int) -> None:
-        """Never called: rejected rows do not leave it so."""
+        """Never called: only a checkpoint removes rejected rows."""
         raise NotImplementedError
 
     def checkpoint(self) -> dict[str, Any]:
@@ -57,7 +57,8 @@ class GenericCache:
     def restore(self, position: int, rows: Sequence[Arrays], state: Arrays, room: int) -> None:
         """Fill the empty cache with these arrays."""
         numbers = {name for name, value in vars(self).items() if isinstance(value, int)}
-        vars(self).update({n: x.item() if n in numbers else x[...] for n, x in state.items()})
+        for name, x in state.items():
+            setattr(self, name, x.item() if name in numbers else x[...])
 
 
 @cache

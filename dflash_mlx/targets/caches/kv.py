@@ -39,7 +39,7 @@ class KeysAndValues(RowCache):
         return [self.keys, self.values]
 
     def reserve(self, rows: int) -> None:
-        """Have room for so many more rows, and as many rows as a multiple of the cache's steps.
+        """Make room for so many more rows. The capacity becomes a multiple of `step`.
 
         mlx-lm's caches grow from where they end, so that two texts would rarely share a trace.
         """
@@ -112,9 +112,9 @@ class QuantizedCache(KeysAndValues, QuantizedKVCache):
         """Write these rows over the first of the last `rows` rows."""
         start = self.offset - rows
         end = start + keys.shape[2]
-        for every, new in ((self.keys, keys), (self.values, values)):
+        for arrays, new in ((self.keys, keys), (self.values, values)):
             parts = mx.quantize(new, group_size=self.group_size, bits=self.bits)
-            for array, part in zip(every, parts, strict=True):
+            for array, part in zip(arrays, parts, strict=True):
                 array[..., start:end, :] = part
 
     def export_rows(self, start: int, end: int) -> Arrays:

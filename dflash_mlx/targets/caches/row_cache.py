@@ -53,7 +53,7 @@ class RowCache:
         self.offset += rows
 
     def reserve(self, rows: int) -> None:
-        """Have the contents as a traced step needs them, with room for so many more rows."""
+        """Prepare the contents for a traced step, with room for so many more rows."""
         raise NotImplementedError
 
     @property

@@ -39,7 +39,7 @@ class WindowCache(RowCache, RotatingKVCache):
         return min(self.offset, self.max_size - 1), self.max_size
 
     def reserve(self, rows: int) -> None:
-        """Have the rows in the ring, and places for so many more."""
+        """Move the rows into the ring, with places for so many more."""
         if self.keys is None or self.keep:
             return
         full = self.max_size + max(rows, SPARE)
@@ -57,7 +57,7 @@ class WindowCache(RowCache, RotatingKVCache):
         self._move_to(self.offset)
 
     def leave_ring(self) -> None:
-        """Have the rows in order of position."""
+        """Put the rows in order of position."""
         if self.in_ring:
             self.fill(self.offset, *self.window())
 
@@ -89,22 +89,22 @@ class WindowCache(RowCache, RotatingKVCache):
         )
 
     def _write_from(self, position: int, keys: mx.array, values: mx.array) -> None:
-        """Write keys and values [1, H, N, D] into the ring, which may begin again behind some."""
+        """Write keys and values [1, H, N, D] into the ring. Rows beyond its end wrap around."""
         start = position % self.capacity
-        behind = min(keys.shape[2], self.capacity - start)
-        again = keys.shape[2] - behind
+        fitting = min(keys.shape[2], self.capacity - start)
+        wrapped = keys.shape[2] - fitting
         for ring, new in ((self.keys, keys), (self.values, values)):
-            ring[..., start : start + behind, :] = new[..., :behind, :]
-            if again:
-                ring[..., :again, :] = new[..., behind:, :]
+            ring[..., start : start + fitting, :] = new[..., :fitting, :]
+            if wrapped:
+                ring[..., :wrapped, :] = new[..., fitting:, :]
 
     def _read_from(self, ring: mx.array, position: int, rows: int) -> mx.array:
         """So many rows of a ring, [1, H, N, D], in order."""
         start = position % self.capacity
-        again = start + rows - self.capacity
-        if again <= 0:
+        wrapped = start + rows - self.capacity
+        if wrapped <= 0:
             return ring[..., start : start + rows, :]
-        return mx.concatenate([ring[..., start:, :], ring[..., :again, :]], axis=2)
+        return mx.concatenate([ring[..., start:, :], ring[..., :wrapped, :]], axis=2)
 
     def _move_to(self, position: int) -> None:
         self.offset = position
