@@ -13,7 +13,7 @@ def gumbel(keys: Sequence[tuple[int, int]], vocab_size: int) -> mx.array:
 
     The pair is the Threefry key of the row, so rows do not depend on each other.
     """
-    pairs = mx.array([*keys], mx.uint32)
+    pairs = mx.array(list(keys), mx.uint32)
     return mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(pairs)
 
 

@@ -125,14 +125,14 @@ class Caches:
             shared += 1
         # Both sessions must hold exactly `ids`. They do not if a forward failed or was skipped.
         session = self.draft_session if self._started else None
-        if (
-            not isinstance(session, SupportsResume)
-            or not self.target_session.intact
-            or not self.target_session.position == session.position == len(self.ids)
-            or not self._go_back(session, shared)
-            or not (self.ids or self.prefix is None)
-        ):
+        if not isinstance(session, SupportsResume) or not self.target_session.intact:
             return False
+        if not self.target_session.position == session.position == len(self.ids):
+            return False
+        if not self._go_back(session, shared):
+            return False
+        if self.prefix is not None and not self.ids:
+            return False  # the prefix cache may hold more
         session.resume(sampler)
         if session.lookup is not None:
             session.lookup.trim_to(len(self.ids))

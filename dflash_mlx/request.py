@@ -34,7 +34,7 @@ class Step:
         choices: [R] integers, the target's token after each row of the forward. Lazy.
         taps: [1, R, K*D], the rows' features. Lazy.
         shared: whether other requests were part of the step.
-        ahead: whether it is a plain step that started before the one before it was read. The
+        ahead: whether it is a plain step that started before the previous step was read. The
             target's session has committed its row already.
     """
 
@@ -54,8 +54,8 @@ class Request:
     """A validated request and its progress.
 
     Args:
-        caches: its own, or a conversation's.
-        prompt: its token ids.
+        caches: new ones, or those of a conversation.
+        prompt: token ids.
         sampler: chooses the tokens.
         planner: chooses the draft lengths.
         text: turns tokens into text, and says where it ends.
@@ -138,31 +138,31 @@ class Request:
         return event
 
     def next_chunk(self, most: int = PREFILL_STEP) -> Span | None:
-        """What `read` has to read next, at most so many tokens; None at the end."""
+        """What `read` has to read next, `most` tokens or fewer; None at the end."""
         self._clock = self._clock or time.perf_counter()
         return self.caches.next_chunk(most)
 
-    def read(self, piece: Span) -> Event | None:
-        """Read a piece of what the caches do not hold; returns what `keep_read` returns."""
-        [(logits, taps)] = self.caches.target.read([piece])
-        return self.keep_read(piece, logits, taps)
+    def read(self, chunk: Span) -> Event | None:
+        """Read a chunk of the tokens that the caches do not hold, and return its event."""
+        [(logits, taps)] = self.caches.target.read([chunk])
+        return self.keep_read(chunk, logits, taps)
 
-    def keep_read(self, piece: Span, logits: mx.array | None, taps: mx.array) -> Event | None:
-        """Take in a piece of the prompt that the target has read.
+    def keep_read(self, chunk: Span, logits: mx.array | None, taps: mx.array) -> Event | None:
+        """Take in a chunk of the prompt that the target has read.
 
         If the text is still empty, the last one returns the event of its first token, which the
         target chooses after the prompt. Otherwise returns None. The drafter gets the features after
         that choice, which need not wait for them.
 
         Args:
-            piece: what was read.
+            chunk: what was read.
             logits: [1, V] after the prompt's last token; None before.
             taps: its features [1, S, K*D], which may still be lazy.
         """
         event = None
         if logits is not None and not self.stats.output_tokens:
             event = self._choose_first(logits)
-        self.caches.keep_prompt(piece, taps)
+        self.caches.keep_prompt(chunk, taps)
         return event
 
     def finish_prompt(self) -> None:
@@ -224,7 +224,7 @@ class Request:
 
     @property
     def _width(self) -> int:
-        """The most rows of a path: if all are accepted, the target still adds its own token."""
+        """The most rows of a path: the target adds a token after them even if all are accepted."""
         return min(self.stats.block_size, self._text.remaining)
 
     def propose(self) -> Proposal:

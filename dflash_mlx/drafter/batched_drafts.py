@@ -101,7 +101,7 @@ def _draft_together(drafts: dict[int, BlockDraft]) -> dict[int, Proposal] | dict
             scores[number] = sessions[index].scores(logits[index], states[index], draft.anchor)
     if not scores:
         return {}
-    requests = [*scores.values()]
+    requests = list(scores.values())
     tree_rows = [drafts[number].tree_rows or 0 for number in scores]
     if any(tree_rows):
         return dict(zip(scores, build_trees(network, requests, tree_rows), strict=True))
@@ -162,14 +162,17 @@ class _BatchRows:
             rows = mx.concatenate([context, x], axis=1)[:, self._order]
         # Rows are put on the batch axis, where positions may differ.
         new_keys, new_values = attention.keys_values(rows.swapaxes(0, 1), self._key_positions)
-        keys_of = mx.split(new_keys.swapaxes(0, 2), self._key_cuts, axis=2)
-        values_of = mx.split(new_values.swapaxes(0, 2), self._key_cuts, axis=2)
+        keys_by_request = mx.split(new_keys.swapaxes(0, 2), self._key_cuts, axis=2)
+        values_by_request = mx.split(new_values.swapaxes(0, 2), self._key_cuts, axis=2)
         queries = attention.queries(x.swapaxes(0, 1), self._positions).swapaxes(0, 2)
-        queries_of = mx.split(queries, self._cuts, axis=2)
+        queries_by_request = mx.split(queries, self._cuts, axis=2)
         outputs = []
         for index, caches in enumerate(self._caches):
             keys, values = append_rows(
-                caches[layer], keys_of[index], values_of[index], block=self._blocks[index]
+                caches[layer],
+                keys_by_request[index],
+                values_by_request[index],
+                block=self._blocks[index],
             )
-            outputs.append(attention.attend(queries_of[index], keys, values))
+            outputs.append(attention.attend(queries_by_request[index], keys, values))
         return mx.concatenate(outputs, axis=2)

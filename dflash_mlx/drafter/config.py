@@ -114,9 +114,8 @@ class DraftConfig:
     fc_norm: bool = key(BOOLEAN, False, eagle3=False)
     norm_output: bool = key(BOOLEAN, False, eagle3=False)
     gemma4: bool = False  # whether the layers are Gemma 4's
-    keys_are_values: bool = (
-        False  # in Gemma 4's layers: whether values are the keys before the norm
-    )
+    # In Gemma 4's layers: whether values are the keys before the norm.
+    keys_are_values: bool = False
     own_embedding_scale: float = 1.0  # on embeddings of the drafter's table, not on the target's
     draft_window_size: int | None = key(whole(), None)  # rows that it should remember
     quantization: Mapping[str, Any] | None = None  # mlx-lm's settings of weights stored quantized

@@ -22,8 +22,14 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
     "yarn": (
-        ("factor", ORIGINAL, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-        + ("attention_factor", "truncate")
+        "factor",
+        ORIGINAL,
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
     ),
     "proportional": ("partial_rotary_factor",),
 }
@@ -183,10 +189,13 @@ def read_rope(read: ConfigReader, positions: int) -> tuple[float, Mapping[str, A
             read.ignore(f"{place}.{key}", value)
     if kind == "default":
         return float(theta), None
-    if (required := ROPE_FIELDS[kind][0]) not in kept:
+    required = ROPE_FIELDS[kind][0]
+    if required not in kept:
         raise read.error(f"{place}.{required}", "is missing")
     read.sources["rope_scaling"] = place
-    return float(theta), ({ORIGINAL: positions} if kind == "yarn" else {}) | kept
+    if kind == "yarn":
+        kept = {ORIGINAL: positions} | kept
+    return float(theta), kept
 
 
 def rope_amplitude(read: ConfigReader, fields: Mapping[str, Any]) -> float:

@@ -44,7 +44,7 @@ def best_first(log_probs: np.ndarray, rows: int) -> TreeNodes:
         log_probs: [L, P, K] log-probabilities as in `CandidateTokens`.
         rows: 1 or more. The tree has fewer rows if all other paths cost over `MAX_PATH_COST`.
     """
-    slots, befores, count = log_probs.shape
+    slots, predecessors, count = log_probs.shape
     order = np.argsort(-log_probs, axis=-1, kind="stable")
     costs: Any = (-np.take_along_axis(log_probs, order, axis=-1)).tolist()
     ranked: Any = order.tolist()
@@ -59,13 +59,13 @@ def best_first(log_probs: np.ndarray, rows: int) -> TreeNodes:
         if cost > MAX_PATH_COST:
             break
         slot = depths[parent]
-        before = picks[parent] if befores > 1 else 0
+        before = picks[parent] if predecessors > 1 else 0
         pick = ranked[slot][before][rank]
         if rank + 1 < count:
             sibling = paths[parent] + costs[slot][before][rank + 1]
             heappush(heap, (sibling, parent, rank + 1))
         if slot + 1 < slots:
-            child = cost + costs[slot + 1][pick if befores > 1 else 0][0]
+            child = cost + costs[slot + 1][pick if predecessors > 1 else 0][0]
             heappush(heap, (child, len(parents), 0))
         parents.append(parent)
         picks.append(pick)

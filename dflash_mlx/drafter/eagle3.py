@@ -2,10 +2,10 @@
 
 Taps of the target, three as a rule, are fused into one feature per token. A row of the network has
 a token's feature and the embedding of the token after it, side by side; both enter the first
-layer's attention, and the feature alone its residual stream. The features of rows that are drafted
-are the network's own hidden states.
+layer's attention, and only the feature enters its residual stream. The features of drafted rows are
+the network's own hidden states.
 
-Parameter names are those of Speculators' checkpoints, but for `hidden_norm`.
+Parameter names are those of Speculators' checkpoints, except for `hidden_norm`.
 """
 
 from __future__ import annotations

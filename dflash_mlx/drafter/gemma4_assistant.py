@@ -105,12 +105,12 @@ class Gemma4Assistant(StepwiseDrafter, nn.Module):
             features = target.parts.norm(taps[-1][:, -1:])
         embedding = target.embed(tokens[:, -1:])
         x = self.pre_projection(mx.concatenate([embedding, features], axis=-1))
-        keys_values_of = {
+        keys_values_by_kind = {
             kind: self._visible(kind, layer_cache)
             for kind, layer_cache in zip(self._sources, cache, strict=True)
         }
         for layer in self.model["layers"]:
-            shared = keys_values_of[layer.layer_type]
+            shared = keys_values_by_kind[layer.layer_type]
             x = layer(x, shared_kv=shared, offset=cache[0].offset - 1)[0]
         return self.model["norm"](x)
 
@@ -158,13 +158,12 @@ def _sources(args: gemma4_text.ModelArgs, target: Target) -> dict[str, int]:
     target_args = getattr(text_model(target.model), "args", None)
     if not isinstance(target_args, gemma4_text.ModelArgs) or len(target.layers) < 2:
         raise IncompatibleDrafterError(f"{target.name} is no Gemma 4, which this assistant reads.")
-    making = len(target.layers) - target_args.num_kv_shared_layers
-    last_layers = {kind: index for index, kind in enumerate(target_args.layer_types[:making])}
+    with_keys = len(target.layers) - target_args.num_kv_shared_layers
+    last_layers = {kind: index for index, kind in enumerate(target_args.layer_types[:with_keys])}
     for index, kind in enumerate(args.layer_types):
         width = gemma4_text.Attention(args, index).head_dim
-        if kind not in last_layers or (
-            target.layers[last_layers[kind]].self_attn.head_dim != width
-        ):
+        has_layer = kind in last_layers
+        if not has_layer or target.layers[last_layers[kind]].self_attn.head_dim != width:
             raise IncompatibleDrafterError(
                 f"The assistant belongs to another target: {target.name} has no {kind} of width "
                 f"{width}."

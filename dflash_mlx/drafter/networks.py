@@ -208,7 +208,7 @@ REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
     "projector_type": (DFLASH, DFLASH2, DSPARK, LILICORR),
     "hidden_act": ("silu",),
     "draft_ffn_type": ("dense",),
-    **dict.fromkeys("hc_mult parallel_draft_step partial_rotary_factor".split(), (1,)),
+    **dict.fromkeys(("hc_mult", "parallel_draft_step", "partial_rotary_factor"), (1,)),
     **dict.fromkeys(
         "next_layer_regular use_input_layernorm_in_first_layer use_last_layernorm "
         "use_aux_hidden_state".split(),

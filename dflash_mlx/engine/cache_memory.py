@@ -80,7 +80,7 @@ class MemoryBudget:
 
     def bytes(self, request: Request, further: int) -> int:
         """Bytes of a request's caches after `further` more tokens."""
-        return self._bytes_of(
+        return self._request_bytes(
             request.tokens + min(further, request.remaining), request.caches.kv_bits
         )
 
@@ -91,13 +91,14 @@ class MemoryBudget:
         count = len(requests)
         for request in requests:
             tokens = request.tokens + min(further(request), request.remaining)
-            total += self._bytes_of(tokens, request.caches.kv_bits)
+            total += self._request_bytes(tokens, request.caches.kv_bits)
             if count > 1 and request.caches.kv_bits is None:
                 total -= -(-tokens // BLOCK_TOKENS) * self._slot_bytes
                 blocks += capacity_for(tokens) // BLOCK_TOKENS
-        return total + blocks * self._slot_bytes * (count + count // SPARE) // max(1, count)
+        slots = count + count // SPARE
+        return total + blocks * self._slot_bytes * slots // max(1, count)
 
-    def _bytes_of(self, tokens: int, kv_bits: int | None) -> int:
+    def _request_bytes(self, tokens: int, kv_bits: int | None) -> int:
         """Bytes of the caches of one request with so many tokens."""
         blocks = -(-tokens // BLOCK_TOKENS)
         if blocks <= MEASURED_BLOCKS:
@@ -105,9 +106,8 @@ class MemoryBudget:
         # Sliding windows are full by then, so growth is linear.
         full = self._measured(MEASURED_BLOCKS, kv_bits)
         half = self._measured(MEASURED_BLOCKS // 2, kv_bits)
-        return full + (blocks - MEASURED_BLOCKS) * (full - half) // (
-            MEASURED_BLOCKS - MEASURED_BLOCKS // 2
-        )
+        blocks_between = MEASURED_BLOCKS - MEASURED_BLOCKS // 2
+        return full + (blocks - MEASURED_BLOCKS) * (full - half) // blocks_between
 
     def _measured(self, blocks: int, kv_bits: int | None) -> int:
         """Bytes of the caches of so many blocks, from the shapes of caches without data."""

@@ -175,12 +175,12 @@ class BatchScheduler:
         results: list[Any] = []
         with ErrorCapture() as captured:
             results = self._batch.read([ends[entry] for entry in shared])
-        results_of = dict(zip(shared, results, strict=False))
+        result_by_entry = dict(zip(shared, results, strict=False))
         for entry, chunk in ends.items():
             if entry in shared and captured.error is not None:
                 self._leave_forward(entry, captured.error, len(shared))
             else:
-                entry.has_read = self._read(entry, chunk, results_of.get(entry))
+                entry.has_read = self._read(entry, chunk, result_by_entry.get(entry))
 
     def _read(self, entry: _Entry, chunk: Span, result: Any = None) -> bool:
         """Read a chunk of a prompt. Returns whether the request goes on.
@@ -233,7 +233,9 @@ class BatchScheduler:
 
     def _decode(self) -> None:
         """Take a step of all texts, after preempting some if their caches would not fit."""
-        while self._running[1:] and self._memory.overflows([s.request for s in self._running]):
+        while self._running[1:]:
+            if not self._memory.overflows([entry.request for entry in self._running]):
+                break
             self.preempt()
         ready = [entry for entry in self._running if entry.has_read]
         entries = next(([entry] for entry in ready if entry.alone), ready)

@@ -150,7 +150,8 @@ class SharedBatch:
         writes to an array in place only if no running forward reads it; otherwise it would copy all
         keys and values.
         """
-        arrays = [*{id(step.choices): (step.choices, step.taps) for step in steps}.values()]
+        by_forward = {id(step.choices): (step.choices, step.taps) for step in steps}
+        arrays = list(by_forward.values())
         pairs = zip(items, steps, strict=True)
         following: dict[Request, Step] = {}
         if self._can_go_ahead(items) and all(
@@ -159,7 +160,7 @@ class SharedBatch:
             compute(arrays, wait=False)
             following = self._go_ahead(items, steps)
         compute(arrays)
-        for step in [*following.values()][:1]:  # all have the same arrays
+        for step in list(following.values())[:1]:  # all have the same arrays
             compute(step.choices, step.taps, wait=False)
         return following
 

@@ -179,7 +179,8 @@ class AdaptivePlanner(Planner):
             length = 1 if network is None else self._length(width)
             self._plain_decisions = 0 if length > 1 else self._plain_decisions + 1
             self._plain_left = plain_steps_after(self._plain_decisions)
-        if rates := session.lookup_rates(anchor, width)[: width - 1]:
+        rates = session.lookup_rates(anchor, width)[: width - 1]
+        if rates:
             probs = path_probabilities(rates)
             speed = max(MIN_SPEEDUP, self._speed(length))
             rows = self._best("lookup", probs=probs, rows=range(2, len(probs) + 2), speed=speed)
@@ -189,8 +190,8 @@ class AdaptivePlanner(Planner):
         if network is None or length == 1:
             return Proposal([anchor])
         self._unread = network.pending_features
-        if isinstance(network, SupportsTrees) and (trees := self._trees):
-            if trees.should_draft_tree(self._speed(length)):
+        if isinstance(network, SupportsTrees) and self._trees is not None:
+            if self._trees.should_draft_tree(self._speed(length)):
                 return self._propose_tree(network, anchor, length if self._by_slot else width)
         return checked(network.propose(anchor, length), length)
 
@@ -318,11 +319,11 @@ class AdaptivePlanner(Planner):
         self._estimates.learn(min(accepted + 1, comparable), accepted)
 
 
-def plain_steps_after(in_vain: int) -> int:
-    """The number of plain steps to take after `in_vain` decisions that found nothing to draft."""
-    if in_vain == 0:
+def plain_steps_after(decisions: int) -> int:
+    """The number of plain steps to take after so many decisions that found nothing to draft."""
+    if decisions == 0:
         return 0
-    return min(MAX_PLAIN_STEPS, 2 ** (in_vain // DECISIONS_TO_DOUBLE))
+    return min(MAX_PLAIN_STEPS, 2 ** (decisions // DECISIONS_TO_DOUBLE))
 
 
 def _tree_probs(tree: DraftTree) -> list[float]:

@@ -19,8 +19,11 @@ MAX_TREE_ROWS = 64
 # The typical cost of each further row, and of drafting, before any step has run.
 GPU_COSTS = (0.015, 0.1)
 CPU_COSTS = (0.08, 0.3)
-# Numbers of rows to consider for a chain, besides the maximum.
-CHAIN_LENGTHS = (*range(2, 8), *(size << octave for octave in range(14) for size in (8, 12)))
+# Numbers of rows to consider for a chain in addition to the maximum: 2 to 7, then 8, 12, 16, 24, 32
+# and so on.
+CHAIN_LENGTHS = tuple(range(2, 8)) + tuple(
+    size << octave for octave in range(14) for size in (8, 12)
+)
 # For each number of rows, this many comparisons are kept, for this many steps.
 COMPARISONS = 9
 MAX_AGE = 256
@@ -92,7 +95,7 @@ class StepCosts:
     @property
     def plain_seconds(self) -> float | None:
         """The recent duration of a plain step of one request; None before one was timed."""
-        latest = [*self._plain]
+        latest = list(self._plain)  # another thread may append meanwhile
         return _low_median(latest) if latest else None
 
     def needs_plain_step(self, requests: int = 1) -> bool:
@@ -225,6 +228,7 @@ class CostCurve:
 
     def _fit(self, medians: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
         """Fit a line to the medians by weighted least squares, with the typical line as prior."""
+        # The sum of the weights n, and the weighted sums of x, x^2, y and xy.
         n = PRIOR_WEIGHT
         nx = 0.0
         nxx = self._stiffness
