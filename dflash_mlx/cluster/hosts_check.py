@@ -166,7 +166,7 @@ def measure_link(group: Any, width: int) -> LinkTimes:
 
     Args:
         group: MLX's, of all ranks.
-        width: as of `LinkTimes`.
+        width: as in `LinkTimes`.
 
     Raises `ClusterError` when another rank is lost.
     """

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from .block_attention import MOST_NODES
 from .choose import DEPTHS, chosen, key_at, tensor_key
 from .modules import EXACT, KernelPlan, Kernels, chosen_together, restored, swap_layers
-from .shapes import Matrix, dtype_of, matrices
+from .shapes import Matrix, activation_dtype, matrices
 
 TITLE = "Checking and timing kernels, once on this machine"
 # Our kernels have to take at most this share of the time. A smaller gain may be noise.
@@ -81,9 +81,9 @@ class Stopwatch:
     ) -> tuple[float, float] | None:
         """The seconds of each call, or None if the time is up before.
 
-        `ready` is called before each call of the first or second, and not timed. In the first turn
-        kernels compile and are checked: it does not count, and what it takes longer is no part of
-        the stopwatch's time.
+        `prepare` is called before each call with its index, 0 or 1, and is not timed. In the first
+        turn kernels compile and are checked: it does not count, and the time that it takes longer
+        is not part of the stopwatch's time.
         """
         calls = (stock, ours)
         fastest = [float("inf"), float("inf")]
@@ -121,7 +121,7 @@ def autotune(
     Args:
         model: the target's, whose layers are MLX's.
         config: its config.json.
-        attention: the forms of its attention, as of `attention_key`.
+        attention: the forms of its attention, from `attention_key`.
         start: makes the forward to time from a plan, a number of rows, and the number of keys
             already in the cache.
         kernels: the kernels to try.
@@ -206,7 +206,7 @@ def _choose(
     ours: dict[str, dict[int, float]] = {name: {} for name in groups}
     runs: dict[str, list[int]] = {name: [] for name in groups}
     for rows in whole_verify.ours:
-        saved = 0.0  # where what is slower than MLX's is left out
+        saved = 0.0  # seconds, by leaving out the groups that are slower than MLX's
         faster = []
         for name, keys in groups.items():
             others = all_keys - keys - frozenset(map(tensor_key, keys))
@@ -275,7 +275,7 @@ def _product(module: Any, matrix: Matrix, rows: int) -> Callable[[], mx.array]:
     def noise(*shape: int) -> mx.array:
         return mx.random.normal(shape, key=mx.random.key(0))
 
-    x = noise(1, rows, matrix.depth).astype(dtype_of(module))
+    x = noise(1, rows, matrix.depth).astype(activation_dtype(module))
     mx.eval(x)
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
         return lambda: module.as_linear(x)

@@ -24,6 +24,7 @@ from .launcher import (
     Launcher,
     dtype_name,
     in_device_memory,
+    kernel_name,
 )
 from .selfcheck import KernelCheck, Noise
 from .weights import FLOATS, AffineWeights, dequantized, every_form, input_names, kind
@@ -81,7 +82,7 @@ def _attends(quantized: bool, tree: bool) -> Kernel:
     positions = ["positions", "ancestors"] if tree else []
     call = _ATTEND.replace("{tree}", ", ".join(positions or ["nullptr", "nullptr"]))
     return Kernel(
-        f"block_attention{'_quantized' * quantized}{'_tree' * tree}",
+        kernel_name("block_attention", "quantized" if quantized else "", "tree" if tree else ""),
         file="block_attention.metal",
         inputs=["queries", *stored, *positions, "numbers", "place"],
         outputs=["partial", "stats"],
@@ -93,9 +94,9 @@ def _attends(quantized: bool, tree: bool) -> Kernel:
 def _merges(sinks: bool) -> Kernel:
     """The kernel of the second pass."""
     return Kernel(
-        f"block_attention_merge{'_sinks' * sinks}",
+        kernel_name("block_attention_merge", "sinks" if sinks else ""),
         file="block_attention.metal",
-        inputs=["partial", "stats", *["sinks"] * sinks, "counts"],
+        inputs=["partial", "stats", "sinks", "counts"] if sinks else ["partial", "stats", "counts"],
         outputs=["out"],
         body=_MERGE.replace("{sinks}", "sinks" if sinks else "stats"),
     )
@@ -126,9 +127,9 @@ class AttentionCall(NamedTuple):
         window: positions a row looks back, its own included; None for all.
         sinks: [H] scores without a value (gpt-oss).
         tree: the tree; None for a chain.
-        place: [2] int32, `first` and the number of rows that are there, where a trace is to fit all
-            positions: the rows behind those are not read, and `first` is ignored; without a window
-            it is 0. None for all of the rows. Not for trees.
+        place: [2] int32, for a trace that fits all positions: the position of row 0 (0 without a
+            window), in place of `first`, and how many rows to read. None reads all rows. Not for
+            trees.
     """
 
     queries: mx.array
@@ -147,10 +148,10 @@ class Launches(NamedTuple):
 
     Attributes:
         attend, merge: the launches.
-        numbers: the inputs of the first one that are no queries, keys or values; without the place.
-        place: as of `AttentionCall`, for calls that have none.
+        numbers: the inputs of the first one, other than queries, keys, values and place.
+        place: the place for calls that have none.
         counts: the number of chunks, and of nodes.
-        tree: it is kept, so that its id stays its own.
+        tree: kept alive, so that no other tree gets its id.
     """
 
     attend: Launch

@@ -60,11 +60,21 @@ class DeltaInputs(NamedTuple):
 
 
 def _kernel(tree: bool) -> Kernel:
-    body, name = (_TREE, "tree") if tree else (_CHAIN, "chain")
-    rows, outputs = (["visits", "nodes"], ["out"]) if tree else (["rows"], ["out", "next"])
-    inputs = [*DeltaInputs._fields, "queries", *rows]
+    inputs = [*DeltaInputs._fields, "queries"]
+    if tree:
+        return Kernel(
+            "delta_verify_tree",
+            file="delta_rule.metal",
+            inputs=[*inputs, "visits", "nodes"],
+            outputs=["out"],
+            body=_TREE,
+        )
     return Kernel(
-        f"delta_verify_{name}", file="delta_rule.metal", inputs=inputs, outputs=outputs, body=body
+        "delta_verify_chain",
+        file="delta_rule.metal",
+        inputs=[*inputs, "rows"],
+        outputs=["out", "next"],
+        body=_CHAIN,
     )
 
 
@@ -103,7 +113,8 @@ class DeltaRule(Launcher):
         """
         order = [] if parents is None else visits(parents)
         slots = max((1 + slot for _, _, slot in order), default=0)
-        key = len(order), slots, *((x.shape, x.dtype) for x in (queries, *inputs))
+        shapes = [(x.shape, x.dtype) for x in (queries, *inputs)]
+        key = (len(order), slots, *shapes)
         prepare = partial(self._prepare, queries, inputs, parents, max(slots, bool(order)))
         launch = self._checked(key, prepare, lambda: self._check(inputs, parents))
         arrays = [in_device_memory(array) for array in (*inputs, queries)]
@@ -127,8 +138,8 @@ class DeltaRule(Launcher):
             outputs.append((inputs.state.shape, mx.float32))
         else:
             constants["SLOTS"] = slots
-        grid = 32, -(-value_dim // _ROWS), heads  # MLX ends a threadgroup where the grid ends
-        group = 32, _SIMDGROUPS if parents is None else 1, 1
+        grid = (32, -(-value_dim // _ROWS), heads)  # MLX ends a threadgroup where the grid ends
+        group = (32, _SIMDGROUPS if parents is None else 1, 1)
         return self._launch(
             _kernel(parents is not None),
             constants=constants,
@@ -179,7 +190,8 @@ def delta_verify_reference(
     repeats = inputs.values.shape[2] // inputs.keys.shape[2]
     states: list[mx.array] = []
     outputs = []
-    for row, parent in enumerate(range(-1, queries.shape[1] - 1) if parents is None else parents):
+    chain = range(-1, queries.shape[1] - 1)
+    for row, parent in enumerate(chain if parents is None else parents):
         states.append(_step(inputs.state if parent < 0 else states[parent], inputs, row))
         query = mx.repeat(queries[:, row].astype(mx.float32), repeats, axis=1)[..., None, :]
         outputs.append((states[-1] * query).sum(axis=-1))
@@ -220,7 +232,10 @@ def visits(parents: Sequence[int]) -> list[list[int]]:
     for node in reversed(range(len(parents))):
         children[node].sort(key=needs.__getitem__)
         below = [needs[child] for child in children[node]]
-        needs[node] = max([below[-1], below[-2] + 1] if len(below) > 1 else below, default=0)
+        if len(below) == 1:
+            needs[node] = below[0]
+        elif below:  # the parent's slot is taken during all subtrees but the last
+            needs[node] = max(below[-1], below[-2] + 1)
         if node:
             children[parents[node]].append(node)
     # a node, its parent's slot, the first slot that is free

@@ -146,6 +146,11 @@ class Launcher:
         return prepared
 
 
+def kernel_name(*parts: str) -> str:
+    """A kernel's name from its parts; empty ones are left out."""
+    return "_".join(part for part in parts if part)
+
+
 def in_device_memory(array: mx.array) -> mx.array:
     """The array, flat and with zeros up to 8 elements if it has fewer; else as it is.
 

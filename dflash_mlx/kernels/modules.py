@@ -35,7 +35,7 @@ from .selfcheck import KernelCheckFailed, KernelChecks
 from .shapes import Matrix, matrices
 from .verify_matmul import ENOUGH_TILES, ENOUGH_TILES_LARGE, Product, VerifyMatmul
 from .verify_matmul_moe import VerifyMatmulMoe
-from .weights import FLOATS, aligned, fits_tensor_units, weights_of
+from .weights import FLOATS, aligned, fits_tensor_units, kernel_weights
 
 # In exact decoding, verifies of up to this many rows go through our kernels.
 EXACT_ROWS = MOST_NODES
@@ -209,8 +209,8 @@ def swap_layers(
     """
     layers = set()
     layer_matrices = list(matrices(model, config))
-    for path, module, matrix in layer_matrices if exact else ():
-        if not can_swap(module):
+    for path, module, matrix in layer_matrices:
+        if exact and not can_swap(module):
             raise SettingsError(
                 f"kernels=exact: {path} ({type(module).__name__}, {matrix.key}) has no kernel "
                 "whose rows are independent; leave it out."
@@ -253,12 +253,12 @@ def chosen_together(
     for _, module, matrix in matrices(model, config):
         if can_swap(module):
             layers.setdefault(matrix.key, []).append((module, matrix))
-    key_of: dict[int, str] = {}
+    key_by_layer: dict[int, str] = {}
     for key, pairs in layers.items():
-        key_of |= {id(module): key for module, _ in pairs}
+        key_by_layer |= {id(module): key for module, _ in pairs}
     together = {key: {key} for key in layers}
     for sharing in launches(model):
-        keys = {key_of[id(layer)] for layer in sharing if id(layer) in key_of}
+        keys = {key_by_layer[id(layer)] for layer in sharing if id(layer) in key_by_layer}
         merged = set().union(*(together[key] for key in keys))
         together |= dict.fromkeys(merged, merged)
     groups = dict.fromkeys(map(frozenset, together.values()))
@@ -285,7 +285,7 @@ def _own_channel(convolution: Any) -> bool:
 
 def can_swap(module: nn.Module) -> bool:
     """Whether a layer can run on our kernels."""
-    return type(module) in SWAPS and weights_of(module) is not None
+    return type(module) in SWAPS and kernel_weights(module) is not None
 
 
 @contextmanager
@@ -305,7 +305,7 @@ def _swap(
     module: Any, matrix: Matrix, kernels: Kernels, rows: frozenset[int], tensor_units: bool
 ) -> None:
     """Swap a layer's class for these numbers of rows."""
-    w: Any = weights_of(module)
+    w: Any = kernel_weights(module)
     if tensor_units and fits_tensor_units(w):
         module.weight = aligned(module.weight)
         w = replace(w, words=module.weight, tensor_units=True)

@@ -82,7 +82,7 @@ def top_k(config: dict[str, Any]) -> int:
     return next((int(shape[name]) for name in _TOP_K if shape.get(name)), 0)
 
 
-def dtype_of(layer: Any) -> mx.Dtype:
+def activation_dtype(layer: Any) -> mx.Dtype:
     """The dtype of a linear layer's inputs and outputs."""
     return layer.scales.dtype if "scales" in layer else layer.weight.dtype
 

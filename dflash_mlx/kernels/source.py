@@ -27,7 +27,7 @@ def metal_source(name: str) -> str:
 
 
 def _lines(name: str, seen: set[str]) -> Iterator[str]:
-    """The lines of a file and of what it includes; `seen` gains their names."""
+    """The lines of a file and of what it includes. Adds the files' names to `seen`."""
     seen.add(name)
     for line in files("dflash_mlx.metal").joinpath(name).read_text("utf-8").splitlines():
         include = _LOCAL_INCLUDE.match(line)
@@ -38,5 +38,6 @@ def _lines(name: str, seen: set[str]) -> Iterator[str]:
         elif not include and line != "#pragma once":
             code = _COMMENT.sub("", line).strip()
             if code and code not in seen:
-                seen.update([code] * code.startswith("#include"))
+                if code.startswith("#include"):
+                    seen.add(code)
                 yield code

@@ -18,21 +18,30 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from .launcher import FEWEST, Calls, Kernel, KernelFactory, Launch, Launcher, dtype_name
+from .launcher import (
+    FEWEST,
+    Calls,
+    Kernel,
+    KernelFactory,
+    Launch,
+    Launcher,
+    dtype_name,
+    kernel_name,
+)
 from .selfcheck import KernelCheck, KernelChecks, Noise
 from .weights import (
     Weights,
     check_products,
-    columns_of,
     dequantized,
+    describe_weights,
     every_form,
     form,
     input_names,
     inputs,
     kind,
     matrix,
-    name_of,
     result_dtype,
+    take_columns,
     traits,
 )
 
@@ -74,8 +83,8 @@ const size_t row = thread_position_in_grid.y, total = threads_per_grid.x;
 const float sum = dflash::sum_of_splits<{gated}>(
     sums, sizes[0], threads_per_grid.y * total, row * total + column);
 """
-_STORE = """if (column >= 0 && column < sizes[{at}]) {output}[row * sizes[{at}] + column] = T(sum);
-column -= sizes[{at}];
+_STORE = """if (column >= 0 && column < sizes[{n}]) {output}[row * sizes[{n}] + column] = T(sum);
+column -= sizes[{n}];
 """
 
 
@@ -153,7 +162,7 @@ class VerifyMatmul(Launcher):
     The bits for several w may differ from those for one: K is split by their total size.
 
     Args:
-        metal_kernel, checks: as of `Launcher`.
+        metal_kernel, checks: as in `Launcher`.
         enough: tiles to keep the chip busy; K is split until there are as many.
     """
 
@@ -188,17 +197,18 @@ class VerifyMatmul(Launcher):
             for w in every_form(stored, tensor_units, columns, depth):
                 x = mx.ones((9, depth), dtype)
                 yield partial(self, x, w, w, gated=True)
-                yield from (partial(self, x, *[w] * count) for count in (1, *COUNTS))
+                for count in (1, *COUNTS):
+                    yield partial(self, x, *[w] * count)
 
     def prepared(
         self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: mx.array | None
     ) -> Prepared:
         """The launches for x of this shape and weights of these kinds."""
-        given = x, weights, gated, experts
-        key = gated, x.shape, x.dtype, *map(kind, weights)
+        key = (gated, x.shape, x.dtype, *map(kind, weights))
         if experts is not None:
-            key = *key, experts.shape
-        return self._checked(key, partial(self._prepare, *given), partial(self._check, *given))
+            key = (*key, experts.shape)
+        prepare = partial(self._prepare, x, weights, gated, experts)
+        return self._checked(key, prepare, partial(self._check, x, weights, gated, experts))
 
     def _check(
         self, x: mx.array, weights: Sequence[Weights], gated: bool, experts: Any
@@ -210,11 +220,12 @@ class VerifyMatmul(Launcher):
         if experts is not None:  # experts of its own for each row
             *tokens, top_k = experts.shape
             key += f"{experts.size} of "
-            of_pairs = prod(shape[:-1]) == experts.size
-            shape = *(experts.shape if of_pairs else tokens), shape[-1]
+            has_row_per_expert = prod(shape[:-1]) == experts.size
+            leading = experts.shape if has_row_per_expert else tokens
+            shape = (*leading, shape[-1])
             scores = noise(*tokens, weights[0].shape[0])
             experts = mx.argsort(scores, axis=-1)[..., :top_k].astype(mx.uint32)
-        key += f"{' and '.join(map(name_of, weights))}{' as gate and up' * gated}"
+        key += f"{' and '.join(map(describe_weights, weights))}{' as gate and up' * gated}"
         rows = noise(*shape)
         columns = [_columns(w.shape[-2]) for w in weights]
 
@@ -227,7 +238,7 @@ class VerifyMatmul(Launcher):
 
         def reference() -> list[mx.array]:
             pairs = zip(weights, columns, strict=True)
-            compared = [dequantized(columns_of(w, kept)) for w, kept in pairs]
+            compared = [dequantized(take_columns(w, kept)) for w, kept in pairs]
             return self._reference(
                 rows.astype(mx.float32), weights=compared, gated=gated, experts=experts
             )
@@ -268,9 +279,9 @@ class VerifyMatmul(Launcher):
             threadgroup=(THREADS, 1, 1),
             outputs=[((size,), mx.float32)] if split else results,
         )
-        start = None if x.dtype == dtype else dtype, multiply
+        cast = None if x.dtype == dtype else dtype
         if not split:
-            return *start, None
+            return cast, multiply, None
         merge = self._launch(
             _merge(len(columns), gated),
             constants={"T": dtype},
@@ -278,7 +289,7 @@ class VerifyMatmul(Launcher):
             threadgroup=(256, 1, 1),
             outputs=results,
         )
-        return *start, (merge, mx.array([splits, *columns]))
+        return cast, multiply, (merge, mx.array([splits, *columns]))
 
 
 def _product(count: int, form: str, gated: bool, split: bool) -> Kernel:
@@ -300,10 +311,11 @@ def _product(count: int, form: str, gated: bool, split: bool) -> Kernel:
         stride=" + ".join(f"{name}_shape[0]" for name in names) if split else "N",
         **flags,
     )
+    all_names = [*names, "up"] if gated else names
     return Kernel(
-        f"verify_matmul_{form}{'_gate_up' * gated}{f'_{count}' * (count > 1)}{'_split' * split}",
-        file=f"verify_matmul{'_tensor' * (form == 'tensor')}.metal",
-        inputs=["x", *(n for name in names + ["up"] * gated for n in input_names(name, form))],
+        kernel_name("verify_matmul", form, _shared_name(count, gated), "split" if split else ""),
+        file="verify_matmul_tensor.metal" if form == "tensor" else "verify_matmul.metal",
+        inputs=["x", *(array for name in all_names for array in input_names(name, form))],
         outputs=["sums"] if split else outputs,
         body=body,
     )
@@ -314,11 +326,19 @@ def _merge(count: int, gated: bool) -> Kernel:
     body = _SUM.format(gated=_literal(gated))
     outputs = _outputs(count)
     for number, output in enumerate(outputs, start=1):
-        body += _STORE.format(at=number, output=output)
-    name = f"merge_splits{'_gate_up' * gated}{f'_{count}' * (count > 1)}"
+        body += _STORE.format(n=number, output=output)
     return Kernel(
-        name, file="merge_splits.metal", inputs=["sums", "sizes"], outputs=outputs, body=body
+        kernel_name("merge_splits", _shared_name(count, gated)),
+        file="merge_splits.metal",
+        inputs=["sums", "sizes"],
+        outputs=outputs,
+        body=body,
     )
+
+
+def _shared_name(count: int, gated: bool) -> str:
+    """The part of a kernel's name that says how many matrices share it, and how."""
+    return kernel_name("gate_up" if gated else "", str(count) if count > 1 else "")
 
 
 def _outputs(count: int) -> list[str]:

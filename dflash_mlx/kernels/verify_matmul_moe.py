@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import KernelError
-from .launcher import Calls, Kernel, in_device_memory
+from .launcher import Calls, Kernel, in_device_memory, kernel_name
 from .verify_matmul import START, THREADS, TILE_COLUMNS, Prepared, VerifyMatmul
 from .weights import (
     AffineWeights,
@@ -66,13 +66,14 @@ def _routed(rows: mx.array, w: Weights, experts: mx.array) -> mx.array:
 class VerifyMatmulMoe(VerifyMatmul):
     """x w[e]^T or silu(x w[e]^T) (x up[e]^T) for the experts e of every row.
 
-    Each row's bits depend on that row, its experts and the shapes alone.
+    Each row's bits depend only on that row, its experts and the shapes.
     """
 
-    _last: tuple[mx.array | None, list[mx.array]] = None, []  # experts, and what was made of them
+    # The last experts, and their routing.
+    _last: tuple[mx.array | None, list[mx.array]] = (None, [])
 
     def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
-        """See `Launcher.instances`."""
+        """Small calls with one matrix, and with a gate and its partner."""
         x = mx.ones((1, 256), dtype)
         experts = mx.array([[0, 1]])
         for w in every_form(stored, False, 2, 33, 256):
@@ -117,7 +118,7 @@ def _product(form: str, gated: bool) -> Kernel:
     names = ["w", "up"] if gated else ["w"]
     call = _CALL.format(gated=str(gated).lower(), w=matrix("w", form), up=matrix(names[-1], form))
     return Kernel(
-        f"verify_matmul_moe_{form}{'_gate_up' * gated}",
+        kernel_name("verify_matmul_moe", form, "gate_up" if gated else ""),
         file="verify_matmul_moe.metal",
         inputs=["x", *(n for name in names for n in input_names(name, form)), "order", "experts"],
         outputs=["y"],

@@ -92,15 +92,20 @@ def every_form(dtype: mx.Dtype, tensor_units: bool, *shape: int) -> Iterator[Wei
     yield values
 
 
-def weights_of(layer: Any) -> Weights | None:
-    """A layer's weights as the kernels take them; None for others, as of 6 bits or mxfp4."""
+def kernel_weights(layer: Any) -> Weights | None:
+    """A layer's weights as the kernels take them; None for others, such as 6 bits or mxfp4."""
     if "scales" not in layer:
         return layer.weight if layer.weight.dtype in FLOATS else None
     if getattr(layer, "mode", "affine") != "affine":
         return None
     try:
-        stored = layer.weight, layer.scales, layer.biases
-        return AffineWeights(*stored, layer.bits, layer.group_size)
+        return AffineWeights(
+            layer.weight,
+            scales=layer.scales,
+            biases=layer.biases,
+            bits=layer.bits,
+            group_size=layer.group_size,
+        )
     except KernelError:
         return None
 
@@ -116,7 +121,7 @@ def fits_tensor_units(w: Weights) -> bool:
 def aligned(words: mx.array) -> mx.array:
     """The words, or a copy if they are a view that does not begin at a multiple of 128 bytes.
 
-    Tensor units need that; an array of its own has it.
+    Tensor units need that. A copy begins there.
     """
     address = np.asarray(words).__array_interface__["data"][0]
     return words if address % TENSOR_ALIGNMENT == 0 else words | mx.array(0, words.dtype)
@@ -153,9 +158,9 @@ def result_dtype(x: mx.array, *weights: Weights) -> mx.Dtype:
 def check_products(
     x: mx.array, layout: str, weights: Sequence[Weights], gated: bool, most: int = 1
 ) -> None:
-    """x [..., K] by up to `most` weights of one kind, or by a gate and its partner of one shape.
+    """Check a product of x [..., K] and up to `most` weights of one kind, or a gate and its partner.
 
-    layout: of each, "[N, K]". Raises `KernelError`.
+    `layout` is that of each weight, such as "[N, K]". Raises `KernelError`.
     """
     if not (len(weights) == 2 if gated else 1 <= len(weights) <= most):
         raise KernelError(f"{len(weights)} matrices do not share a launch.")
@@ -195,7 +200,7 @@ def kind(w: Weights) -> tuple[Any, ...]:
     return w.kind if isinstance(w, AffineWeights) else (w.shape, w.dtype)
 
 
-def name_of(w: Weights) -> str:
+def describe_weights(w: Weights) -> str:
     """Weights in a message: `4096x4096 affine 4-bit g64 bfloat16`."""
     shape = "x".join(map(str, w.shape))
     if isinstance(w, mx.array):
@@ -211,7 +216,7 @@ def matrix(name: str, form: str) -> str:
     return f"dflash::{kind}{{{arrays}, K}}"
 
 
-def columns_of(w: Weights, columns: mx.array) -> Weights:
+def take_columns(w: Weights, columns: mx.array) -> Weights:
     """Some columns of a result: rows of w [..., N, K]."""
     if isinstance(w, mx.array):
         return mx.take(w, columns, axis=-2)

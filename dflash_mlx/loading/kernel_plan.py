@@ -34,7 +34,7 @@ from ..kernels.modules import (
     swap_layers,
     will_be_exact,
 )
-from ..kernels.shapes import dtype_of, matrices
+from ..kernels.shapes import activation_dtype, matrices
 from ..proposal import Proposal
 from ..targets import Target, attention
 from ..targets.caches import FullCache
@@ -153,7 +153,7 @@ def _fill(target: Target, caches: Sequence[Any], depth: int) -> None:
         module = attention_of(layer)
         if isinstance(cache, FullCache) and module is not None and has_key_projection(module):
             shape = (1, key_heads(module), depth + cache.step, head_size(module))
-            dtype = dtype_of(module.k_proj)
+            dtype = activation_dtype(module.k_proj)
             cache.keys = mx.zeros(shape, dtype)
             cache.values = mx.zeros(shape, dtype)
             cache.offset = depth

@@ -37,7 +37,7 @@ _X86_KERNELS = {
     "avx2": ("avx2", "fma"),
     "generic": ("fma",),
 }
-# What a user of the library reads who never called `use_fast_blas`.
+# The warning for users of the library who have not called `use_fast_blas`.
 SLOW_PRODUCTS = (
     "dflash-mlx: MLX's own matrix products are slow for the several rows of a draft, so drafting "
     "may be slower than not drafting: call dflash_mlx.use_fast_blas() before anything imports MLX. "

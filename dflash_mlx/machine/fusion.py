@@ -19,7 +19,7 @@ SET_MODE = "_ZN3mlx4core16set_compile_modeENS0_11CompileModeE"  # mlx::core::set
 def fuse_nothing() -> None:
     """Have MLX fuse no operations in this process from now on.
 
-    An MLX without that function compiles nothing at all then: traced steps run in Python.
+    If this MLX has no such mode, nothing is compiled at all: traced steps run in Python.
     """
     import mlx.core as mx
 

@@ -153,7 +153,7 @@ class DiskCache:
             for later, key in enumerate(reversed(path)):
                 if key in self._files:
                     self._files.move_to_end(key)
-                    when = now + 1000 * later
+                    when = now + 1000 * later  # a microsecond apart, to keep their order
                     try:
                         os.utime(self._path / self._files[key].name, ns=(when, when))
                     except OSError:  # another process removed it

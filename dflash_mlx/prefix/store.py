@@ -175,7 +175,8 @@ class PrefixStore:
         with self._lock:
             diverges = len(self._cached_prefix(keys.path[1:])) * self._block
         ends = ends or [len(prompt) - CHANGING_END]
-        strides = range(0, len(prompt), -(-self._stride // self._block) * self._block)
+        stride = -(-self._stride // self._block) * self._block  # in whole blocks
+        strides = range(0, len(prompt), stride)
         last = len(prompt) - ALWAYS_READ
         candidates = {diverges, *ends, *strides}
         return sorted(position for position in candidates if target.position < position <= last)
@@ -202,7 +203,7 @@ class PrefixStore:
         if not len(ids) == target.position == drafter.position:
             return
         keys.read(ids)
-        path = [*keys.path]
+        path = list(keys.path)
         text = keys.text
         trims = can_trim(target, drafter)
         with self._lock:

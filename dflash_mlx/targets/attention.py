@@ -64,7 +64,7 @@ def attends_exactly(pairs: Pairs) -> bool:
 
 
 def attention_keys(pairs: Pairs) -> list[str]:
-    """The name of every layer's attention that the kernel takes, as of `attention_key`."""
+    """The name of every layer's attention that the kernel takes, from `attention_key`."""
     return [
         attention_key(query_heads(attention), key_heads(attention), head_size(attention))
         for attention in (attention_of(layer) for layer, _ in pairs if not is_mla(layer))

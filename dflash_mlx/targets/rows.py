@@ -314,7 +314,7 @@ class SharedCache:
 
     @property
     def offset(self) -> mx.array:
-        """The positions of all rows, as of `Rows.offset`."""
+        """The positions of all rows, as in `Rows.offset`."""
         return self.rows.offset
 
     def make_mask(self, N: int, **settings: Any) -> PerRequest:
