@@ -29,7 +29,7 @@ from dflash_mlx.loading.registry import EMBEDDED, NONE, known_drafter
 from dflash_mlx.machine.facts import busy, computer, machine
 
 from . import options, output
-from .bench_report import acceptance_of, ended_early, show
+from .bench_report import ended_early, overall_acceptance_length, show
 from .bench_run import BenchRun
 from .machines import Machines, cluster_member, runs_elsewhere
 from .options import OUTPUT, given, option
@@ -234,7 +234,7 @@ def _measure_model(
             setup={**setup, "repeats": 1, "tree_budget": None},
             with_mlx_lm=False,
         )
-        content["untuned_acceptance_length"] = acceptance_of(untuned_content)
+        content["untuned_acceptance_length"] = overall_acceptance_length(untuned_content)
     return content
 
 

@@ -29,7 +29,7 @@ def report(
         show(run)
 
 
-def acceptance_of(content: Mapping[str, Any]) -> float:
+def overall_acceptance_length(content: Mapping[str, Any]) -> float:
     """Return the tokens per drafted step of a whole run."""
     methods = content["overall"]["methods"]
     return float(methods[drafting_methods(methods)[0]]["acceptance_length"] or 0)
@@ -58,7 +58,7 @@ def show(content: Mapping[str, Any]) -> None:
         output.note(f"Ended early, after {measured}.")
     untuned = content.get("untuned_acceptance_length")
     if untuned:
-        tuned = f"{acceptance_of(content):.2f} tokens per step with the adapter"
+        tuned = f"{overall_acceptance_length(content):.2f} tokens per step with the adapter"
         output.note(f"{tuned}, {untuned:.2f} without it: the same drafter and prompts")
     if content["block_size"]:
         output.note(

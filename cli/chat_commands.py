@@ -55,7 +55,7 @@ def run_command(chat: Chat, line: str) -> bool:
     name = match[1]
     argument = (match[2] or "").strip()
     if name not in COMMANDS:
-        hint = _suggest(name, [*COMMANDS]) or "/help lists the commands."
+        hint = _suggest(name, list(COMMANDS)) or "/help lists the commands."
         note(f"There is no {name}. {hint} (To send it as a message, type a space first.)")
         return True
     try:

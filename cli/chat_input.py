@@ -30,9 +30,9 @@ class CommandCompleter(Completer):
     """Completes commands, file names after /save and /load, and settings after /set."""
 
     def __init__(self) -> None:
-        self._commands = WordCompleter([*COMMANDS], sentence=True)
+        self._commands = WordCompleter(list(COMMANDS), sentence=True)
         files = PathCompleter(expanduser=True)
-        settings = WordCompleter([*NUMBERS])
+        settings = WordCompleter(list(NUMBERS))
         self._arguments = {"/save": files, "/load": files, "/set": settings}
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:

@@ -40,6 +40,7 @@ from dflash_mlx.validation import brief, is_integer, text_config, user_path
 
 from . import options
 from .output import counted, note, print_json, sized, stdout, waiting
+from .pair import graph_reuse
 
 COLORS = {"ok": "green", "warn": "yellow", "fail": "red"}
 INSTALL = f"{how_to_install('mlx').capitalize()}."
@@ -161,7 +162,7 @@ def check_model(name: str, hub: Hub) -> Check:
         return _failure("model", str(error), "Or try another: see 'dflash-mlx models'.")
     if damaged:
         return _failure("model", f"{name}: {damaged}", "Download it again.")
-    return _success("model", f"{name}: loads, all weights are finite; {_steps_of(target)}")
+    return _success("model", f"{name}: loads, all weights are finite; {graph_reuse(target)}")
 
 
 def _success(name: str, detail: str) -> Check:
@@ -280,12 +281,4 @@ def _check_pair() -> Check:
     rate = drafted.stats.acceptance_length
     tokens = len(plain.tokens)
     figures = f"{tokens} tokens identical to plain, {rate:.1f} tokens per step"
-    return _success(name, f"{figures}; {_steps_of(target)}")
-
-
-def _steps_of(target: dflash_mlx.Target) -> str:
-    """Whether a target's steps are replayed."""
-    why_not = target.why_not_replayed
-    if why_not is None:
-        return "steps are built once per shape and replayed"
-    return f"each step's graph is built anew: {why_not}"
+    return _success(name, f"{figures}; {graph_reuse(target)}")

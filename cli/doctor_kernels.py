@@ -94,7 +94,7 @@ def check_instances(kernels: Kernels, seconds: float) -> tuple[int, int]:
         try:
             mx.eval(call())
         except KernelCheckFailed:
-            pass  # already in `broken`
+            pass  # already in `checks.failed`
         except KernelError as error:
             message = str(error.args[0])
             kernels.checks.failed.setdefault(message, message)

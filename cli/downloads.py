@@ -90,7 +90,7 @@ def rm(*, name: str = argument(..., REPOSITORY, autocompletion=_complete_downloa
         raise ModelNotFoundError(f"{name} is part of dflash-mlx and cannot be deleted.")
     if name in PACKAGES:
         package = PACKAGES[name][0]
-        unpacked = [*cache_folder("gguf").glob(f"{content_name(packaged(name))}*")]
+        unpacked = list(cache_folder("gguf").glob(f"{content_name(packaged(name))}*"))
         freed = sum(map(bytes_in, unpacked))
         for folder in filter(Path.is_dir, unpacked):
             shutil.rmtree(folder)

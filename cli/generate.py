@@ -124,7 +124,7 @@ def generate(
         from dflash_mlx.structured import JsonSchema
 
         settings["logits_processors"] = [JsonSchema(pair.target, schema)]
-    comparison = _comparison_of(pair, ids, settings)
+    comparison = _prepare_comparison(pair, ids, settings)
     fresh = comparison.with_fresh_policy() if compare else comparison
     thoughts = Thoughts(pair.target, comparison.prompt)
     result = _stream(comparison, thoughts, shown=output is None and not json)
@@ -150,7 +150,7 @@ def generate(
         raise SettingsError(f"The JSON is incomplete: {pair.limit_reached(result.stats)}.")
 
 
-def _comparison_of(pair: Pair, prompt: list[int], settings: Mapping[str, Any]) -> Comparison:
+def _prepare_comparison(pair: Pair, prompt: list[int], settings: Mapping[str, Any]) -> Comparison:
     """Prepare to decode a prompt (ids), with drafts and maybe also plainly."""
     from dflash_mlx.bench.measure import Comparison
 

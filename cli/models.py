@@ -22,7 +22,7 @@ from dflash_mlx.loading.registry import (
     pairs,
     suggestion,
 )
-from dflash_mlx.loading.sizes import BITS, CONTEXT, MemoryNeed, bits_on_load, memory_need, size_of
+from dflash_mlx.loading.sizes import BITS, CONTEXT, MemoryNeed, bits_on_load, find_size, memory_need
 from dflash_mlx.machine.chips import Chip, chip_named, find_chip
 from dflash_mlx.machine.facts import GB, usable_bytes, working_set
 from dflash_mlx.validation import path_kind
@@ -222,7 +222,7 @@ def _sum(need: MemoryNeed | None) -> str:
 
 def _speeds(pair: KnownPair, chip: Chip) -> list[str]:
     """Return predicted plain tokens per second, and tokens per step above which drafting pays."""
-    size = size_of(pair)
+    size = find_size(pair)
     if size is None:
         return [NOTHING, NOTHING]
     plain = rate(1 / size.plain_seconds(chip))
@@ -249,7 +249,7 @@ def _details(
     yield from _memory_details(pair, mac)
     if pair.unsupported:
         yield "cannot run yet", pair.unsupported
-    if mac.chip is not None and size_of(pair) is not None:
+    if mac.chip is not None and find_size(pair) is not None:
         plain, pays_above = _speeds(pair, mac.chip)
         pays_above = pays_above.replace("/step", " per step")
         yield "speed", f"{plain} without drafting (predicted); drafting pays above {pays_above}"
@@ -286,7 +286,7 @@ def _details(
 
 def _memory_details(pair: KnownPair, mac: Mac) -> Iterator[tuple[str, str]]:
     """Yield labels and texts about the memory that a target needs, and whether it fits."""
-    size = size_of(pair)
+    size = find_size(pair)
     if size is None:
         yield "memory", "size not known"
         return
@@ -304,7 +304,7 @@ def _bits_shown(is_stored: bool) -> tuple[int, ...]:
 
 def _estimated_downloads(pair: KnownPair) -> dict[str, str]:
     """Estimate the sizes of downloads from their parameters, for the target and first drafter."""
-    size = size_of(pair)
+    size = find_size(pair)
     if size is None:
         return {}
     target = size.published_weights if pair.conversion is None else size.weights(BITS)
@@ -327,7 +327,7 @@ def _download_sizes(names: list[str], copies: dict[str, int], hub: Hub) -> dict[
 def _as_json(pair: KnownPair, mac: Mac, copies: dict[str, int]) -> dict[str, Any]:
     """Return a pair's entry in --json."""
     drafter, *others = pair.drafters
-    size = size_of(pair)
+    size = find_size(pair)
     is_stored = size is not None and size.stored is not None
     predicted: dict[str, float | None] = {"plain": None, "gains_above": None}
     if mac.chip is not None and size is not None:

@@ -129,7 +129,7 @@ def _declare(default: Any, info: Any, kind: Any = None) -> Any:
 
 def complete_target(incomplete: str) -> list[str]:
     """Return the known models whose names begin with a text, for completion in a shell."""
-    names = [*PACKAGED]
+    names = list(PACKAGED)
     for pair in pairs():
         names += [pair.download, *pair.targets]
     return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]

@@ -315,14 +315,21 @@ def explain(pair: Pair, stats: Stats, temperature: float) -> None:
     note(f"steps x rows: {steps_by_rows(stats.widths)}")
     if pair.tree_budget is not None:
         note(f"of these, trees: {steps_by_rows(stats.trees)}")
-    why_not = pair.target.why_not_replayed
-    if why_not is not None:
-        note(f"each step's graph is built anew: {why_not}")
+    if pair.target.why_not_replayed is not None:
+        note(graph_reuse(pair.target))
     if stats.seed is not None:
         note(f"seed: {stats.seed}")
     if pair.policy is not None:
         for line in pair.policy.describe(temperature):
             note(line)
+
+
+def graph_reuse(target: Target) -> str:
+    """Return whether steps reuse the graph of an earlier step, or why they do not."""
+    why_not = target.why_not_replayed
+    if why_not is None:
+        return "steps of one shape share a graph"
+    return f"Python builds a new graph for every step: {why_not}"
 
 
 def steps_by_rows(widths: Mapping[int, int]) -> str:

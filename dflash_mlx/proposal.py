@@ -101,7 +101,7 @@ def _integers(name: str, given: Any, least: int) -> list[int]:
         if not values:
             return values
         # The usual case, which every step has: plain ints of a possible size.
-        has_plain_ints = {*map(type, values)} == {int}
+        has_plain_ints = set(map(type, values)) == {int}
         if has_plain_ints and min(values) >= least and max(values) <= MAX_INT32:
             return values
         if all(is_integer(value, least) for value in values):

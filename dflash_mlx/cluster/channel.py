@@ -69,7 +69,7 @@ class Channel:
 
     def send(self, operations: Iterable[Operation]) -> None:
         """Send a message, as rank 0."""
-        text = json.dumps([*operations], separators=(",", ":"), default=int).encode()
+        text = json.dumps(list(operations), separators=(",", ":"), default=int).encode()
         content = np.frombuffer(text.ljust(-(-len(text) // 4) * 4), np.int32)
         words = np.array([len(content), *content], np.int32)
         for start in range(0, len(words), WORDS):

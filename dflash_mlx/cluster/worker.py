@@ -86,7 +86,7 @@ class RankWorker:
     def _with_objects(self, argument: Any) -> Any:
         """Replace the numbers in an argument by this rank's objects."""
         if isinstance(argument, list):
-            return [*map(self._with_objects, argument)]
+            return list(map(self._with_objects, argument))
         if isinstance(argument, dict):
             return self.objects[argument[NUMBER]] if argument else {}
         return argument

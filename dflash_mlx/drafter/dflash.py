@@ -205,7 +205,7 @@ class DFlash(NetworkDrafter, nn.Module):
         """Raise `IncompatibleDrafterError` unless the drafter was made for this target."""
         config = self.config
         depth = target.num_layers
-        physical = len({*map(id, target.layers)})
+        physical = len(set(map(id, target.layers)))
         if len(target.layers) == depth and config.num_target_layers == physical:
             depth = physical  # the target runs its layers more than once
         config.check_fits(target.hidden_size, target.vocab_size, depth)

@@ -168,7 +168,7 @@ def _sources(args: gemma4_text.ModelArgs, target: Target) -> dict[str, int]:
                 f"The assistant belongs to another target: {target.name} has no {kind} of width "
                 f"{width}."
             )
-    return {kind: last_layers[kind] for kind in sorted({*args.layer_types})}
+    return {kind: last_layers[kind] for kind in sorted(set(args.layer_types))}
 
 
 def _keys_values(layer: Any, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:

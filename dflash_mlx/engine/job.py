@@ -106,7 +106,7 @@ class Job(Iterator[Event], AsyncIterator[Event], Awaitable[Result]):
             assert self._finish_reason is not None
             return Result(
                 text="".join(self._text),
-                tokens=[*self._tokens],
+                tokens=list(self._tokens),
                 finish_reason=self._finish_reason,
                 stats=self.stats,
             )

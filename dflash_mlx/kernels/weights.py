@@ -158,7 +158,7 @@ def result_dtype(x: mx.array, *weights: Weights) -> mx.Dtype:
 def check_products(
     x: mx.array, layout: str, weights: Sequence[Weights], gated: bool, most: int = 1
 ) -> None:
-    """Check a product of x [..., K] and up to `most` weights of one kind, or a gate and its partner.
+    """Check x [..., K] and up to `most` weights of one kind, or a gate and its partner.
 
     `layout` is that of each weight, such as "[N, K]". Raises `KernelError`.
     """

@@ -27,7 +27,7 @@ from ..validation import (
     read_json,
     user_path,
 )
-from .contents import ADAPTER, ADAPTER_CONFIG, contents_of
+from .contents import ADAPTER, ADAPTER_CONFIG, read_contents
 from .folder import StoredTensor, read_tensors_of_file
 from .hub import Hub
 from .reading import LOADING_ERRORS, load_file, on_cpu
@@ -107,7 +107,7 @@ def find_adapter(name: Name, hub: Hub) -> Adapter:
         folder = hub.fetch(name, [FILE, PEFT_FILE]).path
     if path_type == "file" and (folder.parent / ADAPTER_CONFIG).is_file():
         folder = folder.parent  # its weights were named
-    kind, words = contents_of(folder)
+    kind, words = read_contents(folder)
     if kind != ADAPTER or not folder.is_dir():
         raise ModelNotFoundError(
             f"{folder} is {words}, not an adapter: that is a folder with {ADAPTER_CONFIG} and "
@@ -115,6 +115,7 @@ def find_adapter(name: Name, hub: Hub) -> Adapter:
         )
     config = read_json(folder / ADAPTER_CONFIG)
     is_peft = "peft_type" in config
+    fine_tune_type = config.get("fine_tune_type", "lora")
     files = [file for file in (FILE, PEFT_FILE) if (folder / file).exists()]
     if not files:
         expected_file = PEFT_FILE if is_peft else FILE
@@ -122,9 +123,10 @@ def find_adapter(name: Name, hub: Hub) -> Adapter:
     if is_peft:
         _check_peft(folder / ADAPTER_CONFIG, config)
         files.reverse()
-    elif (kind := config.get("fine_tune_type", "lora")) not in _KINDS:
+    elif fine_tune_type not in _KINDS:
         raise WeightsError(
-            f"{folder / ADAPTER_CONFIG}: fine_tune_type is {brief(kind)}, not lora, dora or full."
+            f"{folder / ADAPTER_CONFIG}: fine_tune_type is {brief(fine_tune_type)}, not lora, "
+            "dora or full."
         )
     return Adapter(folder, config, read_tensors_of_file(folder / files[0]))
 
@@ -207,9 +209,10 @@ def _peft_layer(
     is_embedding = isinstance(base, nn.Embedding | nn.QuantizedEmbedding)
     if not is_embedding and not isinstance(base, nn.Linear | nn.QuantizedLinear):
         raise WeightsError(f"an adapter of {path}, a {type(base).__name__}, cannot be read")
-    kinds: tuple[Any, Any] = (LoRALinear, DoRALinear)
+    is_dora = "m" in parts
+    layer_class: Any = DoRALinear if is_dora else LoRALinear
     if is_embedding:
-        kinds = (LoRAEmbedding, DoRAEmbedding)
+        layer_class = DoRAEmbedding if is_dora else LoRAEmbedding
     for part in ("lora_a", "lora_b"):
         if part not in parts:
             raise WeightsError(f"{path} has no {part}")
@@ -218,7 +221,7 @@ def _peft_layer(
     alphas = [value for name, value in patterns.items() if re.fullmatch(rf"(.*\.)?({name})", path)]
     alpha = alphas[0] if alphas else config["lora_alpha"]
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    layer: nn.Module = kinds["m" in parts].from_base(base, r=rank, scale=scale)
+    layer: nn.Module = layer_class.from_base(base, r=rank, scale=scale)
     shapes = dict(tree_flatten(layer.parameters()))
     for part, array in parts.items():
         if array.shape != shapes[part].shape:

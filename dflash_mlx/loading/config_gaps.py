@@ -74,7 +74,7 @@ def computes(model: nn.Module, table: str, row: str) -> bool:
     return not modules_of(model).isdisjoint(_table()[table][row])
 
 
-def model_of(name: object, config: Config) -> nn.Module:
+def build_model(name: object, config: Config) -> nn.Module:
     """Make mlx-lm's model of a config.json, with weights that are never computed.
 
     Raises:
@@ -122,7 +122,7 @@ def _ignored_fields(model: nn.Module, text: Config) -> Iterable[str]:
             value: Any = text.get(field) or neutral
             if value == neutral or computes(model, table, field):
                 continue
-            if field == "no_rope_layers" and _rotating(model) == [*map(bool, value)]:
+            if field == "no_rope_layers" and _rotating(model) == list(map(bool, value)):
                 continue
             if has_experts or field not in _EXPERT_FIELDS:
                 yield field

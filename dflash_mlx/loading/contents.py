@@ -57,7 +57,9 @@ _HEAD = re.compile(r"(^|\.)(hidden_norm|fc|d2t|lora_[abAB])\b")
 
 
 _BINARY = "a binary file of an unknown kind"
-_TEXTS = ("a text file", "a JSON file", "an empty file")
+_TEXT = "a text file"
+_JSON = "a JSON file"
+_EMPTY = "an empty file"
 
 
 class Contents(NamedTuple):
@@ -72,7 +74,7 @@ class Contents(NamedTuple):
     words: str
 
 
-def contents_of(path: Path) -> Contents:
+def read_contents(path: Path) -> Contents:
     """What a file or folder is. A path that cannot be read is `OTHER`, with the reason in words."""
     try:
         kind = path_kind(path)
@@ -88,17 +90,17 @@ def contents_of(path: Path) -> Contents:
         return _of_gguf(path)
     if _is_safetensors(start):
         return _of_safetensors(path)
-    return Contents(OTHER, _words_of(start))
+    return Contents(OTHER, _describe(start))
 
 
 def check_is_text(path: Path) -> None:
     """Raise `DataError` for a folder or a file that is not text. Pipes are not opened."""
-    words = contents_of(path).words
-    if path.is_dir() or (path.is_file() and words not in _TEXTS):
+    words = read_contents(path).words
+    if path.is_dir() or (path.is_file() and words not in (_TEXT, _JSON, _EMPTY)):
         raise DataError(f"{path} is {words}, not text.")
 
 
-def of_config(config: Mapping[str, Any]) -> Contents:
+def config_contents(config: Mapping[str, Any]) -> Contents:
     """What a config.json describes."""
     if needs_target(config):
         assistant = config["model_type"] in ASSISTANTS
@@ -120,7 +122,7 @@ def _of_folder(path: Path) -> Contents:
     config = path / "config.json"
     if config.is_file():
         with suppress(DFlashError):
-            return of_config(read_json(config))
+            return config_contents(read_json(config))
         return Contents(OTHER, "a folder whose config.json cannot be read")
     if (path / ADAPTER_CONFIG).is_file():
         with suppress(DFlashError):
@@ -173,9 +175,10 @@ def _of_safetensors(path: Path) -> Contents:
     return Contents(OTHER, "weights (safetensors)")
 
 
-def _words_of(start: bytes) -> str:
+def _describe(start: bytes) -> str:
+    """What a file is in words, by its first bytes."""
     if not start:
-        return _TEXTS[2]
+        return _EMPTY
     for magic, words in _MAGIC.items():
         if start.lower().startswith(magic.lower()):
             return words
@@ -185,4 +188,4 @@ def _words_of(start: bytes) -> str:
         if error.start < len(start) - 4:  # else a character is cut
             return _BINARY if b"\0" in start else "a file that is not UTF-8"
         text = start[: error.start].decode(UTF8)
-    return _TEXTS[text.lstrip()[:1] in ("{", "[")]
+    return _JSON if text.lstrip().startswith(("{", "[")) else _TEXT

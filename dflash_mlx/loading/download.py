@@ -35,8 +35,8 @@ from ..validation import error_text
 from .registry import suggestion
 
 PROGRAM = "dflash_mlx.loading.download"
-PAUSE = 0.1  # seconds between two looks at the bytes that came
-LEAST = 1e6  # bytes that take a while
+PAUSE = 0.1  # seconds between two updates of the bar
+LEAST = 1e6  # bytes; smaller downloads show no bar
 BAR = "{desc} {bar} {n_fmt} of {total_fmt}, {rate_fmt}, {remaining} left"
 LOGIN = "log in with 'hf auth login'"
 # The parents of `HfHubHTTPError` are the errors of its HTTP library, which has changed once.
@@ -53,9 +53,9 @@ def download(settings: dict[str, Any], blobs: Path, total: int) -> Path:
     """Download a repository's files, with a bar on a terminal, and return their folder.
 
     Args:
-        settings: of `huggingface_hub.snapshot_download`, as JSON has them.
+        settings: the arguments of `huggingface_hub.snapshot_download`, which JSON can hold.
         blobs: the folder where its files grow.
-        total: bytes of all files; few show no bar.
+        total: bytes of all files.
 
     Raises:
         DownloadInterrupt: Ctrl-C.
@@ -69,7 +69,7 @@ def download(settings: dict[str, Any], blobs: Path, total: int) -> Path:
         stdin=PIPE,  # its end tells the process that nobody waits any more
         stdout=PIPE,
         stderr=DEVNULL,
-        start_new_session=True,  # Ctrl-C reaches this process alone
+        start_new_session=True,  # Ctrl-C reaches only this process
         env={**os.environ, "PYTHONPATH": paths},
     )
     try:

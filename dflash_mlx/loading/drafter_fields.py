@@ -21,7 +21,7 @@ from ..drafter.networks import (
 )
 from ..errors import ConfigError
 from ..validation import path_kind, read_json, text_config
-from .contents import DRAFTER, MODEL, contents_of, of_config
+from .contents import DRAFTER, MODEL, config_contents, read_contents
 from .folder import Folder, StoredTensor
 
 
@@ -41,7 +41,7 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
     tensors are then left out. Raises: `ConfigError`, `WeightsError`.
     """
     is_file = path_kind(path) == "file"
-    kind, words = contents_of(path)
+    kind, words = read_contents(path)
     if kind not in (MODEL, DRAFTER) and not (is_file and path.suffix == ".json"):
         raise ConfigError(f"{path} is {words}, not a drafter.")
     folder = None if is_file else Folder(path)
@@ -50,7 +50,7 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
         target_fields = [ResolvedField(name, value, name) for name, value in raw.items()]
         kind = "a Gemma 4 assistant" if raw["model_type"] in ASSISTANTS else "an MTP head"
         return [ResolvedField("network", kind, "model_type"), *target_fields]
-    if of_config(raw).kind == MODEL:
+    if config_contents(raw).kind == MODEL:
         from .mtp_loader import head_tensors  # these two start MLX
         from .target_loader import is_language_model
 
@@ -72,11 +72,11 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
         )
         for item in fields(config)
         if item.name not in ("sources", "unused")
-        and config.kind in (item.metadata.get("of") or (config.kind,))
     ]
     unused = [ResolvedField(place, value, "not used") for place, value in config.unused.items()]
     network = ResolvedField("network", NETWORKS[config.kind][1], source)
-    return [network, *resolved, *(_parts(config, tensors) if tensors else []), *unused]
+    parts = _parts(config, tensors) if tensors else []
+    return [network, *resolved, *parts, *unused]
 
 
 def _config_of_file(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..errors import ConfigError, SettingsError, WeightsError
 from ..targets import Target
 from ..threads import evaluate
 from ..validation import ErrorWrapper
-from .config_gaps import model_of
+from .config_gaps import build_model
 from .drafter_fields import our_tensors, with_tensor_facts
 from .folder import Folder, StoredTensor
 from .mtp_loader import head_tensors, read_head, stands_alone, why_no_head
@@ -58,13 +58,13 @@ def check_drafter(folder: Folder, model: nn.Module | None) -> None:
 
     Args:
         folder: the folder of the drafter, which needs only a config.json.
-        model: the target's model, from `model_of`; None to check only the drafter.
+        model: the target's model, from `build_model`; None to check only the drafter.
 
     Raises:
         ConfigError, IncompatibleDrafterError: it cannot be used.
     """
     if is_language_model(folder.config):
-        model_of(folder.name, folder.config)
+        build_model(folder.name, folder.config)
         return
     if needs_target(folder.config):
         return
@@ -151,7 +151,7 @@ class DraftSource:
         in_target = self.kind == HEAD and not stands_alone(self.folder)
         if in_target or self.kind in (LOOKUP, NONE):
             return ()
-        return [*self.folder.tensors.values()]
+        return list(self.folder.tensors.values())
 
     def default_quantization(self, target: Quantization | None) -> Quantization | None:
         """How to quantize the drafter if the user does not say; None for not at all.
@@ -268,9 +268,9 @@ def read_drafter(
     load_as_stored(drafter, weights, f"{folder.path}: the weights do not fit the config,")
     if "d2t" in weights:
         offsets = np.array(weights["d2t"]).astype(np.int64)
-        ids = {*(offsets + np.arange(len(offsets))).tolist()}
+        ids = set((offsets + np.arange(len(offsets))).tolist())
         vocabulary = config.vocab_size
-        if len(ids) < len(offsets) or not ids <= {*range(vocabulary)}:
+        if len(ids) < len(offsets) or not ids <= set(range(vocabulary)):
             count = f"{len(offsets)} different tokens of {vocabulary}"
             raise WeightsError(f"{folder.path}: the tensor d2t does not name {count}.")
     return drafter

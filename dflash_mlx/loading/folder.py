@@ -24,7 +24,7 @@ from ..validation import (
     read_json,
     text_config,
 )
-from .contents import Contents, of_config
+from .contents import Contents, config_contents
 from .quantization import Quantization, are_plain, is_fp8, is_quantized, read_modelopt
 
 INDEX = "model.safetensors.index.json"
@@ -140,7 +140,7 @@ class Folder:
     @property
     def contents(self) -> Contents:
         """What the folder contains: a model, or something else. Raises the errors of `config`."""
-        return of_config(self.config)
+        return config_contents(self.config)
 
     @cached_property
     def index(self) -> dict[str, str] | None:
@@ -169,7 +169,7 @@ class Folder:
         """
         files = sorted(self.path.glob("model*.safetensors"))
         if self.index is not None:
-            indexed = {*self.index.values()}
+            indexed = set(self.index.values())
             missing = sorted(indexed - {file.name for file in self.path.iterdir()})
             if missing:
                 raise WeightsError(f"{self.path}: the weight file {missing[0][:200]} is missing.")
@@ -314,7 +314,7 @@ class RemoteFolder(Folder):
             return size
         weights = size // (1 if is_fp8(self.config) else 2)
         if quantization is not None:
-            return math.ceil(quantization.bytes_of(weights))
+            return math.ceil(quantization.quantized_bytes(weights))
         return weights * (float_bytes or 2)
 
 
@@ -355,7 +355,7 @@ def memory_needed(
         if tensor.dtype not in _FLOATS:
             total += count * tensor.width
         elif quantization and len(shape) > 1 and shape[-1] % quantization.group_size == 0:
-            total += quantization.bytes_of(count)
+            total += quantization.quantized_bytes(count)
         else:
             total += count * (float_bytes or max(2, tensor.width))
     return math.ceil(total)

@@ -29,8 +29,8 @@ from .registry import Part, hub_gguf, local_path
 
 # What mlx-lm reads of a repository.
 WEIGHTS = ["*.safetensors"]
-BESIDE = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
-WANTED = [*BESIDE, *WEIGHTS]
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+WANTED = [*SMALL_FILES, *WEIGHTS]
 PING_SECONDS = 5.0
 # The quantization that a GGUF file's name ends with, maybe before the number of its part.
 _GGUF_TYPE = re.compile(
@@ -87,7 +87,7 @@ class Hub:
     def fetch(self, name: str, weights: Sequence[str] = WEIGHTS, update: bool = False) -> Folder:
         """The folder of a repository (owner/name), downloaded unless it is there already.
 
-        Of a GGUF file's name (owner/name:Q4_K_M) the file, the first of its parts.
+        For a GGUF file in a repository (owner/name:Q4_K_M) the file, or the first of its parts.
 
         Args:
             name: the repository, or the file in it.
@@ -101,8 +101,9 @@ class Hub:
         copy = None if self.offline or update else self.copy(name)
         if copy is not None:
             return copy
-        if (gguf := hub_gguf(name)) is None:
-            return Folder(self._snapshot(name, [*BESIDE, *weights]), name)
+        gguf = hub_gguf(name)
+        if gguf is None:
+            return Folder(self._snapshot(name, [*SMALL_FILES, *weights]), name)
         patterns = _gguf_files(gguf[1])
         folder = self._snapshot(gguf[0], patterns)
         files = [file for file in folder.rglob("*.gguf") if any(map(file.match, patterns))]
@@ -131,9 +132,10 @@ class Hub:
 
     def downloaded(self, name: str) -> int | None:
         """Bytes of a repository's copy on this disk, None without a complete one."""
-        if (copy := self.copy(name)) is None:
+        copy = self.copy(name)
+        if copy is None:
             return None
-        files = [*copy.path.rglob("*")] or copy.files  # below a folder, or of a GGUF file
+        files = list(copy.path.rglob("*")) or copy.files  # below a folder, or of a GGUF file
         return sum(file.stat().st_size for file in files if file.is_file())
 
     def copies(self) -> dict[str, int]:
@@ -142,19 +144,24 @@ class Hub:
             cached = scan_cache_dir(self.cache).repos
         except CacheNotFound:
             return {}
-        names = sorted(repo.repo_id for repo in cached if repo.repo_type == "model")
-        return {name: size for name in names if (size := self.downloaded(name)) is not None}
+        sizes: dict[str, int] = {}
+        for name in sorted(repo.repo_id for repo in cached if repo.repo_type == "model"):
+            size = self.downloaded(name)
+            if size is not None:
+                sizes[name] = size
+        return sizes
 
     def remote_bytes(self, name: str, wanted: Sequence[str] = WANTED) -> int:
         """Bytes of a repository's files that `fetch` would bring. Raises as `fetch`."""
-        if gguf := hub_gguf(name):
+        gguf = hub_gguf(name)
+        if gguf is not None:
             name = gguf[0]
             wanted = _gguf_files(gguf[1])
         sizes = self._sizes(name)
-        names = [*filter_repo_objects(sizes, allow_patterns=list(wanted))]
-        if gguf and not names:
+        names = list(filter_repo_objects(sizes, allow_patterns=list(wanted)))
+        if gguf is not None and not names:
             raise self._no_gguf(*gguf)
-        return sum(map(sizes.__getitem__, names))
+        return sum(sizes[file] for file in names)
 
     def remove(self, name: str) -> int:
         """Delete a repository's copy, complete or not. Returns the bytes that are free again.
@@ -165,9 +172,8 @@ class Hub:
         with suppress(CacheNotFound):
             cache = scan_cache_dir(self.cache)
             copies = [repo for repo in cache.repos if repo.repo_id == name]
-            if revisions := [
-                revision.commit_hash for repo in copies for revision in repo.revisions
-            ]:
+            revisions = [revision.commit_hash for repo in copies for revision in repo.revisions]
+            if revisions:
                 strategy = cache.delete_revisions(*revisions)
                 strategy.execute()
                 return strategy.expected_freed_size
@@ -187,7 +193,7 @@ class Hub:
 
     def _gguf_types(self, name: str) -> list[str]:
         """The quantizations of a repository's GGUF files; none without an answer."""
-        types = set[str]()
+        types: set[str] = set()
         with suppress(DFlashError):
             types = {match[1] for match in map(_GGUF_TYPE.search, self._sizes(name)) if match}
         return sorted(types)

@@ -83,7 +83,7 @@ def use_kernels(
 def begin_checks(kernels: Kernels) -> None:
     """Check each launch of these kernels, unless it has passed on this device before."""
     kernels.checks.passed = kernels.checks.passed or set()
-    if kernels.on_device:  # what an emulator takes says nothing
+    if kernels.on_device:  # an emulator's results say nothing about a device
         kernels.checks.passed = read_passed_checks()
         kernels.checks.on_pass = store_passed_checks
 
@@ -132,12 +132,12 @@ def time_verify_steps(
             session.position = depth
         return lambda: [session.verify(proposal)[0]]
 
-    of_attention = list(dict.fromkeys(attention.attention_keys(target.pairs())))
+    attention_forms = list(dict.fromkeys(attention.attention_keys(target.pairs())))
     try:
         return autotune(
             target.model,
             config=target.config,
-            attention=of_attention,
+            attention=attention_forms,
             start=start,
             kernels=kernels,
             stopwatch=stopwatch,

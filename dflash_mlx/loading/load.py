@@ -20,7 +20,7 @@ from ..machine.preemption import preempt_nothing
 from ..targets import Target
 from ..validation import brief, check_integer
 from .adapters import find_adapter
-from .config_gaps import model_of
+from .config_gaps import build_model
 from .contents import ADAPTER, DRAFTER, MODEL
 from .drafter_loader import ASSISTANT, NETWORK, DraftSource, check_drafter, open_drafter
 from .folder import Folder, RemoteFolder, memory_needed
@@ -292,7 +292,7 @@ def find_target(
         _ = folder.config  # reports a damaged file before the drafter is looked for
     elif folder.path.is_dir():
         check_is_model(folder)
-        model = model_of(name, folder.config)
+        model = build_model(name, folder.config)
         check_weights(folder, quantization, machines=machines)
         return folder, model
     return folder, None
@@ -335,7 +335,7 @@ def ensure_downloaded(folder: Folder, hub: Hub, target: Folder | None = None) ->
     """
     if isinstance(folder, RemoteFolder):
         shards = head_shards(folder, target.config) if target else ()
-        folder = hub.fetch(folder.name, [*shards]) if shards else hub.fetch(folder.name)
+        folder = hub.fetch(folder.name, list(shards)) if shards else hub.fetch(folder.name)
     return folder.converted(unpacked=on_cpu())
 
 

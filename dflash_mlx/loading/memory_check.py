@@ -57,7 +57,7 @@ def fits(
     if quantized:
         return NO
     for bits in (8, 4):
-        if Quantization(bits, 64).bytes_of(1) * size / 2 <= limit:
+        if Quantization(bits, 64).quantized_bytes(1) * size / 2 <= limit:
             return f"with --target-bits {bits}"
     return NO
 

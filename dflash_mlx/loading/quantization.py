@@ -73,7 +73,7 @@ def read_modelopt(content: Mapping[str, Any], file: object) -> dict[str, Any] | 
 def are_plain(tensors: Mapping[str, str]) -> bool:
     """Whether weights are plain floats. `tensors` has safetensors' types by tensor names."""
     packed = any(name.endswith(_PACKED_SUFFIXES) for name in tensors)
-    return bool(tensors) and not packed and {*tensors.values()} <= _PLAIN
+    return bool(tensors) and not packed and set(tensors.values()) <= _PLAIN
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
@@ -159,7 +159,7 @@ class Quantization:
 
         nn.quantize(model, self.group_size, self.bits, mode=self.mode, class_predicate=choose)
 
-    def bytes_of(self, weights: float) -> float:
+    def quantized_bytes(self, weights: float) -> float:
         """Bytes that this number of quantized weights takes."""
         return weights * (self.bits / 8 + _MODES[self.mode].group_bytes / self.group_size)
 

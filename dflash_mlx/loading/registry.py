@@ -22,7 +22,7 @@ from typing import Literal
 
 from ..errors import DFlashError, ModelNotFoundError, SettingsError, WeightsError
 from ..validation import PATH_ERRORS, ErrorWrapper, brief, path_kind, user_path
-from .contents import ADAPTER, contents_of
+from .contents import ADAPTER, read_contents
 
 Name = str | PathLike[str]
 Part = Literal["target", "drafter"]
@@ -150,7 +150,7 @@ def pairs() -> tuple[KnownPair, ...]:
     return tuple(known_pairs)
 
 
-def pair_of(name: str) -> KnownPair | None:
+def find_pair(name: str) -> KnownPair | None:
     """The pair of a target, found by the name of its repository, folder or file."""
     return next((pair for pair in pairs() if pair.matches(name)), None)
 
@@ -175,14 +175,15 @@ def _drafter_by_name(name: str) -> str | None:
     for packaged_name, targets in PACKAGED.items():
         if name == packaged_name or any(_is_conversion(name, target) for target in targets):
             return packaged_name
-    pair = pair_of(name)
+    pair = find_pair(name)
     return None if pair is None else pair.drafters[0].drafter
 
 
 def _base_models(name: str) -> list[str]:
     """The repositories that a GGUF file says it was made of."""
     with suppress(DFlashError, ImportError):  # loading reports it
-        if (path := local_path(name)) is not None and path.is_file():
+        path = local_path(name)
+        if path is not None and path.is_file():
             from .gguf.header import read_base_models
 
             return read_base_models(path)
@@ -218,7 +219,7 @@ def as_name(name: Name) -> str:
 def short(name: str) -> str:
     """A repository's name as it is, or a path's last part."""
     is_path = name.startswith((".", "/", "~")) or name.count("/") != 1 or os.path.exists(name)
-    return Path(name).name or name if is_path else name
+    return (Path(name).name or name) if is_path else name
 
 
 def known_names() -> list[str]:
@@ -229,7 +230,7 @@ def known_names() -> list[str]:
     names = [EMBEDDED, f"{EMBEDDED}-dflash2", *PACKAGES]
     for pair in pairs():
         names += [pair.download, *pair.targets, pair.drafters[0].drafter]
-    return [*dict.fromkeys(names)]
+    return list(dict.fromkeys(names))
 
 
 def nearest(name: str) -> list[str]:
@@ -262,7 +263,7 @@ def _with_conversions(names: list[str]) -> list[str]:
     candidates = []
     for name in names:
         candidates += [conversions.get(name, name), name]
-    return [*dict.fromkeys(candidates)][:_SUGGESTIONS]
+    return list(dict.fromkeys(candidates))[:_SUGGESTIONS]
 
 
 def suggestion(name: str) -> str:
@@ -278,7 +279,8 @@ def local_path(name: str, part: Part = "target") -> Path | None:
         ModelNotFoundError: it is not an embedded or installed model, a GGUF file or a model's
             folder, and cannot be the name of a repository either.
     """
-    if (embedded := _EMBEDDED_FOLDERS.get((name, part))) is not None:
+    embedded = _EMBEDDED_FOLDERS.get((name, part))
+    if embedded is not None:
         return Path(str(files("dflash_mlx"))) / embedded
     if name in PACKAGES:
         return packaged(name)
@@ -288,9 +290,10 @@ def local_path(name: str, part: Part = "target") -> Path | None:
     if kind == "folder":
         if _has_config(path):
             return path
-        if (gguf := _only_gguf(path)) is not None:
+        gguf = _only_gguf(path)
+        if gguf is not None:
             return gguf
-        raise ModelNotFoundError(f"{name} is {contents_of(path).words}: {_advice(path, part)}.")
+        raise ModelNotFoundError(f"{name} is {read_contents(path).words}: {_advice(path, part)}.")
     is_gguf = path.suffix.lower() == ".gguf"
     if kind == "file" and (is_gguf or _is_gguf(path)):
         return path
@@ -298,7 +301,7 @@ def local_path(name: str, part: Part = "target") -> Path | None:
         return path.parent  # its only model
     if kind:
         raise ModelNotFoundError(
-            f"No model {name!r}: it is {contents_of(path).words}; {_advice(path, part)}."
+            f"No model {name!r}: it is {read_contents(path).words}; {_advice(path, part)}."
         )
     if is_gguf or name.startswith((".", "/", "~")):
         raise ModelNotFoundError(f"No model {name!r}: there is no such folder or file.")
@@ -317,7 +320,7 @@ def _has_config(folder: Path) -> bool:
 
 def _advice(path: Path, part: Part) -> str:
     """What to pass instead of a path that is not a model."""
-    if contents_of(path).kind == ADAPTER:
+    if read_contents(path).kind == ADAPTER:
         return "give it as --adapter, and its model as --model"
     return f"give a {'model' if part == 'target' else part}'s folder or a GGUF file"
 
@@ -343,7 +346,7 @@ def _only_gguf(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def parts_of(path: Path) -> list[Path]:
+def split_files(path: Path) -> list[Path]:
     """The files that a GGUF model is split into, by the name of one (-00001-of-00003.gguf).
 
     Raises `WeightsError`.
@@ -363,7 +366,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def _is_gguf(path: Path) -> bool:
-    """Whether a file is GGUF by its first bytes: Ollama's have no ending."""
+    """Whether a file is GGUF by its first bytes: Ollama's files have no suffix."""
     with path.open("rb") as file:
         return file.read(4) == b"GGUF"
 

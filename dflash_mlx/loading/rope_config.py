@@ -84,7 +84,7 @@ def apply_ignored_rotations(name: object, model: nn.Module, config: Config) -> l
         attentions = {path: modules[path.rpartition(".")[0]] for path in ropes}
         if all(_turns_whole_heads(rope, attentions[path]) for path, rope in ropes.items()):
             left_out.append("partial_rotary_factor")
-    plain = {*map(type, ropes.values())} == {nn.RoPE}
+    plain = set(map(type, ropes.values())) == {nn.RoPE}
     bases = {rope.base for rope in ropes.values()} if plain else set()
     if plain and is_positive(rotation.get("rope_theta")) and rotation["rope_theta"] not in bases:
         left_out.append("rope_theta")
@@ -160,7 +160,7 @@ def _scale(
         path: initialize_rope(rope.dims, rope.base, rope.traditional, scaling, length)
         for path, rope in ropes.items()
     }
-    model.update_modules(tree_unflatten([*new.items()]))
+    model.update_modules(tree_unflatten(list(new.items())))
 
 
 def scaling_kind(scaling: Config) -> Any:
@@ -188,7 +188,7 @@ def _declared(config: Config) -> set[str]:
     text = {"model_type": config.get("model_type"), **text_config(config)}
     for part in (text, config):
         try:
-            return {*inspect.signature(classes_of(part)[1]).parameters}
+            return set(inspect.signature(classes_of(part)[1]).parameters)
         except ValueError:  # a language model that only its vision model's class knows
             continue
     return set()

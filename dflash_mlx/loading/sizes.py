@@ -15,7 +15,7 @@ from importlib.resources import files
 from ..machine.chips import Chip
 from ..machine.facts import GB
 from .quantization import LARGE_DRAFTER, Quantization
-from .registry import KnownPair, pair_of
+from .registry import KnownPair, find_pair
 
 CONTEXT = 16_000  # tokens of context that must fit into the memory
 BITS = 4  # bits per weight, as models are usually converted
@@ -73,7 +73,7 @@ class ModelSize:
         """Bytes of the drafter in memory: a large one is loaded in 4 bits, others in 16."""
         parameters = GB * self.drafter
         large = parameters > LARGE_DRAFTER
-        return Quantization(BITS, GROUP).bytes_of(parameters) if large else 2 * parameters
+        return Quantization(BITS, GROUP).quantized_bytes(parameters) if large else 2 * parameters
 
     def context(self, tokens: int) -> float:
         """Bytes of keys, values and states after this many tokens."""
@@ -113,7 +113,7 @@ class ModelSize:
 
     def _bytes(self, bits: int) -> tuple[float, float]:
         """Bytes per dense parameter, and per parameter of an expert."""
-        per_weight = Quantization(bits, GROUP).bytes_of(1)
+        per_weight = Quantization(bits, GROUP).quantized_bytes(1)
         return self.stored or (per_weight, per_weight)
 
 
@@ -137,7 +137,7 @@ def _sizes() -> dict[str, ModelSize]:
     return {name: ModelSize(**row) for name, row in tomllib.loads(text).items()}
 
 
-def size_of(pair: KnownPair) -> ModelSize | None:
+def find_size(pair: KnownPair) -> ModelSize | None:
     """The size of a pair's target; None if sizes.toml does not have it."""
     return _sizes().get(pair.short)
 
@@ -147,8 +147,10 @@ def bits_on_load(pair: KnownPair) -> int | None:
 
     None if the download is quantized already, and if the target's size is not known.
     """
-    size = size_of(pair)
-    return BITS if size is not None and size.stored is None and not pair.conversion else None
+    size = find_size(pair)
+    if size is None or size.stored is not None or pair.conversion:
+        return None
+    return BITS
 
 
 def memory_need(pair: KnownPair, bits: int = BITS) -> MemoryNeed | None:
@@ -158,7 +160,7 @@ def memory_need(pair: KnownPair, bits: int = BITS) -> MemoryNeed | None:
         pair: the target and its drafters.
         bits: bits per weight. Weights that the publisher has quantized stay as they are.
     """
-    size = size_of(pair)
+    size = find_size(pair)
     if size is None:
         return None
     return MemoryNeed(size.weights(bits), size.drafter_bytes, size.context(CONTEXT))
@@ -166,6 +168,6 @@ def memory_need(pair: KnownPair, bits: int = BITS) -> MemoryNeed | None:
 
 def drafter_and_context_bytes(name: str) -> float:
     """Bytes of a known target's drafter and of `CONTEXT` tokens; 0 if the target is not known."""
-    pair = pair_of(name)
+    pair = find_pair(name)
     need = None if pair is None else memory_need(pair)
     return 0.0 if need is None else need.drafter + need.context

@@ -22,7 +22,7 @@ from ..threads import evaluate
 from ..validation import ErrorWrapper
 from .adapters import Adapter
 from .config_gaps import apply_ignored_fields, cap_context, computes
-from .contents import MODEL, of_config
+from .contents import MODEL, config_contents
 from .folder import Folder
 from .memory_check import check_memory
 from .quantization import Quantization
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 def is_language_model(config: dict[str, Any]) -> bool:
     """Whether a config.json describes a model that mlx-lm loads, and not a drafter."""
-    if of_config(config).kind != MODEL:
+    if config_contents(config).kind != MODEL:
         return False
     with suppress(KeyError, TypeError, ValueError):  # mlx-lm's errors for unknown models
         return classes_of(config) is not None
@@ -140,9 +140,8 @@ def read_target(folder: Folder) -> tuple[nn.Module, dict[str, Any]]:
         load_file(file)  # so that an error about a file does not blame the config
     wrong = f"{folder.path / 'config.json'}: mlx-lm cannot load it"
     with ErrorWrapper(ConfigError, wrong, LOADING_ERRORS):
-        config = normalize_rope_fields(
-            deepcopy(folder.config)
-        )  # some classes change their arguments
+        own_config = deepcopy(folder.config)  # some classes change their arguments
+        config = normalize_rope_fields(own_config)
         # mlx-lm reads every weight file in a folder, so it gets one with those of the index only.
         with TemporaryDirectory() as view:
             Path(view, "config.json").write_text("{}")  # all fields are in `config`

@@ -113,7 +113,7 @@ def kimi_tokenizer(file: Path, settings: dict[str, Any]) -> Tokenizer:
         if line:
             token, rank = line.split()
             ranks[b64decode(token, validate=True)] = int(rank)
-    if {*ranks.values()} != {*range(len(ranks))}:
+    if set(ranks.values()) != set(range(len(ranks))):
         raise ValueError("the ranks are not 0, 1, 2 and so on")
     vocabulary = {_letters(token): rank for token, rank in ranks.items()}
     model = models.BPE(vocabulary, _merges(ranks), ignore_merges=True)

@@ -10,10 +10,11 @@ from types import FrameType
 
 @contextmanager
 def signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Have SIGINT and SIGTERM call `handler`, then restore the old handlers. Main thread only."""
-    before = {sent: signal.signal(sent, handler) for sent in (signal.SIGINT, signal.SIGTERM)}
+    """Call `handler` on SIGINT and SIGTERM, then restore the old handlers. Main thread only."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for sent, earlier in before.items():
-            signal.signal(sent, earlier)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

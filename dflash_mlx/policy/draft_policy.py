@@ -120,7 +120,7 @@ class DraftPolicy:
         Estimates are left out if none were learned at about this temperature.
         """
         estimates = self.estimates_at(temperature)
-        tokens = [*accumulate(estimates.path_probs, initial=1.0)]
+        tokens = list(accumulate(estimates.path_probs, initial=1.0))
         plain = self.costs.plain_seconds
         timed = "was not timed yet" if plain is None else f"takes {1e3 * plain:.2f} ms"
         plain_step = f"a plain step {timed}"

@@ -281,7 +281,7 @@ class AdaptivePlanner(Planner):
             rows: the numbers of rows to compare.
             speed: the speed to beat, relative to plain decoding.
         """
-        tokens = [*accumulate(probs, initial=1.0)]
+        tokens = list(accumulate(probs, initial=1.0))
         best = 1
         for count, cost in zip(rows, self._costs.costs(kind, rows), strict=True):
             if tokens[count - 1] > speed * cost and self._can_afford(probs, cost):

@@ -131,8 +131,8 @@ class StepCosts:
     def _compare(self) -> None:
         """Compare the waiting drafted steps with the latest plain steps."""
         # Requests in other threads may append to both queues, so copies are read.
-        plain_seconds = _low_median([*self._plain])
-        for step in [*self._waiting]:
+        plain_seconds = _low_median(list(self._plain))
+        for step in list(self._waiting):
             if not self._is_comparable(step.requests):
                 continue
             rows = step.rows
@@ -211,8 +211,8 @@ class CostCurve:
     def _correct(self, now: int) -> None:
         """Fit the line again and compute the corrections."""
         medians = []  # rows, number of samples, and the median of their costs
-        for rows, samples in [*self._measured.items()]:
-            costs = [cost for step, cost in [*samples] if step >= now - MAX_AGE]
+        for rows, samples in list(self._measured.items()):
+            costs = [cost for step, cost in list(samples) if step >= now - MAX_AGE]
             if costs:
                 medians.append((rows, len(costs), _low_median(costs)))
         line = self._fit(medians)

@@ -109,7 +109,7 @@ def _add_to_message(message: dict[str, Any], item: InputItem, kind: str) -> None
     if kind == "assistant":
         message |= read_message("assistant", item.content, "\n")
     elif kind == "reasoning":
-        parts = [*item.content] if isinstance(item.content, list) else []
+        parts = list(item.content) if isinstance(item.content, list) else []
         parts += item.summary or ()
         reasoning = "\n".join(part.text or "" for part in parts)
         if reasoning:

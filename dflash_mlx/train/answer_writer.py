@@ -131,7 +131,7 @@ def _prompts(target: Target, source: str, record: Sequence[dict[str, str]]) -> l
 def split(samples: list[Sample], recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
     """Held-out samples, at most a tenth of all, and training samples."""
     count = max(1, min(recipe.held_out, len(samples) // 10))
-    chosen = {*Random(recipe.seed).sample(range(len(samples)), count)}
+    chosen = set(Random(recipe.seed).sample(range(len(samples)), count))
     held_out = [sample for i, sample in enumerate(samples) if i in chosen]
     return held_out, [sample for i, sample in enumerate(samples) if i not in chosen]
 

@@ -72,7 +72,7 @@ def features(target: Target, tokens: mx.array, layers: Sequence[int]) -> Feature
             [piece] = mx.depends([piece], [parts[-1][-1]])
         logits, taps = target.features(piece, layers, cache)
         parts.append((taps, *_head(logits.astype(mx.float32), top)))
-    joined = [mx.concatenate([*arrays], axis=1) for arrays in zip(*parts, strict=True)]
+    joined = [mx.concatenate(list(arrays), axis=1) for arrays in zip(*parts, strict=True)]
     return Features(*map(mx.stop_gradient, joined))
 
 

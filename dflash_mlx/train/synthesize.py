@@ -119,7 +119,7 @@ def write_turns(
                 f"for no more (--synthesize {max(len(turns), 1)}), or give --data."
             )
         progress(TurnProgress(min(len(turns), count), count))
-    return [*turns.values()][:count]
+    return list(turns.values())[:count]
 
 
 def _write_round(

@@ -49,7 +49,7 @@ def test_all_checks_of_this_machine_pass():
     assert {status[name] for name in ("Python", "packages", "embedded pair")} == {"ok"}
     pair = content["checks"][len(NAMES)]["detail"]
     assert pair.startswith("16 tokens identical to plain")
-    assert pair.endswith("steps are built once per shape and replayed")
+    assert pair.endswith("steps of one shape share a graph")
 
 
 def test_without_mlx_it_says_what_to_install():

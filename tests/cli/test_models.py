@@ -15,7 +15,7 @@ from dflash_mlx.cli import models
 from dflash_mlx.errors import DownloadError
 from dflash_mlx.loading.hub import Hub
 from dflash_mlx.loading.registry import pairs
-from dflash_mlx.loading.sizes import size_of
+from dflash_mlx.loading.sizes import find_size
 from dflash_mlx.machine.facts import working_set
 
 README = Path(__file__).parents[2] / "README.md"
@@ -143,7 +143,7 @@ def test_a_name_that_is_not_in_the_list_gets_advice():
 
 def is_quantized_on_load(pair):
     """Whether the model is published in 16 bits only: no quantized version of it is known."""
-    size = size_of(pair)
+    size = find_size(pair)
     return pair.conversion is None and size is not None and size.stored is None
 
 
@@ -156,7 +156,7 @@ def test_a_model_without_a_4_bit_conversion_is_tried_with_target_bits_4(name, mo
     monkeypatch.setattr(Hub, "remote_bytes", Mock(side_effect=DownloadError("no answer")))
     [pair] = [pair for pair in pairs() if pair.short == name]
     original = pair.targets[0]
-    size = size_of(pair)
+    size = find_size(pair)
     billions_of_parameters = size.dense + size.lookup + size.experts * size.expert
     published_gb = 2 * billions_of_parameters
     shown = run("models", original).stdout

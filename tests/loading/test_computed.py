@@ -12,7 +12,7 @@ from ggufs import ROWS, gguf_of, write
 from tinymodels import SHAPE, save_target
 
 from dflash_mlx.errors import ConfigError
-from dflash_mlx.loading.config_gaps import cap_context, model_of
+from dflash_mlx.loading.config_gaps import build_model, cap_context
 from dflash_mlx.loading.folder import Folder
 from dflash_mlx.loading.gguf.gguf_file import converted
 from dflash_mlx.loading.load import load_target
@@ -162,10 +162,10 @@ def test_fields_that_a_class_does_not_read_are_refused(
 ) -> None:
     config = SHAPE | {"model_type": kind, "vocab_size": 64, "tie_word_embeddings": True} | more
     if field is None:
-        assert model_of("a", config)
+        assert build_model("a", config)
         return
     with pytest.raises(ConfigError, match=f"mlx-lm's {kind} does not compute {field} ") as caught:
-        model_of("a", config)
+        build_model("a", config)
     assert "\n" not in str(caught.value)
 
 
@@ -176,10 +176,10 @@ def test_layers_without_a_rotation_that_a_class_fixes_are_computed() -> None:
     text |= {"intermediate_size_mlp": 64, "num_experts_per_tok": 1, "num_local_experts": 2}
     text |= {"attention_bias": False, "model_type": "llama4_text"}
     config = {"model_type": "llama4", "text_config": text | {"no_rope_layers": [1, 1, 1, 0] * 2}}
-    assert model_of("a", config)
+    assert build_model("a", config)
     text["no_rope_layers"] = [1, 0] * 4
     with pytest.raises(ConfigError, match="no_rope_layers"):
-        model_of("a", config | {"text_config": text})
+        build_model("a", config | {"text_config": text})
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mixtral", "gemma2", "lfm2"])
@@ -195,7 +195,7 @@ def test_newer_spellings_of_a_rotation_are_read(kind: str) -> None:
     ropes = []
     for spelling in (older, newer):
         modules = [
-            x for x in model_of("a", config | spelling).modules() if hasattr(x, "traditional")
+            x for x in build_model("a", config | spelling).modules() if hasattr(x, "traditional")
         ]
         ropes.append([of_rope(module) for module in modules])
     wanted = rotation(YARN, 16, 5e5)
@@ -213,13 +213,13 @@ def test_a_kind_of_rotation_has_both_names() -> None:
     scaling |= {"long_factor": [2.0] * 6, "short_factor": [1.0] * 6}
     scaling |= {"rope_theta": 1e4, "partial_rotary_factor": 0.75}
     config = SHAPE | {"model_type": "phi3", "vocab_size": 64, "rope_parameters": scaling}
-    rope = model_of("a", config).model.layers[0].self_attn.rope
+    rope = build_model("a", config).model.layers[0].self_attn.rope
     assert type(rope).__name__ == "SuScaledRoPE" and rope.dim == 12
 
 
 def test_an_attention_factor_is_computed() -> None:
     scaling = SCALING | {"attention_factor": 1.5}
-    model = model_of(
+    model = build_model(
         "a", SHAPE | {"model_type": "llama", "vocab_size": 64, "rope_scaling": scaling}
     )
     assert of_rope(model.model.layers[0].self_attn.rope)[1] == 1.5
@@ -245,7 +245,7 @@ def test_an_attention_temperature_that_is_not_computed_bounds_the_context() -> N
     config |= {"no_rope_layers": [1, 0, 1], "use_qk_norm": True, "intermediate_size_mlp": 64}
     config |= {"attn_temperature_tuning": True, "floor_scale": 128}
     with pytest.warns(UserWarning, match="attention temperature of a, .* 127 tokens"):
-        assert cap_context("a", model_of("a", config), config)["max_position_embeddings"] == 127
+        assert cap_context("a", build_model("a", config), config)["max_position_embeddings"] == 127
 
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5] * 4, "long_factor": [2.0, 4.0] * 4}
@@ -277,7 +277,7 @@ def test_a_context_decides_which_factors_of_longrope_count(length: int, spelling
         config["rope_scaling"] = nested | {"short_mscale": 1.2, "long_mscale": 1.3}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        model = model_of("a", config)
+        model = build_model("a", config)
     part = "short_factor" if length <= 64 else "long_factor"
     frequencies, amplitude = longrope(config, LONGROPE[part])
     if spelling == "phimoe":

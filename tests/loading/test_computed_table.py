@@ -15,7 +15,7 @@ import mlx_lm.models
 import pytest
 from mlx.utils import tree_map
 
-from dflash_mlx.loading.config_gaps import _table, apply_ignored_fields, model_of
+from dflash_mlx.loading.config_gaps import _table, apply_ignored_fields, build_model
 from dflash_mlx.loading.rope_config import normalize_rope_fields
 from dflash_mlx.targets.internals import classes_of
 from dflash_mlx.validation import text_config
@@ -133,7 +133,7 @@ def test_a_field_of_the_table_changes_the_logits(field: str, name: str) -> None:
 @pytest.mark.filterwarnings("ignore:dflash-mlx")
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - CONTRADICTORY))
 def test_what_mlx_lm_runs_is_not_refused(name: str) -> None:
-    assert model_of(name, MODELS[name])
+    assert build_model(name, MODELS[name])
 
 
 def test_a_module_that_the_table_does_not_know_is_refused_where_it_may_leave_something_out() -> (

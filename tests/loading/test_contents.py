@@ -15,7 +15,14 @@ from tinymodels import drafter_config, refusal, save_adapter, save_drafter, save
 import dflash_mlx as dm
 from dflash_mlx.bench.datasets import read_prompts
 from dflash_mlx.errors import DataError, DFlashError
-from dflash_mlx.loading.contents import ADAPTER, DRAFTER, MODEL, OTHER, contents_of, of_config
+from dflash_mlx.loading.contents import (
+    ADAPTER,
+    DRAFTER,
+    MODEL,
+    OTHER,
+    config_contents,
+    read_contents,
+)
 from dflash_mlx.loading.drafter_fields import inspect_drafter
 from dflash_mlx.train.dataset import read_records
 
@@ -55,7 +62,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders["gguf adapter"] = header_only(folder / "b.gguf", "llama", type="adapter")
     folders["gguf projector"] = header_only(folder / "c.gguf", "clip")
     folders["gguf model"] = header_only(folder / "d.gguf", "qwen3")
-    bytes_of = {
+    quantized_bytes = {
         "page": b"<!DOCTYPE html><html>",
         "pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
         "parquet": b"PAR1" + bytes(20),
@@ -64,7 +71,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "nothing": b"",
         "binary": bytes([200, 201, 0]) * 2000,
     }
-    for name, content in bytes_of.items():
+    for name, content in quantized_bytes.items():
         folders[name] = folder / name
         folders[name].write_bytes(content)
     folders["torch"] = folder / "pytorch_model.bin"
@@ -99,17 +106,17 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_path_is_named_by_what_it_holds(things: dict[str, Path], name: str) -> None:
-    kind, words = contents_of(things[name])
+    kind, words = read_contents(things[name])
     assert kind == KINDS[name][0] and words.startswith(KINDS[name][1])
 
 
 def test_every_published_drafter_is_a_drafter_and_every_target_a_model() -> None:
     drafters = json.loads((DATA / "published_configs.json").read_text())
-    assert {of_config(entry["config"]).kind for entry in drafters} == {DRAFTER}
+    assert {config_contents(entry["config"]).kind for entry in drafters} == {DRAFTER}
     models: dict[str, Any] = json.loads((DATA / "mlx_lm_models.json").read_text())
-    assert {of_config(config).kind for config in models.values()} == {MODEL}
+    assert {config_contents(config).kind for config in models.values()} == {MODEL}
     for kind in ("gemma4_assistant", "qwen3_5_mtp"):
-        assert of_config({"model_type": kind}).kind == DRAFTER
+        assert config_contents({"model_type": kind}).kind == DRAFTER
 
 
 ALL = [name for name in KINDS if name != "target"]

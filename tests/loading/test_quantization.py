@@ -94,4 +94,4 @@ def test_the_memory_it_reckons_is_the_memory_it_takes(mode, bits, group_size):
     quantization.apply(packed)
     [layer] = packed.layers
     taken = sum(layer[name].nbytes for name in ("weight", "scales", "biases") if name in layer)
-    assert quantization.bytes_of(256 * 512) == taken
+    assert quantization.quantized_bytes(256 * 512) == taken

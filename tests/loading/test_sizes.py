@@ -15,7 +15,7 @@ from dflash_mlx.errors import SettingsError
 from dflash_mlx.loading import registry, sizes
 from dflash_mlx.loading.quantization import Quantization
 from dflash_mlx.loading.registry import pairs
-from dflash_mlx.loading.sizes import CONTEXT, memory_need, size_of
+from dflash_mlx.loading.sizes import CONTEXT, find_size, memory_need
 from dflash_mlx.machine.chips import chip_named, chips, find_chip
 from dflash_mlx.machine.facts import working_set
 from dflash_mlx.targets.internals import classes_of
@@ -27,7 +27,7 @@ PUBLISHED = {
     load["name"]: load["config"]
     for load in json.loads((DATA / "published_configs.json").read_text())
 }
-KNOWN = {pair.short: size for pair in pairs() if (size := size_of(pair)) is not None}
+KNOWN = {pair.short: size for pair in pairs() if (size := find_size(pair)) is not None}
 GIB = 2**30
 # Their names count parameters in another way: without embeddings, or with vision and sound.
 LEFT_OUT = {"gemma-4-E2B-it", "gemma-4-E4B-it", "Muse-Glimmer-30B"}
@@ -114,7 +114,7 @@ def test_a_need_is_a_sum():
     size = KNOWN["Qwen3-8B"]
     assert need.total == size.weights(4) + size.drafter_bytes + size.context(CONTEXT)
     assert memory_need(by_name["Kimi-K2.5"]) is None
-    assert registry.pair_of("Qwen3-8B-4bit").short == "Qwen3-8B"
+    assert registry.find_pair("Qwen3-8B-4bit").short == "Qwen3-8B"
     other_bytes = sizes.drafter_and_context_bytes("mlx-community/Qwen3-8B-4bit")
     assert other_bytes == need.drafter + need.context > 0
     assert sizes.drafter_and_context_bytes("somebody/model") == 0
@@ -135,7 +135,7 @@ def test_steps_that_others_timed_on_macs(step):
 def test_products_that_others_timed_on_macs(product):
     chip = chip_named(product["chip"])
     weights = product["columns"] * product["depth"]
-    predicted = chip.read_seconds(Quantization(4, 64).bytes_of(weights))
+    predicted = chip.read_seconds(Quantization(4, 64).quantized_bytes(weights))
     if product["rows"] > 1:
         stock = product["kernels"] == "stock"
         rows, share = (sizes.STOCK_ROWS, chip.stock_share) if stock else (sizes.ROWS, None)

@@ -49,7 +49,7 @@ class Fields:
         self.tensors = header.tensors
         self._kind = kind
         self._metadata = header.metadata
-        self._read = set[str]()
+        self._read: set[str] = set()
 
     def __call__(self, name: str, default: Any = _REQUIRED) -> Any:
         """The value of a key. Raises `ConfigError` if it is missing, or a number is too large."""

@@ -27,10 +27,10 @@ class Packing(NamedTuple):
     """How a type becomes weights of MLX.
 
     Attributes:
-        bits: of a code.
+        bits: the bits of a code.
         head: the bytes of a block before its codes, for codes that are not scaled.
         zero: the code of 0, where the file has no minimum.
-        mode: MLX's.
+        mode: MLX's mode of quantization.
     """
 
     bits: int

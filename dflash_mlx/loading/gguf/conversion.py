@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from ...errors import ConfigError, WeightsError
 from ...validation import ErrorWrapper
-from ..config_gaps import model_of
-from ..contents import MODEL, contents_of
+from ..config_gaps import build_model
+from ..contents import MODEL, read_contents
 from ..reading import LOADING_ERRORS
 from . import gguf_tokenizer
 from .architectures import LONG, ROPE_DIVISORS, SHORT, architectures, read_config
@@ -30,7 +30,8 @@ from .layout import find_change, gguf_name, stored_shape
 BYTES_PER_FILE = 1 << 30
 EMBEDDING = "token_embd.weight"
 HEAD = "lm_head.weight"
-_WIDE = {"gemma2", "gemma4"}  # too large for half precision; mlx-lm's Gemma 3 clips what is
+# Their activations are too large for half precision. (mlx-lm's Gemma 3 clips those that are.)
+_WIDE = {"gemma2", "gemma4"}
 _LAYER = re.compile(r"blk\.(\d{1,6})\.")
 
 
@@ -38,12 +39,12 @@ class Conversion:
     """A file, the model of mlx-lm that it is, and which tensor is which parameter.
 
     Args:
-        parts: the files that the model is split into, or its one.
+        parts: the files that the model is split into, or its only file.
         unpacked: float32 weights instead of the file's own bits.
 
     Attributes:
-        header: the file's.
-        config: config.json.
+        header: the header of the file.
+        config: the config.json of the model.
 
     Raises `WeightsError`, `ConfigError`.
     """
@@ -53,7 +54,7 @@ class Conversion:
         self._path = path
         self.header = read_header(parts)
         self._kind = str(self.header.metadata.get("general.architecture"))
-        kind, words = contents_of(path)
+        kind, words = read_contents(path)
         if kind != MODEL:
             raise ConfigError(f"{path}: {words}, not a model: name the model's file.")
         count = self.header.metadata.get("split.count", 1)
@@ -71,7 +72,7 @@ class Conversion:
         with ErrorWrapper(ConfigError, wrong, LOADING_ERRORS):
             self.config = read_config(path, self.header)
             self.config["eos_token_id"] = gguf_tokenizer.end_tokens(path, self.header.metadata)
-            model = model_of(path, self.config)
+            model = build_model(path, self.config)
         self._sources = self._find_sources(model)
         modules = dict(model.named_modules())
         self._packed = {
@@ -124,8 +125,8 @@ class Conversion:
         sources = {}
         used = {ROPE_DIVISORS, LONG, SHORT}
         layers = self.config["num_hidden_layers"]
-        architecture = {kind: key for key, kind in MODEL_ARCH_NAMES.items()}[self._kind]
-        names = get_tensor_name_map(architecture, layers)
+        architecture_by_name = {name: number for number, name in MODEL_ARCH_NAMES.items()}
+        names = get_tensor_name_map(architecture_by_name[self._kind], layers)
         special_names = architectures()[self._kind].get("names", {})
         for name, parameter in tree_flatten(model.parameters()):
             suffixes = (".weight", ".bias", ".scale")
@@ -164,7 +165,7 @@ class Conversion:
             }
             for name, packing in packings.items()
         }
-        usual = max(settings.values(), key=[*settings.values()].count)
+        usual = max(settings.values(), key=list(settings.values()).count)
         return usual | {name: packing for name, packing in settings.items() if packing != usual}
 
     def _parameter(self, name: str) -> dict[str, mx.array]:

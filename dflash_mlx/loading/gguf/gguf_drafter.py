@@ -53,7 +53,7 @@ class DrafterConversion:
     """A file, the config.json of its drafter, and its weights by our names.
 
     Args:
-        parts: the files that it is split into, or its one.
+        parts: the files that it is split into, or its only file.
         unpacked: float32 weights instead of the file's own bits.
 
     Attributes:
@@ -96,7 +96,7 @@ class DrafterConversion:
         return sum(sizes)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Nothing: a drafter works with its target's."""
+        """Write nothing: a drafter uses its target's tokenizer."""
 
     def files(self) -> Iterator[dict[str, mx.array]]:
         """The weights under our names."""
@@ -149,7 +149,8 @@ class DrafterConversion:
             "logit_scale": fields("logit_scale", None),
             **self._read_windows(fields, layers),
         }
-        if scaling := fields.scaling(head_dim, theta):
+        scaling = fields.scaling(head_dim, theta)
+        if scaling:
             config["rope_scaling"] = {"rope_type": scaling.pop("type", None), **scaling}
         if is_dspark:
             config["markov_rank"] = self._sources[_TENSORS[MARKOV]].shape[-1]

@@ -18,20 +18,20 @@ from huggingface_hub.utils import WeakFileLock
 from ...errors import MissingDependencyError, OutputError, WeightsError
 from ...machine.facts import cache_folder
 from ...machine.saving import save_arrays
-from ..contents import DRAFTER, Contents, contents_of
+from ..contents import DRAFTER, Contents, read_contents
 from ..folder import INDEX, Folder
 from ..memory_check import check_memory
-from ..registry import parts_of
+from ..registry import split_files
 
 if TYPE_CHECKING:
     from .conversion import Conversion
     from .gguf_drafter import DrafterConversion
 
 FORMAT = 5  # of the folders; a higher number converts every file again
-# bytes, bytes, and samples of a file
+# What `content_name` hashes: the first bytes of a file, and so many samples of so many bytes.
 BEGINNING = 2**20
-SAMPLE = 2**12
 SAMPLES = 256
+SAMPLE = 2**12
 
 
 def converted(path: Path, unpacked: bool) -> Path:
@@ -63,8 +63,8 @@ class GGUFFile(Folder):
 
     @property
     def contents(self) -> Contents:
-        """See `Folder`; by the first keys."""
-        return contents_of(self.path)
+        """What the file contains, by its first keys."""
+        return read_contents(self.path)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -74,10 +74,10 @@ class GGUFFile(Folder):
     @cached_property
     def files(self) -> list[Path]:
         """The parts that it is split into. Raises `WeightsError` unless all are here."""
-        return parts_of(self.path)
+        return split_files(self.path)
 
     def converted(self, unpacked: bool) -> Folder:
-        """See `Folder`: float32 weights instead of the file's own bits. Raises as `converted`."""
+        """The folder that the file was converted to. Arguments and errors are `converted`'s."""
         return Folder(converted(self.path, unpacked), self.name)
 
 
@@ -90,14 +90,14 @@ def _conversion(path: Path, unpacked: bool) -> Conversion | DrafterConversion:
         if error.name != "gguf":
             raise
         raise MissingDependencyError.of("gguf is not installed", "gguf") from error
-    kind = DrafterConversion if contents_of(path).kind == DRAFTER else Conversion
-    return kind(parts_of(path), unpacked)
+    kind = DrafterConversion if read_contents(path).kind == DRAFTER else Conversion
+    return kind(split_files(path), unpacked)
 
 
 def content_name(path: Path) -> str:
-    """What names a file's content: sizes, times and samples. To hash it all takes long."""
+    """A name for a file's content by its size, time and samples: hashing all of it takes long."""
     digest = hashlib.sha256()
-    for part in parts_of(path):
+    for part in split_files(path):
         state = part.stat()
         digest.update(f"{state.st_size} {state.st_mtime_ns}".encode())
         with part.open("rb") as file:
@@ -127,12 +127,12 @@ def _convert(path: Path, unpacked: bool, folder: Path) -> None:
     try:
         conversion.save_tokenizer(unfinished)
         _write_json(unfinished / "config.json", conversion.config)
-        file_of: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         for number, weights in enumerate(conversion.files()):
             file = unfinished / f"model-{number:05}.safetensors"
             save_arrays(file, weights, {"format": "mlx"})
-            file_of |= dict.fromkeys(weights, file.name)
-        _write_json(unfinished / INDEX, {"weight_map": file_of})
+            weight_map |= dict.fromkeys(weights, file.name)
+        _write_json(unfinished / INDEX, {"weight_map": weight_map})
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     finally:  # what a full disk left

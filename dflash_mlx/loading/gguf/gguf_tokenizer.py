@@ -76,7 +76,7 @@ class TokenizerFields:
         with ErrorWrapper(ConfigError, f"{path}: the vocabulary is broken", TOKENIZER_ERRORS):
             self.tokens: list[str] = metadata[f"{_KEY}tokens"]
             self.types: list[int] = self("token_type", [NORMAL] * len(self.tokens))
-            if len({*self.tokens}) < len(self.tokens) or len(self.types) != len(self.tokens):
+            if len(set(self.tokens)) < len(self.tokens) or len(self.types) != len(self.tokens):
                 raise ValueError("it lists a token twice, or one without a type")
 
     def __call__(self, name: str, default: Any = None) -> Any:
@@ -110,7 +110,7 @@ class TokenizerFields:
     def adds_bos(self) -> bool:
         """Whether texts begin with a bos token.
 
-        Gemma 4's always do, whatever the file says: llama.cpp overrides it, too.
+        Gemma 4's always do, whatever the file says: llama.cpp also overrides it.
         """
         has_bos = self("bos_token_id") is not None
         if self("model") == "gemma4" and has_bos:
@@ -138,7 +138,8 @@ def build(path: object, metadata: Mapping[str, Any]) -> Tokenizer:
         tokens = fields.of_kind(kind)
         add([AddedToken(token, special=special, normalized=False) for token in tokens])
     if fields.adds_bos:
-        if (start := fields.special_id("bos")) is None:
+        start = fields.special_id("bos")
+        if start is None:
             raise ConfigError(f"{path}: add_bos_token is set, but no bos_token_id.")
         bos = fields.tokens[start]
         template = processors.TemplateProcessing(
@@ -178,7 +179,7 @@ def _sentence_piece(fields: TokenizerFields) -> Tokenizer:
         pairs = fields.merges()
     else:
         scores = fields.metadata[f"{_KEY}scores"]
-        normal = {*fields.of_kind(NORMAL)}
+        normal = set(fields.of_kind(NORMAL))
         scored = sorted(zip(scores, tokens, strict=True), key=lambda pair: -pair[0])
         pairs = []
         for token in [token for _, token in scored if token in normal]:
@@ -218,9 +219,11 @@ def save(path: object, metadata: Mapping[str, Any], folder: Path) -> None:
         "add_bos_token": fields.adds_bos,
     }
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        if (number := fields.special_id(theirs)) is not None:
+        number = fields.special_id(theirs)
+        if number is not None:
             settings[f"{ours}_token"] = fields.tokens[number]
-    if (template := metadata.get("tokenizer.chat_template")) is not None:
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None:
         if not isinstance(template, str):
             raise ConfigError(f"{path}: tokenizer.chat_template is not a string.")
         settings["chat_template"] = template

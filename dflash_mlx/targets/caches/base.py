@@ -123,5 +123,5 @@ def strip_prefix(arrays: Arrays, prefix: str) -> Arrays:
 def reference(value: Any) -> Any:
     """A field's value that no later assignment to an array's rows, or to a list, will change."""
     if isinstance(value, list):
-        return [*value]
+        return list(value)
     return value[...] if isinstance(value, mx.array) else value

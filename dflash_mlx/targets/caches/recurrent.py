@@ -129,11 +129,11 @@ class RecurrentCache(ArraysCache):
 
     def checkpoint(self) -> list[mx.array | None]:
         """Hold the state by reference."""
-        return [*self.cache]
+        return list(self.cache)
 
     def rewind(self, saved: list[mx.array | None], rows: int) -> None:
         """Go back to a checkpoint."""
-        self.cache = [*saved]
+        self.cache = list(saved)
 
     def contents(self) -> Contents:
         """What a traced step reads: the convolution's inputs, and the state if there is one."""
