@@ -35,7 +35,7 @@ MAX_ROWS = 9  # rows of the list, so that it fits a screen; other models are nam
 YOURS = "Your Mac"  # a panel of --help
 CHIP = "Predict speeds for M1 to M5 Max. Default: this machine's chip."
 MEMORY = "The memory of a Mac. Default: what this machine has."
-MORE_BITS = 8  # shown besides `BITS` in the details of a model
+MORE_BITS = 8  # shown in addition to `BITS` in the details of a model
 LABEL_WIDTH = len("drafter (default)")  # the widest label in the details of a model
 # Marks models that need --target-bits, and explains the mark below the list.
 MARK = " *"

@@ -72,7 +72,7 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     the line.
     """
     prompts = []
-    for number, line in lines_of(path):
+    for number, line in numbered_lines(path):
         source = f"{path}, line {number}"
         prompts.append(_parse(parse_object(line, source), source))
     if not prompts:
@@ -80,7 +80,7 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     return prompts
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a text file that are not empty, with their numbers, one at a time.
 
     Raises `DataError`.
@@ -88,7 +88,9 @@ def lines_of(path: Path) -> Iterator[tuple[int, str]]:
     check_is_text(path)
     try:
         with path.open(encoding=UTF8, newline="\n") as file:
-            yield from ((n, line) for n, line in enumerate(file, start=1) if line.strip())
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}).") from error
     except UnicodeDecodeError as error:
@@ -226,7 +228,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         return _parquet(path)
     if path.suffix == ".zip":
         return _zipped_tasks(path)
-    return (parse_object(line, f"{path}, line {number}") for number, line in lines_of(path))
+    return (parse_object(line, f"{path}, line {number}") for number, line in numbered_lines(path))
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:

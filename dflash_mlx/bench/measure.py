@@ -85,15 +85,21 @@ class Comparison:
 
     def run_all(self) -> None:
         """Decode once with every method."""
-        trees = [] if self.trees is None else [DDTREE]
-        self.run(PLAIN, self.chain, *trees, *([MLX_LM] if self.with_mlx_lm else []))
+        methods = [PLAIN, self.chain]
+        if self.trees is not None:
+            methods.append(DDTREE)
+        if self.with_mlx_lm:
+            methods.append(MLX_LM)
+        self.run(*methods)
 
     def _run(self, method: str) -> Result:
         mx.reset_peak_memory()  # nothing else runs in this process
         if method == MLX_LM:
             return run_mlx_lm(self.target, self.prompt, self.settings)
         drafter = None if method == PLAIN else self.drafter
-        drafting: Any = {PLAIN: {}, DDTREE: self.trees}.get(method, self.drafting)
+        drafting: Any = self.trees if method == DDTREE else self.drafting
+        if method == PLAIN:
+            drafting = {}
         return generate(self.target, drafter, self.prompt, **self.settings, **drafting)
 
     def speed(self, method: str) -> float:
@@ -128,10 +134,11 @@ class Comparison:
         return differences
 
     def _difference(self, plain_tokens: list[int], other_tokens: list[int]) -> Difference:
-        pairs = enumerate(zip_longest(plain_tokens, other_tokens))
-        position, (plain_token, other_token) = next(
-            pair for pair in pairs if pair[1][0] != pair[1][1]
-        )
+        position = 0
+        for plain_token, other_token in zip_longest(plain_tokens, other_tokens):
+            if plain_token != other_token:
+                break
+            position += 1
         gap = None
         if plain_token is not None and other_token is not None:
             text = [*self.prompt, *plain_tokens[:position]]

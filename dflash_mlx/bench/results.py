@@ -36,7 +36,8 @@ BASELINES = (PLAIN, MLX_LM, SERVER)
 
 def drafting_methods(methods: Iterable[str]) -> list[str]:
     """The methods that draft, chains before trees."""
-    return sorted((name for name in methods if name not in BASELINES), key=DDTREE.__eq__)
+    drafting = [name for name in methods if name not in BASELINES]
+    return sorted(drafting, key=lambda name: name == DDTREE)
 
 
 def chain_method(methods: Iterable[str]) -> str | None:
@@ -86,8 +87,11 @@ class PromptRuns:
     def speedups(self, method: str) -> list[float]:
         """The speed of each run over the plain run of the same turn."""
         pairs = zip(self.runs.get(method, ()), self.runs.get(PLAIN, ()), strict=False)
-        speeds = ((a.stats.tokens_per_second, b.stats.tokens_per_second) for a, b in pairs)
-        return [speed / plain if plain else 1.0 for speed, plain in speeds]
+        speedups = []
+        for run, plain_run in pairs:
+            plain_speed = plain_run.stats.tokens_per_second
+            speedups.append(run.stats.tokens_per_second / plain_speed if plain_speed else 1.0)
+        return speedups
 
 
 def ask_all(
@@ -178,6 +182,8 @@ def _method_summary(name: str, measured: Sequence[PromptRuns]) -> dict[str, Any]
         prompt_runs.differences[name] for prompt_runs in measured if name in prompt_runs.differences
     ]
     steps = sum(stats.rounds for stats in first)
+    tokens = sum(stats.round_tokens for stats in first)
+    accepted = Counter(count for stats in first for count in stats.accepted_per_round)
     timed = [stats.tokens_per_second for stats in runs if stats.decode_seconds]
     return {
         "tokens_per_second": spread(timed or [0.0]),
@@ -185,8 +191,8 @@ def _method_summary(name: str, measured: Sequence[PromptRuns]) -> dict[str, Any]
         "speedup": spread(
             speedup for prompt_runs in measured for speedup in prompt_runs.speedups(name)
         ),
-        "acceptance_length": sum(s.round_tokens for s in first) / steps if steps else None,
-        "accepted": dict(sorted(Counter(n for s in first for n in s.accepted_per_round).items())),
+        "acceptance_length": tokens / steps if steps else None,
+        "accepted": dict(sorted(accepted.items())),
         "peak_bytes": max(stats.peak_bytes for stats in runs) or None,
         "identical": sum(difference is None for difference in compared) if compared else None,
     }
@@ -235,11 +241,9 @@ def _protocol_figures(answers: Sequence[PromptRuns]) -> dict[str, Any]:
 
 def describe_difference(difference: Mapping[str, Any]) -> str:
     """Warning line for an output that differs from plain decoding."""
-    gap = (
-        "one ended"
-        if difference["logit_gap"] is None
-        else f"logit gap {difference['logit_gap']:.2g}"
-    )
+    gap = "one ended"
+    if difference["logit_gap"] is not None:
+        gap = f"logit gap {difference['logit_gap']:.2g}"
     question = " ".join(difference["prompt"].split())[:80]
     place = f"{difference['method']}, from token {difference['token'] + 1} on"
     return f"Not identical: {place} ({gap}): {question}"

@@ -31,7 +31,7 @@ from .results import SERVER, PromptRuns, ask_all
 
 TIMEOUT = 600  # seconds without a byte: a long prompt on a slow machine takes minutes
 END = "[DONE]"
-LEAST_SECONDS = 0.05  # from the first piece to the last; less is how fast one read is cut up
+LEAST_SECONDS = 0.05  # from the first piece to the last; pieces of a single read come faster
 REQUESTS_PER_CLIENT = 2  # at least
 WARM_UP_TOKENS = 8
 
@@ -81,9 +81,9 @@ class ServerClient:
         times = []
         finish_reason: FinishReason = "length"
         for reasoning, content, reason in self.stream(messages, stats, **settings):
-            if piece := reasoning + content:
+            if reasoning or content:
                 times.append(time.perf_counter())
-                text.append(piece)
+                text.append(reasoning + content)
             if reason == "stop":
                 finish_reason = "stop"
         stats.output_tokens = stats.output_tokens or len(text)
@@ -206,7 +206,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 def open_url(request: Request, timeout: float) -> HTTPResponse:
     """Send a request, to this machine without a proxy. Raises as `urllib.request.urlopen`."""
     direct = _is_here(urlsplit(request.full_url).hostname or "")
-    opener = build_opener(*([ProxyHandler({})] if direct else []))
+    opener = build_opener(ProxyHandler({})) if direct else build_opener()
     response: HTTPResponse = opener.open(request, timeout=timeout)
     return response
 

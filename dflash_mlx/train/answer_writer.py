@@ -105,21 +105,21 @@ def collect_samples(
     samples = list(dict.fromkeys(samples))
     fitting = [sample for sample in samples if len(sample.tokens) <= target.context_length]
     dropped = len(samples) - len(fitting)
-    said = (
+    too_long = (
         f"{dropped:,} of {len(samples):,} rows are longer than the context of {target.name} "
         f"({target.context_length:,} tokens)"
     )
     if len(fitting) < 2:
-        why = f" {said}." if dropped else ""
+        why = f" {too_long}." if dropped else ""
         raise DataError(f"There are fewer than two samples to learn from: give more data.{why}")
     if dropped:
-        warnings.warn(f"dflash-mlx: {said} and are left out.", stacklevel=2)
+        warnings.warn(f"dflash-mlx: {too_long} and are left out.", stacklevel=2)
     return fitting
 
 
 def _prompts(target: Target, source: str, record: Sequence[dict[str, str]]) -> list[list[int]]:
     """Token ids before each assistant turn, and before the next one if the user spoke last."""
-    ends = [i for i, m in enumerate(record) if m["role"] == "assistant"]
+    ends = [i for i, message in enumerate(record) if message["role"] == "assistant"]
     if record[-1]["role"] != "assistant":
         ends.append(len(record))
     try:
@@ -202,17 +202,17 @@ def complete_prompts(
         longest = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         inserted = generator.insert([list(prompts[i]) for i in longest])
         uids = dict(zip(longest, inserted, strict=True))
-        found: dict[int, list[int]] = {uid: [] for uid in uids.values()}
-        ended = dict.fromkeys(found, False)
+        answers: dict[int, list[int]] = {uid: [] for uid in uids.values()}
+        ended = dict.fromkeys(answers, False)
         while responses := generator.next_generated():
             for response in responses:
-                found[response.uid].append(response.token)
+                answers[response.uid].append(response.token)
                 ended[response.uid] = response.finish_reason == "stop"
                 on_token()
     finally:
         generator.close()
     return [
-        Answer(tuple(prompt), tuple(found[uids[i]]), ended[uids[i]])
+        Answer(tuple(prompt), tuple(answers[uids[i]]), ended[uids[i]])
         for i, prompt in enumerate(prompts)
     ]
 
@@ -237,7 +237,10 @@ def _whole_chunks(path: Path, prompts: Sequence[Ids], chunk: int) -> list[Answer
 
 def read_answers(path: Path) -> list[Answer]:
     """The answers of a file written by `answer_all`, without an incomplete last line."""
-    return [Answer(tuple(a["prompt"]), tuple(a["answer"]), a["ended"]) for a in whole_lines(path)]
+    return [
+        Answer(tuple(row["prompt"]), tuple(row["answer"]), row["ended"])
+        for row in whole_lines(path)
+    ]
 
 
 def append(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -131,16 +131,16 @@ def parse_record(line: str, where: str) -> str | Messages:
     )
 
 
-# a bucket is so long at least, and a batch has so many at most
-BUCKET = 16
-BUCKETS = 128
+BUCKET = 16  # lengths are multiples of this many tokens, or more
+BUCKETS = 128  # a batch's tokens divided by the length of a bucket, at most
 
 Arrays = tuple[mx.array, ...]
 
 
 def bucket_length(length: int, tokens: int = 0) -> int:
     """Round `length` up to a whole bucket of batches of so many tokens."""
-    return -(-length // (bucket := max(BUCKET, tokens // BUCKETS))) * bucket
+    bucket = max(BUCKET, tokens // BUCKETS)
+    return -(-length // bucket) * bucket
 
 
 def group(samples: Sequence[Sample], tokens: int, rng: Random) -> list[list[Sample]]:

@@ -14,7 +14,7 @@ from random import Random
 from tiny_pair import corpus
 from tiny_pair.strangers import CODE, CREATURES, PLACES, SUBJECTS, THINGS, listed, requests
 
-from dflash_mlx.bench.datasets import lines_of
+from dflash_mlx.bench.datasets import numbered_lines
 
 Turns = list[str]
 
@@ -230,7 +230,7 @@ def pick(patterns: list[str], ending: str = "") -> Callable[[Random], str]:
 
 
 def _lines(folder: Path, name: str) -> list[dict]:
-    return [json.loads(line) for _, line in lines_of(folder / name)]
+    return [json.loads(line) for _, line in numbered_lines(folder / name)]
 
 
 def stub(row: dict) -> str:
