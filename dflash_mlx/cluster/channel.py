@@ -23,15 +23,14 @@ WORDS = 4096  # int32 of one sum; a step of 32 requests and 17 rows each takes l
 # What MLX raises when ranks do not reach each other, or when a file that names them is broken.
 MLX_ERRORS = (RuntimeError, ValueError, OSError)
 NO_ANSWER = "A machine of the cluster does not answer any more"
-# Forwards: a prompt's tokens, drafts; nothing to do for REST_SECONDS; the last message.
-READ = "read"
-VERIFY = "verify"
-HEARTBEAT = "heartbeat"
-STOP = "stop"
+# The last element of a message.
+READ = "read"  # a forward of a prompt's tokens
+VERIFY = "verify"  # a forward of drafts
+HEARTBEAT = "heartbeat"  # nothing to do for REST_SECONDS
+STOP = "stop"  # no message follows
 REST_SECONDS = 0.2  # a rank that waits in a sum keeps a core busy
-# the target's number; the key of one in an argument
-TARGET = 0
-NUMBER = "number"
+TARGET = 0  # the target's number
+NUMBER = "number"  # the key of an object's number in an argument
 
 Operation = Sequence[Any]
 
@@ -107,6 +106,6 @@ class Channel:
         return whole if isinstance(result, list) else whole[0]
 
     def _sum(self, words: np.ndarray) -> np.ndarray:
-        """The sum [N] over all ranks; waits for them."""
+        """Return the sum [N] over all ranks, after waiting for them."""
         self.sums += 1
         return np.array(mx.distributed.all_sum(mx.array(words), group=self.group, stream=mx.cpu))

@@ -53,8 +53,8 @@ class Host:
         """A command line that runs a command there, in this process's folder if it exists."""
         if self.is_here:
             return list(command)
-        place = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {shlex.join(command)}"
-        return [*SSH, self.ssh, place]
+        remote_command = f"cd {shlex.quote(os.getcwd())} 2>/dev/null; exec {shlex.join(command)}"
+        return [*SSH, self.ssh, remote_command]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def read_hosts(path: Path) -> Hosts:
             'machine first, as {"ssh": "127.0.0.1", ...}.'
         )
     envs = content.get("envs") or []
-    if not isinstance(envs, list) or not all(isinstance(e, str) and "=" in e for e in envs):
+    if not isinstance(envs, list) or not all(isinstance(env, str) and "=" in env for env in envs):
         raise SettingsError(f"{path}: envs is a list of NAME=VALUE, not {brief(envs)}.")
     return Hosts(backend, dict(env.split("=", 1) for env in envs), machines)
 

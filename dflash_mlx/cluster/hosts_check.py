@@ -21,16 +21,15 @@ from .hosts import Hosts
 from .member import LOST, RankProcess
 from .supervisor import ClusterProcesses
 
-# messages: every rank's versions; rank 0's times; in JSON
-FOUND = "found"
-MEASURED = "measured"
+# Messages of the ranks, with JSON.
+FOUND = "found"  # a rank's versions
+MEASURED = "measured"  # the times of rank 0
 MEASURE_SECONDS = 120.0  # for ranks to start, meet and measure
 LOOK_SECONDS = 0.25
 ROWS = 16  # of a drafted step
 LARGE_BYTES = 2**23
-# sums that depend on each other, as in a forward; and how often
-SUMS = 8
-SERIES = 3
+SUMS = 8  # of one series, each of which needs the one before, as in a forward
+SERIES = 3  # that are timed
 SUMS_PER_LAYER = 2  # mlx-lm's sharding sums after attention and after the MLP
 SAME = ("dflash-mlx", "mlx", "mlx-lm")  # versions that all machines must have
 LINK_ADVICE = 'Check ips, firewall and backend: "ring" works where RDMA (jaccl) does not.'
@@ -93,7 +92,8 @@ def check_hosts(
                 elif word == LOST:
                     lost = lost or more.rstrip(".")
             for rank in ranks.all:
-                if code := rank.process.poll():
+                code = rank.process.poll()
+                if code:
                     ended[rank.number] = code
                     lost = lost or rank.end
             if lost and len(versions.keys() | ended.keys()) == len(ranks.all):
@@ -185,15 +185,17 @@ def measure_link(group: Any, width: int) -> LinkTimes:
         return median(times[1:])
 
     with ErrorWrapper(ClusterError, "The machines do not sum together", (RuntimeError,)):
-        row, rows = (seconds(mx.zeros((n, width), mx.bfloat16)) for n in (1, ROWS))
+        row = seconds(mx.zeros((1, width), mx.bfloat16))
+        rows = seconds(mx.zeros((ROWS, width), mx.bfloat16))
         large = seconds(mx.zeros((LARGE_BYTES // 4,), mx.float32))
     return LinkTimes(group.size(), width=width, row=row, rows=rows, bandwidth=LARGE_BYTES / large)
 
 
 def describe(times: LinkTimes, shape: tuple[int, int]) -> str:
     """The link, and how long a step of a model of this shape waits for it."""
-    sums = SUMS_PER_LAYER * shape[1] + 1  # and the message
-    plain, drafted = (1e3 * sums * seconds for seconds in (times.row, times.rows))
+    sums = SUMS_PER_LAYER * shape[1] + 1  # one is the message
+    plain = 1e3 * sums * times.row
+    drafted = 1e3 * sums * times.rows
     return (
         f"{times.machines} machines, {times.bandwidth / 1e9:.2g} GB/s; a plain step "
         f"waits {plain:,.2f} ms, a step of {ROWS} rows {drafted:,.2f} ms"

@@ -188,9 +188,9 @@ class LeaderPrefixStore(PrefixStore):
 
     def _on_evict(self, entry: Entry) -> None:
         for part in ("rows", "state"):
-            piece = strip_prefix(entry.arrays or {}, f"target.{part}.")
-            if REMOTE_NUMBER in piece:
-                self._leader.drop(_number_of(piece))
+            arrays = strip_prefix(entry.arrays or {}, f"target.{part}.")
+            if REMOTE_NUMBER in arrays:
+                self._leader.drop(_remote_number(arrays))
 
 
 def _number(span: Span) -> int:
@@ -205,12 +205,13 @@ def _by_number(argument: Any) -> Any:
     if isinstance(argument, NumberedCheckpoint):
         return {NUMBER: argument.number}
     if isinstance(argument, dict):
-        return {NUMBER: _number_of(argument)} if REMOTE_NUMBER in argument else {}
+        return {NUMBER: _remote_number(argument)} if REMOTE_NUMBER in argument else {}
     if isinstance(argument, Sequence):
         return [_by_number(item) for item in argument if item != {}]
     return argument
 
 
-def _number_of(piece: Arrays) -> int:
-    number: Any = piece[REMOTE_NUMBER].item()
+def _remote_number(arrays: Arrays) -> int:
+    """The number of the other ranks' arrays."""
+    number: Any = arrays[REMOTE_NUMBER].item()
     return int(number)

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 READY = "ready"  # a server takes requests
-# with a reason
-LOST = "lost"
-FAILED = "failed"
+LOST = "lost"  # the other ranks are lost; with a reason
+FAILED = "failed"  # this rank ends with an error; with a reason
 GONE_CODE = 1
 LOST_CODE = 1
 MLX_RANK: Final = "MLX_RANK"

@@ -198,7 +198,7 @@ class Supervisor:
         with signals_to(self._signalled):
             while True:
                 self._served = False
-                starts = starts + 1
+                starts += 1
                 ranks = ClusterProcesses(self._hosts, self._arguments, self._listening)
                 try:
                     code, problem = self._watch(ranks)

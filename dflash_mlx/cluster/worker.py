@@ -77,7 +77,7 @@ class RankWorker:
             return
         bound_method = getattr(self.objects[owner], method)
         result = bound_method(*map(self._with_objects, arguments))
-        if isinstance(result, dict):  # views of caches, which go on changing
+        if isinstance(result, dict):  # views of caches that later operations change
             result = {name: mx.contiguous(x) for name, x in result.items()}
             mx.async_eval(result)
         if result is not None:

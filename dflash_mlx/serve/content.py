@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, ConfigDict
 from pydantic_core import to_json
 
 from .body import Body, ListOf
-from .generation_request import instead_of
+from .generation_request import media_placeholder
 
 # Names of fields that mean nothing to a model.
 _MEANINGLESS: Final = re.compile(
@@ -145,13 +145,13 @@ class ContentPart(FileData):
         """Words for content that a text model cannot read."""
         words = [self.media] if self.media else []
         if isinstance(self.source, Source):
-            words += left_out_of(self.source.content)
+            words += left_out_words(self.source.content)
         return words
 
     def read(self) -> str:
         """Return the text, or a line in place of an image, audio or a file."""
         text = self.readable_text
-        return instead_of(self.media or "") if text is None else text
+        return media_placeholder(self.media or "") if text is None else text
 
 
 class Source(Body):
@@ -207,7 +207,7 @@ class Record(Body):
         kind = self.type[:40]
         readable = _readable(self.model_extra or {})
         if self.media or not readable:
-            return instead_of(kind)
+            return media_placeholder(kind)
         text = to_json(readable).decode()
         if len(readable) == 1:
             value = next(iter(readable.values()))
@@ -259,13 +259,13 @@ def read_message(role: str, content: Content, separator: str) -> dict[str, Any]:
     media = [part.media for part in parts if part.media]
     if media:
         message["media"] = media[0]
-    left_out = left_out_of(content)
+    left_out = left_out_words(content)
     if left_out:
         message["left_out"] = left_out
     return message
 
 
-def left_out_of(content: Content) -> list[str]:
+def left_out_words(content: Content) -> list[str]:
     """Return words for the parts of a message's content that a text model cannot read."""
     parts = () if content is None or isinstance(content, str) else content
     return [word for part in parts for word in part.left_out]

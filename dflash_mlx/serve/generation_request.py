@@ -131,6 +131,6 @@ def has_beginning(messages: Sequence[Mapping[str, Any]]) -> bool:
     return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
-def instead_of(media: str) -> str:
+def media_placeholder(media: str) -> str:
     """Return the line that a text model reads in place of an image, a file or audio."""
     return f"[{media}: this model reads text only]"

@@ -16,7 +16,7 @@ from .content import (
     ListOfParts,
     Record,
     join_lines,
-    left_out_of,
+    left_out_words,
     read_content,
     read_message,
 )
@@ -73,7 +73,7 @@ class ContentBlock(ContentPart):
         """Words for content that a text model cannot read."""
         if self.type == "redacted_thinking":
             return [self.type]
-        return [*super().left_out, *left_out_of(self.content)]
+        return [*super().left_out, *left_out_words(self.content)]
 
     def template_result(self) -> dict[str, Any]:
         """Convert a `tool_result` block for a chat template."""
@@ -84,7 +84,7 @@ class ContentBlock(ContentPart):
         return message | {"tool_call_id": self.tool_use_id or ""}
 
 
-def _class_of(block: Any) -> str:
+def _block_class(block: Any) -> str:
     """Return the name of the class that validates a block."""
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
     is_record = isinstance(kind, str) and kind not in (*ContentBlock.text_types, *_DOCUMENTS)
@@ -96,7 +96,7 @@ _DOCUMENTS: Final = ("document", "search_result", "resource")
 _STRUCTURE: Final = ("tool_use", "tool_result", "thinking")
 Block = Annotated[
     Annotated[ContentBlock, Tag("ContentBlock")] | Annotated[Record, Tag("Record")],
-    Discriminator(_class_of),
+    Discriminator(_block_class),
 ]
 
 

@@ -24,7 +24,7 @@ from .fields import (
 from .generation_request import GenerationRequest, Tool
 from .http_errors import RequestError, new_id
 from .response import Event, ItemsResponse
-from .responses_input import CALLS, CUSTOM_INPUT, InputItem, Item, RecordItem, messages_of
+from .responses_input import CALLS, CUSTOM_INPUT, InputItem, Item, RecordItem, to_messages
 from .steps import ResponseStream, StepOutput
 
 # The type of a call -> the field that has its text.
@@ -137,7 +137,7 @@ class ResponsesBody(SamplingOptions):
         return functions
 
     def _messages(self, items: Sequence[InputItem | RecordItem]) -> list[dict[str, Any]]:
-        messages = messages_of(items)
+        messages = to_messages(items)
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:

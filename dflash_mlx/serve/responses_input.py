@@ -55,7 +55,7 @@ class RecordItem(Record):
     is_reference: ClassVar[bool] = False
 
 
-def _class_of(item: Any) -> str:
+def _item_class(item: Any) -> str:
     """Return the name of the class that validates an item."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     is_record = isinstance(kind, str) and kind not in _INPUT_TYPES
@@ -64,11 +64,11 @@ def _class_of(item: Any) -> str:
 
 Item = Annotated[
     Annotated[InputItem, Tag("InputItem")] | Annotated[RecordItem, Tag("RecordItem")],
-    Discriminator(_class_of),
+    Discriminator(_item_class),
 ]
 
 
-def messages_of(items: Sequence[InputItem | RecordItem]) -> list[dict[str, Any]]:
+def to_messages(items: Sequence[InputItem | RecordItem]) -> list[dict[str, Any]]:
     """Convert items to messages for a chat template.
 
     Reasoning, text and calls in a row become one message.

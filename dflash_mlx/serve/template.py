@@ -155,7 +155,7 @@ def _render(tokenizer: Any, form: AnswerFormat, request: GenerationRequest) -> R
         messages = merge_messages([system, *messages])
     messages = for_family(messages, form.family)
     first_error: PromptError | None = None
-    incomplete: Rendered | None = None  # the first text that lacks no system message
+    incomplete: Rendered | None = None  # the first text with all system messages but not all others
     for attempt in _attempts(messages, form.family):
         try:
             text = apply_chat_template(

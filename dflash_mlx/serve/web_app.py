@@ -29,7 +29,7 @@ from .sse import EventStream, unless_disconnected
 from .steps import ResponseStream
 from .web_page import WebPage
 
-STALLED_SECONDS: Final = 30.0  # /health answers 503 after as long without a decode step
+STALLED_SECONDS: Final = 30.0  # without a decode step, after which /health answers 503
 
 
 class Endpoints:
@@ -38,7 +38,7 @@ class Endpoints:
     Args:
         models: the models that answer.
         metrics: the metrics that `/metrics` shows.
-        stalled_seconds: `/health` answers 503 after as long without a decode step.
+        stalled_seconds: seconds without a decode step after which `/health` answers 503.
     """
 
     def __init__(

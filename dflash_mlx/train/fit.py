@@ -90,7 +90,7 @@ Progress = Callable[[StepReport], None]
 
 @dataclass
 class TrainingState:
-    """What a checkpoint stores besides arrays."""
+    """What a checkpoint stores in addition to arrays."""
 
     step: int = 0
     position: tuple[int, int] = (0, 0)
@@ -227,12 +227,15 @@ def restore(
 
     def tree(prefix: str, like: Any) -> Any:
         # In the original order, because rounding of sums depends on it.
-        stored = [(name, arrays.get(f"{prefix}.{name}"), a.shape) for name, a in tree_flatten(like)]
-        if any(array is None or array.shape != shape for _, array, shape in stored):
-            raise WeightsError(
-                f"{path} is a checkpoint of another model: delete it or use another file."
-            )
-        return tree_unflatten([(name, array) for name, array, _ in stored])
+        stored = []
+        for name, expected in tree_flatten(like):
+            array = arrays.get(f"{prefix}.{name}")
+            if array is None or array.shape != expected.shape:
+                raise WeightsError(
+                    f"{path} is a checkpoint of another model: delete it or use another file."
+                )
+            stored.append((name, array))
+        return tree_unflatten(stored)
 
     resumed = tree("parameters", parameters)
     optimizer.state = tree("optimizer", optimizer.state)

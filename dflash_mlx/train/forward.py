@@ -57,14 +57,12 @@ def attend(attention: Attention, x: mx.array, context: mx.array, anchors: mx.arr
 
     # [N*A, KV, G*B, hd] against the block; [N, KV, A*G*B, hd] against the context.
     queries = queries.reshape(sequences * blocks, attention.kv_heads, groups * block, -1)
-    near = (queries @ block_keys.swapaxes(-1, -2)).reshape(
-        sequences, blocks, -1, groups, block, block
-    )
+    near = queries @ block_keys.swapaxes(-1, -2)
+    near = near.reshape(sequences, blocks, -1, groups, block, block)
     wide = queries.reshape(sequences, blocks, attention.kv_heads, groups * block, -1).swapaxes(1, 2)
     far = wide.flatten(2, 3) @ keys.swapaxes(-1, -2)
-    far = far.reshape(sequences, -1, blocks, groups, block, length).swapaxes(
-        1, 2
-    )  # [N, A, KV, G, B, S]
+    far = far.reshape(sequences, -1, blocks, groups, block, length)
+    far = far.swapaxes(1, 2)  # [N, A, KV, G, B, S]
 
     hidden = mx.finfo(far.dtype).min
     far = mx.where(outer[:, :, None, None], far, hidden)
@@ -73,14 +71,11 @@ def attend(attention: Attention, x: mx.array, context: mx.array, anchors: mx.arr
     far = weights[..., :length]
     near = weights[..., length:]
 
-    far = (
-        far.swapaxes(1, 2).reshape(sequences, attention.kv_heads, blocks * groups * block, length)
-        @ values
-    )
+    far = far.swapaxes(1, 2)
+    far = far.reshape(sequences, attention.kv_heads, blocks * groups * block, length) @ values
     far = far.reshape(sequences, attention.kv_heads, blocks, groups * block, -1).swapaxes(1, 2)
-    near = (
-        near.reshape(sequences * blocks, attention.kv_heads, groups * block, block) @ block_values
-    )
+    near = near.reshape(sequences * blocks, attention.kv_heads, groups * block, block)
+    near = near @ block_values
     return (far.flatten(0, 1) + near).reshape(sequences * blocks, attention.heads, block, -1)
 
 

@@ -62,7 +62,7 @@ def draft_config(
     taps = tap_layers(target.num_layers)
     return {
         "architectures": [architecture],
-        "model_type": "qwen3",  # the layers'; loaders of others read it
+        "model_type": "qwen3",  # of the layers; other programs read it
         **_like(target),
         "num_hidden_layers": layers,
         "num_target_layers": target.num_layers,
@@ -76,7 +76,7 @@ def draft_config(
 
 
 def _like(target: Target) -> dict[str, Any]:
-    """Config fields that are the target's."""
+    """Return the config fields that are copied from the target."""
     shape = text_config(target.config)
     hidden = target.hidden_size
     heads = shape["num_attention_heads"]
@@ -96,8 +96,11 @@ def _like(target: Target) -> dict[str, Any]:
 
 
 def tap_layers(layers: int) -> list[int]:
-    """The target layers to tap: five from the second to the third last, as in DFlash
-    (arXiv 2602.06036); three in a shallow target."""
+    """The target layers to tap.
+
+    Five from the second to the third last, as in DFlash (arXiv 2602.06036); three in a shallow
+    target.
+    """
     if layers < DEEP:
         return sorted({min(1, layers - 1), layers // 2, layers - 1})
     return [round(1 + i * (layers - 4) / 4) for i in range(5)]
@@ -111,7 +114,7 @@ def mask_token(target: Target, used: Iterable[int]) -> int:
     Raises `SettingsError` if every token is used.
     """
     tokenizer = target.tokenizer
-    taken = set(used) | set(target.tokenizer.eos_token_ids)
+    taken = set(used) | set(tokenizer.eos_token_ids)
     special = sorted(getattr(tokenizer, "all_special_ids", []), reverse=True)
     beyond = range(len(tokenizer.get_vocab()), target.vocab_size)
     for token in (*beyond, *special, *range(target.vocab_size - 1, -1, -1)):

@@ -89,13 +89,13 @@ def summed(
             # Otherwise MLX may compute all parts at once and hold the logits of every slot.
             if hidden_gradients:
                 piece = mx.depends(piece, [value, hidden_gradients[-1]])
-            (loss, picks), (parameter_gradients, hidden_gradient) = gradient(tree, *piece)
+            (loss, picks), gradients = gradient(tree, *piece)
+            parameter_gradients, hidden_gradient = gradients
             value = value + loss
             chosen.append(picks)
             hidden_gradients.append(hidden_gradient)
-            sums = [
-                a + b for a, (_, b) in zip(sums, tree_flatten(parameter_gradients), strict=True)
-            ]
+            flat_gradients = [array for _, array in tree_flatten(parameter_gradients)]
+            sums = list(map(mx.add, sums, flat_gradients))
         return (value, mx.concatenate(chosen), mx.concatenate(hidden_gradients), *sums)
 
     @run.vjp
@@ -106,8 +106,8 @@ def summed(
         return [*(scale * array for array in sums), scale * hidden_gradients, *rest]
 
     flat = [array for _, array in tree_flatten(trained)]
-    outputs_of_run: Any = run(*flat, hidden, *others)
-    value, chosen = outputs_of_run[:2]
+    run_outputs: Any = run(*flat, hidden, *others)
+    value, chosen = run_outputs[:2]
     return value, mx.stop_gradient(chosen)
 
 

@@ -235,7 +235,7 @@ def claim_folder(work: Path, target: Target, recipe: Recipe) -> None:
         compared: AbstractSet[str] = settings.keys() | earlier.keys()
         if existing <= {"turns.jsonl", "answers.jsonl"}:
             compared = ANSWER_SETTINGS
-        differing = sorted(k for k in compared if settings.get(k) != earlier.get(k))
+        differing = sorted(name for name in compared if settings.get(name) != earlier.get(name))
         if differing:
             names = ", ".join(differing)
             raise SettingsError(

@@ -37,8 +37,10 @@ def memory_needed(
         lengths: the number of tokens in each sample.
     """
     weights = weight_bytes(target.model)
-    drafter = 4 * sum(a.size for _, a in tree_flatten(network_for(config)(config).parameters()))
-    step = max(_values(config, settings, bucket_length(n, settings.tokens)) for n in lengths)
+    parameters = tree_flatten(network_for(config)(config).parameters())
+    drafter = 4 * sum(array.size for _, array in parameters)
+    buckets = {bucket_length(length, settings.tokens) for length in lengths}
+    step = max(_values(config, settings, length) for length in buckets)
     # Two micro-batches run at the same time.
     return weights + COPIES * drafter + 2 * (4 * step + BOUND)
 
