@@ -5,7 +5,7 @@
 // query head that shares these keys (GQA) times every node of the draft, so keys and values are read
 // once for all of them. All threads together bring KEYS keys and values at a time into threadgroup
 // memory; then each SIMD-group on its own multiplies, keeps the running softmax of its rows and adds
-// up their outputs in registers. Queries, keys and values are matrices of T, what is summed is float.
+// up their outputs in registers. Queries, keys and values are matrices of T; sums are float.
 // A chunk leaves, for every row, the sum of its weighted values, the sum of its weights and the
 // largest score, unnormalised.
 // Pass 2, `merge_chunks`: one thread for each output adds the chunks in their order.
@@ -19,8 +19,8 @@
 // Trees keep this. The nodes of a tree lie in the cache in the order of the draft, siblings at the
 // same position, so from the chunk on where the draft begins a threadgroup takes a single node
 // and puts its ancestors in the slots of their positions. The bits are those of the path alone.
-// Only these few chunks have a threadgroup for each node: the chunks before, thousands of keys, have
-// as many as a chain.
+// Only these few chunks have a threadgroup for each node: the chunks before them, thousands of keys,
+// have as many threadgroups as with a chain.
 //
 // Where a product is added to something, `fma` says so: left to the compiler, one instance of a
 // function might round the product and another not.
@@ -29,7 +29,7 @@
 namespace dflash {
 using namespace metal;
 
-constexpr constant float kHidden = -1e30f;  // below any score, and none itself
+constexpr constant float kHidden = -1e30f;  // marks the scores of hidden keys; below any score
 constexpr constant float kLog2E = 1.44269504f;
 
 // Rows of a tile are a little longer than D, so that the lanes of a column hit different banks.
@@ -116,8 +116,8 @@ inline void find_rows(threadgroup int* rows, const device int* positions,
 // Loads KEYS keys and values into their tiles, four elements of each per thread. Neighbouring
 // threads read neighbouring addresses.
 //
-// In a product of matrices a weight of zero does not hide a value that is no finite number: 0 * NaN
-// would also spoil the rows that do not see it. So the value is replaced by zero and its key by NaN
+// In a product of matrices a weight of zero does not hide a value that is not finite: 0 * NaN would
+// also spoil the rows that do not see it. So the value is replaced by zero and its key by NaN
 // instead: `weigh` applies that score only to the rows that see the key.
 template <typename T, int D, int KEYS, typename Rows>
 inline void load_tiles(threadgroup T* key_tile, threadgroup T* value_tile, Rows keys, Rows values,
@@ -180,8 +180,8 @@ struct QueryRows {
     }
   }
 
-  // Scores of a block become weights, 2 to the power of what they are below the largest score so
-  // far; what was there is scaled to that. `scale` brings scores to units of log 2.
+  // Turns the scores of a block into weights: exp2(score - largest score so far). If the largest
+  // score grows, the sums so far are scaled to it. `scale` brings scores to units of log 2.
   // This lane's row sees the slots of the tile from `oldest` to `newest` that hold a row.
   void weigh(int block, thread Fragment (&scores)[KEYS / 8], const threadgroup int* rows,
       int oldest, int newest, float scale, Place place) thread {
@@ -253,19 +253,21 @@ struct QueryRows {
 // A threadgroup's work: a chunk, and query rows from `begin` to `count` of those that share it.
 struct Share {
   int chunk;
-  bool single;  // the rows of one node of a tree, where it has begun
+  bool single;  // whether the rows are those of one node of a tree
   int node, begin, count;
 };
 
-// The chunks that a tree has not reached come first, with a threadgroup for every `rows` query rows;
-// then those from where it begins, with one for each node (and `rows` of the heads that share keys).
+// The chunks before a tree come first, with a threadgroup for every `rows` query rows; then those
+// with nodes of the tree, with one for each node (and `rows` of the heads that share keys).
 template <int CHUNK, bool TREE>
 inline Share share_of(Problem of, int index, int rows) {
   const int tiles = (of.group * of.nodes + rows - 1) / rows;
   const int whole = (of.first + of.length - of.nodes) / CHUNK - of.first / CHUNK;
   if (TREE && index >= whole * tiles) {
-    const int parts = (of.group + rows - 1) / rows, rest = index - whole * tiles;
-    const int chunk = rest / (of.nodes * parts), part = rest % (of.nodes * parts);
+    const int parts = (of.group + rows - 1) / rows;
+    const int rest = index - whole * tiles;
+    const int chunk = rest / (of.nodes * parts);
+    const int part = rest % (of.nodes * parts);
     return {whole + chunk, true, part / parts, part % parts * rows, of.group};
   }
   return {index / tiles, false, 0, index % tiles * rows, of.group * of.nodes};
@@ -278,9 +280,9 @@ inline int position_of(Problem of, const device int* positions, int node) {
 }
 
 // Pass 1. queries [H, N, D] with any strides; where TREE: positions [N], the root's first and
-// smallest, and ancestors [N, N]. partial [chunks, H * N, D] and stats [chunks, H * N, 2] (largest score,
-// sum of weights). A chunk in which a row sees nothing leaves it zeros of no weight.
-// group_at: head of the keys, index of the share.
+// smallest, and ancestors [N, N]. partial [chunks, H * N, D] and stats [chunks, H * N, 2] (largest
+// score, sum of weights). A chunk in which a row sees nothing leaves zeros for it.
+// group_at: the threadgroup's head of keys, and the index of its share.
 template <typename T, int D, int CHUNK, int BLOCKS, bool TREE, typename Rows>
 inline void attend_chunk(const device T* queries, long head_stride, long node_stride, long stride,
     Rows keys, Rows values, const device int* positions, const device bool* ancestors, Problem of, device float* partial,

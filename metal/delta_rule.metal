@@ -1,17 +1,17 @@
 // The gated delta rule over the rows of one draft: its output at every row, and the state after a
 // chain. The rows that were kept of a draft are a chain.
 //
-// A state is a matrix [Dv, Dk] per head, and its Dv rows never meet. A SIMD-group takes four of
-// them, eight lanes a row: fewer lanes a row mean fewer steps to add up over the lanes, which take
-// longer than the multiplications. A lane holds every eighth four of its row's elements (neighbouring
-// lanes read neighbouring fours) in registers while the row goes through the draft: the state is read
-// once from device memory, and written at most once. Every state row of a head reads the same keys
-// and queries, a few kilobytes that stay in the cache.
+// A state is a matrix [Dv, Dk] per head, and its Dv rows do not depend on each other. A SIMD-group
+// takes four of them, eight lanes for each: fewer lanes mean fewer steps to add up over the lanes,
+// which take longer than the multiplications. A lane holds every eighth group of four elements of its
+// row (neighbouring lanes read neighbouring groups) in registers while the row goes through the
+// draft: the state is read once from device memory, and written at most once. Every state row of a
+// head reads the same keys and queries, a few kilobytes that stay in the cache.
 //
 // Why a row's bits depend on its own path alone: a step is a function of the state before it and
 // of its own row; sums over Dk are taken lane by lane in ascending order and then over the lanes
-// by the butterfly written out below, whatever else the draft holds. `fma` by name, so that every
-// instance rounds alike.
+// by the butterfly written out below, whatever else the draft holds. `fma` is written out, so that
+// every instance of a function rounds alike.
 //
 // In a tree a node steps from its parent's state. The nodes are visited from the root down, each
 // subtree at once, so most nodes follow their parent directly. Where a node has several children,
@@ -65,7 +65,7 @@ struct SpreadRow {
     return sum;
   }
 
-  // The state decays, and what it does not yet recall of the value for this key is added.
+  // The state decays. Then it learns the difference between the value and what it has for this key.
   void step(const thread SpreadRow& key, float value, float decay, float beta) thread {
     DFLASH_UNROLL
     for (int i = 0; i < per_lane; i++) values[i] *= decay;

@@ -10,7 +10,7 @@
 //   a lane has two values     a lane has one k          a lane has one column
 //   of one row                of two rows               for two rows
 //
-// So scale and bias of a lane's column are the lane's own. A group's sum of code times x becomes a
+// So a lane holds the scale and bias of its column. A group's sum of code times x becomes a
 // part of the result by one `fma` with the scale and one of the bias with the sum of the row's x,
 // once for each column and row instead of once for each weight.
 //
@@ -99,7 +99,7 @@ struct LaneRows {
 // One SIMD-group's sums: 32 columns by 8 ROW_BLOCKS rows of the result, over its steps.
 template <typename T, typename Weights, int ROW_BLOCKS>
 struct TileSums {
-  Fragment sums[kColumnBlocks][ROW_BLOCKS];    // where `scaled`, of one step
+  Fragment sums[kColumnBlocks][ROW_BLOCKS];    // of one step, where `scaled`
   Fragment totals[kColumnBlocks][ROW_BLOCKS];  // read where `scaled`
   float x_sums[2 * ROW_BLOCKS];                // of the lane's rows and of its k, in one step
 
@@ -159,7 +159,7 @@ struct TileSums {
     }
   }
 
-  // The step's sums of codes become parts of the result, and the next step's begin.
+  // Adds the step's sums of codes, scaled, to the totals, and sets them to zero for the next step.
   void scale(const thread typename Weights::Piece (&pieces)[kColumnBlocks]) thread {
     DFLASH_UNROLL
     for (int i = 0; i < 2 * ROW_BLOCKS; i++) {
@@ -208,7 +208,7 @@ void multiply_tile(Rows rows, Columns<Weights, GATE_UP> columns, int begin, int 
     }
     tile.multiply_add(pieces, x, k, rows.K, place);
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);  // the sums of a tile before have been read
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // the sums of the last tile have been read
   tile.store(scratch + s * (kTileRows * kTileColumns), place);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }

@@ -8,7 +8,7 @@
 //
 //   step                        how many values along K that is,
 //   scaled                      whether a row's values of a step share a scale and a bias,
-//   whole                       whether every row is a number of whole steps,
+//   whole                       whether every row consists of whole steps,
 //   Piece                       a lane's quarter of a step in registers, as it was stored,
 //   fetch(piece, row, k, quarter, inside)   device memory -> registers; zeros if not `inside`,
 //   value(piece, v)             value v of the quarter, before it is scaled.
@@ -21,8 +21,8 @@
 namespace dflash {
 using namespace metal;
 
-// Values `at` to `at` + 3 of a row of `length`; zeros for what lies outside. WHOLE: nothing does,
-// and rows begin at multiples of four values.
+// Values `at` to `at` + 3 of a row of `length`; zeros for what lies outside. WHOLE: nothing lies
+// outside, and rows begin at multiples of four values.
 template <bool WHOLE, typename T>
 inline vec<T, 4> four_of(const device T* row, int at, int length, bool inside) {
   vec<T, 4> four = vec<T, 4>(T(0));

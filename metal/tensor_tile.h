@@ -25,7 +25,7 @@
 
 namespace dflash {
 
-// The place of a lane's result `i`, and whether there is one; else a place to read without harm.
+// The place of a lane's result `i`, and whether there is one. If not, the place may still be read.
 struct Result {
   ushort row, column;
   bool valid;

@@ -3,8 +3,8 @@
 // Grid: (tiles of columns, splits of K, tiles of 16 rows) threadgroups of 128 threads. Several
 // matrices share a launch: the tiles of the second one's columns follow those of the first. Keys,
 // values and gates have few columns, and each by itself would leave a GPU half empty or need its K
-// split; together they seldom do. With up to 16 rows every weight is read from device memory once. See matmul_tile.h for the work inside a
-// threadgroup and for the order of its sums.
+// split; together they seldom do. With up to 16 rows every weight is read from device memory once.
+// See matmul_tile.h for the work inside a threadgroup and for the order of its sums.
 //
 // A matrix with few columns has too few tiles to keep a GPU busy, so its K is split: every split
 // writes its sums, and merge_splits.metal adds them, the first split first. Where the splits lie is

@@ -1,3 +1,3 @@
-// verify_matmul.metal whose 4-bit weights of bfloat16 rows go to an M5's tensor units.
+// verify_matmul.metal on an M5's tensor units, for rows of bfloat16 and 4-bit weights.
 #include "tensor_tile.h"
 #include "verify_matmul.metal"
