@@ -36,13 +36,15 @@ def decode(request: Request) -> Generator[Event, None, None]:
         if request.finished:
             yield request.empty_event()
             return
-        if event := request.prefill():
-            yield event
+        first_event = request.prefill()
+        if first_event is not None:
+            yield first_event
         request.finish_prompt()
         while not request.finished:
             request.begin_step()
             step = ahead
-            ahead = following = None
+            ahead = None
+            following = None
             if step is None:
                 proposal = request.propose()
                 if isinstance(proposal.tokens, mx.array):

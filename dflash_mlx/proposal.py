@@ -39,7 +39,8 @@ class Proposal:
         tokens = self.tokens
         parents = self.parents
         if not isinstance(tokens, mx.array):
-            object.__setattr__(self, "tokens", tokens := _integers("tokens", tokens, 0))
+            tokens = _integers("tokens", tokens, 0)
+            object.__setattr__(self, "tokens", tokens)
         elif tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):
             what = f"an array of {tokens.dtype} {list(tokens.shape)}"
             raise ProposalError(f"A proposal's tokens must be token ids [N], not {what}.")

@@ -1,9 +1,9 @@
 """Functions of arrays that `mx.compile` traces once per shape, and replays without Python.
 
 Building a graph in Python takes longer than a small model's products take a CPU, and a GPU waits
-for it. What a trace depends on besides its arguments' contents is its shape: the number of rows,
-the keys that they attend to, the room in the caches. A shape is traced when it comes a second time:
-the last step of a text has a length of its own.
+for it. A trace is valid for one shape: the number of rows, the keys that they attend to, the room
+in the caches. A shape is traced when it comes a second time, because some come only once, such as
+that of a text's last step.
 
 MLX keeps traces per thread, and so does this. On a CPU nothing in a trace is fused
 (`machine.fusion`), so that it has the bits of the same function without a trace.
@@ -56,7 +56,7 @@ class Traces:
         Not to be called once there is a `why_not`.
 
         Args:
-            shape: what its graph depends on besides the contents of arrays.
+            shape: everything that its graph depends on except the contents of arrays.
             make: makes the function. It must not refer to a request, for it is kept.
             arguments: of the function.
         """

@@ -166,7 +166,8 @@ class DraftConfig:
         if kind in (DFLASH, DSPARK):  # a rank means DSpark, whatever the label is
             kind = DSPARK if values["markov_rank"] else DFLASH
         if kind == DSPARK and packaging is ZLAB:
-            packaging = read.packaging = MARKOV_IN_ZLAB
+            packaging = MARKOV_IN_ZLAB
+            read.packaging = packaging
         values |= {"kind": kind, "packaging": packaging.name}
         _check_sizes(read, values)
         rows = values["block_size"]

@@ -101,7 +101,8 @@ def read_layer_attention(read: ConfigReader, layers: int) -> dict[str, tuple[Any
     An explicit causality flag applies to every layer. Without one, the layers that `layer_types`
     calls sliding are causal if the packaging says so.
     """
-    named = slides = _sliding_layers(read, layers)
+    named = _sliding_layers(read, layers)
+    slides = named
     window = read.get("sliding_window", whole())
     use_swa = read.get("use_swa", BOOLEAN)
     width = read.get("swa_window_size", whole())
@@ -128,7 +129,8 @@ def read_layer_attention(read: ConfigReader, layers: int) -> dict[str, tuple[Any
 def _sliding_layers(read: ConfigReader, layers: int) -> tuple[bool, ...]:
     """Read which layers slide, from `layer_types` or, in older files, `use_sliding_window`."""
     kinds = read.get("layer_types", default=FULL)
-    slides = first = None
+    slides = None
+    first = None
     if not read.packaging.embeds_target_config:  # if it does, these two are the target's
         slides = read.get("use_sliding_window", BOOLEAN)
         first = read.get("max_window_layers", whole(least=0))

@@ -144,7 +144,7 @@ ARCHITECTURES = {
     "Qwen3Eagle3Model": (DEEPSPEC_EAGLE, EAGLE3),
     "Gemma4Eagle3Model": (DEEPSPEC_GEMMA_EAGLE, EAGLE3),
 }
-# `speculators_model_type` -> what it is; the architecture's name says no more there.
+# In a config of Speculators: `speculators_model_type` -> what the drafter is.
 SPECULATORS_KINDS = {
     "dflash": (SPECULATORS, DFLASH),
     "dflash2": (SPECULATORS, DFLASH2),

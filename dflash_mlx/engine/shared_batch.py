@@ -136,7 +136,8 @@ class SharedBatch:
         for item in _without_errors(items):
             with item:
                 self._target.check(item.proposal)
-        if drafting := _without_errors(items):
+        drafting = _without_errors(items)
+        if drafting:
             drafts = [item.proposal.tokens for item in drafting]
             compute([draft for draft in drafts if isinstance(draft, mx.array)], wait=False)
             for item, step in zip(drafting, self._verify(drafting, shared), strict=True):

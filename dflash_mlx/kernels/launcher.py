@@ -85,12 +85,13 @@ class Launcher:
         self._known: dict[Hashable, Any] = {}
 
     def instances(self, dtype: mx.Dtype, stored: mx.Dtype, tensor_units: bool) -> Calls:
-        """Small calls of it in every form that a model may have, the commonest first.
+        """Small calls of the kernel in every form that a model may need, the commonest first.
 
         Args:
-            dtype: of rows.
-            stored: of weights and gates; no calls where it takes no such pair.
-            tensor_units: whether products may run on them.
+            dtype: the type of rows.
+            stored: the type of weights and gates. There are no calls if the kernel does not take
+                both types together.
+            tensor_units: whether products may run on tensor units.
         """
         raise NotImplementedError
 

@@ -66,13 +66,11 @@ def inspect_drafter(path: Path) -> list[ResolvedField]:
         config = with_tensor_facts(config, tensors)
     labels = ("speculators_model_type", "architectures")
     source = next((label for label in labels if label in config.sources), "default")
-    resolved = [
-        ResolvedField(
-            item.name, getattr(config, item.name), config.sources.get(item.name, "default")
-        )
-        for item in fields(config)
-        if item.name not in ("sources", "unused")
-    ]
+    resolved = []
+    for item in fields(config):
+        if item.name not in ("sources", "unused"):
+            place = config.sources.get(item.name, "default")
+            resolved.append(ResolvedField(item.name, getattr(config, item.name), place))
     unused = [ResolvedField(place, value, "not used") for place, value in config.unused.items()]
     network = ResolvedField("network", NETWORKS[config.kind][1], source)
     parts = _parts(config, tensors) if tensors else []

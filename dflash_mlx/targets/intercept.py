@@ -126,9 +126,11 @@ class Interception:
             self._override(layer, self._layer)
             for rope in different(ropes(layer)):
                 self._override(rope, self._rope)
-            if (attention := attention_of(layer)) is not None:
+            attention = attention_of(layer)
+            if attention is not None:
                 self._override_attention(attention, is_mla(layer))
-            if (recurrence := recurrence_of(layer)) is not None:
+            recurrence = recurrence_of(layer)
+            if recurrence is not None:
                 self._override(recurrence.mixer, self._mixer(type(recurrence)))
         if parts.norm_runs_once:
             self._override(parts.norm, self._norm)

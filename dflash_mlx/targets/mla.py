@@ -31,13 +31,8 @@ def dense(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.arr
     q, q_pe, latent, k_pe = _project(self, x, queries, cache)
     queries = self.embed_q(q)
     if isinstance(latent, PerRequest):
-        scores = PerRequest(
-            latent.rows,
-            [
-                rotary_scores(self, *parts)
-                for parts in zip(latent.rows.split(q_pe, 2), k_pe.parts, mask.parts, strict=True)
-            ],
-        )
+        parts = zip(latent.rows.split(q_pe, 2), k_pe.parts, mask.parts, strict=True)
+        scores = PerRequest(latent.rows, [rotary_scores(self, *part) for part in parts])
         output = attend_each(
             scaled_dot_product_attention, queries, latent, latent, cache, self.scale, scores
         )
@@ -64,19 +59,17 @@ def sparse(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.ar
     if not isinstance(latent, PerRequest):
         output = attend_to_picked(self, q, q_pe, latent, k_pe, picked, mask, cache)
         return _heads_to_output(self, output)
-    outputs = [
-        attend_to_picked(self, *parts)
-        for parts in zip(
-            latent.rows.split(q, 2),
-            latent.rows.split(q_pe, 2),
-            latent.parts,
-            k_pe.parts,
-            picked.parts,
-            mask.parts,
-            cache.parts,
-            strict=True,
-        )
-    ]
+    parts = zip(
+        latent.rows.split(q, 2),
+        latent.rows.split(q_pe, 2),
+        latent.parts,
+        k_pe.parts,
+        picked.parts,
+        mask.parts,
+        cache.parts,
+        strict=True,
+    )
+    outputs = [attend_to_picked(self, *part) for part in parts]
     return _heads_to_output(self, mx.concatenate(outputs, axis=2))
 
 

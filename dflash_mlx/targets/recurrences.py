@@ -61,7 +61,8 @@ class Recurrence:
         kernels: as given.
     """
 
-    has_state = as_prefill = True
+    has_state = True
+    as_prefill = True
 
     def __init__(self, mixer: Any, kernels: Kernels | None = None) -> None:
         self.mixer = mixer

@@ -80,7 +80,8 @@ class Target:
         self.context_length = int(text_config(config).get("max_position_embeddings") or 2**31)
         wrong = f"{name}: the model that config.json describes does not run"
         with ErrorWrapper(ConfigError, wrong, MODEL_ERRORS):
-            self.parts = parts = find_parts(model)
+            parts = find_parts(model)
+        self.parts = parts
         self.layers = parts.layers
         self.num_layers = len(parts.layers)
         self.hidden_size: int = parts.embedded.shape[-1]
@@ -386,7 +387,8 @@ class Target:
                     raise SettingsError(
                         f"Layer {layer} cannot be tapped: {self.name} has {self.num_layers} layers."
                     )
-            taps = self._taps[tap_layers] = self._make_taps(tap_layers)
+            taps = self._make_taps(tap_layers)
+            self._taps[tap_layers] = taps
         return taps
 
     def _make_taps(self, tap_layers: Sequence[int]) -> Taps:

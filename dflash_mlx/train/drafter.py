@@ -261,13 +261,17 @@ def train_drafter(
     validate = None
     if held_out:
         validate = held_out_metrics(loss, collate=collate, held_out=held_out, settings=settings)
+
+    def batches(position: tuple[int, int]) -> BatchStream:
+        return BatchStream(
+            samples, collate=collate, tokens=settings.tokens, seed=settings.seed, position=position
+        )
+
     parameters = fit(
         loss,
         parameters=drafter.trainable_parameters(),
         optimizer=make_optimizer(settings.optimizer, settings.learning_rate, settings.steps),
-        batches=lambda position: BatchStream(
-            samples, collate=collate, tokens=settings.tokens, seed=settings.seed, position=position
-        ),
+        batches=batches,
         steps=settings.steps,
         checkpoint=checkpoint,
         progress=progress,

@@ -1,9 +1,9 @@
 """GGML's blocks as floats, or as weights of MLX in the same bits, through the gguf package.
 
 MLX's affine weights are codes x scale + bias in groups of 32. Blocks of Q4_0, Q4_1, Q5_0, Q5_1 and
-Q8_0 have just that in half precision, so nothing is rounded. A group of Q4_K or Q5_K has a product
-of its block's scale and its own: that, and the bias, are rounded to half precision, as the weights
-would be if they were unpacked. MXFP4 is MLX's mxfp4.
+Q8_0 have just that in half precision, so nothing is rounded. The scale of a group of Q4_K or Q5_K
+is the product of its block's scale and a number of its own. The product and the bias are rounded to
+half precision, as the weights would be if they were unpacked. MXFP4 is MLX's mxfp4.
 """
 
 from __future__ import annotations

@@ -75,13 +75,12 @@ class Conversion:
             model = build_model(path, self.config)
         self._sources = self._find_sources(model)
         modules = dict(model.named_modules())
-        self._packed = {
-            name
-            for name, (tensor, _) in self._sources.items()
-            if not unpacked
-            and tensor.type in PACKINGS
-            and hasattr(modules.get(name.removesuffix(".weight")), "to_quantized")
-        }
+        self._packed: set[str] = set()
+        if not unpacked:
+            for name, (tensor, _) in self._sources.items():
+                module = modules.get(name.removesuffix(".weight"))
+                if tensor.type in PACKINGS and hasattr(module, "to_quantized"):
+                    self._packed.add(name)
         self._casts = getattr(model, "cast_predicate", lambda name: True)
         if self._packed:
             self.config["quantization"] = self._quantization()
