@@ -246,10 +246,8 @@ class AnswerParser:
         """Return the calls up to a marker; none if the marker is part of a call."""
         between = self._markers.between_calls.search(self._pending, 0, end.start())
         if between is not None and not self._is_bare:
-            for tail in (
-                self._markers.call_tail,
-                "",
-            ):  # the tail may be missing before the next call
+            # The tail may be missing before the next call.
+            for tail in (self._markers.call_tail, ""):
                 with suppress(NotACallError):
                     parts = self._parse(self._pending[: between.start()] + tail)
                     self._take(between.end(1))
