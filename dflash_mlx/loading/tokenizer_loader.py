@@ -43,7 +43,7 @@ _KIMI_PATTERN = "|".join(
     )
 )
 _KIMI_SPECIAL = 258  # ids after the ranks that are special tokens, named or reserved
-# Files that mlx-lm needs in a tokenizer's folder, besides tokenizer.json and its settings.
+# Files that mlx-lm needs in a tokenizer's folder in addition to tokenizer.json and its settings.
 _OTHER_FILES = ("config.json", "generation_config.json", "*.jinja", "special_tokens_map.json")
 
 
