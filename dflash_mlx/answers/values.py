@@ -152,11 +152,15 @@ def allowed_types(
 
 
 def _declared_types(words: list[Any], schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the JSON types that the words of a schema's `type` mean; all if none is known."""
+    """Return the JSON types that the words of a schema's `type` mean; all if none is known.
+
+    Ollama's Python client joins the types of a union in one word: "integer, string".
+    """
     names = set()
     for word in words:
-        name = str(word).lower()
-        names.add(_ALIASES.get(name, name))
+        for part in str(word).lower().split(","):
+            name = part.strip()
+            names.add(_ALIASES.get(name, name))
     if "number" in names:
         names.add("integer")
     if schema.get("nullable") is True:

@@ -103,6 +103,9 @@ def test_values_are_typed_by_the_schema(family):
         ({"type": "boolean"}, "True", True),
         ({"type": ["string", "null"]}, "null", None),
         ({"type": ["integer", "string"]}, "7", 7),
+        ({"type": "integer, string"}, "7", 7),  # ollama 0.6.3 writes `int | str` like this
+        ({"type": "string, integer"}, "true", "true"),
+        ({"type": "boolean, string"}, "7", "7"),
         ({"type": "array", "items": {"type": "integer"}}, "['a', 1.0]", ["a", 1]),
         ({"type": "object"}, '{"a": "x\ny"}', {"a": "x\ny"}),
         ({}, "{}", {}),
